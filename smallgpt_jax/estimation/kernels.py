@@ -1,9 +1,10 @@
-"""Roofline of the custom kernels in a TPU program: the time of their matrix products at the chip's peak speed."""
+"""Time of the custom kernels in a TPU program: mostly, of their matrix products at the chip's peak speed."""
 
 import math
 import re
 
 from smallgpt_jax.analysis.chips import Chip
+from smallgpt_jax.ops.delta_kernel import LENGTH
 from smallgpt_jax.ops.flash_attention import block_length, blocks_in_reach, is_short
 
 # {kernel: number of matrix products}. Each product has as many FLOPs as (attention weights) × (values).
@@ -17,9 +18,14 @@ KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4,
 # (libtpu 0.0.51). They are higher with a short window, because blocks are shorter and most of them are masked.
 FLASH_KERNELS = {"flash_attention_forward": (1, 1, 3, 3.5), "flash_attention_gradient": (2, 3, 4, 5)}
 
+# {kernel of ops/delta_kernel.py: (cycles per chunk and head, the same per unit of the widths of keys and values)}. The
+# cycles are fitted to the TPU compiler's schedules for v5e (libtpu 0.0.51), for widths of 16 + 32 to 128 + 256. They
+# include 62 for a chunk's and head's part in a step of the grid, but no time for waiting for memory.
+DELTA_KERNELS = {"gated_delta_forward": (1160, 0.85), "gated_delta_gradient": (1540, 2.85)}
+
 
 def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
-    """Returns the seconds of the kernel that an HLO line calls, at peak speed; None for an unknown kernel.
+    """Returns the seconds of the kernel that an HLO line calls; None for an unknown kernel.
 
     Ignores memory traffic, which takes less time than the products, except in "online-softmax", which reads the scores.
     """
@@ -31,6 +37,8 @@ def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
     if name := next((name for name in FLASH_KERNELS if name in line), None):
         window = int(re.search(rf"{name}_(\d+)", line)[1])
         return flash_attention_seconds(name, window, operands, chip)
+    if name := next((name for name in DELTA_KERNELS if name in line), None):
+        return gated_delta_seconds(name, operands, chip)
     name = next((name for name in KERNEL_PRODUCTS if name in line), None)
     return name and KERNEL_PRODUCTS[name] * attention_product_flops(name, operands, positions) / chip.flops
 
@@ -50,6 +58,15 @@ def flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) -
     scores = math.prod(rows_and_heads) * blocks * length**2
     of_scores = max(to_scores * 2 * max(width, 128) / chip.flops, vector_cycles / 1024 / (chip.cores * chip.hertz))
     return scores * (of_scores + with_scores * 2 * max(width, 16) / chip.flops)
+
+
+def gated_delta_seconds(name: str, operands: str, chip: Chip) -> float:
+    """Returns the seconds of a kernel of ops/delta_kernel.py; its operands begin with queries, keys and values."""
+    _, keys, values = (tuple(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", operands)[:3])
+    per_chunk, per_width = DELTA_KERNELS[name]
+    *rows_and_heads, width, time = keys
+    chunks = math.prod(rows_and_heads) * time // LENGTH
+    return chunks * (per_chunk + per_width * (width + values[-2])) / (chip.cores * chip.hertz)
 
 
 def attention_product_flops(name: str, operands: str, positions: int) -> float:

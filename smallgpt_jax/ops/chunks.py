@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from smallgpt_jax.devices.platform import platform
 
 CHUNK = 64  # largest number of positions per chunk; a power of two
+TPU_CHUNK = 128  # the same on TPUs, which pad the last axis of a matrix to 128
 GROUP = 16  # chunks per group
 
 
 def chunk_length(time: int) -> int:
     """Returns a power of two."""
-    return min(CHUNK, 1 << (time - 1).bit_length())
+    return min(TPU_CHUNK if platform() == "tpu" else CHUNK, 1 << (time - 1).bit_length())
 
 
 def in_chunks(x_BxTxHxK, length: int):

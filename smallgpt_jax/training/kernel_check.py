@@ -1,4 +1,4 @@
-"""Checks a model's attention kernels on the devices of a run, before the run starts.
+"""Checks the kernels of a model's mixers on the devices of a run, before the run starts.
 
 Shapes as in `ops.attention`: B batch, H heads, G key–value heads, R = H/G, T time, S keys, K head width; C is a
 chunk of queries.
@@ -13,8 +13,11 @@ import numpy as np
 from smallgpt_jax.analysis.memory import AttentionLayers, attention_layers
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.config import ModelConfig
+from smallgpt_jax.ops import delta_kernel
 from smallgpt_jax.ops.attention import attention
 from smallgpt_jax.ops.attention_mask import AttentionMask
+from smallgpt_jax.ops.gated_delta import in_kernel, in_plain_jax
 from smallgpt_jax.training.program import Program
 
 TOLERANCE = 0.01  # the error of a correct kernel in bfloat16 is below 0.006
@@ -40,6 +43,49 @@ def check_attention_kernels(program: Program) -> None:
                 f"config.model.attention={c.attention}: on this {jax.devices()[0].device_kind}, the {layers.backend} "
                 f"kernel for heads of width {layers.head_width} has a relative error of {error:.2g}; set "
                 "--config.model.attention=xla")
+
+
+def check_delta_kernel(program: Program) -> None:
+    """Raises UserError if the kernel of Gated DeltaNet gives wrong results on these devices (collective)."""
+    c = program.model.config
+    widths = c.delta_key_width, c.delta_value_width
+    if (program.mesh.devices.flat[0].platform != "tpu" or "delta" not in c.mixers
+            or not delta_kernel.fits(c.context_length, *widths)):
+        return
+    error = delta_error(program.mesh, c)
+    if not error < TOLERANCE:
+        raise UserError(
+            f"config.model.mixers={c.mixers}: on this {jax.devices()[0].device_kind}, the kernel of 'delta' for "
+            f"keys of width {widths[0]} has a relative error of {error:.2g}; use other mixers")
+
+
+def delta_error(mesh, config: ModelConfig) -> float:
+    """Returns the largest relative error, as `relative_error`, on two texts per row, for two rows per device."""
+    rows, heads, time = 2 * sharding.num_batch_shards(mesh), config.num_heads, 1024
+
+    def errors():
+        key_width, value_width = config.delta_key_width, config.delta_value_width
+        random = [jax.random.normal(key, (rows, time, heads, width)) for key, width in zip(
+            jax.random.split(jax.random.key(0), 6), (key_width, key_width, value_width, value_width, 1, 1))]
+        random[1] /= jnp.linalg.norm(random[1], axis=-1, keepdims=True)
+        q, k, v, dy = (x.astype("bfloat16").astype("float32") for x in random[:4])
+        inputs = q, k, v, -jax.nn.softplus(random[4][..., 0] - 3), jax.nn.sigmoid(random[5][..., 0])
+        begins_1xT, state = jnp.arange(time)[None] % 700 == 0, jnp.zeros((rows, heads, key_width, value_width))
+
+        def output_and_gradients(rule):
+            def weighted_sum(*inputs):
+                y, _ = rule(*inputs, begins_1xT, state)
+                return jnp.sum(y * dy), y
+
+            gradients, y = jax.grad(weighted_sum, (0, 1, 2, 3, 4), has_aux=True)(*inputs)
+            return y, *gradients
+
+        found = output_and_gradients(in_kernel)
+        with jax.default_matmul_precision("highest"):
+            expected = output_and_gradients(in_plain_jax)
+        return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(found, expected)])
+
+    return largest(errors, mesh)
 
 
 def relative_error(mesh, layers: AttentionLayers, time: int, dtype: str, separate_documents: bool,
@@ -72,6 +118,10 @@ def relative_error(mesh, layers: AttentionLayers, time: int, dtype: str, separat
             expected = output_and_gradients(lambda *qkv: plain_attention(*qkv, mask), "float32")
         return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(found, expected)])
 
+    return largest(errors, mesh)
+
+
+def largest(errors, mesh) -> float:
     with sharding.use_mesh(mesh):
         # Every device has the result, so that all processes of a run agree on it.
         return float(np.max(jax.jit(errors, out_shardings=jax.sharding.PartitionSpec())()))

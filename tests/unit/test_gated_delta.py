@@ -1,4 +1,8 @@
-"""Tests of ops/gated_delta.py: the chunked form against equation 10 of arXiv 2412.06464, token by token in float64."""
+"""Tests of ops/gated_delta.py: the chunked form against equation 10 of arXiv 2412.06464, token by token in float64, in
+plain JAX and as a TPU kernel, which runs in interpret mode on CPUs, with float32 in place of bfloat16.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +11,20 @@ import pytest
 from float64_model import plain_gated_delta_rule
 from gradient_helpers import assert_gradients
 
-from smallgpt_jax.ops.gated_delta import gated_delta, unit_lower_inverse
+from smallgpt_jax.ops.gated_delta import gated_delta, in_kernel, unit_lower_inverse
 
 BATCH, HEADS, KEY, VALUE = 2, 2, 5, 6
-run = jax.jit(gated_delta)
+RULES = {"plain": gated_delta, "kernel": functools.partial(in_kernel, dtype="float32")}
+
+
+@pytest.fixture(params=RULES)
+def rule(request):
+    return RULES[request.param]
+
+
+@pytest.fixture
+def run(rule):
+    return jax.jit(rule)
 
 
 def random_inputs(time: int, seed: int = 0, log_decay=(-2.0, 0.0), dtype=np.float32):
@@ -41,15 +55,15 @@ def no_state():
     return np.zeros((BATCH, HEADS, KEY, VALUE), np.float32)
 
 
-@pytest.mark.parametrize("time", [1, 2, 7, 64, 65, 150])
-def test_chunks_are_the_recurrence(time):
+@pytest.mark.parametrize("name, time", [*(("plain", time) for time in (1, 2, 7, 64, 65, 150)), ("kernel", 700)])
+def test_chunks_are_the_recurrence(name, time):
     """Also for lengths that no chunk divides."""
     inputs = random_inputs(time)
-    y, _ = run(*inputs, begins(time), no_state())
+    y, _ = jax.jit(RULES[name])(*inputs, begins(time), no_state())
     np.testing.assert_allclose(y, expected_outputs(inputs), atol=1e-5)
 
 
-def test_a_state_continues():
+def test_a_state_continues(run):
     """Parts of a text with the state of the part before give the outputs of the whole text; padding changes nothing."""
     inputs, parts, state = random_inputs(90), [], no_state()
     for start, end in ((0, 70), (70, 71), (71, 90)):
@@ -60,7 +74,7 @@ def test_a_state_continues():
     np.testing.assert_allclose(np.concatenate(parts, axis=1), expected_outputs(inputs), atol=1e-5)
 
 
-def test_texts_in_a_row_do_not_affect_each_other():
+def test_texts_in_a_row_do_not_affect_each_other(run):
     """The outputs of the second text have equal bits after any other first text, also after one with strong decays."""
     borders, time = (9, 75, 76), 140
     inputs = random_inputs(time)
@@ -72,8 +86,10 @@ def test_texts_in_a_row_do_not_affect_each_other():
     assert np.array_equal(found[:, 9:], changed[:, 9:]) and not np.allclose(found[:, :9], changed[:, :9])
 
 
-@pytest.mark.parametrize("log_decay", [(0.0, 0.0), (-1e-6, 0.0), (-300.0, 0.0), (-1e30, -1e20)])
-def test_extreme_decays(log_decay):
+@pytest.mark.parametrize("name, log_decay", [("plain", (0.0, 0.0)), ("plain", (-1e-6, 0.0)), ("plain", (-300.0, 0.0)),
+                                             ("plain", (-1e30, -1e20)), ("kernel", (0.0, 0.0)),
+                                             ("kernel", (-1e30, -1e20))])
+def test_extreme_decays(name, log_decay):
     """At 16,384 positions nothing overflows, even with equal keys, for which powers of a chunk's matrix are largest."""
     time = 16_384
     inputs = random_inputs(time, log_decay=log_decay)
@@ -81,7 +97,7 @@ def test_extreme_decays(log_decay):
     inputs[3][:, ::7] = log_decay[0]
 
     def total(inputs):
-        y, _ = gated_delta(*inputs, begins(time), no_state())
+        y, _ = RULES[name](*inputs, begins(time), no_state())
         return jnp.sum(jnp.square(y)), y
 
     (_, y), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(inputs)
@@ -90,7 +106,7 @@ def test_extreme_decays(log_decay):
     np.testing.assert_allclose(y[:, -300:], expected[:, -300:], atol=1e-4)
 
 
-def test_a_strong_decay_between_weak_ones():
+def test_a_strong_decay_between_weak_ones(run):
     """Sums of log α from the start of the chunk would lose the digits of the weak decays."""
     inputs = random_inputs(64, log_decay=(-0.1, 0.0))
     inputs[3][:, 20] = -1e5
@@ -98,16 +114,23 @@ def test_a_strong_decay_between_weak_ones():
     np.testing.assert_allclose(y, expected_outputs(inputs), atol=1e-5)
 
 
-def test_gradients_are_those_of_the_recurrence():
+def test_gradients_are_those_of_the_recurrence(rule):
     """Central differences of the recurrence in float64, in random directions."""
     inputs, time, border = random_inputs(70), 70, 30
     weights = np.random.default_rng(3).standard_normal((BATCH, time, HEADS, VALUE))
 
     def total(inputs):
-        return jnp.sum(weights * gated_delta(*inputs, begins(time, border), no_state())[0])
+        return jnp.sum(weights * rule(*inputs, begins(time, border), no_state())[0])
 
     assert_gradients(jax.jit(jax.grad(total))(inputs), inputs,
                      lambda inputs: np.sum(weights * expected_outputs(inputs, (border,))))
+
+
+def test_the_kernel_in_bfloat16():
+    inputs = random_inputs(300)
+    y, _ = jax.jit(in_kernel)(*inputs, begins(300), no_state())
+    expected = expected_outputs(inputs)
+    assert 1e-4 < np.linalg.norm(y - expected) / np.linalg.norm(expected) < 0.01
 
 
 def test_inverse():

@@ -1,4 +1,4 @@
-"""Tests of the check of attention kernels before a run. The kernels run in interpret mode on CPUs."""
+"""Tests of the check of kernels before a run. The kernels run in interpret mode on CPUs."""
 
 import types
 
@@ -9,9 +9,9 @@ import pytest
 from smallgpt_jax import models
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.ops import attention, flash_attention
+from smallgpt_jax.ops import attention, delta_kernel, flash_attention
 from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.training.kernel_check import check_attention_kernels
+from smallgpt_jax.training.kernel_check import check_attention_kernels, check_delta_kernel
 
 FIELDS = dict(
     architecture="gpt", num_layers=1, num_heads=2, d_model=32, mlp_ratio=1, vocab_size=64, context_length=128,
@@ -32,10 +32,11 @@ class MeshLabelled:
 @pytest.fixture
 def check(monkeypatch):
     """Returns a function that checks the attention kernels of a model, as if its devices were TPUs."""
-    def check(platform: str = "tpu", data: int = 1, tensor: int = 1, separate_documents: bool = False, **fields):
+    def check(check_kernels=check_attention_kernels, platform: str = "tpu", data: int = 1, tensor: int = 1,
+              separate_documents: bool = False, **fields):
         mesh = sharding.make_mesh(sharding.MeshConfig(data=data, tensor=tensor), jax.devices()[:data * tensor])
         config = types.SimpleNamespace(data=types.SimpleNamespace(separate_documents=separate_documents))
-        check_attention_kernels(types.SimpleNamespace(
+        check_kernels(types.SimpleNamespace(
             model=models.build(**FIELDS | fields), mesh=MeshLabelled(mesh, platform), config=config))
 
     use_mesh = sharding.use_mesh
@@ -110,7 +111,25 @@ def test_message_for_wrong_kernels(check, monkeypatch):
     monkeypatch.setattr(attention, "flash", lambda q, k, v, mask, slopes: flash(q, k, v, AttentionMask(), slopes))
     with pytest.raises(UserError, match=r"config.model.attention=flash.*flash kernel for heads of width 16.*=xla"):
         check(attention="flash", attention_windows=(37,))
-    check("cpu", attention="flash", attention_windows=(37,))  # runs on CPUs are not checked
+    check(platform="cpu", attention="flash", attention_windows=(37,))  # runs on CPUs are not checked
     monkeypatch.setattr(attention, "splash", lambda q, *_: q * jnp.nan)
     with pytest.raises(UserError, match="relative error of nan"):
         check(attention="splash")
+
+
+DELTA = dict(check_kernels=check_delta_kernel, mixers=("delta",), position="none", d_model=16, num_heads=2)
+
+
+def test_correct_kernel_of_delta_passes(check):
+    check(**DELTA, data=2, tensor=2)
+
+
+def test_wrong_kernel_of_delta_is_refused(check, monkeypatch):
+    """One that computes the heads' states from the keys of one head."""
+    kernel = delta_kernel.gated_delta_chunks
+    monkeypatch.setattr(delta_kernel, "gated_delta_chunks", lambda q, k, *others, interpret: kernel(
+        q, jnp.broadcast_to(k[:, :1], k.shape), *others, interpret))
+    with pytest.raises(UserError, match=r"kernel of 'delta' for keys of width 8 .* relative error of [\d.]+;"):
+        check(**DELTA)
+    check(**DELTA, platform="cpu")
+    check(**DELTA, context_length=64)  # too short for the kernel

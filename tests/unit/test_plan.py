@@ -348,6 +348,17 @@ def test_roofline_of_a_kernel():
     assert kernels.kernel_seconds("%other.1 = custom-call()", 1024, chips.CHIPS["TPU v5 lite"]) is None
 
 
+@pytest.mark.parametrize("width, heads, forward, gradient", [(48, 2, 2461, 3793), (128, 4, 5427, 9867)])
+def test_cycles_of_gated_delta(width, heads, forward, gradient):
+    """The loop over chunks of `heads` heads has so many instructions in the compiler's schedule for v5e."""
+    positions = f"bf16[2,12,{width},1024]{{3,2,1,0}}, bf16[2,12,{width},1024]{{3,2,1,0}}, bf16[2,12,{2 * width},1024]"
+    for name, instructions in (("forward", forward), ("gradient", gradient)):
+        line = (f'%gated_delta_{name}.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
+                f"operand_layout_constraints={{{positions}}}")
+        cycles = kernels.kernel_seconds(line, 1024, chips.CHIPS["TPU v5 lite"]) * 1.5e9
+        assert cycles / (2 * 12 * 8) == pytest.approx(instructions / heads, rel=0.1)
+
+
 @pytest.mark.parametrize("kernel, width, chip, scores_seconds, products", [
     ("flash_attention_forward", 64, "TPU v5 lite", 3 / 1024 / 1.5e9, 1),  # the softmax takes longer than the product
     ("flash_attention_forward", 2, "TPU v5p", 3 / 1024 / (2 * 1.75e9), 1),

@@ -87,6 +87,8 @@ def answers(results: dict, name: str, limits: Sequence[float], batch: int = 1) -
         return []
     if name == "decode_ms":
         notes += other_devices(candidates)
+    if name == "seconds":
+        notes.append("Other programs beside a run make its seconds longer; trust them only if there were none.")
     if name == "parameters" and any(one.active_parameters != one.parameters for one in candidates):
         notes.append("All experts count, also those that a token does not use.")
     return [answer(candidates, name, budget, limit, notes, comparison) for limit in limits]
@@ -107,7 +109,8 @@ def answer(candidates: Sequence[Candidate], name: str, budget: Budget, limit: fl
         if contest is None:
             return found
         nearest, why = decide(contest)
-        chosen, reason = None, f"{error}. At {contest.limit:.3g}, {f'choose {nearest}: ' if nearest else ''}{why}"
+        choice = f"choose {nearest}: " if nearest else ""
+        chosen, reason = None, f"{error}. At {contest.limit:.3g}, the nearest budget with an answer, {choice}{why}"
     found = dataclasses.replace(found, chosen=chosen, reason=reason, notes=found.notes + contest.notes)
     return with_contest(found, contest, budget, comparison)
 
@@ -203,7 +206,7 @@ def training_command(candidate: Candidate, comparison: str, limit: float | None)
     run = candidate.runs[0]
     workdir, config = run["workdir"], run["config"]
     if not (as_path("--results", workdir) / CONFIG_FILE).is_file():
-        return rerun(comparison, f"--config.compare.names={run['name']}")
+        return rerun(comparison, f"--config.compare.names={run['name']}", without=("--results",))
     overrides = ["--config.train.trunk="] if config.get("train.trunk") else []
     steps, ratio = run["curve"][-1]["step"], limit / candidate.cost if limit else 1.0
     if abs(ratio - 1) > WITHIN - 1:
@@ -227,7 +230,7 @@ def format_answer(answer: Answer) -> str:
     if answer.run:
         fields = dict.fromkeys(["model.architecture", "model.d_model", *answer.differences])
         values = [f"{field.partition('.')[2]}={answer.config[field]}" for field in fields if field in answer.config]
-        parts.append(textwrap.fill(f"Config of {answer.run}: {', '.join(values)}", WIDTH) + "\nTrain: " + (
+        parts.append(textwrap.fill(f"Nearest trained run, {answer.run}: {', '.join(values)}", WIDTH) + "\nTrain: " + (
             answer.command or "the run's workdir is not on this machine; its config is in --json"))
     return "\n\n".join(parts + ["\n".join(answer.notes)] * bool(answer.notes))
 
@@ -235,9 +238,8 @@ def format_answer(answer: Answer) -> str:
 def format_stake(answer: Answer) -> str:
     """Returns what the first possible model may cost, and how to learn more."""
     first, second, *_ = answer.possible
-    text = ""
-    if answer.at_stake > 0:
-        text = f"With a probability of {STAKE:g}, {first} is at most {answer.at_stake:.2g} nats above the lowest loss. "
+    stake = f"is at most {answer.at_stake:.2g} nats above" if answer.at_stake else "has"
+    text = f"With a probability of {STAKE:g}, {first} {stake} the lowest loss. "
     if answer.seeds_needed is None:
         return text + f"To tell {first} and {second} apart, train more seeds."
     return (text + f"About {answer.seeds_needed} seeds would tell {first} and {second} apart"

@@ -54,15 +54,18 @@ def inference_bytes(run: dict, batch: int) -> int | None:
     return run["weight_bytes"] + batch * run["inference"]["cache_bytes"]
 
 
-def rerun(comparison: str, *flags: str) -> str:
-    """Returns the command of a comparison with further flags, or "" if it is unknown or trains no runs."""
+def rerun(comparison: str, *flags: str, without: tuple[str, ...] = ()) -> str:
+    """Returns the command of a comparison with further flags, or "" if it is unknown or trains no runs.
+
+    `without` are the names of flags to leave out.
+    """
     try:
         words = shlex.split(comparison)
     except ValueError:  # an open quote
         words = []
     if words[1:3] != ["-m", "smallgpt_jax.compare"] or not any(word.startswith("--config") for word in words):
         return ""
-    given = {flag.partition("=")[0] for flag in flags}
+    given = {*without, *(flag.partition("=")[0] for flag in flags)}
     return command_line("compare", *(word for word in words[3:] if word.partition("=")[0] not in given), *flags)
 
 

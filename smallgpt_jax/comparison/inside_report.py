@@ -30,9 +30,10 @@ def inside_blocks(runs: Sequence[Run], reference: str = "") -> list:
         "context. Last columns: how much higher the loss is without the block that matters least, and without the one "
         "that matters most."),
         Plot("inside", by_depth(groups), "Measures after each block. Blocks of parallel paths are averaged."),
-        Table(("run", *STREAM_LABELS, "entropy", "position 0", "repeats", "other tokens", "in-context score",
-               "least important block", "most important block"),
-              tuple((name, *cells(group)) for name, group in groups.items())),
+        without_empty_columns(Table(
+            ("run", *STREAM_LABELS, "entropy", "position 0", "repeats", "other tokens", "in-context score",
+             "least important block", "most important block"),
+            tuple((name, *cells(group)) for name, group in groups.items()))),
         *ranking.measures_blocks({label: {name: values_by_seed(group, measure) for name, group in observed.items()}
                                   for measure, label in zip(summary.STREAM, STREAM_LABELS)}, reference)]
 
@@ -40,6 +41,12 @@ def inside_blocks(runs: Sequence[Run], reference: str = "") -> list:
 def values_by_seed(group: Sequence[Run], measure: str) -> dict[int, float]:
     values = {run.seed: run.inside["blocks"][-1][measure] for run in group}
     return {seed: value for seed, value in values.items() if value is not None}
+
+
+def without_empty_columns(table: Table) -> Table:
+    kept = [i for i in range(len(table.head)) if any(row[i] != MISSING for row in table.rows)]
+    head, *rows = (tuple(line[i] for i in kept) for line in (table.head, *table.rows))
+    return Table(head, tuple(rows))
 
 
 def cells(group: Sequence[dict]) -> tuple[str, ...]:

@@ -74,7 +74,9 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
         size = records.largest_common_size(record.runs)
         text = record.budget + bool(unfinished) * f" {unfinished} of {len(record.runs)} runs are unfinished."
         blocks = [Paragraph(text), *answers, Heading(f"Ranking at {size}"),
-                  Paragraph(f"This section and the next ones are about size {size}."), *losses]
+                  Paragraph(f"This section and the next ones are about size {size}. Their tests are corrected for the "
+                            "number of models and estimate each spread by itself, so with few seeds they find less "
+                            "than the probabilities of the first section."), *losses]
     else:
         blocks = [Paragraph(record.budget), *losses, *answers]
     blocks += [*differences_blocks(order), Heading("Validation loss")]

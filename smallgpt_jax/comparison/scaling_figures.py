@@ -20,7 +20,7 @@ def loss_against_compute(fits: Mapping[str, Fit], predictions: Mapping[str, Any]
     figure, plot = figures.new_plot("training FLOPs", "validation loss, nats per token")
     held_out = _held_out_points(predictions)
     for number, (style, (name, fitted)) in enumerate(zip(figures.line_styles(), fits.items())):
-        shift = 1.06**(number - len(fits) // 2)  # held-out runs have about equal FLOPs
+        shift = 1.02**(number - len(fits) // 2)  # held-out runs have about equal FLOPs
         means = mean_losses(fitted)
         trained = [(flops, loss) for point, (flops, loss) in means.items() if (name, *point) not in held_out]
         plot.plot(*zip(*trained), style["marker"], color=style["color"], markersize=4, markerfacecolor="none",
@@ -72,7 +72,8 @@ def difference_from(curves: Mapping[str, Curve], reference: str) -> Figure:
     """Plots the loss of each model minus that of the reference at equal budgets, with the interval of its mean."""
     figure, plot = figures.new_plot("training FLOPs", f"loss minus that of {reference}, nats")
     base, means = curves[reference], []
-    plot.axhline(0, color="black", linewidth=1, label="_child")
+    plot.axhline(0, color="0.4", linewidth=1, label="_child")
+    plot.text(base.budgets[0], 0, f" {reference}", ha="left", va="bottom", fontsize=8, color="0.4")
     for style, (name, curve) in zip(figures.line_styles(), curves.items()):
         budgets = equal_budgets.common_budgets(curve, base)
         if name == reference or not len(budgets):

@@ -141,7 +141,8 @@ def test_budgets_that_were_not_measured(ask, budget, limit, reason):
 def test_beyond_the_range_the_nearest_budget_is_answered(ask):
     answer = ask(make_runs({"a": 3.0, "b": 3.1}), "flops", 1.2e16)
     assert answer.reason == ("the budget is beyond the validated range, 1.2e+14 to 1.2e+14, by a factor of 100. At "
-                             "1.2e+14, choose a: its loss is the lowest with a probability of 1.00")
+                             "1.2e+14, the nearest budget with an answer, choose a: its loss is the lowest with a "
+                             "probability of 1.00")
     assert "at most 1.2e+14 " in choice.format_answer(answer)
 
 
@@ -150,7 +151,8 @@ def test_a_training_budget_between_the_trained_ones(ask):
     runs = make_runs({"a": 3.0, "b": 3.1}) + make_runs({"c": 3.3, "d": 3.2}, tokens=2_000_000, seed=1)
     answer = ask(runs, "flops", 6e13)
     assert answer.reason == ("no run was trained near the budget; the nearest budget below it is 1.2e+13, by a factor "
-                             "of 5. At 1.2e+13, choose d: its loss is the lowest with a probability of 1.00")
+                             "of 5. At 1.2e+13, the nearest budget with an answer, choose d: its loss is the lowest "
+                             "with a probability of 1.00")
     assert answer.compared_at == pytest.approx(1.2e13) and answer.chosen is None
     at_larger = ask(runs, "flops", 1.2e14)
     assert at_larger.chosen == "a" and at_larger.notes == ("Not trained near this budget: c, d.",)
@@ -265,11 +267,12 @@ def test_a_budget_between_those_of_the_runs(ask, tmp_path):
     )
     beyond = ask(runs, "flops", 1e17)
     assert beyond.reason.startswith(
-        "the budget is beyond the validated range, 2.7e+12 to 1.47e+15, by a factor of 68. At 1.47e+15, choose b: ")
+        "the budget is beyond the validated range, 2.7e+12 to 1.47e+15, by a factor of 68. At 1.47e+15, the nearest "
+        "budget with an answer, choose b: ")
     assert not beyond.chosen and [row.name for row in beyond.contenders] == ["b", "a"]
     assert ask(ladder({"a": (60, 0.34), "b": (60, 0.34)}), "flops", 6e14).chosen is None
     text = choice.format_answer(large)
-    assert len(text.splitlines()) <= 24 and f"Config of {large.run}: d_model=64" in text
+    assert len(text.splitlines()) <= 24 and f"Nearest trained run, {large.run}: d_model=64" in text
     assert large.run == "b@3500000-10"
     shown = [row.name for row in large.front if row.name in text]
     assert shown == [row.name for row in large.front][-6:]  # those near the budget

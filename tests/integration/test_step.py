@@ -98,9 +98,15 @@ def test_bfloat16_on_eight_devices(architecture, axes, fields):
     np.testing.assert_allclose(found, first_metrics(architecture, **fields, model__dtype="float32"), rtol=0.02)
 
 
-def test_factored_matrices_and_mup_on_eight_devices():
+def test_mup_on_eight_devices_matches_one_device():
+    fields = {"optimizer__base_width": 8, "optimizer__base_depth": 2}
+    found = first_metrics("pgpt", devices=8, **fields, **mesh(fsdp=2, tensor=2, path=2))
+    np.testing.assert_allclose(found, first_metrics("pgpt", **fields), rtol=1e-5)
+
+
+def test_factored_matrices_on_eight_devices():
     """Factors of matrices are sharded like their matrices; the axis of the rank is replicated."""
-    fields = {"model__rank_ratio": 0.5, "optimizer__base_width": 8, "optimizer__base_depth": 2}
+    fields = {"model__rank_ratio": 0.5}
     axes = mesh(fsdp=2, tensor=2, path=2)
     np.testing.assert_allclose(first_metrics("pgpt", devices=8, **fields, **axes),
                                first_metrics("pgpt", **fields), rtol=1e-5)

@@ -37,10 +37,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 @pytest.fixture
 def optimized(monkeypatch):
     """Makes training steps compile with optimization and for one device. Runs of a hundred steps are then faster."""
-    devices, compile_step = jax.devices()[:1], Program.compile_train_step
+    devices = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
-    monkeypatch.setattr(Program, "compile_train_step",
-                        lambda program: compile_step(program, {"xla_backend_optimization_level": 1}))
+    monkeypatch.setattr(Program, "compile_train_step", lambda program: program.steps.lowered_train_step.compile(
+        {"xla_backend_optimization_level": 1}))
 
 
 @pytest.mark.slow

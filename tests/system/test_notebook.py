@@ -13,6 +13,7 @@ OTHER = re.compile(r"^(%cd|from IPython).+$", re.MULTILINE)  # lines that are le
 
 
 @pytest.mark.slow
+@pytest.mark.draws
 def test_the_cells_of_the_notebook(text_file, tmp_path, monkeypatch):
     """Trains, plots, generates and exports. Downloads and installations are not run; plans have tests of their own."""
     monkeypatch.chdir(tmp_path)

@@ -77,7 +77,7 @@ def read_candidates(runs: Sequence[dict], budget: Budget) -> tuple[list[Candidat
     for run in runs:
         last = run["curve"][-1] if run["curve"] else {"loss": None}
         is_trained = run["is_finished"] and not run["diverged"] and last["loss"] is not None
-        if is_trained and np.isfinite(last["loss"]) and last["tokens"]:
+        if is_trained and np.isfinite(final_loss(run)) and last["tokens"]:
             groups.setdefault((run["name"], run.get("horizon", 1)), []).append(run)
     found = []
     for (name, horizon), group in groups.items():

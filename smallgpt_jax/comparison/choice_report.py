@@ -13,7 +13,6 @@ from smallgpt_jax.comparison.contest import CERTAIN, STAKE
 from smallgpt_jax.comparison.costs import BUDGETS
 from smallgpt_jax.comparison.equal_budgets import Curve, Estimate, Segment
 from smallgpt_jax.comparison.records import Record
-from smallgpt_jax.comparison.statistics import MAX_SEEDS
 from smallgpt_jax.formatting import millions
 
 # {budget: (label, format of a limit)}
@@ -60,8 +59,9 @@ def outcome(found: Sequence[Answer]) -> str:
     label, form = BUDGET_FORMATS[found[0].budget]
     parts = []
     for models, group in itertools.groupby(found, key=named_models):
+        group = list(group)
         costs = [form(answer.limit) for answer in group]
-        reason = ", because " + found[-1].reason.partition(". ")[0] if models == CANNOT_TELL else ""
+        reason = ", because " + group[-1].reason.partition(". ")[0] if models == CANNOT_TELL else ""
         parts.append(f"{models} at {' to '.join(dict.fromkeys((costs[0], costs[-1])))}{reason}")
     return f"{capitalized(label)}: {'; '.join(parts)}."
 
@@ -141,8 +141,8 @@ def contest_cells(answer: Answer) -> tuple[str, ...]:
     probabilities = [answer.probability, *(row.probability for row in others)]
     interval = f" ({choice.format_interval(first)})" if first.low is not None else ""
     return (", ".join(f"{probability:.2f}" for probability in probabilities), f"{first.loss:.4f}{interval}",
-            f"{answer.at_stake:.2f}" if others else MISSING,
-            str(answer.seeds_needed or f"> {MAX_SEEDS:,}") if others else MISSING)
+            f"{answer.at_stake:.2g}" if others else MISSING,
+            str(answer.seeds_needed or MISSING) if others else MISSING)
 
 
 def equal_flops_blocks(found: Sequence[Answer], curves: Mapping[str, Curve], reference: str) -> list:
@@ -161,7 +161,7 @@ def equal_flops_blocks(found: Sequence[Answer], curves: Mapping[str, Curve], ref
                 "this loss within the trained budgets."),
             Table(("model", *(BUDGET_FORMATS["flops"][1](answer.limit) for answer in found)), multipliers),
             Paragraph(f"The order of each model and {reference}. A model is better if the 95% interval of the paired "
-                      "difference excludes zero."),
+                      "difference excludes zero; its spread is drawn towards that at other budgets."),
             Table(("model", f"better model of it and {reference}, by FLOPs"), orders)]
 
 

@@ -90,7 +90,9 @@ def compete(candidates: Sequence[Candidate], budget: Budget, limit: float) -> Co
     if any(model.cost > limit for model, _ in pairs):
         notes.append(f"Costs up to {WITHIN - 1:.0%} above the budget are within it.")
     pairs += [(one, one) for one in candidates if one.cost is None]
-    pairs.sort(key=lambda pair: (pair[0].loss, pair[0].cost or 0))
+    seeds = set.intersection(*(set(model.losses) for model, _ in pairs))  # else, a missing seed decides the order
+    pairs.sort(key=lambda pair: (
+        np.mean([pair[0].losses[seed] for seed in seeds or pair[0].losses]), pair[0].cost or 0))
     draws = difference_draws([model for model, _ in pairs])
     contenders = [Contender(*pair, float(share)) for pair, share in zip(pairs, best_shares(draws))]
     if risky := [one.model.name for one in contenders if one.model.cost is None and one.probability >= POSSIBLE]:
@@ -107,8 +109,8 @@ def models_at(measured: Sequence[Candidate], limit: float, notes: list[str]) -> 
         groups.setdefault(one.model, []).append(one)
     found = {model: pair for model, group in groups.items() if (pair := at_training_budget(group, limit))}
     if not found:
-        common = min(max(one.cost for one in group) for group in groups.values())
-        refuse_range([one.cost for one in measured], limit, common)
+        largest = sorted(max(one.cost for one in group) for group in groups.values())[-2:]
+        refuse_range([one.cost for one in measured], limit, largest[0])
     if absent := sorted(groups.keys() - found.keys()):
         if len(found) == 1:
             raise CannotTellError(f"of {len(groups)} models, only {next(iter(found))} was trained near the budget")
@@ -134,7 +136,7 @@ def models_within(measured: Sequence[Candidate], limit: float, notes: list[str])
 def refuse_range(costs: Sequence[float], limit: float, largest: float) -> None:
     """Raises CannotTellError: the limit is beyond the costs, or too far from the next lower one.
 
-    `largest` is the largest cost at which all models can be compared.
+    `largest` is the largest cost at which models can be compared.
     """
     low, high, nearest = min(costs), max(costs), max(cost for cost in costs if cost <= WITHIN * limit)
     if limit <= high:
@@ -158,18 +160,25 @@ def difference_draws(models: Sequence[Candidate], draws: int = DRAWS) -> np.ndar
                  for one in models]
     samples = {index: statistics.paired_differences(models[index].losses, models[0].losses)
                for index in sorted(set(originals) - {0})}
-    known = {index: (float(sample.var(ddof=1)), len(sample) - 1)
-             for index, sample in samples.items() if len(sample) > 1}
-    if samples and not known:
+    known = known_variances(samples)
+    unknown = known or next(filter(None, (known_variances({
+        index: statistics.paired_differences(one.losses, other.losses) for index, one in enumerate(models)
+        if not are_equal(one.losses, other.losses)}) for other in models)), {})
+    if samples and not unknown:
         raise CannotTellError("the models have fewer than two seeds in common, so the spread of their losses is "
                               "unknown; train with config.compare.seeds=3 or more")
     prior = statistics.variance_prior(*zip(*known.values())) if known else None
     rng, found = np.random.default_rng(0), np.zeros((len(models), draws))
     for index, sample in samples.items():
         mean = sample.mean() if len(sample) else models[index].loss - models[0].loss
-        variance, degrees = prior.shrink(*known[index]) if index in known else max(known.values())
+        variance, degrees = prior.shrink(*known[index]) if index in known else max(unknown.values())
         found[index] = mean + math.sqrt(variance / max(1, len(sample))) * student(rng, degrees, draws)
     return found[originals]
+
+
+def known_variances(samples: dict[int, np.ndarray]) -> dict[int, tuple[float, int]]:
+    """Returns {index: (variance, degrees of freedom)} of the samples with two values or more."""
+    return {index: (float(sample.var(ddof=1)), len(sample) - 1) for index, sample in samples.items() if len(sample) > 1}
 
 
 def student(rng: np.random.Generator, degrees: float, draws: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from smallgpt_jax.comparison import statistics
-from smallgpt_jax.comparison.candidates import Candidate, at_training_budget
+from smallgpt_jax.comparison.candidates import NEAR, Candidate, at_training_budget
 from smallgpt_jax.comparison.contest import INTERVAL
 
 POINTS = 48  # budgets of a curve
@@ -25,16 +25,20 @@ class Curve:
     name: str
     budgets: np.ndarray  # (budgets,), ascending
     losses: dict[int, np.ndarray]  # {seed: (budgets,)}; NaN where the seed was not trained near the budget
+    sizes: int  # trained ones: losses of one size and seed are not independent
 
     def at(self, seed: int, budgets: np.ndarray) -> np.ndarray:
-        """Returns the losses at other budgets, NaN outside the trained ones."""
+        """Returns the losses at other budgets, NaN far from the trained ones."""
+        last = self.budgets[-1]
+        budgets = np.where(budgets <= NEAR * last, np.minimum(budgets, last), budgets)
         return np.interp(np.log(budgets), np.log(self.budgets), self.losses[seed], left=math.nan, right=math.nan)
 
     def budget_of(self, seed: int, loss: float) -> float:
-        """Returns the budget at which the loss is reached; NaN if it is outside the trained ones."""
+        """Returns the least budget at which the loss is reached; NaN if it is not near a trained one."""
         known = ~np.isnan(self.losses[seed])
         losses, logs = self.losses[seed][known][::-1], np.log(self.budgets[known][::-1])
-        return float(np.exp(np.interp(loss, losses, logs, left=math.nan, right=math.nan)))
+        budget = np.exp(np.interp(loss, losses, logs, left=math.nan, right=math.nan))
+        return math.nan if np.isnan(self.at(seed, budget)) else float(budget)  # between budgets that are far apart
 
 
 def curve_of(candidates: Sequence[Candidate]) -> Curve | None:
@@ -47,7 +51,8 @@ def curve_of(candidates: Sequence[Candidate]) -> Curve | None:
     losses = {seed: np.array([pair[0].losses.get(seed, math.nan) if pair else math.nan for pair in pairs])
               for seed in sorted({seed for one in candidates for seed in one.losses})}
     return Curve(candidates[0].model, budgets, {
-        seed: np.where(np.isnan(values), values, np.fmin.accumulate(values)) for seed, values in losses.items()})
+        seed: np.where(np.isnan(values), values, np.fmin.accumulate(values)) for seed, values in losses.items()},
+        len({one.runs[0]["name"] for one in candidates}))
 
 
 def curves_of(candidates: Sequence[Candidate]) -> dict[str, Curve]:
@@ -99,7 +104,7 @@ def compute_multiplier(curve: Curve, base: Curve, budget: float) -> Estimate | N
     for seed in sorted(curve.losses.keys() & base.losses.keys()):
         loss = float(base.at(seed, np.array([budget]))[0])
         if not math.isnan(loss):
-            logs.append(math.log(budget / curve.budget_of(seed, loss)))
+            logs.append(math.log(base.budget_of(seed, loss) / curve.budget_of(seed, loss)))
     if not logs or any(map(math.isnan, logs)):
         return None
     found = estimate(np.array(logs))
@@ -120,7 +125,7 @@ def order(curve: Curve, base: Curve) -> list[Segment]:
 
     The order changes where two segments name different models. Returns [] without common budgets or seeds.
     """
-    budgets = common_budgets(curve, base)
+    budgets = common_budgets(curve, base) if curve.losses.keys() & base.losses.keys() else np.empty(0)
     better, segments = better_at(curve, base, budgets), []
     for name, group in itertools.groupby(zip(budgets.tolist(), better), key=lambda pair: pair[1]):
         reached = [budget for budget, _ in group]
@@ -138,7 +143,8 @@ def better_at(curve: Curve, base: Curve, budgets: np.ndarray) -> list[str | None
         if len(sample) < 2:
             return None
         variance, degrees = prior.shrink(sample.var(ddof=1), len(sample) - 1)
-        half = statistics.student_quantile(0.975, degrees) * math.sqrt(variance / len(sample))
+        independent = min(curve.sizes, base.sizes) * (len(sample) - 1)
+        half = statistics.student_quantile(0.975, min(degrees, independent)) * math.sqrt(variance / len(sample))
         return None if abs(sample.mean()) <= half else curve.name if sample.mean() < 0 else base.name
 
     return list(map(better, samples))

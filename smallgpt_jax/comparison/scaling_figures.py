@@ -79,7 +79,10 @@ def difference_from(curves: Mapping[str, Curve], reference: str) -> Figure:
         if name == reference or not len(budgets):
             continue
         found = [equal_budgets.estimate(values) for values in equal_budgets.differences(curve, base, budgets).T]
-        x, rows = zip(*[(budget, row) for budget, row in zip(budgets, found) if row])
+        known = [(budget, row) for budget, row in zip(budgets, found) if row]
+        if not known:  # no common seed
+            continue
+        x, rows = zip(*known)
         plot.plot(x, [row.mean for row in rows], label=name, color=style["color"], linestyle=style["linestyle"])
         plot.fill_between(x, [row.low for row in rows], [row.high for row in rows], color=style["color"], alpha=0.12,
                           linewidth=0)

@@ -144,6 +144,8 @@ def test_beyond_the_range_the_nearest_budget_is_answered(ask):
                              "1.2e+14, the nearest budget with an answer, choose a: its loss is the lowest with a "
                              "probability of 1.00")
     assert "at most 1.2e+14 " in choice.format_answer(answer)
+    with_small = make_runs({"a": 3.0, "b": 3.1}) + make_runs({"c": 3.5}, tokens=2_000_000, seed=1)
+    assert ask(with_small, "flops", 1.2e16).contenders[0].name == "a"  # c was not trained near
 
 
 def test_a_training_budget_between_the_trained_ones(ask):

@@ -83,3 +83,15 @@ def test_a_near_miss_names_the_second_model():
                   for name, loss, probability in (("a", 3.0, 0.96), ("b", 3.1, 0.01), ("c", 3.2, 0.03))]
     found = contest.Contest(1.0, tuple(contenders), 0.0, ())
     assert [one.model.name for one in found.possible] == ["a", "c"]
+
+
+def test_a_missing_seed_does_not_decide_the_order():
+    """b is better with both common seeds, and a has a further one with a lower loss."""
+    found = compete(make("a", [3.0, 3.1, 2.0]), make("b", [2.98, 3.081]))
+    assert [one.model.name for one in found.contenders] == ["b", "a"] and found.probability > 0.95
+
+
+def test_a_single_seed_of_the_lowest_loss_has_the_widest_spread():
+    others = [make("b", [3.0, 3.02, 2.98]), make("c", [3.4, 3.3, 3.45])]
+    found = compete(make("a", [2.9]), *others)
+    assert [one.model.name for one in found.contenders] == ["a", "b", "c"] and 0.5 < found.probability < 0.99

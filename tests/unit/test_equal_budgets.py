@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from smallgpt_jax.comparison import equal_budgets
+from smallgpt_jax.comparison import equal_budgets, scaling_figures
 from smallgpt_jax.comparison.candidates import Candidate
 from smallgpt_jax.comparison.power_law import Law
 
@@ -39,7 +39,7 @@ def test_a_model_with_two_thirds_of_the_cost_needs_two_thirds_of_the_flops():
 
 def test_a_seed_without_the_budget_does_not_count():
     whole, part = make_curve("a"), make_curve("a", sizes=(300_000, 700_000))
-    mixed = equal_budgets.Curve("a", whole.budgets, {**whole.losses, 2: part.at(2, whole.budgets)})
+    mixed = equal_budgets.Curve("a", whole.budgets, {**whole.losses, 2: part.at(2, whole.budgets)}, whole.sizes)
     assert np.isnan(mixed.at(2, np.array([1e15]))[0]) and not np.isnan(mixed.at(2, np.array([1e13]))[0])
     assert equal_budgets.compute_multiplier(make_curve("b", cost=4.0), mixed, 1e15).mean == pytest.approx(1.5, rel=0.02)
     assert equal_budgets.compute_multiplier(mixed, make_curve("b", cost=4.0), 1e15) is None
@@ -73,3 +73,35 @@ def test_a_larger_budget_is_never_worse():
     assert equal_budgets.curve_of([Candidate("a", ({"name": "a"},), 1e12, {0: 3.0}, 1, 1, 1.0)]) is None
     loss = float(curve.at(0, np.array([1e14]))[0])
     assert curve.at(0, np.array([curve.budget_of(0, loss)]))[0] == pytest.approx(loss)
+
+
+def candidate(name: str, cost: float, *losses: float) -> Candidate:
+    return Candidate(name, ({"name": "a"},), cost, dict(enumerate(losses)), 1_000_000, 1_000_000, cost / 6e6)
+
+
+def test_budgets_just_beyond_the_last_run_and_gaps():
+    curve = equal_budgets.curve_of([candidate("1", 1e13, 4.0), candidate("2", 2e13, 3.5), candidate("3", 4e14, 3.0)])
+    assert curve.at(0, np.array([4.9e14, 5.1e14]))[0] == 3.0 and np.isnan(curve.at(0, np.array([5.1e14]))[0])
+    assert curve.budget_of(0, 3.75) == pytest.approx(2**0.5 * 1e13, rel=0.01)
+    assert np.isnan(curve.budget_of(0, 3.2))  # between budgets whose ratio is 20
+    assert equal_budgets.compute_multiplier(curve, curve, 4.9e14).mean == pytest.approx(1)
+
+
+def test_without_a_common_seed_there_is_no_order():
+    one = make_curve("a")
+    other = equal_budgets.Curve("b", one.budgets, {seed + 10: one.losses[seed] for seed in one.losses}, one.sizes)
+    assert equal_budgets.order(other, one) == []
+    assert equal_budgets.compute_multiplier(other, one, 1e14) is None
+    figure = scaling_figures.difference_from({"a": one, "b": other, "c": make_curve("c", cost=4.0)}, "a")
+    assert [line.get_label() for line in figure.axes[0].lines if line.get_label() in "abc"] == ["c"]
+
+
+def test_equal_models_are_rarely_told_apart():
+    """With two budgets and three seeds, whose points between them are no further evidence."""
+    def verdict(rng) -> str | None:
+        both = [equal_budgets.curve_of([candidate(name, cost, *(loss + 0.05 * rng.standard_normal(3)))
+                                        for cost, loss in ((1e13, 4.0), (2e13, 3.5))]) for name in "ab"]
+        return equal_budgets.order(*both)[-1].better
+
+    rng = np.random.default_rng(0)
+    assert np.mean([verdict(rng) is not None for _ in range(60)]) <= 0.12

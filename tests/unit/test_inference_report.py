@@ -78,6 +78,14 @@ def test_which_model():
     assert table.rows[0][5:] == ("–",) * 3
 
 
+def test_each_reason_is_its_own():
+    """Two models of 1.1 and 4.1 ms; a better one is not measured, so nothing can be told."""
+    unmeasured = [dataclasses.replace(run, inference=None) if run.name == "good" else run for run in record().runs]
+    latency = next(block.text for block in choice_report.choice_blocks(dataclasses.replace(
+        record(), runs=tuple(unmeasured))) if getattr(block, "text", "").startswith("Decoding step"))
+    assert "because good may be the best, but its ms per decoding step" in latency
+
+
 def test_losses_at_equal_flops():
     """Two budgets, of which model bad was trained with the smaller one only."""
     def with_flops(run, factor: int, gain: float):

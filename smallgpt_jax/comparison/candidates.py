@@ -90,6 +90,15 @@ def read_candidates(runs: Sequence[dict], budget: Budget) -> tuple[list[Candidat
     return found, [f"{left_out} of {len(runs)} runs are unfinished or have diverged."] if left_out else []
 
 
+def by_model(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
+    """Returns the candidates with a known cost, by model."""
+    groups: dict[str, list[Candidate]] = {}
+    for one in candidates:
+        if one.cost is not None:
+            groups.setdefault(one.model, []).append(one)
+    return groups
+
+
 def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Returns the candidates, cheapest first, whose loss is below that of all that cost no more."""
     front: list[Candidate] = []

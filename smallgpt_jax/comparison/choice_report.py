@@ -7,7 +7,7 @@ import numpy as np
 
 from smallgpt_jax.comparison import choice, equal_budgets, records, scaling, scaling_figures
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
-from smallgpt_jax.comparison.candidates import NEAR, Candidate, pareto_front, read_candidates
+from smallgpt_jax.comparison.candidates import NEAR, Candidate, by_model, pareto_front, read_candidates
 from smallgpt_jax.comparison.choice import Answer
 from smallgpt_jax.comparison.contest import CERTAIN, STAKE
 from smallgpt_jax.comparison.costs import BUDGETS
@@ -97,11 +97,8 @@ def limits(runs: Sequence[dict], name: str) -> list[float]:
 
 def common_range(candidates: Sequence[Candidate]) -> tuple[float, float]:
     """Returns the least and the largest cost that all models with known costs reach."""
-    costs: dict[str, list[float]] = {}
-    for one in candidates:
-        if one.cost is not None:
-            costs.setdefault(one.model, []).append(one.cost)
-    return max(map(min, costs.values())), min(map(max, costs.values()))
+    costs = [[one.cost for one in group] for group in by_model(candidates).values()]
+    return max(map(min, costs)), min(map(max, costs))
 
 
 def powers_of_ten(low: float, high: float) -> list[float]:

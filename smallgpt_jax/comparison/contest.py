@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from smallgpt_jax.comparison import statistics
-from smallgpt_jax.comparison.candidates import NEAR, WITHIN, Candidate, at_training_budget
+from smallgpt_jax.comparison.candidates import NEAR, WITHIN, Candidate, at_training_budget, by_model
 from smallgpt_jax.comparison.costs import Budget
 
 DRAWS = 10_000
@@ -104,9 +104,7 @@ def compete(candidates: Sequence[Candidate], budget: Budget, limit: float) -> Co
 
 def models_at(measured: Sequence[Candidate], limit: float, notes: list[str]) -> list[tuple[Candidate, Candidate]]:
     """Returns the models at a training budget, each with its nearest trained candidate."""
-    groups: dict[str, list[Candidate]] = {}
-    for one in measured:
-        groups.setdefault(one.model, []).append(one)
+    groups = by_model(measured)
     found = {model: pair for model, group in groups.items() if (pair := at_training_budget(group, limit))}
     if not found:
         largest = sorted(max(one.cost for one in group) for group in groups.values())[-2:]

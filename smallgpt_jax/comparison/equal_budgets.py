@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from smallgpt_jax.comparison import statistics
-from smallgpt_jax.comparison.candidates import NEAR, Candidate, at_training_budget
+from smallgpt_jax.comparison.candidates import NEAR, Candidate, at_training_budget, by_model
 from smallgpt_jax.comparison.contest import INTERVAL
 
 POINTS = 48  # budgets of a curve
@@ -56,11 +56,7 @@ def curve_of(candidates: Sequence[Candidate]) -> Curve | None:
 
 
 def curves_of(candidates: Sequence[Candidate]) -> dict[str, Curve]:
-    groups: dict[str, list[Candidate]] = {}
-    for one in candidates:
-        if one.cost is not None:
-            groups.setdefault(one.model, []).append(one)
-    return {name: curve for name, group in groups.items() if (curve := curve_of(group))}
+    return {name: curve for name, group in by_model(candidates).items() if (curve := curve_of(group))}
 
 
 @dataclasses.dataclass(frozen=True)

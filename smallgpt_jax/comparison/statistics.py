@@ -120,7 +120,7 @@ def power(effect: float, seeds: int, level: float) -> float:
 # ------------------------------------------------------------------ spreads of several samples
 @dataclasses.dataclass(frozen=True)
 class Prior:
-    """What the variances of several samples have in common: a typical one, worth `degrees` degrees of freedom."""
+    """A typical variance of several samples. It counts as much as a sample with `degrees` degrees of freedom."""
 
     variance: float
     degrees: float  # 0 if the samples have nothing in common, inf if all have one variance

@@ -27,7 +27,7 @@ def scaling_blocks(record: Record) -> list:
         blocks.append(Paragraph(f"No scaling law, because the FLOPs are unknown: {', '.join(unknown)}."))
     if fits:
         blocks += law_blocks(record, fits)
-    return blocks + held_out_blocks(record, groups)
+    return blocks + held_out_blocks(record)
 
 
 def law_blocks(record: Record, fits: dict[str, Fit]) -> list:
@@ -53,7 +53,7 @@ def fit_table(fits: Sequence[Fit]) -> Table:
 
 
 # ------------------------------------------------------------------ held-out runs
-def held_out_blocks(record: Record, groups: Mapping[str, list[scaling.Record]]) -> list:
+def held_out_blocks(record: Record) -> list:
     if not record.held_out:
         return []
     content, size = record.predictions, record.held_out

@@ -101,9 +101,12 @@ def differ_in_targets(runs: Sequence[Run]) -> bool:
 
 
 def objectives_of(runs: Sequence[Run]) -> list[str]:
-    """Answers to prompts are the same targets in all objectives."""
-    return sorted({run.config.get("train.objective", TrainConfig.objective)
-                   if run.config.get("data.format", DataConfig.format) == "text" else "answers" for run in runs})
+    """Returns the objectives, and "answers" for runs on prompts, whose targets are the answers in all objectives."""
+    def objective(config: dict) -> str:
+        is_text = config.get("data.format", DataConfig.format) == "text"
+        return config.get("train.objective", TrainConfig.objective) if is_text else "answers"
+
+    return sorted({objective(run.config) for run in runs})
 
 
 def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:

@@ -74,8 +74,11 @@ def common_config(preset: str):
 def run_fields(model: str, size: str, steps: int) -> dict[str, dict]:
     recipe, fields = MODELS[model]
     own = base.differences(base.recipe(recipe, "quickstart"), base.recipe("gpt", "quickstart")).get("model", {})
-    return {"model": {**own, **fields, "d_model": WIDTHS[size][model in STAGED]},
-            "optimizer": {"learning_rate": learning_rate(size)},
+    return {"model": {**own, **fields, "d_model": WIDTHS[size][model in STAGED]}, **size_fields(size, steps)}
+
+
+def size_fields(size: str, steps: int) -> dict[str, dict]:
+    return {"optimizer": {"learning_rate": learning_rate(size)},
             "train": {"steps": steps, "eval_every": steps // 4, "checkpoint_every": steps // 8,
                       "log_every": max(1, steps // 40)}}
 

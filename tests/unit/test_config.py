@@ -70,8 +70,8 @@ def test_paper_recipes_differ_only_in_the_model():
             assert config.optimizer == others[2 if narrows else 0].optimizer
 
 
-def comparison_models(name: str) -> dict[str, models.LanguageModel]:
-    comparison = importlib.import_module(f"configs.compare.{name}").get_config("quickstart")
+def comparison_models(name: str, size: str = "quickstart") -> dict[str, models.LanguageModel]:
+    comparison = importlib.import_module(f"configs.compare.{name}").get_config(size)
     return {name: models.build(**{**comparison.model, **{
         field: value for field, value in run.model.items() if value is not None}})
         for name, run in comparison.runs.items()}
@@ -85,6 +85,28 @@ def test_mixers_of_the_ladder():
     assert changed == {"hybrid": {"mixers", "delta_head_dim"}, "delta": {"mixers", "position", "delta_head_dim"},
                        "mamba": {"mixers", "position", "mamba_state"}, "conv": {"mixers", "position"}}
     assert {configs[name]["mixers"] for name in ("delta", "mamba", "conv")} == {("delta",), ("mamba",), ("conv",)}
+
+
+@pytest.mark.parametrize("size", ["45k", "0.2M"])
+def test_mixers_comparison_changes_one_thing(size):
+    """Without the tables of value embeddings, parameters are equal within 2%, and the states within 12%."""
+    found = {name.partition("@")[0]: model for name, model in comparison_models("mixers", "small").items()
+             if name.endswith(size)}
+    parameters = {name: models.num_parameters(model) for name, model in found.items()}
+    assert parameters.pop("value embeddings") > max(parameters.values()) < 1.02 * min(parameters.values())
+    delta, mamba = found["delta"].config, found["mamba"].config
+    assert delta.delta_key_width * delta.delta_value_width == pytest.approx(
+        mamba.mamba_state * mamba.mamba_head_width, rel=0.12)
+    attention = dataclasses.asdict(found["attention"].config)
+    sizes = {"delta_head_dim", "delta_value_ratio", "mamba_state", "mamba_expand"}
+    changed = {name: {field for field, value in dataclasses.asdict(model.config).items()
+                      if value != attention[field]} - sizes for name, model in found.items()}
+    assert changed == {
+        "attention": set(), "windows": {"attention_windows"}, "hybrid": {"mixers"}, "delta": {"mixers", "position"},
+        "mamba": {"mixers", "position"}, "conv": {"mixers", "position"}, "x0": {"input_mix"},
+        "residual scales": {"residual_scales"}, "value embeddings": {"value_embeddings"}, "smear": {"smear"},
+        "canon": {"canon_taps"}, "gate": {"attention_gate"}, "softcap": {"logit_softcap"},
+        "parallel": {"parallel_block"}, "loops": {"loops"}, "ema": set()}
 
 
 def test_sizes_of_the_recall_comparison():

@@ -14,7 +14,7 @@ from configs.compare import base
 from smallgpt_jax import models
 from smallgpt_jax.analysis import chips
 from smallgpt_jax.analysis.flops import train_cost
-from smallgpt_jax.comparison import budget, report, results
+from smallgpt_jax.comparison import budget, loss_report, report, results
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation import estimate
@@ -145,6 +145,6 @@ def test_the_report_names_runs_with_uncounted_work():
     assert costs["deep"].flops == 6 * products
     assert 0 < costs["deep"].uncounted - LAYERS * WIDTH * 200 / (2 * products) < 0.05
     runs = [SimpleNamespace(name=name, uncounted=cost.uncounted, flops_problem="") for name, cost in costs.items()]
-    line, = report.uncounted_work(runs)
+    line, = loss_report.uncounted_work(runs)
     assert f"{costs['plain'].uncounted:.0%} in plain, {costs['deep'].uncounted:.0%} in deep" in line
-    assert not report.uncounted_work(runs[:1])
+    assert not loss_report.uncounted_work(runs[:1])

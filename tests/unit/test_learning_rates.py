@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import load_config
 
-from smallgpt_jax.comparison import figures, learning_rates, records, report
+from smallgpt_jax.comparison import figures, learning_rates, loss_report, records
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.runs import Comparison, run_folder
 from smallgpt_jax.run import plotting
@@ -123,14 +123,14 @@ def test_report_of_grids():
              "edge": search((0.5, 1), {0.5: 3.0, 1: 2.5}, 0),
              "diverged": search((0.5, 1), {0.5: INF, 1: INF}, 0),
              "lower": search((0.5, 1, 2), {0.5: 3.1, 1: 3.0, 2: 3.3})}  # 0.2 · (log2(multiple) + 1/4)² + 2.9875
-    table = report.grid_table(grids)
+    table = loss_report.grid_table(grids)
     assert table.head == ("run", "own learning rate", "× 0.5", "× 1", "× 2", "best learning rate", "minimum",
                           "rise")
     assert table.rows == (("inside", "0.01", "3.2500", "3.0000", "diverged", "0.01 (× 1)", "–", "–"),
                           ("edge", "0.01", "3.0000", "2.5000", "–", "0.01 (× 1, highest of the grid)", "–", "–"),
                           ("diverged", "0.01", "diverged", "diverged", "–", "–", "–", "–"),
                           ("lower", "0.01", "3.1000", "3.0000", "3.3000", "0.01 (× 1)", "0.00841", "+0.2000"))
-    first, second = report.grid_warnings(grids, [])
+    first, second = loss_report.grid_warnings(grids, [])
     assert "edge: the best learning rate is the highest" in first and "diverged has diverged at every" in second
     figure = figures.loss_against_learning_rate(grids, [])
     assert plotting.png(figure)

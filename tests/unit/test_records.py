@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import call, load_config
 
-from smallgpt_jax.comparison import records, report
+from smallgpt_jax.comparison import loss_report, records, report
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import Point, Run
@@ -160,9 +160,9 @@ def test_warns_of_a_seed_that_chose_the_learning_rate(tmp_path):
     one = saved(tmp_path / "one.json", run("gpt", 2, 3.0), run("gpt", 3, 3.0), grids={"gpt": Grid(1, 0.003, LOSSES)})
     two = saved(tmp_path / "two.json", run("gpt", 4, 3.0), grids={"gpt": Grid(3, 0.003, LOSSES)})
     both = merged(one, two)
-    warning, = report.grid_warnings(both.grids, both.runs)
+    warning, = loss_report.grid_warnings(both.grids, both.runs)
     assert warning == "gpt: seed 3 chose the learning rate and is also in the mean, which is therefore too low."
-    assert merged(one).grids["gpt"].seed == 1 and not report.grid_warnings(merged(one).grids, merged(one).runs)
+    assert merged(one).grids["gpt"].seed == 1 and not loss_report.grid_warnings(merged(one).grids, merged(one).runs)
 
 
 def test_machines_may_differ(tmp_path):

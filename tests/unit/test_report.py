@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from smallgpt_jax.comparison import aggregation, blocks, figures, measure, ranking, report, results
+from smallgpt_jax.comparison import (
+    aggregation,
+    blocks,
+    figures,
+    loss_report,
+    measure,
+    measurement_report,
+    ranking,
+    report,
+    results,
+)
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config_file import write_config
@@ -192,7 +202,7 @@ def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
     assert results.benchmarks(tmp_path, 20) == {
         "copa acc (0-shot, 100 examples)": 0.7, "copa acc (5-shot, 100 examples)": 0.8,
         "copa acc (0-shot, 1,570 examples)": 0.6}
-    assert report.format_spread(aggregation.spread([0.7]), seeds=2) == "0.7000, 1 of 2 seeds"
+    assert measurement_report.format_spread(aggregation.spread([0.7]), seeds=2) == "0.7000, 1 of 2 seeds"
 
 
 def test_accuracies_of_examples_are_compared_over_seeds(tmp_path):
@@ -211,10 +221,11 @@ def test_accuracies_of_examples_are_compared_over_seeds(tmp_path):
     runs = [dataclasses.replace(make_run(seed, name=name), benchmarks={"task acc": score})
             for name, scores in (("a", (0.5, 0.6, 0.7)), ("b", (0.61, 0.7, 0.79)), ("c", (0.9,)))
             for seed, score in enumerate(scores)]
-    *_, paragraph, table = report.measurement_blocks(aggregation.group_by_name(runs), runs, "a")
+    _, _, paragraph, table, *_ = measurement_report.measurement_blocks(aggregation.group_by_name(runs), runs, "a")
     assert paragraph.text.startswith("Against a, paired by seed")  # half-width: 4.3027 · 0.01 / √3
     assert table.rows == (("task acc", "b", "+0.1000", "+0.0752 to +0.1248", "3", "0.0033", "higher"),)
-    assert len(report.measurement_blocks({"a": runs[:3]}, runs[:3], "a")) == 2  # heading and scores
+    _, _, after_scores, *_ = measurement_report.measurement_blocks({"a": runs[:3]}, runs[:3], "a")
+    assert after_scores == blocks.Heading("Speed and memory")
 
 
 def test_runs_of_one_model_have_one_name(tmp_path):
@@ -233,7 +244,7 @@ def test_answers_of_all_objectives_compare():
     runs = [dataclasses.replace(make_run(0, name=name), config={"train.steps": 2, **fields})
             for name, fields in (("a", {"data.format": "completion"}), ("b", config))]
     assert ranking.rank(aggregation.group_by_name(runs), "a").means
-    assert not any("objectives" in text for text in report.warnings(runs))
+    assert not any("objectives" in text for text in loss_report.warnings(runs))
 
 
 @pytest.mark.draws
@@ -302,7 +313,7 @@ def test_warns_of_different_validation_rows():
 
     def warnings_and_conclusion(*targets, **config):
         runs = [with_targets(make_run(0), 512, 512), with_targets(make_run(0, name="b"), *targets, **config)]
-        return report.warnings(runs), conclusion(aggregation.group_by_name(runs))
+        return loss_report.warnings(runs), conclusion(aggregation.group_by_name(runs))
 
     assert warnings_and_conclusion(512, 512)[0] == []
     # The two runs are evaluated on the same rows, with different batch sizes.

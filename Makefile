@@ -20,7 +20,7 @@ test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/python -m pytest
 
-# Without the tests that take longer than about two seconds.
+# Without the tests that take longer than about a second.
 test-fast: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest -m "not slow"
 

@@ -80,6 +80,7 @@ def test_all_options_in_bfloat16():
     assert hidden.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_counts_of_loops():
     """Passes count in FLOPs and activations, but not in parameters."""
     once, twice = (build("gpt", **SIZES, loops=loops) for loops in (1, 2))

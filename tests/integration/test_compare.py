@@ -120,6 +120,7 @@ def test_every_number_of_the_report_follows_from_the_metrics(compared):
     assert "http://" not in re.sub(r"base64,[^\"]*", "", page) and page.count("data:image/svg+xml") == 4
 
 
+@pytest.mark.slow
 def test_results_json_gives_the_same_report(compared, tmp_path):
     done = call("compare", f"--results={compared / 'results.json'}", f"--output={tmp_path}")
     assert (done.returncode, done.stderr) == (0, "")

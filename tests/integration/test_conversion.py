@@ -219,6 +219,7 @@ def english(text_file) -> list[str]:
     return [text_file.read_text()[:20_000], *(path.read_text() for path in source), *tokenizer_files.PROBES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece:600", "gpt2", "unigram", "byte fallback"])
 def test_exported_tokenizers_give_the_same_ids(kind, english, tmp_path, request):
     if kind == "gpt2":
@@ -305,6 +306,7 @@ def other_sentencepiece(texts: list[str], kind: str):
 
 # ---------------------------------------------------------------------- The command
 
+@pytest.mark.slow
 def test_a_failed_export_leaves_no_folders(trained_run, tmp_path, monkeypatch):
     def fail(folder, *_):
         (folder / "config.json").touch()

@@ -89,6 +89,7 @@ def test_cached_logits_match_the_forward_pass(architecture, fields):
     assert_cache_matches_forward(*small(architecture, **fields))
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_and_dropped_tokens_have_the_prefix_of_the_prompt():
     """The logits of every sample are those of the whole prompt. When the oldest tokens are dropped, the rest of the
     prompt is still a prefix.

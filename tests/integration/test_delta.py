@@ -82,6 +82,7 @@ def test_copies_of_rows_and_finished_rows():
                 np.testing.assert_allclose(found[i], logits[i // 2, length - 1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_cache_does_not_grow():
     """It has a state per head in float32, and three inputs of the convolution in the dtype of the model."""
     model = build("gpt", **SIZES, mixers=("delta",), dtype="bfloat16")
@@ -90,6 +91,7 @@ def test_the_cache_does_not_grow():
     assert [inference_cost.num_cache_bytes(model, length) for length in (1, 2, 24)] == [expected] * 3
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near_float32():
     exact, rounded = (build("gpt", **SIZES, mixers=("delta",), dtype=dtype) for dtype in ("float32", "bfloat16"))
     params, tokens = init(exact), random_tokens(2, 24)

@@ -77,6 +77,7 @@ def test_scores_are_sums_of_log_probabilities(architecture, devices):
     assert [found[number].is_greedy for number in range(42, 45)] == [True] * 3
 
 
+@pytest.mark.slow
 def test_a_rolling_score_is_that_of_the_whole_text(gpt):
     """A text that is longer than the context is scored window by window; each byte is scored once."""
     text = "A text that is longer than what the model can see at once. " * 2

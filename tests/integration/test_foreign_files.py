@@ -264,6 +264,7 @@ def test_training_does_not_import_the_module_of_another_model(fields, foreign, n
     check_workdir(foreign["run"], own)
 
 
+@pytest.mark.slow
 def test_trusted_modules_are_imported(foreign, named_module, tmp_path):
     result = call("convert", "--from=run", f"--input={foreign['run']}", f"--workdir={tmp_path / 'new'}",
                   "--trust_custom_code")

@@ -74,6 +74,7 @@ def test_losses_without_a_block(architecture):
         np.testing.assert_allclose(found[0], logits[0, length - 1], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_blocks_of_a_prefix_language_model():
     """The model without its last block is that of the blocks before it, with the same prefix."""
     models_of = [build("gpt", num_layers=layers, context_length=20, attention_mask="prefix") for layers in (3, 2)]

@@ -49,6 +49,7 @@ def test_factors_match_the_truncated_svd(shape, rank):
         np.testing.assert_allclose(b @ b.T, np.diag(s), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture, fields", [
     ("gpt", {"use_bias": True, "scan_layers": False}),
     pytest.param("pgpt", {"num_kv_heads": 2, "mlp": "gated"}, marks=pytest.mark.slow),
@@ -101,6 +102,7 @@ def test_matrices_that_are_factored():
     np.testing.assert_allclose(product.reshape(matrix.shape), u[:, :rank] * s[:rank] @ v[:rank], atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("ratio", [0.33, 0.9])
 def test_parameters_and_flops(architecture, ratio):
@@ -151,6 +153,7 @@ def test_initial_products_have_the_std_of_full_matrices(norm_position, scaled):
         assert np.std(weight) == pytest.approx(std, rel=0.03)
 
 
+@pytest.mark.slow
 def test_scanned_unrolled_and_accelerator_forms_agree(monkeypatch):
     """On accelerators, queries, keys and values are computed by separate products."""
     model = build("gpt", rank_ratio=0.4, num_kv_heads=2, use_bias=True, scan_layers=True)

@@ -128,6 +128,7 @@ def test_a_cache_that_does_not_grow():
     assert len(inference_cost.time_steps(text_model, 32, "full")) == inference_cost.SESSIONS * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture, widths, paths", [("gpt", [16] * 4, 1), ("pgpt", [16] * 4, 2),
                                                          ("lgpt", [16, 16, 8, 8], 1)])
 def test_plan_counts_every_mixer(architecture, widths, paths):

@@ -343,6 +343,7 @@ def test_resumption_is_exact(tmp_path):
 
 # ---------------------------------------------------------------------- everything else
 
+@pytest.mark.slow
 def test_parameters_and_flops():
     """A token uses three of 16 routed experts and one shared expert. Each has two (d_model, d_model) matrices."""
     moe, gpt = (models.build(**load_config(name, "paper", model__scan_layers=True).model) for name in ("moe", "gpt"))

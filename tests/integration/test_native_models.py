@@ -217,6 +217,7 @@ def test_texts_begin_as_in_transformers(llama_with_begin, tmp_path):
     assert rows.targets_BxT[0, [3, 4, 8, 9]].tolist() == [257, 256, 257, 256]
 
 
+@pytest.mark.slow
 def test_scores_begin_as_in_transformers(llama_with_begin):
     api = pytest.importorskip("lm_eval.api.instance")
     from smallgpt_jax.evaluation.harness import SmallGPT

@@ -198,6 +198,7 @@ def test_validation_uses_the_examples_but_no_terms():
         -np.take_along_axis(log_p, tokens[[0, 2, 3], 2:, None], 2).sum(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_with_prefixes_of_length_zero_the_loss_is_causal_bit_for_bit():
     model = build("gpt", num_layers=1, d_model=16, context_length=16)
     batch = Batch(BATCH.tokens_BxT1[:4, :17])
@@ -229,6 +230,7 @@ def test_the_loss_of_masked_tokens():
     assert float(total) == pytest.approx(-64 * log_p[np.asarray(examples.selected_BxT)].mean(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_of_answers_after_prompts_is_that_of_evaluate():
     """Two examples in a row. `evaluate` scores them one by one, with the prompt as the prefix."""
     program = build_program(load_config("gpt", **{**SMALL, **TUNING, "train__objective": "prefix"}), jax.devices()[:1])

@@ -15,6 +15,7 @@ SEEDS = (18, 69, 72, 79, 81, 108, 126, 180, 199, 223, 228, 265, 278, 282, 283, 2
          45, 71, 185, 358)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])])
 def test_a_random_model(seed, tmp_path):
     print(random_models.describe(seed))

@@ -88,6 +88,7 @@ def heads_of(workdir):
     return jax.tree.map(np.asarray, tree["heads"][lora.NAME])
 
 
+@pytest.mark.slow
 def test_a_loaded_model_has_the_pairs_merged(imported, tuned):
     """y = x·W + (alpha / rank)·(x·A)·B in float64, as in equation 3 of arXiv 2106.09685."""
     base, _ = state_of_step_0(imported / "imported")

@@ -284,6 +284,7 @@ with spool.open_spool(as_path("--workdir", sys.argv[1]), []) as opened:
 """
 
 
+@pytest.mark.slow
 def test_the_spools_of_killed_runs_are_removed(bucket, tmp_path, monkeypatch):
     """Not those of other runs, and not those that could not be uploaded."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -331,6 +332,7 @@ def small_state(step: int) -> TrainState:
     return TrainState(jnp.int32(step), {"weight": jnp.full(8, step, jnp.float32)}, {"count": jnp.int32(step)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("match, status", [
     ("/checkpoints", 403), ("GET .*/o\\?", 403), ("POST .*/checkpoints/20/", 403), ("commit_success", 403)])
 def test_saving_fails_while_requests_are_refused(bucket, faults, match, status):  # noqa: F811

@@ -85,6 +85,7 @@ def test_backends_match_the_formula(backend, head_width, groups, window, has_seg
         np.testing.assert_allclose(found, gradient, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_width, heads, groups, window, time", [
     (2, 2, 2, 0, 384), (64, 2, 1, 0, 128), (16, 2, 1, 37, 384), (16, 1, 1, 128, 384), (16, 1, 1, 130, 384),
     (16, 1, 1, 383, 384), (16, 2, 1, 256, 768), (16, 1, 1, 512, 1024), (16, 1, 1, 520, 1024),

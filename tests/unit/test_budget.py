@@ -49,6 +49,7 @@ def test_tokens_are_equal_and_schedules_follow(tmp_path):
     assert (planned[1].config.optimizer.warmup_steps, planned[1].config.optimizer.decay_steps) == (2, 20)
 
 
+@pytest.mark.slow
 def test_all_runs_have_the_same_dtype(tmp_path, monkeypatch):
     monkeypatch.setattr(architectures, "faster_dtype", lambda: "bfloat16")
     config = comparison(model__dtype="auto", compare__budget="flops", compare__names="gpt,lgpt")

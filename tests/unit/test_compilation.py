@@ -130,6 +130,7 @@ def test_the_options_of_the_compilers(platform, expected):
     assert (options.pop("xla_dump_to", None) is not None) == (platform == "tpu") and options == expected
 
 
+@pytest.mark.slow
 def test_plan_compiles_a_changed_config_anew(compiled, monkeypatch):
     """A plan has two programs. The seed is not in them."""
     monkeypatch.setattr(topologies, "topology_devices", lambda topology: jax.devices()[:1])

@@ -87,6 +87,7 @@ def test_mixers_of_the_ladder():
     assert {configs[name]["mixers"] for name in ("delta", "mamba", "conv")} == {("delta",), ("mamba",), ("conv",)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["45k", "0.2M"])
 def test_mixers_comparison_changes_one_thing(size):
     """Without the tables of value embeddings, parameters are equal within 2%, and the states within 12%."""

@@ -59,12 +59,14 @@ def test_windows_groups_states_and_stages(monkeypatch):
     assert delta.ridge == pytest.approx(989e12 / 4800e9)
 
 
+@pytest.mark.slow
 def test_value_embeddings_are_read_by_row(monkeypatch):
     found, without = (estimate(monkeypatch, "TPU v5 lite", 8, model__value_embeddings=tables) for tables in ((1,), ()))
     assert found.weight_bytes - without.weight_bytes == 2 * L * V * D
     assert found.seconds - without.seconds == pytest.approx(2 * L * 8 * D / 819e9)
 
 
+@pytest.mark.slow
 def test_experts_that_a_batch_reads(monkeypatch):
     """Of 16 experts, of which each token uses 3, four tokens read the fraction 1 − (13/16)⁴."""
     found = estimate(monkeypatch, "TPU v5 lite", 4, "moe")

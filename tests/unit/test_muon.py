@@ -123,6 +123,7 @@ def test_updates_match_newton_schulz_steps(architecture, fields, stacked_axes, o
     assert found >= {"qkv", "out", "up", "down", *others}
 
 
+@pytest.mark.slow
 def test_other_parameters_are_updated_as_by_adamw():
     model = build("pgpt", **SMALL, use_bias=True, qk_norm=True)
     params, abstract = init(model), models.abstract_params(model)
@@ -138,6 +139,7 @@ def test_other_parameters_are_updated_as_by_adamw():
             np.testing.assert_allclose(update, other, rtol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 def test_layers_in_separate_arrays_are_updated_as_in_one_array():
     """The layers of a gpt are stacked in one array, unless their attention windows differ."""
     joined, separate = build("gpt", **SMALL), build("gpt", **SMALL, attention_windows=(8, 0))
@@ -208,6 +210,7 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
     return 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture, fields, matrices", [
     ("gpt", {}, [(128, 128)] * 16 + [(128, 512)] * 8),
     ("gpt", {"num_kv_heads": 2, "mlp": "gated"}, [(128, 128)] * 8 + [(128, 64)] * 8 + [(128, 512)] * 12),

@@ -101,6 +101,7 @@ def test_components_of_a_custom_architecture(monkeypatch):
                    "Dense": 2 * (D**2 + D), "gate": D, "Shift": 2 * D**2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position, fallback", [
     ("rope", []),
     ("alibi", ["warning: config.model.attention='splash' has no effect: attention with head width 64 uses plain XLA: "
@@ -227,6 +228,7 @@ def test_plan_of_a_step_that_does_not_fit(monkeypatch):
     assert "config.train.microbatches" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text, missing", [
     (None, "Cycles and collectives are not available: the compiled program cannot be read"),
     (PROGRAM, "Cycles are not available: the program calls a kernel whose cost is unknown"),

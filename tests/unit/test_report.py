@@ -247,6 +247,7 @@ def test_answers_of_all_objectives_compare():
     assert not any("objectives" in text for text in loss_report.warnings(runs))
 
 
+@pytest.mark.slow
 @pytest.mark.draws
 def test_names_with_special_characters(tmp_path):
     runs = [make_run(0, name=r"a$\frac$"), make_run(0, name="_b <i>|")]
@@ -272,6 +273,7 @@ def test_report_of_a_single_run(tmp_path):
         assert phrase not in markdown
 
 
+@pytest.mark.slow
 @pytest.mark.draws
 def test_report_of_experts(tmp_path):
     """The report shows the active parameters, and an image of the load with one row per block."""

@@ -19,6 +19,7 @@ from smallgpt_jax.data.source import Source
 from smallgpt_jax.errors import UserError
 
 
+@pytest.mark.slow
 def test_python_stdlib():
     texts = read("python_stdlib")
     assert sum(map(len, texts)) > 5_000_000
@@ -145,6 +146,7 @@ def test_refuses_or_skips_long_documents(tmp_path, name):
         read(tmp_path, max_document_bytes=99_999)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("invalid_items", ["refuse", "skip"])
 def test_a_hostile_line_takes_little_memory(tmp_path, invalid_items):
     """A file of 300 kB that expands to a single line of 300 MB is refused or skipped within 30 MB."""

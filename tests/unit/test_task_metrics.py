@@ -68,6 +68,7 @@ def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
     assert examples.choose_labels(scorer, Bytes(), questions, labels, silent) == expected
 
 
+@pytest.mark.slow
 def test_generated_answers_are_those_of_generate(model, tmp_path):
     questions = examples.read_questions(write(tmp_path / "a.jsonl", ROWS), Bytes(), "completion", "", 32, 2)
     text_model = build_text_model(*model, Bytes())

@@ -58,6 +58,7 @@ def test_other_phases_are_exempt(clock, statuses, phase):
     assert statuses == []
 
 
+@pytest.mark.slow
 def test_no_limit(clock, statuses):
     with Watchdog(clock, 0):
         time.sleep(LIMIT)

@@ -175,8 +175,10 @@ def order_text(segments: Sequence[Segment]) -> str:
 
 def equal_flops_table(found: Sequence[Answer]) -> Table:
     """Returns a row per model, in the order of the losses at the largest budget, and a column per budget."""
-    losses = [{row.name: f"{row.loss:.3f}" + f" ({row.low:.3f} to {row.high:.3f})" * (row.low is not None)
-               for row in answer.contenders} for answer in found]
+    def cell(row: choice.Row) -> str:
+        return f"{row.loss:.3f}" + ("" if row.low is None else f" ({row.low:.3f} to {row.high:.3f})")
+
+    losses = [{row.name: cell(row) for row in answer.contenders} for answer in found]
     names = dict.fromkeys(name for cells in reversed(losses) for name in cells)
     return Table(("model", *(BUDGET_FORMATS["flops"][1](answer.limit) for answer in found)),
                  tuple((name, *(cells.get(name, MISSING) for cells in losses)) for name in names))

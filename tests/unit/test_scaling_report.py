@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from smallgpt_jax.comparison import prediction, records, report, results, scaling_report
+from smallgpt_jax.comparison import choice, choice_report, prediction, records, report, results, scaling_report
 from smallgpt_jax.comparison.power_law import Law
 from smallgpt_jax.comparison.records import Record
 
@@ -67,6 +67,13 @@ def test_laws_multipliers_and_order(tmp_path):
     low, high = 6 * 0.25 * 20 * 300_000**2, 4 * 20 * 1_600_000**2  # that both a and b were trained on
     assert f"| b | {low:.2g} to {high:.2g}: b |" in section
     assert "cannot be told" in row_of(section.partition("The order of")[2], "c")[1]
+
+
+def test_a_loss_of_one_seed_has_no_interval():
+    rows = tuple(choice.Row(name, 2.5, *interval, 1e12, 100, 100, 1e6, 0.5)
+                 for name, interval in (("a", (2.4, 2.6)), ("b", (None, None))))
+    table = choice_report.equal_flops_table([choice.Answer("flops", "FLOPs", 1e12, "a", "", contenders=rows)])
+    assert table.rows == (("a", "2.500 (2.400 to 2.600)"), ("b", "2.500"))
 
 
 @pytest.mark.slow

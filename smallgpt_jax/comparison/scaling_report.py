@@ -17,12 +17,14 @@ def scaling_blocks(record: Record) -> list:
     if not records.is_scaling(record.runs):
         return []
     groups = scaling.group_by_name(prediction.records_of(record.runs))
-    lacking = {name: lack for name, rows in groups.items() if (lack := scaling.missing_for_fit(rows))}
-    fits = {name: scaling.fit(rows) for name, rows in groups.items() if name not in lacking}
+    lacking: dict[str, list[str]] = {}  # {what they lack: models}
+    for name, rows in groups.items():
+        lacking.setdefault(scaling.missing_for_fit(rows), []).append(name)
+    fits = {name: scaling.fit(groups[name]) for name in lacking.pop("", [])}
     blocks = [Heading("Scaling laws"), *(Paragraph(text) for text in [check_text(record)] if text), Paragraph(
         f"Fits of L = E + A/N^α + B/D^β to the last losses of all finished runs, with the training tokens D. Intervals "
         f"are {INTERVAL}, from {scaling.DRAWS:,} bootstrap samples of the runs.")]
-    blocks += [Paragraph(f"{name}: no scaling law; it needs {lack}.") for name, lack in lacking.items()]
+    blocks += [Paragraph(f"No scaling law for lack of {lack}: {', '.join(names)}.") for lack, names in lacking.items()]
     if unknown := sorted({scaling.model_of(run.name) for run in record.runs if run.is_finished} - groups.keys()):
         blocks.append(Paragraph(f"No scaling law, because the FLOPs are unknown: {', '.join(unknown)}."))
     if fits:

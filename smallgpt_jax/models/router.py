@@ -39,7 +39,9 @@ class Router(nn.Module):
             in_top_k_BxTxE = self.one_hot(self.choose(jax.lax.stop_gradient(scores_BxTxE)))
             self.sow("losses", "expert_balance",
                      c.balance_loss * sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, c.experts_per_token))
-        gates_BxTxK = jnp.take_along_axis(scores_BxTxE, experts_BxTxK, axis=-1)
+        # The gradient of indexing would be a scatter, which is slow on TPUs.
+        chosen_BxTxKxE = jax.nn.one_hot(experts_BxTxK, c.num_experts)
+        gates_BxTxK = jnp.sum(chosen_BxTxKxE * scores_BxTxE[:, :, None], axis=-1)
         if c.experts_per_token > 1:
             gates_BxTxK /= jnp.sum(gates_BxTxK, axis=-1, keepdims=True)
         return experts_BxTxK, c.expert_scale * gates_BxTxK

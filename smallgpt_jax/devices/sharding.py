@@ -232,15 +232,18 @@ def has_data_shards() -> bool:
 
 
 def sum_over_data_shards(function, dtype):
-    """Returns `function`(parameters, model state, batch) under shard_map over `data`. Its results, sums over rows, are
-    summed once, matrices as `dtype`; otherwise, the compiler would sum gradients in every iteration of a loop.
+    """Returns `function`(parameters, model state, batch) → (sums over rows, model state) under shard_map over `data`.
+    The sums are added once, matrices of floats as `dtype`; otherwise, the compiler would add gradients in every
+    iteration of a loop. The model state must not depend on the rows.
     """
     def total(x):
-        return jax.lax.psum(x.astype(dtype) if x.ndim > 1 else x, "data").astype(x.dtype)
+        is_matrix = x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+        return jax.lax.psum(x.astype(dtype) if is_matrix else x, "data").astype(x.dtype)
 
     def mapped(*arguments):
         with nn.logical_axis_rules(RULES_IN_DATA_SHARD):
-            return jax.tree.map(total, function(*arguments))
+            sums, model_state = function(*arguments)
+            return jax.tree.map(total, sums), model_state
 
     return jax.shard_map(mapped, in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data")),
                          out_specs=PartitionSpec(), axis_names={"data"}, check_vma=False)

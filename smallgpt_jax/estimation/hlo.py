@@ -142,8 +142,10 @@ class HloModule:
 
     def collectives(self) -> dict[str, dict[str, int]]:
         """Returns {kind: {"count": executions, "bytes": of all results}}, without groups of a single device."""
-        # {(channel, shape of the result): collective}. Several instructions of one asynchronous collective have the
-        # same key, and count once. The channel alone is no key: all collectives of a shard_map share it.
+        # {(channel, shape of the result): {name: collective}}. Instructions inside fusions, which are parts of one
+        # asynchronous collective, get the name None, and count once. Others are collectives of their own: the channel
+        # alone does not tell, since all collectives of a shard_map share it.
+        unfused = {instruction.name for _, instruction in self.executed(fused=False)}
         channels = {}
         for times, instruction in self.executed():
             # Counts the "-done" instruction of an asynchronous collective. The result of its "-start" instruction also
@@ -152,12 +154,16 @@ class HloModule:
             if instruction.is_reduce_scatter:
                 kind = "reduce-scatter"
             if kind in COLLECTIVES and not self.started(instruction).is_local:
-                channels[instruction.channel, instruction.shape] = kind, times, times * instruction.result_bytes
+                name = instruction.name if instruction.name in unfused else None
+                instructions = channels.setdefault((instruction.channel, instruction.shape), {})
+                instructions[name] = kind, times, times * instruction.result_bytes
         found = {}
-        for kind, times, size in channels.values():
-            entry = found.setdefault(kind, {"count": 0, "bytes": 0})
-            entry["count"] += times
-            entry["bytes"] += size
+        for instructions in channels.values():
+            parts = instructions.pop(None, None)
+            for kind, times, size in instructions.values() or [parts]:
+                entry = found.setdefault(kind, {"count": 0, "bytes": 0})
+                entry["count"] += times
+                entry["bytes"] += size
         return found
 
     def started(self, instruction: Instruction) -> Instruction:

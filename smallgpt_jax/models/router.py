@@ -1,5 +1,7 @@
 """The router of a mixture of experts."""
 
+from typing import Any
+
 import flax
 import flax.linen as nn
 import jax
@@ -31,12 +33,15 @@ class Router(nn.Module):
         bias_E = self.variable("state", "bias", jnp.zeros, (c.num_experts,)).value
         experts_BxTxK = self.choose(jax.lax.stop_gradient(scores_BxTxE) + bias_E[None, None])
         mask_BxT = context.is_text_BxT
-        self.count(experts_BxTxK, mask_BxT)
+        # a sum over rows and exact, so that the loads of devices and microbatches can be added
+        self.sow("loads", "load", jnp.sum(masked(self.one_hot(experts_BxTxK), mask_BxT), axis=(0, 1), dtype=jnp.int32))
         if c.balance_loss:
             in_top_k_BxTxE = self.one_hot(self.choose(jax.lax.stop_gradient(scores_BxTxE)))
             self.sow("losses", "expert_balance",
                      c.balance_loss * sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, c.experts_per_token))
-        gates_BxTxK = jnp.take_along_axis(scores_BxTxE, experts_BxTxK, axis=-1)
+        # The gradient of indexing would be a scatter, which is slow on TPUs.
+        chosen_BxTxKxE = jax.nn.one_hot(experts_BxTxK, c.num_experts)
+        gates_BxTxK = jnp.sum(chosen_BxTxKxE * scores_BxTxE[:, :, None], axis=-1)
         if c.experts_per_token > 1:
             gates_BxTxK /= jnp.sum(gates_BxTxK, axis=-1, keepdims=True)
         return experts_BxTxK, c.expert_scale * gates_BxTxK
@@ -58,15 +63,6 @@ class Router(nn.Module):
     def one_hot(self, experts_BxTxK):
         return jnp.sum(jax.nn.one_hot(experts_BxTxK, self.config.num_experts), axis=2)
 
-    def count(self, experts_BxTxK, mask_BxT) -> None:
-        """Sows the load of each expert, which is its number of tokens, and logs it relative to the mean load."""
-        chosen_BxTxE = masked(self.one_hot(experts_BxTxK), mask_BxT)
-        load_E = jnp.sum(chosen_BxTxE, axis=(0, 1))
-        self.sow("loads", "load", load_E)
-        relative_E = load_E / jnp.maximum(jnp.mean(load_E), 1 / self.config.num_experts)  # 0 if there are no tokens
-        self.sow("metrics", "expert_load_max", jnp.max(relative_E))
-        self.sow("layer_metrics", "expert_load", relative_E)
-
 
 def masked(x_BxTxE, mask_BxT):
     return x_BxTxE if mask_BxT is None else x_BxTxE * mask_BxT[:, :, None]
@@ -74,7 +70,8 @@ def masked(x_BxTxE, mask_BxT):
 
 def move_biases(state, loads, rate: float):
     """Raises the bias of experts with less than the mean load by `rate`, and lowers the others' (arXiv 2412.19437,
-    section 2.1.2). `loads` have a leading axis for microbatches, and one entry per time that a router is applied.
+    section 2.1.2). `loads` are numbers of tokens. They have a leading axis for microbatches, and one entry per time
+    that a router is applied.
     """
     moved = flax.traverse_util.flatten_dict(state)
     for path, passes in flax.traverse_util.flatten_dict(loads).items():
@@ -82,6 +79,21 @@ def move_biases(state, loads, rate: float):
         load = sum(jnp.sum(x, axis=0) for x in passes)
         moved[bias] += rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
     return flax.traverse_util.unflatten_dict(moved)
+
+
+def load_metrics(loads) -> dict[str, Any]:
+    """Returns the `loads` of `move_biases` relative to the mean load of a layer, averaged over microbatches: all of
+    them by the path of the router, and the largest load of a layer, averaged over layers.
+    """
+    relative = {}
+    for path, passes in flax.traverse_util.flatten_dict(loads).items():
+        load = jnp.stack(passes)
+        mean = jnp.maximum(jnp.mean(load, axis=-1, keepdims=True), 1 / load.shape[-1])  # 1 / E if there are no tokens
+        relative["/".join(path[:-1])] = load / mean
+    if not relative:
+        return {}
+    return {"expert_load": {path: jnp.mean(load, axis=(0, 1)) for path, load in relative.items()},
+            "expert_load_max": jnp.mean(jnp.stack([jnp.mean(jnp.max(x, axis=-1)) for x in relative.values()]))}
 
 
 def sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, experts_per_token: int):

@@ -11,6 +11,7 @@ and 0.37 with 2,048 rows of width 256; 3 of 16 experts, forward and backward, fl
 0.10.2, 2026-11-22 (`python benchmarks/ops.py --only=experts`).
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -55,6 +56,8 @@ def group_rows(group_of_row_R, num_groups: int, block: int) -> Grouping:
     order_R = jnp.argsort(group_of_row_R, stable=True)
     sorted_group_R = group_of_row_R[order_R]
     sizes_G = jnp.sum(jax.nn.one_hot(group_of_row_R, num_groups, dtype=jnp.int32), axis=0)
+    if block == 1:  # slots are the sorted rows; TPUs sort faster than they scatter
+        return Grouping(order_R, jnp.argsort(order_R), sizes_G, sorted_group_R)
     blocks_G = -(-sizes_G // block)
     first_row_G, first_slot_G = jnp.cumsum(sizes_G) - sizes_G, (jnp.cumsum(blocks_G) - blocks_G) * block
     # Blocks after the last group's blocks are unused. The clip gives them to the last group.
@@ -70,31 +73,30 @@ def group_rows(group_of_row_R, num_groups: int, block: int) -> Grouping:
     return Grouping(row_of_slot_S, slot_of_row_R, sizes_G, group_of_block_N)
 
 
-def into_slots(x_RxD, grouping: Grouping):
-    """Returns the rows in their slots, (S, D); unused slots are zero."""
-    return _rearrange(x_RxD, grouping.row_of_slot_S, grouping.slot_of_row_R)
+# Each of these two functions is the gradient of the other: the gradient of indexing would be a slow scatter.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def into_slots(x_TxD, grouping: Grouping, copies: int = 1):
+    """Returns T = R / `copies` rows in their slots, (S, D); row i of the grouping is x[i mod T]. Unused slots are 0."""
+    row_S, rows = grouping.row_of_slot_S, len(grouping.slot_of_row_R)
+    if len(row_S) == rows:  # filling slots with zeros would be a pass over all rows
+        return jnp.take(x_TxD, row_S % len(x_TxD), axis=0, mode="clip")
+    source_S = jnp.where(row_S < rows, row_S % len(x_TxD), len(x_TxD))
+    return jnp.take(x_TxD, source_S, axis=0, mode="fill", fill_value=0)
 
 
-def from_slots(y_SxD, grouping: Grouping):
-    return _rearrange(y_SxD, grouping.slot_of_row_R, grouping.row_of_slot_S)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def from_slots(y_SxD, grouping: Grouping, copies: int = 1):
+    """Returns the rows, each summed over its copies, (T, D)."""
+    slots_CxT = grouping.slot_of_row_R.reshape(copies, -1)
+    # One sum over an array of all copies would take more passes over them.
+    return sum(jnp.take(y_SxD, slots_T, axis=0, mode="clip").astype(jnp.float32)
+               for slots_T in slots_CxT).astype(y_SxD.dtype)
 
 
-@jax.custom_vjp
-def _rearrange(x, source, destination):
-    """Returns x[source], zero beyond the end of x. By `destination`, its inverse, the gradient is no slow scatter."""
-    return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
-
-
-def _rearrange_forward(x, source, destination):
-    return _rearrange(x, source, destination), (source, destination)
-
-
-def _rearrange_backward(residuals, cotangent):
-    source, destination = residuals
-    return _rearrange(cotangent, destination, source), None, None
-
-
-_rearrange.defvjp(_rearrange_forward, _rearrange_backward)
+into_slots.defvjp(lambda x_TxD, grouping, copies: (into_slots(x_TxD, grouping, copies), grouping),
+                  lambda copies, grouping, ct_SxD: (from_slots(ct_SxD, grouping, copies), None))
+from_slots.defvjp(lambda y_SxD, grouping, copies: (from_slots(y_SxD, grouping, copies), grouping),
+                  lambda copies, grouping, ct_TxD: (into_slots(ct_TxD, grouping, copies), None))
 
 
 def grouped_matmul(x_SxI, w_GxIxO, grouping: Grouping, backend: str):
@@ -135,17 +137,15 @@ def grouped_experts(x_BxTxD, experts_BxTxK, gates_BxTxK, into_ExDxF: list, out_E
     def on_one_device(x_BxTxD, experts_BxTxK, gates_BxTxK, *weights):
         into, out = weights[:width], weights[width]
         num_choices, num_experts = experts_BxTxK.shape[-1], len(out)
-        # Rows are ordered by choice, then by token. If they were ordered by token first, TPUs would pad the rows of
-        # each token to a multiple of eight.
-        x_RxD = jnp.tile(x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), (num_choices, 1))
+        # Rows are ordered by choice, then by token.
         experts_R, gates_R = (x.reshape(-1, num_choices).T.reshape(-1) for x in (experts_BxTxK, gates_BxTxK))
-        grouping = group_rows(experts_R, num_experts, block_size(backend, len(x_RxD), num_experts))
-        x_SxD = into_slots(x_RxD, grouping)
+        grouping = group_rows(experts_R, num_experts, block_size(backend, len(experts_R), num_experts))
+        x_SxD = into_slots(x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), grouping, num_choices)
         first, *up = (grouped_matmul(x_SxD, w_ExDxF, grouping, backend) for w_ExDxF in into)
         h_SxF = activation(first) * up[0] if up else activation(first)
-        y_RxD = from_slots(grouped_matmul(h_SxF, out, grouping, backend), grouping)
-        y_RxD *= gates_R[:, None].astype(y_RxD.dtype)
-        return jnp.sum(y_RxD.reshape(num_choices, -1, y_RxD.shape[-1]), axis=0).reshape(x_BxTxD.shape)
+        # Gates multiply the input of the last product, so that their gradient needs no outputs of experts.
+        h_SxF *= into_slots(gates_R, grouping)[:, None].astype(h_SxF.dtype)
+        return from_slots(grouped_matmul(h_SxF, out, grouping, backend), grouping, num_choices).reshape(x_BxTxD.shape)
 
     rows, choices = ("batch", "time", "embed_activation"), ("batch", "time", None)
     names = (rows, choices, choices, *[("expert", None, "mlp")] * width, ("expert", "mlp", None))

@@ -12,14 +12,14 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.devices.platform import exchange_dtype
 from smallgpt_jax.models import LanguageModel, init_variables
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.models.router import move_biases
+from smallgpt_jax.models.router import load_metrics, move_biases
 from smallgpt_jax.ops.cross_entropy import most_probable
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training.objectives import Examples, Objective, forward
 from smallgpt_jax.training.transfer import scale_initial
 
 # Variable collections that modules sow values into during training.
-SOWN = ("losses", "metrics", "layer_metrics", "loads")
+SOWN = ("losses", "metrics", "loads")
 EXAMPLES = 2**32 - 1  # folded into the key of a step for its examples; microbatches have the numbers from 0
 
 
@@ -58,7 +58,7 @@ def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, const
 
     - loss: mean over the targets in the loss mask, in nats, plus the objective's terms and values sown into "losses"
     - the objective's terms, by name
-    - values sown into "metrics" and "layer_metrics", averaged over the microbatches
+    - values sown into "metrics", averaged over the microbatches; for mixtures of experts, also those of `load_metrics`
     - grad_norm (before clipping), learning_rate, skipped (number of updates skipped so far)
     - is_finite: loss, gradient and updated parameters. If only the updated parameters are not finite, the update is
       kept, because undoing it would take a second pass over parameters and optimizer state.
@@ -70,7 +70,7 @@ def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, const
         total=examples.num_targets, microbatches=microbatches), microbatches)
     if microbatches > 1 and sharding.has_data_shards() and rows_are_independent(model, state, batch):
         add_up = sharding.sum_over_data_shards(add_up, exchange_dtype(model.config.dtype))
-    ((loss, gradients), model_state), (sown, loads) = add_up(state.trained, state.model_state, examples)
+    (loss, gradients, sown, loads), model_state = add_up(state.trained, state.model_state, examples)
     model_state = move_biases(model_state, loads, model.config.expert_bias_rate)
 
     grad_norm = optax.tree.norm(gradients)
@@ -85,7 +85,7 @@ def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, const
         (state.trained, state.opt_state, state.model_state, state.ema))
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": hyperparameters.learning_rate,
                "is_finite": is_applied & all_finite(trained),
-               "skipped": state.step + 1 - updates_applied(state.opt_state) - is_applied}
+               "skipped": state.step + 1 - updates_applied(state.opt_state) - is_applied, **load_metrics(loads)}
     if taken := metrics.keys() & sown.keys():
         raise ValueError(f"the model sows a metric with a name that is in use: {', '.join(taken)}; rename it")
     metrics |= jax.tree.map(lambda x: jnp.mean(x, axis=0), sown)
@@ -108,7 +108,7 @@ def updates_applied(opt_state) -> jax.Array:
 
 
 def sum_microbatches(loss_function, microbatches: int, trained, model_state, examples: Examples):
-    """Returns sums ((loss, gradients), model state), and the (metrics, loads) of each microbatch."""
+    """Returns (loss, gradients, metrics of each microbatch, loads of each microbatch), and the next model state."""
     def add_microbatch(carry, indexed_microbatch):
         sums, model_state = carry
         (loss, (model_state, *sown)), gradients = jax.value_and_grad(loss_function, has_aux=True)(
@@ -117,7 +117,8 @@ def sum_microbatches(loss_function, microbatches: int, trained, model_state, exa
 
     zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, trained))
     indexed_microbatches = (jnp.arange(microbatches), split_microbatches(examples, microbatches))
-    return jax.lax.scan(add_microbatch, (zero, model_state), indexed_microbatches)
+    (sums, model_state), sown = jax.lax.scan(add_microbatch, (zero, model_state), indexed_microbatches)
+    return (*sums, *sown), model_state
 
 
 def microbatch_loss(trained, model_state, index, examples: Examples, *, model: LanguageModel, objective: Objective,
@@ -140,18 +141,19 @@ def microbatch_loss(trained, model_state, index, examples: Examples, *, model: L
 
 
 def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool:
-    """Returns whether the loss is a sum over rows: the model has no dropout and no state, and sows nothing.
+    """Returns whether the loss is a sum over rows: the model has no dropout, does not change its state, and sows
+    nothing but loads of experts, which are sums over rows.
 
-    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. State and sown values can
-    depend on several rows together, for example the balance of a router.
+    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. New state and other sown values
+    can depend on several rows together, for example the balance of a router.
     """
     def collections(params):
         return model.apply({"params": params, "state": state.model_state}, batch.tokens_BxT1[:, :-1],
-                           Context(train=True), method="hidden", mutable=["state", *SOWN])[1]
+                           Context(train=True), method="hidden", mutable=SOWN)[1]
 
     try:
-        return not jax.tree.leaves(jax.eval_shape(collections, state.params))
-    except flax.errors.InvalidRngError:  # the model draws random numbers
+        return not jax.tree.leaves({**jax.eval_shape(collections, state.params), "loads": {}})
+    except (flax.errors.InvalidRngError, flax.errors.ModifyScopeVariableError):  # draws random numbers, changes state
         return False
 
 
@@ -161,26 +163,12 @@ def all_finite(tree) -> jax.Array:
 
 
 def sown_metrics(collections) -> dict[str, Any]:
-    """Averages "metrics" over layers and paths; returns "layer_metrics" as {path of the module: array}.
-
-    Like the module's parameters, these arrays have leading axes for stacked layers and paths.
-    """
+    """Averages values with the same name in "metrics" over modules, layers, paths and passes."""
     values: dict[str, list] = {}
-    for _, name, value in named_values(collections.get("metrics", {})):
+    for path, value in jax.tree_util.tree_leaves_with_path(collections.get("metrics", {})):
+        name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
         values.setdefault(name, []).append(jnp.mean(value))
-    metrics = {name: jnp.mean(jnp.stack(layer_values)) for name, layer_values in values.items()}
-    for module, name, value in named_values(collections.get("layer_metrics", {})):
-        metrics.setdefault(name, {})[module] = value
-    return metrics
-
-
-def named_values(collection) -> list[tuple[str, str, jax.Array]]:
-    """Returns (path of the module, name, value); the values of a module applied several times are averaged."""
-    passes: dict[tuple, list] = {}
-    for path, value in jax.tree_util.tree_leaves_with_path(collection):
-        keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-        passes.setdefault(keys, []).append(value)
-    return [("/".join(keys[:-1]), keys[-1], jnp.mean(jnp.stack(values), axis=0)) for keys, values in passes.items()]
+    return {name: jnp.mean(jnp.stack(means)) for name, means in values.items()}
 
 
 def eval_step(trained, model_state, batch, *, model: LanguageModel, objective: Objective, microbatches: int,

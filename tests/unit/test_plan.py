@@ -168,6 +168,8 @@ ENTRY %main (a: f32[4]) -> f32[4] {
   %start = (f32[4]{0}, f32[8]{0}) all-gather-start(%a), channel_id=9
   %done = f32[8]{0} all-gather-done(%start), channel_id=9
   %piece = f32[4]{0} fusion(%a), kind=kOutput, calls=%fused
+  %psum.1 = f32[5]{0} all-reduce(%a), channel_id=4, to_apply=%add
+  %psum.2 = f32[5]{0} all-reduce(%a), channel_id=4, to_apply=%add
   %loop = (s32[], f32[4]{0}) while(%a), condition=%condition, body=%body
   ROOT %out = f32[4]{0} get-tuple-element(%loop), index=1
 }
@@ -326,7 +328,7 @@ def test_reading_a_program():
     assert program.cycles() == 7 + 6 * 50  # the cycles of a fusion include those of its instructions
     assert [times for times, _ in program.kernels()] == [6]
     assert program.collectives() == {
-        "all-reduce": {"count": 6, "bytes": 6 * (4 * 4 + 2 * 6)},
+        "all-reduce": {"count": 6 + 2, "bytes": 6 * (4 * 4 + 2 * 6) + 2 * 4 * 5},
         "all-gather": {"count": 7, "bytes": 8 * 4 + 6 * 2 * 8 * 16}}
     noted = PROGRAM.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"4"}}')
     assert hlo.HloModule(noted).cycles() == 7 + 4 * 50

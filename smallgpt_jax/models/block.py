@@ -33,9 +33,9 @@ REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 # Variable collection → axis along which layers are stacked. "state" is part of TrainState. "losses" are added to the
-# training loss. "metrics" are averaged over layers and logged. "loads" of routers are sums over rows; they are logged,
-# and move the biases. "features" are compared with those of a teacher.
-PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0, "loads": 0, "features": 0}
+# training loss. "metrics" are averaged over layers and logged; "layer_metrics" are logged per layer. "loads" of routers
+# are sums over rows; they are logged, and move the biases. "features" are compared with those of a teacher.
+PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0, "layer_metrics": 0, "loads": 0, "features": 0}
 
 
 class Block(nn.Module):

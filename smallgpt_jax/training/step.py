@@ -19,7 +19,7 @@ from smallgpt_jax.training.objectives import Examples, Objective, forward
 from smallgpt_jax.training.transfer import scale_initial
 
 # Variable collections that modules sow values into during training.
-SOWN = ("losses", "metrics", "loads")
+SOWN = ("losses", "metrics", "layer_metrics", "loads")
 EXAMPLES = 2**32 - 1  # folded into the key of a step for its examples; microbatches have the numbers from 0
 
 
@@ -58,7 +58,7 @@ def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, const
 
     - loss: mean over the targets in the loss mask, in nats, plus the objective's terms and values sown into "losses"
     - the objective's terms, by name
-    - values sown into "metrics", averaged over the microbatches; for mixtures of experts, also those of `load_metrics`
+    - values sown into "metrics" and "layer_metrics", averaged over the microbatches; for experts, also `load_metrics`
     - grad_norm (before clipping), learning_rate, skipped (number of updates skipped so far)
     - is_finite: loss, gradient and updated parameters. If only the updated parameters are not finite, the update is
       kept, because undoing it would take a second pass over parameters and optimizer state.
@@ -163,12 +163,26 @@ def all_finite(tree) -> jax.Array:
 
 
 def sown_metrics(collections) -> dict[str, Any]:
-    """Averages values with the same name in "metrics" over modules, layers, paths and passes."""
+    """Averages "metrics" over layers and paths; returns "layer_metrics" as {path of the module: array}.
+
+    Like the module's parameters, these arrays have leading axes for stacked layers and paths.
+    """
     values: dict[str, list] = {}
-    for path, value in jax.tree_util.tree_leaves_with_path(collections.get("metrics", {})):
-        name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
+    for _, name, value in named_values(collections.get("metrics", {})):
         values.setdefault(name, []).append(jnp.mean(value))
-    return {name: jnp.mean(jnp.stack(means)) for name, means in values.items()}
+    metrics = {name: jnp.mean(jnp.stack(layer_values)) for name, layer_values in values.items()}
+    for module, name, value in named_values(collections.get("layer_metrics", {})):
+        metrics.setdefault(name, {})[module] = value
+    return metrics
+
+
+def named_values(collection) -> list[tuple[str, str, jax.Array]]:
+    """Returns (path of the module, name, value); the values of a module applied several times are averaged."""
+    passes: dict[tuple, list] = {}
+    for path, value in jax.tree_util.tree_leaves_with_path(collection):
+        keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        passes.setdefault(keys, []).append(value)
+    return [("/".join(keys[:-1]), keys[-1], jnp.mean(jnp.stack(values), axis=0)) for keys, values in passes.items()]
 
 
 def eval_step(trained, model_state, batch, *, model: LanguageModel, objective: Objective, microbatches: int,

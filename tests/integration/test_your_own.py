@@ -161,6 +161,7 @@ def test_own_losses_metrics_and_state():
         # Each layer has one mean square per microbatch. A layer's state `energy` is their sum. The metric `mean_square`
         # is the mean over layers and microbatches. `Calm` adds 1e-3 · layers · mean_square to the loss.
         assert float(metrics["mean_square"]) == pytest.approx(float(np.mean(energies)) / microbatches, rel=1e-5)
+        np.testing.assert_allclose(metrics["mean_squares"]["trunk/blocks"], energies / microbatches, rtol=1e-5)
         own_loss = float(metrics["loss"]) - float(nats) / int(targets)
         assert own_loss == pytest.approx(1e-3 * 2 * float(metrics["mean_square"]), rel=0.01)
         found.append(float(metrics["loss"]))

@@ -117,7 +117,8 @@ def test_paired_differences_are_those_of_the_largest_common_size(tmp_path):
 
 
 @pytest.mark.parametrize("runs, held_out, text", [
-    (make_runs(sizes={"1": 300_000, "2": 700_000}), "", "No scaling law for lack of 2 more runs, 1 more size: a, b, c."),
+    (make_runs(sizes={"1": 300_000, "2": 700_000}), "",
+     "No scaling law for lack of 2 more runs, 1 more size: a, b, c."),
     ([dataclasses.replace(run, curve=(dataclasses.replace(run.last, flops=None),)) for run in make_runs()], "",
      "No scaling law, because the FLOPs are unknown: a, b, c."),
     (make_runs(A) + make_runs(A, HELD_OUT), "4", "No prediction was made before the runs of size 4 were trained"),

@@ -348,11 +348,11 @@ def test_roofline_of_a_kernel():
     assert kernels.kernel_seconds("%other.1 = custom-call()", 1024, chips.CHIPS["TPU v5 lite"]) is None
 
 
-@pytest.mark.parametrize("rule, shared, widths, heads, forward, gradient", [
-    ("gated_delta", 12, (48, 96), 2, 2441, 3725), ("gated_delta", 12, (128, 256), 4, 5427, 9867),
-    ("state_space", 1, (32, 64), 2, 482, 993), ("state_space", 1, (128, 128), 2, 708, 1175)])
-def test_cycles_of_recurrences(rule, shared, widths, heads, forward, gradient):
-    """The loop over chunks of `heads` heads has so many instructions in the compiler's schedule for v5e.
+@pytest.mark.parametrize("rule, shared, widths, forward, gradient", [
+    ("gated_delta", 12, (48, 96), 2441, 3725), ("gated_delta", 12, (128, 256), 2754, 5132),
+    ("state_space", 1, (32, 64), 482, 993), ("state_space", 1, (128, 128), 708, 1175)])
+def test_cycles_of_recurrences(rule, shared, widths, forward, gradient):
+    """The loop over chunks of two heads has so many instructions in the compiler's schedule for v5e.
 
     The grid adds 62 cycles per chunk and head.
     """
@@ -361,7 +361,7 @@ def test_cycles_of_recurrences(rule, shared, widths, heads, forward, gradient):
         line = (f'%{rule}_{name}.1 = custom-call(%a), custom_call_target="tpu_custom_call", '
                 f"operand_layout_constraints={{{keys}, {keys}, {values}}}")
         cycles = kernels.kernel_seconds(line, 1024, chips.CHIPS["TPU v5 lite"]) * 1.5e9
-        assert cycles / (2 * 12 * 8) == pytest.approx(62 + instructions / heads, rel=0.1)
+        assert cycles / (2 * 12 * 8) == pytest.approx(62 + instructions / 2, rel=0.1)
 
 
 @pytest.mark.parametrize("kernel, width, chip, scores_seconds, products", [

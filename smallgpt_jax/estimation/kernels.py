@@ -4,8 +4,8 @@ import math
 import re
 
 from smallgpt_jax.analysis.chips import Chip
-from smallgpt_jax.ops.delta_kernel import LENGTH
 from smallgpt_jax.ops.flash_attention import block_length, blocks_in_reach, is_short
+from smallgpt_jax.ops.recurrence_kernel import LENGTH
 
 # {kernel: number of matrix products}. Each product has as many FLOPs as (attention weights) × (values).
 # "online-softmax" is the TPU compiler's kernel for plain attention. Its first operand is the scores. It computes the
@@ -18,10 +18,13 @@ KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4,
 # (libtpu 0.0.51). They are higher with a short window, because blocks are shorter and most of them are masked.
 FLASH_KERNELS = {"flash_attention_forward": (1, 1, 3, 3.5), "flash_attention_gradient": (2, 3, 4, 5)}
 
-# {kernel of ops/delta_kernel.py: (cycles per chunk and head, the same per unit of the widths of keys and values)}. The
-# cycles are fitted to the TPU compiler's schedules for v5e (libtpu 0.0.51), for widths of 16 + 32 to 128 + 256. They
-# include 62 for a chunk's and head's part in a step of the grid, but no time for waiting for memory.
-DELTA_KERNELS = {"gated_delta_forward": (1160, 0.85), "gated_delta_gradient": (1540, 2.85)}
+# {kernel of ops/recurrence_kernel.py: (cycles per chunk and head, the same per unit of keys' width, of values' width)}.
+# The cycles are fitted to the TPU compiler's schedules for v5e (libtpu 0.0.51), for widths of 16 + 32 to 128 + 256,
+# state_space to 128 + 384. They include 62 for a chunk's and head's part in a step of the grid, but no time for waiting
+# for memory.
+RECURRENCE_KERNELS = {
+    "gated_delta_forward": (1160, 0.85, 0.85), "gated_delta_gradient": (1540, 2.85, 2.85),
+    "state_space_forward": (247, 0.33, 0.86), "state_space_gradient": (460, 0.32, 1.62)}
 
 
 def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
@@ -37,8 +40,8 @@ def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
     if name := next((name for name in FLASH_KERNELS if name in line), None):
         window = int(re.search(rf"{name}_(\d+)", line)[1])
         return flash_attention_seconds(name, window, operands, chip)
-    if name := next((name for name in DELTA_KERNELS if name in line), None):
-        return gated_delta_seconds(name, operands, chip)
+    if name := next((name for name in RECURRENCE_KERNELS if name in line), None):
+        return recurrence_seconds(name, operands, chip)
     name = next((name for name in KERNEL_PRODUCTS if name in line), None)
     return name and KERNEL_PRODUCTS[name] * attention_product_flops(name, operands, positions) / chip.flops
 
@@ -60,13 +63,13 @@ def flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) -
     return scores * (of_scores + with_scores * 2 * max(width, 16) / chip.flops)
 
 
-def gated_delta_seconds(name: str, operands: str, chip: Chip) -> float:
-    """Returns the seconds of a kernel of ops/delta_kernel.py; its operands begin with queries, keys and values."""
+def recurrence_seconds(name: str, operands: str, chip: Chip) -> float:
+    """Returns the seconds of a kernel of ops/recurrence_kernel.py; its operands begin with queries, keys and values."""
     _, keys, values = (tuple(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", operands)[:3])
-    per_chunk, per_width = DELTA_KERNELS[name]
-    *rows_and_heads, width, time = keys
+    per_chunk, per_key_width, per_value_width = RECURRENCE_KERNELS[name]
+    *rows_and_heads, value_width, time = values
     chunks = math.prod(rows_and_heads) * time // LENGTH
-    return chunks * (per_chunk + per_width * (width + values[-2])) / (chip.cores * chip.hertz)
+    return chunks * (per_chunk + per_key_width * keys[-2] + per_value_width * value_width) / (chip.cores * chip.hertz)
 
 
 def attention_product_flops(name: str, operands: str, positions: int) -> float:

@@ -122,7 +122,8 @@ class ModelConfig(ConfigGroup):
     # dtype of matrix products and activations: float32 | bfloat16 | auto: bfloat16 on TPUs, GPUs and CPUs with
     # AVX512-BF16 without AMX, otherwise float32; a resumed run keeps its dtype. Weights are float32
     dtype: str = per_run("bfloat16", **REPLACED_AT_START)
-    # attention backend: auto | flash (TPU) | splash (TPU) | cudnn (NVIDIA) | xla (anywhere)
+    # attention backend: auto | flash (TPU) | splash (TPU) | cudnn (NVIDIA) | xla (anywhere). With xla, delta and mamba
+    # have no kernel on TPUs either
     attention: str = free("auto")
     # scan over the blocks: compiles faster, but steps are slower and need more memory
     scan_layers: bool = free(False)

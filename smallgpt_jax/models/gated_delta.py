@@ -46,7 +46,7 @@ class GatedDeltaNet(nn.Module):
         log_decay_BxTxH, beta_BxTxH = self.gates(x_BxTxD, context)
         y_BxTxHxV = carry_state(
             self, context, time, (batch, c.num_heads, c.delta_key_width, c.delta_value_width),
-            functools.partial(gated_delta, q, k, v, log_decay_BxTxH, beta_BxTxH))
+            functools.partial(gated_delta, q, k, v, log_decay_BxTxH, beta_BxTxH, backend=c.attention))
         gate_BxTxHxV = self.projection("gate", c.delta_value_width)(x_BxTxD, context)
         y_BxTxHxV = rms_norm(c, "out_norm")(y_BxTxHxV) * nn.silu(gate_BxTxHxV)
         return Dense((c.d_model,), ("heads", "head_width", "embed"), residual_std(c), c.use_bias, c.dtype,

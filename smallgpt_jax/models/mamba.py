@@ -50,7 +50,8 @@ class Mamba2(nn.Module):
         log_decay_BxTxH = -decay_rates(self, c.num_heads, LEAST_RATE)[None, None] * steps_BxTxH
         y_BxTxHxP = carry_state(
             self, context, time, (batch, c.num_heads, c.mamba_state, c.mamba_head_width),
-            functools.partial(state_space, c_BxTx1xN, b_BxTx1xN, steps_BxTxH[..., None] * v_BxTxHxP, log_decay_BxTxH))
+            functools.partial(state_space, c_BxTx1xN, b_BxTx1xN, steps_BxTxH[..., None] * v_BxTxHxP, log_decay_BxTxH,
+                              backend=c.attention))
         skip_H = self.param("D", nn.with_logical_partitioning(nn.initializers.ones, ("heads",)), (c.num_heads,))
         y_BxTxHxP += skip_H[None, None, :, None] * v_BxTxHxP
         y_BxTxHxP *= nn.silu(self.project("gate", x_BxTxD, context).astype(jnp.float32))

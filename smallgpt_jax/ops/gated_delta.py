@@ -16,26 +16,24 @@ states between chunks are computed one after another (`states_before_chunks`).
 Shapes: B batch, T time, H heads, K key width, V value width; N chunks of C positions.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smallgpt_jax.devices import sharding
 from smallgpt_jax.devices.platform import platform
-from smallgpt_jax.ops import delta_kernel
+from smallgpt_jax.ops import recurrence_kernel
 from smallgpt_jax.ops.chunks import chunk_length, decays_in_chunk, in_chunks, joined, product, states_before_chunks
 
-FORGET = -1e30  # log α of a token that does not see the state; sums of it are finite
 SMALL = 16  # products of smaller matrices cost more on CPUs than the zeros in larger ones
 
 
-def gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV):
+def gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV, *,
+                backend: str = "auto"):
     """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32.
 
     `log_decay_BxTxH` is log α ≤ 0. Where `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A
-    token with log α = 0 and β = 0, such as padding, does not change the state.
+    token with log α = 0 and β = 0, such as padding, does not change the state. With the `backend`
+    "xla", no kernel is used.
     """
     inputs = [x.astype(jnp.float32) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH)]
     _, time, _, width = q_BxTxHxK.shape
@@ -43,8 +41,8 @@ def gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, be
         kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(inputs[3][:, 0]))
         y_BxHxV, state_BxHxKxV = one_token(*(x[:, 0] for x in inputs[:3]), kept_BxH, inputs[4][:, 0], state_BxHxKxV)
         return y_BxHxV[:, None], state_BxHxKxV
-    if platform() == "tpu" and delta_kernel.fits(time, width, v_BxTxHxV.shape[-1]):
-        return in_kernel(*inputs, begins_BxT, state_BxHxKxV)
+    if backend != "xla" and platform() == "tpu" and recurrence_kernel.fits(time, width, v_BxTxHxV.shape[-1]):
+        return recurrence_kernel.in_kernel(inputs, begins_BxT, state_BxHxKxV)
     return in_plain_jax(*inputs, begins_BxT, state_BxHxKxV)
 
 
@@ -65,26 +63,6 @@ def in_plain_jax(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, b
     states, state_BxHxKxV = states_before_chunks(kept[..., -1], erased, added, state_BxHxKxV)
     y_NxBxHxCxV += (kept[..., None] * q - reads) @ states
     return joined(y_NxBxHxCxV, time), state_BxHxKxV
-
-
-def in_kernel(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV,
-              dtype: str = "bfloat16"):
-    """As `gated_delta`, on TPUs, which by default round the operands of float32 products to bfloat16, too."""
-    batch, time, heads, _ = q_BxTxHxK.shape
-    log_decay_BxTxH = jnp.where(begins_BxT[:, :, None], FORGET, log_decay_BxTxH)
-    padding = -time % delta_kernel.LENGTH
-    q, k, v, log_decay, beta = (
-        jnp.moveaxis(jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)), 1, -1)
-        for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH))
-    log_decay_BxHxNxC = log_decay.reshape(batch, heads, -1, delta_kernel.LENGTH)
-    from_start, to_end = (jnp.exp(product(log_decay_BxHxNxC, sums)).reshape(log_decay.shape)
-                          for sums in (jnp.tri(delta_kernel.LENGTH).T, jnp.tri(delta_kernel.LENGTH, k=-1)))
-    gates_BxHx4xT = jnp.stack([log_decay, from_start, to_end, beta], axis=2)
-    run = sharding.per_device(functools.partial(delta_kernel.gated_delta_chunks, interpret=platform() != "tpu"),
-                              (("batch", "heads", None, None),) * 5)
-    y_BxHxVxT, state_BxHxVxK = run(*(x.astype(dtype) for x in (q, k, v)), gates_BxHx4xT,
-                                   jnp.swapaxes(state_BxHxKxV, 2, 3))
-    return jnp.moveaxis(y_BxHxVxT, 3, 1)[:, :time], jnp.swapaxes(state_BxHxVxK, 2, 3)
 
 
 def one_token(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):

@@ -13,14 +13,13 @@ import numpy as np
 from smallgpt_jax.analysis.memory import AttentionLayers, attention_layers
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models.config import ModelConfig
-from smallgpt_jax.ops import delta_kernel
+from smallgpt_jax.ops import gated_delta, recurrence_kernel, state_space
 from smallgpt_jax.ops.attention import attention
 from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.ops.gated_delta import in_kernel, in_plain_jax
 from smallgpt_jax.training.program import Program
 
 TOLERANCE = 0.01  # the error of a correct kernel in bfloat16 is below 0.006
+PARTS = ("outputs", *(f"gradients of {inputs}" for inputs in ("queries", "keys", "values", "decays", "β")))
 
 
 def check_attention_kernels(program: Program) -> None:
@@ -45,47 +44,51 @@ def check_attention_kernels(program: Program) -> None:
                 "--config.model.attention=xla")
 
 
-def check_delta_kernel(program: Program) -> None:
-    """Raises UserError if the kernel of Gated DeltaNet gives wrong results on these devices (collective)."""
+def check_recurrence_kernels(program: Program) -> None:
+    """Raises UserError if a kernel of Gated DeltaNet or Mamba-2 gives wrong results on these devices (collective)."""
     c = program.model.config
-    widths = c.delta_key_width, c.delta_value_width
-    if (program.mesh.devices.flat[0].platform != "tpu" or "delta" not in c.mixers
-            or not delta_kernel.fits(c.context_length, *widths)):
+    if program.mesh.devices.flat[0].platform != "tpu" or c.attention == "xla":
         return
-    error = delta_error(program.mesh, c)
-    if not error < TOLERANCE:
-        raise UserError(
-            f"config.model.mixers={c.mixers}: on this {jax.devices()[0].device_kind}, the kernel of 'delta' for "
-            f"keys of width {widths[0]} has a relative error of {error:.2g}; use other mixers")
+    for mixer, rule, widths in (("delta", gated_delta.in_plain_jax, (c.delta_key_width, c.delta_value_width)),
+                                ("mamba", state_space.in_plain_jax, (c.mamba_state, c.mamba_head_width))):
+        if mixer not in c.mixers or not recurrence_kernel.fits(c.context_length, *widths):
+            continue
+        errors = recurrence_errors(program.mesh, rule, c.num_heads, *widths, is_delta=mixer == "delta")
+        worst = int(np.argmax(errors))  # the index of NaN, if there is one
+        if not errors[worst] < TOLERANCE:
+            raise UserError(
+                f"config.model.mixers={c.mixers}: on this {jax.devices()[0].device_kind}, the kernel of {mixer!r} for "
+                f"keys of width {widths[0]} has a relative error of {errors[worst]:.2g} in the {PARTS[worst]}; set "
+                "--config.model.attention=xla, with which no mixer uses a kernel")
 
 
-def delta_error(mesh, config: ModelConfig) -> float:
-    """Returns the largest relative error, as `relative_error`, on two texts per row, for two rows per device."""
-    rows, heads, time = 2 * sharding.num_batch_shards(mesh), config.num_heads, 1024
+def recurrence_errors(mesh, rule, heads: int, key_width: int, value_width: int, is_delta: bool) -> np.ndarray:
+    """Returns the relative errors, as `relative_error`, of PARTS, on two texts per row, for two rows per device."""
+    rows, shared, time = 2 * sharding.num_batch_shards(mesh), heads if is_delta else 1, 1024
 
     def errors():
-        key_width, value_width = config.delta_key_width, config.delta_value_width
-        random = [jax.random.normal(key, (rows, time, heads, width)) for key, width in zip(
-            jax.random.split(jax.random.key(0), 6), (key_width, key_width, value_width, value_width, 1, 1))]
-        random[1] /= jnp.linalg.norm(random[1], axis=-1, keepdims=True)
-        q, k, v, dy = (x.astype("bfloat16").astype("float32") for x in random[:4])
-        inputs = q, k, v, -jax.nn.softplus(random[4][..., 0] - 3), jax.nn.sigmoid(random[5][..., 0])
+        shapes = (shared, key_width), (shared, key_width), *[(heads, value_width)] * 2, (heads,), (heads,)
+        q, k, v, dy, decay, beta = (jax.random.normal(key, (rows, time, *shape)) for key, shape in zip(
+            jax.random.split(jax.random.key(0), len(shapes)), shapes))
+        k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
+        q, k, v, dy = (x.astype("bfloat16").astype("float32") for x in (q, k, v, dy))
+        inputs = q, k, v, -jax.nn.softplus(decay - 3), *[jax.nn.sigmoid(beta)] * is_delta
         begins_1xT, state = jnp.arange(time)[None] % 700 == 0, jnp.zeros((rows, heads, key_width, value_width))
 
         def output_and_gradients(rule):
             def weighted_sum(*inputs):
-                y, _ = rule(*inputs, begins_1xT, state)
+                y, _ = rule(inputs)
                 return jnp.sum(y * dy), y
 
-            gradients, y = jax.grad(weighted_sum, (0, 1, 2, 3, 4), has_aux=True)(*inputs)
+            gradients, y = jax.grad(weighted_sum, range(len(inputs)), has_aux=True)(*inputs)
             return y, *gradients
 
-        found = output_and_gradients(in_kernel)
+        found = output_and_gradients(lambda inputs: recurrence_kernel.in_kernel(inputs, begins_1xT, state))
         with jax.default_matmul_precision("highest"):
-            expected = output_and_gradients(in_plain_jax)
+            expected = output_and_gradients(lambda inputs: rule(*inputs, begins_1xT, state))
         return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(found, expected)])
 
-    return largest(errors, mesh)
+    return run_on_all(errors, mesh)
 
 
 def relative_error(mesh, layers: AttentionLayers, time: int, dtype: str, separate_documents: bool,
@@ -118,13 +121,13 @@ def relative_error(mesh, layers: AttentionLayers, time: int, dtype: str, separat
             expected = output_and_gradients(lambda *qkv: plain_attention(*qkv, mask), "float32")
         return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(found, expected)])
 
-    return largest(errors, mesh)
+    return float(np.max(run_on_all(errors, mesh)))
 
 
-def largest(errors, mesh) -> float:
+def run_on_all(errors, mesh) -> np.ndarray:
+    """Every device has the result, so that all processes of a run agree on it."""
     with sharding.use_mesh(mesh):
-        # Every device has the result, so that all processes of a run agree on it.
-        return float(np.max(jax.jit(errors, out_shardings=jax.sharding.PartitionSpec())()))
+        return np.asarray(jax.jit(errors, out_shardings=jax.sharding.PartitionSpec())())
 
 
 def sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.Array]:

@@ -23,7 +23,7 @@ from smallgpt_jax.run.spool import open_spool
 from smallgpt_jax.run.workdir import check_workdir, config_in_workdir, open_workdir
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training import preemption
-from smallgpt_jax.training.kernel_check import check_attention_kernels, check_delta_kernel
+from smallgpt_jax.training.kernel_check import check_attention_kernels, check_recurrence_kernels
 from smallgpt_jax.training.preemption import StopRequest
 from smallgpt_jax.training.program import Program, memory_errors_explained, shared_program
 from smallgpt_jax.training.session import Session
@@ -59,7 +59,7 @@ def open_training(config: ConfigDict | Config, folder: Path) -> "Training":
     distributed.require_equal("config.train.teacher_step", f"{train_config.teacher_step}")
     trackers.require_installed(train_config.tracker)
     check_attention_kernels(program)
-    check_delta_kernel(program)
+    check_recurrence_kernels(program)
     return Training(folder, program, trunk)
 
 

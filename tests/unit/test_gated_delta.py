@@ -2,8 +2,6 @@
 plain JAX and as a TPU kernel, which runs in interpret mode on CPUs, with float32 in place of bfloat16.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +9,11 @@ import pytest
 from float64_model import plain_gated_delta_rule
 from gradient_helpers import assert_gradients
 
-from smallgpt_jax.ops.gated_delta import gated_delta, in_kernel, unit_lower_inverse
+from smallgpt_jax.ops.gated_delta import gated_delta, unit_lower_inverse
+from smallgpt_jax.ops.recurrence_kernel import in_kernel
 
 BATCH, HEADS, KEY, VALUE = 2, 2, 5, 6
-RULES = {"plain": gated_delta, "kernel": functools.partial(in_kernel, dtype="float32")}
+RULES = {"plain": gated_delta, "kernel": lambda *inputs: in_kernel(inputs[:5], *inputs[5:], dtype="float32")}
 
 
 @pytest.fixture(params=RULES)
@@ -115,12 +114,14 @@ def test_a_strong_decay_between_weak_ones(run):
 
 
 def test_gradients_are_those_of_the_recurrence(rule):
-    """Central differences of the recurrence in float64, in random directions."""
-    inputs, time, border = random_inputs(70), 70, 30
+    """Central differences of the recurrence in float64, in random directions. Gradients pass through a given state."""
+    inputs, time, border, split = random_inputs(70), 70, 30, 50
     weights = np.random.default_rng(3).standard_normal((BATCH, time, HEADS, VALUE))
 
     def total(inputs):
-        return jnp.sum(weights * rule(*inputs, begins(time, border), no_state())[0])
+        first, state = rule(*(x[:, :split] for x in inputs), begins(split, border), no_state())
+        second, _ = rule(*(x[:, split:] for x in inputs), np.zeros((1, time - split), bool), state)
+        return jnp.sum(weights * jnp.concatenate([first, second], axis=1))
 
     assert_gradients(jax.jit(jax.grad(total))(inputs), inputs,
                      lambda inputs: np.sum(weights * expected_outputs(inputs, (border,))))
@@ -128,7 +129,7 @@ def test_gradients_are_those_of_the_recurrence(rule):
 
 def test_the_kernel_in_bfloat16():
     inputs = random_inputs(300)
-    y, _ = jax.jit(in_kernel)(*inputs, begins(300), no_state())
+    y, _ = jax.jit(in_kernel)(inputs, begins(300), no_state())
     expected = expected_outputs(inputs)
     assert 1e-4 < np.linalg.norm(y - expected) / np.linalg.norm(expected) < 0.01
 

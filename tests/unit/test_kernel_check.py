@@ -9,9 +9,9 @@ import pytest
 from smallgpt_jax import models
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.ops import attention, delta_kernel, flash_attention
+from smallgpt_jax.ops import attention, flash_attention, recurrence_kernel
 from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.training.kernel_check import check_attention_kernels, check_delta_kernel
+from smallgpt_jax.training.kernel_check import check_attention_kernels, check_recurrence_kernels
 
 FIELDS = dict(
     architecture="gpt", num_layers=1, num_heads=2, d_model=32, mlp_ratio=1, vocab_size=64, context_length=128,
@@ -117,19 +117,32 @@ def test_message_for_wrong_kernels(check, monkeypatch):
         check(attention="splash")
 
 
-DELTA = dict(check_kernels=check_delta_kernel, mixers=("delta",), position="none", d_model=16, num_heads=2)
+RECURRENT = dict(check_kernels=check_recurrence_kernels, position="none", d_model=16, num_heads=4)
 
 
-def test_correct_kernel_of_delta_passes(check):
-    check(**DELTA, data=2, tensor=2)
+@pytest.mark.parametrize("mixer", [pytest.param("delta", marks=pytest.mark.slow), "mamba"])
+def test_correct_kernels_of_recurrences_pass(check, mixer):
+    check(**RECURRENT, mixers=(mixer,), data=2, tensor=2)
 
 
-def test_wrong_kernel_of_delta_is_refused(check, monkeypatch):
-    """One that computes the heads' states from the keys of one head."""
-    kernel = delta_kernel.gated_delta_chunks
-    monkeypatch.setattr(delta_kernel, "gated_delta_chunks", lambda q, k, *others, interpret: kernel(
-        q, jnp.broadcast_to(k[:, :1], k.shape), *others, interpret))
-    with pytest.raises(UserError, match=r"kernel of 'delta' for keys of width 8 .* relative error of [\d.]+;"):
-        check(**DELTA)
-    check(**DELTA, platform="cpu")
-    check(**DELTA, context_length=64)  # too short for the kernel
+def keys_of_first_head(state, q, k, *others):
+    return state, q, jnp.broadcast_to(k[:, :1], k.shape), *others
+
+
+def constant_keys(state, q, k, *others):
+    return state, q, jax.lax.stop_gradient(k), *others
+
+
+@pytest.mark.parametrize("mixer, mutate, part", [
+    pytest.param("delta", keys_of_first_head, ".*", marks=pytest.mark.slow),
+    ("mamba", constant_keys, "gradients of keys")])
+def test_wrong_kernels_of_recurrences_are_refused(check, monkeypatch, mixer, mutate, part):
+    kernel = recurrence_kernel.recurrence
+    monkeypatch.setattr(recurrence_kernel, "recurrence", lambda *inputs, interpret: kernel(*mutate(*inputs), interpret))
+    wrong = RECURRENT | {"mixers": (mixer,)}
+    with pytest.raises(UserError, match=rf"kernel of '{mixer}' for keys of width .* error of [\d.]+ in the {part}; "
+                                        "set --config.model.attention=xla"):
+        check(**wrong)
+    check(**wrong, platform="cpu")
+    check(**wrong, attention="xla")
+    check(**wrong, context_length=64)  # too short for the kernel

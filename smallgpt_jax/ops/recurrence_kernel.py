@@ -1,9 +1,11 @@
-"""TPU kernels of the gated delta rule (see gated_delta.py) and its gradient. The last axis of all arrays is for time.
+"""TPU kernels of recurrences with a state, and of their gradients: Mamba-2's (see state_space.py) and, with a further
+gate β, the gated delta rule (see gated_delta.py).
 
 A chunk's matrices exist only in a core's own memory. The gradient kernel computes them again from the state before the
 chunk, which is all that the forward kernel saves; its formulas are JAX's gradient of `chunk`.
 
-Shapes: B batch, H heads, K key width, V value width, T time; C positions of a chunk, P of a block of chunks.
+Shapes: B batch, H heads, G = 1 or H heads of queries and keys, K key width, V value width, T time; R = 3 gates, or 4
+with β; C positions of a chunk. In the kernels, the last axis of all arrays is for time.
 """
 
 import functools
@@ -14,11 +16,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from smallgpt_jax.devices import sharding
+from smallgpt_jax.devices.platform import platform
+from smallgpt_jax.ops.chunks import product as exact_product
+
 LENGTH = 128  # positions per chunk: the width of the matrix unit
 MAX_WIDTH = 512  # largest sum of the widths of keys and values
 BLOCK = 512  # largest number of positions per step of a kernel's grid
 ROWS = 8  # of a register
 HEADS = 2  # per step: while one waits for a product, the other computes
+FORGET = -1e30  # log decay of a token that does not see the state; sums of it are finite
 
 
 def fits(time: int, key_width: int, value_width: int) -> bool:
@@ -26,25 +33,48 @@ def fits(time: int, key_width: int, value_width: int) -> bool:
     return time >= LENGTH and key_width + value_width <= MAX_WIDTH
 
 
+def in_kernel(inputs, begins_BxT, state_BxHxKxV, dtype: str = "bfloat16"):
+    """Returns y, (B, T, H, V), and the last state. `inputs` are float32 queries and keys, (B, T, G, K), values,
+    (B, T, H, V), logarithms of decays, (B, T, H), and for the delta rule β. Operands of products are rounded to
+    `dtype`, as TPUs by default round float32 to bfloat16.
+    """
+    q_BxTxGxK, k_BxTxGxK, v_BxTxHxV, log_decay_BxTxH, *beta = inputs
+    batch, time, heads, _ = v_BxTxHxV.shape
+    log_decay_BxTxH = jnp.where(begins_BxT[:, :, None], FORGET, log_decay_BxTxH)
+    q, k, v, log_decay, *beta = (
+        jnp.moveaxis(jnp.pad(x, [(0, 0), (0, -time % LENGTH)] + [(0, 0)] * (x.ndim - 2)), 1, -1)
+        for x in (q_BxTxGxK, k_BxTxGxK, v_BxTxHxV, log_decay_BxTxH, *beta))
+    log_decay_BxHxNxC = log_decay.reshape(batch, heads, -1, LENGTH)
+    from_start, to_end = (jnp.exp(exact_product(log_decay_BxHxNxC, sums)).reshape(log_decay.shape)
+                          for sums in (jnp.tri(LENGTH).T, jnp.tri(LENGTH, k=-1)))
+    gates_BxHxRxT = jnp.stack([log_decay, from_start, to_end, *beta], axis=2)
+    run = sharding.per_device(functools.partial(recurrence, interpret=platform() != "tpu"),
+                              (("batch", "heads", None, None),) * 5)
+    y_BxHxVxT, state_BxHxVxK = run(jnp.swapaxes(state_BxHxKxV, 2, 3), *(x.astype(dtype) for x in (q, k, v)),
+                                   gates_BxHxRxT)
+    return jnp.moveaxis(y_BxHxVxT, 3, 1)[:, :time], jnp.swapaxes(state_BxHxVxK, 2, 3)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def gated_delta_chunks(q_BxHxKxT, k_BxHxKxT, v_BxHxVxT, gates_BxHx4xT, state_BxHxVxK, interpret: bool):
+def recurrence(state_BxHxVxK, q_BxGxKxT, k_BxGxKxT, v_BxHxVxT, gates_BxHxRxT, interpret: bool):
     """Returns y, (B, H, V, T), and the last state, (B, H, V, K), both float32. T must be a multiple of LENGTH.
 
-    The gates are log α, γ, ω and β, float32; see ops/chunks.py.
+    The gates are the logarithm of the decay, γ, ω (see ops/chunks.py) and, for the delta rule, β, all float32.
     """
-    return _forward(q_BxHxKxT, k_BxHxKxT, v_BxHxVxT, gates_BxHx4xT, state_BxHxVxK, interpret)[0]
+    return _forward(state_BxHxVxK, q_BxGxKxT, k_BxGxKxT, v_BxHxVxT, gates_BxHxRxT, interpret)[0]
 
 
-def chunk(q_KxC, k_KxC, v_VxC, gates_4xC, state_VxK):
+def chunk(q_KxC, k_KxC, v_VxC, gates_RxC, state_VxK):
     """Returns y, (V, C), and the state after the chunk. Matrices over pairs of positions are transposed: (j, i)."""
-    log_decay, from_start, to_end, beta = (gates_4xC[i:i + 1] for i in range(4))
-    dtype = q_KxC.dtype
-    product = functools.partial(dot, dtype=dtype)
+    log_decay, from_start, to_end, *beta = (gates_RxC[i:i + 1] for i in range(len(gates_RxC)))
+    product = functools.partial(dot, dtype=q_KxC.dtype)
     j, i = (jax.lax.broadcasted_iota(jnp.int32, (LENGTH, LENGTH), axis) for axis in (0, 1))
     decays = jnp.where(j <= i, jnp.exp(sums_between(log_decay)), 0.0)
-    earlier = jnp.where(j < i, decays * product(k_KxC, k_KxC, (0, 0)), 0.0) * beta
-    rest_VxC = beta * (v_VxC - from_start * product(state_VxK, k_KxC, (1, 0)))
-    u_VxC = solve(earlier, rest_VxC, dtype)
+    u_VxC = v_VxC.astype(jnp.float32)
+    if beta:
+        earlier = jnp.where(j < i, decays * product(k_KxC, k_KxC, (0, 0)), 0.0) * beta[0]
+        rest_VxC = beta[0] * (u_VxC - from_start * product(state_VxK, k_KxC, (1, 0)))
+        u_VxC = solve(earlier, rest_VxC, q_KxC.dtype)
     y_VxC = from_start * product(state_VxK, q_KxC, (1, 0))
     y_VxC += product(u_VxC, decays * product(k_KxC, q_KxC, (0, 0)), (1, 0))
     kept = jnp.sum(jnp.where(i[:1] == LENGTH - 1, from_start, 0.0), axis=1, keepdims=True)
@@ -161,6 +191,18 @@ def precise(a, b, dtype):
             + dot(a_high, b_low, (1, 0), dtype))
 
 
+def of_group(q, k, v, gates, states):
+    """Returns y and the state after the chunk for each head of a group, from one array per head. A list of queries or
+    keys with one array is for all heads.
+    """
+    q, k = (x * (len(v) // len(x)) for x in (q, k))
+    return [chunk(*inputs) for inputs in zip(q, k, v, gates, states, strict=True)]
+
+
+def heads_at(positions, arrays):
+    return [[x[h, :, positions] for h in range(len(x))] for x in arrays]
+
+
 def _forward_kernel(q, k, v, gates, state, y, states, last, carried):
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -168,11 +210,11 @@ def _forward_kernel(q, k, v, gates, state, y, states, last, carried):
 
     def next_chunk(n, _):
         at = pl.ds(n * LENGTH, LENGTH)
-        for h in range(len(carried)):
-            states[h, n] = carried[h]
-            y[h, :, at], carried[h] = chunk(q[h, :, at], k[h, :, at], v[h, :, at], gates[h, :, at], carried[h])
+        before = [carried[h] for h in range(len(carried))]
+        for h, (y_VxC, after) in enumerate(of_group(*heads_at(at, (q, k, v, gates)), before)):
+            states[h, n], y[h, :, at], carried[h] = before[h], y_VxC, after
 
-    jax.lax.fori_loop(0, q.shape[-1] // LENGTH, next_chunk, None)
+    jax.lax.fori_loop(0, v.shape[-1] // LENGTH, next_chunk, None)
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _():
@@ -184,17 +226,18 @@ def _gradient_kernel(q, k, v, gates, states, dy, d_last, dq, dk, dv, d_gates, d_
     def _():
         carried[...] = d_last[...]
 
-    chunks = q.shape[-1] // LENGTH
+    chunks, heads = v.shape[-1] // LENGTH, range(len(carried))
 
     def previous_chunk(step, _):
         n = chunks - 1 - step
         at = pl.ds(n * LENGTH, LENGTH)
-        for h in range(len(carried)):
-            inputs = (q[h, :, at], k[h, :, at], v[h, :, at], gates[h, :, at], states[h, n])
-            _, gradient = jax.vjp(chunk, *inputs)
-            *gradients, carried[h] = gradient((dy[h, :, at], carried[h]))
-            for x, gradient_of_x in zip((dq, dk, dv, d_gates), gradients):
+        _, gradient = jax.vjp(of_group, *heads_at(at, (q, k, v, gates)), [states[h, n] for h in heads])
+        *gradients, d_states = gradient([(dy[h, :, at], carried[h]) for h in heads])
+        for x, by_head in zip((dq, dk, dv, d_gates), gradients, strict=True):
+            for h, gradient_of_x in enumerate(by_head):
                 x[h, :, at] = gradient_of_x
+        for h in heads:
+            carried[h] = d_states[h]
 
     jax.lax.fori_loop(0, chunks, previous_chunk, None)
 
@@ -204,47 +247,55 @@ def _gradient_kernel(q, k, v, gates, states, dy, d_last, dq, dk, dv, d_gates, d_
 
 
 def _call(kernel, name, inputs, outputs, kinds, reverse, interpret):
-    """A step of the grid gets the heads of a group and, by their kinds, a block of "positions", the states of its
-    "chunks", or the "state" at an end of the text.
+    """A step of the grid gets the heads of a group, or what they share, and by their kinds a block of "positions", the
+    states of its "chunks", or the "state" at an end of the text.
     """
     batch, heads, width_v, time = inputs[2].shape
     group, block = math.gcd(heads, HEADS), math.gcd(time, BLOCK)
     blocks = time // block
 
-    def in_time(t):
-        return blocks - 1 - t if reverse else t
-
     def spec(x, kind):
-        if kind == "positions":
-            return pl.BlockSpec((None, group, x.shape[2], block), lambda b, h, t: (b, h, 0, in_time(t)))
-        if kind == "chunks":
-            return pl.BlockSpec((None, group, block // LENGTH, *x.shape[3:]), lambda b, h, t: (b, h, in_time(t), 0, 0))
-        return pl.BlockSpec((None, group, *x.shape[2:]), lambda b, h, t: (b, h, 0, 0))
+        in_step, is_split = max(1, x.shape[1] * group // heads), x.shape[1] > 1
+        lengths, after_head = {"positions": ((x.shape[2], block), lambda t: (0, t)),
+                               "chunks": ((block // LENGTH, *x.shape[3:]), lambda t: (t, 0, 0)),
+                               "state": (x.shape[2:], lambda t: (0, 0))}[kind]
+
+        def index(b, h, t):
+            return b, h if is_split else 0, *after_head(blocks - 1 - t if reverse else t)
+
+        return pl.BlockSpec((None, in_step, *lengths), index)
 
     specs = [spec(x, kind) for x, kind in zip((*inputs, *outputs), kinds, strict=True)]
+    rule = "gated_delta" if inputs[3].shape[2] == 4 else "state_space"
     return pl.pallas_call(
-        kernel, name=name, grid=(batch, heads // group, blocks), in_specs=specs[:len(inputs)],
+        kernel, name=f"{rule}_{name}", grid=(batch, heads // group, blocks), in_specs=specs[:len(inputs)],
         out_specs=specs[len(inputs):], out_shape=outputs,
         scratch_shapes=[pltpu.VMEM((group, width_v, inputs[1].shape[2]), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret)(*inputs)
 
 
-def _forward(q, k, v, gates, state, interpret):
+def _forward(state, q, k, v, gates, interpret):
     batch, heads, width_v, time = v.shape
     shapes = [v.shape, (batch, heads, time // LENGTH, width_v, k.shape[2]), state.shape]
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     kinds = [*["positions"] * 4, "state", "positions", "chunks", "state"]
-    y, states, last = _call(_forward_kernel, "gated_delta_forward", (q, k, v, gates, state), outputs, kinds, False,
-                            interpret)
+    y, states, last = _call(_forward_kernel, "forward", (q, k, v, gates, state), outputs, kinds, False, interpret)
     return (y, last), (q, k, v, gates, states)
 
 
 def _backward(interpret, saved, cotangents):
+    """The kernel sums the gradient of what heads share over the heads of a group."""
+    *inputs, _ = saved
     dy, d_last = cotangents
-    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*saved[:4], d_last)]
+    batch, heads = dy.shape[:2]
+    groups = heads // math.gcd(heads, HEADS)
+    outputs = [jax.ShapeDtypeStruct(x.shape if x.shape[1] == heads else (batch, groups, *x.shape[2:]), x.dtype)
+               for x in (*inputs, d_last)]
     kinds = [*["positions"] * 4, "chunks", "positions", "state", *["positions"] * 4, "state"]
-    return tuple(_call(_gradient_kernel, "gated_delta_gradient", (*saved, dy, d_last), outputs, kinds, True, interpret))
+    *gradients, d_state = _call(_gradient_kernel, "gradient", (*saved, dy, d_last), outputs, kinds, True, interpret)
+    return d_state, *(dx if dx.shape == x.shape else jnp.sum(dx, axis=1, keepdims=True)
+                      for dx, x in zip(gradients, inputs))
 
 
-gated_delta_chunks.defvjp(_forward, _backward)
+recurrence.defvjp(_forward, _backward)

@@ -62,6 +62,7 @@ def test_chunks_are_the_recurrence(name, time):
     np.testing.assert_allclose(y, expected_outputs(inputs), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_state_continues(run):
     """Parts of a text with the state of the part before give the outputs of the whole text; padding changes nothing."""
     inputs, parts, state = random_inputs(90), [], no_state()
@@ -85,6 +86,7 @@ def test_texts_in_a_row_do_not_affect_each_other(run):
     assert np.array_equal(found[:, 9:], changed[:, 9:]) and not np.allclose(found[:, :9], changed[:, :9])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, log_decay", [("plain", (0.0, 0.0)), ("plain", (-1e-6, 0.0)), ("plain", (-300.0, 0.0)),
                                              ("plain", (-1e30, -1e20)), ("kernel", (0.0, 0.0)),
                                              ("kernel", (-1e30, -1e20))])
@@ -113,6 +115,7 @@ def test_a_strong_decay_between_weak_ones(run):
     np.testing.assert_allclose(y, expected_outputs(inputs), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_recurrence(rule):
     """Central differences of the recurrence in float64, in random directions. Gradients pass through a given state."""
     inputs, time, border, split = random_inputs(70), 70, 30, 50
@@ -127,6 +130,7 @@ def test_gradients_are_those_of_the_recurrence(rule):
                      lambda inputs: np.sum(weights * expected_outputs(inputs, (border,))))
 
 
+@pytest.mark.slow
 def test_the_kernel_in_bfloat16():
     inputs = random_inputs(300)
     y, _ = jax.jit(in_kernel)(inputs, begins(300), no_state())

@@ -91,6 +91,7 @@ def test_mutated_kernels_are_refused(check, monkeypatch, mutation, fields):
         check(attention="flash", d_model=16 * fields["num_heads"], **fields)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_separates_all_rows_like_the_first_is_refused(check, monkeypatch):
     splash = attention.splash
 

@@ -84,6 +84,7 @@ def test_texts_in_a_row_do_not_affect_each_other(run):
     assert np.array_equal(found[:, 9:], changed[:, 9:]) and not np.allclose(found[:, :9], changed[:, :9])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, log_decay", [("plain", (-1e-6, 0.0)), ("plain", (-1e30, -1e20)),
                                              ("kernel", (-1e-6, 0.0)), ("kernel", (-1e30, -1e20))])
 def test_extreme_decays(name, log_decay):
@@ -107,6 +108,7 @@ def test_a_strong_decay_between_weak_ones(run):
     np.testing.assert_allclose(y, expected_outputs(inputs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_recurrence(rule):
     """Central differences of the recurrence in float64, in random directions. Gradients pass through a given state."""
     inputs, time, border, split = random_inputs(70), 70, 30, 50

@@ -37,6 +37,7 @@ from smallgpt_jax.storage.atomic import write_atomically
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
           "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")
 
+
 def write_report(output: Path, record: Record, logged: dict[str, list] | None = None) -> str:
     """Writes report.html, report.md, PNG plots and results.json. Returns the plain text up to the first table."""
     blocks = report_blocks(record, logged)

@@ -233,8 +233,8 @@ def has_data_shards() -> bool:
 
 def sum_over_data_shards(function, dtype):
     """Returns `function`(parameters, model state, batch) → (sums over rows, model state) under shard_map over `data`.
-    The sums are added once, matrices of floats as `dtype`; otherwise, the compiler would add gradients in every
-    iteration of a loop. The model state must not depend on the rows.
+    The sums are added once, matrices of floats (gradients) as `dtype`; otherwise, the compiler would add gradients in
+    every iteration of a loop. The model state must not depend on the rows.
     """
     def total(x):
         is_matrix = x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)

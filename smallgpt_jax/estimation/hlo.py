@@ -143,8 +143,8 @@ class HloModule:
     def collectives(self) -> dict[str, dict[str, int]]:
         """Returns {kind: {"count": executions, "bytes": of all results}}, without groups of a single device."""
         # {(channel, shape of the result): {name: collective}}. Instructions inside fusions, which are parts of one
-        # asynchronous collective, get the name None, and count once. Others are collectives of their own: the channel
-        # alone does not tell, since all collectives of a shard_map share it.
+        # asynchronous collective, get the name None, and count once, or not at all beside others with the same key.
+        # Those are collectives of their own; the channel does not tell, since all collectives of a shard_map share it.
         unfused = {instruction.name for _, instruction in self.executed(fused=False)}
         channels = {}
         for times, instruction in self.executed():

@@ -17,7 +17,7 @@ from smallgpt_jax.models.mamba import Mamba2
 
 # Names in config.model.mixers
 MIXERS = {"attention": Attention, "delta": GatedDeltaNet, "mamba": Mamba2, "conv": GatedConvolution}
-# Field that only attention reads → its values without attention
+# Field → its values without attention; others would have no effect
 WITHOUT_ATTENTION = {"attention": ("auto", "xla"), "position": ("learned", "none"), "qk_norm": (False,),
                      "num_kv_heads": (0,), "attention_windows": ((),), "attention_gate": (False,),
                      "value_embeddings": ((),)}

@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smallgpt_jax.analysis.memory import AttentionLayers, attention_layers
+from smallgpt_jax.analysis.memory import AttentionLayers, attention_layers, mixers
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import LanguageModel
+from smallgpt_jax.models.gated_delta import GatedDeltaNet
+from smallgpt_jax.models.mamba import Mamba2
 from smallgpt_jax.ops import gated_delta, recurrence_kernel, state_space
 from smallgpt_jax.ops.attention import attention
 from smallgpt_jax.ops.attention_mask import AttentionMask
@@ -47,19 +50,31 @@ def check_attention_kernels(program: Program) -> None:
 def check_recurrence_kernels(program: Program) -> None:
     """Raises UserError if a kernel of Gated DeltaNet or Mamba-2 gives wrong results on these devices (collective)."""
     c = program.model.config
-    if program.mesh.devices.flat[0].platform != "tpu" or c.attention == "xla":
+    if program.mesh.devices.flat[0].platform != "tpu" or c.attention == "xla" or set(c.mixers) == {"attention"}:
         return
-    for mixer, rule, widths in (("delta", gated_delta.in_plain_jax, (c.delta_key_width, c.delta_value_width)),
-                                ("mamba", state_space.in_plain_jax, (c.mamba_state, c.mamba_head_width))):
-        if mixer not in c.mixers or not recurrence_kernel.fits(c.context_length, *widths):
+    for mixer, heads, *widths in sorted(recurrences(program.model)):
+        if not recurrence_kernel.fits(c.context_length, *widths):
             continue
-        errors = recurrence_errors(program.mesh, rule, c.num_heads, *widths, is_delta=mixer == "delta")
+        rule = {"delta": gated_delta, "mamba": state_space}[mixer].in_plain_jax
+        errors = recurrence_errors(program.mesh, rule, heads, *widths, is_delta=mixer == "delta")
         worst = int(np.argmax(errors))  # the index of NaN, if there is one
         if not errors[worst] < TOLERANCE:
             raise UserError(
                 f"config.model.mixers={c.mixers}: on this {jax.devices()[0].device_kind}, the kernel of {mixer!r} for "
                 f"keys of width {widths[0]} has a relative error of {errors[worst]:.2g} in the {PARTS[worst]}; set "
                 "--config.model.attention=xla, with which no mixer uses a kernel")
+
+
+def recurrences(model: LanguageModel) -> set[tuple[str, int, int, int]]:
+    """Returns (mixer, heads, width of keys, width of values) of all blocks; stages of lgpt and cgpt differ in them."""
+    found = set()
+    for mixer in mixers(model).values():
+        c = mixer.config
+        if isinstance(mixer, GatedDeltaNet):
+            found.add(("delta", c.num_heads, c.delta_key_width, c.delta_value_width))
+        elif isinstance(mixer, Mamba2):
+            found.add(("mamba", c.num_heads, c.mamba_state, c.mamba_head_width))
+    return found
 
 
 def recurrence_errors(mesh, rule, heads: int, key_width: int, value_width: int, is_delta: bool) -> np.ndarray:

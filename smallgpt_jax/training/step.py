@@ -141,20 +141,22 @@ def microbatch_loss(trained, model_state, index, examples: Examples, *, model: L
 
 
 def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool:
-    """Returns whether the loss is a sum over rows: the model has no dropout, does not change its state, and sows
-    nothing but loads of experts, which are sums over rows.
+    """Returns whether the loss is a sum over rows: the model has no dropout, no state but the biases of routers, which
+    it only reads, and sows nothing but loads of experts, which are sums over rows.
 
-    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. New state and other sown values
-    can depend on several rows together, for example the balance of a router.
+    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. Other state and sown values can
+    depend on several rows together, for example the balance of a router.
     """
     def collections(params):
         return model.apply({"params": params, "state": state.model_state}, batch.tokens_BxT1[:, :-1],
-                           Context(train=True), method="hidden", mutable=SOWN)[1]
+                           Context(train=True), method="hidden", mutable=["state", *SOWN])[1]
 
     try:
-        return not jax.tree.leaves({**jax.eval_shape(collections, state.params), "loads": {}})
-    except (flax.errors.InvalidRngError, flax.errors.ModifyScopeVariableError):  # draws random numbers, changes state
+        found = jax.eval_shape(collections, state.params)
+    except flax.errors.InvalidRngError:  # the model draws random numbers
         return False
+    loads, states = (flax.traverse_util.flatten_dict(found.pop(name, {})) for name in ("loads", "state"))
+    return not jax.tree.leaves(found) and states.keys() <= {(*path[:-1], "bias") for path in loads}
 
 
 def all_finite(tree) -> jax.Array:

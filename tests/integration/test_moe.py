@@ -190,6 +190,24 @@ def test_no_row_is_dropped(backend, rows, skew):
     np.testing.assert_allclose(dw, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("block", [1, 4])
+def test_copies_of_a_row_are_summed(block):
+    """Row i of the grouping is x[i mod T]. Both functions and their gradients match loops over three copies."""
+    rng, rows, copies = np.random.default_rng(0), 5, 3
+    grouping = grouped_matmul.group_rows(jnp.int32(rng.integers(0, 4, rows * copies)), 4, block)
+    slot_of_row = np.asarray(grouping.slot_of_row_R)
+    x, y = (np.float32(rng.standard_normal((size, 2))) for size in (rows, len(grouping.row_of_slot_S)))
+    placed, summed = np.zeros_like(y), np.zeros_like(x)
+    for row, slot in enumerate(slot_of_row):
+        placed[slot] = x[row % rows]
+        summed[row % rows] += y[slot]
+    for function, argument, expected, cotangent, gradient in (
+            (grouped_matmul.into_slots, x, placed, y, summed), (grouped_matmul.from_slots, y, summed, x, placed)):
+        found, backward = jax.vjp(lambda a, function=function: function(a, grouping, copies), jnp.float32(argument))
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+        np.testing.assert_allclose(backward(jnp.float32(cotangent))[0], gradient, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["blocks", "ragged"])
 def test_gradients_in_bfloat16_are_summed_in_float32(backend):

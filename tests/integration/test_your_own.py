@@ -5,7 +5,9 @@ import json
 import re
 import sys
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, forward, init, load_config
@@ -168,6 +170,33 @@ def test_own_losses_metrics_and_state():
         state, _ = step(state, rows)
         assert np.all(np.asarray(state.model_state["trunk"]["blocks"]["energy"]) > energies)
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+class Counting(nn.Module):
+    """Sums its inputs in its state, where it may be changed."""
+
+    config: models.ModelConfig
+
+    Config = models.ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context):
+        total = self.variable("state", "total", jnp.zeros, (), jnp.float32)
+        if self.is_mutable_collection("state"):
+            total.value += jnp.sum(x_BxTxD)
+        return x_BxTxD
+
+
+def test_a_state_that_only_some_calls_change_is_that_of_all_rows():
+    """On two devices as on one, with two microbatches; nothing is sown, and there is no dropout."""
+    rows = Batch(np.random.default_rng(0).integers(0, 257, (8, 65), np.int32))
+    totals = []
+    for devices in (1, 2):
+        config = own_config(f"{__name__}:Counting", train__microbatches=2, train__batch_size=8)
+        program = build_program(config, jax.devices()[:devices])
+        state, _ = program.bind(program.compile_train_step())(program.initial_state(), rows)
+        totals.append([np.asarray(shard.data) for shard in jax.tree.leaves(state.model_state)[0].addressable_shards])
+    np.testing.assert_allclose(totals[1], totals[0] * 2, rtol=1e-5)
 
 
 def test_state_is_saved_and_restored(text_file, tmp_path):

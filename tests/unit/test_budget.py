@@ -26,7 +26,7 @@ from smallgpt_jax.training import program
 from smallgpt_jax.training.program import Program
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "compare").glob("*.py")
-                 if path.stem not in ("base", "scaling"))
+                 if path.stem not in ("base", "scaling", "mixers"))
 
 
 def comparison(size: str = "tiny", **fields) -> ConfigDict:
@@ -335,6 +335,13 @@ def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
     if name == "stages":  # the first run has the model of lgpt's recipe
         assert planned[0].config.to_dict()["model"] == load_config("lgpt", size).model.to_dict()
     measure.parse_texts(config.compare.texts)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small", "medium"])
+def test_presets_of_the_mixers_comparison(preset, tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "build_program", validate)
+    config = importlib.import_module("configs.compare.mixers").get_config(preset)
+    assert budget.make_comparison(config, tmp_path).models.keys() == set(config.runs)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.ops import attention, flash_attention, recurrence_kernel
 from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.training.kernel_check import check_attention_kernels, check_recurrence_kernels
+from smallgpt_jax.training.kernel_check import check_attention_kernels, check_recurrence_kernels, recurrences
 
 FIELDS = dict(
     architecture="gpt", num_layers=1, num_heads=2, d_model=32, mlp_ratio=1, vocab_size=64, context_length=128,
@@ -126,6 +126,13 @@ def test_correct_kernels_of_recurrences_pass(check, mixer):
     check(**RECURRENT, mixers=(mixer,), data=2, tensor=2)
 
 
+def test_kernels_of_all_stages_are_checked():
+    """The second stage of an lgpt has half the width."""
+    model = models.build(architecture="lgpt", mixers=("delta", "mamba"), position="none", d_model=32, num_heads=2,
+                         num_layers=4, blocks_per_stage=2, vocab_size=64, context_length=16, mamba_state=8)
+    assert recurrences(model) == {("delta", 2, 16, 32), ("delta", 2, 8, 16), ("mamba", 2, 8, 32), ("mamba", 2, 8, 16)}
+
+
 def keys_of_first_head(state, q, k, *others):
     return state, q, jnp.broadcast_to(k[:, :1], k.shape), *others
 
@@ -134,15 +141,15 @@ def constant_keys(state, q, k, *others):
     return state, q, jax.lax.stop_gradient(k), *others
 
 
-@pytest.mark.parametrize("mixer, mutate, part", [
-    pytest.param("delta", keys_of_first_head, ".*", marks=pytest.mark.slow),
-    ("mamba", constant_keys, "gradients of keys")])
-def test_wrong_kernels_of_recurrences_are_refused(check, monkeypatch, mixer, mutate, part):
+@pytest.mark.parametrize("mixer, mutate, width, part", [
+    pytest.param("delta", keys_of_first_head, 4, "gradients of [a-zβ]+|outputs", marks=pytest.mark.slow),
+    ("mamba", constant_keys, 128, "gradients of keys")])
+def test_wrong_kernels_of_recurrences_are_refused(check, monkeypatch, mixer, mutate, width, part):
     kernel = recurrence_kernel.recurrence
     monkeypatch.setattr(recurrence_kernel, "recurrence", lambda *inputs, interpret: kernel(*mutate(*inputs), interpret))
     wrong = RECURRENT | {"mixers": (mixer,)}
-    with pytest.raises(UserError, match=rf"kernel of '{mixer}' for keys of width .* error of [\d.]+ in the {part}; "
-                                        "set --config.model.attention=xla"):
+    with pytest.raises(UserError, match=rf"kernel of '{mixer}' for keys of width {width} has .* error of [\d.]+ in the "
+                                        rf"({part}); set --config.model.attention=xla"):
         check(**wrong)
     check(**wrong, platform="cpu")
     check(**wrong, attention="xla")

@@ -246,8 +246,8 @@ def format_stake(answer: Answer) -> str:
             + (f":\n{answer.seeds_command}" if answer.seeds_command else "."))
 
 
-def format_interval(row: Row) -> str:
-    return "" if row.low is None else f"{row.low:.4f} to {row.high:.4f}"
+def format_interval(row: Row, digits: int = 4) -> str:
+    return "" if row.low is None else f"{row.low:.{digits}f} to {row.high:.{digits}f}"
 
 
 def format_rows(title: str, budget: str, rows: Sequence[Row]) -> str:

@@ -136,10 +136,14 @@ def contest_cells(answer: Answer) -> tuple[str, ...]:
     by_name = {row.name: row for row in answer.contenders}
     first, *others = [by_name[name] for name in answer.possible]
     probabilities = [answer.probability, *(row.probability for row in others)]
-    interval = f" ({choice.format_interval(first)})" if first.low is not None else ""
-    return (", ".join(f"{probability:.2f}" for probability in probabilities), f"{first.loss:.4f}{interval}",
+    return (", ".join(f"{probability:.2f}" for probability in probabilities), loss_cell(first, 4),
             f"{answer.at_stake:.2g}" if others else MISSING,
             str(answer.seeds_needed or MISSING) if others else MISSING)
+
+
+def loss_cell(row: choice.Row, digits: int) -> str:
+    interval = choice.format_interval(row, digits)
+    return f"{row.loss:.{digits}f}" + (f" ({interval})" if interval else "")
 
 
 def equal_flops_blocks(found: Sequence[Answer], curves: Mapping[str, Curve], reference: str) -> list:
@@ -175,10 +179,7 @@ def order_text(segments: Sequence[Segment]) -> str:
 
 def equal_flops_table(found: Sequence[Answer]) -> Table:
     """Returns a row per model, in the order of the losses at the largest budget, and a column per budget."""
-    def cell(row: choice.Row) -> str:
-        return f"{row.loss:.3f}" + ("" if row.low is None else f" ({row.low:.3f} to {row.high:.3f})")
-
-    losses = [{row.name: cell(row) for row in answer.contenders} for answer in found]
+    losses = [{row.name: loss_cell(row, 3) for row in answer.contenders} for answer in found]
     names = dict.fromkeys(name for cells in reversed(losses) for name in cells)
     return Table(("model", *(BUDGET_FORMATS["flops"][1](answer.limit) for answer in found)),
                  tuple((name, *(cells.get(name, MISSING) for cells in losses)) for name in names))

@@ -6,9 +6,9 @@ for any grouping, so no row is ever dropped. Backends (`config.model.grouped_mat
 - "ragged": `jax.lax.ragged_dot`, b = 1. TPUs have a kernel; elsewhere, XLA multiplies every row by all matrices.
 - "blocks": one batched product of all blocks, each with a copy of its matrix; at most b − 1 unused rows per group.
 
-Relative speed of "blocks": 13.1 × "ragged" and 0.39 × a dense MLP of equal FLOPs with 1,024 rows of width 128, and 11.0
-and 0.37 with 2,048 rows of width 256; 3 of 16 experts, forward and backward, float32, two cores of an AMD EPYC, jax
-0.10.2, 2026-11-22 (`python benchmarks/ops.py --only=experts`).
+Relative speed of "blocks": 9.7 × "ragged" and 0.32 × a dense MLP of equal FLOPs with 1,024 rows of width 128, and 9.6
+and 0.42 with 2,048 rows of width 256; 3 of 16 experts, forward and backward, float32, two cores of an AMD EPYC, jax
+0.10.2, 2026-11-24 (`python benchmarks/ops.py --only=experts`).
 """
 
 import functools

@@ -10,12 +10,12 @@ SCRIPTS = ("train", "prepare", "generate", "plan", "evaluate", "convert", "compa
 
 
 class BuildWithRecipes(build_py):
-    """Copies configs/ into the package smallgpt_jax.recipes. An editable install uses configs/ itself."""
+    """Copies configs/ into the package smallgpt_jax.config. An editable install uses configs/ itself."""
 
     def run(self):
         super().run()
         if not self.editable_mode:
-            shutil.copytree(ROOT / "configs", Path(self.build_lib) / "smallgpt_jax" / "recipes" / "configs",
+            shutil.copytree(ROOT / "configs", Path(self.build_lib) / "smallgpt_jax" / "config" / "configs",
                             ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
 
 

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # lets this program impor
 
 from configs.compare import objectives
 from smallgpt_jax import cli
-from smallgpt_jax.analysis.flops import count_operations
 from smallgpt_jax.comparison import budget
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.models.flops import count_operations
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.program import Program, build_program
 from smallgpt_jax.training.step import microbatch_loss

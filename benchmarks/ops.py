@@ -23,7 +23,7 @@ import numpy as np
 from absl import app, flags
 from flax import linen as nn
 
-from smallgpt_jax.analysis.chips import device_name
+from smallgpt_jax.devices.chips import device_name
 from smallgpt_jax.inference import sampling
 from smallgpt_jax.ops import activations, cross_entropy, grouped_matmul, key_value_cache, matmul
 from smallgpt_jax.ops.attention import attention

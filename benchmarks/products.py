@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from smallgpt_jax.analysis.chips import device_name
+from smallgpt_jax.devices.chips import device_name
 from smallgpt_jax.ops import bfloat16
 
 _ROWS = flags.DEFINE_integer("rows", 4096, "Rows of x: the tokens per step.", lower_bound=2)

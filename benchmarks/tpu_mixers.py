@@ -17,7 +17,7 @@ from absl import flags
 
 from configs import hybrid, llama, mamba
 from smallgpt_jax import cli
-from smallgpt_jax.analysis import chips
+from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation import estimate, topologies
 from smallgpt_jax.estimation.compilation import Compiler

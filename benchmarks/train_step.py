@@ -52,14 +52,13 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from smallgpt_jax import cli, models
-from smallgpt_jax.analysis import chips
-from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.devices import sharding
+from smallgpt_jax.devices import chips, sharding
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.estimation.gpus import find_gpu
 from smallgpt_jax.estimation.hlo import HloModule
 from smallgpt_jax.estimation.roofline import Roofline
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.training.program import build_program
 
 CPU_SIZES = {  # --sizes → (blocks, heads, width of the model); the head width is 64

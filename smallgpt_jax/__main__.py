@@ -13,13 +13,13 @@ import runpy
 import sys
 from pathlib import Path
 
-from smallgpt_jax import interrupt
+from smallgpt_jax.errors import exit_on_interrupt
 
 COMMANDS = ("main", "prepare", "generate", "plan", "evaluate", "convert", "compare", "choose", "diagnose")
 
 
 def run_script(command: str) -> None:
-    interrupt.exit_on_interrupt()
+    exit_on_interrupt()
     if not sys.flags.safe_path:  # like `python -m`, makes modules in the working directory importable
         sys.path.insert(0, os.getcwd())
     runpy.run_module(f"smallgpt_jax.{command}", run_name="__main__", alter_sys=True)

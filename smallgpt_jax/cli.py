@@ -29,9 +29,9 @@ import absl.logging
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from smallgpt_jax import interrupt, recipes
+from smallgpt_jax.config import recipes
 from smallgpt_jax.devices import compilation_cache, distributed, host_memory
-from smallgpt_jax.errors import StoppedError, UserError
+from smallgpt_jax.errors import StoppedError, UserError, raise_on_interrupt
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
 from smallgpt_jax.storage import object_storage
 
@@ -74,7 +74,7 @@ def run_command(main: Callable[[], None]) -> None:
             stream.reconfigure(errors=errors)
     logging.getLogger("huggingface_hub").propagate = False  # it prints its messages itself; absl would repeat them
     try:
-        interrupt.raise_on_interrupt()
+        raise_on_interrupt()
         compilation_cache.configure()
         distributed.skip_tpu_search()
         host_memory.configure()

@@ -12,8 +12,8 @@ import sys
 from absl import flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.inside import diagnosis, table
-from smallgpt_jax.inside.windows import WINDOWS
+from smallgpt_jax.evaluation.inside import diagnosis, table
+from smallgpt_jax.evaluation.inside.windows import WINDOWS
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 _TRUST = cli.define_trust()

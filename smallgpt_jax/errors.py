@@ -1,10 +1,11 @@
-"""Exceptions that commands print as a message, without a traceback."""
+"""Exceptions that commands print as a message, without a traceback; Ctrl-C while a command imports its libraries."""
 
 import difflib
 import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,3 +68,21 @@ class StoppedError(Exception):
     def __init__(self, message: str, status: int):
         super().__init__(message)
         self.status = status
+
+
+def exit_on_interrupt() -> None:
+    """On Ctrl-C, prints a message and exits with status 130, as `cli` does later. For the seconds of the imports."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if the caller ignores Ctrl-C
+        signal.signal(signal.SIGINT, _exit)
+
+
+def raise_on_interrupt() -> None:
+    """Ends `exit_on_interrupt`: from now on, Ctrl-C raises KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _exit:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit(*_) -> None:
+    """Does not raise, because libraries turn a KeyboardInterrupt in their imports into other errors."""
+    os.write(2, b"error: stopped\n")
+    os._exit(130)

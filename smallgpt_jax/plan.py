@@ -20,12 +20,12 @@ import jax
 from absl import flags
 
 from smallgpt_jax import cli, models, output
-from smallgpt_jax.analysis import chips, memory
-from smallgpt_jax.devices import sharding
+from smallgpt_jax.devices import chips, sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation import compilation, inference, topologies
 from smallgpt_jax.estimation.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.formatting import parameter_count
+from smallgpt_jax.models import memory
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training import messages, preemption
 from smallgpt_jax.training.program import Program, build_program
@@ -186,7 +186,7 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
 
 
 def format_memory(result: Estimate) -> list[str]:
-    """Compares the compiler's figures per device with the formula of analysis/memory.py."""
+    """Compares the compiler's figures per device with the formula of models/memory.py."""
     formula = result.account
     arguments = {name: formula[name] for name in ("weights", "moments", "average", "teacher") if name in formula}
     state = sum(arguments.values())

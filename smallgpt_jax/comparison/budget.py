@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
-from smallgpt_jax.analysis.flops import train_cost, update_flops
 from smallgpt_jax.comparison import scaling
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
 from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened
-from smallgpt_jax.config_group import AT_START
+from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.errors import UserError, suggestion
+from smallgpt_jax.models.flops import train_cost, update_flops
 from smallgpt_jax.run.config import GROUPS, Config, TrainConfig
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.atomic import write_atomically

@@ -5,7 +5,7 @@ import itertools
 import math
 from typing import ClassVar
 
-from smallgpt_jax.config_group import ConfigGroup
+from smallgpt_jax.config.group import ConfigGroup
 
 BUDGETS = ("tokens", "flops", "parameters", "seconds", "own")
 

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.analysis.chips import device_name
 from smallgpt_jax.comparison import aggregation
 from smallgpt_jax.comparison.costs import DECODING_BATCHES
 from smallgpt_jax.comparison.results import INFERENCE, INFERENCE_FILE
+from smallgpt_jax.devices.chips import device_name
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder, layout, timing
 from smallgpt_jax.run.names import EVALUATION_FOLDER

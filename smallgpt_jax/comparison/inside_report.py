@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 from smallgpt_jax.comparison import aggregation, figures, ranking
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
 from smallgpt_jax.comparison.results import Run
-from smallgpt_jax.inside import summary
+from smallgpt_jax.evaluation.inside import summary
 from smallgpt_jax.run.plotting import style_axes
 
 BY_DEPTH = {"token_similarity": "mean cosine of all tokens", "effective_rank": "effective rank of the activations",

@@ -19,7 +19,7 @@ from smallgpt_jax.comparison.results import Point, Run
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.inside.summary import SUMMARY
+from smallgpt_jax.evaluation.inside.summary import SUMMARY
 from smallgpt_jax.run.config import GROUPS
 from smallgpt_jax.run.sessions import SESSION
 from smallgpt_jax.run.training_text import text_changes

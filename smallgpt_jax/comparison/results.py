@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from smallgpt_jax import models
-from smallgpt_jax.analysis import memory
-from smallgpt_jax.analysis.flops import Cost, train_cost, update_flops
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation.inside.summary import read_summary
 from smallgpt_jax.inference import layout
-from smallgpt_jax.inside.summary import read_summary
+from smallgpt_jax.models import memory
+from smallgpt_jax.models.flops import Cost, train_cost, update_flops
 from smallgpt_jax.run.config import OptimizerConfig, flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.metrics import answers_in, read_lines

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smallgpt_jax.config_group import field_types
+from smallgpt_jax.config.group import field_types
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ARCHITECTURES, ModelConfig
 from smallgpt_jax.models.mixers import MIXERS

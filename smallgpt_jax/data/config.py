@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from smallgpt_jax.config_group import ConfigGroup, free, in_store, of_probe
+from smallgpt_jax.config.group import ConfigGroup, free, in_store, of_probe
 from smallgpt_jax.data.probes import PROBES, Probe
 from smallgpt_jax.errors import suggestion
 

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from smallgpt_jax.config_group import ConfigGroup, free
+from smallgpt_jax.config.group import ConfigGroup, free
 from smallgpt_jax.devices.platform import platform
 from smallgpt_jax.errors import UserError
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from smallgpt_jax.analysis.chips import Chip, find_chip
+from smallgpt_jax.devices.chips import Chip, find_chip
 
 KiB, MiB = 2**10, 2**20
 # Compute capability → (float32 lanes per core, bytes of shared memory per core, threads per core), from the CUDA C++

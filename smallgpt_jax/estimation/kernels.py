@@ -3,7 +3,7 @@
 import math
 import re
 
-from smallgpt_jax.analysis.chips import Chip
+from smallgpt_jax.devices.chips import Chip
 from smallgpt_jax.ops.flash_attention import block_length, blocks_in_reach, is_short
 from smallgpt_jax.ops.recurrence_kernel import LENGTH
 

@@ -8,7 +8,7 @@ import re
 import jax
 from jax.experimental import topologies
 
-from smallgpt_jax.analysis.chips import CHIPS
+from smallgpt_jax.devices.chips import CHIPS
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.estimation.gpus import CUDNN, GPUS, target_config
 

@@ -7,7 +7,7 @@ field `config`: `ModelConfig` or a subclass.
 
 import dataclasses
 
-from smallgpt_jax.config_group import AUTO
+from smallgpt_jax.config.group import AUTO
 from smallgpt_jax.devices.platform import faster_dtype
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import REMAT

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from smallgpt_jax.config_group import AUTO, REPLACED_AT_START, ConfigGroup, free, per_run
+from smallgpt_jax.config.group import AUTO, REPLACED_AT_START, ConfigGroup, free, per_run
 from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.attention import BACKENDS

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Self
 
 from smallgpt_jax import models
-from smallgpt_jax.config_group import (
+from smallgpt_jax.config.group import (
     AT_START,
     AUTO,
     IN_DECAY,

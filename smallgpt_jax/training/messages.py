@@ -1,4 +1,4 @@
-"""Messages at the start and end of a run. Training uses analysis/ only through this module."""
+"""Messages at the start and end of a run. Training estimates costs only in this module."""
 
 import math
 import sys
@@ -7,12 +7,12 @@ from pathlib import Path
 import jax
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.analysis import chips, memory
-from smallgpt_jax.analysis.flops import train_cost
 from smallgpt_jax.data.pipeline import DataPipeline
-from smallgpt_jax.devices import distributed, sharding
+from smallgpt_jax.devices import chips, distributed, sharding
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import BARS, parameter_count, sparkline
+from smallgpt_jax.models import memory
+from smallgpt_jax.models.flops import train_cost
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.logger import evaluation_message

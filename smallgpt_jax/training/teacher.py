@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from smallgpt_jax import models
-from smallgpt_jax.config_group import AT_START
+from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from smallgpt_jax.config_group import IN_DECAY
+from smallgpt_jax.config.group import IN_DECAY
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason

@@ -12,8 +12,8 @@ from float64_model import plain_logits
 from run_helpers import assert_bitwise_equal, train_three_steps
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.analysis import memory
-from smallgpt_jax.analysis.flops import forward_operations
+from smallgpt_jax.models import memory
+from smallgpt_jax.models.flops import forward_operations
 from smallgpt_jax.training.program import build_program
 
 SIZES = dict(d_model=16, num_heads=4, num_layers=2, context_length=16, vocab_size=64, dtype="float32")

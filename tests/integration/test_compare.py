@@ -14,12 +14,12 @@ from conftest import ROOT, call, forward, init, load_config
 from data_helpers import prepare_store
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import inference_cost, measure, results
 from smallgpt_jax.data.corpus import Corpus, load_or_prepare, open_existing
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
 from smallgpt_jax.formatting import millions
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.run.config_file import read_config, write_config
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.workdir import initialize_workdir

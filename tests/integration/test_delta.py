@@ -11,14 +11,14 @@ from conftest import build, forward, init, load_config
 from run_helpers import SMALL, start_from, train_three_steps
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.analysis import memory
-from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import inference_cost
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.models import memory
 from smallgpt_jax.models.context import EVALUATION, Context
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.gated_delta import GatedDeltaNet
 from smallgpt_jax.training.muon import uses_muon
 from smallgpt_jax.training.program import build_program

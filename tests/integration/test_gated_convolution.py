@@ -9,11 +9,11 @@ import pytest
 from conftest import build
 
 from smallgpt_jax import models
-from smallgpt_jax.analysis import memory
-from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import inference_cost
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import memory
 from smallgpt_jax.models.context import EVALUATION
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.gated_convolution import GatedConvolution
 from smallgpt_jax.training.muon import uses_muon
 

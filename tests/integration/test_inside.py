@@ -11,12 +11,12 @@ from scipy.special import logsumexp
 
 from smallgpt_jax.comparison import measure
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation.inside import diagnosis, observation
+from smallgpt_jax.evaluation.inside.losses import token_losses
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.inference.single_blocks import num_blocks, without_blocks
-from smallgpt_jax.inside import diagnosis, observation
-from smallgpt_jax.inside.losses import token_losses
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.training.program import build_program
 

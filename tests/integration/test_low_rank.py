@@ -15,11 +15,10 @@ from run_helpers import SMALL
 from scipy.special import log_softmax
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.analysis import memory
-from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.conversion import low_rank
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import attention, layers, parameters
+from smallgpt_jax.models import attention, layers, memory, parameters
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.training.program import build_program
 
 

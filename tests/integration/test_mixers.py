@@ -12,13 +12,13 @@ from jax import numpy as jnp
 from random_models import check_decoding
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.analysis import memory
-from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import budget, inference_cost
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference import layout as inference_layout
 from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.models import memory
 from smallgpt_jax.models.context import Context, cache_variable
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.initializers import INIT_STD
 from smallgpt_jax.models.layers import Dense
 from smallgpt_jax.models.mixers import MIXERS

@@ -18,7 +18,6 @@ from run_helpers import start_from
 from scipy.special import erf
 
 from smallgpt_jax import models
-from smallgpt_jax.analysis.flops import count_operations, train_flops_per_token
 from smallgpt_jax.comparison import measure
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.packing import Batch
@@ -27,6 +26,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation import hlo
 from smallgpt_jax.models.block import stack_blocks
 from smallgpt_jax.models.context import EVALUATION, Context
+from smallgpt_jax.models.flops import count_operations, train_flops_per_token
 from smallgpt_jax.models.layers import MLPS
 from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.run.checkpoint import Checkpoints

@@ -12,8 +12,6 @@ from conftest import build, call, forward, init
 from data_helpers import prepare_store
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.analysis import memory
-from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.conversion import gpt2, hugging_face, llama
 from smallgpt_jax.conversion.config_json import ConfigJson
 from smallgpt_jax.data import tokenizers
@@ -21,6 +19,8 @@ from smallgpt_jax.data.packing import PACKINGS
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference.decoding_check import check_decoding
+from smallgpt_jax.models import memory
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.run.state import TrainState
 
 torch = pytest.importorskip("torch")

@@ -14,8 +14,6 @@ from run_helpers import assert_equal, read_untimed_metrics, start_from, state_of
 
 from configs.compare import base as comparison
 from smallgpt_jax import models
-from smallgpt_jax.analysis import memory
-from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import budget, results
 from smallgpt_jax.conversion import low_rank
 from smallgpt_jax.data.packing import Batch
@@ -23,8 +21,9 @@ from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation.estimate import estimate
-from smallgpt_jax.models import layers, parameters
+from smallgpt_jax.models import layers, memory, parameters
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train

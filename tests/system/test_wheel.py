@@ -72,7 +72,7 @@ def test_trains_and_generates_in_an_empty_folder(installed, text_file, tmp_path)
 
 LOAD = """
 import runpy, sys
-from smallgpt_jax import recipes
+from smallgpt_jax.config import recipes
 recipes.make_importable()
 for value in sys.argv[1:]:
     config = runpy.run_path(recipes.find_recipe(value))["get_config"]("tiny")

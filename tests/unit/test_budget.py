@@ -15,12 +15,12 @@ from ml_collections.config_flags import config_path
 
 from configs.compare import base
 from smallgpt_jax import cli, models
-from smallgpt_jax.analysis.flops import train_flops_per_token
 from smallgpt_jax.comparison import budget, measure, parameters
 from smallgpt_jax.comparison.runs import run_folder
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import architectures
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training import program
 from smallgpt_jax.training.program import Program

@@ -11,7 +11,7 @@ import jax
 import pytest
 from conftest import load_config, run
 
-from smallgpt_jax.analysis import chips
+from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation import estimate, gpus, hlo, topologies
 from smallgpt_jax.estimation.compilation import CompiledProgram, Compiler

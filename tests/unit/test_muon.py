@@ -11,8 +11,8 @@ import pytest
 from conftest import ARCHITECTURES, build, init, load_config
 
 from smallgpt_jax import models
-from smallgpt_jax.analysis.flops import update_flops
 from smallgpt_jax.comparison.budget import cost_per_step
+from smallgpt_jax.models.flops import update_flops
 from smallgpt_jax.run.config import Config, OptimizerConfig
 from smallgpt_jax.training.muon import uses_muon
 from smallgpt_jax.training.optimizer import make_optimizer

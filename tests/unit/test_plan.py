@@ -13,12 +13,13 @@ import pytest
 from conftest import call, load_config
 
 from smallgpt_jax import models
-from smallgpt_jax.analysis import chips, memory
-from smallgpt_jax.analysis.flops import train_flops_per_token
+from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.estimation import compilation, estimate, hlo, kernels, topologies
 from smallgpt_jax.estimation.compilation import Compiler
+from smallgpt_jax.models import memory
 from smallgpt_jax.models.block import layer_configs, stack_blocks
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.ops.attention_mask import AttentionMask

@@ -8,7 +8,8 @@ import pytest
 from conftest import ROOT
 from run_helpers import SMALL
 
-from smallgpt_jax import __version__, recipes
+from smallgpt_jax import __version__
+from smallgpt_jax.config import recipes
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import provenance
 

@@ -15,7 +15,7 @@ from conftest import load_config
 from configs import run as run_recipe
 from smallgpt_jax import models
 from smallgpt_jax.comparison.config import CompareConfig
-from smallgpt_jax.config_group import IN_DECAY, ConfigGroup
+from smallgpt_jax.config.group import IN_DECAY, ConfigGroup
 from smallgpt_jax.devices import platform
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS, Config, OptimizerConfig

@@ -12,9 +12,9 @@ SOURCES = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 NODES = [node for tree in TREES.values() for node in ast.walk(tree)]
 # From the top layer down: a module imports its own layer and those below.
-LAYERS = (("__main__", *COMMANDS), ("cli",), ("comparison", "conversion", "evaluation", "estimation", "inside"),
-          ("training",), ("analysis", "inference"), ("run", "data", "models"), ("ops",), ("devices",),
-          ("storage", "recipes", "config_group"), ("errors", "formatting", "interrupt", "output"))
+LAYERS = (("__main__", *COMMANDS), ("cli",), ("comparison", "conversion", "evaluation", "estimation"),
+          ("training",), ("inference",), ("run", "data", "models"), ("ops",), ("devices",),
+          ("storage", "config"), ("errors", "formatting", "output"))
 
 
 def imports_of(name: str) -> set[str]:

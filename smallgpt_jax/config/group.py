@@ -86,7 +86,7 @@ class NotCompiled:
     field: str
 
     def __bool__(self):
-        raise TypeError(f"{self.field} has no value in the compiled steps (config_group.not_compiled)")
+        raise TypeError(f"{self.field} has no value in the compiled steps (config.group.not_compiled)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

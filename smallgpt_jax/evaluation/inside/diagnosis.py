@@ -10,12 +10,12 @@ import numpy as np
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation.inside import experts, figures, losses
+from smallgpt_jax.evaluation.inside.observation import WHOLE, Parts, chosen_experts, observe, observe_streams
+from smallgpt_jax.evaluation.inside.summary import FORMAT, JSON_FILE, VALIDATION
+from smallgpt_jax.evaluation.inside.windows import validation_windows, windows_of_file
 from smallgpt_jax.inference.loading import TrainedModel, load_trained, require_next_tokens
 from smallgpt_jax.inference.single_blocks import num_blocks
-from smallgpt_jax.inside import experts, figures, losses
-from smallgpt_jax.inside.observation import WHOLE, Parts, chosen_experts, observe, observe_streams
-from smallgpt_jax.inside.summary import FORMAT, JSON_FILE, VALIDATION
-from smallgpt_jax.inside.windows import validation_windows, windows_of_file
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import DIAGNOSIS_FOLDER

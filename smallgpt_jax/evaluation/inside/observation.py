@@ -10,8 +10,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from smallgpt_jax.evaluation.inside import measures
 from smallgpt_jax.inference.single_blocks import prefill, replaced_blocks
-from smallgpt_jax.inside import measures
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.block import Block

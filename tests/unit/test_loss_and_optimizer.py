@@ -209,6 +209,28 @@ def test_axis_rules_place_weights():
         None, "fsdp", None, None, None)
 
 
+def test_fsdp_shards_whole_rows_where_it_divides_their_number(monkeypatch):
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=1, fsdp=8))
+    P = jax.sharding.PartitionSpec
+
+    def specs(**fields):
+        model = build("gpt", d_model=96, vocab_size=64, **fields)
+        params = sharding.param_shardings(mesh, models.abstract_params(model))
+        block = params["trunk"]["blocks"]
+        kernels = block["mlp"]["up"], block["mlp"]["down"], block["attention"]["qkv"], block["attention"]["out"]
+        return [params["token_embedding"].spec, *(module["kernel"].spec for module in kernels)]
+
+    up, down, qkv = P(None, "fsdp", "tensor"), P(None, "fsdp", None), P(None, "fsdp", "tensor", None, None)
+    table, out = P("tensor", "fsdp"), P(None, "tensor", None, "fsdp")  # (vocab, embed), (layers, heads, width, embed)
+    # 3 heads of width 32 are not divisible by 8, 8 heads of width 12 are; 384 rows of "down" are, 390 are not.
+    assert specs(num_heads=3) == [table, up, down, qkv, out]
+    assert specs(num_heads=8) == [table, up, down, qkv, P(None, "fsdp", None, None)]
+    monkeypatch.setattr(sharding, "platform", lambda mesh=None: "tpu")
+    assert specs(num_heads=3) == [P("fsdp", None), up, down, qkv, out]
+    assert specs(num_heads=3, mlp_ratio=4.0625)[2] == P(None, "tensor", "fsdp")
+    assert sharding.replicated_dimensions(mesh, models.abstract_params(build("gpt", d_model=96, num_heads=3))) == []
+
+
 @pytest.mark.parametrize("shape, spec", [
     ((3, 8, 12), (None, "fsdp", "tensor")),  # as the parameter
     ((3, 8, 8), (None, "fsdp", None)),

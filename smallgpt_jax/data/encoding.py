@@ -10,7 +10,7 @@ import numpy as np
 
 from smallgpt_jax.data.example_encoding import encode_example
 from smallgpt_jax.data.examples import Example
-from smallgpt_jax.data.parts import DocumentBatch
+from smallgpt_jax.data.parts import DocumentBatch, Place
 from smallgpt_jax.data.store import SPLITS
 from smallgpt_jax.data.tokenizers import Tokenizer
 
@@ -21,6 +21,20 @@ def is_validation(text: str, fraction: float) -> bool:
     """Depends only on a hash of the text, so the order of documents has no effect and duplicates share a split."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
+
+
+class TrainingTexts:
+    """The documents of `batches` that are not for validation. `end`: where those read so far end; None: at the end."""
+
+    def __init__(self, batches: Iterable[DocumentBatch], validation_fraction: float):
+        self._batches, self._fraction = batches, validation_fraction
+        self.end: Place | None = Place()
+
+    def __iter__(self) -> Iterator[str]:
+        for batch in self._batches:
+            self.end = batch.place
+            yield from (text for text in batch.texts if not is_validation(text, self._fraction))
+        self.end = None
 
 
 class EncodedBatch(NamedTuple):

@@ -1,41 +1,38 @@
 """Messages during and after the preparation of a token store."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from smallgpt_jax.data.store import SPLITS, documents_file
+from smallgpt_jax.data.encoding import EncodedBatch
+from smallgpt_jax.data.parts import DocumentBatch
+from smallgpt_jax.data.store import DOCUMENTS, SPLITS
+from smallgpt_jax.data.unfinished_store import format_skipped
 from smallgpt_jax.formatting import duration, millions
 
 PROGRESS_SECONDS = 10  # minimum time between progress messages
 
 
-class PreparationLog:
-    """Logs progress, speed and remaining time every PROGRESS_SECONDS, and the size of the finished store."""
-
-    def __init__(self, log, done: float):
-        self._log, self._first, self._tokens = log, done, 0
-        self._started = self._logged = time.monotonic()
-
-    def update(self, done: float, tokens: int) -> None:
-        self._tokens += tokens
-        if time.monotonic() - self._logged < PROGRESS_SECONDS:
-            return
-        self._logged = time.monotonic()
-        seconds = time.monotonic() - self._started
-        left = seconds * (1 - done) / (done - self._first) if done > self._first else None
-        self._log(f"  {done:4.0%}   {millions(self._tokens)} tokens, "
-                  f"{self._tokens / seconds:,.0f} tokens/s"
-                  + (f", {duration(left)} left" if left is not None else ""))
-
-    def finish(self, folder: Path, metadata: dict) -> None:
-        self._log(size_message(folder, metadata, time.monotonic() - self._started))
+def log_progress(batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]], first: float, log) -> Iterator:
+    """Yields `batches`. Logs progress from the fraction `first` on, speed and remaining time every PROGRESS_SECONDS."""
+    started = logged = time.monotonic()
+    tokens = 0
+    for batch, encoded in batches:
+        yield batch, encoded
+        tokens += sum(len(split.tokens) for split in encoded.values())
+        if time.monotonic() - logged >= PROGRESS_SECONDS:
+            logged = time.monotonic()
+            seconds = logged - started
+            left = seconds * (1 - batch.done) / (batch.done - first) if batch.done > first else None
+            log(f"  {batch.done:4.0%}   {millions(tokens)} tokens, {tokens / seconds:,.0f} tokens/s"
+                + (f", {duration(left)} left" if left is not None else ""))
 
 
 def size_message(folder: Path, metadata: dict, seconds: float) -> str:
     splits = metadata["splits"]
-    starts = [np.append(np.fromfile(documents_file(folder, name), np.int64), splits[name]["tokens"])
+    starts = [np.append(np.fromfile(folder / f"{name}{DOCUMENTS}", np.int64), splits[name]["tokens"])
               for name in SPLITS]
     lengths = np.concatenate([np.diff(s) for s in starts])
     median, most, longest = (int(x) for x in np.quantile(lengths, (0.5, 0.95, 1), method="nearest"))
@@ -49,7 +46,3 @@ def size_message(folder: Path, metadata: dict, seconds: float) -> str:
     if metadata["skipped"]:
         lines.append(f"skipped: {format_skipped(metadata['skipped'])}")
     return "\n".join(lines)
-
-
-def format_skipped(skipped: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))

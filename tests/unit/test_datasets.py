@@ -109,8 +109,9 @@ def assert_stores_equal(source: str, texts: list[str], folder: Path) -> None:
     for name, which in (("one", source), ("other", write_jsonl(folder / "texts.jsonl", texts))):
         prepare_store(folder / name, which)
     for split in store.SPLITS:
-        for file in (store.tokens_file, store.documents_file):
-            assert file(folder / "one", split).read_bytes() == file(folder / "other", split).read_bytes()
+        for ending in (store.TOKENS, store.DOCUMENTS):
+            one, other = ((folder / made / f"{split}{ending}").read_bytes() for made in ("one", "other"))
+            assert one == other
 
 
 def test_tfrecord_resumes_at_any_record(tmp_path, monkeypatch):

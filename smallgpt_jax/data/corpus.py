@@ -6,6 +6,7 @@ A run on a probe has a `ProbeCorpus` in its place.
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -13,11 +14,10 @@ import numpy as np
 from smallgpt_jax.data import probe_corpus, tokenizers
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.example_encoding import describe_length, encode_example
-from smallgpt_jax.data.leaks import refuse_leaks
 from smallgpt_jax.data.packing import PACKINGS, Mixture
 from smallgpt_jax.data.prepare import prepare_store
 from smallgpt_jax.data.probe_corpus import ProbeCorpus
-from smallgpt_jax.data.store import METADATA, TokenStore, open_store
+from smallgpt_jax.data.store import METADATA, Split, TokenStore, open_store
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, command_line, config_arguments
@@ -168,3 +168,33 @@ def open_mixture(text: str) -> Corpus:
                 f"{stores[0].folder / 'tokenizer'}")
     refuse_leaks(f"config.data.mixture={text!r}", stores)
     return Corpus(tuple(stores), tuple(weight / sum(weights) for weight in weights))
+
+
+def refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
+    """Raises UserError if one of `stores` trains on validation documents of another. They have the same tokenizer.
+
+    A document is selected for validation if the hash of its text is below the store's validation_fraction. Stores with
+    the same fraction therefore agree on every document. With different fractions, the store with the smaller one may
+    train on documents on which the other one is evaluated. The message begins with `field`.
+    """
+    fractions = [store.metadata["made_from"]["validation_fraction"] for store in stores]
+    for one, fraction in zip(stores, fractions):
+        for other, other_fraction in zip(stores, fractions):
+            if fraction < other_fraction and (leaked := count_leaks(one.train, other.validation)):
+                raise UserError(
+                    f"{field}: {leaked:,} of the {one.train.documents:,} training documents of {str(one.folder)!r} are "
+                    f"validation documents of {str(other.folder)!r}; prepare all stores with the same "
+                    "config.data.validation_fraction")
+
+
+def count_leaks(train: Split, validation: Split) -> int:
+    lengths = np.unique(validation.lengths)
+    hashes = set(document_hashes(validation, lengths))
+    return sum(digest in hashes for digest in document_hashes(train, lengths))
+
+
+def document_hashes(split: Split, lengths: np.ndarray) -> Iterator[bytes]:
+    found = np.isin(split.lengths, lengths)
+    for start, length in zip(split.starts[found].tolist(), split.lengths[found].tolist()):
+        ids = split.stream[start:start + length].astype(np.uint32)
+        yield hashlib.blake2b(ids, digest_size=16).digest()

@@ -2,13 +2,18 @@
 
 import contextlib
 import dataclasses
+import struct
+from collections.abc import Iterator
+from typing import BinaryIO
 
-from smallgpt_jax.data import tfrecord
 from smallgpt_jax.data.examples import extract_document
 from smallgpt_jax.data.parts import Member, Part, Rules, extract_text
 from smallgpt_jax.data.text_files import missing_libraries, name_file_in_errors, open_binary
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
+
+HEADER = struct.Struct("<QI")  # of a TFRecord
+CHECKSUM_BYTES = 4
 
 
 def hugging_face_parts(source: str) -> list[Part]:
@@ -83,7 +88,7 @@ def tfrecord_part(path, count: int) -> Part:
         def items():
             number = 0
             with name_file_in_errors(path):
-                for number, record in enumerate(tfrecord.read_records(file, stat.length), 1):
+                for number, record in enumerate(read_records(file, stat.length), 1):
                     try:
                         fields = tf_example_pb2.Example.FromString(record).features.feature
                     except DecodeError:
@@ -97,6 +102,29 @@ def tfrecord_part(path, count: int) -> Part:
         return items(), lambda: file.tell() / max(stat.length, 1)
 
     return Part(str(path), stat.length, read, (stat.mtime,))
+
+
+def read_records(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yields the records of a TFRecord file. Reading does not need TensorFlow.
+
+    A record consists of the length of its data in bytes (uint64), a checksum of the length (uint32), the data, and a
+    checksum of the data (uint32), all little-endian. Raises ValueError if a record is truncated or its length does not
+    match the checksum. The checksum of the data is not verified, because that takes longer in Python than tokenizing.
+    """
+    from tensorboardX.record_writer import masked_crc32c
+
+    end = 0
+    while end < size:
+        start, header = end, file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise ValueError(f"the record at byte {start} is truncated")
+        length, checksum = HEADER.unpack(header)
+        if checksum != masked_crc32c(header[:8]):
+            raise ValueError(f"no record starts at byte {start}")
+        end = start + HEADER.size + length + CHECKSUM_BYTES
+        if end > size:
+            raise ValueError(f"the record at byte {start} is truncated")
+        yield file.read(length + CHECKSUM_BYTES)[:length]
 
 
 def indexed_part(source: str, rows) -> Part:

@@ -46,36 +46,24 @@ class EncodedBatch(NamedTuple):
 
 def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validation_fraction: float,
                  ) -> dict[str, EncodedBatch]:
-    if any(isinstance(text, Example) for text in batch.texts):
-        return encode_examples(batch, tokenizer, dtype, validation_fraction)
-    ids, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
-    begin, end = np.array([tokenizer.begin_of_text], dtype), np.array([tokenizer.end_of_text], dtype)
-    if tokenizer.begin_of_text == tokenizer.end_of_text:  # the beginning of the next document marks the end
-        end = end[:0]
-    for text, document in zip(batch.texts, encode(batch.texts, tokenizer)):
+    """Returns a batch per split. A batch with examples has no other texts."""
+    are_examples = any(isinstance(text, Example) for text in batch.texts)
+    if are_examples:
+        documents = [encode_example(example, tokenizer) for example in batch.texts]
+    else:  # if the marks are equal, the beginning of the next document marks the end
+        begin, end = tokenizer.begin_of_text, tokenizer.end_of_text
+        ends = [end] if end != begin else []
+        documents = [(np.concatenate([[begin], ids, ends], dtype=dtype, casting="unsafe"), [])
+                     for ids in encode(batch.texts, tokenizer)]
+    chosen = {name: [] for name in SPLITS}
+    for text, (ids, counted) in zip(batch.texts, documents):
         name = "validation" if is_validation(text, validation_fraction) else "train"
-        ids[name].append(document)
-        text_bytes[name] += len(text.encode())
+        chosen[name].append((len(text.encode()), ids, counted))
     return {name: EncodedBatch(
-        np.concatenate([part for document in documents for part in (begin, document, end)] or [end[:0]],
-                       dtype=dtype, casting="unsafe"),
-        np.array([1 + len(document) + len(end) for document in documents], np.int64), text_bytes[name])
-        for name, documents in ids.items()}
-
-
-def encode_examples(batch: DocumentBatch, tokenizer: Tokenizer, dtype, validation_fraction: float,
-                    ) -> dict[str, EncodedBatch]:
-    """A batch of examples has no other texts."""
-    encoded, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
-    for example in batch.texts:
-        name = "validation" if is_validation(example, validation_fraction) else "train"
-        encoded[name].append(encode_example(example, tokenizer))
-        text_bytes[name] += len(example.encode())
-    return {name: EncodedBatch(
-        np.concatenate([ids for ids, _ in documents] or [[]]).astype(dtype),
-        np.array([len(ids) for ids, _ in documents], np.int64), text_bytes[name],
-        np.concatenate([counted for _, counted in documents] or [[]]).astype(bool))
-        for name, documents in encoded.items()}
+        np.concatenate([[], *(ids for _, ids, _ in found)], dtype=dtype, casting="unsafe"),
+        np.array([len(ids) for _, ids, _ in found], np.int64), sum(text_bytes for text_bytes, _, _ in found),
+        np.concatenate([[], *(counted for _, _, counted in found)]).astype(bool) if are_examples else None)
+        for name, found in chosen.items()}
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:

@@ -142,13 +142,11 @@ class Reader(io.RawIOBase):
         with name_path_in_errors(self._path):
             self._file = path.open("rb")
 
-    def read(self, size: int = -1) -> bytes:
-        with name_path_in_errors(self._path):
-            return self._file.read(size)
-
     def readinto(self, buffer) -> int:
         with name_path_in_errors(self._path):
-            return self._file.readinto(buffer)
+            content = self._file.read(len(buffer))
+        buffer[:len(content)] = content
+        return len(content)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         return self._file.seek(offset, whence)
@@ -161,11 +159,6 @@ class Reader(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def close(self) -> None:
-        if hasattr(self, "_file"):  # __init__ may have failed
-            self._file.close()
-        super().close()
 
 
 class RemoteFile(NamedTuple):

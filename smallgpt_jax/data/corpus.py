@@ -13,7 +13,7 @@ import numpy as np
 
 from smallgpt_jax.data import probe_corpus, tokenizers
 from smallgpt_jax.data.config import is_synthetic
-from smallgpt_jax.data.example_encoding import describe_length, encode_example
+from smallgpt_jax.data.examples import describe_length, encode_example
 from smallgpt_jax.data.packing import PACKINGS, Mixture
 from smallgpt_jax.data.prepare import prepare_store
 from smallgpt_jax.data.probe_corpus import ProbeCorpus

@@ -148,7 +148,6 @@ DATASETS = {"hf:": hugging_face_parts, "tfds:": tfds_parts}
 @dataclasses.dataclass(frozen=True)
 class Dataset(Member):
     is_local = False
-    num_bytes = 0
 
     name: str  # with the prefix
 

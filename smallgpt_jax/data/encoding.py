@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smallgpt_jax.data.example_encoding import encode_example
-from smallgpt_jax.data.examples import Example
+from smallgpt_jax.data.examples import Example, encode_example
 from smallgpt_jax.data.parts import DocumentBatch, Place
 from smallgpt_jax.data.store import SPLITS
 from smallgpt_jax.data.tokenizers import Tokenizer

@@ -61,10 +61,6 @@ class FileSet(Member):
         return files
 
     @property
-    def num_bytes(self) -> int:
-        return sum(file.size for file in self.files)
-
-    @property
     def identity(self) -> list:
         return [(file.location, file.size, file.version) for file in self.files]
 

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,8 +71,12 @@ class Member(abc.ABC):
 
     is_local: bool
     name: str  # in config.data.source
-    num_bytes: int  # 0 if unknown
+    files: Sequence = ()  # each with its `size` in bytes; none, if this is unknown
     identity: list  # changes when the text changes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files)
 
     @abc.abstractmethod
     def parts(self, passage: int) -> list[Part]:

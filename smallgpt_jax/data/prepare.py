@@ -82,7 +82,7 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
     else:
         remove_partial(partial, log)
         if spec.tokenizer.is_trained:
-            log(f"training the tokenizer {spec.tokenizer.value} on {spec.source}")
+            log(f"training the tokenizer {spec.tokenizer.value} on {spec.source.value}")
         texts = TrainingTexts(document_batches(parts, rules), fraction)
         tokenizer = spec.tokenizer.make(texts)
         tokenizers.save(tokenizer, partial / "tokenizer")

@@ -60,8 +60,8 @@ class StoreSpec:
         In the cache, its name stays the same if the content of the source or the handling of invalid items changes, so
         that preparation can resume.
         """
-        name = self.real_folder.name if self.store else self._cached(
-            [self.source.absolute_names, *self._settings(relaxable=False)]).name
+        names = [member.absolute_name() for member in self.source.members]
+        name = self.real_folder.name if self.store else self._cached([names, *self._settings(relaxable=False)]).name
         return self.real_folder.with_name(f"{name}.partial")
 
     def check(self) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -33,6 +32,7 @@ DESCRIPTION = (probe_corpus.DESCRIPTION, {"mixture": [{"weight": POSITIVE, **MET
 class Corpus:
     stores: tuple[TokenStore, ...]
     weights: tuple[float, ...]  # their sum is 1
+    _packed: dict[tuple, Mixture] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -69,10 +69,6 @@ class Corpus:
                 self.weights)
         return self._packed[arguments]
 
-    @cached_property
-    def _packed(self) -> dict[tuple, Mixture]:
-        return {}
-
     def test_rows(self, context_length: int) -> dict[int, Mixture]:
         """Returns further validation rows: none, unlike `ProbeCorpus`."""
         return {}
@@ -86,15 +82,20 @@ def same_text(one: dict, other: dict) -> bool:
     return content == other_content
 
 
-def open_existing(data) -> Corpus | ProbeCorpus | None:
+def open_existing(data, spec: StoreSpec | None = None) -> Corpus | ProbeCorpus | None:
     """Returns None if the token store does not exist. Raises UserError if its source or settings differ from `data`."""
-    return find_corpus(data, StoreSpec.of(data))
+    if is_synthetic(data):
+        return ProbeCorpus.of(data)
+    if data.mixture:
+        return open_mixture(data.mixture)
+    store = (spec or StoreSpec.of(data)).open()
+    return Corpus((store,), (1.0,)) if store else None
 
 
 def load_or_prepare(data) -> Corpus | ProbeCorpus:
     """Prepares a missing store if its source is local and under 1 GB; else raises UserError with the command."""
     spec = StoreSpec.of(data)
-    if corpus := find_corpus(data, spec):
+    if corpus := open_existing(data, spec):
         return corpus
     if not spec.source.is_local or spec.source.num_bytes > PREPARE_LIMIT:
         raise UserError(
@@ -109,18 +110,9 @@ def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus
         raise UserError(f"config.data.source={data.source!r}: a probe has no token store, because its examples are "
                         "made during training; start the training")
     spec = StoreSpec.of(data)
-    if corpus := find_corpus(data, spec):
+    if corpus := open_existing(data, spec):
         return corpus, False
     return Corpus((prepare_store(spec, workers, log),), (1.0,)), True
-
-
-def find_corpus(data, spec: StoreSpec) -> Corpus | ProbeCorpus | None:
-    if is_synthetic(data):
-        return ProbeCorpus.of(data)
-    if data.mixture:
-        return open_mixture(data.mixture)
-    store = spec.open()
-    return Corpus((store,), (1.0,)) if store else None
 
 
 def require_room(data, corpus: Corpus | ProbeCorpus, context_length: int) -> None:

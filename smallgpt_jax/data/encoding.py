@@ -1,6 +1,7 @@
 """Tokenizing documents in parallel, and assigning them to splits."""
 
 import hashlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,9 @@ from smallgpt_jax.data.examples import Example, encode_example
 from smallgpt_jax.data.parts import DocumentBatch, Place
 from smallgpt_jax.data.store import SPLITS
 from smallgpt_jax.data.tokenizers import Tokenizer
+from smallgpt_jax.formatting import duration, millions
 
+PROGRESS_SECONDS = 10  # minimum time between progress messages
 LONG_TEXT = 1_000_000  # characters; longer documents are split before tokenization
 
 
@@ -114,3 +117,18 @@ def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[
             pool.shutdown(cancel_futures=True)
     if not isinstance(end, StopIteration):
         raise end
+
+
+def log_progress(batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]], first: float, log) -> Iterator:
+    """Yields `batches`. Logs progress from the fraction `first` on, speed and remaining time every PROGRESS_SECONDS."""
+    started = logged = time.monotonic()
+    tokens = 0
+    for batch, encoded in batches:
+        yield batch, encoded
+        tokens += sum(len(split.tokens) for split in encoded.values())
+        if time.monotonic() - logged >= PROGRESS_SECONDS:
+            logged = time.monotonic()
+            seconds = logged - started
+            left = seconds * (1 - batch.done) / (batch.done - first) if batch.done > first else None
+            log(f"  {batch.done:4.0%}   {millions(tokens)} tokens, {tokens / seconds:,.0f} tokens/s"
+                + (f", {duration(left)} left" if left is not None else ""))

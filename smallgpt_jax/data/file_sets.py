@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -71,11 +71,24 @@ class FileSet(Member):
         """Returns how many files of a folder are read and how many are not, by ending; "" if it is no folder."""
         if not self.is_folder:
             return ""
-        counts = count_endings(self.path, self.paths)
-        read, other = (", ".join(f"{count:,} {ending or 'without ending'}" for ending, count in counts.most_common()
+        read, other = (", ".join(f"{count:,} {ending or 'without ending'}"
+                                 for ending, count in self.count_endings().most_common()
                                  if (ending in self.endings) == is_read) for is_read in (True, False))
-        return (f"{self.name}: files read: {read or 'none'}; files not read: {other or 'none'}"
-                + suggest_endings(self.path, self.paths, self.endings))
+        return f"{self.name}: files read: {read or 'none'}; files not read: {other or 'none'}{self.suggest_endings()}"
+
+    def count_endings(self) -> Counter:
+        """Ignores hidden files and files in hidden folders."""
+        return Counter(content_suffix(path) for path in self.paths
+                       if not any(part.startswith(".") for part in path.relative_to(self.path).parts))
+
+    def suggest_endings(self) -> str:
+        counts = {ending: count for ending, count in self.count_endings().items()
+                  if ending not in ("", *self.endings, *ARCHIVE_SUFFIXES)}
+        if not counts:
+            return ""
+        ending = max(counts, key=counts.get)
+        texts = ",".join([*(ending for ending in self.endings if ending not in ROW_SUFFIXES), ending])
+        return f"; to read its {counts[ending]:,} {ending} files as text, set --config.data.text_endings={texts}"
 
 
 class LocalFiles(FileSet):
@@ -103,7 +116,7 @@ class LocalFiles(FileSet):
         read = [path for path in self.paths if not self.is_folder or content_suffix(path) in self.endings]
         if not read and self.is_folder:
             raise UserError(f"config.data.source={self.name!r}: folder contains no {', '.join(self.endings)} file"
-                            + suggest_endings(self.path, self.paths, self.endings))
+                            + self.suggest_endings())
         if not read:
             raise UserError(f"config.data.source={self.name!r}: no such file")
         return list(map(local_file, read))
@@ -142,7 +155,7 @@ class RemoteFiles(FileSet):
                 if self.is_pattern or path == self.path or content_suffix(path) in self.endings]
         if not read:
             raise UserError(f"config.data.source={self.name!r}: no such file, and no folder with "
-                            f"{', '.join(self.endings)} files" + suggest_endings(self.path, self.paths, self.endings))
+                            f"{', '.join(self.endings)} files" + self.suggest_endings())
         return sorted(read)
 
     def enclosing_folder(self, path: Path) -> Path | None:
@@ -193,19 +206,3 @@ def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
     real = {folder: os.path.realpath(folder) for folder in folders}
     shortest = {real[folder]: folder for folder in reversed(folders)}
     return [path for path in paths if shortest[real[path.parent]] == path.parent]
-
-
-def count_endings(folder: Path, paths: Iterable[Path]) -> Counter:
-    """Ignores hidden files and files in hidden folders."""
-    return Counter(content_suffix(path) for path in paths
-                   if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-
-
-def suggest_endings(folder: Path, paths: Iterable[Path], endings: tuple[str, ...]) -> str:
-    counts = count_endings(folder, paths)
-    others = {ending: count for ending, count in counts.items() if ending not in ("", *endings, *ARCHIVE_SUFFIXES)}
-    if not others:
-        return ""
-    ending = max(others, key=others.get)
-    texts = ",".join([*(ending for ending in endings if ending not in ROW_SUFFIXES), ending])
-    return f"; to read its {others[ending]:,} {ending} files as text, set --config.data.text_endings={texts}"

@@ -47,7 +47,6 @@ class Mixture:
 
     @cached_property
     def padding(self) -> float:
-        """Returns the fraction of the input tokens that are padding."""
         return sum(weight * packing.padding for packing, weight in zip(self.packings, self.weights))
 
     @cached_property

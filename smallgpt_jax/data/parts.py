@@ -55,13 +55,11 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One file or shard. `read` returns an iterator of its items, always in the same order, and a function that returns
-    the fraction read so far, 0 to 1.
-    """
+    """One file or shard. `read` yields its items, always in the same order, with the fraction read so far, 0 to 1."""
 
     name: str
     size: int  # bytes; 0 if unknown
-    read: Callable[[Rules], tuple[Iterator[Item], Callable[[], float]]]
+    read: Callable[[Rules], Iterator[tuple[Item, float]]]
     version: tuple = ()  # changes when the items change; () if changes cannot be detected
     has_fields: bool = False  # whether items are rows that may have a prompt and a completion, or messages
 
@@ -154,7 +152,7 @@ def digest_before(parts: list[Part], rules: Rules, place: Place) -> str:
     """Returns the digest of a source up to `place`. Raises UserError for invalid items before `place`."""
     digest = Digest(parts[:place.parts])
     for part in parts[place.parts:place.parts + 1]:
-        for item in itertools.islice(part.read(rules)[0], place.items):
+        for item, _ in itertools.islice(part.read(rules), place.items):
             digest.add(item)
     return digest.hexdigest()
 
@@ -168,9 +166,8 @@ def document_batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0)
     digest = Digest(parts[:start.parts])
     texts, skipped, characters = [], Counter(), 0
     for number, part in enumerate(parts[start.parts:], start.parts):
-        items, progress = part.read(rules)
         first = start.items if number == start.parts else 0
-        for count, item in enumerate(items, 1):
+        for count, (item, done) in enumerate(part.read(rules), 1):
             digest.add(item)
             if count <= first:
                 continue
@@ -181,7 +178,7 @@ def document_batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0)
                 skipped[item.reason if item else "empty"] += 1
             if characters >= size:
                 yield DocumentBatch(texts, skipped, Place(number, count),
-                            (before + weights[number] * progress()) / total, digest.hexdigest())
+                            (before + weights[number] * done) / total, digest.hexdigest())
                 texts, skipped, characters = [], Counter(), 0
         digest.end_part(part)
         before += weights[number]

@@ -18,10 +18,17 @@ from pathlib import Path
 import numpy as np
 
 from smallgpt_jax.data import tokenizers
-from smallgpt_jax.data.encoding import TrainingTexts, encode_batch, map_in_order
+from smallgpt_jax.data.encoding import TrainingTexts, encode_batch, log_progress, map_in_order
 from smallgpt_jax.data.parts import Place, document_batches
-from smallgpt_jax.data.preparation_log import log_progress, size_message
-from smallgpt_jax.data.store import FORMAT, METADATA_FILE, STORE_FILES, TokenStore, fingerprint, open_store
+from smallgpt_jax.data.store import (
+    FORMAT,
+    METADATA_FILE,
+    STORE_FILES,
+    TokenStore,
+    fingerprint,
+    open_store,
+    size_message,
+)
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.unfinished_store import JOURNAL_FILE, Journal, require_documents, resume_journal, write_documents
 from smallgpt_jax.errors import UserError

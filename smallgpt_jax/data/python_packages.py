@@ -11,9 +11,9 @@ import hashlib
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from smallgpt_jax.data.parts import Member, Part, Rules
+from smallgpt_jax.data.text_files import TextFile
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.storage.atomic import write_atomically
 
@@ -30,13 +30,6 @@ EXCLUDED_PREFIX = "transformers/models/"
 MAX_NAMED = 4  # distributions in a command
 
 
-class PackageFile(NamedTuple):
-    content_hash: str  # as in the RECORD of a distribution
-    name: str  # path in site-packages, with "/"
-    size: int  # bytes
-    path: Path
-
-
 @dataclasses.dataclass(frozen=True)
 class PythonPackages(Member):
     """The documents are whole files, in the order of their hashes. Of equal files, one is read."""
@@ -50,7 +43,7 @@ class PythonPackages(Member):
         return MANIFEST.read_text()
 
     @cached_property
-    def files(self) -> list[PackageFile]:
+    def files(self) -> list[TextFile]:
         """Raises UserError if a distribution is missing or differs from the manifest. Reads no Python file."""
         pins = {line.split()[0]: line for line in self.manifest.splitlines()}  # "name==version"
         if differences := {pin: why for pin, line in pins.items() if (why := difference(pin, line))}:
@@ -59,7 +52,8 @@ class PythonPackages(Member):
             raise UserError(f"config.data.source={self.name!r}: {differences[first]}{count}; "
                             + install_advice(list(differences)))
         files = [file for pin in pins for file in files_of(metadata.distribution(pin.split("==")[0]))]
-        return sorted({file.content_hash: file for file in reversed(files) if file.size}.values())
+        of_hash = {file.version: file for file in reversed(files) if file.size}
+        return [of_hash[content_hash] for content_hash in sorted(of_hash)]
 
     @property
     def identity(self) -> list:
@@ -70,10 +64,12 @@ class PythonPackages(Member):
         return list(map(part_of, self.files))
 
 
-def files_of(distribution: metadata.Distribution) -> list[PackageFile]:
-    """Returns the files that are read, from the RECORD of the distribution."""
+def files_of(distribution: metadata.Distribution) -> list[TextFile]:
+    """Returns the files that are read, from the RECORD of the distribution: names in site-packages, with "/", and
+    hashes of their content.
+    """
     rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
-    return [PackageFile(content_hash, name, int(size or 0), Path(distribution.locate_file(name)))
+    return [TextFile(Path(distribution.locate_file(name)), name, int(size or 0), content_hash)
             for name, content_hash, size in rows if is_read(name)]
 
 
@@ -84,8 +80,8 @@ def is_read(name: str) -> bool:
 
 def describe(distribution: metadata.Distribution, name: str) -> str:
     """Returns a line of `MANIFEST`: name==version, number of files and bytes, hash of the files' names and hashes."""
-    files = sorted(files_of(distribution), key=lambda file: file.name)
-    lines = "".join(f"{file.name} {file.content_hash}\n" for file in files)
+    files = sorted(files_of(distribution), key=lambda file: file.location)
+    lines = "".join(f"{file.location} {file.version}\n" for file in files)
     return (f"{name}=={distribution.version} {len(files)} {sum(file.size for file in files)} "
             f"{hashlib.sha256(lines.encode()).hexdigest()}")
 
@@ -108,20 +104,18 @@ def install_advice(pins: list[str]) -> str:
     return f"run pip install --force-reinstall --no-deps {' '.join(pins)}"
 
 
-def part_of(file: PackageFile) -> Part:
+def part_of(file: TextFile) -> Part:
     """Reading raises UserError if the content of the file is not that of its wheel."""
     def read(rules: Rules):
-        def items():
-            try:
-                content = file.path.read_bytes()
-            except OSError as error:
-                raise UserError(f"{file.path}: {error.strerror}; reinstall its distribution") from None
-            if record_hash(content) != file.content_hash:
-                raise UserError(f"{file.path}: was changed after its installation; reinstall its distribution")
-            yield content.decode(errors="replace")
-        return items(), lambda: 0.0
+        try:
+            content = file.path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{file.path}: {error.strerror}; reinstall its distribution") from None
+        if record_hash(content) != file.version:
+            raise UserError(f"{file.path}: was changed after its installation; reinstall its distribution")
+        yield content.decode(errors="replace"), 1.0
 
-    return Part(file.name, file.size, read, (file.content_hash,))
+    return Part(file.location, file.size, read, (file.version,))
 
 
 def record_hash(content: bytes) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import duration, millions
 from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.json_files import (
     ANYTHING,
@@ -184,3 +185,25 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
     for split in splits.values():
         split.check_files()
     return TokenStore(folder, metadata, **splits)
+
+
+def size_message(folder: Path, metadata: dict, seconds: float) -> str:
+    splits = metadata["splits"]
+    starts = [np.append(np.fromfile(folder / f"{name}{DOCUMENTS}", np.int64), splits[name]["tokens"])
+              for name in SPLITS]
+    lengths = np.concatenate([np.diff(s) for s in starts])
+    median, most, longest = (int(x) for x in np.quantile(lengths, (0.5, 0.95, 1), method="nearest"))
+    tokens = sum(split["tokens"] for split in splits.values())
+    text_bytes = sum(split["text_bytes"] for split in splits.values())
+    lines = [f"{metadata['made_from']['source']}: {len(lengths):,} documents, "
+             f"{millions(splits['train']['tokens'])} tokens for training, "
+             f"{millions(splits['validation']['tokens'])} for validation, "
+             f"{text_bytes / tokens:.2f} bytes per token ({duration(seconds)})",
+             f"tokens per document: median {median:,}, 95% at most {most:,}, longest {longest:,}"]
+    if metadata["skipped"]:
+        lines.append(f"skipped: {format_skipped(metadata['skipped'])}")
+    return "\n".join(lines)
+
+
+def format_skipped(skipped: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))

@@ -9,7 +9,7 @@ import io
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +51,8 @@ def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
 
     def read(rules: Rules):
         if content_suffix(path) == ".parquet":
-            return read_parquet(path, rules)
+            yield from read_parquet(path, rules)
+            return
         raw = open_binary(path)
         if content_suffix(path) in JSON_SUFFIXES:
             items = parse_json_lines(read_lines(path, raw, rules.max_document_bytes), path, rules)
@@ -61,7 +62,8 @@ def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
             items = iter([Skipped("not UTF-8 (whole file)")])
         else:
             items = split_passages(decode_utf8(read_pieces(path, raw), path, rules.invalid_utf8), passage)
-        return items, lambda: min(raw.tell() / max(file.size, 1), 1.0)
+        for item in items:
+            yield item, min(raw.tell() / max(file.size, 1), 1.0)
 
     return Part(str(path), file.size, read, (file.location, file.version, passage),
                 has_fields=content_suffix(path) in JSON_SUFFIXES)
@@ -83,7 +85,7 @@ def decompress(path: Path, raw) -> io.BufferedIOBase:
     if suffix == ".bz2":
         return bz2.open(raw)
     if suffix == ".zst":
-        return io.BufferedReader(import_pyarrow(path).input_stream(raw, compression="zstd"))
+        return io.BufferedReader(import_library("pyarrow", str(path)).input_stream(raw, compression="zstd"))
     return raw
 
 
@@ -208,42 +210,28 @@ def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Ru
     return extract_document(item, where, rules)
 
 
-def read_parquet(path: Path, rules: Rules) -> tuple[Iterator[Item], Callable[[], float]]:
-    parquet, types = import_pyarrow(path, "parquet"), import_pyarrow(path, "types")
+def read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
+    parquet, types = (import_library(f"pyarrow.{name}", str(path)) for name in ("parquet", "types"))
     with name_file_in_errors(path):
         file = parquet.ParquetFile(open_binary(path) if is_remote(path) else path)
-    rows = max(file.metadata.num_rows, 1)
-    columns = file.schema_arrow.names
-    if rules.text_field not in columns:
-        raise UserError(f"{path}: no column {rules.text_field!r}, its columns are {', '.join(columns)}; set "
-                        "--config.data.text_field")
-    done = 0
-
-    def batches():
-        with name_file_in_errors(path):
-            for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
-                column = batch.column(0)
-                # pyarrow does not check that strings are valid UTF-8. `extract_text` checks this if it receives bytes.
-                if types.is_string(column.type) or types.is_large_string(column.type):
-                    column = column.cast("binary" if types.is_string(column.type) else "large_binary")
-                yield column.to_pylist()
-
-    def items():
-        nonlocal done
-        for texts in batches():
-            for number, text in enumerate(texts, done + 1):
-                yield extract_text(text, f"{path}, row {number}", columns, rules)
-            done += len(texts)
-
-    return items(), lambda: done / rows
+        columns = file.schema_arrow.names
+        if rules.text_field not in columns:
+            raise UserError(f"{path}: no column {rules.text_field!r}, its columns are {', '.join(columns)}; set "
+                            "--config.data.text_field")
+        rows, before = file.metadata.num_rows, 0
+        for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
+            column = batch.column(0)
+            # pyarrow does not check that strings are valid UTF-8. `extract_text` checks this if it receives bytes.
+            if types.is_string(column.type) or types.is_large_string(column.type):
+                column = column.cast("binary" if types.is_string(column.type) else "large_binary")
+            for number, text in enumerate(column.to_pylist(), before + 1):
+                yield extract_text(text, f"{path}, row {number}", columns, rules), number / rows
+            before += len(column)
 
 
-def import_pyarrow(path: Path, module: str = ""):
+def import_library(name: str, what: str):
+    """Raises UserError if the library, which `what` needs, is not installed."""
     try:
-        return importlib.import_module(f"pyarrow{module and '.'}{module}")
+        return importlib.import_module(name)
     except ImportError:
-        raise missing_libraries(str(path)) from None
-
-
-def missing_libraries(what: str) -> UserError:
-    return UserError(f"{what}: requires extra libraries; run {install_command('data')}")
+        raise UserError(f"{what}: requires extra libraries; run {install_command('data')}") from None

@@ -26,7 +26,7 @@ import numpy as np
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.encoding import EncodedBatch
 from smallgpt_jax.data.parts import NOT_UTF8, TOO_LONG, Digest, DocumentBatch, Part, Place, Rules, digest_before
-from smallgpt_jax.data.store import COUNTED, DOCUMENTS, SPLITS, TOKENS, file_sizes
+from smallgpt_jax.data.store import COUNTED, DOCUMENTS, SPLITS, TOKENS, file_sizes, format_skipped
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import TEXT, read_json_or_none
@@ -158,10 +158,6 @@ def require_documents(journal: Journal) -> None:
                 f"config.data.source={made_from['source']!r}: none of its {total} documents is in the {name} split "
                 f"(config.data.validation_fraction={made_from['validation_fraction']}); use more text, or another "
                 "fraction")
-
-
-def format_skipped(skipped: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
 
 
 class SplitWriter:

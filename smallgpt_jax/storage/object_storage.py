@@ -160,6 +160,11 @@ class Reader(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
+    def close(self) -> None:
+        if hasattr(self, "_file"):  # __init__ may have failed
+            self._file.close()
+        super().close()
+
 
 class RemoteFile(NamedTuple):
     size: int  # bytes

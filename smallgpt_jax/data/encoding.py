@@ -51,20 +51,20 @@ def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validatio
     """Returns a batch per split. A batch with examples has no other texts."""
     are_examples = any(isinstance(text, Example) for text in batch.texts)
     if are_examples:
-        documents = [encode_example(example, tokenizer) for example in batch.texts]
-    else:  # if the marks are equal, the beginning of the next document marks the end
-        begin, end = tokenizer.begin_of_text, tokenizer.end_of_text
-        ends = [end] if end != begin else []
-        documents = [(np.concatenate([[begin], ids, ends], dtype=dtype, casting="unsafe"), [])
-                     for ids in encode(batch.texts, tokenizer)]
+        documents = [((ids,), counted) for ids, counted in (encode_example(text, tokenizer) for text in batch.texts)]
+    else:
+        begin, end = np.array([tokenizer.begin_of_text], dtype), np.array([tokenizer.end_of_text], dtype)
+        marked_end = () if begin == end else (end,)  # if equal, the beginning of the next document marks the end
+        documents = [((begin, ids, *marked_end), ()) for ids in encode(batch.texts, tokenizer)]
     chosen = {name: [] for name in SPLITS}
-    for text, (ids, counted) in zip(batch.texts, documents):
+    for text, document in zip(batch.texts, documents):
         name = "validation" if is_validation(text, validation_fraction) else "train"
-        chosen[name].append((len(text.encode()), ids, counted))
+        chosen[name].append((len(text.encode()), *document))
     return {name: EncodedBatch(
-        np.concatenate([[], *(ids for _, ids, _ in found)], dtype=dtype, casting="unsafe"),
-        np.array([len(ids) for _, ids, _ in found], np.int64), sum(text_bytes for text_bytes, _, _ in found),
-        np.concatenate([[], *(counted for _, _, counted in found)]).astype(bool) if are_examples else None)
+        np.concatenate([part for _, parts, _ in found for part in parts] or [[]], dtype=dtype, casting="unsafe"),
+        np.array([sum(map(len, parts)) for _, parts, _ in found], np.int64),
+        sum(text_bytes for text_bytes, _, _ in found),
+        np.concatenate([counted for _, _, counted in found] or [[]]).astype(bool) if are_examples else None)
         for name, found in chosen.items()}
 
 

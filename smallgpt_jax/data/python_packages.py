@@ -49,8 +49,9 @@ class PythonPackages(Member):
         if differences := {pin: why for pin, line in pins.items() if (why := difference(pin, line))}:
             first, *others = differences
             count = f" ({len(others)} more of the {len(pins)} distributions differ)" if others else ""
-            raise UserError(f"config.data.source={self.name!r}: {differences[first]}{count}; "
-                            + install_advice(list(differences)))
+            advice = (install_command("test") if len(differences) > MAX_NAMED
+                      else f"pip install --force-reinstall --no-deps {' '.join(differences)}")
+            raise UserError(f"config.data.source={self.name!r}: {differences[first]}{count}; run {advice}")
         files = [file for pin in pins for file in files_of(metadata.distribution(pin.split("==")[0]))]
         of_hash = {file.version: file for file in reversed(files) if file.size}
         return [of_hash[content_hash] for content_hash in sorted(of_hash)]
@@ -96,12 +97,6 @@ def difference(pin: str, line: str) -> str:
     if installed.version != version:
         return f"{name} {installed.version} is installed, but the text has {version}"
     return "" if describe(installed, name) == line else f"{pin} is installed with other files than those of its wheel"
-
-
-def install_advice(pins: list[str]) -> str:
-    if len(pins) > MAX_NAMED:
-        return f"run {install_command('test')}"
-    return f"run pip install --force-reinstall --no-deps {' '.join(pins)}"
 
 
 def part_of(file: TextFile) -> Part:

@@ -73,7 +73,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     with temporary_path(path) as partial:
         yield partial
         if is_remote(path):
-            object_storage.upload_file(partial, path)
+            object_storage.file_system().put_file(str(partial), str(path))
         else:
             with partial.open("rb") as file:
                 os.fsync(file.fileno())

@@ -281,11 +281,6 @@ def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
             raise UserError(f"{source}: changed while it was copied; rerun the same command")
 
 
-def upload_file(file: Path, target: Path) -> None:
-    """Readers see either no file or the whole file."""
-    file_system().put_file(str(file), str(target))
-
-
 def upload_folder(folder: Path, target: Path, last: str) -> None:
     """Writes the file `last` after all others, so readers that need it never see a part of the folder."""
     sizes = {path.relative_to(folder): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -120,7 +120,7 @@ def write_documents(folder: Path, journal: Journal, batches: Iterator[tuple[Docu
     """Appends `batches` to the files that `journal` describes, and records them in the journal.
 
     The journal is written after the other files, so it never records more tokens than they contain. If `batches` raise
-    a UserError, what was read before is written.
+    an error, what was read before is written.
     """
     splits = {name: SplitWriter(folder, name, dtype, has_answers, journal.latest.splits[name]) for name in SPLITS}
 

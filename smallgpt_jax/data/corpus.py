@@ -31,7 +31,7 @@ DESCRIPTION = (probe_corpus.DESCRIPTION, {"mixture": [{"weight": POSITIVE, **MET
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     stores: tuple[TokenStore, ...]
-    weights: tuple[float, ...]  # their sum is 1
+    weights: tuple[float, ...] = (1.0,)  # their sum is 1
     _packed: dict[tuple, Mixture] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -89,7 +89,7 @@ def open_existing(data, spec: StoreSpec | None = None) -> Corpus | ProbeCorpus |
     if data.mixture:
         return open_mixture(data.mixture)
     store = (spec or StoreSpec.of(data)).open()
-    return Corpus((store,), (1.0,)) if store else None
+    return Corpus((store,)) if store else None
 
 
 def load_or_prepare(data) -> Corpus | ProbeCorpus:
@@ -101,7 +101,7 @@ def load_or_prepare(data) -> Corpus | ProbeCorpus:
         raise UserError(
             f"config.data.store: no token store of {spec.source.value!r} in {str(spec.folder)!r}; prepare it first: "
             + command_line("prepare", *(config_arguments() or ["--config=…"])))
-    return Corpus((prepare_store(spec),), (1.0,))
+    return Corpus((prepare_store(spec),))
 
 
 def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus, bool]:
@@ -112,7 +112,7 @@ def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus
     spec = StoreSpec.of(data)
     if corpus := open_existing(data, spec):
         return corpus, False
-    return Corpus((prepare_store(spec, workers, log),), (1.0,)), True
+    return Corpus((prepare_store(spec, workers, log),)), True
 
 
 def require_room(data, corpus: Corpus | ProbeCorpus, context_length: int) -> None:

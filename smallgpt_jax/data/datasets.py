@@ -79,7 +79,7 @@ def tfrecord_part(path, count: int) -> Part:
                     raise ValueError(f"record {number} is not a tf.train.Example") from None
                 texts = fields[rules.text_field].bytes_list.value if rules.text_field in fields else ()
                 yield extract_text(texts[0] if len(texts) == 1 else None, f"{path}, record {number}",
-                                   sorted(fields), rules), number / count
+                                   sorted(fields), rules), min(number / max(count, 1), 1.0)
         if number != count:
             raise UserError(f"{path}: has {number} records, but dataset_info.json lists {count}; download this shard "
                             "again")

@@ -54,7 +54,6 @@ class Corpus:
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def bytes_per_token(self, split: str) -> float:
-        """Returns the weighted mean over the stores."""
         return float(np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores]))
 
     def pack(self, split: str, packing: str, separate: bool, context_length: int) -> Mixture:
@@ -163,11 +162,10 @@ def open_mixture(text: str) -> Corpus:
 
 
 def refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
-    """Raises UserError if one of `stores` trains on validation documents of another. They have the same tokenizer.
+    """Raises UserError if one of `stores`, which have the same tokenizer, trains on validation documents of another.
 
-    A document is selected for validation if the hash of its text is below the store's validation_fraction. Stores with
-    the same fraction therefore agree on every document. With different fractions, the store with the smaller one may
-    train on documents on which the other one is evaluated. The message begins with `field`.
+    A document is for validation if its hash is below the store's validation_fraction. So stores with the same fraction
+    agree, but one with a smaller fraction may train on validation documents of another.
     """
     fractions = [store.metadata["made_from"]["validation_fraction"] for store in stores]
     for one, fraction in zip(stores, fractions):

@@ -38,7 +38,6 @@ class Example(str):
 
 
 def extract_document(row: Mapping, where: str, rules: Rules) -> Item:
-    """Returns the text or the `Example` of a row; see `extract_text`."""
     if rules.format == "text":
         return extract_text(row.get(rules.text_field), where, row, rules)
     return extract_completion(row, where, rules) if rules.format == "completion" else extract_chat(row, where, rules)

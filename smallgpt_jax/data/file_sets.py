@@ -114,11 +114,10 @@ class LocalFiles(FileSet):
 
     def find(self) -> list[TextFile]:
         read = [path for path in self.paths if not self.is_folder or content_suffix(path) in self.endings]
-        if not read and self.is_folder:
-            raise UserError(f"config.data.source={self.name!r}: folder contains no {', '.join(self.endings)} file"
-                            + self.suggest_endings())
         if not read:
-            raise UserError(f"config.data.source={self.name!r}: no such file")
+            why = (f"folder contains no {', '.join(self.endings)} file{self.suggest_endings()}" if self.is_folder
+                   else "no such file")
+            raise UserError(f"config.data.source={self.name!r}: {why}")
         return list(map(local_file, read))
 
     def enclosing_folder(self, path: Path) -> Path | None:

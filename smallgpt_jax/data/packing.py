@@ -69,8 +69,6 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class SplitRows:
-    """The rows of a split of one token store."""
-
     split: Split
     context_length: int
     separate: bool  # adds segment ids

@@ -84,7 +84,6 @@ class Member(abc.ABC):
         return ""
 
     def enclosing_folder(self, path: Path) -> Path | None:
-        """Returns a folder of this member that contains `path`, or None."""
         return None
 
     def absolute_name(self) -> str:

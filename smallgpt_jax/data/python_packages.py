@@ -66,9 +66,7 @@ class PythonPackages(Member):
 
 
 def files_of(distribution: metadata.Distribution) -> list[TextFile]:
-    """Returns the files that are read, from the RECORD of the distribution: names in site-packages, with "/", and
-    hashes of their content.
-    """
+    """Returns the files that are read, from RECORD. Location: name in site-packages; version: hash of the content."""
     rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
     return [TextFile(Path(distribution.locate_file(name)), name, int(size or 0), content_hash)
             for name, content_hash, size in rows if is_read(name)]

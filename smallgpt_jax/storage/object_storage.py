@@ -83,7 +83,6 @@ def file_system():
 
 
 def is_used() -> bool:
-    """Returns whether this process has used a gs:// path."""
     return file_system.cache_info().currsize > 0
 
 

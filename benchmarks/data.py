@@ -78,7 +78,7 @@ def loader_rate(batches_of_tokens, tokens: int) -> float:
 
 def random_windows(split: store.Split, rows: int, positions: int):
     """Yields batches (inputs, targets) of random windows, which are copied one by one from a memory map."""
-    stream = np.memmap(store.tokens_file(split.folder, split.name), split.dtype, "r")
+    stream = np.memmap(split.folder / f"{split.name}{store.TOKENS}", split.dtype, "r")
     rng = np.random.default_rng(0)
     while True:
         places = rng.integers(0, len(stream) - positions - 1, rows)

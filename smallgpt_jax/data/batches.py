@@ -5,7 +5,6 @@ therefore be read without reading the earlier batches. The rows of several token
 the weights of the stores.
 """
 
-import dataclasses
 from collections.abc import Iterator
 
 import grain
@@ -15,17 +14,6 @@ from smallgpt_jax.data.packing import Batch, Mixture
 from smallgpt_jax.errors import UserError
 
 READ_AHEAD = 8  # batches
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadBatch(grain.transforms.Map):
-    """Reads this process's `rows` of a global batch, given the row numbers of the global batch, (B,)."""
-
-    mixture: Mixture
-    rows: slice | np.ndarray
-
-    def map(self, numbers_B: np.ndarray) -> Batch:
-        return self.mixture.read_rows(numbers_B[self.rows])
 
 
 def shuffled(mixture: Mixture, seed: int) -> grain.MapDataset:
@@ -52,7 +40,7 @@ def train_batches(mixture: Mixture, batch_size: int, seed: int, rows: slice | np
 
     Raises UserError if one batch needs more rows from a store than the store has.
     """
-    return row_numbers(mixture, batch_size, seed).map(ReadBatch(mixture, rows))
+    return row_numbers(mixture, batch_size, seed).map(lambda numbers_B: mixture.read_rows(numbers_B[rows]))
 
 
 def read_ahead(batches: grain.MapDataset, first: int, workers: int) -> Iterator[Batch]:

@@ -1,7 +1,7 @@
 """Chat templates: Jinja templates that write the messages of a conversation as one text, as in transformers.
 
 A template gets `messages`, `add_generation_prompt`, `bos_token` and `eos_token`. The last two are written as characters
-that no text contains, so that a message cannot contain them; `encoding.encode_chat` turns them into ids.
+that no text contains, so that a message cannot contain them; `examples.encode_chat` turns them into ids.
 """
 
 import functools

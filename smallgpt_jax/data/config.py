@@ -112,5 +112,4 @@ class DataConfig(ConfigGroup):
 
 
 def is_synthetic(data) -> bool:
-    """Returns whether the data are examples of a probe, not text."""
     return data.source.startswith(SYNTHETIC) and not data.mixture

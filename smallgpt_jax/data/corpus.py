@@ -6,18 +6,17 @@ A run on a probe has a `ProbeCorpus` in its place.
 import dataclasses
 import hashlib
 import json
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from smallgpt_jax.data import probe_corpus, tokenizers
 from smallgpt_jax.data.config import is_synthetic
-from smallgpt_jax.data.example_encoding import describe_length, encode_example
-from smallgpt_jax.data.leaks import refuse_leaks
+from smallgpt_jax.data.examples import describe_length, encode_example
 from smallgpt_jax.data.packing import PACKINGS, Mixture
 from smallgpt_jax.data.prepare import prepare_store
 from smallgpt_jax.data.probe_corpus import ProbeCorpus
-from smallgpt_jax.data.store import METADATA, TokenStore, open_store
+from smallgpt_jax.data.store import METADATA, Split, TokenStore, open_store
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, command_line, config_arguments
@@ -32,7 +31,8 @@ DESCRIPTION = (probe_corpus.DESCRIPTION, {"mixture": [{"weight": POSITIVE, **MET
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     stores: tuple[TokenStore, ...]
-    weights: tuple[float, ...]  # their sum is 1
+    weights: tuple[float, ...] = (1.0,)  # their sum is 1
+    _packed: dict[tuple, Mixture] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -54,7 +54,6 @@ class Corpus:
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def bytes_per_token(self, split: str) -> float:
-        """Returns the weighted mean over the stores."""
         return float(np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores]))
 
     def pack(self, split: str, packing: str, separate: bool, context_length: int) -> Mixture:
@@ -69,10 +68,6 @@ class Corpus:
                 self.weights)
         return self._packed[arguments]
 
-    @cached_property
-    def _packed(self) -> dict[tuple, Mixture]:
-        return {}
-
     def test_rows(self, context_length: int) -> dict[int, Mixture]:
         """Returns further validation rows: none, unlike `ProbeCorpus`."""
         return {}
@@ -86,21 +81,26 @@ def same_text(one: dict, other: dict) -> bool:
     return content == other_content
 
 
-def open_existing(data) -> Corpus | ProbeCorpus | None:
+def open_existing(data, spec: StoreSpec | None = None) -> Corpus | ProbeCorpus | None:
     """Returns None if the token store does not exist. Raises UserError if its source or settings differ from `data`."""
-    return find_corpus(data, StoreSpec.of(data))
+    if is_synthetic(data):
+        return ProbeCorpus.of(data)
+    if data.mixture:
+        return open_mixture(data.mixture)
+    store = (spec or StoreSpec.of(data)).open()
+    return Corpus((store,)) if store else None
 
 
 def load_or_prepare(data) -> Corpus | ProbeCorpus:
     """Prepares a missing store if its source is local and under 1 GB; else raises UserError with the command."""
     spec = StoreSpec.of(data)
-    if corpus := find_corpus(data, spec):
+    if corpus := open_existing(data, spec):
         return corpus
     if not spec.source.is_local or spec.source.num_bytes > PREPARE_LIMIT:
         raise UserError(
             f"config.data.store: no token store of {spec.source.value!r} in {str(spec.folder)!r}; prepare it first: "
             + command_line("prepare", *(config_arguments() or ["--config=…"])))
-    return Corpus((prepare_store(spec),), (1.0,))
+    return Corpus((prepare_store(spec),))
 
 
 def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus, bool]:
@@ -109,18 +109,9 @@ def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus
         raise UserError(f"config.data.source={data.source!r}: a probe has no token store, because its examples are "
                         "made during training; start the training")
     spec = StoreSpec.of(data)
-    if corpus := find_corpus(data, spec):
+    if corpus := open_existing(data, spec):
         return corpus, False
-    return Corpus((prepare_store(spec, workers, log),), (1.0,)), True
-
-
-def find_corpus(data, spec: StoreSpec) -> Corpus | ProbeCorpus | None:
-    if is_synthetic(data):
-        return ProbeCorpus.of(data)
-    if data.mixture:
-        return open_mixture(data.mixture)
-    store = spec.open()
-    return Corpus((store,), (1.0,)) if store else None
+    return Corpus((prepare_store(spec, workers, log),)), True
 
 
 def require_room(data, corpus: Corpus | ProbeCorpus, context_length: int) -> None:
@@ -168,3 +159,32 @@ def open_mixture(text: str) -> Corpus:
                 f"{stores[0].folder / 'tokenizer'}")
     refuse_leaks(f"config.data.mixture={text!r}", stores)
     return Corpus(tuple(stores), tuple(weight / sum(weights) for weight in weights))
+
+
+def refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
+    """Raises UserError if one of `stores`, which have the same tokenizer, trains on validation documents of another.
+
+    A document is for validation if its hash is below the store's validation_fraction. So stores with the same fraction
+    agree, but one with a smaller fraction may train on validation documents of another.
+    """
+    fractions = [store.metadata["made_from"]["validation_fraction"] for store in stores]
+    for one, fraction in zip(stores, fractions):
+        for other, other_fraction in zip(stores, fractions):
+            if fraction < other_fraction and (leaked := count_leaks(one.train, other.validation)):
+                raise UserError(
+                    f"{field}: {leaked:,} of the {one.train.documents:,} training documents of {str(one.folder)!r} are "
+                    f"validation documents of {str(other.folder)!r}; prepare all stores with the same "
+                    "config.data.validation_fraction")
+
+
+def count_leaks(train: Split, validation: Split) -> int:
+    lengths = np.unique(validation.lengths)
+    hashes = set(document_hashes(validation, lengths))
+    return sum(digest in hashes for digest in document_hashes(train, lengths))
+
+
+def document_hashes(split: Split, lengths: np.ndarray) -> Iterator[bytes]:
+    found = np.isin(split.lengths, lengths)
+    for start, length in zip(split.starts[found].tolist(), split.lengths[found].tolist()):
+        ids = split.stream[start:start + length].astype(np.uint32)
+        yield hashlib.blake2b(ids, digest_size=16).digest()

@@ -2,69 +2,61 @@
 
 import contextlib
 import dataclasses
+import functools
+import struct
+from collections.abc import Iterator
+from typing import BinaryIO
 
-from smallgpt_jax.data import tfrecord
 from smallgpt_jax.data.examples import extract_document
 from smallgpt_jax.data.parts import Member, Part, Rules, extract_text
-from smallgpt_jax.data.text_files import missing_libraries, name_file_in_errors, open_binary
+from smallgpt_jax.data.text_files import import_library, name_file_in_errors, open_binary
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
+
+HEADER = struct.Struct("<QI")  # of a TFRecord
+CHECKSUM_BYTES = 4
+
+
+@contextlib.contextmanager
+def name_source_in_errors(source: str) -> Iterator[None]:
+    """Raises a UserError with the name of the dataset if reading fails in the `with` block."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the libraries, the network and a dataset's own code raise errors of many types
+        why = short_reason(error)
+        fix = ("; convert the dataset to TFRecord or array_record files (tfds build --file_format=array_record), or "
+               "its text to Parquet files" if source.startswith("tfds:") and "file format" in why.lower() else "")
+        raise UserError(f"config.data.source={source!r}: {why.rstrip('.')}{fix}") from None
 
 
 def hugging_face_parts(source: str) -> list[Part]:
     """Returns one streamed `Part` per shard of the training split of `hf:NAME[:CONFIG]`."""
-    try:
-        import datasets
-    except ImportError:
-        raise missing_libraries(f"config.data.source={source!r}") from None
+    datasets = import_library("datasets", f"config.data.source={source!r}")
     name, *config = source.removeprefix("hf:").split(":", 1)
-
-    @contextlib.contextmanager
-    def name_source_in_errors():
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:  # the datasets library and the network raise errors of many types
-            raise UserError(f"config.data.source={source!r}: {short_reason(error)}") from None
-
-    with name_source_in_errors():
+    with name_source_in_errors(source):
         stream = datasets.load_dataset(name, *config, split="train", streaming=True)
 
     def read(shard: int, rules: Rules):
-        def items():
-            with name_source_in_errors():
-                for number, row in enumerate(stream.shard(num_shards=stream.num_shards, index=shard), 1):
-                    yield extract_document(row, f"{source}, shard {shard}, row {number}", rules)
-        return items(), lambda: 0.0
+        with name_source_in_errors(source):
+            for number, row in enumerate(stream.shard(num_shards=stream.num_shards, index=shard), 1):
+                yield extract_document(row, f"{source}, shard {shard}, row {number}", rules), 0.0
 
-    return [Part(f"{source}, shard {shard}", 0, lambda rules, shard=shard: read(shard, rules), has_fields=True)
+    return [Part(f"{source}, shard {shard}", 0, functools.partial(read, shard), has_fields=True)
             for shard in range(stream.num_shards)]
 
 
 def tfds_parts(source: str) -> list[Part]:
-    """Returns one `Part` per TFRecord shard of `tfds:NAME`, or a single `Part` for other formats.
-
-    Reading a part does not need TensorFlow.
-    """
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError:
-        raise missing_libraries(f"config.data.source={source!r}") from None
+    """Returns one `Part` per TFRecord shard of `tfds:NAME`, or a single `Part` for other formats."""
+    tfds = import_library("tensorflow_datasets", f"config.data.source={source!r}")
     name = source.removeprefix("tfds:")
-    try:
+    with name_source_in_errors(source):
         builder = tfds.builder(name)
         if builder.is_prepared() and builder.info.available_file_formats() == {tfds.core.FileFormat.TFRECORD}:
             split = builder.info.splits["train"]
             return list(map(tfrecord_part, split.filepaths, split.shard_lengths))
         return [indexed_part(source, tfds.data_source(name, split="train"))]
-    except UserError:
-        raise
-    except Exception as error:  # TFDS runs the dataset's own code, which can raise anything
-        why = short_reason(error)
-        fix = ("; convert the dataset to TFRecord or array_record files (tfds build --file_format=array_record), or "
-               "its text to Parquet files" if "file format" in why.lower() else "")
-        raise UserError(f"config.data.source={source!r}: {why.rstrip('.')}{fix}") from None
 
 
 def tfrecord_part(path, count: int) -> Part:
@@ -78,37 +70,51 @@ def tfrecord_part(path, count: int) -> Part:
         raise UserError(f"{path}: {error.strerror}; download this shard again") from None
 
     def read(rules: Rules):
-        file = open_binary(path)
-
-        def items():
-            number = 0
-            with name_file_in_errors(path):
-                for number, record in enumerate(tfrecord.read_records(file, stat.length), 1):
-                    try:
-                        fields = tf_example_pb2.Example.FromString(record).features.feature
-                    except DecodeError:
-                        raise ValueError(f"record {number} is not a tf.train.Example") from None
-                    texts = fields[rules.text_field].bytes_list.value if rules.text_field in fields else ()
-                    yield extract_text(texts[0] if len(texts) == 1 else None, f"{path}, record {number}",
-                                       sorted(fields), rules)
-            if number != count:
-                raise UserError(f"{path}: has {number} records, but dataset_info.json lists {count}; download "
-                                "this shard again")
-        return items(), lambda: file.tell() / max(stat.length, 1)
+        number = 0
+        with name_file_in_errors(path):
+            for number, record in enumerate(read_records(open_binary(path), stat.length), 1):
+                try:
+                    fields = tf_example_pb2.Example.FromString(record).features.feature
+                except DecodeError:
+                    raise ValueError(f"record {number} is not a tf.train.Example") from None
+                texts = fields[rules.text_field].bytes_list.value if rules.text_field in fields else ()
+                yield extract_text(texts[0] if len(texts) == 1 else None, f"{path}, record {number}",
+                                   sorted(fields), rules), min(number / max(count, 1), 1.0)
+        if number != count:
+            raise UserError(f"{path}: has {number} records, but dataset_info.json lists {count}; download this shard "
+                            "again")
 
     return Part(str(path), stat.length, read, (stat.mtime,))
 
 
-def indexed_part(source: str, rows) -> Part:
-    done = 0
+def read_records(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yields the records of a TFRecord file. Reading does not need TensorFlow.
 
+    A record consists of the length of its data in bytes (uint64), a checksum of the length (uint32), the data, and a
+    checksum of the data (uint32), all little-endian. Raises ValueError if a record is truncated or its length does not
+    match the checksum. The checksum of the data is not verified, because that takes longer in Python than tokenizing.
+    """
+    from tensorboardX.record_writer import masked_crc32c
+
+    end = 0
+    while end < size:
+        start, header = end, file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise ValueError(f"the record at byte {start} is truncated")
+        length, checksum = HEADER.unpack(header)
+        if checksum != masked_crc32c(header[:8]):
+            raise ValueError(f"no record starts at byte {start}")
+        end = start + HEADER.size + length + CHECKSUM_BYTES
+        if end > size:
+            raise ValueError(f"the record at byte {start} is truncated")
+        yield file.read(length + CHECKSUM_BYTES)[:length]
+
+
+def indexed_part(source: str, rows) -> Part:
     def read(rules: Rules):
-        def items():
-            nonlocal done
-            for done in range(len(rows)):
-                row = rows[done]
-                yield extract_text(row.get(rules.text_field), f"{source}, item {done}", row, rules)
-        return items(), lambda: done / max(len(rows), 1)
+        for number in range(len(rows)):
+            row = rows[number]
+            yield extract_text(row.get(rules.text_field), f"{source}, item {number}", row, rules), number / len(rows)
 
     return Part(source, 0, read)
 
@@ -120,7 +126,6 @@ DATASETS = {"hf:": hugging_face_parts, "tfds:": tfds_parts}
 @dataclasses.dataclass(frozen=True)
 class Dataset(Member):
     is_local = False
-    num_bytes = 0
 
     name: str  # with the prefix
 

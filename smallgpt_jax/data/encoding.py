@@ -1,6 +1,7 @@
 """Tokenizing documents in parallel, and assigning them to splits."""
 
 import hashlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,12 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smallgpt_jax.data.example_encoding import encode_example
-from smallgpt_jax.data.examples import Example
-from smallgpt_jax.data.parts import DocumentBatch
+from smallgpt_jax.data.examples import Example, encode_example
+from smallgpt_jax.data.parts import DocumentBatch, Place
 from smallgpt_jax.data.store import SPLITS
 from smallgpt_jax.data.tokenizers import Tokenizer
+from smallgpt_jax.formatting import duration, millions
 
+PROGRESS_SECONDS = 10  # minimum time between progress messages
 LONG_TEXT = 1_000_000  # characters; longer documents are split before tokenization
 
 
@@ -21,6 +23,20 @@ def is_validation(text: str, fraction: float) -> bool:
     """Depends only on a hash of the text, so the order of documents has no effect and duplicates share a split."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
+
+
+class TrainingTexts:
+    """The documents of `batches` that are not for validation. `end`: where those read so far end; None: at the end."""
+
+    def __init__(self, batches: Iterable[DocumentBatch], validation_fraction: float):
+        self._batches, self._fraction = batches, validation_fraction
+        self.end: Place | None = Place()
+
+    def __iter__(self) -> Iterator[str]:
+        for batch in self._batches:
+            self.end = batch.place
+            yield from (text for text in batch.texts if not is_validation(text, self._fraction))
+        self.end = None
 
 
 class EncodedBatch(NamedTuple):
@@ -32,36 +48,24 @@ class EncodedBatch(NamedTuple):
 
 def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validation_fraction: float,
                  ) -> dict[str, EncodedBatch]:
-    if any(isinstance(text, Example) for text in batch.texts):
-        return encode_examples(batch, tokenizer, dtype, validation_fraction)
-    ids, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
-    begin, end = np.array([tokenizer.begin_of_text], dtype), np.array([tokenizer.end_of_text], dtype)
-    if tokenizer.begin_of_text == tokenizer.end_of_text:  # the beginning of the next document marks the end
-        end = end[:0]
-    for text, document in zip(batch.texts, encode(batch.texts, tokenizer)):
+    """Returns a batch per split. A batch with examples has no other texts."""
+    are_examples = any(isinstance(text, Example) for text in batch.texts)
+    if are_examples:
+        documents = [((ids,), counted) for ids, counted in (encode_example(text, tokenizer) for text in batch.texts)]
+    else:
+        begin, end = np.array([tokenizer.begin_of_text], dtype), np.array([tokenizer.end_of_text], dtype)
+        marked_end = () if begin == end else (end,)  # if equal, the beginning of the next document marks the end
+        documents = [((begin, ids, *marked_end), ()) for ids in encode(batch.texts, tokenizer)]
+    chosen = {name: [] for name in SPLITS}
+    for text, document in zip(batch.texts, documents):
         name = "validation" if is_validation(text, validation_fraction) else "train"
-        ids[name].append(document)
-        text_bytes[name] += len(text.encode())
+        chosen[name].append((len(text.encode()), *document))
     return {name: EncodedBatch(
-        np.concatenate([part for document in documents for part in (begin, document, end)] or [end[:0]],
-                       dtype=dtype, casting="unsafe"),
-        np.array([1 + len(document) + len(end) for document in documents], np.int64), text_bytes[name])
-        for name, documents in ids.items()}
-
-
-def encode_examples(batch: DocumentBatch, tokenizer: Tokenizer, dtype, validation_fraction: float,
-                    ) -> dict[str, EncodedBatch]:
-    """A batch of examples has no other texts."""
-    encoded, text_bytes = {name: [] for name in SPLITS}, dict.fromkeys(SPLITS, 0)
-    for example in batch.texts:
-        name = "validation" if is_validation(example, validation_fraction) else "train"
-        encoded[name].append(encode_example(example, tokenizer))
-        text_bytes[name] += len(example.encode())
-    return {name: EncodedBatch(
-        np.concatenate([ids for ids, _ in documents] or [[]]).astype(dtype),
-        np.array([len(ids) for ids, _ in documents], np.int64), text_bytes[name],
-        np.concatenate([counted for _, counted in documents] or [[]]).astype(bool))
-        for name, documents in encoded.items()}
+        np.concatenate([part for _, parts, _ in found for part in parts] or [[]], dtype=dtype, casting="unsafe"),
+        np.array([sum(map(len, parts)) for _, parts, _ in found], np.int64),
+        sum(text_bytes for text_bytes, _, _ in found),
+        np.concatenate([counted for _, _, counted in found] or [[]]).astype(bool) if are_examples else None)
+        for name, found in chosen.items()}
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
@@ -113,3 +117,18 @@ def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[
             pool.shutdown(cancel_futures=True)
     if not isinstance(end, StopIteration):
         raise end
+
+
+def log_progress(batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]], first: float, log) -> Iterator:
+    """Yields `batches`. Logs progress from the fraction `first` on, speed and remaining time every PROGRESS_SECONDS."""
+    started = logged = time.monotonic()
+    tokens = 0
+    for batch, encoded in batches:
+        yield batch, encoded
+        tokens += sum(len(split.tokens) for split in encoded.values())
+        if time.monotonic() - logged >= PROGRESS_SECONDS:
+            logged = time.monotonic()
+            seconds = logged - started
+            left = seconds * (1 - batch.done) / (batch.done - first) if batch.done > first else None
+            log(f"  {batch.done:4.0%}   {millions(tokens)} tokens, {tokens / seconds:,.0f} tokens/s"
+                + (f", {duration(left)} left" if left is not None else ""))

@@ -3,17 +3,19 @@
 import abc
 import dataclasses
 import glob
+import os
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from smallgpt_jax.data.folders import count_endings, drop_linked_duplicates, suggest_endings, walk_folders
 from smallgpt_jax.data.parts import Member, Part
 from smallgpt_jax.data.text_files import (
     ARCHIVE_SUFFIXES,
     COMPRESSED_SUFFIXES,
+    ROW_SUFFIXES,
     TextFile,
     content_suffix,
     file_part,
@@ -32,7 +34,11 @@ STDLIB_EXCLUDED = {"test", "tests", "idle_test", "encodings", "pydoc_data", "sit
 
 @dataclasses.dataclass(frozen=True)
 class FileSet(Member):
-    """A file, a folder with its subfolders, or a glob."""
+    """A file, a folder with its subfolders, or a glob. Subclasses have two further properties:
+
+    `is_folder`: whether only files with one of the `endings` are read
+    `paths`: the files that the path names, including those in a folder that are not read
+    """
 
     name: str
     endings: tuple[str, ...]  # of the files in a folder that are read; an ending of compressed files may follow
@@ -40,16 +46,6 @@ class FileSet(Member):
     @cached_property
     def path(self) -> Path:
         return as_path("config.data.source", self.name)
-
-    @property
-    @abc.abstractmethod
-    def is_folder(self) -> bool:
-        """Whether only files with one of the `endings` are read."""
-
-    @property
-    @abc.abstractmethod
-    def paths(self) -> Iterable[Path]:
-        """The files that the path names, including those in a folder that are not read."""
 
     @abc.abstractmethod
     def find(self) -> list[TextFile]:
@@ -65,10 +61,6 @@ class FileSet(Member):
         return files
 
     @property
-    def num_bytes(self) -> int:
-        return sum(file.size for file in self.files)
-
-    @property
     def identity(self) -> list:
         return [(file.location, file.size, file.version) for file in self.files]
 
@@ -79,11 +71,24 @@ class FileSet(Member):
         """Returns how many files of a folder are read and how many are not, by ending; "" if it is no folder."""
         if not self.is_folder:
             return ""
-        counts = count_endings(self.path, self.paths)
-        read, other = (", ".join(f"{count:,} {ending or 'without ending'}" for ending, count in counts.most_common()
+        read, other = (", ".join(f"{count:,} {ending or 'without ending'}"
+                                 for ending, count in self.count_endings().most_common()
                                  if (ending in self.endings) == is_read) for is_read in (True, False))
-        return (f"{self.name}: files read: {read or 'none'}; files not read: {other or 'none'}"
-                + suggest_endings(self.path, self.paths, self.endings))
+        return f"{self.name}: files read: {read or 'none'}; files not read: {other or 'none'}{self.suggest_endings()}"
+
+    def count_endings(self) -> Counter:
+        """Ignores hidden files and files in hidden folders."""
+        return Counter(content_suffix(path) for path in self.paths
+                       if not any(part.startswith(".") for part in path.relative_to(self.path).parts))
+
+    def suggest_endings(self) -> str:
+        counts = {ending: count for ending, count in self.count_endings().items()
+                  if ending not in ("", *self.endings, *ARCHIVE_SUFFIXES)}
+        if not counts:
+            return ""
+        ending = max(counts, key=counts.get)
+        texts = ",".join([*(ending for ending in self.endings if ending not in ROW_SUFFIXES), ending])
+        return f"; to read its {counts[ending]:,} {ending} files as text, set --config.data.text_endings={texts}"
 
 
 class LocalFiles(FileSet):
@@ -109,11 +114,10 @@ class LocalFiles(FileSet):
 
     def find(self) -> list[TextFile]:
         read = [path for path in self.paths if not self.is_folder or content_suffix(path) in self.endings]
-        if not read and self.is_folder:
-            raise UserError(f"config.data.source={self.name!r}: folder contains no {', '.join(self.endings)} file"
-                            + suggest_endings(self.path, self.paths, self.endings))
         if not read:
-            raise UserError(f"config.data.source={self.name!r}: no such file")
+            why = (f"folder contains no {', '.join(self.endings)} file{self.suggest_endings()}" if self.is_folder
+                   else "no such file")
+            raise UserError(f"config.data.source={self.name!r}: {why}")
         return list(map(local_file, read))
 
     def enclosing_folder(self, path: Path) -> Path | None:
@@ -150,7 +154,7 @@ class RemoteFiles(FileSet):
                 if self.is_pattern or path == self.path or content_suffix(path) in self.endings]
         if not read:
             raise UserError(f"config.data.source={self.name!r}: no such file, and no folder with "
-                            f"{', '.join(self.endings)} files" + suggest_endings(self.path, self.paths, self.endings))
+                            f"{', '.join(self.endings)} files" + self.suggest_endings())
         return sorted(read)
 
     def enclosing_folder(self, path: Path) -> Path | None:
@@ -175,3 +179,29 @@ class StandardLibrary(LocalFiles):
 
     def parts(self, passage: int) -> list[Part]:
         return [file_part(file, passage, is_code=True) for file in self.files]
+
+
+def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yields `root` and each folder below it, with the names of the files in it. Follows symbolic links to folders.
+
+    A folder reached through several links is yielded once, so the function returns even if links form a cycle.
+    """
+    seen, waiting = set(), [str(root)]
+    for start in waiting:  # the loop body appends to `waiting`
+        for folder, names, files in os.walk(start):
+            real = os.path.realpath(folder)
+            if real in seen:
+                names.clear()  # do not walk the subfolders again
+                continue
+            seen.add(real)
+            names.sort()
+            waiting += [link for name in names if os.path.islink(link := os.path.join(folder, name))]
+            yield folder, files
+
+
+def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
+    """If links give a folder several paths, keeps only its files under the shortest path."""
+    folders = sorted({path.parent for path in paths}, key=lambda folder: (len(folder.parts), folder))
+    real = {folder: os.path.realpath(folder) for folder in folders}
+    shortest = {real[folder]: folder for folder in reversed(folders)}
+    return [path for path in paths if shortest[real[path.parent]] == path.parent]

@@ -47,7 +47,6 @@ class Mixture:
 
     @cached_property
     def padding(self) -> float:
-        """Returns the fraction of the input tokens that are padding."""
         return sum(weight * packing.padding for packing, weight in zip(self.packings, self.weights))
 
     @cached_property
@@ -69,21 +68,31 @@ class Mixture:
 
 
 @dataclasses.dataclass(frozen=True)
-class Concat:
+class SplitRows:
+    split: Split
+    context_length: int
+    separate: bool  # adds segment ids
+
+    @property
+    def summary(self) -> str:
+        split = self.split
+        if split.has_answers:
+            long = int(np.sum(split.lengths > self.context_length))
+            rest = (f"{split.documents - long:,} examples, {np.mean(split.counted):.0%} of the tokens are answers"
+                    + (f"; {long:,} too long examples are left out" if long else ""))
+        else:
+            rest = f"{self.cut_documents:.0%} of the documents split"
+        return f"{split.folder.name}, {self.name}: {self.padding:.2%} padding, {rest}"
+
+
+class Concat(SplitRows):
     """Concatenates documents and cuts the result into rows. The last target of a row is the first input of the next.
 
     The tokens after the last full row are dropped. All others, except the first, are targets once per epoch.
     """
 
-    split: Split
-    context_length: int
-    separate: bool  # adds segment ids
-
+    name = "concat"
     padding = 0.0
-
-    @property
-    def summary(self) -> str:
-        return summary(self, "concat")
 
     @property
     def num_rows(self) -> int:
@@ -108,8 +117,7 @@ class Concat:
         return Batch(tokens_BxT1, np.cumsum(begins_BxT, axis=1, dtype=np.int32))
 
 
-@dataclasses.dataclass(frozen=True)
-class BestFit:
+class BestFit(SplitRows):
     """Packs whole documents into rows by best-fit decreasing (Ding et al., arXiv 2404.10830).
 
     Only documents longer than context_length tokens are cut. Every token of the split is an input once per epoch. The
@@ -118,13 +126,7 @@ class BestFit:
     Packing needs about 130 bytes of memory per document. About 30 of these bytes stay in use after packing.
     """
 
-    split: Split
-    context_length: int
-    separate: bool
-
-    @property
-    def summary(self) -> str:
-        return summary(self, "best_fit")
+    name = "best_fit"
 
     @property
     def num_rows(self) -> int:
@@ -170,17 +172,6 @@ class BestFit:
         self.split.check_ids(tokens_BxT1)
         self.split.check_ids(targets_BxT)
         return Batch(tokens_BxT1, segment_ids_BxT if self.separate else None, loss_mask_BxT, targets_BxT)
-
-
-def summary(packing: Concat | BestFit, name: str) -> str:
-    if packing.split.has_answers:
-        long = int(np.sum(packing.split.lengths > packing.context_length))
-        return (f"{packing.split.folder.name}, {name}: {packing.padding:.2%} padding, "
-                f"{packing.split.documents - long:,} examples, "
-                f"{np.mean(packing.split.counted):.0%} of the tokens are answers"
-                + (f"; {long:,} too long examples are left out" if long else ""))
-    return (f"{packing.split.folder.name}, {name}: {packing.padding:.2%} padding, {packing.cut_documents:.0%} of the "
-            "documents split")
 
 
 class RowPieces(NamedTuple):
@@ -240,4 +231,4 @@ def pack_best_fit(starts_D: np.ndarray, lengths_D: np.ndarray, row_length: int) 
     return RowPieces(starts[order], lengths[order], first_piece)
 
 
-PACKINGS = {"concat": Concat, "best_fit": BestFit}
+PACKINGS = {packing.name: packing for packing in (Concat, BestFit)}

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,13 +55,11 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One file or shard. `read` returns an iterator of its items, always in the same order, and a function that returns
-    the fraction read so far, 0 to 1.
-    """
+    """One file or shard. `read` yields its items, always in the same order, with the fraction read so far, 0 to 1."""
 
     name: str
     size: int  # bytes; 0 if unknown
-    read: Callable[[Rules], tuple[Iterator[Item], Callable[[], float]]]
+    read: Callable[[Rules], Iterator[tuple[Item, float]]]
     version: tuple = ()  # changes when the items change; () if changes cannot be detected
     has_fields: bool = False  # whether items are rows that may have a prompt and a completion, or messages
 
@@ -71,8 +69,12 @@ class Member(abc.ABC):
 
     is_local: bool
     name: str  # in config.data.source
-    num_bytes: int  # 0 if unknown
+    files: Sequence = ()  # each with its `size` in bytes; none, if this is unknown
     identity: list  # changes when the text changes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files)
 
     @abc.abstractmethod
     def parts(self, passage: int) -> list[Part]:
@@ -82,7 +84,6 @@ class Member(abc.ABC):
         return ""
 
     def enclosing_folder(self, path: Path) -> Path | None:
-        """Returns a folder of this member that contains `path`, or None."""
         return None
 
     def absolute_name(self) -> str:
@@ -150,7 +151,7 @@ def digest_before(parts: list[Part], rules: Rules, place: Place) -> str:
     """Returns the digest of a source up to `place`. Raises UserError for invalid items before `place`."""
     digest = Digest(parts[:place.parts])
     for part in parts[place.parts:place.parts + 1]:
-        for item in itertools.islice(part.read(rules)[0], place.items):
+        for item, _ in itertools.islice(part.read(rules), place.items):
             digest.add(item)
     return digest.hexdigest()
 
@@ -164,9 +165,8 @@ def document_batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0)
     digest = Digest(parts[:start.parts])
     texts, skipped, characters = [], Counter(), 0
     for number, part in enumerate(parts[start.parts:], start.parts):
-        items, progress = part.read(rules)
         first = start.items if number == start.parts else 0
-        for count, item in enumerate(items, 1):
+        for count, (item, done) in enumerate(part.read(rules), 1):
             digest.add(item)
             if count <= first:
                 continue
@@ -177,7 +177,7 @@ def document_batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0)
                 skipped[item.reason if item else "empty"] += 1
             if characters >= size:
                 yield DocumentBatch(texts, skipped, Place(number, count),
-                            (before + weights[number] * progress()) / total, digest.hexdigest())
+                            (before + weights[number] * done) / total, digest.hexdigest())
                 texts, skipped, characters = [], Counter(), 0
         digest.end_part(part)
         before += weights[number]

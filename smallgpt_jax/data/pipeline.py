@@ -1,7 +1,6 @@
 """Makes the batches of a run: packs a corpus into rows, shuffles the rows, and places batches on the mesh's devices."""
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -49,17 +48,16 @@ def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_s
                          for split in ("train", "validation"))
     tests = corpus.test_rows(context_length)
     rows = sharding.local_rows(mesh, batch_size)
+
+    def to_devices(batch: Batch) -> Batch:
+        return jax.tree.map(lambda local: sharding.global_batch(mesh, rows, batch_size, local), batch)
+
     return DataPipeline(
         corpus, train, batch_size * context_length * (1 - train.padding),
         batches.train_batches(train, batch_size, seed, rows),
         batches.validation_batches(validation, batch_size, eval_steps, rows),
         {length: batches.validation_batches(test, batch_size, eval_steps, rows) for length, test in tests.items()},
-        batches.row_numbers(train, batch_size, seed), functools.partial(place_on_devices, mesh, rows, batch_size))
-
-
-def place_on_devices(mesh: jax.sharding.Mesh, rows: np.ndarray, batch_size: int, batch: Batch) -> Batch:
-    """Returns the global batch. `batch` has this process's `rows` of it."""
-    return jax.tree.map(lambda local: sharding.global_batch(mesh, rows, batch_size, local), batch)
+        batches.row_numbers(train, batch_size, seed), to_devices)
 
 
 def num_validation_targets(corpus: Corpus, data, *, context_length: int, batch_size: int,

@@ -1,87 +1,130 @@
 """Prepares token stores from text. An interrupted preparation can be resumed.
 
 A store is written to the folder STORE.partial, which is renamed to STORE on completion. A store in object storage is
-prepared in the cache folder and then uploaded.
+prepared in the cache folder and then uploaded. Threads tokenize; the main thread appends tokens in the order of the
+source.
 """
 
+import contextlib
 import dataclasses
+import functools
+import json
 import os
+import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from smallgpt_jax.data.journal import JOURNAL_FILE
-from smallgpt_jax.data.store import METADATA_FILE, STORE_FILES, TokenStore
+import numpy as np
+
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data.encoding import TrainingTexts, encode_batch, log_progress, map_in_order
+from smallgpt_jax.data.parts import Place, document_batches
+from smallgpt_jax.data.store import (
+    FORMAT,
+    METADATA_FILE,
+    STORE_FILES,
+    TokenStore,
+    fingerprint,
+    open_store,
+    size_message,
+)
 from smallgpt_jax.data.store_spec import StoreSpec
-from smallgpt_jax.data.unfinished_store import write_store
+from smallgpt_jax.data.unfinished_store import JOURNAL_FILE, Journal, require_documents, resume_journal, write_documents
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.atomic import rename
+from smallgpt_jax.storage.atomic import rename, write_atomically
 from smallgpt_jax.storage.locks import file_lock
-from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket, upload_folder
+from smallgpt_jax.storage.object_storage import is_remote, upload_folder
 
 
 def prepare_store(spec: StoreSpec, workers: int | None = None, log=print) -> TokenStore:
-    """Prepares the token store of `spec`, or resumes its preparation (see journal.py).
+    """Prepares the token store of `spec`, or resumes its preparation (see unfinished_store.py).
 
     `workers` is the number of tokenizer threads (None: one per core); the content of the store does not depend on it.
     The preparation needs about 10 MB of memory per worker, plus a few times the size of the longest document. Raises
     UserError if another process has made a store with another source or settings meanwhile.
     """
-    if not is_remote(spec.folder):
-        return prepare_local_store(spec, workers, log)
-    require_free_prefix(spec.folder)
-    spec.check_source(spec.folder)
-    local = prepare_local_store(dataclasses.replace(spec, store=""), workers, log)
-    return upload_store(local, spec, log)
-
-
-def prepare_local_store(spec: StoreSpec, workers: int | None, log) -> TokenStore:
-    folder = Path(os.path.realpath(spec.folder))  # if it is a link, the unfinished store is where the link points
-    require_free_path(folder)
-    spec.check_source(folder)
-    name = spec.partial_name(folder)
-    try:
+    spec.check()
+    folder, partial = spec.real_folder, spec.partial
+    lock = partial.with_name(f".{partial.stem}.lock")
+    # Another process may finish or upload the store while this one waits for the lock.
+    if is_remote(folder):
+        local = prepare_store(dataclasses.replace(spec, store=""), workers, log)
+        with file_lock(lock, wait=True):
+            if not (folder / METADATA_FILE).is_file():
+                log(f"uploading {local.folder} to {folder}")
+                upload_folder(local.folder, folder, last=METADATA_FILE)
+                return dataclasses.replace(local, folder=folder)
+    else:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(folder.with_name(f".{name}.lock"), wait=True):
-            if not (folder / METADATA_FILE).is_file():  # another process may have finished the store meanwhile
-                for message in spec.source.messages():
-                    log(message)
-                partial = folder.with_name(f"{name}.partial")
+        with name_store_in_errors(folder), file_lock(lock, wait=True):
+            if not (folder / METADATA_FILE).is_file():
                 write_store(partial, spec, workers or os.cpu_count(), log)
-                require_free_path(folder)
                 rename(partial, folder)
                 (folder / JOURNAL_FILE).unlink()
+    return open_store(spec.folder, spec.made_from)
+
+
+@contextlib.contextmanager
+def name_store_in_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         if error.filename and folder.parent not in Path(error.filename).parents:
             raise  # the file named in the error belongs to the source or the tokenizer, not to the store
         raise UserError(f"config.data.store: cannot write to {error.filename or folder.parent}: "
                         f"{error.strerror}; rerun the same command to resume") from None
-    return spec.open()
 
 
-def upload_store(local: TokenStore, spec: StoreSpec, log) -> TokenStore:
-    folder = spec.folder
-    with file_lock(folder.with_name(f".{folder.name}.lock"), wait=True):
-        if store := spec.open():  # uploaded by another process meanwhile
-            return store
-        log(f"uploading {local.folder} to {folder}")
-        upload_folder(local.folder, folder, last=METADATA_FILE)
-    return dataclasses.replace(local, folder=folder)
+def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
+    """Writes a store to `partial`, or resumes the unfinished store there."""
+    for message in spec.source.messages():
+        log(message)
+    parts, rules, fraction = spec.source.parts, spec.rules, spec.made_from["validation_fraction"]
+    identity = {"format": FORMAT, "made_from": spec.made_from, "texts": spec.source.fingerprint,
+                "tokenizer": spec.tokenizer.fingerprint}
+    if journal := resume_journal(partial, identity, parts, rules, log):
+        log(f"resuming {partial}: {journal.latest.done:.0%} done")
+        tokenizer = tokenizers.load(partial / "tokenizer")
+    else:
+        remove_partial(partial, log)
+        if spec.tokenizer.is_trained:
+            log(f"training the tokenizer {spec.tokenizer.value} on {spec.source.value}")
+        texts = TrainingTexts(document_batches(parts, rules), fraction)
+        tokenizer = spec.tokenizer.make(texts)
+        tokenizers.save(tokenizer, partial / "tokenizer")
+        journal = Journal(identity, texts.end)
+
+    started = time.monotonic()
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    encode = functools.partial(encode_batch, tokenizer=tokenizer, dtype=dtype, validation_fraction=fraction)
+    batches = document_batches(parts, rules, journal.latest.place)
+    encoded = log_progress(map_in_order(encode, batches, workers), journal.latest.done, log)
+    try:
+        write_documents(partial, journal, encoded, dtype, has_answers=rules.format != "text")
+        require_documents(journal)
+    except UserError:
+        if journal.latest.place in (Place(), Place(len(parts))):  # nothing was read, or nothing is left to read
+            shutil.rmtree(partial)
+        raise
+    splits = journal.latest.splits
+    metadata = {
+        "format": FORMAT, "made_from": spec.made_from, "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text, "begin_of_text": tokenizer.begin_of_text, "dtype": dtype.name,
+        "skipped": dict(sorted(journal.latest.skipped.items())), "splits": splits,
+        "fingerprints": {name: fingerprint(partial, name, counts["text_bytes"]) for name, counts in splits.items()}}
+    write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
+    log(size_message(partial, metadata, time.monotonic() - started))
 
 
-def require_free_prefix(folder: Path) -> None:
-    require_bucket("config.data.store", folder)
-    if any(path.relative_to(folder).parts[:1] not in {(name,) for name in STORE_FILES} for path in list_files(folder)):
-        raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another folder")
-
-
-def require_free_path(folder: Path) -> None:
-    """Raises UserError if something other than a store or an empty folder exists at `folder`.
-
-    A mount point is refused even if it is empty, because a finished store cannot be renamed to it.
-    """
-    if (folder / METADATA_FILE).is_file() or not os.path.lexists(folder):
+def remove_partial(partial: Path, log) -> None:
+    """Raises UserError if the folder contains files that do not belong to an unfinished store."""
+    if not partial.exists():
         return
-    if os.path.ismount(folder):
-        raise UserError(f"config.data.store={str(folder)!r}: is a mount point, which a finished store cannot replace; "
-                        f"choose a subfolder: --config.data.store={folder / 'store'}")
-    if not folder.is_dir() or any(folder.iterdir()):
-        raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another folder")
+    ours = {*STORE_FILES, JOURNAL_FILE, f".{JOURNAL_FILE}.partial", f".{METADATA_FILE}.partial"}
+    if not partial.is_dir() or {path.name for path in partial.iterdir()} - ours:
+        raise UserError(f"{partial}: is reserved for the unfinished store, but contains other files; move it, or "
+                        "choose another config.data.store")
+    if (partial / JOURNAL_FILE).exists():
+        log(f"{partial}: cannot resume, because the text or the settings have changed; starting over")
+    shutil.rmtree(partial)

@@ -67,15 +67,11 @@ class Probe:
     least_length: ClassVar[int] = 1
     has_scratch: ClassVar[bool] = False
     unit: ClassVar[str]  # what the length counts
+    symbols: ClassVar[tuple[str, ...]]  # spelling of the ids from 1 on; a property, if it depends on the fields
 
     num_symbols: int
     scratch: int
     max_length: int  # of all examples
-
-    @cached_property
-    def symbols(self) -> tuple[str, ...]:
-        """Returns the spelling of the ids from 1 on."""
-        raise NotImplementedError
 
     def num_inputs(self, length: int) -> int:
         raise NotImplementedError
@@ -171,10 +167,7 @@ class Boolean(Probe):
     default_symbols = 4
     least_symbols = 1
     unit = "points"
-
-    @cached_property
-    def symbols(self):
-        return "0", "1", "="
+    symbols = "0", "1", "="
 
     def num_inputs(self, length):
         return (self.num_symbols + 2) * length
@@ -197,10 +190,7 @@ class Life(Probe):
 
     least_length = 3
     unit = "rows and columns"
-
-    @cached_property
-    def symbols(self):
-        return ".", "#", "|"
+    symbols = ".", "#", "|"
 
     def num_inputs(self, length):
         return 2 * length**2 + 1
@@ -247,11 +237,7 @@ class StateTracking(Probe):
     """Elements of a group. The answer at each of them is the product of all up to it, the first one applied first."""
 
     unit = "elements"
-
-    @property
-    def products(self) -> np.ndarray:
-        """Returns (G, G): the number of the element that applies the row's element, then the column's."""
-        raise NotImplementedError
+    products: ClassVar[np.ndarray]  # (G, G): the element that applies the row's element, then the column's
 
     def num_inputs(self, length):
         return 1 + length
@@ -269,24 +255,15 @@ class Parity(StateTracking):
     """Bits, and at each of them the parity of the bits up to it."""
 
     unit = "bits"
-
-    @cached_property
-    def symbols(self):
-        return "0", "1"
-
-    @property
-    def products(self):
-        return np.array([[0, 1], [1, 0]])
+    symbols = "0", "1"
+    products = np.array([[0, 1], [1, 0]])
 
 
 class S5(StateTracking):
     """Permutations of five items, and at each of them the permutation that all up to it make together."""
 
     unit = "permutations"
-
-    @cached_property
-    def symbols(self):
-        return tuple("".join(map(str, items)) for items in itertools.permutations(range(1, 6)))
+    symbols = tuple("".join(map(str, items)) for items in itertools.permutations(range(1, 6)))
 
     @cached_property
     def products(self):

@@ -11,9 +11,9 @@ import hashlib
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Self
 
 from smallgpt_jax.data.parts import Member, Part, Rules
+from smallgpt_jax.data.text_files import TextFile
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.storage.atomic import write_atomically
 
@@ -30,43 +30,6 @@ EXCLUDED_PREFIX = "transformers/models/"
 MAX_NAMED = 4  # distributions in a command
 
 
-class PackageFile(NamedTuple):
-    content_hash: str  # as in the RECORD of a distribution
-    name: str  # path in site-packages, with "/"
-    size: int  # bytes
-    path: Path
-
-
-class PinnedDistribution(NamedTuple):
-    """A line of `MANIFEST`."""
-
-    name: str
-    version: str
-    num_files: int
-    num_bytes: int
-    digest: str  # of the names and hashes of the files that are read
-
-    @classmethod
-    def parse(cls, line: str) -> Self:
-        pin, num_files, num_bytes, digest = line.split()
-        name, version = pin.split("==")
-        return cls(name, version, int(num_files), int(num_bytes), digest)
-
-    @classmethod
-    def of(cls, distribution: metadata.Distribution, name: str) -> Self:
-        files = sorted(files_of(distribution), key=lambda file: file.name)
-        lines = "".join(f"{file.name} {file.content_hash}\n" for file in files)
-        return cls(name, distribution.version, len(files), sum(file.size for file in files),
-                   hashlib.sha256(lines.encode()).hexdigest())
-
-    @property
-    def pin(self) -> str:
-        return f"{self.name}=={self.version}"
-
-    def __str__(self):
-        return f"{self.pin} {self.num_files} {self.num_bytes} {self.digest}"
-
-
 @dataclasses.dataclass(frozen=True)
 class PythonPackages(Member):
     """The documents are whole files, in the order of their hashes. Of equal files, one is read."""
@@ -80,20 +43,18 @@ class PythonPackages(Member):
         return MANIFEST.read_text()
 
     @cached_property
-    def files(self) -> list[PackageFile]:
+    def files(self) -> list[TextFile]:
         """Raises UserError if a distribution is missing or differs from the manifest. Reads no Python file."""
-        pinned = list(map(PinnedDistribution.parse, self.manifest.splitlines()))
-        if differences := {entry: why for entry in pinned if (why := difference(entry))}:
+        pins = {line.split()[0]: line for line in self.manifest.splitlines()}  # "name==version"
+        if differences := {pin: why for pin, line in pins.items() if (why := difference(pin, line))}:
             first, *others = differences
-            count = f" ({len(others)} more of the {len(pinned)} distributions differ)" if others else ""
-            raise UserError(f"config.data.source={self.name!r}: {differences[first]}{count}; "
-                            + install_advice(list(differences)))
-        files = [file for entry in pinned for file in files_of(metadata.distribution(entry.name))]
-        return sorted({file.content_hash: file for file in reversed(files) if file.size}.values())
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.size for file in self.files)
+            count = f" ({len(others)} more of the {len(pins)} distributions differ)" if others else ""
+            advice = (install_command("test") if len(differences) > MAX_NAMED
+                      else f"pip install --force-reinstall --no-deps {' '.join(differences)}")
+            raise UserError(f"config.data.source={self.name!r}: {differences[first]}{count}; run {advice}")
+        files = [file for pin in pins for file in files_of(metadata.distribution(pin.split("==")[0]))]
+        of_hash = {file.version: file for file in reversed(files) if file.size}
+        return [of_hash[content_hash] for content_hash in sorted(of_hash)]
 
     @property
     def identity(self) -> list:
@@ -104,10 +65,10 @@ class PythonPackages(Member):
         return list(map(part_of, self.files))
 
 
-def files_of(distribution: metadata.Distribution) -> list[PackageFile]:
-    """Returns the files that are read, from the RECORD of the distribution."""
+def files_of(distribution: metadata.Distribution) -> list[TextFile]:
+    """Returns the files that are read, from RECORD. Location: name in site-packages; version: hash of the content."""
     rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
-    return [PackageFile(content_hash, name, int(size or 0), Path(distribution.locate_file(name)))
+    return [TextFile(Path(distribution.locate_file(name)), name, int(size or 0), content_hash)
             for name, content_hash, size in rows if is_read(name)]
 
 
@@ -116,37 +77,38 @@ def is_read(name: str) -> bool:
             and not EXCLUDED_FOLDERS & set(PurePosixPath(name).parts))
 
 
-def difference(pinned: PinnedDistribution) -> str:
-    """Returns what differs between the installed distribution and the pinned one; "" if nothing does."""
+def describe(distribution: metadata.Distribution, name: str) -> str:
+    """Returns a line of `MANIFEST`: name==version, number of files and bytes, hash of the files' names and hashes."""
+    files = sorted(files_of(distribution), key=lambda file: file.location)
+    lines = "".join(f"{file.location} {file.version}\n" for file in files)
+    return (f"{name}=={distribution.version} {len(files)} {sum(file.size for file in files)} "
+            f"{hashlib.sha256(lines.encode()).hexdigest()}")
+
+
+def difference(pin: str, line: str) -> str:
+    """Returns what differs between the installed distribution and the `line` of `MANIFEST`; "" if nothing does."""
+    name, version = pin.split("==")
     try:
-        installed = PinnedDistribution.of(metadata.distribution(pinned.name), pinned.name)
+        installed = metadata.distribution(name)
     except metadata.PackageNotFoundError:
-        return f"{pinned.pin} is not installed"
-    if installed.version != pinned.version:
-        return f"{pinned.name} {installed.version} is installed, but the text has {pinned.version}"
-    return "" if installed == pinned else f"{pinned.pin} is installed with other files than those of its wheel"
+        return f"{pin} is not installed"
+    if installed.version != version:
+        return f"{name} {installed.version} is installed, but the text has {version}"
+    return "" if describe(installed, name) == line else f"{pin} is installed with other files than those of its wheel"
 
 
-def install_advice(needed: list[PinnedDistribution]) -> str:
-    if len(needed) > MAX_NAMED:
-        return f"run {install_command('test')}"
-    return "run pip install --force-reinstall --no-deps " + " ".join(entry.pin for entry in needed)
-
-
-def part_of(file: PackageFile) -> Part:
+def part_of(file: TextFile) -> Part:
     """Reading raises UserError if the content of the file is not that of its wheel."""
     def read(rules: Rules):
-        def items():
-            try:
-                content = file.path.read_bytes()
-            except OSError as error:
-                raise UserError(f"{file.path}: {error.strerror}; reinstall its distribution") from None
-            if record_hash(content) != file.content_hash:
-                raise UserError(f"{file.path}: was changed after its installation; reinstall its distribution")
-            yield content.decode(errors="replace")
-        return items(), lambda: 0.0
+        try:
+            content = file.path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{file.path}: {error.strerror}; reinstall its distribution") from None
+        if record_hash(content) != file.version:
+            raise UserError(f"{file.path}: was changed after its installation; reinstall its distribution")
+        yield content.decode(errors="replace"), 1.0
 
-    return Part(file.name, file.size, read, (file.content_hash,))
+    return Part(file.location, file.size, read, (file.version,))
 
 
 def record_hash(content: bytes) -> str:
@@ -157,7 +119,7 @@ def record_hash(content: bytes) -> str:
 def make_manifest(constraints: str) -> str:
     """Returns the manifest for the text of a constraints.txt. All its distributions must be installed."""
     pins = [line.split("==") for line in constraints.splitlines() if "==" in line and not line.startswith("#")]
-    entries = []
+    lines = []
     for name, version in sorted(pins, key=lambda pin: pin[0].lower()):
         if name in EXCLUDED_DISTRIBUTIONS:
             continue
@@ -166,9 +128,9 @@ def make_manifest(constraints: str) -> str:
             continue
         if distribution.version != version:
             raise UserError(f"{name} {distribution.version} is installed, but constraints.txt has {version}")
-        entry = PinnedDistribution.of(distribution, name)
-        entries += [entry] if entry.num_files else []
-    return "".join(f"{entry}\n" for entry in entries)
+        if files_of(distribution):
+            lines.append(describe(distribution, name) + "\n")
+    return "".join(lines)
 
 
 def write_manifest(constraints: Path) -> None:

@@ -33,9 +33,6 @@ class Source:
     value: str  # config.data.source
     text_endings: str = ".txt"  # config.data.text_endings
 
-    def __str__(self):
-        return self.value
-
     @cached_property
     def members(self) -> list[Member]:
         if not self.value.strip():
@@ -59,10 +56,6 @@ class Source:
         """Returns a hash of the files' paths, sizes and times or generations. Of a dataset, it covers only the name."""
         described = [entry for member in self.members for entry in member.identity]
         return hashlib.sha256(repr(described).encode()).hexdigest()
-
-    @cached_property
-    def absolute_names(self) -> list[str]:
-        return [member.absolute_name() for member in self.members]
 
     @cached_property
     def parts(self) -> list[Part]:

@@ -24,6 +24,7 @@ import numpy as np
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import duration, millions
 from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.json_files import (
     ANYTHING,
@@ -43,7 +44,9 @@ SPLITS = ("train", "validation")
 MADE_FROM = {
     "source": TEXT, "tokenizer": TEXT, "text_field": TEXT, "text_endings": TEXT, "max_document_bytes": integer(1),
     "invalid_utf8": TEXT, "invalid_items": TEXT, "validation_fraction": NUMBER,
-    "format": Optional(TEXT), "chat_template": Optional(TEXT)}  # missing in stores of earlier versions
+    "format": Optional(TEXT), "chat_template": Optional(TEXT)}
+# Fields that were added later, with their defaults; these do not change the names of stores in the cache.
+ADDED = (("format", "text"), ("chat_template", ""))
 METADATA = {
     "format": one_of(FORMAT), "made_from": MADE_FROM, "vocab_size": integer(1), "end_of_text": integer(0),
     "begin_of_text": integer(0), "dtype": one_of("uint16", "uint32"), "skipped": Each(integer(1)),
@@ -51,8 +54,15 @@ METADATA = {
     "fingerprints": {name: TEXT for name in SPLITS}}
 SAMPLES, SAMPLE_TOKENS = 50, 2000  # of each split; its ids are checked when the store is opened
 FIX = "remove the folder and rerun smallgpt_jax.prepare"
+TOKENS, DOCUMENTS, COUNTED = ".bin", ".documents.bin", ".counted.bin"  # endings of the files of a split
 STORE_FILES = (METADATA_FILE, "tokenizer", *(
-    f"{split}{end}" for split in SPLITS for end in (".bin", ".documents.bin", ".counted.bin")))
+    f"{split}{ending}" for split in SPLITS for ending in (TOKENS, DOCUMENTS, COUNTED)))
+
+
+def file_sizes(dtype: str | np.dtype, has_answers: bool, tokens: int, documents: int) -> dict[str, int]:
+    """Returns {ending: size in bytes} of the files of a split."""
+    sizes = {TOKENS: tokens * np.dtype(dtype).itemsize, DOCUMENTS: documents * 8}
+    return sizes | {COUNTED: tokens} if has_answers else sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,31 +91,30 @@ class Split:
     @cached_property
     def stream(self) -> np.ndarray:
         """Returns all token ids, (tokens,)."""
-        return np.memmap(tokens_file(self.folder, self.name), self.dtype, "r")
+        return np.memmap(self.folder / f"{self.name}{TOKENS}", self.dtype, "r")
 
     @cached_property
     def counted(self) -> np.ndarray | None:
         """Returns whether the loss counts the token after each token, (tokens,) bool; None: it counts all."""
-        return np.memmap(counted_file(self.folder, self.name), bool, "r") if self.has_answers else None
+        return np.memmap(self.folder / f"{self.name}{COUNTED}", bool, "r") if self.has_answers else None
 
     @cached_property
     def starts(self) -> np.ndarray:
         """Returns the offset of each document in `stream`, (documents,) int64."""
-        return np.memmap(documents_file(self.folder, self.name), np.int64, "r")
+        return np.memmap(self.folder / f"{self.name}{DOCUMENTS}", np.int64, "r")
 
     def check_files(self) -> None:
         """Raises UserError for invalid files. Reads only a sample of the ids."""
-        for path, length in ((tokens_file(self.folder, self.name), self.tokens * np.dtype(self.dtype).itemsize),
-                             (documents_file(self.folder, self.name), self.documents * 8),
-                             *([(counted_file(self.folder, self.name), self.tokens)] if self.has_answers else [])):
+        for ending, length in file_sizes(self.dtype, self.has_answers, self.tokens, self.documents).items():
+            name, path = f"{self.name}{ending}", self.folder / f"{self.name}{ending}"
             if not path.is_file():
-                raise UserError(f"{self.shown / path.name}: file of the token store is missing; {FIX}")
+                raise UserError(f"{self.shown / name}: file of the token store is missing; {FIX}")
             if path.stat().st_size != length:
-                raise UserError(f"{self.shown / path.name}: damaged, has {path.stat().st_size:,} bytes, expected "
-                                f"{length:,}; {FIX}")
+                raise UserError(f"{self.shown / name}: damaged, has {path.stat().st_size:,} bytes, expected {length:,};"
+                                f" {FIX}")
         starts = self.starts
         if starts[0] or starts[-1] >= self.tokens or not np.all(starts[1:] > starts[:-1]):
-            raise UserError(f"{documents_file(self.shown, self.name)}: damaged, the documents are not in order; {FIX}")
+            raise UserError(f"{self.shown / self.name}{DOCUMENTS}: damaged, the documents are not in order; {FIX}")
         for start in range(0, self.tokens, max(self.tokens // SAMPLES, SAMPLE_TOKENS)):
             self.check_ids(self.stream[start:start + SAMPLE_TOKENS].astype(np.uint32))
 
@@ -113,20 +122,8 @@ class Split:
         """Raises UserError if a 32-bit id is not in the vocabulary: its loss would not be finite."""
         largest = int(np.max(ids.view(np.uint32), initial=0))
         if largest >= self.vocab_size:
-            raise UserError(f"{tokens_file(self.shown, self.name)}: damaged, has the id {largest}, but its vocabulary "
+            raise UserError(f"{self.shown / self.name}{TOKENS}: damaged, has the id {largest}, but its vocabulary "
                             f"has only {self.vocab_size}; {FIX}")
-
-
-def tokens_file(folder: Path, split: str) -> Path:
-    return folder / f"{split}.bin"
-
-
-def documents_file(folder: Path, split: str) -> Path:
-    return folder / f"{split}.documents.bin"
-
-
-def counted_file(folder: Path, split: str) -> Path:
-    return folder / f"{split}.counted.bin"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,18 +148,18 @@ class TokenStore:
 
 def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
     digest = hashlib.blake2b(str(text_bytes).encode(), digest_size=16)
-    for path in (tokens_file(folder, split), documents_file(folder, split), counted_file(folder, split)):
-        if path == counted_file(folder, split) and not path.exists():
-            continue
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
+    for path in (folder / f"{split}{ending}" for ending in (TOKENS, DOCUMENTS, COUNTED)):
+        if path.exists():  # only examples have COUNTED
+            with path.open("rb") as file:
+                hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 
-def open_store(folder: Path) -> TokenStore:
+def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
     """Opens the store in `folder`. A store in object storage is first copied to the cache folder.
 
-    Raises UserError if the store's format is not FORMAT, or if a file is missing or has the wrong size.
+    Raises UserError if the store's format is not FORMAT, if a file is missing or has the wrong size, or if the source
+    or a setting is not that of `made_from`; None: any.
     """
     path = folder / METADATA_FILE
     if not path.exists():
@@ -173,11 +170,40 @@ def open_store(folder: Path) -> TokenStore:
                         f"{FIX}")
     if mismatch := find_mismatch(metadata, METADATA):
         raise UserError(f"{path}: {mismatch}; {FIX}")
+    found = {**dict(ADDED), **metadata["made_from"]}
+    if different := [field for field, value in (made_from or {}).items() if value != found[field]]:
+        raise UserError(
+            f"config.data.store={str(folder)!r}: was made with "
+            + ", ".join(f"{field}={found[field]!r}" for field in different)
+            + ", but this config has " + ", ".join(f"{field}={made_from[field]!r}" for field in different)
+            + "; choose another folder, or use the same settings")
     local = local_copy(folder)
     splits = {name: Split(local, folder, name, **metadata["splits"][name], dtype=metadata["dtype"],
                           begin_of_text=metadata["begin_of_text"], vocab_size=metadata["vocab_size"],
-                          has_answers=metadata["made_from"].get("format", "text") != "text")
+                          has_answers=found["format"] != "text")
               for name in SPLITS}
     for split in splits.values():
         split.check_files()
     return TokenStore(folder, metadata, **splits)
+
+
+def size_message(folder: Path, metadata: dict, seconds: float) -> str:
+    splits = metadata["splits"]
+    starts = [np.append(np.fromfile(folder / f"{name}{DOCUMENTS}", np.int64), splits[name]["tokens"])
+              for name in SPLITS]
+    lengths = np.concatenate([np.diff(s) for s in starts])
+    median, most, longest = (int(x) for x in np.quantile(lengths, (0.5, 0.95, 1), method="nearest"))
+    tokens = sum(split["tokens"] for split in splits.values())
+    text_bytes = sum(split["text_bytes"] for split in splits.values())
+    lines = [f"{metadata['made_from']['source']}: {len(lengths):,} documents, "
+             f"{millions(splits['train']['tokens'])} tokens for training, "
+             f"{millions(splits['validation']['tokens'])} for validation, "
+             f"{text_bytes / tokens:.2f} bytes per token ({duration(seconds)})",
+             f"tokens per document: median {median:,}, 95% at most {most:,}, longest {longest:,}"]
+    if metadata["skipped"]:
+        lines.append(f"skipped: {format_skipped(metadata['skipped'])}")
+    return "\n".join(lines)
+
+
+def format_skipped(skipped: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))

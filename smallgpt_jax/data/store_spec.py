@@ -3,6 +3,7 @@
 import dataclasses
 import glob
 import hashlib
+import os
 import re
 from functools import cached_property
 from pathlib import Path
@@ -11,14 +12,12 @@ from smallgpt_jax.data.chat_template import find_template
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
-from smallgpt_jax.data.store import MADE_FROM, METADATA_FILE, TokenStore, open_store
+from smallgpt_jax.data.store import ADDED, MADE_FROM, METADATA_FILE, STORE_FILES, TokenStore, open_store
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.cache import cache_folder
+from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket
 from smallgpt_jax.storage.paths import as_path
-
-# Fields that were added later, with their defaults; these do not change the names of stores in the cache.
-ADDED = (("format", "text"), ("chat_template", ""))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +41,33 @@ class StoreSpec:
     def rules(self) -> Rules:
         return Rules(**{field.name: self.made_from[field.name] for field in dataclasses.fields(Rules)})
 
-    def check_source(self, folder: Path) -> None:
-        """Raises UserError for an invalid source, and if it has a folder around `folder`, whose files would be read."""
+    @cached_property
+    def folder(self) -> Path:
+        """In the cache, its name depends on the source and on all settings."""
+        if self.store:
+            return as_path("config.data.store", self.store)
+        return self._cached([self.source.fingerprint, self.tokenizer.fingerprint, *self._settings()])
+
+    @property
+    def real_folder(self) -> Path:
+        """Returns where `folder` points if it is a link."""
+        return self.folder if is_remote(self.folder) else Path(os.path.realpath(self.folder))
+
+    @property
+    def partial(self) -> Path:
+        """Returns the folder of the unfinished store.
+
+        In the cache, its name stays the same if the content of the source or the handling of invalid items changes, so
+        that preparation can resume.
+        """
+        names = [member.absolute_name() for member in self.source.members]
+        name = self.real_folder.name if self.store else self._cached([names, *self._settings(relaxable=False)]).name
+        return self.real_folder.with_name(f"{name}.partial")
+
+    def check(self) -> None:
+        """Raises UserError for an invalid source, if the store would be inside of it, and if its folder is not free."""
+        folder = self.real_folder
+        require_free(folder)
         for part in self.source.parts:
             if self.rules.format != "text" and not part.has_fields:
                 raise UserError(f"config.data.format={self.rules.format!r}: {part.name} is plain text or Parquet; use "
@@ -52,37 +76,9 @@ class StoreSpec:
             raise UserError(f"config.data.store={str(folder)!r}: is inside {enclosing}, a folder of the source; choose "
                             "a folder outside of it")
 
-    @cached_property
-    def folder(self) -> Path:
-        """In the cache, its name depends on the source and on all settings."""
-        if self.store:
-            return as_path("config.data.store", self.store)
-        return self._cached([self.source.fingerprint, self.tokenizer.fingerprint, *self._settings()])
-
-    def partial_name(self, folder: Path) -> str:
-        """Returns the name of the unfinished store's folder, without ".partial".
-
-        In the cache, it stays the same if the content of the source or the handling of invalid items changes, so that
-        preparation can resume.
-        """
-        if self.store:
-            return folder.name
-        return self._cached([self.source.absolute_names, *self._settings(relaxable=False)]).name
-
     def open(self) -> TokenStore | None:
         """Returns None if the store does not exist. Raises UserError if its source or settings differ."""
-        if not (self.folder / METADATA_FILE).is_file():
-            return None
-        store = open_store(self.folder)
-        found = store.metadata["made_from"]
-        found = {**dict(ADDED), **found}
-        if different := [field for field, value in self.made_from.items() if value != found[field]]:
-            raise UserError(
-                f"config.data.store={str(self.folder)!r}: was made with "
-                + ", ".join(f"{field}={found[field]!r}" for field in different)
-                + ", but this config has " + ", ".join(f"{field}={self.made_from[field]!r}" for field in different)
-                + "; choose another folder, or use the same settings")
-        return store
+        return open_store(self.folder, self.made_from) if (self.folder / METADATA_FILE).is_file() else None
 
     def _settings(self, **marks) -> list:
         return [self.made_from[name] for name in DataConfig.names(in_store=True, **marks)
@@ -91,6 +87,26 @@ class StoreSpec:
     def _cached(self, identity: list) -> Path:
         digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
         return cache_folder() / "stores" / f"{readable_name(self.source.value)}-{digest}"
+
+
+def require_free(folder: Path) -> None:
+    """Raises UserError if something other than a store or an empty folder exists at `folder`.
+
+    A mount point is refused even if it is empty, because a finished store cannot be renamed to it.
+    """
+    if is_remote(folder):
+        require_bucket("config.data.store", folder)
+        names = {path.relative_to(folder).parts[:1] for path in list_files(folder)}
+        is_free = names <= {(name,) for name in STORE_FILES}
+    elif (folder / METADATA_FILE).is_file() or not os.path.lexists(folder):
+        return
+    elif os.path.ismount(folder):
+        raise UserError(f"config.data.store={str(folder)!r}: is a mount point, which a finished store cannot replace; "
+                        f"choose a subfolder: --config.data.store={folder / 'store'}")
+    else:
+        is_free = folder.is_dir() and not any(folder.iterdir())
+    if not is_free:
+        raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another folder")
 
 
 def readable_name(source: str) -> str:

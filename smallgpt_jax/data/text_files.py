@@ -9,7 +9,7 @@ import io
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,33 +47,31 @@ def local_file(path: Path) -> TextFile:
 
 def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
     """Plain text is split into passages of at most `passage` characters. With `is_code`, the file is one document."""
-    path = file.path
+    path, suffix = file.path, content_suffix(file.path)
 
     def read(rules: Rules):
-        if content_suffix(path) == ".parquet":
-            return read_parquet(path, rules)
-        raw = open_binary(path)
-        if content_suffix(path) in JSON_SUFFIXES:
-            items = parse_json_lines(read_lines(path, raw, rules.max_document_bytes), path, rules)
-        elif is_code:
-            items = iter([raw.read().decode(errors="replace")])
-        elif rules.invalid_items == "skip" and rules.invalid_utf8 == "refuse" and not is_utf8(path):
-            items = iter([Skipped("not UTF-8 (whole file)")])
-        else:
-            items = split_passages(decode_utf8(read_pieces(path, raw), path, rules.invalid_utf8), passage)
-        return items, lambda: min(raw.tell() / max(file.size, 1), 1.0)
+        with name_file_in_errors(path):
+            if suffix == ".parquet":
+                yield from read_parquet(path, rules)
+                return
+            raw = open_binary(path)
+            content = decompress(path, raw)
+            if suffix in JSON_SUFFIXES:
+                items = parse_json_lines(read_lines(content, rules.max_document_bytes), path, rules)
+            elif is_code:
+                items = iter([content.read().decode(errors="replace")])
+            elif rules.invalid_items == "skip" and rules.invalid_utf8 == "refuse" and not is_utf8(path):
+                items = iter([Skipped("not UTF-8 (whole file)")])
+            else:
+                items = split_passages(decode_utf8(read_pieces(content), path, rules.invalid_utf8), passage)
+            for item in items:
+                yield item, min(raw.tell() / max(file.size, 1), 1.0)
 
-    return Part(str(path), file.size, read, (file.location, file.version, passage),
-                has_fields=content_suffix(path) in JSON_SUFFIXES)
+    return Part(str(path), file.size, read, (file.location, file.version, passage), has_fields=suffix in JSON_SUFFIXES)
 
 
 def open_binary(path: Path):
-    if is_remote(path):
-        return Reader(path)
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+    return Reader(path) if is_remote(path) else path.open("rb")
 
 
 def decompress(path: Path, raw) -> io.BufferedIOBase:
@@ -83,8 +81,8 @@ def decompress(path: Path, raw) -> io.BufferedIOBase:
     if suffix == ".bz2":
         return bz2.open(raw)
     if suffix == ".zst":
-        return io.BufferedReader(import_pyarrow(path).input_stream(raw, compression="zstd"))
-    return raw
+        return io.BufferedReader(import_library("pyarrow", str(path)).input_stream(raw, compression="zstd"))
+    return io.BufferedReader(raw) if isinstance(raw, io.RawIOBase) else raw  # a raw file's readline reads single bytes
 
 
 @contextlib.contextmanager
@@ -100,30 +98,23 @@ def name_file_in_errors(path: Path):
                         "download it again, or remove it") from None
 
 
-def read_pieces(path: Path, raw) -> Iterator[bytes]:
-    with name_file_in_errors(path):
-        file = decompress(path, raw)
-        while piece := file.read(READ_BYTES):
-            yield piece
+def read_pieces(file) -> Iterator[bytes]:
+    return iter(lambda: file.read(READ_BYTES), b"")
 
 
-def read_lines(path: Path, raw, max_bytes: int) -> Iterator[bytes]:
+def read_lines(file, max_bytes: int) -> Iterator[bytes]:
     """Of a line of more than `max_bytes` bytes, yields only the first max_bytes + 1."""
-    with name_file_in_errors(path):
-        file = decompress(path, raw)
-        if isinstance(file, io.RawIOBase):  # its readline would read single bytes
-            file = io.BufferedReader(file)
-        while line := file.readline(max_bytes + 1):
-            rest = line
-            while len(line) > max_bytes and rest and not rest.endswith(b"\n"):
-                rest = file.readline(READ_BYTES)
-            yield line
+    while line := file.readline(max_bytes + 1):
+        rest = line
+        while len(line) > max_bytes and rest and not rest.endswith(b"\n"):
+            rest = file.readline(READ_BYTES)
+        yield line
 
 
 def is_utf8(path: Path) -> bool:
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for piece in read_pieces(path, open_binary(path)):
+        for piece in read_pieces(decompress(path, open_binary(path))):
             decoder.decode(piece)
         decoder.decode(b"", final=True)
         return True
@@ -208,42 +199,27 @@ def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Ru
     return extract_document(item, where, rules)
 
 
-def read_parquet(path: Path, rules: Rules) -> tuple[Iterator[Item], Callable[[], float]]:
-    parquet, types = import_pyarrow(path, "parquet"), import_pyarrow(path, "types")
-    with name_file_in_errors(path):
-        file = parquet.ParquetFile(open_binary(path) if is_remote(path) else path)
-    rows = max(file.metadata.num_rows, 1)
+def read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
+    parquet, types = (import_library(f"pyarrow.{name}", str(path)) for name in ("parquet", "types"))
+    file = parquet.ParquetFile(open_binary(path) if is_remote(path) else path)
     columns = file.schema_arrow.names
     if rules.text_field not in columns:
         raise UserError(f"{path}: no column {rules.text_field!r}, its columns are {', '.join(columns)}; set "
                         "--config.data.text_field")
-    done = 0
-
-    def batches():
-        with name_file_in_errors(path):
-            for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
-                column = batch.column(0)
-                # pyarrow does not check that strings are valid UTF-8. `extract_text` checks this if it receives bytes.
-                if types.is_string(column.type) or types.is_large_string(column.type):
-                    column = column.cast("binary" if types.is_string(column.type) else "large_binary")
-                yield column.to_pylist()
-
-    def items():
-        nonlocal done
-        for texts in batches():
-            for number, text in enumerate(texts, done + 1):
-                yield extract_text(text, f"{path}, row {number}", columns, rules)
-            done += len(texts)
-
-    return items(), lambda: done / rows
+    rows, before = file.metadata.num_rows, 0
+    for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
+        column = batch.column(0)
+        # pyarrow does not check that strings are valid UTF-8. `extract_text` checks this if it receives bytes.
+        if types.is_string(column.type) or types.is_large_string(column.type):
+            column = column.cast("binary" if types.is_string(column.type) else "large_binary")
+        for number, text in enumerate(column.to_pylist(), before + 1):
+            yield extract_text(text, f"{path}, row {number}", columns, rules), number / rows
+        before += len(column)
 
 
-def import_pyarrow(path: Path, module: str = ""):
+def import_library(name: str, what: str):
+    """Raises UserError if the library, which `what` needs, is not installed."""
     try:
-        return importlib.import_module(f"pyarrow{module and '.'}{module}")
+        return importlib.import_module(name)
     except ImportError:
-        raise missing_libraries(str(path)) from None
-
-
-def missing_libraries(what: str) -> UserError:
-    return UserError(f"{what}: requires extra libraries; run {install_command('data')}")
+        raise UserError(f"{what}: requires extra libraries; run {install_command('data')}") from None

@@ -38,7 +38,6 @@ class TokenizerSource:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it is trained on the text to tokenize."""
         return self.value.startswith("sentencepiece:")
 
     @cached_property

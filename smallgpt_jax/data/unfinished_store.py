@@ -1,127 +1,197 @@
-"""Writes an unfinished token store: threads tokenize, the main thread appends tokens in the order of the source."""
+"""The files and the journal of an unfinished token store, from which an interrupted preparation resumes.
 
-import functools
+An interruption must not change a single byte of the finished store. A preparation therefore resumes only if:
+
+- The settings are unchanged. Two exceptions: if invalid items were refused before the interruption, they may now be
+  skipped or repaired, since the text read so far contains none; and the limit of the documents' length may now be
+  higher, unless the text read so far contains documents that were too long.
+- The text read so far is unchanged. Parts (files or shards) that were read completely are compared by name, size and
+  modification time. A part that was read partially is compared by a digest of the items read. The rest of the source
+  may change: for example, lines may be corrected or files added.
+- If the rest of the source has changed, the tokenizer was not trained on the rest.
+"""
+
+import dataclasses
+import hashlib
 import json
-import shutil
+import os
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from smallgpt_jax.data import tokenizers
-from smallgpt_jax.data.encoding import encode_batch, is_validation, map_in_order
-from smallgpt_jax.data.journal import JOURNAL_FILE, Entry, Journal, resume_journal
-from smallgpt_jax.data.parts import Digest, Place, document_batches
-from smallgpt_jax.data.preparation_log import PreparationLog, format_skipped
-from smallgpt_jax.data.store import (
-    FORMAT,
-    METADATA_FILE,
-    SPLITS,
-    counted_file,
-    documents_file,
-    fingerprint,
-    tokens_file,
-)
-from smallgpt_jax.data.store_spec import StoreSpec
-from smallgpt_jax.data.store_writer import StoreWriter
-from smallgpt_jax.data.tokenizers import Tokenizer
+from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.data.encoding import EncodedBatch
+from smallgpt_jax.data.parts import NOT_UTF8, TOO_LONG, Digest, DocumentBatch, Part, Place, Rules, digest_before
+from smallgpt_jax.data.store import COUNTED, DOCUMENTS, SPLITS, TOKENS, file_sizes, format_skipped
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.json_files import TEXT, read_json_or_none
+
+JOURNAL_FILE = "journal.json"
+VERSION = 4
+JOURNAL_SECONDS = 5  # minimum time between writes of the journal
 
 
-def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
-    """Writes a store to `partial`, or resumes the unfinished store there."""
-    tokenizer, journal = resume_or_start(partial, spec, log)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    encode = functools.partial(encode_batch, tokenizer=tokenizer, dtype=dtype,
-                               validation_fraction=spec.made_from["validation_fraction"])
-    writer = StoreWriter(partial, journal, dtype, has_answers=spec.made_from["format"] != "text")
-    progress = PreparationLog(log, journal.latest.done)
+class Entry(NamedTuple):
+    place: Place
+    digest: str  # digest of the source up to `place`
+    done: float  # fraction of the source that has been read, 0 to 1
+    skipped: dict[str, int]  # reason → number of skipped items
+    splits: dict[str, dict]  # split → {"tokens": number, "documents": number, "text_bytes": number}
+
+
+START = Entry(Place(), Digest().hexdigest(), 0.0, {}, {
+    name: {"tokens": 0, "documents": 0, "text_bytes": 0} for name in SPLITS})
+
+
+@dataclasses.dataclass
+class Journal:
+    identity: dict  # keys: "format", "made_from" (settings), "texts" (hash of the source), "tokenizer" (hash of files)
+    tokenizer_text_end: Place | None  # where the tokenizer's training text ends; None: at the end of the source
+    latest: Entry = START
+    # `latest` was recorded while one part of the source was being read. `earlier` is the last entry before that
+    # part. If that part has changed, preparation resumes from `earlier` instead of `latest`.
+    earlier: Entry | None = None
+
+    def add(self, entry: Entry) -> None:
+        if entry.place.parts > self.latest.place.parts:
+            self.earlier = self.latest
+        self.latest = entry
+
+    def write(self, folder: Path) -> None:
+        fields = {"version": VERSION, "identity": self.identity, "learned": self.tokenizer_text_end,
+                  **self.latest._asdict(), "earlier": self.earlier and self.earlier._asdict()}
+        write_atomically(folder / JOURNAL_FILE, json.dumps({**fields, "checksum": checksum(fields)}))
+
+
+def checksum(fields: dict) -> str:
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def read_journal(folder: Path) -> Journal | None:
+    """Returns None if the journal is missing, damaged or of another version."""
+    def entry(fields: dict) -> Entry:
+        return Entry(**{**{name: fields[name] for name in Entry._fields}, "place": Place(*fields["place"])})
+
+    fields = read_json_or_none(folder / JOURNAL_FILE, {"checksum": TEXT})
+    # A changed place or count would make another store, so no part of a changed journal is used.
+    if fields is None or fields.pop("checksum") != checksum(fields) or fields.get("version") != VERSION:
+        return None
+    return Journal(fields["identity"], fields["learned"] and Place(*fields["learned"]), entry(fields),
+                   fields["earlier"] and entry(fields["earlier"]))
+
+
+def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules, log) -> Journal | None:
+    """Returns the journal from whose `latest` entry preparation can resume, or None if it has to start over."""
+    journal = read_journal(folder)
+    if not journal or not can_resume(journal, identity):
+        return None
+    # A change of settings can matter, too: in a text file that is now skipped, passages may have been read.
+    if any(journal.identity[key] != identity[key] for key in ("texts", "made_from")):
+        log(f"{folder}: the source or a setting has changed; checking whether the text read so far is the same")
+        same = next((entry for entry in (journal.latest, journal.earlier)
+                     if entry and journal.tokenizer_text_end is not None
+                     and journal.tokenizer_text_end <= entry.place
+                     and digest_before(parts, rules, entry.place) == entry.digest), None)
+        if not same:
+            return None
+        journal.latest = same
+    return dataclasses.replace(journal, identity=identity)
+
+
+def can_resume(journal: Journal, identity: dict) -> bool:
+    before, now = journal.identity["made_from"], identity["made_from"]
+    may_change = {field for field in DataConfig.names(relaxable=True) if before[field] == "refuse"}
+    if TOO_LONG not in journal.latest.skipped and now["max_document_bytes"] >= before["max_document_bytes"]:
+        may_change.add("max_document_bytes")
+    return (
+        all(journal.identity[key] == identity[key] for key in identity.keys() - {"made_from", "texts"})
+        and all(before[field] == now[field] for field in now.keys() - may_change)
+        # A change of invalid_utf8 to "replace" would turn items that were skipped as invalid UTF-8 into documents.
+        and (before["invalid_utf8"] == now["invalid_utf8"] or not NOT_UTF8 & journal.latest.skipped.keys()))
+
+
+def write_documents(folder: Path, journal: Journal, batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]],
+                    dtype: np.dtype, has_answers: bool) -> None:
+    """Appends `batches` to the files that `journal` describes, and records them in the journal.
+
+    The journal is written after the other files, so it never records more tokens than they contain. If `batches` raise
+    an error, what was read before is written.
+    """
+    splits = {name: SplitWriter(folder, name, dtype, has_answers, journal.latest.splits[name]) for name in SPLITS}
+
+    def flush() -> float:
+        for split in splits.values():
+            split.flush()
+        journal.write(folder)
+        return time.monotonic()
+
+    flushed = flush()  # the journal marks the folder as an unfinished store
     try:
-        batches = document_batches(spec.source.parts, spec.rules, journal.latest.place)
-        for batch, encoded in map_in_order(encode, batches, workers):
-            writer.add(batch, encoded)
-            progress.update(batch.done, sum(len(split.tokens) for split in encoded.values()))
-    except UserError:  # an invalid item or a network error: keep the progress, if any
-        writer.flush()
-        if journal.latest.place == (0, 0):
-            shutil.rmtree(partial)
-        raise
-    writer.close()
-
-    splits, skipped = journal.latest.splits, journal.latest.skipped
-    try:
-        require_documents(spec, splits, skipped)
-    except UserError:
-        shutil.rmtree(partial)
-        raise
-    metadata = {
-        "format": FORMAT, "made_from": spec.made_from, "vocab_size": tokenizer.vocab_size,
-        "end_of_text": tokenizer.end_of_text, "begin_of_text": tokenizer.begin_of_text, "dtype": dtype.name,
-        "skipped": dict(sorted(skipped.items())), "splits": splits,
-        "fingerprints": {name: fingerprint(partial, name, counts["text_bytes"]) for name, counts in splits.items()}}
-    write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
-    progress.finish(partial, metadata)
+        for batch, encoded in batches:
+            for name, split in splits.items():
+                split.add(encoded[name])
+            skipped = Counter(journal.latest.skipped) + batch.skipped
+            journal.add(Entry(batch.place, batch.digest, batch.done, dict(skipped),
+                              {name: split.counts for name, split in splits.items()}))
+            if time.monotonic() - flushed > JOURNAL_SECONDS:
+                flushed = flush()
+    finally:
+        flush()
+    for split in splits.values():
+        split.close()
 
 
-def resume_or_start(partial: Path, spec: StoreSpec, log) -> tuple[Tokenizer, Journal]:
-    identity = {"format": FORMAT, "made_from": spec.made_from, "texts": spec.source.fingerprint,
-                "tokenizer": spec.tokenizer.fingerprint}
-    if journal := resume_journal(partial, identity, spec.source.parts, spec.rules, log):
-        log(f"resuming {partial}: {journal.latest.done:.0%} done")
-        return tokenizers.load(partial / "tokenizer"), journal
-    remove_partial(partial, log)
-    partial.mkdir()
-    if spec.tokenizer.is_trained:
-        log(f"training the tokenizer {spec.tokenizer.value} on {spec.source}")
-    try:
-        tokenizer, tokenizer_text_end = make_tokenizer(spec)
-    except UserError:
-        shutil.rmtree(partial)
-        raise
-    tokenizers.save(tokenizer, partial / "tokenizer")
-    empty = dict(tokens=0, documents=0, text_bytes=0)
-    return tokenizer, Journal(identity, tokenizer_text_end, Entry(
-        Place(), Digest().hexdigest(), 0.0, {}, {name: empty for name in SPLITS}))
-
-
-def require_documents(spec: StoreSpec, splits: dict[str, dict], skipped: dict[str, int]) -> None:
+def require_documents(journal: Journal) -> None:
+    made_from, splits, skipped = journal.identity["made_from"], journal.latest.splits, journal.latest.skipped
     total = sum(counts["documents"] for counts in splits.values())
     if not total:
-        raise UserError(f"config.data.source={spec.source.value!r}: contains no text"
+        raise UserError(f"config.data.source={made_from['source']!r}: contains no text"
                         + (f" (skipped: {format_skipped(skipped)})" if skipped else ""))
     for name, counts in splits.items():
         if not counts["documents"]:
             raise UserError(
-                f"config.data.source={spec.source.value!r}: none of its {total} documents is in the {name} split "
-                f"(config.data.validation_fraction={spec.made_from['validation_fraction']}); use more text, or another "
+                f"config.data.source={made_from['source']!r}: none of its {total} documents is in the {name} split "
+                f"(config.data.validation_fraction={made_from['validation_fraction']}); use more text, or another "
                 "fraction")
 
 
-def remove_partial(partial: Path, log) -> None:
-    """Raises UserError if the folder contains files that do not belong to an unfinished store."""
-    if not partial.exists():
-        return
-    ours = {"tokenizer", JOURNAL_FILE, f".{JOURNAL_FILE}.partial", METADATA_FILE, f".{METADATA_FILE}.partial",
-            *(file(partial, name).name for file in (tokens_file, documents_file, counted_file) for name in SPLITS)}
-    if not partial.is_dir() or {path.name for path in partial.iterdir()} - ours:
-        raise UserError(f"{partial}: is reserved for the unfinished store, but contains other files; move it, or "
-                        "choose another config.data.store")
-    if (partial / JOURNAL_FILE).exists():
-        log(f"{partial}: cannot resume, because the text or the settings have changed; starting over")
-    shutil.rmtree(partial)
+class SplitWriter:
+    """Truncates the files of one split to the sizes recorded in the journal, then appends documents to the files."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, has_answers: bool, counts: dict[str, int]):
+        self.counts = counts  # {"tokens": number, "documents": number, "text_bytes": number}
+        sizes = file_sizes(dtype, has_answers, counts["tokens"], counts["documents"])
+        self._files = {ending: open_truncated(folder / f"{name}{ending}", size) for ending, size in sizes.items()}
+
+    def add(self, encoded: EncodedBatch) -> None:
+        starts = self.counts["tokens"] + np.cumsum(encoded.lengths) - encoded.lengths
+        self._files[TOKENS].write(encoded.tokens.tobytes())
+        self._files[DOCUMENTS].write(starts.tobytes())
+        if encoded.counted is not None:
+            self._files[COUNTED].write(encoded.counted.tobytes())
+        added = {"tokens": len(encoded.tokens), "documents": len(encoded.lengths), "text_bytes": encoded.text_bytes}
+        self.counts = {name: count + added[name] for name, count in self.counts.items()}
+
+    def flush(self) -> None:
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
 
 
-def make_tokenizer(spec: StoreSpec) -> tuple[Tokenizer, Place | None]:
-    """Returns the tokenizer, and where its training text ends; None: at the end of the source."""
-    tokenizer_text_end = Place()
-
-    def texts() -> Iterator[str]:
-        nonlocal tokenizer_text_end
-        for batch in document_batches(spec.source.parts, spec.rules):
-            tokenizer_text_end = batch.place
-            yield from (text for text in batch.texts if not is_validation(text, spec.made_from["validation_fraction"]))
-        tokenizer_text_end = None
-
-    tokenizer = spec.tokenizer.make(texts())
-    return tokenizer, tokenizer_text_end
+def open_truncated(path: Path, length: int):
+    """Opens a file for appending, truncated to `length` bytes. Raises UserError if it is shorter."""
+    file = path.open("ab")
+    if file.tell() < length:
+        raise UserError(f"{path}: damaged, has {file.tell():,} bytes, but the journal beside it records {length:,}; "
+                        f"remove {path.parent} and rerun smallgpt_jax.prepare")
+    file.truncate(length)
+    return file

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smallgpt_jax.data.example_encoding import encode_prompt, special_tokens
-from smallgpt_jax.data.examples import Example
+from smallgpt_jax.data.examples import Example, encode_prompt, special_tokens
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.tokenizers import Tokenizer

@@ -57,51 +57,44 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     `folder` must be missing or empty. Missing parent folders are created, and removed again on error. If `folder` is in
     object storage, the temporary folder is local. Its files are uploaded on success, LAST_FILE last.
     """
-    if is_remote(folder):
-        with tempfile.TemporaryDirectory() as partial, removed_on_error(folder):
-            yield Path(partial)
-            object_storage.upload_folder(Path(partial), folder, LAST_FILE)
-        return
-    with parents_of(folder):
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            partial.chmod(0o777 & ~current_umask())
-            yield partial
+    with temporary_path(folder) as partial:
+        partial.mkdir()
+        yield partial
+        if is_remote(folder):
+            with removed_on_error(folder):
+                object_storage.upload_folder(partial, folder, LAST_FILE)
+        else:
             rename(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yields the path of a local file to write, which is renamed or uploaded to `path` on success, removed on error."""
-    if is_remote(path):
-        with tempfile.TemporaryDirectory() as folder:
-            partial = Path(folder) / path.name
-            yield partial
-            object_storage.upload_file(partial, path)
-        return
-    with parents_of(path):
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # other processes have their own
-        os.close(descriptor)
-        partial = Path(name)
-        try:
-            partial.chmod(0o666 & ~current_umask())
-            yield partial
+    with temporary_path(path) as partial:
+        yield partial
+        if is_remote(path):
+            object_storage.file_system().put_file(str(partial), str(path))
+        else:
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
             rename(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def parents_of(path: Path) -> Iterator[None]:
-    """Creates the missing parent folders of `path`, and removes them again if `path` does not exist at the end."""
+def temporary_path(path: Path) -> Iterator[Path]:
+    """Yields a path of the same name in a temporary folder of this process: on the disk of `path`, if that is local.
+
+    Creates the missing parent folders of `path`, and removes them again if `path` does not exist at the end.
+    """
+    if is_remote(path):
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder) / path.name
+        return
     missing = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        yield
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            yield Path(folder) / path.name
     finally:
         if not path.exists():
             with contextlib.suppress(OSError):  # another process has put files into the new parents

@@ -26,19 +26,19 @@ def local_copy(path: Path) -> Path:
     """
     if not is_remote(path):
         return path
-    found = sorted(object_storage.list_files(path).items())
-    identity = hashlib.sha256(repr((str(path), found)).encode()).hexdigest()[:12]
+    found = object_storage.list_files(path)
+    identity = hashlib.sha256(repr((str(path), sorted(found.items()))).encode()).hexdigest()[:12]
     copy = cache_folder() / "copies" / f"{safe_name(path.name)}-{identity}" / path.name
     if not found or copy.exists():
         return copy
     copy.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(copy.parent.with_name(f"{copy.parent.name}.lock"), wait=True):
         if not copy.exists():
-            size = sum(file.size for _, file in found)
+            size = sum(file.size for file in found.values())
             print(f"copying {path} ({size / 1e6:,.1f} MB) to {copy.parent}", file=sys.stderr, flush=True)
             partial = copy.parent / ".partial" / path.name  # a killed process may have left a part of the copy
             shutil.rmtree(partial.parent, ignore_errors=True)
-            object_storage.download(path, partial, dict(found))
+            object_storage.download(path, partial, found)
             rename(partial, copy)
             partial.parent.rmdir()
     return copy

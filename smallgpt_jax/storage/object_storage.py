@@ -83,7 +83,6 @@ def file_system():
 
 
 def is_used() -> bool:
-    """Returns whether this process has used a gs:// path."""
     return file_system.cache_info().currsize > 0
 
 
@@ -142,13 +141,11 @@ class Reader(io.RawIOBase):
         with name_path_in_errors(self._path):
             self._file = path.open("rb")
 
-    def read(self, size: int = -1) -> bytes:
-        with name_path_in_errors(self._path):
-            return self._file.read(size)
-
     def readinto(self, buffer) -> int:
         with name_path_in_errors(self._path):
-            return self._file.readinto(buffer)
+            content = self._file.read(len(buffer))
+        buffer[:len(content)] = content
+        return len(content)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         return self._file.seek(offset, whence)
@@ -281,11 +278,6 @@ def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
         file_system().get_file(str(source), str(copy))
         if copy.stat().st_size != file.size:
             raise UserError(f"{source}: changed while it was copied; rerun the same command")
-
-
-def upload_file(file: Path, target: Path) -> None:
-    """Readers see either no file or the whole file."""
-    file_system().put_file(str(file), str(target))
 
 
 def upload_folder(folder: Path, target: Path, last: str) -> None:

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 # Runs a changed `prepare`. It writes its journal after every batch and hangs in the eleventh batch.
 HANGING_PREPARE = """
 import runpy, threading
-from smallgpt_jax.data import encoding, parts, store_writer
-parts.BATCH_CHARACTERS, store_writer.JOURNAL_SECONDS = 2000, 0
+from smallgpt_jax.data import encoding, parts, unfinished_store
+parts.BATCH_CHARACTERS, unfinished_store.JOURNAL_SECONDS = 2000, 0
 def encode(texts, tokenizer, calls=iter(range(10)), encode=encoding.encode):
     if next(calls, None) is None:
         threading.Event().wait()

@@ -96,7 +96,7 @@ def test_failed_reads_are_not_damage(texts, bucket, monkeypatch):
 
 def test_a_folder_with_other_files_is_refused_before_tokenizing(texts, bucket, monkeypatch):
     config = load_config("gpt", data__source=str(texts[0]), data__store=f"{bucket}/store").data
-    monkeypatch.setattr(prepare, "prepare_local_store", lambda *_, **__: pytest.fail("tokenized"))
+    monkeypatch.setattr(prepare, "write_store", lambda *_, **__: pytest.fail("tokenized"))
     for other in (bucket / "store", bucket / "store" / "notes.txt"):
         other.parent.mkdir(parents=True, exist_ok=True)
         other.write_text("other")

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 PROGRAM = """
 import runpy, sys, threading, time
 from smallgpt_jax.run.checkpoint import Checkpoints
-from smallgpt_jax.data.batches import ReadBatch
-fault, read, save, batches = sys.argv.pop(1), ReadBatch.map, Checkpoints.save, []
+from smallgpt_jax.data.packing import Mixture
+fault, read, save, batches = sys.argv.pop(1), Mixture.read_rows, Checkpoints.save, []
 def freeze(self, numbers):
     batches.append(numbers)
     if len(batches) >= 20:
@@ -27,7 +27,7 @@ def save_slowly(self, *arguments):
     time.sleep(5)
     save(self, *arguments)
 if fault == "frozen data":
-    ReadBatch.map = freeze
+    Mixture.read_rows = freeze
 else:
     Checkpoints.save = save_slowly
 sys.argv[0] = "main"

@@ -16,7 +16,7 @@ from data_helpers import prepare_store
 from smallgpt_jax import models
 from smallgpt_jax.comparison import budget, report, results
 from smallgpt_jax.conversion import model_card
-from smallgpt_jax.data import journal, store, tokenizers
+from smallgpt_jax.data import store, tokenizers, unfinished_store
 from smallgpt_jax.data.corpus import Corpus, same_text
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
@@ -114,8 +114,8 @@ def folder(tmp_path_factory):
     write_tokenizers(folder)
     identity = {"format": 3, "made_from": {"source": "a"}, "texts": "0", "tokenizer": "1"}
     counts = {"train": {"tokens": 7, "documents": 2, "text_bytes": 5}}
-    entry = journal.Entry(journal.Place(1, 2), "digest", 0.5, {"empty": 1}, counts)
-    journal.Journal(identity, None, entry, entry).write(folder)
+    entry = unfinished_store.Entry(unfinished_store.Place(1, 2), "digest", 0.5, {"empty": 1}, counts)
+    unfinished_store.Journal(identity, None, entry, entry).write(folder)
     return folder
 
 
@@ -181,7 +181,7 @@ def use_metrics(folder):
 
 
 def use_journal(folder):
-    found = journal.read_journal(folder)
+    found = unfinished_store.read_journal(folder)
     assert found is None or (found.latest.place, found.latest.digest) == ((1, 2), "digest")
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import grain
 import pytest
 from data_helpers import RULES, parquet, prepare_store, read, write_jsonl, zstd
+from tensorboardX.crc32c import crc32c
+from tensorboardX.record_writer import masked_crc32c
 
-from smallgpt_jax.data import parts, store, tfrecord
+from smallgpt_jax.data import parts, store
 from smallgpt_jax.data.parts import Place, document_batches
 from smallgpt_jax.data.source import Source
 from smallgpt_jax.errors import UserError
@@ -85,8 +87,8 @@ def write_tfds(folder, file_format: str, shards: list[list[dict]], monkeypatch) 
 
 def tfrecord_bytes(record: bytes) -> bytes:
     length = struct.pack("<Q", len(record))
-    return b"".join([length, struct.pack("<I", tfrecord.masked_crc32c(length)), record,
-                     struct.pack("<I", tfrecord.masked_crc32c(record))])
+    return b"".join([length, struct.pack("<I", masked_crc32c(length)), record,
+                     struct.pack("<I", masked_crc32c(record))])
 
 
 @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
@@ -109,8 +111,9 @@ def assert_stores_equal(source: str, texts: list[str], folder: Path) -> None:
     for name, which in (("one", source), ("other", write_jsonl(folder / "texts.jsonl", texts))):
         prepare_store(folder / name, which)
     for split in store.SPLITS:
-        for file in (store.tokens_file, store.documents_file):
-            assert file(folder / "one", split).read_bytes() == file(folder / "other", split).read_bytes()
+        for ending in (store.TOKENS, store.DOCUMENTS):
+            one, other = ((folder / made / f"{split}{ending}").read_bytes() for made in ("one", "other"))
+            assert one == other
 
 
 def test_tfrecord_resumes_at_any_record(tmp_path, monkeypatch):
@@ -126,7 +129,7 @@ def test_tfrecord_resumes_at_any_record(tmp_path, monkeypatch):
 
 
 def test_names_damaged_tfrecord_files(tmp_path, monkeypatch):
-    assert tfrecord.crc32c(b"123456789") == 0xE3069283
+    assert crc32c(b"123456789") == 0xE3069283
     one, two = write_tfds(tmp_path, "tfrecord", [[{"text": b"a" * 40}] * 9, [{"text": b"b"}] * 2], monkeypatch)
     whole = one.read_bytes()
     record, flipped = len(whole) // 9, bytearray(whole)

@@ -13,7 +13,7 @@ import pytest
 from conftest import call, load_config
 from data_helpers import files_of, prepare_store, write_jsonl
 
-from smallgpt_jax.data import encoding, parts, prepare, store, store_writer, tokenizer_source
+from smallgpt_jax.data import encoding, parts, prepare, store, tokenizer_source, unfinished_store
 from smallgpt_jax.data.corpus import open_or_prepare
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
@@ -73,7 +73,7 @@ def test_resumes_after_interruptions(corpus, tmp_path, monkeypatch):
     """
     whole = files_of(prepare_store(tmp_path / "whole", corpus[0], tokenizer="sentencepiece:400").folder)
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
-    monkeypatch.setattr(store_writer, "JOURNAL_SECONDS", 0)
+    monkeypatch.setattr(unfinished_store, "JOURNAL_SECONDS", 0)
     encode, trained, logged = encoding.encode, [], []
     train = tokenizer_source.train_sentencepiece
     monkeypatch.setattr(tokenizer_source, "train_sentencepiece", lambda *args: trained.append(1) or train(*args))
@@ -151,7 +151,7 @@ def interrupted(monkeypatch, after):
         return encode(batch, tokenizer)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(store_writer, "JOURNAL_SECONDS", 0)
+        patch.setattr(unfinished_store, "JOURNAL_SECONDS", 0)
         patch.setattr(encoding, "encode", encode_some)
         yield
 

@@ -126,4 +126,4 @@ def test_the_committed_manifest_is_that_of_the_constraints():
     packages = python_packages.PythonPackages()
     assert (len(packages.files), packages.num_bytes) == (7767, 99_562_669)  # docs/data.md
     for file in packages.files[::100]:
-        assert python_packages.record_hash(file.path.read_bytes()) == file.content_hash
+        assert python_packages.record_hash(file.path.read_bytes()) == file.version

@@ -97,10 +97,12 @@ def new_folder(flag: str, name: str | None) -> Path:
     folder = resolve(as_path(flag, name))
     if is_remote(folder):
         require_bucket(flag, folder)
+        is_free = not list_files(folder)
     elif folder == Path.cwd():
         raise UserError(f"{flag}={name}: this is the current folder; choose another")
-    if list_files(folder) if is_remote(folder) else (
-            folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+    else:
+        is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_free:
         raise UserError(f"{flag}={name}: folder is not empty; choose another")
     return folder
 

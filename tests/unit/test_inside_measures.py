@@ -10,7 +10,7 @@ from scipy.special import softmax
 
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation.inside import losses, measures, windows
+from smallgpt_jax.evaluation.inside import experts, losses, measures, windows
 from smallgpt_jax.evaluation.inside.observation import attention_weights, measure_attention
 from smallgpt_jax.ops.attention_mask import AttentionMask
 
@@ -81,11 +81,11 @@ def test_repeats():
 
 def test_load_of_experts():
     chosen = np.array([[[0, 1], [2, 1], [0, 1]]])
-    assert measures.load_by_text({"a": chosen, "b": chosen[:, :1]}, 3) == {
+    assert experts.load_by_text({"a": chosen, "b": chosen[:, :1]}, 3) == {
         "a": pytest.approx([2 / 6, 3 / 6, 1 / 6]), "b": [0.5, 0.5, 0]}
     tokens = np.array([7] * 20 + [9] * 30 + [3] * 19)
     choices = np.array([[0]] * 15 + [[1]] * 5 + [[1]] * 30 + [[0]] * 19)
-    assert measures.load_by_token(tokens, choices, 2) == [[(7, 0.75), (9, 0.0)], [(9, 1.0), (7, 0.25)]]
+    assert experts.load_by_token(tokens, choices, 2) == [[(7, 0.75), (9, 0.0)], [(9, 1.0), (7, 0.25)]]
 
 
 def test_windows_do_not_cross_documents():

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from smallgpt_jax import models
-from smallgpt_jax.evaluation.inside import figures, losses, measures
+from smallgpt_jax.evaluation.inside import experts, figures, losses
 from smallgpt_jax.evaluation.inside.observation import WHOLE, Parts, chosen_experts, observe, observe_streams
 from smallgpt_jax.evaluation.inside.summary import FORMAT, JSON_FILE, VALIDATION
 from smallgpt_jax.evaluation.inside.windows import validation_windows, windows_of_file
@@ -177,8 +177,8 @@ def measure_experts(model: models.LanguageModel, variables, texts: Mapping[str, 
     for block in range(len(next(iter(chosen.values()))[0])):
         of_block = {name: np.stack([window[block] for window in windows]) for name, windows in chosen.items()}
         choices_RxK = np.concatenate([x.reshape(-1, x.shape[-1]) for x in of_block.values()])
-        by_token = measures.load_by_token(tokens_R, choices_RxK, model.config.num_experts)
-        found.append({"by_text": measures.load_by_text(of_block, model.config.num_experts),
+        by_token = experts.load_by_token(tokens_R, choices_RxK, model.config.num_experts)
+        found.append({"by_text": experts.load_by_text(of_block, model.config.num_experts),
                       "by_token": [[[readable(token), fraction] for token, fraction in listed] for listed in by_token]})
     return found
 

@@ -1,14 +1,6 @@
-"""Measures of activations, (T, D) for T positions of width D, of a matrix A of attention weights, (T, T), and of the
-load of experts, for N windows, T positions, K experts per token.
-"""
-
-from collections.abc import Mapping
+"""Measures of activations, (T, D) for T positions of width D, and of a matrix A of attention weights, (T, T)."""
 
 import jax.numpy as jnp
-import numpy as np
-
-FREQUENT = 20  # occurrences of a token that is listed
-LISTED = 5  # tokens per expert
 
 
 def residual_to_rank_one(x_TxD):
@@ -69,23 +61,3 @@ def log_determinant(weights_TxT):
 
 STREAM = {"residual": residual_to_rank_one, "token_similarity": token_similarity,
           "neighbour_similarity": neighbour_similarity, "effective_rank": effective_rank}
-
-
-def load_by_text(experts: Mapping[str, np.ndarray], num_experts: int) -> dict[str, list[float]]:
-    """Returns {text: fraction of its choices per expert} from {text: (N, T, K)}."""
-    return {name: (np.bincount(chosen.ravel(), minlength=num_experts) / chosen.size).tolist()
-            for name, chosen in experts.items()}
-
-
-def load_by_token(tokens_R: np.ndarray, experts_RxK: np.ndarray, num_experts: int) -> list[list[tuple[int, float]]]:
-    """Returns for each expert the (token, fraction of its occurrences that use the expert) with the largest fractions.
-
-    Only tokens with at least FREQUENT occurrences count.
-    """
-    tokens, index_R, counts = np.unique(tokens_R, return_inverse=True, return_counts=True)
-    uses = np.zeros((len(tokens), num_experts))
-    np.add.at(uses, (np.repeat(index_R, experts_RxK.shape[1]), experts_RxK.ravel()), 1)
-    is_frequent = counts >= FREQUENT
-    tokens, fractions = tokens[is_frequent], uses[is_frequent] / counts[is_frequent, None]
-    best = np.argsort(-fractions, axis=0, kind="stable")[:LISTED]
-    return [[(int(tokens[i]), float(fractions[i, expert])) for i in best[:, expert]] for expert in range(num_experts)]

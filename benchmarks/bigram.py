@@ -27,13 +27,10 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 SMOOTHING = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
-def bigram_loss(train: np.ndarray, current: np.ndarray, following: np.ndarray, vocab_size: int,
-                k: float) -> float:
-    """Returns the mean of −log p(b | a) over pairs of consecutive tokens (a, b), in nats.
+def bigram_loss(train: np.ndarray, current: np.ndarray, following: np.ndarray, vocab_size: int, k: float) -> float:
+    """Returns the mean of −log p(b | a) over pairs of consecutive tokens (a, b) of `current` and `following`, in nats.
 
-    `current` contains the first token of each pair, and `following` contains the second. The bigram model is
-    p(b | a) = (n(a, b) + k) / (n(a) + k·vocab_size). n(a) is the number of times that token a occurs in `train`, and
-    n(a, b) is the number of times that the pair (a, b) occurs there.
+    p(b | a) = (n(a, b) + k) / (n(a) + k·vocab_size), with the numbers n of the token and of the pair in `train`.
     """
     pairs, counts = np.unique(train[:-1].astype(np.int64) * vocab_size + train[1:], return_counts=True)
     pair = current.astype(np.int64) * vocab_size + following
@@ -44,22 +41,16 @@ def bigram_loss(train: np.ndarray, current: np.ndarray, following: np.ndarray, v
 
 
 def compare(folder: Path) -> dict[str, float]:
-    """Returns the validation losses of the bigram model and of the run's model, in nats per token.
+    """Returns the validation losses of the bigram model with its best k, and of the run's last evaluation, at `step`.
 
-    Keys:
-
-    - "bigram_loss": loss of the bigram model with the best k
-    - "k": the best k, with which the bigram model has its lowest loss
-    - "model_loss": loss of the run's model in the last evaluation
-    - "step": training step of the last evaluation
+    They are in nats per token.
     """
     config = read_config(folder)
     corpus = open_existing(config.data)
     trained_on = json.loads((folder / STORE_FILE).read_text())
     if corpus is None or json.loads(json.dumps(corpus.description)) != trained_on:
         raise UserError(f"{folder}: the run's token store has changed or is missing; prepare it again")
-    evaluations = [line for line in metrics.read_lines(folder / METRICS_FILE)
-                   if line["split"] == "eval"]
+    evaluations = [line for line in metrics.read_lines(folder / METRICS_FILE) if line["split"] == "eval"]
     if not evaluations:
         raise UserError(f"{folder}: the run has no evaluation yet; train it further")
     train = np.concatenate([store.train.stream for store in corpus.stores])

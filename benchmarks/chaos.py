@@ -4,10 +4,10 @@
     python benchmarks/chaos.py --kills=100 --suspensions=0.3 --storage=gs
     python benchmarks/chaos.py --kills=100 --suspensions=0.3
 
-For each architecture, one run is trained without a kill. Other runs with the same config are killed with SIGKILL at
-random moments, and restarted after each kill until they are complete. Their parameters, optimizer state and losses are
-then compared with those of the undisturbed run, bit for bit. About half of the kills come before the first step. The
-benchmark takes about 10 seconds per kill, and 20 with --storage=gs, where restarts wait for the lock of the killed run.
+For each architecture, one run is not disturbed. Others with the same config are killed with SIGKILL at random moments,
+about half of them before the first step, and restarted until they are complete. Parameters, optimizer state and losses
+are then compared bit for bit. The benchmark takes about 10 seconds per kill, and 20 with --storage=gs, where restarts
+wait for the lock of the killed run.
 
 With --suspensions, a share of the kills are suspensions instead: the process is stopped with SIGSTOP, the same command
 is started again, and some time later the first process continues (SIGCONT). In object storage, the second process has
@@ -15,8 +15,7 @@ then taken over the lock, and the first one has to end without a trace. On a loc
 
 --storage=gs puts the workdirs into an emulator of Google Cloud Storage, with short leases.
 
-Prints the number of kills in each phase of a run. The last line is a JSON object. The exit status is 1 if anything
-differs.
+Prints the number of kills in each phase of a run. The exit status is 1 if anything differs.
 """
 
 import collections
@@ -31,11 +30,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import flags, logging
+from measuring import table
 
 from smallgpt_jax import cli, models
 from smallgpt_jax.run.checkpoint import UNFINISHED_PATTERN, saved_steps
@@ -58,8 +59,6 @@ runpy.run_module("smallgpt_jax.main", run_name="__main__", alter_sys=True)
 
 
 class Run:
-    """A workdir and the process that trains in it."""
-
     def __init__(self, workdir: Path, architecture: str, steps: int, overrides: tuple[str, ...] = ()):
         self.workdir, self.steps = workdir, steps
         self._outputs, self._starts = Path(tempfile.mkdtemp()), 0
@@ -129,18 +128,15 @@ class Run:
         return folder.exists() and {path.name for path in folder.iterdir()} > set(map(str, saved_steps(folder)))
 
     def phase(self) -> str:
-        """Returns what the run was doing when it was killed, for example "compiling" or "saving".
-
-        The phase is inferred from the output and the files of the run.
-        """
+        """Returns what the run was doing when it was killed, inferred from its output and files."""
         logged = self.output()
         if self.is_saving():
             return "saving"
         if "compiled and ready in" not in logged:
             return "compiling" if " parameters, on " in logged else "starting"
         lines = read_lines(self.workdir / METRICS_FILE)
-        evaluated = max((line["step"] for line in lines if line["split"] == "eval"), default=0)
-        trained = max((line["step"] for line in lines if line["split"] == "train"), default=0)
+        trained, evaluated = (max((line["step"] for line in lines if line["split"] == split), default=0)
+                              for split in ("train", "eval"))
         if evaluated == self.steps:
             return "writing a text"
         return "evaluating" if trained > evaluated and trained % EVERY == 0 else "training"
@@ -158,9 +154,7 @@ class Run:
             arrays |= {item + jax.tree_util.keystr(path): np.asarray(x)
                        for path, x in jax.tree_util.tree_leaves_with_path(restored)}
         lines = read_lines(self.workdir / METRICS_FILE)
-        losses = {(line["split"], line["step"]): line["loss"] for line in lines}
-        losses["lines"] = len(lines)
-        return arrays, losses
+        return arrays, {"lines": len(lines), **{(line["split"], line["step"]): line["loss"] for line in lines}}
 
 
 def differences(one: Run, other: Run) -> list[str]:
@@ -174,14 +168,15 @@ def differences(one: Run, other: Run) -> list[str]:
     return found
 
 
-def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: random.Random, log=print,
-              overrides: tuple[str, ...] = (), suspensions: float = 0.0) -> tuple[collections.Counter, list[str], int]:
-    """Trains runs of an architecture and kills them `kills` times in total; suspends them instead in a share of cases.
+class Kills(NamedTuple):
+    by_phase: collections.Counter  # numbers of kills and suspensions
+    different: list[str]  # arrays and losses that differ from those of an undisturbed run
+    runs: int
 
-    Returns the number of kills in each phase, the differences from an undisturbed run, and the number of runs.
-    """
+
+def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: random.Random, log=print,
+              overrides: tuple[str, ...] = (), suspensions: float = 0.0) -> Kills:
     undisturbed = Run(folder / "undisturbed", architecture, steps, overrides)
-    seconds = []
     for _ in range(2):  # the first run fills the compilation cache; only the second run is timed
         remove_folder(undisturbed.workdir)
         undisturbed.start()
@@ -191,11 +186,11 @@ def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: rand
         undisturbed.finish()
         seconds.append(time.monotonic())
     to_first_step, after_first_step = np.diff(seconds)
-    kills_by_phase, different, runs = collections.Counter(), [], 0
-    while sum(kills_by_phase.values()) < kills:
+    by_phase, different, runs = collections.Counter(), [], 0
+    while by_phase.total() < kills:
         runs += 1
         victim, is_running = Run(folder / f"victim-{runs}", architecture, steps, overrides), False
-        while sum(kills_by_phase.values()) < kills:
+        while by_phase.total() < kills:
             if not is_running:
                 victim.start()
             if rng.random() < 0.5:
@@ -207,15 +202,15 @@ def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: rand
             phase = victim.suspend(rng.uniform(0, to_first_step + after_first_step)) if is_running else victim.kill()
             if phase is None:
                 break
-            kills_by_phase[phase] += 1
+            by_phase[phase] += 1
         else:
             if not is_running:
                 victim.start()
         victim.finish()
         different += [f"{victim.workdir}: {name}" for name in differences(undisturbed, victim)]
-        log(f"{architecture}: {sum(kills_by_phase.values())} kills, {runs} completed runs, {len(different)} arrays or "
-            "losses that differ")
-    return kills_by_phase, different, runs
+        log(f"{architecture}: {by_phase.total()} kills, {runs} completed runs, {len(different)} arrays or losses that "
+            "differ")
+    return Kills(by_phase, different, runs)
 
 
 _KILLS = flags.DEFINE_integer("kills", 20, "Total number of kills, over all architectures.", lower_bound=1)
@@ -255,20 +250,16 @@ def main() -> None:
             kills = _KILLS.value * (i + 1) // len(names) - _KILLS.value * i // len(names)
             (root / name).mkdir(exist_ok=True)
             results[name] = kill_runs(name, root / name, kills, _STEPS.value, rng, suspensions=_SUSPENSIONS.value)
-    phases = [phase for phase, _ in sum((kills_by_phase for kills_by_phase, _, _ in results.values()),
-                                        collections.Counter()).most_common()]
-    print("\n| model | " + " | ".join(phases) + " | all kills | completed runs | arrays and losses that differ |\n"
-          + "|---" * (len(phases) + 4) + "|")
-    for name, (kills_by_phase, different, runs) in results.items():
-        print(f"| {name} | " + " | ".join(str(kills_by_phase[phase]) for phase in phases)
-              + f" | {sum(kills_by_phase.values())} | {runs} | {len(different)} |")
-    different = [line for _, lines, _ in results.values() for line in lines]
+    total = sum((found.by_phase for found in results.values()), collections.Counter())
+    phases = [phase for phase, _ in total.most_common()]
+    print("\n" + table(["model", *phases, "all kills", "completed runs", "arrays and losses that differ"], (
+        [name, *(found.by_phase[phase] for phase in phases), found.by_phase.total(), found.runs, len(found.different)]
+        for name, found in results.items())))
+    different = [line for found in results.values() for line in found.different]
     print("\n".join(different))
-    print(json.dumps({"kills": sum(sum(kills_by_phase.values()) for kills_by_phase, _, _ in results.values()),
-                      "storage": _STORAGE.value, "suspensions": sum(
-                          kills_by_phase["suspended"] for kills_by_phase, _, _ in results.values()),
+    print(json.dumps({"kills": total.total(), "storage": _STORAGE.value, "suspensions": total["suspended"],
                       "differences": len(different), "seed": _SEED.value,
-                      "hits": {name: dict(kills_by_phase) for name, (kills_by_phase, _, _) in results.items()}}))
+                      "hits": {name: dict(found.by_phase) for name, found in results.items()}}))
     if different:
         sys.exit(1)
 

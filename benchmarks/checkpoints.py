@@ -7,27 +7,19 @@ Each round measures the time of --every training steps twice, with a checkpoint 
 - With a checkpoint, saving starts before the first step. The time ends when the steps and the checkpoint are complete.
 - Without a checkpoint, the time ends when the steps are complete.
 
-Prints both times and the relative overhead. The last line is a JSON object.
+Prints both times and the relative overhead.
 """
 
 import json
-import statistics
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import jax
-import numpy as np
 from absl import flags
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # lets recipes import configs/base.py
+from measuring import Training, median_and_ratio, seconds_of
 
 from smallgpt_jax import cli
-from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.devices import sharding
 from smallgpt_jax.run.checkpoint import Checkpoints
-from smallgpt_jax.training.program import build_program
 
 _CONFIG = cli.define_config()
 _EVERY = flags.DEFINE_integer("every", 50, "Training steps per measurement.", lower_bound=1)
@@ -36,36 +28,24 @@ _ROUNDS = flags.DEFINE_integer(
 
 
 def main() -> None:
-    config = _CONFIG.value
-    program = build_program(config)
-    shape = (config.train.batch_size, config.model.context_length + 1)
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
-    batch = Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh)))
-    state, step = program.initial_state(), program.compile_train_step()
-    run_step = program.bind(step)
+    training = Training(_CONFIG.value, jax.devices())
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = Checkpoints(Path(folder), config.train.keep_checkpoints)
+        checkpoints = Checkpoints(Path(folder), _CONFIG.value.train.keep_checkpoints)
 
-        def measure(saves: bool) -> float:
-            nonlocal state
-            started = time.perf_counter()
-            if saves:
-                checkpoints.save(int(state.step), state)
-            for _ in range(_EVERY.value):
-                state, metrics = run_step(state, batch)
-            jax.block_until_ready(metrics)
+        def with_checkpoint() -> None:
+            checkpoints.save(int(training.state.step), training.state)
+            training.run(_EVERY.value)
             checkpoints.wait_until_finished()
-            return time.perf_counter() - started
 
-        measure(True)
-        pairs = [(measure(True), measure(False)) for _ in range(_ROUNDS.value)]
+        with_checkpoint()
+        pairs = [(seconds_of(with_checkpoint), seconds_of(lambda: training.run(_EVERY.value)))
+                 for _ in range(_ROUNDS.value)]
         checkpoints.close()
-    with_it, without = (statistics.median(times) for times in zip(*pairs))
-    cost = statistics.median(a / b for a, b in pairs) - 1
+    with_it, without, ratio = median_and_ratio(pairs)
     print(f"{_EVERY.value} steps take {with_it:.2f} s with a checkpoint and {without:.2f} s without; "
-          f"overhead {cost:+.1%}")
+          f"overhead {ratio - 1:+.1%}")
     print(json.dumps({"every": _EVERY.value, "seconds_with": with_it, "seconds_without": without,
-                      "cost": cost, "pairs": pairs}))
+                      "cost": ratio - 1, "pairs": pairs}))
 
 
 if __name__ == "__main__":

@@ -14,20 +14,17 @@ random part of the head still makes the change larger in narrow models. If heads
 attention/qkv shrinks, because queries contain the factor of the scores. With config.model.head_dim, wider models have
 more heads instead.
 
-Prints the largest mean divided by the smallest, for each kind of layer, and writes a plot. The last line of standard
-output has all means as JSON.
+Prints the largest mean divided by the smallest, for each kind of layer, and writes a plot.
 """
 
 import json
-import sys
 from pathlib import Path
 
 from absl import flags
 from coordinates import at_size, coordinates, spread
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # lets recipes import configs/base.py
+from measuring import table
 
 from smallgpt_jax import cli
 from smallgpt_jax.run.config import Config
@@ -60,13 +57,13 @@ def plot(values: list[int], field: str, measured: dict[str, list[dict[str, float
 def main() -> None:
     field, values = ("num_layers", _DEPTHS.value) if _DEPTHS.value else ("d_model", _WIDTHS.value)
     config, values = Config.of(_CONFIG.value), sorted(map(int, values))
-    name, base = ("muP", values[0]) if field == "d_model" else ("CompleteP", base_depth(config, values[0]))
+    name, base = ("muP", values[0]) if field == "d_model" else (
+        "CompleteP", config.model.replace(num_layers=values[0]).depth)
     measured = {f"{with_or_without} {name}": [over_seeds(at_size(config, field, value, b)) for value in values]
                 for with_or_without, b in (("with", base), ("without", 0))}
     spreads = {title: spread(means) for title, means in measured.items()}
-    print("| output | " + " | ".join(spreads) + " |\n" + "|---" * (len(spreads) + 1) + "|")
-    for layer in next(iter(spreads.values())):
-        print(f"| {layer} | " + " | ".join(f"{spreads[title][layer]:.2f}" for title in spreads) + " |")
+    print(table(["output", *spreads], ([layer, *(f"{factors[layer]:.2f}" for factors in spreads.values())]
+                                       for layer in next(iter(spreads.values())))))
     write_atomically(Path(_OUTPUT.value), png(plot(values, field, measured)))
     print(json.dumps({"config": config.to_dict(), "field": field, "values": values, "means": measured,
                       "spreads": spreads}))
@@ -75,10 +72,6 @@ def main() -> None:
 def over_seeds(config: Config) -> dict[str, float]:
     means = [coordinates(config.replace(train={"seed": seed}), _STEPS.value) for seed in range(_SEEDS.value)]
     return {kind: sum(m[kind] for m in means) / len(means) for kind in means[0]}
-
-
-def base_depth(config: Config, num_layers: int) -> int:
-    return config.model.replace(num_layers=num_layers).depth
 
 
 if __name__ == "__main__":

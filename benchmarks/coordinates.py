@@ -9,27 +9,20 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from measuring import Training
 
-from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.devices import sharding
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
-from smallgpt_jax.training.program import build_program
 
 
 def coordinates(config: Config, steps: int = 5) -> dict[str, float]:
     """Returns {kind of layer: mean |output|} after `steps` training steps; of the logits, the mean |change|."""
-    config = config.replace(optimizer={"schedule": "constant", "warmup_steps": 0})
-    program = build_program(config, jax.devices()[:1])
-    state, step = program.initial_state(), program.bind(program.compile_train_step())
-    shape = (program.config.train.batch_size, program.config.model.context_length + 1)
-    tokens = np.random.default_rng(0).integers(0, program.config.model.vocab_size, shape, np.int32)
-    batch = Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh)))
-    initial_logits, _ = outputs(program.model, state, tokens[:, :-1])
-    for _ in range(steps):
-        state, _ = step(state, batch)
-    logits, collected = outputs(program.model, state, tokens[:, :-1])
+    training = Training(config.replace(optimizer={"schedule": "constant", "warmup_steps": 0}))
+    model, inputs_BxT = training.program.model, training.batch.tokens_BxT1[:, :-1]
+    initial_logits, _ = outputs(model, training.state, inputs_BxT)
+    training.run(steps)
+    logits, collected = outputs(model, training.state, inputs_BxT)
     return {**mean_sizes(collected), "change of logits": float(jnp.mean(jnp.abs(logits - initial_logits)))}
 
 

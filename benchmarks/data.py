@@ -2,15 +2,12 @@
 
     python benchmarks/data.py --source='texts/*.jsonl' --gpt2=FOLDER
 
-- `prepare` reads files and writes a token store, on all cores. It is measured with each kind of tokenizer. GPT-2's
-  tokenizer is also compared with tiktoken, which encodes the same documents with one thread per core.
-- The data loader reads a token store on disk and yields shuffled, packed batches. It is measured with and without
-  separate documents (segment ids).
-- For comparison, a plain NumPy loader is measured. It copies random windows from a memory map. It has no epochs or
-  document boundaries.
+- `prepare` reads files and writes a token store, on all cores, with each kind of tokenizer. GPT-2's is also compared
+  with tiktoken, which encodes the same documents with one thread per core.
+- The data loader reads a token store on disk and yields shuffled, packed batches, with and without separate documents
+  (segment ids). For comparison, a plain NumPy loader copies random windows from a memory map.
 
-Prints a table. The last line is a JSON object. FOLDER contains GPT-2's encoder.json and vocab.bpe. Without --gpt2,
-tiktoken downloads these files.
+Prints a table. FOLDER contains GPT-2's encoder.json and vocab.bpe. Without --gpt2, tiktoken downloads these files.
 """
 
 import json
@@ -42,10 +39,8 @@ RULES = dict(text_field="text", invalid_utf8="replace", invalid_items="skip", ma
 SHAPES = ((8, 128), (16, 256), (512, 1024))  # (rows, tokens per row): quickstart, a size in between, paper
 
 
-def median_rate(measure) -> tuple[float, list[float]]:
-    """Calls `measure` --rounds times. Returns the median of its results and a list of all results."""
-    rates = [measure() for _ in range(_ROUNDS.value)]
-    return statistics.median(rates), rates
+def rounds_of(measure) -> list[float]:
+    return [measure() for _ in range(_ROUNDS.value)]
 
 
 def prepare_source(folder: Path, tokenizer: str) -> store.TokenStore:
@@ -103,36 +98,31 @@ def main() -> None:
                 tokenizers.save(tokenizer, folder / "sentencepiece")
                 spec = str(folder / "sentencepiece")
             try:
-                rate, rates = median_rate(lambda spec=spec: prepare_rate(spec, folder))
+                rates = results[f"prepare {name}"] = rounds_of(lambda spec=spec: prepare_rate(spec, folder))
             except UserError as error:
                 print(f"  {name:20} skipped: {error}")
                 continue
-            results[f"prepare {name}"] = rates
-            print(f"  {name:20} {rate / 1e6:8.2f}", flush=True)
+            print(f"  {name:20} {statistics.median(rates) / 1e6:8.2f}", flush=True)
         if "prepare gpt2" in results:
             tokenizer = TokenizerSource(_GPT2.value).make()
-            own, rates = median_rate(lambda: tiktoken_rate(tokenizer))
-            results["tiktoken batch"] = rates
-            ratio = statistics.median(results["prepare gpt2"]) / own
+            rates = results["tiktoken batch"] = rounds_of(lambda: tiktoken_rate(tokenizer))
+            ratio = statistics.median(results["prepare gpt2"]) / statistics.median(rates)
             results["prepare gpt2 / tiktoken batch"] = ratio
-            print(f"  tiktoken             {own / 1e6:8.2f}   ratio of prepare's speed to tiktoken's: {ratio:.2f}")
+            print(f"  tiktoken             {statistics.median(rates) / 1e6:8.2f}   ratio of prepare's speed to "
+                  f"tiktoken's: {ratio:.2f}")
 
         token_store = prepare_source(folder / "store", str(folder / "sentencepiece"))
         print("loader, in M tokens/s\n  rows × tokens      " + "".join(
-            f"{head:>22}" for head in ("NumPy, random windows", "concat", "concat, separate",
-                                       "best_fit, separate")))
+            f"{head:>22}" for head in ("NumPy, random windows", "concat", "concat, separate", "best_fit, separate")))
         for rows, positions in SHAPES:
-            row = {}
-            first = 1000 if rows < 100 else 0
-            row["numpy"], _ = median_rate(lambda: loader_rate(
-                random_windows(token_store.train, rows, positions), rows * positions))
-            for kind, separate in (("concat", False), ("concat", True), ("best_fit", True)):
-                row[kind + ", separate" * separate], _ = median_rate(lambda: loader_rate(
-                    open_loader(token_store.train, kind, separate, rows, positions, first),
-                    rows * positions))
+            loaders = {"numpy": lambda: random_windows(token_store.train, rows, positions)} | {
+                kind + ", separate" * separate: lambda kind=kind, separate=separate: open_loader(
+                    token_store.train, kind, separate, rows, positions, first=1000 if rows < 100 else 0)
+                for kind, separate in (("concat", False), ("concat", True), ("best_fit", True))}
+            row = {name: statistics.median(rounds_of(lambda make=make: loader_rate(make(), rows * positions)))
+                   for name, make in loaders.items()}
             results[f"loader {rows}x{positions}"] = row
-            print(f"  {rows:4} × {positions:<12}" + "".join(f"{rate / 1e6:22.1f}" for rate in row.values()),
-                  flush=True)
+            print(f"  {rows:4} × {positions:<12}" + "".join(f"{rate / 1e6:22.1f}" for rate in row.values()), flush=True)
     print(json.dumps(results))
 
 

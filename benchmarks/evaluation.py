@@ -5,18 +5,17 @@
 Evaluates a gpt with 10M parameters (width 256, 12 blocks, random weights, SentencePiece tokenizer) on a whole task of
 lm-evaluation-harness. Times the evaluation, and then only the forward passes of the same batches. Both are timed twice;
 only the first evaluation includes compilation. Prints the four times in seconds, and each relative to the mean time of
-the forward passes. The last line is a JSON object.
+the forward passes.
 """
 
 import json
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import jax
-import optax
 from absl import flags
+from measuring import random_params, seconds_of
 
 from smallgpt_jax import cli, models
 from smallgpt_jax.data.parts import Rules
@@ -24,8 +23,6 @@ from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.evaluation import run
 from smallgpt_jax.evaluation.scoring import Scorer
-from smallgpt_jax.training.objectives import Objective
-from smallgpt_jax.training.step import init_state
 
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with the original files of the tasks.", required=True)
 _TASK = flags.DEFINE_string("task", "piqa", "Name of the task in lm-evaluation-harness.")
@@ -41,25 +38,19 @@ class RecordingScorer(Scorer):
         return super().score(sequences)
 
 
-def timed(function) -> float:
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
-
-
 def main() -> None:
     texts = Source("python_stdlib").documents(Rules("text", "refuse", "refuse", 10**8))
     tokenizer = TokenizerSource("sentencepiece:2048").make(texts)
     model = models.build(
         architecture="gpt", vocab_size=2048, context_length=1024, num_layers=12, num_heads=8, d_model=256,
         mlp_ratio=4, dropout=0.0, use_bias=False, tie_embeddings=False, dtype="float32", scan_layers=False)
-    state = init_state(model, Objective(), optax.identity(), 0)
-    scorer = RecordingScorer(model, state.params, model_state=state.model_state)
+    params = random_params(model)
+    scorer = RecordingScorer(model, params)
 
     def language_model():
         from smallgpt_jax.evaluation.harness import SmallGPT  # imported here, so that the import is timed
 
-        return SmallGPT(scorer, state.params, tokenizer, lambda *_: None)
+        return SmallGPT(scorer, params, tokenizer, lambda *_: None)
 
     def evaluate():
         with tempfile.TemporaryDirectory() as cache:
@@ -72,10 +63,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
-        times = {"evaluate, compiling": timed(evaluate)}
-        times["forward"] = timed(forward)
-        times["evaluate"] = timed(evaluate)
-        times["forward again"] = timed(forward)
+        times = {name: seconds_of(forward if "forward" in name else evaluate)
+                 for name in ("evaluate, compiling", "forward", "evaluate", "forward again")}
     bare = (times["forward"] + times["forward again"]) / 2
     for name, seconds in times.items():
         print(f"{name:20} {seconds:7.1f} s   {seconds / bare:.2f}")

@@ -5,13 +5,9 @@
     python benchmarks/first_step.py --parts   # where the time of a cold start goes
 
 The benchmark has its own cache folder, in which the token store is already prepared. Each round runs three processes:
-
-- imports: imports `smallgpt_jax.main` and ends
-- cold: trains for one step, with an empty compilation cache
-- warm: trains for one step, with the programs that the cold run compiled
-
-Times are seconds since the start of the process. The table has their median over rounds, and their range in
-parentheses, for these events:
+one that only imports `smallgpt_jax.main`; a cold one, which trains for one step with an empty compilation cache; and a
+warm one, with the programs that the cold one compiled. The table has the seconds since the start of the process, their
+median over rounds and their range, of these events:
 
 - started: the first line of the run is printed, after the initialization of the model
 - compiled: the training step and the evaluation step are compiled
@@ -19,10 +15,7 @@ parentheses, for these events:
 - evaluated: the checkpoint is saved, and the validation loss is printed
 - ended: the run has printed a sample of the model's text, and the process has ended
 
-With --parts, the parts of a cold start are measured once, one after the other, in one process. A training run computes
-the last three at the same time.
-
-The last line of standard output has the seconds of all rounds, or of the parts, as JSON.
+--parts measures the parts of a cold start one after the other. A training run computes the last three at the same time.
 """
 
 import importlib
@@ -114,9 +107,10 @@ def main(argv) -> None:
             imports, _ = python(["-c", "import smallgpt_jax.main"], cache)
             shutil.rmtree(cache / "smallgpt_jax" / "compiled")
             rounds.append({"imports": imports, "cold": run_once(cache), "warm": run_once(cache)})
-    print("| | imports | " + " | ".join([*EVENTS, "ended"]) + " |\n" + "|---" * (len(EVENTS) + 3) + "|")
+    events = [*EVENTS, "ended"]
+    print("| | imports | " + " | ".join(events) + " |\n" + "|---" * (len(events) + 2) + "|")
     for kind in ("cold", "warm"):
-        columns = [[r["imports"] for r in rounds], *([r[kind][event] for r in rounds] for event in [*EVENTS, "ended"])]
+        columns = [[r["imports"] for r in rounds], *([r[kind][event] for r in rounds] for event in events)]
         print(f"| {kind} | " + " | ".join(
             f"{statistics.median(column):.1f} ({min(column):.1f} to {max(column):.1f})" for column in columns) + " |")
     print(json.dumps({"config": _CONFIG.value, "rounds": rounds}))

@@ -17,18 +17,15 @@ The measurements run one after the other, each in its own process:
 
 A measurement that fails or exceeds its time limit is reported as an error, and the others still run. The whole call
 takes at most --minutes; measurements that would begin in the last minute are skipped. The file is rewritten after each
-measurement. The last line of standard output is the JSON.
+measurement.
 """
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # lets recipes import configs/base.py
 
 from absl import app, flags
 
@@ -55,14 +52,13 @@ def commands() -> dict[str, tuple[list[str], float]]:
     """Returns the command of each measurement and its time limit in seconds."""
     here = [__file__, *["--rehearsal"] * _REHEARSAL.value]
     train_step = ["benchmarks/train_step.py"]
+    training = [*train_step, "--architectures=gpt,pgpt,lgpt,cgpt", "--rounds=5"]
+    flag_run = [*train_step, "--architectures=gpt", "--peer=none", "--rounds=3"]
+    decoding = ["--size=124M", "--batches=1,8", "--contexts=1024"]
     if _REHEARSAL.value:
-        train_step += ["--config=configs/gpt.py:tiny", "--sizes=recipe", "--steps=2", "--rounds=1"]
+        training = flag_run = [*train_step, "--config=configs/gpt.py:tiny", "--sizes=recipe", "--steps=2", "--rounds=1",
+                               "--peer=none"]
         decoding = ["--size=10M", "--batches=1", "--contexts=64", "--new_tokens=4", "--repeats=1", "--only=gpt"]
-        training = flag_run = [*train_step, "--peer=none"]
-    else:
-        training = [*train_step, "--architectures=gpt,pgpt,lgpt,cgpt", "--rounds=5"]
-        flag_run = [*train_step, "--architectures=gpt", "--peer=none", "--rounds=3"]
-        decoding = ["--size=124M", "--batches=1,8", "--contexts=1024"]
     return {
         "attention": ([*here, "--here=attention"], 90),
         "losses": ([*here, "--here=losses"], 120),
@@ -73,9 +69,8 @@ def commands() -> dict[str, tuple[list[str], float]]:
 
 
 def attention_errors() -> dict:
-    """Returns the relative errors of this machine's attention backend, {mask: {"output", "dq", "dk", "dv"}}.
-
-    An error is ‖a − b‖ / ‖b‖. The backend computes a in bfloat16. The reference computes b in float32 on the CPU.
+    """Returns ‖a − b‖ / ‖b‖ of this machine's attention backend in bfloat16 (a) and the reference in float32 on the CPU
+    (b): {mask: {"output", "dq", "dk", "dv"}}.
     """
     import jax
     import jax.numpy as jnp
@@ -111,12 +106,13 @@ def training_losses() -> dict:
     """Returns the losses of LOSS_STEPS training steps on the CPU and on the first device, and their differences."""
     import jax
     import numpy as np
+    from measuring import Training
 
+    from configs import gpt
     from smallgpt_jax.data.packing import Batch
     from smallgpt_jax.devices import sharding
-    from smallgpt_jax.training.program import build_program
 
-    config = importlib.import_module("configs.gpt").get_config("tiny" if _REHEARSAL.value else "quickstart")
+    config = gpt.get_config("tiny" if _REHEARSAL.value else "quickstart")
     config.train.steps = LOSS_STEPS
     config.mesh.data = 1
     tokens_N = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8).astype(np.int32)  # Python code as bytes
@@ -124,14 +120,12 @@ def training_losses() -> dict:
 
     def losses(device, precision: str) -> list[float]:
         with jax.default_device(device), jax.default_matmul_precision(precision):
-            program = build_program(config, [device])
-            state, step = program.initial_state(), program.bind(program.compile_train_step())
-            sharded, starts, values = sharding.batch_sharding(program.mesh), np.random.default_rng(0), []
+            training, starts, values = Training(config, [device]), np.random.default_rng(0), []
+            sharded = sharding.batch_sharding(training.program.mesh)
             for _ in range(LOSS_STEPS):
                 rows_Bx1 = starts.integers(0, len(tokens_N) - length, (rows, 1))
-                batch = Batch(jax.device_put(tokens_N[rows_Bx1 + np.arange(length)], sharded))
-                state, metrics = step(state, batch)
-                values.append(float(metrics["loss"]))
+                training.batch = Batch(jax.device_put(tokens_N[rows_Bx1 + np.arange(length)], sharded))
+                values.append(float(training.run()["loss"]))
         return values
 
     on_cpu = losses(jax.devices("cpu")[0], "highest")

@@ -17,10 +17,10 @@ length, the table has these columns:
 Weights are random, which does not affect speed. The models are timed in turn, and each number is the median of
 --repeats timings.
 
-Writes OUTPUT.md (the table), OUTPUT-latency.png and OUTPUT-memory.png. The last line of standard output is the table as
-JSON.
+Writes OUTPUT.md (the table), OUTPUT-latency.png and OUTPUT-memory.png.
 """
 
+import functools
 import json
 import platform
 import statistics
@@ -30,12 +30,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import measuring
 from absl import flags
 
 from smallgpt_jax import cli, models
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.inference import decoder, layout, timing
+from smallgpt_jax.inference import layout
 from smallgpt_jax.models.pgpt import with_paths
 
 SIZES = {  # --size → (layers, heads, width, vocabulary)
@@ -53,35 +53,29 @@ _ONLY = flags.DEFINE_list("only", None, "Names of the models to measure. Default
 _OUTPUT = flags.DEFINE_string("output", None, "Path prefix of the table and the plots. Default: no files.")
 
 
-def random_model(architecture: str, context: int):
-    """Returns a model with the layers, heads, width and vocabulary of --size, random parameters, and its state."""
+STAGES = {"blocks_per_stage": 2, "compress_last_stage": True, "stage_heads": "fixed"}
+FIELDS = {"gpt": {}, "pgpt": {"num_paths": 2, "path_weights": "learned"}, "lgpt": STAGES,
+          "cgpt": STAGES | {"conv_kernel": 3}}
+
+
+def build_model(architecture: str, context: int) -> models.LanguageModel:
     layers, heads, width, vocabulary = SIZES[_SIZE.value]
-    architecture_fields = {"gpt": {}, "pgpt": {"num_paths": 2, "path_weights": "learned"}}.get(
-        architecture, {"blocks_per_stage": 2, "compress_last_stage": True, "stage_heads": "fixed"})
-    if architecture == "cgpt":
-        architecture_fields["conv_kernel"] = 3
     if architecture in ("lgpt", "cgpt"):
         heads = min(heads, width // 2 ** (layers // 2 - 1))
-    model = models.build(
+    return models.build(
         architecture=architecture, num_layers=layers, num_heads=heads, d_model=width, mlp_ratio=4,
         vocab_size=vocabulary, context_length=context, dropout=0.0, use_bias=False, tie_embeddings=False,
-        dtype="float32", scan_layers=True, **architecture_fields)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda p: jnp.asarray(0.02 * rng.standard_normal(p.shape, np.float32)), models.abstract_params(model))
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), models.abstract_model_state(model))
-    return model, params, state
+        dtype="float32", scan_layers=True, **FIELDS[architecture])
 
 
 class DecodingModel:
-    """A model of this project with random weights, ready for decoding."""
-
     def __init__(self, architecture: str, context: int, paths=None):
-        model, params, state = random_model(architecture, context)
+        model = build_model(architecture, context)
+        params = measuring.random_params(model)
         if paths is not None:
-            config, params, state = with_paths(model.config, params, state, paths)
+            config, params, _ = with_paths(model.config, params, {}, paths)
             model = models.LanguageModel(config)
-        self.model, self.weights = model, layout.pack(model, params, state)
+        self.model, self.weights = model, layout.pack(model, params)
         self.weight_bytes = layout.num_bytes(self.weights)
         # The embeddings are not counted, because a decoding step reads only one row of each per sequence.
         self.read_bytes = self.weight_bytes - sum(
@@ -89,11 +83,8 @@ class DecodingModel:
 
     def run(self, prompts_BxT, new_tokens: int):
         """Generates tokens. Returns (seconds for the first, seconds for the others, bytes of the cache)."""
-        session = decoder.DecodeSession(self.model, self.weights, self.model.config.vocab_size, prompts_BxT.tolist())
-        session.reserve(new_tokens)
-        sampled_Bx1, prefill_seconds = timing.time_prefill(session)
-        calls = timing.time_decoding(session, sampled_Bx1, new_tokens - 1)
-        return prefill_seconds, sum(seconds for _, seconds in calls), session.cache_bytes()
+        found = measuring.generate(self.model, self.weights, prompts_BxT.tolist(), new_tokens)
+        return found.prefill_seconds, found.decode_seconds, found.session.cache_bytes()
 
 
 class Transformers:
@@ -130,14 +121,8 @@ class Transformers:
         return prefilled - started, seconds, 2 * 4 * c.n_layer * c.n_embd * batch * (length + new_tokens - 1)
 
 
-MODELS = {
-    "gpt": lambda context: DecodingModel("gpt", context),
-    "pgpt": lambda context: DecodingModel("pgpt", context),
-    "pgpt (one path)": lambda context: DecodingModel("pgpt", context, paths=[0]),
-    "lgpt": lambda context: DecodingModel("lgpt", context),
-    "cgpt": lambda context: DecodingModel("cgpt", context),
-    "transformers GPT-2": Transformers,
-}
+MODELS = {**{name: functools.partial(DecodingModel, name) for name in FIELDS},
+          "pgpt (one path)": functools.partial(DecodingModel, "pgpt", paths=[0]), "transformers GPT-2": Transformers}
 
 
 def memory_bandwidth() -> float:
@@ -145,71 +130,48 @@ def memory_bandwidth() -> float:
     x = jnp.ones(2**28, jnp.float32)
     total = jax.jit(jnp.sum)
     total(x).block_until_ready()
-
-    def seconds():
-        started = time.perf_counter()
-        total(x).block_until_ready()
-        return time.perf_counter() - started
-
-    return x.nbytes / min(seconds() for _ in range(5))
+    return x.nbytes / min(measuring.seconds_of(lambda: total(x)) for _ in range(5))
 
 
 def measure() -> list[dict]:
     names = _ONLY.value or list(MODELS)
-    if unknown := set(names) - set(MODELS):
-        raise UserError(f"--only={', '.join(unknown)}: unknown; choose from {', '.join(MODELS)}")
+    measuring.require_known("--only", names, list(MODELS))
     if min(map(int, _CONTEXTS.value)) <= _NEW_TOKENS.value:
         raise UserError(f"--contexts: each must be longer than --new_tokens={_NEW_TOKENS.value}")
     peak, rows = memory_bandwidth(), []
     for context in map(int, _CONTEXTS.value):
         compared = {name: MODELS[name](context) for name in names}
         for batch in map(int, _BATCHES.value):
-            prompts = np.random.default_rng(0).integers(
-                0, SIZES[_SIZE.value][3], (batch, context - _NEW_TOKENS.value))
-            timings = {name: [] for name in names}
-            for repeat in range(_REPEATS.value + 1):  # repeat 0 compiles and is not counted
-                for name, model in compared.items():
-                    time.sleep(0.3)  # the idle threads of the previous model may keep spinning for a while
-                    timing = model.run(prompts, _NEW_TOKENS.value)
-                    if repeat:
-                        timings[name].append(timing)
+            prompts_BxT = measuring.random_tokens(batch, context - _NEW_TOKENS.value, SIZES[_SIZE.value][3])
+            timings = measuring.in_turn({name: functools.partial(model.run, prompts_BxT, _NEW_TOKENS.value)
+                               for name, model in compared.items()}, _REPEATS.value, measuring.PAUSE)
             for name, model in compared.items():
-                prefill, decode = (statistics.median(t[i] for t in timings[name]) for i in (0, 1))
-                steps_per_second = (_NEW_TOKENS.value - 1) / decode
-                cache_bytes = timings[name][0][2]
+                prefills, decodes, (cache_bytes, *_) = zip(*timings[name])
+                steps_per_second = (_NEW_TOKENS.value - 1) / statistics.median(decodes)
                 rows.append({
-                    "model": name, "batch": batch, "context": context, "prefill_ms": 1000 * prefill,
+                    "model": name, "batch": batch, "context": context,
+                    "prefill_ms": 1000 * statistics.median(prefills),
                     "decode_tokens_per_second": batch * steps_per_second,
                     "weight_bytes": model.weight_bytes, "cache_bytes": cache_bytes,
                     "bandwidth_share": (model.read_bytes + cache_bytes) * steps_per_second / peak})
-                print(table_row(rows[-1]), file=sys.stderr, flush=True)
+                print(measuring.table_row(cells(rows[-1])), file=sys.stderr, flush=True)
     return rows
 
 
-def table_row(row: dict) -> str:
-    return (f"| {row['model']} | {row['batch']} | {row['context']} | {row['prefill_ms']:,.1f} "
-            f"| {row['decode_tokens_per_second']:,.0f} | {row['weight_bytes'] / 1e6:,.1f} "
-            f"| {row['cache_bytes'] / 1e6:,.1f} | {row['bandwidth_share']:.0%} |")
-
-
-def results_table(rows: list[dict]) -> str:
-    head = ("| model | batch | context | prefill ms | decode tokens/s | weights MB | cache MB | bandwidth |\n"
-            "|---|---|---|---|---|---|---|---|")
-    return "\n".join([head, *map(table_row, rows)])
+def cells(row: dict) -> tuple:
+    return (row["model"], row["batch"], row["context"], f"{row['prefill_ms']:,.1f}",
+            f"{row['decode_tokens_per_second']:,.0f}", f"{row['weight_bytes'] / 1e6:,.1f}",
+            f"{row['cache_bytes'] / 1e6:,.1f}", f"{row['bandwidth_share']:.0%}")
 
 
 def plot(rows: list[dict], path: Path, label: str, value) -> None:
-    """Saves a plot of `value(row)` of each model against the context length, with one panel per batch size.
-
-    `label` is the label of the vertical axis.
-    """
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """Saves a plot of `value(row)` of each model against the context length, with one panel per batch size."""
+    from matplotlib.figure import Figure
 
     batches = sorted({row["batch"] for row in rows})
-    figure, panels = pyplot.subplots(1, len(batches), figsize=(4 * len(batches), 3.6), squeeze=False)
-    for panel, batch in zip(panels[0], batches):
+    figure = Figure(figsize=(4 * len(batches), 3.6))
+    panels = figure.subplots(1, len(batches), squeeze=False)[0]
+    for panel, batch in zip(panels, batches):
         for name in dict.fromkeys(row["model"] for row in rows):
             points = [row for row in rows if (row["model"], row["batch"]) == (name, batch)]
             panel.plot([row["context"] for row in points], [value(row) for row in points], "o-", label=name)
@@ -218,17 +180,19 @@ def plot(rows: list[dict], path: Path, label: str, value) -> None:
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     figure.tight_layout(rect=(0, 0.1, 1, 1))
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="lower center", ncols=6, fontsize=7)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=6, fontsize=7)
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     rows = measure()
-    print(results_table(rows))
+    results = measuring.table(["model", "batch", "context", "prefill ms", "decode tokens/s", "weights MB", "cache MB",
+                     "bandwidth"], map(cells, rows))
+    print(results)
     if _OUTPUT.value:
         output = Path(_OUTPUT.value)
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_name(output.name + ".md").write_text(results_table(rows) + "\n")
+        output.with_name(output.name + ".md").write_text(results + "\n")
         plot(rows, output.with_name(output.name + "-latency.png"), "ms per decoding step",
              lambda row: 1000 * row["batch"] / row["decode_tokens_per_second"])
         plot(rows, output.with_name(output.name + "-memory.png"), "weights + cache, MB",

@@ -6,22 +6,18 @@ At each width, the model is trained at several multiples of config.optimizer.lea
 The loss of a run is the mean training loss of its last tenth. The best rate is the minimum of the parabola through the
 lowest loss and its neighbors. The base model of muP is the narrowest one, so its results count for both.
 
-Prints a table, and the largest best rate divided by the smallest. The last line of standard output has all losses as
-JSON.
+Prints a table, and the largest best rate divided by the smallest.
 """
 
 import dataclasses
 import json
 import math
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 from absl import flags
 from coordinates import at_size
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # lets recipes import configs/base.py
+from measuring import table
 
 from smallgpt_jax import cli
 from smallgpt_jax.comparison.learning_rates import Grid, scale
@@ -66,13 +62,10 @@ def main() -> None:
     grids["with muP"] = {widths[0]: grids["without muP"][widths[0]], **{
         width: grid(at_size(config, "d_model", width, widths[0]), multiples) for width in widths[1:]}}
     rates = [multiple * config.optimizer.learning_rate for multiple in multiples]
-    header = ["", "width", *(f"{rate:.3g}" for rate in rates), "best"]
-    print("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|")
-    for name, by_width in grids.items():
-        for width, found in by_width.items():
-            edge = f" ({found.edge} of the grid)" if found.edge else ""
-            print(f"| {name} | {width} | " + " | ".join(f"{loss:.4f}" for loss in found.losses.values())
-                  + f" | {best_rate(found):.3g}{edge} |")
+    print(table(["", "width", *(f"{rate:.3g}" for rate in rates), "best"], (
+        [name, width, *(f"{loss:.4f}" for loss in found.losses.values()),
+         f"{best_rate(found):.3g}" + (f" ({found.edge} of the grid)" if found.edge else "")]
+        for name, by_width in grids.items() for width, found in by_width.items())))
     best = {name: {width: best_rate(found) for width, found in by_width.items()} for name, by_width in grids.items()}
     for name, by_width in best.items():
         print(f"{name}: the best rates differ by a factor of {max(by_width.values()) / min(by_width.values()):.2f}")

@@ -16,31 +16,29 @@ they take turns, and each number is the median of --repeats timings:
 Its server measures the times itself, without those of the requests. The wheels of xllamacpp run on many CPUs; llama.cpp
 may be faster if it is built for the machine (`system` in the JSON names the instructions that are used). Run this
 benchmark on an idle machine: llama.cpp's threads wait for each other, so it slows down more than this project does.
-
-The last line of standard output is the table as JSON.
 """
 
+import functools
 import json
 import os
 import platform
 import statistics
 import sys
 import tempfile
-import time
 import urllib.request
 from pathlib import Path
 
 import jax
 import numpy as np
 from absl import flags
+from measuring import PAUSE, generate, in_turn, table, table_row
 
 from configs import llama
 from smallgpt_jax import cli, models
 from smallgpt_jax.conversion import gguf_file
 from smallgpt_jax.data.tokenizers import END_OF_TEXT, gpt2_bytes
 from smallgpt_jax.errors import UserError, install_command
-from smallgpt_jax.inference import layout, timing
-from smallgpt_jax.inference.decoder import DecodeSession
+from smallgpt_jax.inference import layout
 
 _SIZE = flags.DEFINE_enum("size", "paper", ["paper", "quickstart", "tiny"], "Size of configs/llama.py.")
 _PROMPTS = flags.DEFINE_list("prompts", ["96", "900"], "Lengths of the prompts, in tokens.")
@@ -69,11 +67,8 @@ class Ours:
 
     def run(self, prompt: list[int], new_tokens: int):
         """Returns (seconds for the first token, seconds for the others, tokens without those of the last call)."""
-        session = DecodeSession(self.model, self.weights, self.model.config.vocab_size, [prompt])
-        session.reserve(new_tokens)
-        sampled_Bx1, prefill_seconds = timing.time_prefill(session)
-        calls = timing.time_decoding(session, sampled_Bx1, new_tokens - 1)
-        return prefill_seconds, sum(seconds for _, seconds in calls), session.ids[0][len(prompt):]
+        found = generate(self.model, self.weights, [prompt], new_tokens)
+        return found.prefill_seconds, found.decode_seconds, found.session.ids[0][len(prompt):]
 
 
 class LlamaCpp:
@@ -116,13 +111,8 @@ def measure(programs: dict, lengths: list[int], vocab_size: int) -> list[dict]:
     rows = []
     for length in lengths:
         prompt = np.random.default_rng(length).integers(0, vocab_size - 1, length).tolist()
-        timings = {name: [] for name in programs}
-        for repeat in range(_REPEATS.value + 1):  # repeat 0 compiles and is not counted
-            for name, program in programs.items():
-                time.sleep(0.3)  # the idle threads of the previous program may keep spinning for a while
-                found = program.run(prompt, _NEW_TOKENS.value)
-                if repeat:
-                    timings[name].append(found)
+        timings = in_turn({name: functools.partial(program.run, prompt, _NEW_TOKENS.value)
+                           for name, program in programs.items()}, _REPEATS.value, PAUSE)
         speeds = {name: (_NEW_TOKENS.value - 1) / statistics.median(seconds for _, seconds, _ in timings[name])
                   for name in programs}
         ours = timings["smallgpt_jax"][-1][2]
@@ -132,13 +122,13 @@ def measure(programs: dict, lengths: list[int], vocab_size: int) -> list[dict]:
                 "prefill_ms": 1000 * statistics.median(prefill for prefill, _, _ in timings[name]),
                 "decode_tokens_per_second": speeds[name], "ratio": speeds[name] / speeds["llama.cpp"],
                 "same_tokens": timings[name][-1][2][:len(ours)] == ours})
-            print(table_row(rows[-1]), file=sys.stderr, flush=True)
+            print(table_row(cells(rows[-1])), file=sys.stderr, flush=True)
     return rows
 
 
-def table_row(row: dict) -> str:
-    return (f"| {row['program']} | {row['prompt']} | {row['prefill_ms']:,.1f} | {row['decode_tokens_per_second']:,.1f} "
-            f"| {row['ratio']:.2f} | {'yes' if row['same_tokens'] else 'no'} |")
+def cells(row: dict) -> tuple:
+    return (row["program"], row["prompt"], f"{row['prefill_ms']:,.1f}", f"{row['decode_tokens_per_second']:,.1f}",
+            f"{row['ratio']:.2f}", "yes" if row["same_tokens"] else "no")
 
 
 def main() -> None:
@@ -158,8 +148,7 @@ def main() -> None:
         gguf_file.write(path, "random", model, params, NumberedTokens(vocab_size), "float32")
         rows = measure({"smallgpt_jax": Ours(model, params), "llama.cpp": LlamaCpp(path, context, False),
                         "llama.cpp, float32": LlamaCpp(path, context, True)}, lengths, vocab_size)
-    print("\n".join(["| program | prompt | prefill ms | decode tokens/s | ratio | same tokens |",
-                     "|---|---|---|---|---|---|", *map(table_row, rows)]))
+    print(table(["program", "prompt", "prefill ms", "decode tokens/s", "ratio", "same tokens"], map(cells, rows)))
     print(json.dumps({
         "size": _SIZE.value, "parameters": models.num_parameters(model), "threads": _THREADS.value,
         "new_tokens": _NEW_TOKENS.value, "machine": platform.processor() or platform.machine(), "jax": jax.__version__,

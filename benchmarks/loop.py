@@ -10,22 +10,20 @@ Each round measures --steps steps twice:
 The time of a full run is computed from the speeds that it logs, except the first. These speeds exclude compilation,
 evaluation and the start of a checkpoint. They include the slowdown while a checkpoint is written in the background.
 
-Prints the milliseconds per step in a full run and alone, and the relative overhead. The last line is a JSON object.
+Prints the milliseconds per step in a full run and alone, and the relative overhead.
 """
 
 import contextlib
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import jax
 from absl import flags
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # lets recipes import configs/base.py
+from measuring import median_and_ratio
 
 from smallgpt_jax import cli
 from smallgpt_jax.run.metrics import read_lines
@@ -40,7 +38,6 @@ _ROUNDS = flags.DEFINE_integer(
 
 
 def run_seconds(config) -> float:
-    """Trains a full run and returns its seconds per step."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(nowhere):
             train.train(config, folder)
@@ -52,7 +49,6 @@ def run_seconds(config) -> float:
 
 
 def step_seconds(config) -> float:
-    """Returns the seconds per call of the compiled training step alone, always with the same batch."""
     program = build_program(config)
     text = program.open_pipeline()
     batch = text.to_devices(text.train_batches[0])
@@ -74,10 +70,9 @@ def main() -> None:
         cli.fail(f"--steps={_STEPS.value}: must be a multiple of config.train.log_every={config.train.log_every}, "
                  "and at least twice as large")
     pairs = [(run_seconds(config), step_seconds(config)) for _ in range(_ROUNDS.value)]
-    whole, bare = (statistics.median(times) for times in zip(*pairs))
-    cost = statistics.median(a / b for a, b in pairs) - 1
-    print(f"A step takes {1000 * whole:.2f} ms in a full run and {1000 * bare:.2f} ms alone; overhead {cost:+.1%}")
-    print(json.dumps({"steps": _STEPS.value, "run_seconds": whole, "step_seconds": bare, "cost": cost,
+    whole, bare, ratio = median_and_ratio(pairs)
+    print(f"A step takes {1000 * whole:.2f} ms in a full run and {1000 * bare:.2f} ms alone; overhead {ratio - 1:+.1%}")
+    print(json.dumps({"steps": _STEPS.value, "run_seconds": whole, "step_seconds": bare, "cost": ratio - 1,
                       "pairs": pairs}))
 
 

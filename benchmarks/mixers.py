@@ -6,25 +6,17 @@ The models are those of configs/llama.py:quickstart with another mixer in all bl
 Their weights are random, which does not affect speed. The table has, for each mixer, the time of a training step
 divided by that of attention, for each of --contexts (all with 2,048 tokens per step), and the time per decoded token at
 each of --positions, and divided by that at the first. All models are timed in turn; a time is the least of --rounds.
-
-The last line of standard output is the table as JSON.
 """
 
 import json
 import sys
-import time
 
-import jax
-import numpy as np
 from absl import flags
+from measuring import Training, generate, in_turn, random_params, random_tokens, seconds_of
 
 from configs import llama
 from smallgpt_jax import cli, models
-from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.devices import sharding
-from smallgpt_jax.inference import layout, timing
-from smallgpt_jax.inference.decoder import DecodeSession
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.inference import layout
 
 _CONTEXTS = flags.DEFINE_list("contexts", ["256", "2048"], "Context lengths of training.")
 _POSITIONS = flags.DEFINE_list("positions", ["1024", "16384"], "Positions of the decoded tokens.")
@@ -45,42 +37,18 @@ def recipe(mixers: tuple[str, ...], context: int):
     return config
 
 
-def random_tokens(config, rows: int, length: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, config.model.vocab_size, (rows, length), np.int32)
-
-
 def training(mixers: tuple[str, ...], context: int):
     """Returns a function that runs a training step and returns its seconds."""
-    config = recipe(mixers, context)
-    program = build_program(config, jax.devices()[:1])
-    step, state = program.bind(program.compile_train_step()), [program.initial_state()]
-    tokens = random_tokens(config, config.train.batch_size, context + 1)
-    batch = Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh)))
-
-    def run() -> float:
-        started = time.perf_counter()
-        state[0], _ = jax.block_until_ready(step(state[0], batch))
-        return time.perf_counter() - started
-
-    return run
+    step = Training(recipe(mixers, context))
+    return lambda: seconds_of(step.run)
 
 
 def decoding(mixers: tuple[str, ...], position: int):
     """Returns a function that decodes tokens after `position` and returns the seconds per token."""
-    config = recipe(mixers, position + NEW_TOKENS)
-    model = models.build(**config.model)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda p: 0.02 * rng.standard_normal(p.shape, np.float32), models.abstract_params(model))
-    weights, prompt = layout.pack(model, params), random_tokens(config, 1, position)[0].tolist()
-
-    def run() -> float:
-        session = DecodeSession(model, weights, config.model.vocab_size, [list(prompt)])
-        session.reserve(NEW_TOKENS)
-        sampled_1x1, _ = timing.time_prefill(session)
-        calls = timing.time_decoding(session, sampled_1x1, NEW_TOKENS - 1)
-        return min(seconds / steps for steps, seconds in calls)
-
-    return run
+    model = models.build(**recipe(mixers, position + NEW_TOKENS).model)
+    weights = layout.pack(model, random_params(model))
+    prompts = random_tokens(1, position, model.config.vocab_size).tolist()
+    return lambda: min(seconds / steps for steps, seconds in generate(model, weights, prompts, NEW_TOKENS).calls)
 
 
 def least_seconds(make, values: list[str]) -> dict[str, dict[int, float]]:
@@ -88,12 +56,8 @@ def least_seconds(make, values: list[str]) -> dict[str, dict[int, float]]:
     found = {name: {} for name in MIXERS}
     for value in map(int, values):
         runs = {name: make(mixers, value) for name, mixers in MIXERS.items()}
-        seconds = {name: [] for name in runs}
-        for _ in range(_ROUNDS.value + 1):  # the first round is a warm-up
-            for name, run in runs.items():
-                seconds[name].append(run())
-        for name in runs:
-            found[name][value] = min(seconds[name][1:])
+        for name, seconds in in_turn(runs, _ROUNDS.value).items():
+            found[name][value] = min(seconds)
             print(f"{make.__name__} {value} {name}: {found[name][value] * 1e3:.3f} ms", file=sys.stderr, flush=True)
     return found
 

@@ -6,15 +6,13 @@ Prints one row per operation: the milliseconds of the plain implementation, thos
 If the ratio is above 1, ours is faster. The two are timed alternately, and the ratio is a median over rounds. Run the
 benchmark with each new version of JAX, and remove optimizations that are not faster.
 
-Training operations have the shapes of the quickstart (8 × 128 positions, width 128) and of a model of width 256
-(16 × 128 positions). The last line of output is JSON.
+Training operations have the shapes of the quickstart (8 × 128 positions, width 128) and of a model of width 256 (16 ×
+128 positions).
 """
 
 import functools
 import json
 import platform as system
-import statistics
-import time
 from unittest import mock
 
 import jax
@@ -22,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from flax import linen as nn
+from measuring import in_turn, median_and_ratio, seconds_of
 
 from smallgpt_jax.devices.chips import device_name
 from smallgpt_jax.inference import sampling
@@ -35,10 +34,7 @@ _ONLY = flags.DEFINE_list("only", None, "Measure only the operations whose names
 
 
 def training(function):
-    """Returns a function that computes the gradients of a weighted sum of `function`'s output.
-
-    The gradients are taken with respect to all arguments.
-    """
+    """Returns a function that computes the gradients of a weighted sum of `function`'s output for all arguments."""
     def weighted_sum(*arguments):
         y = function(*arguments)
         return jnp.sum(y * jnp.linspace(0.5, 1.5, y.size).reshape(y.shape))
@@ -141,13 +137,7 @@ def rows() -> dict[str, tuple]:
 
 
 def milliseconds(compiled, arguments) -> float:
-    """Returns the shortest time of five calls, in milliseconds."""
-    def once():
-        started = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments))
-        return time.perf_counter() - started
-
-    return 1e3 * min(once() for _ in range(5))
+    return 1e3 * min(seconds_of(lambda: compiled(*arguments)) for _ in range(5))
 
 
 def measure() -> list[dict]:
@@ -155,13 +145,10 @@ def measure() -> list[dict]:
     for name, (plain, ours, arguments) in rows().items():
         if _ONLY.value and not any(name.startswith(word) for word in _ONLY.value):
             continue
-        forms = [jax.jit(form).lower(*arguments).compile() for form in (plain, ours)]
-        for form in forms:
-            milliseconds(form, arguments)
-        times = [[milliseconds(form, arguments) for form in forms] for _ in range(_ROUNDS.value)]
-        row = {"name": name, "plain_ms": statistics.median(a for a, _ in times),
-               "ours_ms": statistics.median(b for _, b in times),
-               "ratio": statistics.median(a / b for a, b in times)}
+        times = in_turn({form: functools.partial(milliseconds, jax.jit(form).lower(*arguments).compile(), arguments)
+                         for form in (plain, ours)}, _ROUNDS.value)
+        plain_ms, ours_ms, ratio = median_and_ratio(list(zip(*times.values())))
+        row = {"name": name, "plain_ms": plain_ms, "ours_ms": ours_ms, "ratio": ratio}
         print(f"{row['name']:<64} {row['plain_ms']:9.3f} {row['ours_ms']:9.3f}   {row['ratio']:.2f}×", flush=True)
         measured.append(row)
     return measured

@@ -11,18 +11,18 @@ computed in these forms, one after the other in each round:
 - bfloat16 to float32: bfloat16 operands and a float32 result
 - ours: `ops.bfloat16`, bfloat16 operands and a float32 result; the time includes transpositions
 
-Prints the median over rounds. The last line of standard output has the same results as JSON.
+Prints the median over rounds.
 """
 
 import functools
 import json
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from measuring import in_turn, seconds_of, table
 
 from smallgpt_jax.devices.chips import device_name
 from smallgpt_jax.ops import bfloat16
@@ -35,6 +35,7 @@ FORMS = {  # form → (dtype of the operands, dtype of the result)
     "float32": (jnp.float32, jnp.float32),
     "bfloat16": (jnp.bfloat16, jnp.bfloat16),
     "bfloat16 to float32": (jnp.bfloat16, jnp.float32),
+    "ours": (jnp.bfloat16, jnp.float32),
 }
 CALLS = 3  # per round
 
@@ -48,28 +49,22 @@ def products() -> dict[tuple[str, str], tuple]:
     operands = {"x·w": (x, w), "dy·wᵀ": (d_y, w), "xᵀ·dy": (x, d_y)}
     contracted = {"x·w": ((1,), (0,)), "dy·wᵀ": ((1,), (1,)), "xᵀ·dy": ((0,), (0,))}
     ours = {"x·w": bfloat16.dot, "dy·wᵀ": lambda d_y, w: bfloat16.dot(d_y, w.T), "xᵀ·dy": bfloat16.transposed_dot}
-    functions = {}
+    found = {}
     for name in operands:
         for form, (dtype, result) in FORMS.items():
-            functions[name, form] = dtype, functools.partial(
+            function = ours[name] if form == "ours" else functools.partial(
                 jax.lax.dot_general, dimension_numbers=(contracted[name], ((), ())), preferred_element_type=result)
-        functions[name, "ours"] = jnp.bfloat16, ours[name]
-    found = {}
-    for (name, form), (dtype, function) in functions.items():
-        arguments = [jnp.asarray(operand, dtype) for operand in operands[name]]
-        found[name, form] = jax.jit(function).lower(*arguments).compile(), arguments
+            arguments = [jnp.asarray(operand, dtype) for operand in operands[name]]
+            found[name, form] = jax.jit(function).lower(*arguments).compile(), arguments
     return found
 
 
 def measure() -> list[dict]:
-    compiled = products()
-    seconds = {key: [] for key in compiled}
-    for round_ in range(_ROUNDS.value + 1):  # the first round is a warm-up
-        for key, (function, arguments) in compiled.items():
-            started = time.perf_counter()
-            jax.block_until_ready([function(*arguments) for _ in range(CALLS)])
-            if round_:
-                seconds[key].append((time.perf_counter() - started) / CALLS)
+    def seconds_per_call(function, arguments) -> float:
+        return seconds_of(lambda: [function(*arguments) for _ in range(CALLS)]) / CALLS
+
+    seconds = in_turn({key: functools.partial(seconds_per_call, *compiled) for key, compiled in products().items()},
+                      _ROUNDS.value)
     operations = 2 * _ROWS.value * _INPUTS.value * _OUTPUTS.value
     return [{"product": name, "form": form, "gflops": operations / statistics.median(times) / 1e9,
              "best_gflops": operations / min(times) / 1e9} for (name, form), times in seconds.items()]
@@ -77,9 +72,8 @@ def measure() -> list[dict]:
 
 def main(_) -> None:
     rows = measure()
-    print("| product | form | GFLOP/s | best round |\n|---|---|---|---|")
-    for row in rows:
-        print(f"| {row['product']} | {row['form']} | {row['gflops']:,.0f} | {row['best_gflops']:,.0f} |")
+    print(table(["product", "form", "GFLOP/s", "best round"],
+                ((row["product"], row["form"], f"{row['gflops']:,.0f}", f"{row['best_gflops']:,.0f}") for row in rows)))
     print(json.dumps({"rows": rows, "shape": [_ROWS.value, _INPUTS.value, _OUTPUTS.value],
                       "device": device_name(jax.devices()[0]), "jax": jax.__version__}))
 

@@ -8,8 +8,7 @@ a window, and their mean over all positions. The probe is a multinomial logistic
 is fitted to some files, and its accuracy is that on windows of other files.
 
 For comparison, the same probe reads the counts of the tokens of the whole window. Writes a file in the form of
-lm-evaluation-harness's results to WORKDIR/evaluations/, so that smallgpt_jax.compare reports it. Prints a table. The
-last line of standard output has the accuracies as JSON.
+lm-evaluation-harness's results to WORKDIR/evaluations/, so that smallgpt_jax.compare reports it. Prints a table.
 """
 
 import json

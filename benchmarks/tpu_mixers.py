@@ -5,8 +5,6 @@
 Compiles whole training steps of 16,384 tokens: forward pass, gradients, optimizer. The models have four scanned blocks
 of configs/llama.py at size `paper`, with another mixer in all blocks, or in three of four ("hybrid"). The table has two
 numbers per model and context: the compiler's cycles per token, and those of attention's kernels at peak speed.
-
-The last line of standard output is the table as JSON.
 """
 
 import json

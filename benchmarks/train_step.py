@@ -5,17 +5,15 @@
     python benchmarks/train_step.py --architectures=gpt,pgpt --sizes=256 --rounds=10 --dtypes=float32,bfloat16
     python benchmarks/train_step.py --config=configs/gpt.py:quickstart --sizes=recipe --peer=none
 
-This project's models are compared with the peer, `transformers`' GPT-2 of the same sizes. Like our gpt, the peer has
-exact GELU and an untied head. Unlike our gpt, it has biases. AdamW and gradient clipping have the same settings for all
-models. Our models run their compiled training step. The peer runs twice, eagerly and with `torch.compile`, both with
-PyTorch's fused attention (SDPA) and fused AdamW; in bfloat16, with autocast. Each peer runs in a process of its own,
-because our commands change how their process allocates memory (smallgpt_jax/devices/host_memory.py).
+The peer is `transformers`' GPT-2 of the same sizes, with exact GELU and an untied head as our gpt, but with biases. It
+runs eagerly and with `torch.compile`, both with PyTorch's fused attention (SDPA) and fused AdamW; in bfloat16, with
+autocast. Each peer runs in a process of its own, because our commands change how their process allocates memory
+(smallgpt_jax/devices/host_memory.py). A peer that takes longer than --peer_seconds is left out.
 
-All models train on one device and use the same batch of random tokens at every step. The models are timed in turn: in
-each round, each model runs --steps steps without waiting between steps. The benchmark fails if the loss of a model does
-not fall. A peer that takes longer than --peer_seconds is left out.
+All models train on one device, with the same AdamW, gradient clipping and batch of random tokens. They are timed in
+turn: in each round, each runs --steps steps without waiting between steps. The benchmark fails if a loss does not fall.
 
-The table has these columns for each model:
+Columns of the table:
 
 - compile s: seconds for compilation and the first step; neither is part of a round
 - tokens/s: median over rounds
@@ -25,8 +23,6 @@ The table has these columns for each model:
   `plan` knows
 - memory MB: for our models, the memory of the compiled program; for a peer, the peak allocation (on GPUs only)
 - loss: first and last loss
-
-The last line of standard output has the same results as JSON.
 """
 
 import contextlib
@@ -41,25 +37,22 @@ import statistics
 import sys
 import time
 from importlib import metadata
-from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves GPU memory for PyTorch
-sys.path.insert(0, str(Path(__file__).parents[1]))  # lets recipes import configs/base.py
 
 import jax
 import numpy as np
 from absl import flags
+from measuring import PAUSE, Training, require_known, table, table_row
 from ml_collections import ConfigDict
 
 from smallgpt_jax import cli, models
-from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.devices import chips, sharding
+from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.estimation.gpus import find_gpu
 from smallgpt_jax.estimation.hlo import HloModule
 from smallgpt_jax.estimation.roofline import Roofline
 from smallgpt_jax.models.flops import train_flops_per_token
-from smallgpt_jax.training.program import build_program
 
 CPU_SIZES = {  # --sizes → (blocks, heads, width of the model); the head width is 64
     "256": (8, 4, 256),
@@ -96,18 +89,12 @@ def recipes() -> list[ConfigDict]:
     if _CONFIG.value is not None:
         return [_CONFIG.value]
     names = _ARCHITECTURES.value or (["gpt"] if jax.default_backend() == "cpu" else ["gpt", "pgpt"])
-    if unknown := set(names) - set(models.ARCHITECTURES):
-        raise UserError(f"--architectures={', '.join(unknown)}: unknown; choose from "
-                        f"{', '.join(models.ARCHITECTURES)}")
+    require_known("--architectures", names, models.ARCHITECTURES)
     return [importlib.import_module(f"configs.{name}").get_config() for name in names]
 
 
 def resized(recipe: ConfigDict, size: str, dtype: str | None) -> ConfigDict:
-    """Returns a copy of the recipe that trains a model of size `size` on one device, with a constant learning rate.
-
-    `size` is one of SIZES. With "recipe", the model has the size that the recipe sets. If `dtype` is None, it is the
-    default of the flag --dtypes.
-    """
+    """Returns a copy of the recipe for one device and a constant learning rate. `size` is one of SIZES."""
     config = recipe.copy_and_resolve_references()
     with config.unlocked():
         if size != "recipe":
@@ -129,35 +116,22 @@ def as_gpt(config: ConfigDict) -> models.LanguageModel:
 
 
 class CompiledModel:
-    """One of this project's models and its compiled training step, on one device."""
-
-    def __init__(self, config: ConfigDict, tokens_BxT1):
-        program = build_program(config, jax.devices()[:1])
-        self.parameters = models.num_parameters(program.model)
-        self.flops_per_token = train_flops_per_token(program.model)
-        self.state = program.initial_state()
-        self.batch = Batch(jax.device_put(tokens_BxT1, sharding.batch_sharding(program.mesh)))
+    def __init__(self, config: ConfigDict):
+        self.training = Training(config)
+        model = self.training.program.model
+        self.parameters, self.flops_per_token = models.num_parameters(model), train_flops_per_token(model)
         started = time.perf_counter()
-        self.compiled = program.compile_train_step()
-        self.step = program.bind(self.compiled)
         self.first_loss = self.run(1)
-        self.compile_seconds = time.perf_counter() - started
+        self.compile_seconds = self.training.compile_seconds + time.perf_counter() - started
         gpu = find_gpu(jax.devices()[0].device_kind)
-        self.roofline_seconds = gpu and Roofline(HloModule(self.compiled.as_text()), gpu, 1).clock().total
+        self.roofline_seconds = gpu and Roofline(HloModule(self.training.compiled.as_text()), gpu, 1).clock().total
 
     def run(self, steps: int) -> float:
-        """Runs training steps, waits for them, and returns the last loss."""
-        for _ in range(steps):
-            self.state, values = self.step(self.state, self.batch)
-        jax.block_until_ready(self.state)
-        return float(values["loss"])
+        return float(self.training.run(steps)["loss"])
 
     def memory_bytes(self) -> int:
-        """Returns the bytes that the compiled program needs.
-
-        The device's peak memory would also include the programs that ran before.
-        """
-        plan = self.compiled.memory_analysis()
+        """Returns those of the compiled program. The device's peak would include the programs that ran before."""
+        plan = self.training.compiled.memory_analysis()
         return (plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
                 + plan.temp_size_in_bytes)
 
@@ -187,7 +161,6 @@ class PeerProcess:
             raise UserError("the process of PyTorch has ended; the reason is in its output above") from None
 
     def run(self, steps: int) -> float:
-        """Runs training steps, waits for them, and returns the last loss."""
         self.connection.send(steps)
         return self.receive()[0]
 
@@ -197,9 +170,7 @@ class PeerProcess:
 
 
 def serve_peer(connection, config: ConfigDict, tokens_BxT1, on_gpu: bool, is_compiled: bool) -> None:
-    """Runs the peer in its process; `PeerProcess` is the other end of the connection.
-
-    First sends size and first loss of the model. Then receives numbers of steps; runs each and answers with the last
+    """Runs the peer in its process. Sends size and first loss; then answers each number of steps to run with the last
     loss and the memory in use.
     """
     jax.config.update("jax_platforms", "cpu")  # JAX only counts the FLOPs here
@@ -259,7 +230,6 @@ class Transformers:
         self.compile_seconds = time.perf_counter() - started
 
     def run(self, steps: int) -> float:
-        """Runs training steps, waits for them, and returns the last loss."""
         for _ in range(steps):
             loss = self.loss()
             loss.backward()
@@ -293,40 +263,37 @@ def check_peer(configs: list[ConfigDict]) -> None:
 
 
 def measure(configs: list[ConfigDict]) -> list[dict]:
-    """Measures the models of `configs` and, unless --peer=none is set, `transformers`' GPT-2.
-
-    The models must have the same sizes. Returns one row of results per model.
-    """
+    """Returns one row of results per model and peer. The models have the same sizes."""
     c, batch = configs[0].model, configs[0].train.batch_size
-    tokens_BxT1 = np.random.default_rng(0).integers(
-        0, c.vocab_size, (batch, c.context_length + 1), dtype=np.int32)
-    contenders = {config.model.architecture: CompiledModel(config, tokens_BxT1) for config in configs}
+    contenders = {config.model.architecture: CompiledModel(config) for config in configs}
+    tokens_BxT1 = np.asarray(contenders[c.architecture].training.batch.tokens_BxT1)
     for name, is_compiled in PEERS.items() if _PEER.value != "none" else ():
         with left_out(name, contenders):
             contenders[name] = PeerProcess(configs[0], tokens_BxT1, is_compiled)
     seconds, losses = time_in_turn(contenders)
-    peers = [name for name in PEERS if name in contenders]
-    best_peer = min(peers, key=lambda name: statistics.median(seconds[name]), default=None)
+    chip = chips.find_chip(jax.devices()[0].device_kind)
+    best_peer = min(PEERS.keys() & contenders, key=lambda name: statistics.median(seconds[name]), default=None)
     rows = []
     for name, contender in contenders.items():
         if not losses[name] < contender.first_loss:  # also true for NaN
-            raise UserError(f"{name}: the loss does not fall: {contender.first_loss} at the first step,"
-                            f" {losses[name]} at the last")
+            raise UserError(f"{name}: the loss does not fall: {contender.first_loss} at the first step, {losses[name]} "
+                            "at the last")
         speeds = [_STEPS.value * batch * c.context_length / s for s in seconds[name]]
+        speed = statistics.median(speeds)
         roofline = contender.roofline_seconds and batch * c.context_length / contender.roofline_seconds
         ratios = [] if name in PEERS else [
-            peer_seconds / own_seconds for peer_seconds, own_seconds in zip(seconds.get(best_peer, []), seconds[name])]
+            of_peer / own for of_peer, own in zip(seconds.get(best_peer, []), seconds[name])]
         rows.append({
             "model": name, "blocks": c.num_layers, "width": c.d_model, "batch": batch,
             "context": c.context_length, "vocabulary": c.vocab_size, "dtype": c.dtype,
             "parameters": contender.parameters, "compile_seconds": contender.compile_seconds,
-            "tokens_per_second": statistics.median(speeds), "tokens_per_second_of_rounds": speeds,
-            "mfu": model_flops_utilization(statistics.median(speeds), contender.flops_per_token),
-            "roofline_tokens_per_second": roofline, "of_roofline": roofline and statistics.median(speeds) / roofline,
+            "tokens_per_second": speed, "tokens_per_second_of_rounds": speeds,
+            "mfu": chip and speed * contender.flops_per_token / chip.flops,
+            "roofline_tokens_per_second": roofline, "of_roofline": roofline and speed / roofline,
             "memory_bytes": contender.memory_bytes(), "best_peer": best_peer,
             "ratio": statistics.median(ratios) if ratios else None, "ratio_of_rounds": ratios,
             "first_loss": contender.first_loss, "last_loss": losses[name]})
-        print(table_row(rows[-1]), file=sys.stderr, flush=True)
+        print(table_row(cells(rows[-1])), file=sys.stderr, flush=True)
     return rows
 
 
@@ -335,7 +302,7 @@ def time_in_turn(contenders: dict) -> tuple[dict[str, list[float]], dict[str, fl
     seconds, losses = {name: [] for name in contenders}, {}
     for round_ in range(_ROUNDS.value + 1):  # the first round is a warm-up
         for name, contender in list(contenders.items()):
-            time.sleep(0.3)  # PyTorch's idle threads keep spinning for a while
+            time.sleep(PAUSE)
             started = time.perf_counter()
             with left_out(name, contenders):
                 losses[name] = contender.run(_STEPS.value if round_ else WARM_UP_STEPS)
@@ -354,56 +321,40 @@ def left_out(name: str, contenders: dict):
         print(f"{name}: left out; not finished after {_PEER_SECONDS.value:.0f} s", file=sys.stderr, flush=True)
 
 
-def model_flops_utilization(tokens_per_second: float, flops_per_token: float) -> float | None:
-    chip = chips.find_chip(jax.devices()[0].device_kind)
-    return chip and tokens_per_second * flops_per_token / chip.flops
+HEAD = ("model", "width × blocks", "dtype", "parameters", "batch", "compile s", "tokens/s", "ours/PyTorch's (range)",
+        "MFU", "of roofline", "memory MB", "loss")
 
 
-def table_row(row: dict) -> str:
-    def cell(key: str, text) -> str:
+def cells(row: dict) -> tuple:
+    def known(key: str, text) -> str:
         return "–" if row[key] is None else text(row[key])
 
-    ratio = cell("ratio", lambda ratio: f"{ratio:.2f} ({min(row['ratio_of_rounds']):.2f} to "
-                                         f"{max(row['ratio_of_rounds']):.2f})")
-    return (f"| {row['model']} | {row['width']} × {row['blocks']} | {row['dtype']} | {row['parameters']:,} "
-            f"| {row['batch']} × {row['context']} | {row['compile_seconds']:.1f} "
-            f"| {row['tokens_per_second']:,.0f} | {ratio} | {cell('mfu', '{:.1%}'.format)} "
-            f"| {cell('of_roofline', '{:.2f}'.format)} "
-            f"| {cell('memory_bytes', lambda size: f'{size / 1e6:,.0f}')} "
-            f"| {row['first_loss']:.3f} → {row['last_loss']:.3f} |")
-
-
-def table(rows: list[dict]) -> str:
-    head = ("| model | width × blocks | dtype | parameters | batch | compile s | tokens/s | ours/PyTorch's (range) "
-            "| MFU | of roofline | memory MB | loss |\n|---|---|---|---|---|---|---|---|---|---|---|---|")
-    return "\n".join([head, *map(table_row, rows)])
-
-
-def hardware() -> dict:
-    """Returns the device, the number of CPU cores, and the machine type."""
-    return {"device": chips.device_name(jax.devices()[0]), "cores": os.cpu_count(), "machine": platform.machine()}
-
-
-def versions() -> dict:
-    names = ["jax", "flax"] + ([] if _PEER.value == "none" else ["torch", "transformers"])
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
+    rounds = row["ratio_of_rounds"]
+    return (row["model"], f"{row['width']} × {row['blocks']}", row["dtype"], f"{row['parameters']:,}",
+            f"{row['batch']} × {row['context']}", f"{row['compile_seconds']:.1f}", f"{row['tokens_per_second']:,.0f}",
+            known("ratio", lambda ratio: f"{ratio:.2f} ({min(rounds):.2f} to {max(rounds):.2f})"),
+            known("mfu", "{:.1%}".format), known("of_roofline", "{:.2f}".format),
+            known("memory_bytes", lambda size: f"{size / 1e6:,.0f}"),
+            f"{row['first_loss']:.3f} → {row['last_loss']:.3f}")
 
 
 def main() -> None:
     # With the cache, programs of earlier runs would not be compiled again, and the compilation times would be wrong.
     jax.config.update("jax_enable_compilation_cache", False)
     sizes = _SIZES.value or (list(CPU_SIZES) if jax.default_backend() == "cpu" else ["recipe"])
-    if unknown := set(sizes) - set(SIZES):
-        raise UserError(f"--sizes={', '.join(unknown)}: unknown; choose from {', '.join(SIZES)}")
-    dtypes = _DTYPES.value or [None]
-    if unknown := set(dtypes) - {None, *DTYPES}:
-        raise UserError(f"--dtypes={', '.join(unknown)}: unknown; choose from {', '.join(DTYPES)}")
-    measured = [[resized(recipe, size, dtype) for recipe in recipes()] for size in sizes for dtype in dtypes]
+    require_known("--sizes", sizes, SIZES)
+    require_known("--dtypes", _DTYPES.value or (), DTYPES)
+    measured = [[resized(recipe, size, dtype) for recipe in recipes()]
+                for size in sizes for dtype in _DTYPES.value or [None]]
     if _PEER.value != "none":
         check_peer(measured[0])
     rows = [row for configs in measured for row in measure(configs)]
-    print(table(rows))
-    print(json.dumps({**hardware(), "versions": versions(), "steps": _STEPS.value, "rows": rows}))
+    print(table(HEAD, map(cells, rows)))
+    libraries = ["jax", "flax"] + ([] if _PEER.value == "none" else ["torch", "transformers"])
+    print(json.dumps({
+        "device": chips.device_name(jax.devices()[0]), "cores": os.cpu_count(), "machine": platform.machine(),
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in libraries}},
+        "steps": _STEPS.value, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ Each model is tuned on tasks of tuning_task.py, with each of two objectives: "ca
 attention sees the whole prompt. A masked model predicts no next tokens before it is tuned, so all models have the same
 choice. An untrained model ("none") is tuned, too. Only finished runs are kept when the command is repeated.
 
-OUTPUT/TASK/report.md and results.json are the report of smallgpt_jax.compare. A run has the name PRETRAINED-TUNED. The
-last line of standard output has the accuracies as JSON.
+OUTPUT/TASK/report.md and results.json are the report of smallgpt_jax.compare. A run has the name PRETRAINED-TUNED.
 """
 
 import json

@@ -139,7 +139,6 @@ def quote_run_names(argv: list[str]) -> list[str]:
 
 
 def unquote_run_names(text: str) -> str:
-    """Inverts `quote_run_names`."""
     return re.sub(r'(?<=\bruns)\["((?:\w|\\U[0-9a-f]{8})*)"\]',
                   lambda match: "." + ast.literal_eval(f'"{match[1]}"'), text)
 
@@ -160,14 +159,14 @@ def error_message(error: Exception) -> str:
     if unset := re.findall(r"Flag (--\w+) must have a value other than None", text):
         return f"{' and '.join(unset)} must be given; see --help"
     if misspelt := re.search(r'Did you mean "(.*?)" instead of "(.*?)"', text):
-        meant = " or ".join(f"--config.{field}" for field in fields_named(misspelt[1])) or repr(misspelt[1])
+        meant = fields_named(misspelt[1]) or repr(misspelt[1])
         return f"{error_location(error)}no config field {misspelt[2]!r}; did you mean {meant}?"
     if mistyped := re.match(r"flag (--.+?): .*(int\(\)|to float|boolean)", text):
         return f"{mistyped[1]}: expected {EXPECTED[mistyped[2]]}"
     if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith("config."):
         return f"--{error.flagname}: cannot override a field without --config; add --config=RECIPE or remove this flag"
     if isinstance(error, flags.UnrecognizedFlagError) and (fields := fields_named(error.flagname)):
-        return f"no flag --{error.flagname}; did you mean {' or '.join(f'--config.{field}' for field in fields)}?"
+        return f"no flag --{error.flagname}; did you mean {fields}?"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, flags.Error):
         return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
@@ -181,22 +180,23 @@ def unknown_field_message(error: Exception) -> str:
     while isinstance(name, Exception):  # ml_collections wraps errors
         name = name.args[0]
     name = str(name).strip("'")
-    fields = [f"--config.{field}" for field in fields_named(name)]
-    hint = f"did you mean {' or '.join(fields)}?" if fields else "configs/base.py documents the fields"
+    fields = fields_named(name)
+    hint = f"did you mean {fields}?" if fields else "configs/base.py documents the fields"
     return f"no config field {name!r}; {hint}"
 
 
-def fields_named(flag: str) -> list[str]:
-    """Returns the config fields that an unknown flag such as `--steps` or `--train.steps` may mean: ["train.steps"]."""
+def fields_named(flag: str) -> str:
+    """Returns what an unknown flag may mean, or "": --steps and --train.steps → "--config.train.steps"."""
     if "config" not in flags.FLAGS:
-        return []
+        return ""
     if "." in flag:
-        return [flag]
+        return f"--config.{flag}"
     config, name = flags.FLAGS["config"].value, flag.replace("-", "_")
     if not isinstance(config, ConfigDict):  # --config is not given, or an override has an error
         from configs import base
         config = base.get_config("paper")
-    return [f"{group}.{name}" for group, fields in config.items() if isinstance(fields, ConfigDict) and name in fields]
+    return " or ".join(f"--config.{group}.{name}" for group, fields in config.items()
+                       if isinstance(fields, ConfigDict) and name in fields)
 
 
 def error_location(error: Exception) -> str:

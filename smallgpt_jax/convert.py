@@ -43,8 +43,7 @@ _TO = flags.DEFINE_enum("to", None, ["hf", "gguf", "peft"],
 _FROM = flags.DEFINE_enum("from", None, ["hf", "gpt_variations", "run"],
                           "Import the model in --input to --workdir. The value names the format of --input.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "With --to: an existing run directory. With --from: a new one.")
-_OUTPUT = flags.DEFINE_string("output", None, "With --to=hf or peft: the folder to create. With --to=gguf: the "
-                              "file.")
+_OUTPUT = flags.DEFINE_string("output", None, "With --to=hf or peft: the folder to create. With --to=gguf: the file.")
 _INPUT = flags.DEFINE_string("input", None, "With --from: the folder or file to import, or the name of a "
                              "model on the hub.")
 _TOKENIZER = flags.DEFINE_string(
@@ -98,12 +97,12 @@ def new_folder(flag: str, name: str | None) -> Path:
     folder = resolve(as_path(flag, name))
     if is_remote(folder):
         require_bucket(flag, folder)
-        if list_files(folder):
-            raise UserError(f"{flag}={name}: folder is not empty; choose another")
-        return folder
-    if folder == Path.cwd():
+        is_free = not list_files(folder)
+    elif folder == Path.cwd():
         raise UserError(f"{flag}={name}: this is the current folder; choose another")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    else:
+        is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_free:
         raise UserError(f"{flag}={name}: folder is not empty; choose another")
     return folder
 
@@ -120,15 +119,11 @@ def new_file(flag: str, name: str | None) -> Path:
     return path
 
 
-def refuse_custom_model(source: Path) -> None:
-    """Raises UserError before --trust_custom_code would be needed, because no format supports the model."""
+def export_model(source: Path, output: Path, write: Callable) -> None:
+    # Before --trust_custom_code would be needed, because no format supports the model.
     for field, name in models.custom_classes(read_groups(source)["model"]) if source.is_dir() else ():
         raise UserError(f"--workdir={source}: config.model.{field}={name!r} is not built in, and --to={_TO.value} "
                         "supports only built-in parts; use the model in Python, with smallgpt_jax.inference.load")
-
-
-def export_model(source: Path, output: Path, write: Callable) -> None:
-    refuse_custom_model(source)
     trained = inference.load_trained(source, _STEP.value, _TRUST.value).with_paths(_PATHS.value)
     rank_ratio = trained.model.config.rank_ratio
     if rank_ratio:
@@ -141,26 +136,23 @@ def export_model(source: Path, output: Path, write: Callable) -> None:
 
 
 def write_hugging_face(source: Path, output: Path, trained: inference.TrainedModel) -> str:
-    """Returns what the model in the folder is."""
     model, params, model_state, tokenizer, step = trained
     form = hugging_face.find_format(model.config)
     card = model_card.format_model_card(source, output.name, model, step, bool(form.CODE), _PATHS.value,
                                         adds_begin=tokenizer.begin_of_text != tokenizer.end_of_text)
-    exported = (None, "") if _TOKENIZER.value == "skip" else (
+    tokenizer, template = (None, "") if _TOKENIZER.value == "skip" else (
         tokenizer, inference.portable_chat_template(source, tokenizer))
     with atomic_folder(output) as folder:
-        hugging_face.export_folder(folder, model, params, exported[0], card, model_state, exported[1])
+        hugging_face.export_folder(folder, model, params, tokenizer, card, model_state, template)
     return form.class_name(model.config) + (" with its own code (trust_remote_code=True)" if form.CODE else "")
 
 
 def write_gguf(source: Path, output: Path, trained: inference.TrainedModel) -> str:
-    """Returns what the model in the file is."""
     with atomic_file(output) as path:
         return gguf_file.write(path, output.stem, trained.model, trained.params, trained.tokenizer, _DTYPE.value)
 
 
 def write_peft(source: Path, output: Path, trained: inference.TrainedModel) -> str:
-    """Returns what the adapter is."""
     config = read_config(source, _TRUST.value)
     if not config.optimizer.lora_rank:
         raise UserError(f"--workdir={source}: was not trained with LoRA (config.optimizer.lora_rank); use --to=hf")

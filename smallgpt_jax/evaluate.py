@@ -50,8 +50,7 @@ _STEP = flags.DEFINE_integer("step", None, "Checkpoint step. Default: the newest
 _NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Few-shot examples before each question. Default: the "
                                     "number in the task's own config, usually 0.", lower_bound=0)
 _LIMIT = flags.DEFINE_float("limit", None, "Maximum number of questions per task. A value below 1 is a fraction "
-                            "of the task's questions.",
-                            lower_bound=0)
+                            "of the task's questions.", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 1234, "Seed for choosing few-shot examples and for sampling texts.")
 _GEN_KWARGS = flags.DEFINE_string("gen_kwargs", None, "Settings for tasks that generate text, such as "
                                   "temperature=0.8,do_sample=True.")
@@ -84,34 +83,38 @@ def main() -> None:
     evaluate_examples() if _EXAMPLES.value else evaluate_tasks()
 
 
-def evaluate_examples() -> None:
+def load_model() -> inference.TrainedModel:
     trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value)
     inference.require_next_tokens(trained.model)
     trained = trained.with_paths(_PATHS.value).without_blocks(_SKIP_BLOCKS.value)
     config = trained.model.config
-    model = trained.model.clone(config=dataclasses.replace(config, dtype=_DTYPE.value or config.dtype))
-    folder, tokenizer = as_path("--workdir", _WORKDIR.value), trained.tokenizer
-    form, template = training_format(folder)
+    return trained._replace(model=trained.model.clone(
+        config=dataclasses.replace(config, dtype=_DTYPE.value or config.dtype)))
+
+
+def scorer_of(trained: inference.TrainedModel) -> Scorer:
+    return Scorer(trained.model, trained.params, _BATCH_TOKENS.value, model_state=trained.model_state)
+
+
+def evaluate_examples() -> None:
+    trained = load_model()
+    model, params, model_state, tokenizer, step = trained
+    form, template = training_format(as_path("--workdir", _WORKDIR.value))
     form = "completion" if form == "text" else form
     questions = examples.read_questions(
-        _EXAMPLES.value, tokenizer, form, template, config.context_length, _LIMIT.value)
+        _EXAMPLES.value, tokenizer, form, template, model.config.context_length, _LIMIT.value)
     progress, found, values = ScoringProgress(), {}, {}
     if "accuracy" in _METRICS.value:
-        scorer = Scorer(model, trained.params, _BATCH_TOKENS.value, model_state=trained.model_state)
         labels = _LABELS.value or examples.find_labels(questions)
-        found["label"] = examples.choose_labels(scorer, tokenizer, questions, labels, progress)
+        found["label"] = examples.choose_labels(scorer_of(trained), tokenizer, questions, labels, progress)
         values["accuracy"] = [examples.exact_match(question.answer, label)
                               for question, label in zip(questions, found["label"])]
     if set(_METRICS.value) & examples.GENERATED.keys():
-        text_model = inference.build_text_model(model, trained.params, tokenizer, trained.model_state)
+        text_model = inference.build_text_model(model, params, tokenizer, model_state)
         found["text"] = examples.generate_answers(text_model, questions, _MAX_NEW_TOKENS.value, progress)
         values |= {name: [examples.GENERATED[name](question.answer, text)
                           for question, text in zip(questions, found["text"])]
                    for name in _METRICS.value if name in examples.GENERATED}
-    write_results(folder / EVALUATION_FOLDER, trained.step, questions, found, values)
-
-
-def write_results(folder: Path, step: int, questions, found: dict[str, list[str]], values: dict[str, list]) -> None:
     results = {name: dict(zip(("mean", "standard_error"), examples.mean_and_error(scores)))
                for name, scores in values.items()}
     # `compare` reports results of the whole model, in its own dtype, on all examples.
@@ -120,18 +123,12 @@ def write_results(folder: Path, step: int, questions, found: dict[str, list[str]
               "is_whole": is_whole}
     if _LOG_SAMPLES.value:
         record["samples"] = [
-            {"where": question.where, "answer": question.answer, **{name: texts[i] for name, texts in found.items()},
-             **{name: scores[i] for name, scores in values.items()}} for i, question in enumerate(questions)]
-    skipped = "_".join(_SKIP_BLOCKS.value)
+            {"where": question.where, "answer": question.answer,
+             **{name: column[i] for name, column in (found | values).items()}} for i, question in enumerate(questions)]
     settings = hashlib.sha256(json.dumps([_EXAMPLES.value, _LABELS.value, _MAX_NEW_TOKENS.value]).encode()).hexdigest()
-    name = join_name_parts("examples", f"step{step}", _PATHS.value != "all" and f"paths{_PATHS.value}",
-                           skipped and f"without{skipped}", _DTYPE.value, Path(_EXAMPLES.value).stem[:100],
-                           *_METRICS.value, _LIMIT.value is not None and f"limit{_LIMIT.value:g}", settings[:8])
-    table = report.examples_table(results, len(questions))
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / f"{name}.json", json.dumps(record, indent=2) + "\n")
-    write_atomically(folder / f"{name}.md", table)
-    print(f"{table}\n{folder / name}.json")
+    name = join_name_parts("examples", name_of_model(step), Path(_EXAMPLES.value).stem[:100], *_METRICS.value,
+                           _LIMIT.value is not None and f"limit{_LIMIT.value:g}", settings[:8])
+    write_results(name, record, report.examples_table(results, len(questions)))
 
 
 def evaluate_tasks() -> None:
@@ -143,39 +140,37 @@ def evaluate_tasks() -> None:
     if data_dir and not data_dir.is_dir():
         raise UserError(f"--data_dir={data_dir}: no such folder; create it, or omit the flag to use the "
                         "Hugging Face hub")
-    trained = inference.load_trained(_WORKDIR.value, _STEP.value, _TRUST.value)
-    trained = trained.with_paths(_PATHS.value).without_blocks(_SKIP_BLOCKS.value)
-    inference.require_next_tokens(trained.model)
-    config, params, model_state = trained.model.config, trained.params, trained.model_state
-    is_one_path = _PATHS.value != "all" and config.num_paths == 1
-    model_name = "pgpt, one path" if is_one_path else config.architecture
-    if _DTYPE.value:
-        config = dataclasses.replace(config, dtype=_DTYPE.value)
-    model = trained.model.clone(config=config)
-
+    trained = load_model()
+    model, params, model_state, tokenizer, step = trained
+    is_one_path = _PATHS.value != "all" and model.config.num_paths == 1
     folder = as_path("--workdir", _WORKDIR.value) / EVALUATION_FOLDER
     scores = cache_folder() / "scores" if is_remote(folder) else folder  # lm_eval stores scores in a local database
-    for created in (folder, scores):
-        created.mkdir(parents=True, exist_ok=True)
-    skipped = "_".join(_SKIP_BLOCKS.value)
-    prefix = join_name_parts(f"step{trained.step}", _PATHS.value != "all" and f"paths{_PATHS.value}",
-                             skipped and f"without{skipped}", _DTYPE.value)
-    limit = _LIMIT.value
+    scores.mkdir(parents=True, exist_ok=True)
+    prefix, limit, shots, seed = name_of_model(step), _LIMIT.value, _NUM_FEWSHOT.value, _SEED.value
     results = run.evaluate(
-        lambda: SmallGPT(Scorer(model, params, _BATCH_TOKENS.value, model_state=model_state), params,
-                         trained.tokenizer, ScoringProgress(), _SEED.value, model_state),
-        _TASKS.value, data_dir,
-        cache=scores / f"cache-{prefix}-{model_fingerprint(params, model_state, trained.tokenizer)}",
-        num_fewshot=_NUM_FEWSHOT.value,
-        limit=int(limit) if limit and limit >= 1 else limit, random_seed=_SEED.value,
-        numpy_random_seed=_SEED.value, torch_random_seed=_SEED.value, fewshot_random_seed=_SEED.value,
-        gen_kwargs=_GEN_KWARGS.value, log_samples=_LOG_SAMPLES.value)
-    shots = _NUM_FEWSHOT.value
+        lambda: SmallGPT(scorer_of(trained), params, tokenizer, ScoringProgress(), seed, model_state),
+        _TASKS.value, data_dir, cache=scores / f"cache-{prefix}-{model_fingerprint(params, model_state, tokenizer)}",
+        num_fewshot=shots, limit=int(limit) if limit and limit >= 1 else limit, random_seed=seed,
+        numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed, gen_kwargs=_GEN_KWARGS.value,
+        log_samples=_LOG_SAMPLES.value)
     name = join_name_parts(prefix, "_".join(_TASKS.value)[:80], shots is not None and f"{shots}shot",
-                           limit is not None and f"limit{limit:g}", FLAGS["seed"].present and f"seed{_SEED.value}",
+                           limit is not None and f"limit{limit:g}", FLAGS["seed"].present and f"seed{seed}",
                            _GEN_KWARGS.value)[:200]
+    write_results(name, results, report.results_table(
+        results, "pgpt, one path" if is_one_path else model.config.architecture))
+
+
+def name_of_model(step: int) -> str:
+    """Returns the part of file names that tells which weights of the run were evaluated, and how."""
+    skipped = "_".join(_SKIP_BLOCKS.value)
+    return join_name_parts(f"step{step}", _PATHS.value != "all" and f"paths{_PATHS.value}",
+                           skipped and f"without{skipped}", _DTYPE.value)
+
+
+def write_results(name: str, results: dict, table: str) -> None:
+    folder = as_path("--workdir", _WORKDIR.value) / EVALUATION_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{name}.json", json.dumps(results, indent=2, default=str) + "\n")
-    table = report.results_table(results, model_name)
     write_atomically(folder / f"{name}.md", table)
     print(f"{table}\n{folder / name}.json")
 

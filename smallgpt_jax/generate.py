@@ -47,34 +47,34 @@ flags.mark_flag_as_required("workdir")
 
 
 def main() -> None:
-    prompts = _PROMPT.value
-    if prompts is not None and "" in prompts:
+    if "" in (_PROMPT.value or ()):
         raise UserError("--prompt: is empty; leave it out to begin a new document")
+    prompts = _PROMPT.value or [""]
     model = inference.load(_WORKDIR.value, _STEP.value, _PATHS.value, _TRUST.value, _SKIP_BLOCKS.value)
     new_tokens = _MAX_NEW_TOKENS.value
+    is_conversation = _INTERACTIVE.value or _CHAT.value
     if new_tokens is None:
         quarter = max(1, model.model.config.context_length // 4)
-        new_tokens = min(NEW_TOKENS, quarter) if _INTERACTIVE.value or _CHAT.value else NEW_TOKENS
+        new_tokens = min(NEW_TOKENS, quarter) if is_conversation else NEW_TOKENS
     settings = dict(
         max_new_tokens=new_tokens, temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value,
         repetition_penalty=_REPETITION_PENALTY.value, stop=_STOP.value)
-    if _INTERACTIVE.value or _CHAT.value:
-        flag = "--chat" if _CHAT.value else "--interactive"
-        if prompts or _SAMPLES.value != 1 or (_INTERACTIVE.value and _CHAT.value):
+    if is_conversation:
+        if _PROMPT.value or _SAMPLES.value != 1 or (_INTERACTIVE.value and _CHAT.value):
+            flag = "--chat" if _CHAT.value else "--interactive"
             raise UserError(f"{flag}: cannot be combined with --prompt, --samples or the other of --interactive and "
                             "--chat; omit them")
         if _CHAT.value:
             chat(model.chat(inference.load_chat_template(_WORKDIR.value), _SEED.value), settings, as_messages=True)
         else:
             chat(model.conversation(_SEED.value), settings)
-    elif len(prompts or ()) > 1 or _SAMPLES.value != 1:
-        texts = model.generate_batch(prompts or [""], samples=_SAMPLES.value, seed=_SEED.value, **settings)
-        for prompt, continuations in zip(prompts or [""], texts):
+    elif len(prompts) > 1 or _SAMPLES.value != 1:
+        texts = model.generate_batch(prompts, samples=_SAMPLES.value, seed=_SEED.value, **settings)
+        for prompt, continuations in zip(prompts, texts):
             for i, text in enumerate(continuations):
                 print(f"=== {prompt!r}, sample {i}\n{prompt}{text}")
     else:
-        prompt = prompts[0] if prompts else ""
-        print_stream(prompt, model.stream(prompt, seed=_SEED.value, **settings))
+        print_stream(prompts[0], model.stream(prompts[0], seed=_SEED.value, **settings))
 
 
 def print_stream(prompt: str, pieces) -> str:

@@ -21,8 +21,7 @@ _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; created if necessary.")
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", None, "Multi-process runs: HOST:PORT on which process 0 listens for the other processes.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Multi-process runs: number of processes.",
-                                      lower_bound=1)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Multi-process runs: number of processes.", lower_bound=1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Multi-process runs: index of this process.", lower_bound=0)
 _JOIN_TIMEOUT = flags.DEFINE_integer(
     "join_timeout", 300, "Multi-process runs: seconds to wait for the other processes.", lower_bound=1)

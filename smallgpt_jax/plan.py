@@ -68,8 +68,9 @@ def plan(config: Config, devices: list[jax.Device]) -> None:
             raise UserError(f"--topology={_TOPOLOGY.value}: --search needs chips whose memory size is known; "
                             "choose TPUs or GPUs")
         batch_size = largest_batch(
-            functools.partial(build_with_batch_size, config, devices), batch_divisor(config, devices), chip.hbm,
-            functools.partial(print, file=sys.stderr, flush=True), compilation_shown)
+            lambda batch_size: build_program(config.replace(train={"batch_size": batch_size}), devices),
+            batch_divisor(config, devices), chip.hbm, functools.partial(print, file=sys.stderr, flush=True),
+            compilation_shown)
         config = config.replace(train={"batch_size": batch_size})
     program = build_program(config, devices)
     result = estimate(program, compilation_shown)
@@ -99,44 +100,35 @@ def batch_divisor(config, devices) -> int:
     return sharding.num_batch_shards(sharding.make_mesh(config.mesh, devices)) * config.train.microbatches
 
 
-def build_with_batch_size(config, devices, batch_size: int) -> Program:
-    return build_program(config.replace(train={"batch_size": batch_size}), devices)
-
-
 def format_plan(program: Program, result: Estimate) -> str:
     config = program.config
     layout = " × ".join(f"{axis} {length}" for axis, length in program.mesh.shape.items() if length > 1)
-    lines = [
-        f"{config.model.architecture} on {result.devices} × {result.device_kind}"
-        + (f" ({layout})" if layout else "")
-        + f", {config.train.batch_size} × {config.model.context_length} tokens per step"
-        + (f" in {config.train.microbatches} microbatches" if config.train.microbatches > 1 else ""),
-        *messages.fallback_messages(program), "",
-        *format_parameters(program, result), "",
-        *format_memory(result), "",
-        format_flops(result),
-        format_compilation(result)]
-    if result.collectives is not None:
-        lines += ["", "Collectives per step and device:" if result.collectives else "No collectives."]
-        lines += [f"  {kind:20} {found['count']:>6,} ×   {found['bytes'] / 2**20:>10,.1f} MiB"
-                  for kind, found in sorted(result.collectives.items())]
-    elif result.fits:
-        lines += ["", "Cycles and collectives are not available: the compiled program cannot be read"]
+    title = (f"{config.model.architecture} on {result.devices} × {result.device_kind}"
+             + (f" ({layout})" if layout else "")
+             + f", {config.train.batch_size} × {config.model.context_length} tokens per step"
+             + (f" in {config.train.microbatches} microbatches" if config.train.microbatches > 1 else ""))
+    sections = [[title, *messages.fallback_messages(program)], format_parameters(program, result),
+                format_memory(result), [format_flops(result), format_compilation(result)]]
     chip = chips.find_chip(result.device_kind)
-    if result.collectives is not None and result.estimated_cycles is None and chip and chip.hertz:
-        lines += ["", "Cycles are not available: the program calls a kernel whose cost is unknown"]
+    if result.collectives is not None:
+        sections.append(["Collectives per step and device:" if result.collectives else "No collectives.", *(
+            f"  {kind:20} {found['count']:>6,} ×   {found['bytes'] / 2**20:>10,.1f} MiB"
+            for kind, found in sorted(result.collectives.items()))])
+        if result.estimated_cycles is None and chip and chip.hertz:
+            sections.append(["Cycles are not available: the program calls a kernel whose cost is unknown"])
+    elif result.fits:
+        sections.append(["Cycles and collectives are not available: the compiled program cannot be read"])
     if result.estimated_cycles:
-        lines += [
-            "", "Compiler estimates, not measurements; time spent waiting for collectives is not included:",
+        sections.append([
+            "Compiler estimates, not measurements; time spent waiting for collectives is not included:",
             f"  {result.estimated_cycles / 1e6:,.1f} M cycles, plus {result.kernel_cycles / 1e6:,.1f} M in "
-            "custom kernels (at the chip's peak speed)",
-            format_speed(result)]
+            "custom kernels (at the chip's peak speed)", format_speed(result)])
     if result.kernels:
-        lines += ["", *format_roofline(result)]
+        sections.append(format_roofline(result))
         if PREALLOCATED * result.hbm_bytes < result.peak_bytes <= result.hbm_bytes:
-            lines += ["", f"JAX reserves {PREALLOCATED:.0%} of a GPU's memory, and the program needs more: set the "
-                      "environment variable XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"]
-    return "\n".join(lines)
+            sections.append([f"JAX reserves {PREALLOCATED:.0%} of a GPU's memory, and the program needs more: set the "
+                             "environment variable XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"])
+    return "\n\n".join(map("\n".join, sections))
 
 
 def format_compilation(result: Estimate) -> str:
@@ -189,15 +181,14 @@ def format_memory(result: Estimate) -> list[str]:
     """Compares the compiler's figures per device with the formula of models/memory.py."""
     formula = result.account
     arguments = {name: formula[name] for name in ("weights", "moments", "average", "teacher") if name in formula}
-    state = sum(arguments.values())
-    rest = sum(formula.values()) - state
+    state, total = sum(arguments.values()), sum(formula.values())
+    parts = {"gradients": "gradients", "gathered": "gathered weights", "activations": "activations",
+             "logits": "logits of a chunk"}
     rows = [(f"state ({', '.join(arguments)}) and batch", result.argument_bytes, state),
             *((f"  {name}", None, size) for name, size in arguments.items()),
-            ("temporaries", result.temp_bytes, rest),
-            ("  gradients", None, formula["gradients"]), ("  gathered weights", None, formula["gathered"]),
-            ("  activations", None, formula["activations"]),
-            ("  logits of a chunk", None, formula["logits"]),
-            ("total", result.needed_bytes, state + rest),
+            ("temporaries", result.temp_bytes, total - state),
+            *((f"  {shown}", None, formula[name]) for name, shown in parts.items()),
+            ("total", result.needed_bytes, total),
             ("temporaries of an evaluation step", result.eval_temp_bytes, None),
             ("total in evaluation", result.eval_needed_bytes, None), ("memory of the chip", result.hbm_bytes, None)]
     return [

@@ -34,24 +34,20 @@ class ConfigJson(NamedTuple):
 
     def size(self, *names: str, default: int | None = None) -> int:
         """Returns the first of the fields `names` that has a value. It is at most `num_weights`."""
-        name, found = self._first(names, default)
-        if found > self.num_weights:
-            self.refuse(name, found, f"must be at most {self.num_weights:,}, the number of weights in the folder")
-        return found
+        return self._integer(names, default, self.num_weights, ", the number of weights in the folder")
 
     def positions(self, *names: str) -> int:
         """Returns a number of positions. Unlike a size, it may have no weights."""
-        name, found = self._first(names, None)
-        if found > MAX_POSITIONS:
-            self.refuse(name, found, f"must be at most {MAX_POSITIONS:,}")
-        return found
+        return self._integer(names, None, MAX_POSITIONS)
 
-    def _first(self, names: tuple[str, ...], default: int | None) -> tuple[str, int]:
+    def _integer(self, names: tuple[str, ...], default: int | None, most: int, what_is_most: str = "") -> int:
         name = next((name for name in names if self.fields.get(name) is not None), names[0])
         found = default if self.fields.get(name) is None else self.fields[name]
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
             self.refuse(name, found, "must be an integer, at least 1")
-        return name, found
+        if found > most:
+            self.refuse(name, found, f"must be at most {most:,}{what_is_most}")
+        return found
 
     def number(self, name: str, default: float) -> float:
         found = default if self.fields.get(name) is None else self.fields[name]
@@ -118,10 +114,6 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
     if config.num_layers > len(shapes):
         raise UserError(f"{path}: config.model.num_layers={config.num_layers}: the folder has only {len(shapes):,} "
                         "tensors")
-
-
-def has_only(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> bool:
-    return first_other(config, fixed, free) is None
 
 
 def first_other(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> tuple[str, Any] | None:

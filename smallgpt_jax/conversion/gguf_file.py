@@ -6,8 +6,7 @@ begins with the begin-of-text token, and rows of the embedding and the head with
 does not contain them.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,9 @@ import numpy as np
 from smallgpt_jax import models
 from smallgpt_jax.conversion import llama, tensors
 from smallgpt_jax.conversion.config_json import first_other
-from smallgpt_jax.conversion.tokenizer_files import gpt2_merges, sentencepiece_spec
+from smallgpt_jax.conversion.tokenizer_files import byte_pairs, sentencepiece_spec
 from smallgpt_jax.conversion.weight_files import import_library
-from smallgpt_jax.data.tokenizers import END_OF_TEXT, Tokenizer, gpt2_bytes
+from smallgpt_jax.data.tokenizers import END_OF_TEXT, Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
 
@@ -38,18 +37,23 @@ def write(path: Path, name: str, model: models.LanguageModel, params, tokenizer:
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_sizes(writer, config)
-    add_tokenizer(writer, tokenizer)
-    theirs = llama_cpp_tensors(gguf, config, tensors.from_params(model, params), tokenizer.vocab_size)
-    stored = {their_name: stored_dtype(x, dtype) for their_name, x in theirs.items()}
+    TOKENIZERS[tokenizer.kind](writer, tokenizer)
+    writer.add_bos_token_id(tokenizer.begin_of_text)
+    writer.add_eos_token_id(tokenizer.end_of_text)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(False)
+    theirs, num_wider = llama_cpp_tensors(gguf, config, tensors.from_params(model, params), tokenizer.vocab_size), 0
     for their_name, x in theirs.items():
-        add_tensor(gguf, writer, their_name, x, stored[their_name])
+        stored = dtype if x.ndim > 1 else "float32"
+        if stored == "q8_0" and x.shape[-1] % Q8_BLOCK:
+            stored, num_wider = "float16", num_wider + 1
+        add_tensor(gguf, writer, their_name, x, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    wider = [their_name for their_name, x in theirs.items() if x.ndim > 1 and stored[their_name] != dtype]
     return f"{architecture(config)} in {dtype}" + (
-        f" ({len(wider)} matrices in float16, because {Q8_BLOCK} does not divide their rows)" if wider else "")
+        f" ({num_wider} matrices in float16, because {Q8_BLOCK} does not divide their rows)" if num_wider else "")
 
 
 def architecture(config: ModelConfig) -> str:
@@ -89,22 +93,11 @@ def llama_cpp_tensors(gguf, config: ModelConfig, ours: Mapping[str, np.ndarray],
         if name in EMBEDDINGS:
             x = x[:vocab_size]
         if architecture(config) == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            x = pair_adjacent(x, config.head_width)
+            # We rotate the entries i and i + K/2 of each head (models/positions.py), and so does llama.cpp's qwen3; its
+            # llama rotates 2i and 2i + 1.
+            x = x.reshape(-1, 2, config.head_width // 2, x.shape[-1]).swapaxes(1, 2).reshape(x.shape)
         theirs[names.get_name(name, try_suffixes=(".weight",))] = x
     return theirs
-
-
-def pair_adjacent(x: np.ndarray, head_width: int) -> np.ndarray:
-    """Reorders the outputs of each head. We rotate the entries i and i + K/2 (models/positions.py), and so does
-    llama.cpp's qwen3; its llama rotates 2i and 2i + 1.
-    """
-    return x.reshape(-1, 2, head_width // 2, x.shape[-1]).swapaxes(1, 2).reshape(x.shape)
-
-
-def stored_dtype(x: np.ndarray, dtype: str) -> str:
-    if x.ndim == 1:
-        return "float32"
-    return "float16" if dtype == "q8_0" and x.shape[-1] % Q8_BLOCK else dtype
 
 
 def add_tensor(gguf, writer, name: str, x: np.ndarray, dtype: str) -> None:
@@ -117,32 +110,15 @@ def add_tensor(gguf, writer, name: str, x: np.ndarray, dtype: str) -> None:
     writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(x), kind), raw_dtype=kind)
 
 
-def add_tokenizer(writer, tokenizer: Tokenizer) -> None:
-    TOKENIZERS[tokenizer.kind](writer, tokenizer)
-    writer.add_bos_token_id(tokenizer.begin_of_text)
-    writer.add_eos_token_id(tokenizer.end_of_text)
-    writer.add_add_bos_token(True)
-    writer.add_add_eos_token(False)
-
-
-def add_bytes(writer, tokenizer: Tokenizer) -> None:
-    """Writes GPT-2's characters for bytes. A file must have a merge; the one of two end-of-text tokens never applies,
-    because merging begins with characters.
-    """
-    add_byte_pairs(writer, {**gpt2_bytes(), END_OF_TEXT: tokenizer.end_of_text}, [f"{END_OF_TEXT} {END_OF_TEXT}"])
-
-
-def add_gpt2(writer, tokenizer: Tokenizer) -> None:
-    add_byte_pairs(writer, json.loads(tokenizer.files()["vocab.json"]), gpt2_merges(tokenizer))
-
-
-def add_byte_pairs(writer, ids: Mapping[str, int], merges: Sequence[str]) -> None:
+def add_byte_pairs(writer, tokenizer: Tokenizer) -> None:
+    """A file must have a merge. One of two end-of-text tokens never applies, because merging begins with characters."""
+    ids, merges = byte_pairs(tokenizer)
     tokens = sorted(ids, key=ids.get)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([CONTROL if token == END_OF_TEXT else NORMAL for token in tokens])
-    writer.add_token_merges(merges)
+    writer.add_token_merges(merges or [f"{END_OF_TEXT} {END_OF_TEXT}"])
 
 
 def add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
@@ -169,4 +145,4 @@ def add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
     writer.add_add_space_prefix(rules.add_dummy_prefix)
 
 
-TOKENIZERS = {"bytes": add_bytes, "gpt2": add_gpt2, "sentencepiece": add_sentencepiece}
+TOKENIZERS = {"bytes": add_byte_pairs, "gpt2": add_byte_pairs, "sentencepiece": add_sentencepiece}

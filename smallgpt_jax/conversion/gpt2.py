@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from smallgpt_jax.conversion.config_json import ConfigJson, has_only
+from smallgpt_jax.conversion.config_json import ConfigJson, first_other
 from smallgpt_jax.models import ModelConfig
 
 MODEL_TYPES = ("gpt2",)
@@ -42,12 +42,11 @@ def heads_first(x: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def heads_last(x: np.ndarray, num_heads: int) -> np.ndarray:
-    """Inverts `heads_first`."""
     return x.reshape(num_heads, 3, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
 def supports(config: ModelConfig) -> bool:
-    return has_only(config, FIXED, FREE)
+    return first_other(config, FIXED, FREE) is None
 
 
 def class_name(config: ModelConfig) -> str:

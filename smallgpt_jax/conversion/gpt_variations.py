@@ -67,28 +67,20 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
     num_layers = sum(name.endswith(".ln_1.weight") for name in theirs)
     fields = dict(
         vocab_size=vocab_size, context_length=context_length, d_model=width, mlp_ratio=mlp_ratio,
-        num_heads=num_heads, num_layers=num_layers)
+        num_heads=num_heads, num_layers=num_layers, dropout=0.0, use_bias=False, tie_embeddings=False,
+        activation="gelu", position="learned", dtype="float32", scan_layers=False)
     dense = r"transformer\.h\.\d+\.weight"
     if "transformer.wt" in theirs:
-        return complete_fields("pgpt", fields, num_paths=count(r"transformer\.lin_\d+"),
-                               path_weights="learned")
-    if num_stages := count(dense):
-        return complete_fields("lgpt", fields, **stage_fields(num_layers, num_stages, min(
-            int(name.split(".")[2]) for name in theirs if re.fullmatch(dense, name))))
-    if num_convs := count(r"transformer\.h\.\d+\.conv_layer"):
-        return complete_fields("cgpt", fields, conv_kernel=num_taps,
-                               **stage_fields(num_layers, num_convs, count(r"transformer\.h\.0\.blocks\.\d+")))
-    return complete_fields("gpt", fields)
-
-
-def complete_fields(architecture: str, fields: dict, **architecture_fields) -> dict:
-    return dict(architecture=architecture, **fields, **architecture_fields, dropout=0.0, use_bias=False,
-                tie_embeddings=False, activation="gelu", position="learned", dtype="float32", scan_layers=False)
-
-
-def stage_fields(num_layers: int, num_compressions: int, blocks_per_stage: int) -> dict:
-    return dict(blocks_per_stage=blocks_per_stage, stage_heads="fixed",
-                compress_last_stage=num_compressions * blocks_per_stage == num_layers)
+        return dict(fields, architecture="pgpt", num_paths=count(r"transformer\.lin_\d+"), path_weights="learned")
+    if num_compressions := count(dense):
+        own = dict(architecture="lgpt", blocks_per_stage=min(
+            int(name.split(".")[2]) for name in theirs if re.fullmatch(dense, name)))
+    elif num_compressions := count(r"transformer\.h\.\d+\.conv_layer"):
+        own = dict(architecture="cgpt", blocks_per_stage=count(r"transformer\.h\.0\.blocks\.\d+"), conv_kernel=num_taps)
+    else:
+        return dict(fields, architecture="gpt")
+    return dict(fields, **own, stage_heads="fixed",
+                compress_last_stage=num_compressions * own["blocks_per_stage"] == num_layers)
 
 
 def gpt_variations_name(name: str, config: models.ModelConfig) -> str:

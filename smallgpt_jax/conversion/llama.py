@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from smallgpt_jax.conversion.config_json import ConfigJson, has_only
+from smallgpt_jax.conversion.config_json import ConfigJson, first_other
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
 
@@ -34,7 +34,7 @@ DEFAULT_KV_HEADS = {"qwen3": 32}  # not if the field is null; then it is the num
 
 def supports(config: ModelConfig) -> bool:
     # Llama's config refuses a width that is not a multiple of the number of heads, even if head_dim is given.
-    return has_only(config, FIXED, FREE) and (config.qk_norm or config.d_model % config.num_heads == 0)
+    return not first_other(config, FIXED, FREE) and (config.qk_norm or config.d_model % config.num_heads == 0)
 
 
 def class_name(config: ModelConfig) -> str:
@@ -66,9 +66,9 @@ def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> d
 
 
 def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Accepts a LlamaModel or Qwen3Model, too. Tensors without a counterpart in `names` (ours) keep their names."""
-    tensors = {add_prefix(name): x for name, x in tensors.items()}
-    tensors = {name: x for name, x in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}  # in old files
+    """Also accepts a LlamaModel, which omits `model.`. Tensors without a counterpart in `names` (ours) keep theirs."""
+    tensors = {name if name.startswith(("model.", "lm_head.")) else f"model.{name}": x for name, x in tensors.items()
+               if not name.endswith("rotary_emb.inv_freq")}  # in old files
     if config.tie_embeddings:
         tensors.pop("lm_head.weight", None)  # a copy of the tied embedding
     ours = {}
@@ -78,11 +78,6 @@ def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarr
             parts = {their_name: tensors.pop(their_name) for their_name in theirs}
             ours[name] = fuse(config, parts) if ".qkv." in name else parts[theirs[0]]
     return ours | tensors
-
-
-def add_prefix(name: str) -> str:
-    """Adds the prefix `model.`, which LlamaModel and Qwen3Model omit."""
-    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
 def fuse(config: ModelConfig, parts: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -7,9 +7,9 @@ QKV projection is one matrix, as in PELA's released code. The output projection 
 
 import dataclasses
 
-import flax
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from smallgpt_jax import models
 
@@ -18,18 +18,18 @@ def with_rank_ratio(model: models.LanguageModel, params, rank_ratio: float):
     """With a `rank_ratio` of 0, all matrices are full. Existing factors are multiplied first."""
     converted = models.build(**{**dataclasses.asdict(model.config), "rank_ratio": rank_ratio})
     models.require_factors(converted)
-    arrays = flatten(jax.device_get(params))
+    arrays = flatten_dict(jax.device_get(params))
     full = {path: x for path, x in arrays.items() if path[-1] not in ("kernel_in", "kernel_out")}
     for module, stacked in factored_modules(model).items():
         full[*module, "kernel"] = multiply(arrays[*module, "kernel_in"], arrays[*module, "kernel_out"], stacked)
-    shapes = flatten(models.abstract_params(converted))
+    shapes = flatten_dict(models.abstract_params(converted))
     for module, stacked in factored_modules(converted).items():
         shape_in, shape_out = shapes[*module, "kernel_in"].shape, shapes[*module, "kernel_out"].shape
         matrix = full.pop((*module, "kernel")).reshape(
             *shape_in[:stacked], np.prod(shape_in[stacked:-1]), np.prod(shape_out[stacked + 1:]))
         left, right = factor(matrix, rank=shape_in[-1])
         full[*module, "kernel_in"], full[*module, "kernel_out"] = left.reshape(shape_in), right.reshape(shape_out)
-    return converted, flax.traverse_util.unflatten_dict({path: full[path] for path in shapes})
+    return converted, unflatten_dict({path: full[path] for path in shapes})
 
 
 def factor(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -51,7 +51,3 @@ def factored_modules(model: models.LanguageModel) -> dict[tuple[str, ...], int]:
     """Returns {path of a module with two factors: number of stack axes}."""
     return {p.path[:-1]: p.module_stacks for p in jax.tree.leaves(models.abstract_params(model))
             if p.name == "kernel_in"}
-
-
-def flatten(tree) -> dict[tuple[str, ...], object]:
-    return flax.traverse_util.flatten_dict(tree)

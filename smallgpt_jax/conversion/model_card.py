@@ -48,7 +48,6 @@ def format_model_card(folder: Path, name: str, model: models.LanguageModel, step
 
 
 def example(name: str, trust: str, is_encoder: bool, adds_begin: bool) -> list[str]:
-    """Returns lines of Python that use the model."""
     kind = "AutoModelForMaskedLM" if is_encoder else "AutoModelForCausalLM"
     begin = "" if adds_begin else "tokenizer.eos_token_id, "
     lines = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from smallgpt_jax import models
-from smallgpt_jax.conversion import gpt2, tensors
+from smallgpt_jax.conversion import gpt2, low_rank, tensors
 from smallgpt_jax.conversion.hugging_face import NATIVE, find_format, write_json
 from smallgpt_jax.conversion.weight_files import import_library
 from smallgpt_jax.errors import UserError
@@ -27,7 +27,9 @@ def write(folder: Path, model: models.LanguageModel, base, tuned, rank: int) -> 
     for name, before in exports[0].items():
         delta = np.asarray(exports[1][name], np.float64) - np.asarray(before, np.float64)
         if delta.ndim == 2 and np.any(delta):
-            factors[name.removesuffix(".weight")] = factor(delta.T if is_transposed else delta, rank)
+            b, a = low_rank.factor(delta.T if is_transposed else delta, rank)
+            further = ((0, rank - len(a)), (0, 0))  # beyond the sides of delta, the factors are 0
+            factors[name.removesuffix(".weight")] = np.pad(a, further), np.pad(b, further[::-1])
     import_library("safetensors.numpy").save_file(
         {f"base_model.model.{name}.lora_{letter}.weight": x for name, pair in factors.items()
          for letter, x in zip("AB", pair)}, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -36,11 +38,3 @@ def write(folder: Path, model: models.LanguageModel, base, tuned, rank: int) -> 
         "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": is_transposed, "inference_mode": True,
         "target_modules": sorted(factors)})
     return form.class_name(model.config)
-
-
-def factor(delta_OxI: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns A (rank, I) and B (O, rank) with B·A = delta; beyond the sides of delta, they are 0."""
-    u, s, v = np.linalg.svd(delta_OxI, full_matrices=False)
-    root, further = np.sqrt(s[:rank]), max(0, rank - len(s))
-    a, b = np.float32(root[:, None] * v[:rank]), np.float32(u[:, :rank] * root)
-    return np.pad(a, ((0, further), (0, 0))), np.pad(b, ((0, 0), (0, further)))

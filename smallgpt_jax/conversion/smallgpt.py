@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from smallgpt_jax.conversion.config_json import ConfigJson, training_fields, with_defaults
-from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
 
 MODEL_TYPES = ("smallgpt",)
@@ -55,8 +54,8 @@ def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarr
 
 def to_config(config: ModelConfig) -> dict:
     if config.architecture not in ARCHITECTURES:
-        raise UserError(f"config.model.architecture={config.architecture!r}: no PyTorch code for the export; "
-                        "smallgpt_jax/conversion/exported/ supports " + ", ".join(ARCHITECTURES))
+        config.refuse("architecture", "no PyTorch code for the export; smallgpt_jax/conversion/exported/ supports "
+                      + ", ".join(ARCHITECTURES))
     for field, values in SUPPORTED_VALUES.items():
         used = getattr(config, field)
         if not set(used if isinstance(used, tuple) else [used]) <= set(values):

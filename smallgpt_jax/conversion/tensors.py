@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import flax
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
@@ -38,10 +38,9 @@ class TensorSlot(NamedTuple):
 
 def from_params(model: models.LanguageModel, params, model_state=None) -> dict[str, np.ndarray]:
     """Returns {name: float32 tensor} in PyTorch's layouts. `model_state` is needed for mixtures of experts."""
-    arrays = flax.traverse_util.flatten_dict(jax.device_get(params))
-    state = flax.traverse_util.flatten_dict(jax.device_get(model_state or {}))
-    return {slot.name: to_torch(np.asarray(tree[slot.path][slot.index], np.float32), slot)
-            for tree, slots in ((arrays, tensor_slots(model)), (state, router_bias_slots(model))) for slot in slots}
+    params, model_state = (flatten_dict(jax.device_get(tree)) for tree in (params, model_state or {}))
+    return {slot.name: to_torch(np.asarray(tree[slot.path][slot.index], np.float32), slot) for tree, slots in (
+        (params, tensor_slots(model)), (model_state, router_bias_slots(model))) for slot in slots}
 
 
 def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
@@ -66,20 +65,19 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
     if misshapen := [f"{their_name(name)} {tensors[name].shape}, expected {shape}"
                      for name, shape in wanted.items() if tensors[name].shape != shape]:
         refuse("wrong shapes", misshapen)
-    abstract = flax.traverse_util.flatten_dict(models.abstract_params(model))
-    arrays = {path: np.empty(x.shape, np.float32) for path, x in abstract.items()}
+    arrays = {path: np.empty(x.shape, np.float32) for path, x in flatten_dict(models.abstract_params(model)).items()}
     for slot in tensor_slots(model):
         arrays[slot.path][slot.index] = from_torch(np.asarray(tensors[slot.name], np.float32), slot)
-    return flax.traverse_util.unflatten_dict(arrays)
+    return unflatten_dict(arrays)
 
 
 def to_model_state(model: models.LanguageModel, tensors: Mapping[str, np.ndarray]):
     """`tensors` must have passed `to_params`."""
-    abstract = flax.traverse_util.flatten_dict(models.abstract_model_state(model))
+    abstract = flatten_dict(models.abstract_model_state(model))
     arrays = {path: np.zeros(x.shape, x.dtype) for path, x in abstract.items()}
     for slot in router_bias_slots(model):
         arrays[slot.path][slot.index] = tensors[slot.name]
-    return flax.traverse_util.unflatten_dict(arrays)
+    return unflatten_dict(arrays)
 
 
 def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
@@ -93,16 +91,18 @@ def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
 def tensor_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
     slots = []
     for name, part in models.abstract_params(model).items():
-        children = part.items() if name == "trunk" else [("", part)]
-        for child, tree in children:
-            slots += _tensor_slots(model.config, tree, tuple(filter(None, (name, child))), (), "")
+        modules = {("trunk", child): tree for child, tree in part.items()} if name == "trunk" else {(name,): part}
+        for path, tree in modules.items():
+            slots += _tensor_slots(model.config, tree, path, (), "")
     return tuple(slots)
 
 
 def _tensor_slots(config, tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) -> Iterator[TensorSlot]:
     """Yields the slots of the subtree at `path`. `index` selects a layer or path along each of its leading axes."""
     stacks = {p.axes[len(index)] if len(index) < p.module_stacks else None for p in jax.tree.leaves(tree)}
-    name = ".".join(filter(None, (prefix, re.sub(r"_(?=\d)", ".", path[-1]) if prefix else dotted(path))))
+    # A number after "_" becomes a part of its own: blocks_1 → blocks.1.
+    own_name = re.sub(r"_(?=\d)", ".", ".".join(path[-1:] if prefix else path))
+    name = f"{prefix}.{own_name}" if prefix else own_name
     if len(stacks) == 1 and None not in stacks:
         for number, stack, stack_path, i in stacked_modules(config, tree, path, len(index)):
             yield from _children(config, stack, stack_path, (*index, i), f"{name}.{number}")
@@ -133,11 +133,6 @@ def stacked_modules(config, tree, path, axis: int) -> Iterator[tuple[int, Any, t
         yield from ((number, tree[str(child)], (*path, str(child)), i) for i, number in enumerate(numbers))
 
 
-def dotted(path: tuple[str, ...]) -> str:
-    """Returns the dotted name of a module. A number after "_" becomes a part of its own: blocks_1 → blocks.1."""
-    return ".".join(re.sub(r"_(?=\d)", ".", part) for part in path)
-
-
 def tensor_name(leaf: str, name: str) -> str:
     """PyTorch's names of kernels, scales and embedding tables end in `weight`."""
     if leaf in TABLES:
@@ -157,7 +152,6 @@ def to_torch(x, slot: TensorSlot):
 
 
 def from_torch(x, slot: TensorSlot):
-    """Inverts `to_torch`."""
     is_kernel = slot.path[-1] == "kernel"
     return (x.T if is_kernel else x).reshape(slot.shape)
 

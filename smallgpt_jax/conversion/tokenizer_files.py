@@ -2,10 +2,11 @@
 
 import json
 
+from smallgpt_jax.conversion.weight_files import import_library
 from smallgpt_jax.data.config import SYMBOLS
 from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.tokenizers import END_OF_TEXT, Tokenizer, gpt2_bytes
-from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.errors import UserError
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's symbol for a space
 # Texts on which an exported tokenizer is compared with the original tokenizer.
@@ -27,12 +28,9 @@ def hugging_face_files(tokenizer: Tokenizer, context_length: int, is_chat: bool 
     if tokenizer.kind == SYMBOLS:
         raise UserError("the symbols of a probe cannot be exported as a tokenizer; use --tokenizer=skip to export "
                         "without it")
-    try:
-        import tokenizers as library
-    except ImportError:
-        raise UserError(f"tokenizers is not installed; run {install_command('hf')}") from None
-    builders = {"bytes": bytes_tokenizer, "gpt2": gpt2_tokenizer, "sentencepiece": sentencepiece_tokenizer}
-    converted, end_of_text = builders[tokenizer.kind](library, tokenizer)
+    library = import_library("tokenizers")
+    build = sentencepiece_tokenizer if tokenizer.kind == "sentencepiece" else byte_level_tokenizer
+    converted, end_of_text = build(library, tokenizer)
     begin_of_text = converted.id_to_token(tokenizer.begin_of_text)
     converted.add_special_tokens([library.AddedToken(token, special=True, normalized=False)
                                   for token in dict.fromkeys((end_of_text, begin_of_text))])
@@ -63,29 +61,24 @@ def settings(begin_of_text: str, end_of_text: str, context_length: int, is_chat:
         "clean_up_tokenization_spaces": False, "split_special_tokens": not is_chat, **more}, indent=2) + "\n"
 
 
-def bytes_tokenizer(library, tokenizer: Tokenizer):
-    vocabulary = {character: byte for character, byte in gpt2_bytes().items()} | {
-        END_OF_TEXT: tokenizer.end_of_text}
-    return byte_level(library, vocabulary, [], use_regex=False), END_OF_TEXT
-
-
-def gpt2_tokenizer(library, tokenizer: Tokenizer):
-    files = tokenizer.files()
-    merges = [tuple(merge.split(" ")) for merge in gpt2_merges(tokenizer)]
-    return byte_level(library, json.loads(files["vocab.json"]), merges, use_regex=True), END_OF_TEXT
-
-
-def gpt2_merges(tokenizer: Tokenizer) -> list[str]:
-    """Returns the merges in their order; the two parts are separated by a space."""
-    return [line for line in tokenizer.files()["merges.txt"].decode().splitlines()
-            if not line.startswith("#version") and line]
-
-
-def byte_level(library, vocabulary: dict, merges: list, use_regex: bool):
-    converted = library.Tokenizer(library.models.BPE(vocabulary, merges))
-    converted.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+def byte_level_tokenizer(library, tokenizer: Tokenizer):
+    ids, merges = byte_pairs(tokenizer)
+    converted = library.Tokenizer(library.models.BPE(ids, [tuple(merge.split(" ")) for merge in merges]))
+    converted.pre_tokenizer = library.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=tokenizer.kind == "gpt2")
     converted.decoder = library.decoders.ByteLevel()
-    return converted
+    return converted, END_OF_TEXT
+
+
+def byte_pairs(tokenizer: Tokenizer) -> tuple[dict[str, int], list[str]]:
+    """Returns the ids of GPT-2's or the bytes' tokens, in GPT-2's characters for bytes, and the merges in their order,
+    whose two parts are separated by a space.
+    """
+    if tokenizer.kind == "bytes":
+        return {**gpt2_bytes(), END_OF_TEXT: tokenizer.end_of_text}, []
+    files = tokenizer.files()
+    return json.loads(files["vocab.json"]), [
+        line for line in files["merges.txt"].decode().splitlines() if line and not line.startswith("#version")]
 
 
 def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
@@ -127,10 +120,6 @@ def sentencepiece_spec(tokenizer: Tokenizer):
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     """SentencePiece stores scores of pieces, but no merges. A split of a piece in two is a merge with its score."""
-    found = []
-    for piece, score in scores.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in scores and right in scores:
-                found.append((-score, left, right))
-    return [(left, right) for _, left, right in sorted(found, key=lambda merge: merge[0])]
+    splits = [(score, piece[:cut], piece[cut:]) for piece, score in scores.items() for cut in range(1, len(piece))]
+    return [(left, right) for _, left, right in sorted(splits, key=lambda split: -split[0])
+            if left in scores and right in scores]

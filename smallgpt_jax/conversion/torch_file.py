@@ -22,10 +22,9 @@ import numpy as np
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 
-DTYPES = {
-    "FloatStorage": np.float32, "DoubleStorage": np.float64, "HalfStorage": np.float16,
-    "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
-    "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8, "BoolStorage": np.bool_}
+DTYPES = {f"torch.{name}Storage": np.dtype(dtype) for name, dtype in {
+    "Float": np.float32, "Double": np.float64, "Half": np.float16, "BFloat16": ml_dtypes.bfloat16, "Long": np.int64,
+    "Int": np.int32, "Short": np.int16, "Char": np.int8, "Byte": np.uint8, "Bool": np.bool_}.items()}
 MAX_PICKLE_BYTES = 2**22  # a tensor takes about 150 bytes of the pickle
 MAX_OPCODES = 2**19  # a tensor takes about 30 opcodes
 MAX_KEY = 256  # characters in a key of a dictionary, such as the name of a tensor
@@ -52,16 +51,12 @@ class Record:
 
 
 class Global(NamedTuple):
-    """Stand-in for a function or class: one of FUNCTIONS, or a class whose instances are `Record`s."""
+    """Stand-in for a function or class: one of FUNCTIONS or DTYPES, or a class whose instances are `Record`s."""
 
     name: str
 
 
 FUNCTIONS = ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter")
-
-
-class StorageType(NamedTuple):
-    dtype: np.dtype
 
 
 class Storage(NamedTuple):
@@ -130,12 +125,6 @@ def is_key(value) -> bool:
     return len(value) <= MAX_KEY if type(value) is str else type(value) is int and 0 <= value < 2**31
 
 
-def set_items(target: dict, items: list) -> None:
-    if len(items) % 2 or not all(map(is_key, items[::2])):
-        raise ValueError("a key of a dictionary is not a name")
-    target.update(zip(items[::2], items[1::2]))
-
-
 def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
     if not isinstance(saved, dict) or not all(
             isinstance(name, str) and isinstance(x, np.ndarray) for name, x in saved.items()):
@@ -184,7 +173,10 @@ class _Interpreter:
             self._top(list).extend(items)
         elif name in ("SETITEM", "SETITEMS"):
             items = self._pop_items(2 if name == "SETITEM" else None)
-            set_items(self._top(dict), items)
+            target = self._top(dict)
+            if len(items) % 2 or not all(map(is_key, items[::2])):
+                raise ValueError("a key of a dictionary is not a name")
+            target.update(zip(items[::2], items[1::2]))
         elif name == "GLOBAL":
             stack.append(self._find_global(*argument.split(" ", 1)))
         elif name == "STACK_GLOBAL":
@@ -216,9 +208,7 @@ class _Interpreter:
 
     def _find_global(self, module: str, name: str):
         full = f"{module}.{name}"
-        if module == "torch" and name in DTYPES:
-            return StorageType(np.dtype(DTYPES[name]))
-        if full not in (*FUNCTIONS, *self._records):
+        if full not in (*FUNCTIONS, *DTYPES, *self._records):
             raise UserError(f"{self._path}: refused: its pickle names {full[:100]}, which no checkpoint needs; no code "
                             "was run")
         return Global(full)
@@ -240,10 +230,11 @@ class _Interpreter:
     def _storage(self, identifier):
         """Returns the storage with the identifier ("storage", type, key, device, size)."""
         _, storage_type, key, _, size = identifier
-        if type(storage_type) is not StorageType or type(size) is not int or not is_key(key):
+        dtype = DTYPES.get(storage_type.name) if type(storage_type) is Global else None
+        if dtype is None or type(size) is not int or not is_key(key):
             raise ValueError("unknown storage type")
         if key not in self._storages:
-            name, dtype = f"{self._root}data/{key}", storage_type.dtype
+            name = f"{self._root}data/{key}"
             if self._members.size(name) != size * dtype.itemsize:
                 raise ValueError(f"data/{key} has {self._members.size(name):,} bytes, not {size * dtype.itemsize:,}")
             self._storages[key] = Storage(self._members.read(name), dtype)

@@ -46,19 +46,18 @@ def indexed_names(index: Path) -> list[str]:
 def open_safetensors(path: Path, files: list[Path]) -> WeightFiles:
     safe_open = import_library("safetensors").safe_open
 
-    def load(file: Path, read) -> dict:
-        try:
-            with safe_open(file, framework="numpy") as tensors:
-                names = tensors.keys()
-                return {name: read(tensors, name) for name in names}
-        except Exception as error:  # SafetensorError, OSError, or KeyError for a dtype that NumPy lacks
-            raise UserError(f"{file}: damaged, or not in the safetensors format ({short_reason(error)})") from None
+    def load(read) -> dict:
+        found = {}
+        for file in files:
+            try:
+                with safe_open(file, framework="numpy") as tensors:
+                    found |= {name: read(tensors, name) for name in tensors.keys()}  # noqa: SIM118
+            except Exception as error:  # SafetensorError, OSError, or KeyError for a dtype that NumPy lacks
+                raise UserError(f"{file}: damaged, or not in the safetensors format ({short_reason(error)})") from None
+        return found
 
-    def load_all(read) -> dict:
-        return {name: x for file in files for name, x in load(file, read).items()}
-
-    return WeightFiles(path, load_all(lambda tensors, name: tuple(tensors.get_slice(name).get_shape())),
-                       lambda: load_all(lambda tensors, name: tensors.get_tensor(name)))
+    return WeightFiles(path, load(lambda tensors, name: tuple(tensors.get_slice(name).get_shape())),
+                       lambda: load(lambda tensors, name: tensors.get_tensor(name)))
 
 
 def import_library(name: str, extra: str = "hf"):

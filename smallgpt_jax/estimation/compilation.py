@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -69,8 +69,10 @@ class Compiler:
         """Returns a name for everything that determines the result of `compile`."""
         devices = [(repr(device), device.device_kind, device.process_index) for device in self._devices]
         variables = sorted(item for item in os.environ.items() if item[0].startswith(VARIABLES))
-        versions = self._devices[0].client.platform_version, *installed_versions()
-        parts = lowered.as_text(), devices, variables, versions, processor_kind(), code_fingerprint()
+        versions = [(found.name, found.version) for name in PACKAGES
+                    for found in importlib.metadata.distributions(name=name)]
+        parts = (lowered.as_text(), devices, variables, self._devices[0].client.platform_version, versions,
+                 processor_kind(), code_fingerprint())
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -101,12 +103,6 @@ def read_hlo(compiled: jax.stages.Compiled, dump: Path) -> str | None:
 
 def folder() -> Path:
     return cache_folder() / "estimates"
-
-
-def installed_versions() -> Iterator[tuple[str, str]]:
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            yield package, importlib.metadata.version(package)
 
 
 @functools.cache

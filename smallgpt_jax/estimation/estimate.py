@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], contextlib.AbstractContextManager]  # called with what is compiled
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Memory and speed of a training step, and memory of an evaluation step, per device.
 
@@ -41,22 +41,22 @@ class Estimate:
     device_kind: str
     hbm_bytes: int | None
     argument_bytes: int
-    temp_bytes: int | None
+    temp_bytes: int | None = None
     needed_bytes: int  # of a training step
-    eval_temp_bytes: int | None
-    eval_needed_bytes: int | None  # with the optimizer state; None if training does not fit
+    eval_temp_bytes: int | None = None
+    eval_needed_bytes: int | None = None  # with the optimizer state; None if training does not fit
     fits: bool
     account: dict[str, float]
     compile_seconds: float
     compiled_programs: int  # of the two steps; the others are stored, see `Compiler`
-    collectives: dict[str, dict[str, int]] | None  # {kind: count and bytes}; None without fit or readable HLO
-    estimated_cycles: int | None  # see `HloModule.cycles`
-    kernel_cycles: int | None  # roofline of the custom kernels
-    kernels: dict[str, dict[str, float]] | None  # {kind: count and seconds}, see `Roofline`
-    collective_seconds: float | None
-    exposed_collective_seconds: float | None  # in which no kernel runs
-    estimated_step_seconds: float | None
-    estimated_mfu: float | None  # without the optimizer (Chowdhery et al., arXiv 2204.02311, appendix B)
+    collectives: dict[str, dict[str, int]] | None = None  # {kind: count and bytes}; None without fit or readable HLO
+    estimated_cycles: int | None = None  # see `HloModule.cycles`
+    kernel_cycles: int | None = None  # roofline of the custom kernels
+    kernels: dict[str, dict[str, float]] | None = None  # {kind: count and seconds}, see `Roofline`
+    collective_seconds: float | None = None
+    exposed_collective_seconds: float | None = None  # in which no kernel runs
+    estimated_step_seconds: float | None = None
+    estimated_mfu: float | None = None  # without the optimizer (Chowdhery et al., arXiv 2204.02311, appendix B)
 
     @property
     def peak_bytes(self) -> int:
@@ -72,9 +72,8 @@ def estimate(program: "Program", progress: Progress = contextlib.nullcontext) ->
             step = compiler.compile(program.steps.lowered_train_step)
     except jax.errors.JaxRuntimeError as error:
         return Estimate(
-            **known, argument_bytes=memory.bytes_on_device(state), temp_bytes=None,
-            needed_bytes=bytes_needed(error, memory.bytes_on_device(state)), eval_temp_bytes=None,
-            eval_needed_bytes=None, fits=False, **UNKNOWN_SPEED, collectives=None,
+            **known, argument_bytes=memory.bytes_on_device(state), fits=False,
+            needed_bytes=bytes_needed(error, memory.bytes_on_device(state)),
             compile_seconds=time.monotonic() - started, compiled_programs=compiler.compilations)
     with progress("evaluation step"):
         eval_temp_bytes, eval_needed_bytes = evaluation_memory(program, compiler)
@@ -84,9 +83,8 @@ def estimate(program: "Program", progress: Progress = contextlib.nullcontext) ->
         **known, argument_bytes=step.argument_bytes, temp_bytes=step.temp_bytes, needed_bytes=step.total_bytes,
         eval_temp_bytes=eval_temp_bytes, eval_needed_bytes=eval_needed_bytes,
         fits=eval_temp_bytes is not None and (hbm is None or max(step.total_bytes, eval_needed_bytes) <= hbm),
-        **(estimate_speed(module, program, known["flops_per_token"]) if module else UNKNOWN_SPEED),
-        collectives=module.collectives() if module else None, compile_seconds=seconds,
-        compiled_programs=compiler.compilations)
+        **(estimate_speed(module, program, known["flops_per_token"]) if module else {}),
+        collectives=module and module.collectives(), compile_seconds=seconds, compiled_programs=compiler.compilations)
 
 
 def properties(program: "Program") -> dict:
@@ -140,33 +138,24 @@ def bytes_needed(error: Exception, argument_bytes: int) -> int:
     return int(float(size) * 1024 ** (1 + "KMGT".index(unit))) + (argument_bytes if found[3] else 0)
 
 
-UNKNOWN_SPEED = dict.fromkeys((
-    "estimated_cycles", "kernel_cycles", "kernels", "collective_seconds", "exposed_collective_seconds",
-    "estimated_step_seconds", "estimated_mfu"))
-
-
 def estimate_speed(module: hlo.HloModule, program: "Program", flops_per_token: float | None) -> dict:
-    """Returns the speed fields of an `Estimate`."""
+    """Returns the known speed fields of an `Estimate`."""
     config, devices = program.config, program.mesh.devices.ravel()
     chip, gpu = chips.find_chip(devices[0].device_kind), gpus.find_gpu(devices[0].device_kind)
     if gpu:
-        per_host = sum(device.process_index == devices[0].process_index for device in devices)
-        known = gpu_speed(Roofline(module, gpu, per_host))
+        roofline = Roofline(module, gpu, sum(device.process_index == devices[0].process_index for device in devices))
+        clock = roofline.clock()
+        known = dict(kernels=roofline.kernels(), collective_seconds=clock.collectives,
+                     exposed_collective_seconds=clock.exposed, estimated_step_seconds=clock.total)
     elif chip and chip.hertz:
         known = tpu_speed(module, config.model.context_length, chip)
     else:
         known = {}
     seconds = known.get("estimated_step_seconds")
     if not flops_per_token or not seconds:
-        return UNKNOWN_SPEED | known
+        return known
     flops_per_device = flops_per_token * config.train.batch_size * config.model.context_length / len(devices)
-    return UNKNOWN_SPEED | known | {"estimated_mfu": flops_per_device / (seconds * chip.flops)}
-
-
-def gpu_speed(roofline: Roofline) -> dict:
-    clock = roofline.clock()
-    return dict(kernels=roofline.kernels(), collective_seconds=clock.collectives,
-                exposed_collective_seconds=clock.exposed, estimated_step_seconds=clock.total)
+    return known | {"estimated_mfu": flops_per_device / (seconds * chip.flops)}
 
 
 def tpu_speed(module: hlo.HloModule, positions: int, chip: chips.Chip) -> dict:

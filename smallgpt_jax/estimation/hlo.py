@@ -25,7 +25,9 @@ class Array:
     @property
     def bytes(self) -> int:
         """The bytes of the array, without padding."""
-        return math.ceil(bits(self.dtype) * math.prod(self.shape) / 8)
+        found = re.search(r"\d+", self.dtype)
+        bits = int(found[0]) if found else 8 if self.dtype == "pred" else 0
+        return math.ceil(bits * math.prod(self.shape) / 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +42,6 @@ class Instruction:
     def operands(self) -> list[str]:
         """The names of the instructions whose results are the operands."""
         return re.findall(r"%([\w.\-]+)", self.arguments)
-
-    @property
-    def is_root(self) -> bool:
-        """Whether the result of the instruction is that of its computation."""
-        return self.line.lstrip().startswith("ROOT ")
 
     @property
     def backend_config(self) -> dict:
@@ -95,18 +92,9 @@ class Instruction:
         return np.arange(math.prod(lengths)).reshape(lengths).transpose(order).ravel()[:size].tolist()
 
     @property
-    def is_local(self) -> bool:
-        """Whether each replica group has only one device. Such a collective only copies its operand."""
-        return len(self.group) == 1
-
-    @property
     def is_reduce_scatter(self) -> bool:
         """Whether the instruction is a reduce-scatter on a TPU: a fusion of an all-reduce and a slice."""
         return self.opcode == "fusion" and any("all-reduce-scatter" in name for name in self.calls)
-
-    @property
-    def is_kernel(self) -> bool:
-        return 'custom_call_target="tpu_custom_call"' in self.line
 
     @property
     def arrays(self) -> list[Array]:
@@ -117,11 +105,6 @@ class Instruction:
     @property
     def result_bytes(self) -> int:
         return sum(array.bytes for array in self.arrays)
-
-
-def bits(dtype: str) -> int:
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 8 if dtype == "pred" else 0
 
 
 class HloModule:
@@ -153,7 +136,7 @@ class HloModule:
             kind = instruction.opcode.removesuffix("-done")
             if instruction.is_reduce_scatter:
                 kind = "reduce-scatter"
-            if kind in COLLECTIVES and not self.started(instruction).is_local:
+            if kind in COLLECTIVES and len(self.started(instruction).group) != 1:  # one device only copies
                 name = instruction.name if instruction.name in unfused else None
                 instructions = channels.setdefault((instruction.channel, instruction.shape), {})
                 instructions[name] = kind, times, times * instruction.result_bytes
@@ -177,7 +160,7 @@ class HloModule:
 
     def kernels(self) -> list[tuple[int, Instruction]]:
         """Returns the calls of Pallas kernels as pairs (number of executions, instruction)."""
-        return [(times, i) for times, i in self.executed() if i.is_kernel]
+        return [(times, i) for times, i in self.executed() if 'custom_call_target="tpu_custom_call"' in i.line]
 
     def executed(self, fused: bool = True, name: str | None = None,
                  times: int = 1) -> Iterator[tuple[int, Instruction]]:

@@ -12,6 +12,7 @@ Decoding becomes compute-bound where B·f / bytes(B) reaches peak speed / bandwi
 token uses, B tokens read the fraction 1 − (1 − K/E)^B, as if they chose independently and uniformly.
 """
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -87,8 +88,8 @@ def estimate_inference(model: models.LanguageModel, device: jax.Device, batch: i
 
 def find_bandwidth(device_kind: str) -> float | None:
     """Returns the bytes per second of the device's memory."""
-    gpu, chip = find_gpu(device_kind), chips.find_chip(device_kind)
-    return gpu.bandwidth if gpu else chip and chip.bandwidth
+    found = find_gpu(device_kind) or chips.find_chip(device_kind)
+    return found and found.bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +108,8 @@ class DecodingStep:
         c, size = self.model.config, jnp.dtype(self.model.config.dtype).itemsize
         tables = (0 if c.tie_embeddings else c.vocab_size) + (c.context_length if c.position == "learned" else 0)
         routed = models.num_parameters(self.model) - models.num_active_parameters(self.model)
-        experts = 0
-        if routed:
-            unused = 1 - c.experts_per_token / c.num_experts
-            experts = routed / unused * unused ** batch
+        unused = 1 - c.experts_per_token / c.num_experts
+        experts = routed * unused ** (batch - 1)
         values = sum(math.prod(p.shape) for p in jax.tree.leaves(models.abstract_params(self.model))
                      if p.name == "value_embedding")
         return size * (max(0, tables - batch) * c.d_model + max(0, 1 - batch / c.vocab_size) * values + experts)
@@ -121,12 +120,8 @@ class DecodingStep:
     def compute_bound_batch(self, ridge: float | None) -> int | None:
         """Returns the smallest batch whose intensity reaches `ridge`."""
         if ridge is None or self.flops is None or self.intensity(LARGEST_BATCH) < ridge:
-            return None
-        low, high = 0, LARGEST_BATCH  # the intensity grows with the batch
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.intensity(middle) >= ridge else (middle, high)
-        return high
+            return None  # the intensity grows with the batch
+        return bisect.bisect_left(range(LARGEST_BATCH), ridge, lo=1, key=self.intensity)
 
     def seconds(self, batch: int, bandwidth: float | None, chip: chips.Chip | None) -> float | None:
         if bandwidth is None or chip is None or self.flops is None:
@@ -148,10 +143,7 @@ def count(model: models.LanguageModel, weights, tokens: int, length: int) -> flo
     context = Context(cache_length=length, start_B=0 * ones, length_B=tokens * ones)
     cache = {} if tokens > 1 else decoder.cache_shapes(model, weights, 1, length)
 
-    def step(weights, cache, tokens_BxT):
-        return model.apply({**layout.unpack(weights), "cache": cache}, tokens_BxT, context, method="next_logits",
-                           mutable=["cache", "calls"])
-
+    step = functools.partial(decoder.next_logits, model, context=context)
     try:
         return flops.count_operations(step, weights, cache, jax.ShapeDtypeStruct((1, tokens), "int32")).products
     except flops.UnknownFlops:

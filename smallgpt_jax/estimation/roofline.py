@@ -23,6 +23,7 @@ FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after
 SLICES = ("slice", "dynamic-slice", "gather")
 UPDATED_OPERAND = {"dynamic-update-slice": 1, "scatter": 2}  # opcode → the operand with the new values
 LIBRARIES = {"__cudnn$": "cuDNN", "__cublas$lt$": "cuBLASLt", "__cublas$": "cuBLAS"}
+GENERATORS = {"__triton": "Triton", "__cudnn": "cuDNN"}
 PLAIN_PRODUCTS = "plain loops with products"
 # Speed of products of a dtype, relative to bfloat16. By default, XLA lets float32 products round to TF32.
 SPEED = {"bf16": 1, "f16": 1, "f32": 1 / 2, "f8e4m3fn": 2, "f8e5m2": 2}
@@ -103,8 +104,8 @@ class Roofline:
             target = custom_call_target(instruction)
             return next((name for prefix, name in LIBRARIES.items() if target.startswith(prefix)), "other calls")
         generator = instruction.backend_config.get("fusion_backend_config", {}).get("kind", "")
-        if generator.startswith(("__triton", "__cudnn")):
-            return "Triton" if generator.startswith("__triton") else "cuDNN"
+        if name := next((name for prefix, name in GENERATORS.items() if generator.startswith(prefix)), None):
+            return name
         if self.products(instruction):
             return PLAIN_PRODUCTS
         return "fusions" if instruction.opcode == "fusion" else "copies and others"
@@ -123,12 +124,12 @@ class Roofline:
     def product_speed(self, kind: str, product: Instruction) -> float:
         """Returns the peak FLOP/s of a product. Matrix units round float32 operands."""
         dtype = self.operands(product)[0].dtype
-        if kind == PLAIN_PRODUCTS or (dtype == "f32" and has_highest_precision(product)):
+        is_highest = re.search(r"operand_precision\W+(\w+\W+)?highest", product.line, re.IGNORECASE)
+        if kind == PLAIN_PRODUCTS or (dtype == "f32" and is_highest):  # JAX was asked for precision="highest"
             return self.gpu.vector_flops
         return self.gpu.chip.flops * SPEED.get(dtype, 1)
 
     def products(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the matrix products in a kernel."""
         if instruction.opcode == "fusion":
             return [product for i in self.module.computations[instruction.calls[0]] for product in self.products(i)]
         is_product = instruction.opcode == "dot" or custom_call_target(instruction).startswith("__cublas$")
@@ -156,7 +157,7 @@ class Roofline:
         for instruction in body:
             for name in instruction.operands:
                 users[name].append(instruction)
-        root = next(i for i in body if i.is_root)
+        root = next(i for i in body if i.line.lstrip().startswith("ROOT "))
         results = [self.module.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
         return (sum(read_bytes(i, users) for i in body if i.opcode == "parameter")
                 + sum(self.written(result) for result in results))
@@ -186,11 +187,6 @@ def ring_bytes(kind: str, operand_bytes: int, devices: int) -> float:
 def custom_call_target(instruction: Instruction) -> str:
     found = re.search(r'custom_call_target="([^"]*)"', instruction.line)
     return found[1] if found else ""
-
-
-def has_highest_precision(product: Instruction) -> bool:
-    """Whether JAX was asked for precision="highest"."""
-    return bool(re.search(r"operand_precision\W+(\w+\W+)?highest", product.line, re.IGNORECASE))
 
 
 def contracted_axes(product: Instruction) -> list[int]:

@@ -76,7 +76,11 @@ def gpu_devices(kind: str, shape: str) -> list[jax.Device]:
     if not any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
         raise UserError(f"--topology: the GPU compiler is not installed; run {install_command('plan-gpu')}, in an "
                         "environment of its own: with it, each JAX program warns that there is no GPU")
-    assume_cudnn()
+    from jax._src.cudnn import fused_attention_stablehlo  # not public: a change of JAX must not affect TPUs
+
+    # Makes JAX compile calls of cuDNN without cuDNN. JAX asks for nothing but its version; the package and that of
+    # cuBLAS, which it needs, are a download of more than 1 GB.
+    fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION
     hosts, _, per_host = shape.rpartition("x")
     try:
         return list(topologies.get_topology_desc(
@@ -84,15 +88,6 @@ def gpu_devices(kind: str, shape: str) -> list[jax.Device]:
     except NotImplementedError as error:  # JAX does not load a plugin of another version
         raise UserError(f"--topology: JAX cannot load the GPU compiler ({str(error).splitlines()[0]}); it must "
                         f"have the version of jax: {install_command('plan-gpu')}") from None
-
-
-def assume_cudnn() -> None:
-    """Makes JAX compile calls of cuDNN without cuDNN. JAX asks for nothing but its version; the package and that of
-    cuBLAS, which it needs, are a download of more than 1 GB.
-    """
-    from jax._src.cudnn import fused_attention_stablehlo  # not public: a change of JAX must not affect TPUs
-
-    fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION
 
 
 def tpu_devices(topology: str) -> list[jax.Device]:
@@ -107,8 +102,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
         "TPU_STDERR_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"})
     one_device_per_chip = {"chip_config_name": "megacore"} if kind == "v4" else {}
     try:
-        return list(topologies.get_topology_desc(
-            platform="tpu", topology_name=topology, **one_device_per_chip).devices)
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **one_device_per_chip).devices)
     except Exception as error:
         raise UserError(f"--topology={topology}: the TPU compiler has no such slice "
                         f"({str(error).splitlines()[0]}); choose {', '.join(similar_topologies(topology))}") from None

@@ -17,7 +17,6 @@ from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.inference import TextModel
-from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.sampling import Sampling
 
 MAX_LABELS = 20
@@ -48,7 +47,8 @@ def read_questions(path: str, tokenizer: Tokenizer, form: str, chat_template: st
         if len(prompt) >= context_length:
             raise UserError(f"{example.where}: the prompt has {len(prompt):,} tokens, but the model's context of "
                             f"{context_length:,} needs room for an answer; shorten it")
-        questions.append(Question(example.where, prompt, prompt_text(example), answer_of(example, tokenizer)))
+        text = "".join(piece.text for piece in example.pieces[:-1])
+        questions.append(Question(example.where, prompt, text, answer_of(example, tokenizer)))
     if not questions:
         raise UserError(f"--examples={path}: has no examples")
     return questions[:max(1, round(limit * len(questions)))] if limit is not None and limit < 1 else questions
@@ -60,10 +60,6 @@ def answer_of(example: Example, tokenizer: Tokenizer) -> str:
     if example.contents is None:
         return answer
     return re.split("|".join(map(re.escape, special_tokens(tokenizer))), answer)[0]
-
-
-def prompt_text(example: Example) -> str:
-    return "".join(piece.text for piece in example.pieces[:-1])
 
 
 def find_labels(questions: Sequence[Question]) -> list[str]:
@@ -97,10 +93,8 @@ def generate_answers(model: TextModel, questions: Sequence[Question], max_new_to
     answers, order = [""] * len(questions), sorted(range(len(questions)), key=lambda i: -len(questions[i].prompt))
     for first in range(0, len(order), BATCH_ROWS):
         batch = order[first:first + BATCH_ROWS]
-        session = DecodeSession(model.model, model.weights, model.tokenizer.vocab_size,
-                                [list(questions[i].prompt) for i in batch], 0, model.tokenizer.end_of_text)
-        texts = model.complete(session, [questions[i].text for i in batch], max_new_tokens, (),
-                               Sampling(temperature=0.0).validated())
+        texts = model.complete(model.session([questions[i].prompt for i in batch]),
+                               [questions[i].text for i in batch], max_new_tokens, (), Sampling(temperature=None))
         for i, text in zip(batch, texts):
             answers[i] = text
         progress("answers generated", first + len(batch), len(order))

@@ -13,7 +13,6 @@ from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence, split_into_sequences
 from smallgpt_jax.inference import TextModel, build_text_model
-from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.sampling import Sampling
 
 MAX_NEW_TOKENS = 256  # maximum number of generated tokens, for tasks that set no maximum
@@ -132,8 +131,7 @@ class SmallGPT(TemplateLM):
                   if settings[name] or name == "temperature"}
         sampling = Sampling(**chosen if settings["do_sample"] else {"temperature": 0.0}).validated()
         room = max(self.max_length - new_tokens, self.max_length // 2, 1)  # tokens of context
-        session = DecodeSession(self._text_model.model, self._text_model.weights, self._tokenizer.vocab_size,
-                                [context[-room:] for context in contexts], self._seed, self.eot_token_id, samples)
+        session = self._text_model.session([context[-room:] for context in contexts], self._seed, samples)
         return self._text_model.complete(session, prompts, new_tokens, settings["until"], sampling)
 
     def get_model_info(self) -> dict:

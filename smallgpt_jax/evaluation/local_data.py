@@ -6,7 +6,7 @@ split; few-shot examples are also taken from this split.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +29,7 @@ def hellaswag(text: str) -> list[dict]:
     from lm_eval.tasks.hellaswag.utils import preprocess
 
     def query(row: dict) -> str:
-        return row.get("query") or preprocess(
-            f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+        return row.get("query") or preprocess(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
 
     return [{"query": query(row), "choices": [preprocess(ending) for ending in row["endings"]],
              "label": int(row["label"])} for row in json_rows(text)]
@@ -54,13 +53,8 @@ def anli(text: str) -> list[dict]:
 
 def wikitext(text: str) -> list[dict]:
     """Returns one row per article; articles begin with a first-level heading, ` = Title = `."""
-    return [{"page": page} for page in split_articles(text)]
-
-
-def split_articles(text: str) -> Iterator[str]:
     starts = [heading.start() for heading in re.finditer(r"^ = [^=\n]+ = *$", text, re.MULTILINE)]
-    for start, end in zip(starts, [*starts[1:], len(text)]):
-        yield text[start:end]
+    return [{"page": text[start:end]} for start, end in zip(starts, [*starts[1:], len(text)])]
 
 
 TASKS = {

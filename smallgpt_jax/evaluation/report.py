@@ -2,21 +2,17 @@
 
 import math
 
-# Accuracy of choosing one of a question's options at random.
-CHANCE = {"hellaswag": 1 / 4, "winogrande": 1 / 2, "commonsense_qa": 1 / 5, "anli_r1": 1 / 3, "piqa": 1 / 2,
-          "copa": 1 / 2, "arc_easy": 1 / 4}
-# Accuracies logged by the authors of arXiv 2404.14462.
-LOGGED = {
-    "gpt": dict(hellaswag=.3043, winogrande=.4933, commonsense_qa=.1179, anli_r1=.335, piqa=.5000, copa=.51,
-                arc_easy=.2228),
-    "pgpt": dict(hellaswag=.2790, winogrande=.4862, commonsense_qa=.1310, anli_r1=.334, piqa=.5000, copa=.54,
-                 arc_easy=.2246),
-    "pgpt, one path": dict(hellaswag=.2734, winogrande=.4886, commonsense_qa=.1450, anli_r1=.336, piqa=.5098,
-                           copa=.59, arc_easy=.2456),
-    "lgpt": dict(hellaswag=.2512, winogrande=.4870, commonsense_qa=.1532, anli_r1=.334, piqa=.5141, copa=.52,
-                 arc_easy=.2456),
-    "cgpt": dict(hellaswag=.2492, winogrande=.4949, commonsense_qa=.1564, anli_r1=.340, piqa=.5326, copa=.51,
-                 arc_easy=.2561)}
+from smallgpt_jax.evaluation.run import PAPER
+
+# Accuracy of choosing one of a question's options at random, by task in the order of PAPER.
+CHANCE = dict(zip(PAPER, (1 / 4, 1 / 2, 1 / 5, 1 / 3, 1 / 2, 1 / 2, 1 / 4)))
+# Accuracies logged by the authors of arXiv 2404.14462, in the same order.
+LOGGED = {model: dict(zip(PAPER, accuracies)) for model, accuracies in {
+    "gpt": (.3043, .4933, .1179, .335, .5000, .51, .2228),
+    "pgpt": (.2790, .4862, .1310, .334, .5000, .54, .2246),
+    "pgpt, one path": (.2734, .4886, .1450, .336, .5098, .59, .2456),
+    "lgpt": (.2512, .4870, .1532, .334, .5141, .52, .2456),
+    "cgpt": (.2492, .4949, .1564, .340, .5326, .51, .2561)}.items()}
 LOGGED_METRIC = {"hellaswag": "acc_norm"}  # metric of each task's scores in LOGGED; for tasks not listed here: acc
 FOOTNOTE = (
     "¹ Logged by the authors of arXiv 2404.14462 for models of the paper's full size. Only HellaSwag is comparable. "

@@ -39,7 +39,9 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
     with quiet_logging():
         import lm_eval
 
-        names = expand_tasks(tasks)
+        names = list(dict.fromkeys(name for task in tasks for name in (PAPER if task == "paper" else [task])))
+        if not names:
+            raise UserError("--tasks: is empty; give the name of at least one task, or use --tasks=paper")
         manager = task_manager(names)
         require_known_tasks(names, manager.all_tasks)
         if data_dir:
@@ -67,13 +69,6 @@ def quiet_logging():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def expand_tasks(tasks: Sequence[str]) -> list[str]:
-    names = list(dict.fromkeys(name for task in tasks for name in (PAPER if task == "paper" else [task])))
-    if not names:
-        raise UserError("--tasks: is empty; give the name of at least one task, or use --tasks=paper")
-    return names
 
 
 def task_manager(names: Sequence[str]):

@@ -49,8 +49,7 @@ class Scorer:
     `batch_tokens` limits the number of token positions per device in a batch, padding included.
     """
 
-    def __init__(self, model: models.LanguageModel, params, batch_tokens: int = 8192, devices=None,
-                 model_state=None):
+    def __init__(self, model: models.LanguageModel, params, batch_tokens: int = 8192, devices=None, model_state=None):
         self.model, self._batch_tokens = model, batch_tokens
         self.mesh = sharding.make_mesh(sharding.MeshConfig(), devices)
         self._variables = jax.device_put({"params": params, "state": model_state or {}}, sharding.replicated(self.mesh))

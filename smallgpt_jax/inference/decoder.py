@@ -28,10 +28,17 @@ def bucket(length: int, longest: int) -> int:
     return min(longest, -(-length // step) * step)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("model", "cache_length", "vocab_size", "end_of_text"),
-    donate_argnames=("cache", "seen_BxV"))
+def next_logits(model: models.LanguageModel, weights, cache, tokens_BxT, context: Context):
+    """Returns the logits after the last token, and the collections that the model has changed, such as "cache"."""
+    return model.apply({**layout.unpack(weights), "cache": cache}, tokens_BxT, context, method="next_logits",
+                       mutable=["cache", "calls"])
+
+
+jitted = functools.partial(jax.jit, static_argnames=("model", "cache_length", "vocab_size", "end_of_text"),
+                           donate_argnames=("cache", "seen_BxV"))
+
+
+@jitted
 def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, stream_Bx2, sampling: Sampling,
                 prefix_B=None, *, model: models.LanguageModel, cache_length: int, vocab_size: int,
                 end_of_text: int | None):
@@ -52,8 +59,7 @@ def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, st
     """
     prefix_BxT = None if prefix_B is None else jnp.arange(tokens_BxT.shape[1])[None] < prefix_B[:, None]
     context = Context(cache_length=cache_length, start_B=start_B, length_B=count_B, prefix_BxT=prefix_BxT)
-    logits_BxV, kept = model.apply({**layout.unpack(weights), "cache": cache}, tokens_BxT, context,
-                                   method="next_logits", mutable=["cache", "calls"])
+    logits_BxV, kept = next_logits(model, weights, cache, tokens_BxT, context)
     logits_BxV = logits_BxV[:, :vocab_size]  # the embedding may have more rows than the tokenizer has ids
     if seen_BxV is not None:
         is_padding = jnp.arange(tokens_BxT.shape[1])[None] >= count_B[:, None]
@@ -64,12 +70,9 @@ def decode_step(weights, cache, seen_BxV, tokens_BxT, start_B, count_B, seed, st
     return kept["cache"], seen_BxV, sample_tokens(logits_BxV, seen_BxV, seed, stream_Bx2, sampling), logits_BxV
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("model", "cache_length", "vocab_size", "end_of_text"),
-    donate_argnames=("cache", "seen_BxV"))
-def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, seed, stream_Bx2,
-                 sampling: Sampling, *, end_of_text: int | None, **settings):
+@jitted
+def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, seed, stream_Bx2, sampling: Sampling, *,
+                 end_of_text: int | None, **settings):
     """Calls `decode_step` `steps` ≤ MAX_STEPS times. A loop on the host would slow a small model by 10% or more.
 
     A row ends when it has sampled `end_of_text`, or at once if its `count_B` is 0. From then on, its cache gets no more
@@ -95,17 +98,14 @@ def decode_steps(weights, cache, seen_BxV, token_B, start_B, count_B, steps, see
 @jax.jit
 def sample_tokens(logits_BxV, seen_BxV, seed, stream_Bx2, sampling: Sampling):
     key = jax.random.key(seed)
-    key_B = jax.vmap(lambda stream: jax.random.fold_in(jax.random.fold_in(key, stream[0]), stream[1]))(
-        stream_Bx2)
+    key_B = jax.vmap(lambda stream: jax.random.fold_in(jax.random.fold_in(key, stream[0]), stream[1]))(stream_Bx2)
     return sample(logits_BxV, seen_BxV, sampling, key_B)
 
 
 def cache_shapes(model: models.LanguageModel, weights, rows: int, cache_length: int):
     ones_B = jnp.ones(rows, jnp.int32)
     context = Context(cache_length=cache_length, start_B=ones_B, length_B=ones_B)
-    _, kept = jax.eval_shape(
-        lambda weights: model.apply(layout.unpack(weights), ones_B[:, None], context, method="next_logits",
-                                    mutable=["cache", "calls"]), weights)
+    _, kept = jax.eval_shape(lambda weights: next_logits(model, weights, {}, ones_B[:, None], context), weights)
     return kept["cache"]
 
 
@@ -149,8 +149,11 @@ class DecodeSession:
         self._stream = np.repeat(self._stream, times) + np.tile(np.arange(times, dtype=np.uint32), rows)
         self._cached, self._dropped = np.repeat(self._cached, times), np.repeat(self._dropped, times)
         self._prefix = None if self._prefix is None else np.repeat(self._prefix, times)
-        self._cache, self._seen, self._logits = jax.tree.map(
-            functools.partial(_repeat_rows, rows=rows, times=times), (self._cache, self._seen, self._logits))
+
+        def repeated(x):  # a row consists of one or more consecutive entries of the first axis of x
+            return jnp.repeat(x.reshape(rows, -1, *x.shape[1:]), times, axis=0).reshape(-1, *x.shape[1:])
+
+        self._cache, self._seen, self._logits = jax.tree.map(repeated, (self._cache, self._seen, self._logits))
 
     def reserve(self, new_tokens: int) -> None:
         """Grows the cache for `new_tokens` more tokens per row, so that it does not grow during sampling."""
@@ -158,8 +161,9 @@ class DecodeSession:
         needed = bucket(max(map(len, self.ids)) + new_tokens, context)
         if needed > self._cache_length:
             if self._cache:
-                longer = cache_shapes(self.model, self.weights, len(self.ids), needed)
-                self._cache = jax.tree.map(_pad_to, self._cache, longer)
+                self._cache = jax.tree.map(
+                    lambda x, longer: jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, longer.shape)]),
+                    self._cache, cache_shapes(self.model, self.weights, len(self.ids), needed))
             self._cache_length = needed
 
     def sample(self, sampling: Sampling) -> jax.Array:
@@ -175,7 +179,12 @@ class DecodeSession:
         """Also returns the logits before sampling, (B, vocab_size) float32."""
         context = self.model.config.context_length
         if max(map(len, self.ids)) > context:
-            self._drop_oldest()
+            for i, row in enumerate(self.ids):
+                if len(row) > context:
+                    kept = max(1, context // 2)
+                    self._dropped[i] += len(row) - kept
+                    del row[:-kept]
+            self._empty_cache()
         if self._logits is None and all(len(row) <= cached for row, cached in zip(self.ids, self._cached)):
             self._empty_cache()
         new, counts, streams = self._new_tokens()
@@ -241,15 +250,6 @@ class DecodeSession:
         return {"model": self.model, "cache_length": self._cache_length, "vocab_size": self.vocab_size,
                 "end_of_text": self._end_of_text}
 
-    def _drop_oldest(self) -> None:
-        context = self.model.config.context_length
-        kept = max(1, context // 2)
-        for i, row in enumerate(self.ids):
-            if len(row) > context:
-                self._dropped[i] += len(row) - kept
-                del row[:-kept]
-        self._empty_cache()
-
     def _empty_cache(self) -> None:
         self._cache, self._seen = {}, None
         self._cached = np.zeros_like(self._cached)
@@ -257,20 +257,11 @@ class DecodeSession:
     def _seen_tokens(self, sampling: Sampling):
         if sampling.repetition_penalty is None:
             return None
-        if self._seen is None:
-            seen_BxV = np.zeros((len(self.ids), self.vocab_size), bool)
-            for seen, row, cached in zip(seen_BxV, self.ids, self._cached):
-                seen[row[:cached]] = True
-            if self._end_of_text is not None:
-                seen_BxV[:, self._end_of_text] = False
-            return jnp.asarray(seen_BxV)
-        return self._seen
-
-
-def _repeat_rows(x, rows: int, times: int):
-    """A row consists of one or more consecutive entries of the first axis of `x`."""
-    return jnp.repeat(x.reshape(rows, -1, *x.shape[1:]), times, axis=0).reshape(-1, *x.shape[1:])
-
-
-def _pad_to(x, target):
-    return jnp.pad(x, [(0, longer - size) for size, longer in zip(x.shape, target.shape)])
+        if self._seen is not None:
+            return self._seen
+        seen_BxV = np.zeros((len(self.ids), self.vocab_size), bool)
+        for seen, row, cached in zip(seen_BxV, self.ids, self._cached):
+            seen[row[:cached]] = True
+        if self._end_of_text is not None:
+            seen_BxV[:, self._end_of_text] = False
+        return jnp.asarray(seen_BxV)

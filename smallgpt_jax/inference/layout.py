@@ -40,14 +40,12 @@ def _pack(variables, abstract, dtype: str):
 
 
 def packed_shapes(model: models.LanguageModel):
-    """Returns the shapes and dtypes of what `pack` returns."""
     abstract = models.abstract_variables(model)
     variables = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), abstract)
     return jax.eval_shape(functools.partial(_pack, abstract=abstract, dtype=model.config.dtype), variables)
 
 
 def num_bytes(tree) -> int:
-    """Returns the bytes of a tree of arrays or of their shapes."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

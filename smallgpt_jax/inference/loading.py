@@ -65,7 +65,6 @@ class TrainedModel(NamedTuple):
     step: int
 
     def with_paths(self, paths: str | Sequence[int]) -> "TrainedModel":
-        """Returns the model with the chosen paths of a pgpt; see `load`."""
         if paths == "all":
             return self
         config, params, model_state = with_paths(

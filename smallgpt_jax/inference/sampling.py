@@ -1,5 +1,7 @@
 """Sampling of the next token from logits."""
 
+import math
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -20,21 +22,19 @@ class Sampling:
 
     def validated(self) -> "Sampling":
         """Replaces a temperature of 0 and all settings without effect by None."""
-        def refuse(field: str, rule: str):
-            raise UserError(f"{field}={getattr(self, field)}: {rule}")
+        for field, (is_valid, rule) in RULES.items():
+            value = getattr(self, field)
+            if value is not None and not is_valid(value):
+                raise UserError(f"{field}={value}: {rule}")
+        return self.replace(
+            temperature=self.temperature or None, top_p=None if self.top_p == 1 else self.top_p,
+            repetition_penalty=None if self.repetition_penalty == 1 else self.repetition_penalty)
 
-        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
-            refuse("temperature", "must be a number, at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            refuse("top_k", "must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            refuse("top_p", "must be above 0 and at most 1")
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
-            refuse("repetition_penalty", "must be a number above 0")
-        return self.replace(temperature=self.temperature or None,
-                            top_p=None if self.top_p == 1 else self.top_p,
-                            repetition_penalty=None if self.repetition_penalty == 1 else
-                            self.repetition_penalty)
+
+RULES = {"temperature": (lambda x: 0 <= x < math.inf, "must be a number, at least 0"),
+         "top_k": (lambda x: x >= 1, "must be at least 1"),
+         "top_p": (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
+         "repetition_penalty": (lambda x: 0 < x < math.inf, "must be a number above 0")}
 
 
 def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):

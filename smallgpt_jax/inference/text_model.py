@@ -27,9 +27,8 @@ class TextModel:
                  top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
                  stop: Sequence[str] = (), seed: int = 0) -> str:
         """Returns the continuation of `prompt`. See `stream` for the arguments."""
-        sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
-        validate_settings(stop, max_new_tokens)
-        return self.complete(self._start_session([prompt], seed), [prompt], max_new_tokens, stop, sampling)[0]
+        return self.generate_batch([prompt], max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                                   repetition_penalty=repetition_penalty, stop=stop, seed=seed)[0][0]
 
     def stream(self, prompt: str = "", max_new_tokens: int = 200, *, temperature: float | None = TEMPERATURE,
                top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
@@ -40,10 +39,8 @@ class TextModel:
         When the context is full, its older half is dropped and the rest is prefilled again. `Sampling` describes the
         other settings. UserError is raised by the call itself, before the iteration begins.
         """
-        sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
-        validate_settings(stop, max_new_tokens)
-        return self._stream(self._start_session([prompt], seed), prompt, max_new_tokens, stop, sampling,
-                            decoder.MAX_STEPS)
+        sampling = validated(Sampling(temperature, top_k, top_p, repetition_penalty), stop, max_new_tokens)
+        return self._stream(self._start_session([prompt], seed), prompt, max_new_tokens, stop, sampling)
 
     def generate_batch(self, prompts: Sequence[str], max_new_tokens: int = 200, *, samples: int = 1,
                        temperature: float | None = TEMPERATURE, top_k: int | None = None, top_p: float | None = None,
@@ -53,8 +50,7 @@ class TextModel:
 
         The first is what `generate` returns, unless rounding changes a token; each has its own random stream.
         """
-        sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
-        validate_settings(stop, max_new_tokens)
+        sampling = validated(Sampling(temperature, top_k, top_p, repetition_penalty), stop, max_new_tokens)
         if samples < 1:
             raise UserError(f"samples={samples}: must be at least 1")
         session = self._start_session(prompts, seed)
@@ -79,6 +75,12 @@ class TextModel:
                     if not detokenizer.is_done:
                         row.append(token)
         return [detokenizer.text for detokenizer in detokenizers]
+
+    def session(self, ids: Sequence[Sequence[int]], seed: int = 0, samples: Sequence[int] | None = None,
+                ) -> decoder.DecodeSession:
+        """Returns a session of rows of tokens; see `DecodeSession` for the arguments."""
+        return decoder.DecodeSession(self.model, self.weights, self.tokenizer.vocab_size, ids, seed,
+                                     self.tokenizer.end_of_text, samples)
 
     def conversation(self, seed: int = 0) -> "Conversation":
         return Conversation(self, seed)
@@ -110,11 +112,10 @@ class TextModel:
         if (longest := max(map(len, ids))) > context:
             raise UserError(f"prompt: has {longest - 1:,} tokens, but the model's context of {context:,} tokens has "
                             f"room for {context - 1:,} after the begin-of-text token; shorten the prompt")
-        return decoder.DecodeSession(self.model, self.weights, self.tokenizer.vocab_size, ids, seed,
-                                     end_of_text=self.tokenizer.end_of_text)
+        return self.session(ids, seed)
 
     def _stream(self, session: decoder.DecodeSession, prompt: str, max_new_tokens: int, stop: Sequence[str],
-                sampling: Sampling, max_steps: int) -> Iterator[str]:
+                sampling: Sampling, max_steps: int = decoder.MAX_STEPS) -> Iterator[str]:
         """Appends the tokens to the only row, whose text ends with `prompt`. Slow steps run singly, for even output."""
         session.reserve(max_new_tokens)
         detokenizer = Detokenizer(self.tokenizer, stop, session.ids[0], prompt)
@@ -147,8 +148,7 @@ class Conversation:
 
         A stop string is not yielded, but becomes part of the conversation.
         """
-        sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
-        validate_settings(stop, max_new_tokens)
+        sampling = validated(Sampling(temperature, top_k, top_p, repetition_penalty), stop, max_new_tokens)
         is_empty = self._session.ids[0] == [self._model.tokenizer.begin_of_text]
         ids = self._model.encode(text, continues=not is_empty)
         half = max(1, self._model.model.config.context_length // 2)
@@ -182,8 +182,7 @@ class Chat:
             top_k: int | None = None, top_p: float | None = None, repetition_penalty: float | None = None,
             stop: Sequence[str] = ()) -> Iterator[str]:
         """Appends the question, or raises UserError, at once; appends the answer when the iteration ends."""
-        sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
-        validate_settings(stop, max_new_tokens)
+        sampling = validated(Sampling(temperature, top_k, top_p, repetition_penalty), stop, max_new_tokens)
         context, question = self._model.model.config.context_length, {"role": "user", "content": text}
         room, before = max(1, context - max_new_tokens), None
         while len(ids := self._encode([*self.messages, question])) > (room if self.messages else context - 1):
@@ -192,11 +191,9 @@ class Chat:
                                 f"context has room for {context - 1:,}; shorten the text")
             before, self.messages = before or len(ids), self.messages[2:]
         self.dropped += before - len(ids) if before else 0
-        session = decoder.DecodeSession(self._model.model, self._model.weights, self._model.tokenizer.vocab_size, [ids],
-                                        self._seed, end_of_text=self._model.tokenizer.end_of_text)
+        session = self._model.session([ids], self._seed)
         self.messages.append(question)
-        pieces = self._model._stream(session, text, max_new_tokens, stop, sampling, decoder.MAX_STEPS)
-        return self._remember(pieces)
+        return self._remember(self._model._stream(session, text, max_new_tokens, stop, sampling))
 
     def _remember(self, pieces: Iterator[str]) -> Iterator[str]:
         answer = ""
@@ -217,8 +214,10 @@ class Chat:
         return [self._model.tokenizer.begin_of_text, *ids]
 
 
-def validate_settings(stop: Sequence[str], max_new_tokens: int) -> None:
+def validated(sampling: Sampling, stop: Sequence[str], max_new_tokens: int) -> Sampling:
+    sampling = sampling.validated()
     if isinstance(stop, str):
         raise UserError(f"stop={stop!r}: expected a list of texts")
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens={max_new_tokens}: must not be negative")
+    return sampling

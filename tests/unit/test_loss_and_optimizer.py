@@ -336,6 +336,7 @@ def test_flops_of_the_benchmark_peer(monkeypatch):
     """
     for name, value in copy.deepcopy(ABSL_FLAGS).items():  # the benchmark defines flags that other modules also define
         monkeypatch.setitem(flags.FLAGS.__dict__, name, value)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "train_step.py"))
     recipe = load_config("llama", model__attention_windows=(32, 0), model__qk_norm=True, model__mlp_ratio=4.0)
     plain = load_config("gpt").model

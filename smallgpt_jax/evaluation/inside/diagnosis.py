@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from smallgpt_jax import models
-from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.inside import experts, figures, losses
 from smallgpt_jax.evaluation.inside.observation import WHOLE, Parts, chosen_experts, observe, observe_streams
 from smallgpt_jax.evaluation.inside.summary import FORMAT, JSON_FILE, VALIDATION
@@ -36,8 +35,8 @@ def diagnose(workdir: str, step: int | None, texts: Sequence[str], windows: int,
     trained = load_trained(workdir, step, trust_custom_code)
     require_next_tokens(trained.model)
     if not num_blocks(trained.model):
-        raise UserError(f"config.model.architecture={trained.model.config.architecture!r}: has blocks of another class "
-                        "than models/block.py, which diagnose cannot observe; derive them from Block")
+        trained.model.config.refuse("architecture", "has blocks of another class than models/block.py, which diagnose "
+                                    "cannot observe; derive them from Block")
     folder = as_path("--workdir", workdir)
     config = read_config(folder, trust_custom_code)
     length = trained.model.config.context_length
@@ -65,7 +64,7 @@ def with_nulls(value):
 def diagnose_model(trained: TrainedModel, config: Config, texts: Mapping[str, np.ndarray], deep: int,
                    log: Callable[[str], None]) -> dict[str, Any]:
     """`texts` are {name: windows}; `deep` is the number of blocks of the untrained model, 0: none."""
-    model = in_float32(trained.model)
+    model = trained.model.clone(config=dataclasses.replace(trained.model.config, dtype="float32"))
     variables = {"params": trained.params, "state": trained.model_state}
     windows = np.concatenate(list(texts.values()))
     measured = windows[np.linspace(0, len(windows) - 1, min(MEASURED, len(windows))).round().astype(int)]
@@ -85,10 +84,6 @@ def diagnose_model(trained: TrainedModel, config: Config, texts: Mapping[str, np
         log(f"measuring an untrained model of {deep} blocks")
         content["deep"] = {"blocks": deep, **measure_collapse(model, config.train.seed, deep, measured)}
     return content
-
-
-def in_float32(model: models.LanguageModel) -> models.LanguageModel:
-    return model.clone(config=dataclasses.replace(model.config, dtype="float32"))
 
 
 def num_paths(model: models.LanguageModel) -> int:
@@ -174,17 +169,16 @@ def measure_experts(model: models.LanguageModel, variables, texts: Mapping[str, 
     chosen = {name: [chosen_experts(model, variables, window[:-1]) for window in windows]
               for name, windows in texts.items()}
     tokens_R = np.concatenate([windows[:, :-1].ravel() for windows in texts.values()])
+
+    def readable(token: int) -> str:
+        return tokenizer.decode([token]) if token < tokenizer.vocab_size else f"id {token}"
+
     found = []
     for block in range(len(next(iter(chosen.values()))[0])):
         of_block = {name: np.stack([window[block] for window in windows]) for name, windows in chosen.items()}
         choices_RxK = np.concatenate([x.reshape(-1, x.shape[-1]) for x in of_block.values()])
         by_token = experts.load_by_token(tokens_R, choices_RxK, model.config.num_experts)
         found.append({"by_text": experts.load_by_text(of_block, model.config.num_experts),
-                      "by_token": [[[readable(tokenizer, token), fraction] for token, fraction in listed]
-                                   for listed in by_token]})
+                      "by_token": [[[readable(token), fraction] for token, fraction in listed] for listed in by_token]})
     return found
-
-
-def readable(tokenizer, token: int) -> str:
-    return tokenizer.decode([token]) if token < tokenizer.vocab_size else f"id {token}"
 

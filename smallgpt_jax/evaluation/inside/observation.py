@@ -74,7 +74,7 @@ def run(model: LanguageModel, variables, tokens_T, parts: Parts) -> list[dict]:
             case Block(), "add":
                 x_BxTxD, branch, *_ = arguments
                 return jnp.where(parts.mlps, call(*arguments), x_BxTxD) if branch == "mlp" else call(*arguments)
-            case module, "__call__" if module.name == "mlp" and is_parallel(module.parent):
+            case nn.Module(name="mlp", parent=Block(config=config)), "__call__" if config.parallel_block:
                 return parts.mlps * call(*arguments, **keywords)
             case Attention(), "attend_with_cache":
                 records[-1]["attention"] = attention_weights(*arguments[:2], *arguments[3:5])
@@ -87,10 +87,6 @@ def run(model: LanguageModel, variables, tokens_T, parts: Parts) -> list[dict]:
     with jax.default_matmul_precision("highest"), replaced_blocks(record_block), nn.intercept_methods(intercept):
         prefill(model, variables, tokens_T[None], "hidden")
     return records
-
-
-def is_parallel(parent) -> bool:
-    return isinstance(parent, Block) and parent.config.parallel_block
 
 
 def attention_weights(q_1xHxTxK, k_1xGxTxK, mask, slopes_H):

@@ -6,7 +6,6 @@ import numpy as np
 
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.corpus import open_existing
-from smallgpt_jax.data.store import Split
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
@@ -31,16 +30,15 @@ def validation_windows(config: Config, tokenizer: Tokenizer, count: int) -> dict
     """Returns {text: windows} of the run's validation split: one text, or one per store of a mixture."""
     advice = "give a text file with --text"
     if is_synthetic(config.data):
-        raise UserError(f"config.data.source={config.data.source!r}: a probe has no text; {advice}")
+        config.data.refuse("source", f"a probe has no text; {advice}")
     corpus = open_existing(config.data)
     if corpus is None:
-        raise UserError(f"config.data.source={config.data.source!r}: its token store does not exist here; {advice}")
+        config.data.refuse("source", f"its token store does not exist here; {advice}")
     if corpus.tokenizer.files() != tokenizer.files():
-        raise UserError(f"config.data.source={config.data.source!r}: its token store has another tokenizer than the "
-                        f"run; {advice}")
+        config.data.refuse("source", f"its token store has another tokenizer than the run; {advice}")
     found, length = {}, config.model.context_length
     for store in corpus.stores:
-        split: Split = store.validation
+        split = store.validation
         ends = np.append(split.starts[1:], split.tokens)
         if max(ends - split.starts) <= length:
             raise UserError(f"{split.shown}: no validation document has {length + 1:,} tokens, a window; {advice}")

@@ -34,11 +34,10 @@ from smallgpt_jax.comparison import (
     recorded,
     records,
     results,
-    scaling,
     training,
 )
 from smallgpt_jax.comparison.learning_rates import Grid
-from smallgpt_jax.comparison.names import RESULTS_FILE
+from smallgpt_jax.comparison.names import RESULTS_FILE, model_of
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import NamedRun
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun
@@ -209,7 +208,7 @@ def report_facts(named_runs: list[NamedRun]) -> dict[str, str]:
                 "budget": "Separately trained runs, each with its own config." if len(named_runs) > 1
                           else "A single run."}
     compare, names = _CONFIG.value.compare, budget.run_names(_CONFIG.value)
-    count = len(set(map(scaling.model_of, names)))
+    count = len(set(map(model_of, names)))
     equal = "" if compare.budget == "own" else f" at equal {compare.budget}"
     return {"title": f"{count} model{'s' * (count != 1)}{equal}",
             "budget": BUDGET_DESCRIPTIONS[compare.budget].format(**compare), "command": command,

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from smallgpt_jax.comparison.names import grouped
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.run.config import TrainConfig
@@ -13,10 +14,7 @@ from smallgpt_jax.run.config import TrainConfig
 
 def group_by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Returns {name: runs}; runs with the same name train the same model with different seeds."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(run.name, []).append(run)
-    return groups
+    return grouped(runs, lambda run: run.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +108,10 @@ def objectives_of(runs: Sequence[Run]) -> list[str]:
 
 
 def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:
-    found: dict[int, list[float | None]] = {}
-    for run in runs:
-        for row in run.texts:
-            if row["text"] == text:
-                found.setdefault(row["context_length"], []).append(row["bits_per_byte"])
-    return {length: bits for length, values in sorted(found.items()) if (bits := spread(values))}
+    measured = grouped((row for run in runs for row in run.texts if row["text"] == text),
+                       lambda row: row["context_length"])
+    return {length: bits for length, rows in sorted(measured.items())
+            if (bits := spread([row["bits_per_byte"] for row in rows]))}
 
 
 def answers(runs: Sequence[Run]) -> dict[str, Spread]:

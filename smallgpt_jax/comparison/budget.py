@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
-from smallgpt_jax.comparison import scaling
 from smallgpt_jax.comparison.config import CompareConfig
+from smallgpt_jax.comparison.names import size_of
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
 from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened
 from smallgpt_jax.config.group import AT_START
@@ -118,7 +118,7 @@ def validate_comparison(config: ConfigDict) -> None:
         raise UserError(f"config.compare.names: no run {unknown[0]!r}; choose from {', '.join(config.runs)}")
     if compare.reference not in config.runs:
         raise UserError(f"config.compare.reference={compare.reference!r}: must be one of {', '.join(config.runs)}")
-    sizes = list(dict.fromkeys(filter(None, map(scaling.size_of, config.runs))))
+    sizes = list(dict.fromkeys(filter(None, map(size_of, config.runs))))
     if compare.held_out and compare.held_out not in sizes:
         raise UserError(f"config.compare.held_out={compare.held_out!r}: must be the SIZE of runs named MODEL@SIZE"
                         + (f"; choose from {', '.join(sizes)}" if sizes else "; the comparison has none"))

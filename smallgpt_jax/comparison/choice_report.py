@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from smallgpt_jax.comparison import choice, equal_budgets, records, scaling, scaling_figures
+from smallgpt_jax.comparison import choice, equal_budgets, records, scaling_figures
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
 from smallgpt_jax.comparison.candidates import NEAR, Candidate, by_model, pareto_front, read_candidates
 from smallgpt_jax.comparison.choice import Answer
 from smallgpt_jax.comparison.contest import CERTAIN, STAKE
 from smallgpt_jax.comparison.costs import BUDGETS
 from smallgpt_jax.comparison.equal_budgets import Curve, Estimate, Segment
+from smallgpt_jax.comparison.names import model_of
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.formatting import millions
 
@@ -44,7 +45,7 @@ def choice_blocks(record: Record) -> list:
             "the first two apart. python -m smallgpt_jax.choose answers for other budgets.")
     notes = [f"{capitalized(BUDGET_FORMATS[last.budget][0])}: {' '.join(last.notes)}"
              for *_, last in filter(None, by_budget) if last.notes]
-    curves, reference = equal_budgets.curves_of(candidates), scaling.model_of(record.reference)
+    curves, reference = equal_budgets.curves_of(candidates), model_of(record.reference)
     plots = [Plot("equal-flops", scaling_figures.difference_from(curves, reference),
                   f"Loss minus that of {reference} at equal training FLOPs; below zero, a model is better. Means over "
                   "the seeds, with 80% intervals of the means. Between the budgets of runs, losses are interpolated."

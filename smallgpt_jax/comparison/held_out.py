@@ -9,6 +9,7 @@ from pathlib import Path
 
 from smallgpt_jax import models
 from smallgpt_jax.comparison import budget, prediction, recorded, scaling
+from smallgpt_jax.comparison.names import grouped, model_of
 from smallgpt_jax.comparison.prediction import PREDICTIONS_FILE
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun
 from smallgpt_jax.comparison.scaling import Record
@@ -61,7 +62,7 @@ def planned_record(run: PlannedRun) -> Record:
     """Returns the record of a run before it is trained: without a loss, and without FLOPs, which are not needed."""
     parameters, active = _num_parameters(models.LanguageModel(run.config.model.replace(scan_layers=True)))
     tokens = round(run.config.train.steps * budget.tokens_per_step(run.config))
-    return Record(scaling.model_of(run.name), f"{run.name} {run.config.train.seed}", run.config.train.seed, parameters,
+    return Record(model_of(run.name), f"{run.name} {run.config.train.seed}", run.config.train.seed, parameters,
                   parameters, active, tokens, 0.0, 0.0)
 
 
@@ -76,8 +77,9 @@ def require_enough_runs(comparison: Comparison) -> None:
     if not comparison.held_out_names or (comparison.output / PREDICTIONS_FILE).exists() or started_held_out(comparison):
         return
     rates = dataclasses.replace(comparison, multiples=())  # the learning rates do not matter here
-    planned = scaling.group_by_name([planned_record(run) for run in rates.runs({}) if not run.is_held_out])
-    for name in dict.fromkeys(map(scaling.model_of, comparison.held_out_names)):
+    planned = grouped(map(planned_record, (run for run in rates.runs({}) if not run.is_held_out)),
+                      lambda record: record.name)
+    for name in dict.fromkeys(map(model_of, comparison.held_out_names)):
         if missing := scaling.missing_for_fit(planned.get(name, [])):
             raise UserError(f"config.compare.held_out={comparison.held_out!r}: {name} has too few other runs for a "
                             f"scaling law; add {missing}, or set the field to ''")

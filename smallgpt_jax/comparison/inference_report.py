@@ -9,7 +9,7 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from smallgpt_jax.comparison import aggregation, costs, figures
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
-from smallgpt_jax.comparison.candidates import Candidate, pareto_front, read_candidates
+from smallgpt_jax.comparison.candidates import Candidate, by_model, pareto_front, read_candidates
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import Run
 
@@ -56,10 +56,8 @@ def loss_against_cost(candidates: Sequence[Candidate], label: str) -> Figure:
     front = pareto_front(candidates)
     plot.step([one.cost for one in front], [one.loss for one in front], where="post", color="gray", linewidth=1,
               zorder=1)
-    models: dict[str, list[Candidate]] = {}
-    for candidate in candidates:  # in the order of the runs, so that a model has the same color in all plots
-        models.setdefault(candidate.model, []).append(candidate)
-    for style, (model, sizes) in zip(figures.line_styles(), models.items()):
+    # by_model has the order of the runs, so that a model has the same color in all plots.
+    for style, (model, sizes) in zip(figures.line_styles(), by_model(candidates).items()):
         plot_sizes(plot, sorted(sizes, key=lambda one: one.cost), front, style, model)
     found = [candidate.cost for candidate in candidates]
     if max(found) > 4 * min(found):

@@ -10,6 +10,7 @@ from typing import Any
 from smallgpt_jax.comparison import scaling
 from smallgpt_jax.comparison.candidates import final_loss, read_candidates
 from smallgpt_jax.comparison.costs import BUDGETS
+from smallgpt_jax.comparison.names import grouped
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.comparison.scaling import Prediction, Record
 from smallgpt_jax.storage.json_files import LOSS, OBJECT, POSITIVE, TEXT, Each, integer, one_of, read_json
@@ -51,7 +52,7 @@ def predictions_of(content: Mapping[str, Any], size: str = "parameters") -> list
 
 def predict(records: Sequence[Record], held_out: Sequence[Record]) -> dict[str, Any]:
     """Returns the laws of all models that have enough records, and their predictions of the held-out runs."""
-    groups, planned = scaling.group_by_name(records), scaling.group_by_name(held_out)
+    groups, planned = (grouped(rows, lambda row: row.name) for rows in (records, held_out))
     missing = {name: scaling.missing_for_fit(groups.get(name, [])) for name in planned}
     fields = [field for field in ("parameters", "active_parameters")
               if field == "parameters" or any(record.active_parameters != record.parameters for record in records)]

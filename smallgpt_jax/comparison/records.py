@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from smallgpt_jax.comparison import aggregation, prediction, ranking, results, scaling
+from smallgpt_jax.comparison import aggregation, prediction, ranking, results
 from smallgpt_jax.comparison.learning_rates import Grid
-from smallgpt_jax.comparison.names import RESULTS_FORMAT
+from smallgpt_jax.comparison.names import RESULTS_FORMAT, grouped, model_of, size_of
 from smallgpt_jax.comparison.results import Point, Run
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import DESCRIPTION
@@ -99,23 +99,20 @@ def at_one_size(record: Record) -> Record:
     if not is_scaling(record.runs):
         return record
     size = largest_common_size(record.runs)
-    return dataclasses.replace(record, reference=f"{scaling.model_of(record.reference)}@{size}", runs=tuple(
-        run for run in record.runs if scaling.size_of(run.name) == size))
+    return dataclasses.replace(record, reference=f"{model_of(record.reference)}@{size}", runs=tuple(
+        run for run in record.runs if size_of(run.name) == size))
 
 
 def is_scaling(runs: Sequence[Run]) -> bool:
     """Whether a model was trained at several sizes: its runs are named MODEL@SIZE."""
     names = {run.name for run in runs}
-    return len(set(map(scaling.model_of, names))) < len(names)
+    return len(set(map(model_of, names))) < len(names)
 
 
 def largest_common_size(runs: Sequence[Run]) -> str:
     """Returns the largest SIZE at which all models have finished runs; if there is none, the one with most models."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.is_finished:
-            groups.setdefault(scaling.size_of(run.name), []).append(run)
-    return max(groups, default=scaling.size_of(runs[0].name), key=lambda size: (
+    groups = grouped((run for run in runs if run.is_finished), lambda run: size_of(run.name))
+    return max(groups, default=size_of(runs[0].name), key=lambda size: (
         len({run.name for run in groups[size]}), np.mean([run.active_parameters for run in groups[size]])))
 
 

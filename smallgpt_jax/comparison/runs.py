@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from smallgpt_jax.comparison import learning_rates, scaling
+from smallgpt_jax.comparison import learning_rates
 from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.comparison.names import model_of, size_of
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.run.config import Config
@@ -55,7 +56,7 @@ class Comparison:
         """The first name of each model, if there are grids."""
         first: dict[str, str] = {}
         for name in self.models:
-            first.setdefault(scaling.model_of(name), name)
+            first.setdefault(model_of(name), name)
         return list(first.values()) if self.multiples else []
 
     def grids(self, losses: Mapping[Path, float]) -> dict[str, Grid]:
@@ -85,24 +86,24 @@ class Comparison:
 
     def runs_at_best(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
         """Returns the runs of all models, seeds and horizons whose learning rates are known."""
-        grids = {scaling.model_of(name): grid for name, grid in self.grids(losses).items()}
+        grids = {model_of(name): grid for name, grid in self.grids(losses).items()}
         best = {model: grid.best for model, grid in grids.items() if grid.is_finished and not grid.has_diverged}
-        rates = {name: best.get(scaling.model_of(name)) if grids else 1.0 for name in self.models}
+        rates = {name: best.get(model_of(name)) if grids else 1.0 for name in self.models}
         return [run for seed in self.seeds for name in self.models if rates[name]
                 for run in with_shorter_runs(self._run(name, seed, rates[name]), self.horizons)]
 
     def num_runs(self, losses: Mapping[Path, float]) -> int:
         """Returns the number of runs to train, assuming that no grid is extended further."""
         grids = self.grids(losses)
-        left_out = {scaling.model_of(name) for name, grid in grids.items() if grid.has_diverged}
-        trained = [name for name in self.models if scaling.model_of(name) not in left_out
+        left_out = {model_of(name) for name, grid in grids.items() if grid.has_diverged}
+        trained = [name for name in self.models if model_of(name) not in left_out
                    and (self.train_held_out or name not in self.held_out_names)]
         return (sum(len(grid.losses) for grid in grids.values())
                 + len(trained) * len(self.seeds) * len(self.horizons))
 
     @property
     def held_out_names(self) -> list[str]:
-        return [name for name in self.models if self.held_out and scaling.size_of(name) == self.held_out]
+        return [name for name in self.models if self.held_out and size_of(name) == self.held_out]
 
     def _run(self, name: str, seed: int, multiple: float, in_grid: bool = False) -> PlannedRun:
         config = self.models[name].replace(train={"seed": seed})

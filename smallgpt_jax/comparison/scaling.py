@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from smallgpt_jax.comparison import power_law
+from smallgpt_jax.comparison.names import grouped
 from smallgpt_jax.comparison.power_law import Law
 from smallgpt_jax.errors import UserError
 
@@ -47,23 +48,6 @@ class Fit:
 
     def values(self, field: str) -> np.ndarray:
         return np.array([getattr(record, field) for record in self.records], float)
-
-
-def model_of(name: str) -> str:
-    """Returns MODEL of the name MODEL@SIZE; of another name, the name."""
-    return name.partition("@")[0]
-
-
-def size_of(name: str) -> str:
-    """Returns SIZE of the name MODEL@SIZE; of another name, ""."""
-    return name.partition("@")[2]
-
-
-def group_by_name(records: Sequence[Record]) -> dict[str, list[Record]]:
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record.name, []).append(record)
-    return groups
 
 
 def missing_for_fit(records: Sequence[Record], size: str = "parameters") -> str:
@@ -189,11 +173,10 @@ def predict_runs(fitted: Fit, records: Sequence[Record]) -> list[Prediction]:
 def check_predictions(predictions: Sequence[Prediction], baseline: Mapping[str, float], held_out: Sequence[Record],
                       size: str = "parameters") -> HeldOutCheck:
     """`baseline` are the losses that rank the models at one size. Predictions without a held-out run do not count."""
-    losses: dict[tuple, list[float]] = {}
-    for record in held_out:
-        losses.setdefault((record.name, getattr(record, size), record.tokens), []).append(record.loss)
-    outcomes = [Outcome(prediction, float(np.mean(values)), len(values)) for prediction in predictions
-                if (values := losses.get((prediction.name, prediction.size, prediction.tokens)))]
+    trained = grouped(held_out, lambda record: (record.name, getattr(record, size), record.tokens))
+    outcomes = [Outcome(prediction, float(np.mean([record.loss for record in records])), len(records))
+                for prediction in predictions
+                if (records := trained.get((prediction.name, prediction.size, prediction.tokens)))]
     by_tokens = sorted(outcomes, key=lambda outcome: outcome.prediction.tokens)
     longest = {outcome.prediction.name: outcome for outcome in by_tokens}  # models are chosen for their final losses
     actual, predicted = ({name: value(outcome) for name, outcome in longest.items()}

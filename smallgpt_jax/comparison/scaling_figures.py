@@ -10,6 +10,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from smallgpt_jax.comparison import equal_budgets, figures, prediction, scaling
 from smallgpt_jax.comparison.equal_budgets import Curve
+from smallgpt_jax.comparison.names import grouped
 from smallgpt_jax.comparison.scaling import Fit, Outcome, Prediction
 
 POINTS = 40  # of a line
@@ -48,10 +49,9 @@ def _held_out_points(predictions: Mapping[str, Any] | None) -> dict[tuple, Predi
 
 def mean_losses(fitted: Fit) -> dict[tuple[float, float], tuple[float, float]]:
     """Returns {(parameters, tokens): (FLOPs, loss)}, means over the seeds."""
-    groups: dict[tuple, list] = {}
-    for record in fitted.records:
-        groups.setdefault((record.parameters, record.tokens), []).append((record.flops, record.loss))
-    return {point: tuple(map(float, np.mean(values, 0))) for point, values in groups.items()}
+    groups = grouped(fitted.records, lambda record: (record.parameters, record.tokens))
+    return {point: tuple(map(float, np.mean([(row.flops, row.loss) for row in rows], 0)))
+            for point, rows in groups.items()}
 
 
 def log_axis(plot) -> None:

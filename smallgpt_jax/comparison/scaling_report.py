@@ -6,6 +6,7 @@ import numpy as np
 
 from smallgpt_jax.comparison import prediction, records, scaling, scaling_figures
 from smallgpt_jax.comparison.blocks import Heading, Paragraph, Plot, Table
+from smallgpt_jax.comparison.names import grouped, model_of, size_of
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.scaling import Decisions, Fit, HeldOutCheck
 
@@ -16,7 +17,7 @@ INTERVAL = f"{scaling.INTERVAL:.0%}"
 def scaling_blocks(record: Record) -> list:
     if not records.is_scaling(record.runs):
         return []
-    groups = scaling.group_by_name(prediction.records_of(record.runs))
+    groups = grouped(prediction.records_of(record.runs), lambda row: row.name)
     lacking: dict[str, list[str]] = {}  # {what they lack: models}
     for name, rows in groups.items():
         lacking.setdefault(scaling.missing_for_fit(rows), []).append(name)
@@ -25,7 +26,7 @@ def scaling_blocks(record: Record) -> list:
         f"Fits of L = E + A/N^α + B/D^β to the last losses of all finished runs, with the training tokens D. Intervals "
         f"are {INTERVAL}, from {scaling.DRAWS:,} bootstrap samples of the runs.")]
     blocks += [Paragraph(f"No scaling law for lack of {lack}: {', '.join(names)}.") for lack, names in lacking.items()]
-    if unknown := sorted({scaling.model_of(run.name) for run in record.runs if run.is_finished} - groups.keys()):
+    if unknown := sorted({model_of(run.name) for run in record.runs if run.is_finished} - groups.keys()):
         blocks.append(Paragraph(f"No scaling law, because the FLOPs are unknown: {', '.join(unknown)}."))
     if fits:
         blocks += law_blocks(record, fits)
@@ -59,7 +60,7 @@ def held_out_blocks(record: Record) -> list:
     if not record.held_out:
         return []
     content, size = record.predictions, record.held_out
-    runs = [run for run in record.runs if scaling.size_of(run.name) == size]
+    runs = [run for run in record.runs if size_of(run.name) == size]
     if content is None:
         return [Heading(f"Held out: {size}"), Paragraph(
             f"No prediction was made before the runs of size {size} were trained; they check nothing." if runs else
@@ -85,7 +86,7 @@ def held_out_blocks(record: Record) -> list:
 def checks_of(record: Record) -> dict[str, HeldOutCheck]:
     """Returns the check of the predictions by each kind of N."""
     content = record.predictions
-    held_out = prediction.records_of([run for run in record.runs if scaling.size_of(run.name) == record.held_out])
+    held_out = prediction.records_of([run for run in record.runs if size_of(run.name) == record.held_out])
     return {field: scaling.check_predictions(
         prediction.predictions_of(content, field), content["at_one_size"], held_out, field)
         for field in content["predictions"]}

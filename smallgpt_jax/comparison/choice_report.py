@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from smallgpt_jax.comparison import choice, equal_budgets, records, scaling_figures
+from smallgpt_jax.comparison import choice, equal_budgets, figures, records
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
 from smallgpt_jax.comparison.candidates import NEAR, Candidate, by_model, pareto_front, read_candidates
 from smallgpt_jax.comparison.choice import Answer
@@ -46,7 +46,7 @@ def choice_blocks(record: Record) -> list:
     notes = [f"{capitalized(BUDGET_FORMATS[last.budget][0])}: {' '.join(last.notes)}"
              for *_, last in filter(None, by_budget) if last.notes]
     curves, reference = equal_budgets.curves_of(candidates), model_of(record.reference)
-    plots = [Plot("equal-flops", scaling_figures.difference_from(curves, reference),
+    plots = [Plot("equal-flops", figures.difference_from(curves, reference),
                   f"Loss minus that of {reference} at equal training FLOPs; below zero, a model is better. Means over "
                   "the seeds, with 80% intervals of the means. Between the budgets of runs, losses are interpolated."
                   )] if reference in curves and len(curves) > 1 else []

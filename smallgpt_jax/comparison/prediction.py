@@ -46,8 +46,9 @@ def read(path: Path) -> dict[str, Any] | None:
     return read_json(path, PREDICTIONS, "restore it; predictions are made only once") if path.exists() else None
 
 
-def predictions_of(content: Mapping[str, Any], size: str = "parameters") -> list[Prediction]:
-    return [Prediction(**{name: row[name] for name in PREDICTION}) for row in content["predictions"].get(size, ())]
+def predictions_of(content: Mapping[str, Any] | None, size: str = "parameters") -> list[Prediction]:
+    rows = content["predictions"].get(size, ()) if content else ()
+    return [Prediction(**{name: row[name] for name in PREDICTION}) for row in rows]
 
 
 def predict(records: Sequence[Record], held_out: Sequence[Record]) -> dict[str, Any]:

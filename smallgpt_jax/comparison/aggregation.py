@@ -26,24 +26,17 @@ class Spread:
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    if not values or any(value is None for value in values):
+    if not values or None in values:
         return None
     return Spread(float(np.mean(values)), min(values), max(values), len(values))
 
 
-@dataclasses.dataclass(frozen=True)
-class Quartiles:
-    median: float
-    low: float
-    high: float
-    count: int
-
-
-def quartiles(values: Sequence[float | None]) -> Quartiles | None:
-    if not values or any(value is None for value in values):
+def quartiles(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Returns the keys of `results.QUARTILES`; None if there is no value, or one is missing."""
+    if not values or None in values:
         return None
     low, median, high = map(float, np.percentile(values, (25, 50, 75)))
-    return Quartiles(median, low, high, len(values))
+    return {"median": median, "low": low, "high": high, "count": len(values)}
 
 
 def final_spread(runs: Sequence[Run], field: str) -> Spread | None:

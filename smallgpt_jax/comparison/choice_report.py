@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from smallgpt_jax.comparison import choice, equal_budgets, figures, records
-from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
+from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table, with_range
 from smallgpt_jax.comparison.candidates import NEAR, Candidate, by_model, pareto_front, read_candidates
 from smallgpt_jax.comparison.choice import Answer
 from smallgpt_jax.comparison.contest import CERTAIN, STAKE
@@ -168,7 +168,7 @@ def equal_flops_blocks(found: Sequence[Answer], curves: Mapping[str, Curve], ref
 
 
 def multiplier_cell(found: Estimate | None) -> str:
-    return MISSING if found is None else f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f})"
+    return MISSING if found is None else with_range(found.mean, found.low, found.high, ".2f")
 
 
 def order_text(segments: Sequence[Segment]) -> str:

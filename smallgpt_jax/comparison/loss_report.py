@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from smallgpt_jax.comparison import aggregation, figures, ranking
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
 from smallgpt_jax.comparison.learning_rates import Grid, format_multiple
-from smallgpt_jax.comparison.measurement_report import SPEEDS, format_spread, speed_values
+from smallgpt_jax.comparison.measurement_report import SPEEDS, format_interval, format_spread, speed_values
 from smallgpt_jax.comparison.ranking import Ranking
 from smallgpt_jax.comparison.results import ROWS, Run
+from smallgpt_jax.comparison.statistics import MAX_SEEDS, Difference
 from smallgpt_jax.formatting import millions
 
 UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns
@@ -76,7 +77,7 @@ def summary_table(groups: dict[str, list[Run]], order: Ranking) -> Table:
         for row, name in zip(rows, names):
             verdict = order.verdict(name)
             row.append("reference" if name == order.reference else
-                       ranking.format_verdict(verdict) if verdict else MISSING)
+                       format_verdict(verdict) if verdict else MISSING)
     for row, name in zip(rows, names):
         row[0] += unfinished_note(groups[name])
         row += measures(groups[name])
@@ -97,7 +98,7 @@ def measures(group: list[Run]) -> tuple[str, ...]:
     return (
         f"{bits.mean:.4f}" if bits else MISSING, f"{len(group)}", millions(first.parameters) + active,
         MISSING if first.flops_per_token is None else millions(round(first.flops_per_token)),
-        *(format(found.median, form) if found else MISSING for found, form in zip(speeds, SPEEDS.values())))
+        *(format(found["median"], form) if found else MISSING for found, form in zip(speeds, SPEEDS.values())))
 
 
 def unfinished_note(group: list[Run]) -> str:
@@ -125,6 +126,24 @@ def legend(runs: Sequence[Run], order: Ranking) -> str:
             "included. M: millions.")
 
 
+def format_verdict(difference: Difference) -> str:
+    return difference.verdict + (f" (≈ {format_needed(difference)} seeds)"
+                                 if difference.verdict == "not distinguishable" else "")
+
+
+def format_needed(difference: Difference) -> str:
+    if difference.p_value is None:
+        return MISSING
+    return f"> {MAX_SEEDS:,}" if difference.seeds_needed is None else f"{difference.seeds_needed:,}"
+
+
+def differences_table(differences: tuple[Difference, ...]) -> Table:
+    return Table(("run", "against", "difference", "95% interval", "seeds", "p", "verdict", "seeds to decide"), tuple(
+        (row.name, row.other, MISSING if row.mean is None else f"{row.mean:+.4f}", format_interval(row), f"{row.seeds}",
+         MISSING if row.p_value is None else f"{row.p_value:.2g}", row.verdict, format_needed(row))
+        for row in differences))
+
+
 def differences_blocks(order: Ranking) -> list:
     if not order.neighbors:
         return []
@@ -135,12 +154,12 @@ def differences_blocks(order: Ranking) -> list:
         "interval.")]
     if order.against_reference:
         blocks += [Paragraph(f"Against {order.reference}, corrected for {len(order.against_reference)} comparisons:"),
-                   ranking.differences_table(order.against_reference)]
+                   differences_table(order.against_reference)]
     if len(order.means) > 2 or not order.against_reference:
         count = math.comb(len(order.means), 2)
         blocks += [Paragraph(f"Neighbors in the ranking, corrected for all {count} pairs, because the losses chose "
                              "the neighbors:"),
-                   ranking.differences_table(order.neighbors)]
+                   differences_table(order.neighbors)]
     return blocks
 
 

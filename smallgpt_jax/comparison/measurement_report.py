@@ -1,15 +1,17 @@
 """Sections of a report on other measurements than the loss: inference, the inside of the models, texts, speed."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from smallgpt_jax.comparison import aggregation, costs, figures, ranking, results
+from smallgpt_jax.comparison import aggregation, costs, figures, results, statistics
 from smallgpt_jax.comparison.aggregation import Spread
-from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
+from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table, with_range
 from smallgpt_jax.comparison.candidates import read_candidates
 from smallgpt_jax.comparison.results import OWN_TEXT, Run
+from smallgpt_jax.comparison.statistics import Difference
 from smallgpt_jax.evaluation.inside import summary
 from smallgpt_jax.formatting import safe_name
 
@@ -73,9 +75,7 @@ def format_quartiles(timings: Sequence[dict[str, float] | None]) -> str:
     found = [quartiles for quartiles in timings if quartiles]
     if not found:
         return MISSING
-    median, low, high = (f"{np.median([quartiles[key] for quartiles in found]):.3g}"
-                         for key in ("median", "low", "high"))
-    return f"{median} ({low} to {high})"
+    return with_range(*(np.median([one[key] for one in found]) for key in ("median", "low", "high")), ".3g")
 
 
 # ------------------------------------------------------------------ inside the models
@@ -96,7 +96,7 @@ def inside_blocks(runs: Sequence[Run], reference: str = "") -> list:
             ("run", *STREAM_LABELS, "entropy", "position 0", "repeats", "other tokens", "in-context score",
              "least important block", "most important block"),
             tuple((name, *cells(group)) for name, group in groups.items()))),
-        *ranking.measures_blocks({label: {name: values_by_seed(group, measure) for name, group in observed.items()}
+        *differences_blocks({label: {name: values_by_seed(group, measure) for name, group in observed.items()}
                                   for measure, label in zip(summary.STREAM, STREAM_LABELS)}, reference)]
 
 
@@ -129,23 +129,22 @@ def spread_cell(values: Sequence[float | None]) -> str:
     found = [value for value in values if value is not None]
     if not found:
         return MISSING
-    return f"{summary.mean(found):.3f}" + f" ({min(found):.3f} to {max(found):.3f})" * (len(found) > 1)
+    mean = summary.mean(found)
+    return with_range(mean, min(found), max(found), ".3f") if len(found) > 1 else f"{mean:.3f}"
 
 
 # ------------------------------------------------------------------ other measurements
 def answers_blocks(groups: dict[str, list[Run]]) -> list:
     """Returns the measures of a probe's answers; [] for text."""
     found = {name: aggregation.answers(group) for name, group in groups.items()}
-    measures = list(dict.fromkeys(measure for row in found.values() for measure in row))
-    if not measures:
+    heads = {measure: measure.replace("_", " ") for row in found.values() for measure in row}
+    if not heads:
         return []
     return [Heading("Answers"), Paragraph(
         "Exact match: fraction of the validation examples without a wrong answer. Accuracy: fraction of right answers. "
         "Both after the last step. An answer is the most probable token after the inputs, among which are the right "
         "earlier answers. \"at N\": at the further length N."),
-        Table(("run", *(measure.replace("_", " ") for measure in measures)), tuple(
-            (name, *(format_spread(row.get(measure), len(groups[name])) for measure in measures))
-            for name, row in found.items()))]
+        spread_table(groups, found, heads)]
 
 
 def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run], reference: str) -> list:
@@ -161,7 +160,7 @@ def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run], refere
         elif text != OWN_TEXT:  # the summary table already shows the loss on a run's training text
             blocks += [Heading(f"Bits per byte of {text}"), table]
     if any(run.benchmarks for run in runs):
-        blocks += [Heading("Benchmarks"), benchmarks_table(groups), *ranking.measures_blocks(
+        blocks += [Heading("Benchmarks"), benchmarks_table(groups), *differences_blocks(
             {task: {name: {run.seed: run.benchmarks[task] for run in group if task in run.benchmarks}
                     for name, group in groups.items()} for task in benchmark_names(groups)}, reference)]
     if with_experts := [group[0] for group in groups.values() if group[0].expert_load]:
@@ -177,9 +176,7 @@ def measurement_blocks(groups: dict[str, list[Run]], runs: Sequence[Run], refere
 def contexts_table(groups: dict[str, list[Run]], text: str) -> Table:
     found = {name: aggregation.bits_by_context(group, text) for name, group in groups.items()}
     lengths = sorted({length for row in found.values() for length in row})
-    return Table(("run", *(f"context {length:,}" for length in lengths)), tuple(
-        (name, *(format_spread(row.get(length), len(groups[name])) for length in lengths))
-        for name, row in found.items()))
+    return spread_table(groups, found, {length: f"context {length:,}" for length in lengths})
 
 
 def benchmark_names(groups: dict[str, list[Run]]) -> list[str]:
@@ -209,8 +206,8 @@ def speed_table(groups: dict[str, list[Run]]) -> Table:
     def cell(values: list[float | None], form: str) -> str:
         if (found := aggregation.quartiles(values)) is None:
             return MISSING
-        median, low, high = (format(value, form) for value in (found.median, found.low, found.high))
-        return median if low == high else f"{median} ({low} to {high})"
+        median, low, high = (found[key] for key in ("median", "low", "high"))
+        return format(median, form) if format(low, form) == format(high, form) else with_range(median, low, high, form)
 
     return Table(("run", "seeds", *SPEEDS), tuple(
         (name, f"{len(group)}", *(cell(values, SPEEDS[column]) for column, values in speed_values(group).items()))
@@ -224,9 +221,35 @@ def components_table(groups: dict[str, list[Run]]) -> Table:
          f"{group[0].parameters:,}") for name, group in groups.items()))
 
 
+def spread_table(groups: dict[str, list[Run]], found: dict[str, dict[Any, Spread]], heads: dict[Any, str]) -> Table:
+    """Returns one row per model with `found`, {model: {measure: spread}}, under `heads`, {measure: text}."""
+    return Table(("run", *heads.values()), tuple(
+        (name, *(format_spread(row.get(measure), len(groups[name])) for measure in heads))
+        for name, row in found.items()))
+
+
 def format_spread(numbers: Spread | None, seeds: int = 1) -> str:
     """Returns text such as '1.2345 (1.2300 to 1.2390), 2 of 3 seeds'; the end only if seeds lack the number."""
     if numbers is None:
         return MISSING
-    return (f"{numbers.mean:.4f}" + (f" ({numbers.low:.4f} to {numbers.high:.4f})" if numbers.count > 1 else "")
-            + (f", {numbers.count} of {seeds} seeds" if numbers.count < seeds else ""))
+    mean = f"{numbers.mean:.4f}" if numbers.count == 1 else with_range(numbers.mean, numbers.low, numbers.high)
+    return mean + f", {numbers.count} of {seeds} seeds" * (numbers.count < seeds)
+
+
+def differences_blocks(measures: Mapping[str, statistics.Losses], reference: str) -> list:
+    """Returns blocks with the paired differences of {measure: {name: {seed: value}}} to the reference, if any."""
+    rows = [(measure, row) for measure, values in measures.items() if reference in values
+            for row in statistics.compare_pairs(values, [(name, reference) for name in values if name != reference])
+            if row.half_width is not None]
+    if not rows:
+        return []
+    head = ("measure", "run", "difference", "95% interval", "seeds", "p", "verdict")
+    return [Paragraph(f"Against {reference}, paired by seed; p with Holm's correction for the runs of a measure:"),
+            Table(head, tuple((measure, row.name, f"{row.mean:+.4f}", format_interval(row), f"{row.seeds}",
+                               f"{row.p_value:.2g}", row.verdict) for measure, row in rows))]
+
+
+def format_interval(difference: Difference) -> str:
+    if difference.half_width is None:
+        return MISSING
+    return f"{difference.mean - difference.half_width:+.4f} to {difference.mean + difference.half_width:+.4f}"

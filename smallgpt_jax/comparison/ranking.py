@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from smallgpt_jax.comparison import aggregation, statistics
-from smallgpt_jax.comparison.blocks import MISSING, Paragraph, Table
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.comparison.statistics import MAX_SEEDS, Difference
 
@@ -95,43 +94,6 @@ def needed_text(difference: Difference) -> str:
     if difference.seeds_needed is None:
         return f"; more than {MAX_SEEDS:,} seeds would be needed to decide"
     return f"; about {difference.seeds_needed:,} seeds would decide"
-
-
-def format_verdict(difference: Difference) -> str:
-    return difference.verdict + (f" (≈ {format_needed(difference)} seeds)"
-                                 if difference.verdict == "not distinguishable" else "")
-
-
-def format_needed(difference: Difference) -> str:
-    if difference.p_value is None:
-        return MISSING
-    return f"> {MAX_SEEDS:,}" if difference.seeds_needed is None else f"{difference.seeds_needed:,}"
-
-
-def format_interval(difference: Difference) -> str:
-    if difference.half_width is None:
-        return MISSING
-    return f"{difference.mean - difference.half_width:+.4f} to {difference.mean + difference.half_width:+.4f}"
-
-
-def measures_blocks(measures: Mapping[str, statistics.Losses], reference: str) -> list:
-    """Returns blocks with the paired differences of {measure: {name: {seed: value}}} to the reference, if any."""
-    rows = [(measure, row) for measure, values in measures.items() if reference in values
-            for row in statistics.compare_pairs(values, [(name, reference) for name in values if name != reference])
-            if row.half_width is not None]
-    if not rows:
-        return []
-    head = ("measure", "run", "difference", "95% interval", "seeds", "p", "verdict")
-    return [Paragraph(f"Against {reference}, paired by seed; p with Holm's correction for the runs of a measure:"),
-            Table(head, tuple((measure, row.name, f"{row.mean:+.4f}", format_interval(row), f"{row.seeds}",
-                               f"{row.p_value:.2g}", row.verdict) for measure, row in rows))]
-
-
-def differences_table(differences: tuple[Difference, ...]) -> Table:
-    return Table(("run", "against", "difference", "95% interval", "seeds", "p", "verdict", "seeds to decide"), tuple(
-        (row.name, row.other, MISSING if row.mean is None else f"{row.mean:+.4f}", format_interval(row), f"{row.seeds}",
-         MISSING if row.p_value is None else f"{row.p_value:.2g}", row.verdict, format_needed(row))
-        for row in differences))
 
 
 def ranking_facts(ranking: Ranking) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from smallgpt_jax.comparison import figures, prediction, records, scaling
-from smallgpt_jax.comparison.blocks import Heading, Paragraph, Plot, Table
+from smallgpt_jax.comparison.blocks import Heading, Paragraph, Plot, Table, with_range
 from smallgpt_jax.comparison.names import grouped, model_of, size_of
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.scaling import Decisions, Fit, HeldOutCheck
@@ -45,8 +45,7 @@ def law_blocks(record: Record, fits: dict[str, Fit]) -> list:
 
 def fit_table(fits: Sequence[Fit]) -> Table:
     def cell(fitted: Fit, constant: str, form: str) -> str:
-        low, high = scaling.intervals(fitted)[constant]
-        return f"{getattr(fitted.law, constant):{form}} ({low:{form}} to {high:{form}})"
+        return with_range(getattr(fitted.law, constant), *scaling.intervals(fitted)[constant], form)
 
     return Table(("model", "N: parameters", "runs", "E", "A", "α", "B", "β", "deviation"), tuple(
         (fitted.name, SIZE_LABELS[fitted.size], str(len({row.run for row in fitted.records})),

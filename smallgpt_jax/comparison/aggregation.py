@@ -1,13 +1,16 @@
-"""Aggregates of runs: means, ranges and quartiles over seeds, and the config fields that runs share."""
+"""Aggregates of runs: means and quartiles over seeds, the ranking, and the config fields that runs share."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from smallgpt_jax.comparison import statistics
 from smallgpt_jax.comparison.names import grouped
 from smallgpt_jax.comparison.results import Run
+from smallgpt_jax.comparison.statistics import Difference
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.run.config import TrainConfig
 
@@ -68,6 +71,48 @@ def mean_losses(groups: Mapping[str, list[Run]]) -> dict[str, float]:
     seeds = common_seeds(losses)
     means = {name: float(np.mean([own[seed] for seed in seeds or own])) for name, own in losses.items()}
     return {name: means[name] for name in sorted(means, key=means.get)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """The finished models in ascending order of their mean loss, with paired differences over seeds.
+
+    The losses choose `neighbors` and `not_distinguishable`, so their p-values are corrected for all pairs of models.
+    """
+
+    means: dict[str, float]
+    reference: str | None  # None if the reference is not finished
+    against_reference: tuple[Difference, ...]  # each other model minus the reference
+    neighbors: tuple[Difference, ...]  # each model minus the one before it in the ranking
+    not_distinguishable: tuple[str, ...]  # from the first model; excludes it
+
+    def verdict(self, name: str) -> Difference | None:
+        return next((row for row in self.against_reference if row.name == name), None)
+
+
+def rank(groups: Mapping[str, list[Run]], reference: str | None) -> Ranking:
+    """Returns the ranking of the models whose runs are all finished; empty if their losses are not comparable."""
+    losses, means = last_losses(groups), mean_losses(groups)
+    if not means:
+        return Ranking({}, None, (), (), ())
+    order = list(means)
+    reference = reference if reference in means else None
+    to_reference = [(name, reference) for name in order if reference and name != reference]
+    pairs = [(second, first) for first, second in itertools.combinations(order, 2)]
+    by_pair = dict(zip(pairs, statistics.compare_pairs(losses, pairs)))
+    return Ranking(
+        means, reference, tuple(statistics.compare_pairs(losses, to_reference)),
+        tuple(by_pair[second, first] for first, second in itertools.pairwise(order)),
+        tuple(name for name in order[1:] if by_pair[name, order[0]].verdict != "higher"))
+
+
+def ranking_facts(ranking: Ranking) -> dict[str, Any]:
+    def facts(differences: tuple[Difference, ...]) -> list[dict]:
+        return [{**dataclasses.asdict(row), "verdict": row.verdict, "seeds_needed": row.seeds_needed}
+                for row in differences]
+
+    return {"means": ranking.means, "not_distinguishable": list(ranking.not_distinguishable),
+            "against_reference": facts(ranking.against_reference), "neighbors": facts(ranking.neighbors)}
 
 
 def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from smallgpt_jax import models
-from smallgpt_jax.comparison import budget, prediction, recorded, scaling
+from smallgpt_jax.comparison import budget, scaling
 from smallgpt_jax.comparison.names import grouped, model_of
-from smallgpt_jax.comparison.prediction import PREDICTIONS_FILE
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun
-from smallgpt_jax.comparison.scaling import Record
+from smallgpt_jax.comparison.scaling import PREDICTIONS_FILE, Record
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.run.names import CONFIG_FILE, LOCK_FILE
@@ -39,9 +38,8 @@ def write_predictions(comparison: Comparison, losses: Mapping[Path, float], comm
         if started := started_held_out(comparison):
             print(f"{started}: has started without {PREDICTIONS_FILE}; no predictions are made", flush=True)
         elif held_out := [run for run in planned if run.is_held_out]:
-            records = prediction.records_of([
-                recorded.read_result(comparison, run) for run in planned if not run.is_held_out])
-            content = prediction.predict(records, list(map(planned_record, held_out)))
+            records = scaling.records_of([comparison.result(run) for run in planned if not run.is_held_out])
+            content = scaling.make_predictions(records, list(map(planned_record, held_out)))
             content |= {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": command,
                         "held_out": comparison.held_out}
             write_atomically(path, json.dumps(content, indent=1) + "\n")

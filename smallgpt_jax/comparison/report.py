@@ -8,7 +8,6 @@ from smallgpt_jax.comparison import (
     choice_report,
     loss_report,
     measurement_report,
-    ranking,
     records,
     scaling_report,
 )
@@ -55,7 +54,7 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     shown, grids = records.at_one_size(record), record.grids
     runs = shown.full_runs
     groups = aggregation.group_by_name(runs)
-    order = ranking.rank(groups, shown.reference)
+    order = aggregation.rank(groups, shown.reference)
     answers = [*choice_report.choice_blocks(record), *scaling_report.scaling_blocks(record)]
     losses = loss_report.ranking_blocks(shown.runs, groups, order, grids)
     if records.is_scaling(record.runs):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 
-from smallgpt_jax.comparison import recorded, results
 from smallgpt_jax.comparison.learning_rates import format_multiple
 from smallgpt_jax.comparison.runs import Comparison, PlannedRun
 from smallgpt_jax.data.corpus import Corpus
@@ -130,7 +129,7 @@ def train_runs(runs: Sequence[PlannedRun], comparison: Comparison, text: Corpus)
 def loss_after(run: PlannedRun, error: BaseException | None, comparison: Comparison) -> float | None:
     """Returns the loss of a run that has ended, as `train_runs` does. Raises other errors."""
     if error is None:
-        return last_loss(run, comparison.averaged)
+        return comparison.result(run).score
     if isinstance(error, WorkdirBusyError):
         print(f"{run.folder}: skipped: {error.by} is training it", flush=True)
         return None
@@ -144,13 +143,13 @@ def loss_after(run: PlannedRun, error: BaseException | None, comparison: Compari
 
 def known_loss(run: PlannedRun, comparison: Comparison, text: Corpus) -> float | None:
     """Returns the loss of a run that is finished or in a record, inf if it diverged, else None."""
-    if (loss := recorded.find_loss(comparison, run)) is not None:
+    if (loss := comparison.recorded_loss(run)) is not None:
         return loss
     if has_diverged(run.folder):
         print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
               flush=True)
         return math.inf
-    return last_loss(run, comparison.averaged) if is_finished(run.folder, run.config, text) else None
+    return comparison.result(run).score if is_finished(run.folder, run.config, text) else None
 
 
 def known_losses(comparison: Comparison, text: Corpus) -> dict[Path, float]:
@@ -172,11 +171,6 @@ def with_available_trunk(run: PlannedRun) -> Config:
             or decay_start(run.config.optimizer) in saved_steps(run.trunk / CHECKPOINT_FOLDER)):
         return run.config
     return run.config.replace(train={"trunk": ""})
-
-
-def last_loss(run: PlannedRun, averaged: int) -> float:
-    loss = results.read_run(run.name, run.folder, averaged=averaged).final("loss")
-    return math.inf if loss is None else loss
 
 
 def check_existing(run: PlannedRun, output: Path, text: Corpus) -> None:

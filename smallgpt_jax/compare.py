@@ -27,7 +27,6 @@ from ml_collections import config_flags
 from smallgpt_jax import cli
 from smallgpt_jax.comparison import (
     budget,
-    held_out,
     inference_cost,
     measure,
     records,
@@ -177,7 +176,6 @@ def train_runs(output: Path) -> tuple[Comparison, dict[Path, float]]:
 def train_comparison(comparison: Comparison, text: Corpus, texts: dict[str, str]) -> dict[Path, float]:
     """Trains the runs, measures them, and predicts the held-out ones. Returns {folder: loss} of the finished runs."""
     compare = _CONFIG.value.compare
-    held_out.require_enough_runs(comparison)
 
     def measure_run(run: PlannedRun) -> None:
         if comparison.recorded_run(run):
@@ -189,10 +187,7 @@ def train_comparison(comparison: Comparison, text: Corpus, texts: dict[str, str]
             if compare.diagnose:
                 measure.observe(run.folder)
 
-    def predict(losses: dict[Path, float]) -> None:
-        held_out.write_predictions(comparison, losses, repeating_command())
-
-    return training.train_comparison(comparison, text, measure_run, predict)
+    return training.train_comparison(comparison, text, measure_run, repeating_command())
 
 
 def print_ignored_overrides() -> None:

@@ -1,11 +1,12 @@
 """The section of a report that says which model to choose for which budget."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from smallgpt_jax.comparison import choice, equal_budgets, figures, records
+from smallgpt_jax.comparison import choice, equal_budgets, figures
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table, with_range
 from smallgpt_jax.comparison.candidates import NEAR, Candidate, by_model, pareto_front, read_candidates
 from smallgpt_jax.comparison.choice import Answer
@@ -29,7 +30,7 @@ CANNOT_TELL = "cannot tell"
 
 def choice_blocks(record: Record) -> list:
     """Returns the answers of `choose` to the budgets of the comparison; [] for fewer than two finished models."""
-    content = records.content(record)
+    content = {"command": record.command, "runs": [dataclasses.asdict(run) for run in record.runs]}
     candidates, _ = read_candidates(content["runs"], BUDGETS["flops"])
     if len({candidate.model for candidate in candidates}) < 2:
         return []

@@ -158,7 +158,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
     inputs_per_step = config.train.batch_size * config.model.context_length
     padding = sessions[-1]["padding"] if sessions else 0
     tokens_per_step = inputs_per_step * (1 - padding) if padding else inputs_per_step
-    counts = _count(model, config.optimizer.name)
+    counts = count(model, config.optimizer.name)
     lines = read_lines(folder / METRICS_FILE)
     evaluated = {line["step"]: line for line in lines if line["split"] == "eval"}  # the newest line per step
     # The speed and memory of a stack are not those of a run.
@@ -205,7 +205,7 @@ class Counts(NamedTuple):
 
 
 @functools.cache
-def _count(model: models.LanguageModel, optimizer_name: str) -> Counts:
+def count(model: models.LanguageModel, optimizer_name: str) -> Counts:
     """Cached, because it traces the model. FLOPs do not depend on the optimizer's settings."""
     params = models.abstract_params(model)
     optimizer = OPTIMIZERS[optimizer_name](params, OptimizerConfig(name=optimizer_name))

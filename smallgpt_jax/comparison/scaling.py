@@ -189,6 +189,7 @@ class Decisions:
 @dataclasses.dataclass(frozen=True)
 class HeldOutCheck:
     outcomes: tuple[Outcome, ...]
+    error: float  # mean absolute one
     coverage: float  # share of the outcomes inside their interval
     by_law: Decisions | None  # None with fewer than two models
     at_one_size: Decisions | None  # the baseline: the ranking of the most expensive runs that were fitted
@@ -211,8 +212,9 @@ def check_predictions(predictions: Sequence[Prediction], baseline: Mapping[str, 
     longest = {outcome.prediction.name: outcome for outcome in by_tokens}  # models are chosen for their final losses
     actual, predicted = ({name: value(outcome) for name, outcome in longest.items()}
                          for value in (lambda outcome: outcome.loss, lambda outcome: outcome.prediction.loss))
-    coverage = float(np.mean([outcome.is_covered for outcome in outcomes])) if outcomes else math.nan
-    return HeldOutCheck(tuple(outcomes), coverage, *(
+    error, coverage = (float(np.mean(values)) if values else math.nan for values in (
+        [abs(outcome.error) for outcome in outcomes], [outcome.is_covered for outcome in outcomes]))
+    return HeldOutCheck(tuple(outcomes), error, coverage, *(
         decisions(scores, actual) if len(actual) > 1 else None
         for scores in (predicted, {name: baseline[name] for name in actual})))
 

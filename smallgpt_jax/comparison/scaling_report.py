@@ -78,7 +78,7 @@ def held_out_blocks(record: Record) -> list:
                        f"Held-out size {size}, longest training. Bars: predicted {INTERVAL} interval and loss. Dots: "
                        "trained, mean over the seeds."))
     text = "; ".join(f"with N in {SIZE_LABELS[field]} parameters, the mean absolute error is {check.error:.4f} nats, "
-                     f" and {check.coverage:.0%} of the losses are inside their {INTERVAL} intervals"
+                     f"and {check.coverage:.0%} of the losses are inside their {INTERVAL} intervals"
                      for field, check in checks.items() if check.outcomes) or "no predicted run is finished yet"
     blocks += [Paragraph(f"{text[0].upper()}{text[1:]}."), check_table(content, checks)]
     return blocks + (decision_blocks(checks) if checks["parameters"].by_law else [])

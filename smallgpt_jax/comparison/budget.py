@@ -22,7 +22,7 @@ from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.errors import UserError, suggestion
-from smallgpt_jax.run.config import GROUPS, Config, TrainConfig
+from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
@@ -53,7 +53,10 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
     for name, model in configs.items():
         if compare.horizons:
             require_horizons(name, model, horizons)
-        require_evaluations(name, shortened(model, horizons[0]).train, compare.averaged_evaluations)
+        shortest = shortened(model, horizons[0]).train
+        if (count := -(-shortest.steps // shortest.eval_every)) < compare.averaged_evaluations:
+            raise UserError(f"config.compare.averaged_evaluations={compare.averaged_evaluations}: {name} has only "
+                            f"{count} evaluations; decrease config.train.eval_every")
     return Comparison(output, configs, range(seed, seed + compare.seeds), compare.learning_rates,
                       compare.max_added_learning_rates, compare.averaged_evaluations, horizons, compare.held_out,
                       compare.train_held_out, compare.stack)
@@ -78,12 +81,6 @@ def require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> N
             raise UserError(f"config.compare.horizons: {horizon:g}: {name} has {steps} steps, as at the horizon before "
                             "it; remove the horizon, or increase config.train.steps")
         reached = steps
-
-
-def require_evaluations(name: str, train: TrainConfig, averaged: int) -> None:
-    if (count := -(-train.steps // train.eval_every)) < averaged:
-        raise UserError(f"config.compare.averaged_evaluations={averaged}: {name} has only {count} evaluations; "
-                        "decrease config.train.eval_every")
 
 
 def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:

@@ -91,27 +91,19 @@ def limits(runs: Sequence[dict], name: str) -> list[float]:
     if not BUDGETS[name].is_training:
         found = [group[-1].cost for group in groups_of_near_costs(pareto_front(candidates))]
     else:
-        found = trained_budgets(candidates)
+        groups = groups_of_near_costs([one for one in candidates if one.cost is not None])
+        found = [group[-1].cost for group in groups if len({one.model for one in group}) > 1]
         if len(found) > MAX_LIMITS:
-            found = powers_of_ten(*common_range(candidates)) or found
+            found = powers_of_ten(candidates) or found
     return found[-MAX_LIMITS:]
 
 
-def common_range(candidates: Sequence[Candidate]) -> tuple[float, float]:
-    """Returns the least and the largest cost that all models with known costs reach."""
+def powers_of_ten(candidates: Sequence[Candidate]) -> list[float]:
+    """Returns those between the least and the largest budget of all models, this largest budget, and the next power."""
     costs = [[one.cost for one in group] for group in by_model(candidates).values()]
-    return max(map(min, costs)), min(map(max, costs))
-
-
-def powers_of_ten(low: float, high: float) -> list[float]:
+    low, high = max(map(min, costs)), min(map(max, costs))
     exponents = np.arange(np.ceil(np.log10(low)), np.floor(np.log10(high)) + 1)
     return [*(10.0**exponents).tolist(), high, float(10.0**np.ceil(np.log10(high)))] if low < high else []
-
-
-def trained_budgets(candidates: Sequence[Candidate]) -> list[float]:
-    """Returns the largest cost of each group of models that were trained with about the same budget."""
-    groups = groups_of_near_costs([one for one in candidates if one.cost is not None])
-    return [group[-1].cost for group in groups if len({one.model for one in group}) > 1]
 
 
 def groups_of_near_costs(candidates: Sequence[Candidate]) -> list[list[Candidate]]:

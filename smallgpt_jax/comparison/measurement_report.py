@@ -96,13 +96,9 @@ def inside_blocks(runs: Sequence[Run], reference: str = "") -> list:
             ("run", *STREAM_LABELS, "entropy", "position 0", "repeats", "other tokens", "in-context score",
              "least important block", "most important block"),
             tuple((name, *cells(group)) for name, group in groups.items()))),
-        *differences_blocks({label: {name: values_by_seed(group, measure) for name, group in observed.items()}
-                                  for measure, label in zip(summary.STREAM, STREAM_LABELS)}, reference)]
-
-
-def values_by_seed(group: Sequence[Run], measure: str) -> dict[int, float]:
-    values = {run.seed: run.inside["blocks"][-1][measure] for run in group}
-    return {seed: value for seed, value in values.items() if value is not None}
+        *differences_blocks({label: {name: {
+            run.seed: value for run in group if (value := run.inside["blocks"][-1][measure]) is not None}
+            for name, group in observed.items()} for measure, label in zip(summary.STREAM, STREAM_LABELS)}, reference)]
 
 
 def without_empty_columns(table: Table) -> Table:

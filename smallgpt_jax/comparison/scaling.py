@@ -85,12 +85,10 @@ def missing_for_fit(records: Sequence[Record], size: str = "parameters") -> str:
 
     Reads all fields of `records` except the losses and costs.
     """
-    sizes = {getattr(record, size) for record in records}
-    needs = {"run": MIN_RUNS - len({record.run for record in records}),
-             "size": MIN_SIZES - len(sizes),
-             "number of tokens": MIN_HORIZONS - len({record.tokens for record in records})}
-    missing = [f"{count} more {noun.replace('number', 'number' + 's' * (count > 1))}"
-               + "s" * (count > 1 and noun != "number of tokens") for noun, count in needs.items() if count > 0]
+    needs = {("run", "runs"): MIN_RUNS - len({record.run for record in records}),
+             ("size", "sizes"): MIN_SIZES - len({getattr(record, size) for record in records}),
+             ("number of tokens", "numbers of tokens"): MIN_HORIZONS - len({record.tokens for record in records})}
+    missing = [f"{count} more {nouns[count > 1]}" for nouns, count in needs.items() if count > 0]
     ratios = [record.tokens / getattr(record, size) for record in records]
     if not missing and max(ratios) < MIN_RATIO * min(ratios):
         missing = [f"runs whose tokens per parameter differ by a factor of {MIN_RATIO:g} or more"]

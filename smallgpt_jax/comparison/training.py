@@ -204,15 +204,15 @@ def write_predictions(comparison: Comparison, losses: Mapping[Path, float], comm
     path = comparison.output / PREDICTIONS_FILE
     comparison.output.mkdir(parents=True, exist_ok=True)  # missing if all other runs are in a record
     with file_lock(comparison.output / LOCK_FILE, wait=True):
+        planned = comparison.runs_at_best(losses)
+        held_out = [run for run in planned if run.is_held_out]
         if path.exists():
             return
         if comparison.recorded and comparison.recorded.predictions:
             write_atomically(path, json.dumps(comparison.recorded.predictions, indent=1) + "\n")
-            return
-        planned = comparison.runs_at_best(losses)
-        if started := started_held_out(comparison):
+        elif started := started_held_out(comparison):
             print(f"{started}: has started without {PREDICTIONS_FILE}; no predictions are made", flush=True)
-        elif held_out := [run for run in planned if run.is_held_out]:
+        elif held_out:
             records = scaling.records_of([comparison.result(run) for run in planned if not run.is_held_out])
             content = scaling.make_predictions(records, list(map(planned_record, held_out)))
             content |= {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": command,

@@ -22,7 +22,7 @@ from smallgpt_jax.comparison.blocks import (
     to_html,
     to_markdown,
 )
-from smallgpt_jax.comparison.names import RESULTS_FILE
+from smallgpt_jax.comparison.names import RESULTS_FILE, model_of
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.data.config import DataConfig
@@ -30,6 +30,7 @@ from smallgpt_jax.formatting import duration
 from smallgpt_jax.run import plotting
 from smallgpt_jax.storage.atomic import write_atomically
 
+MAX_NAMES = 8  # in the title
 # The report lists these config fields if they are equal in all runs.
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
           "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")
@@ -42,11 +43,18 @@ def write_report(output: Path, record: Record, logged: dict[str, list] | None = 
         if isinstance(block, Plot):
             write_atomically(output / f"{block.name}.png", plotting.png(block.figure))
     records.write(record, output / RESULTS_FILE)
-    write_atomically(output / "report.md", to_markdown(record.title, blocks))
-    write_atomically(output / "report.html", to_html(record.title, blocks))
+    write_atomically(output / "report.md", to_markdown(title_of(record), blocks))
+    write_atomically(output / "report.html", to_html(title_of(record), blocks))
     first_table = next(i for i, block in enumerate(blocks) if isinstance(block, Table))
     texts = [block.text for block in blocks[:first_table] if not isinstance(block, Plot)]
     return "\n\n".join([*texts, aligned_table(blocks[first_table])])
+
+
+def title_of(record: Record) -> str:
+    """Returns the record's title with the names of its models, if there are several."""
+    names = list(dict.fromkeys(model_of(run.name) for run in record.runs))
+    others = f" and {len(names) - MAX_NAMES} others" * (len(names) > MAX_NAMES)
+    return record.title + f": {', '.join(names[:MAX_NAMES])}{others}" * (len(names) > 1)
 
 
 def report_blocks(record: Record, logged: dict[str, list] | None) -> list:

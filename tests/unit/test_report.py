@@ -136,7 +136,8 @@ def test_the_table_is_sorted_and_marks_the_best_row(tmp_path):
     rows = text.splitlines()[-4:]
     assert [row.split()[0] for row in rows] == ["best", "middle", "worst", "unfinished"]
     assert ["← best" in row for row in rows] == [True, False, False, False]
-    assert "| **best** | **4.0000** |" in (tmp_path / "report.md").read_text()
+    markdown = (tmp_path / "report.md").read_text()
+    assert "| **best** | **4.0000** |" in markdown and markdown.startswith("# t: worst, unfinished, best, middle\n")
     page = (tmp_path / "report.html").read_text()
     assert "<tr class=best><td>best</td>" in page and page.count("class=best") == 1
     # Losses over different rows are not ranked.
@@ -256,7 +257,7 @@ def test_names_with_special_characters(tmp_path):
         for run_ in runs]
     write(tmp_path, runs, title="<b>")
     assert (tmp_path / "context-my_te_xt.png").exists()
-    assert "_b &lt;i&gt;|" in (tmp_path / "report.html").read_text()
+    assert "<h1>&lt;b&gt;: a$\\frac$, _b &lt;i&gt;|</h1>" in (tmp_path / "report.html").read_text()
     assert r"| _b <i>\| |" in (tmp_path / "report.md").read_text()
     legend, = figures.loss_against("tokens", runs).legends
     assert [text.get_text() for text in legend.get_texts()] == [r"a$\frac$", "_b <i>|"]

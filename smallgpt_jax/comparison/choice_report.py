@@ -46,7 +46,8 @@ def choice_blocks(record: Record) -> list:
             "the first two apart. python -m smallgpt_jax.choose answers for other budgets.")
     notes = [f"{capitalized(BUDGET_FORMATS[last.budget][0])}: {' '.join(last.notes)}"
              for *_, last in filter(None, by_budget) if last.notes]
-    curves, reference = equal_budgets.curves_of(candidates), model_of(record.reference)
+    reference = model_of(record.reference)
+    curves = {name: curve for name, group in by_model(candidates).items() if (curve := equal_budgets.curve_of(group))}
     plots = [Plot("equal-flops", figures.difference_from(curves, reference),
                   f"Loss minus that of {reference} at equal training FLOPs; below zero, a model is better. Means over "
                   "the seeds, with 80% intervals of the means. Between the budgets of runs, losses are interpolated."

@@ -89,15 +89,11 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
             ("field", "value"), tuple((field, MISSING if value is None else str(value))
                                       for field, value in shared.items()))]
     if fields := aggregation.different_fields(runs):
-        blocks += [Heading("Config differences"), differences_table(groups, fields)]
+        blocks += [Heading("Config differences"), Table(("field", *groups), tuple(
+            (field, *(MISSING if values[name] is None else str(values[name]) for name in groups))
+            for field, values in fields.items()))]
     return [*blocks, Heading("Runs and provenance"), runs_table(record.runs),
             *provenance(record.runs, record.command)]
-
-
-def differences_table(groups: dict[str, list[Run]], fields: dict[str, dict]) -> Table:
-    return Table(("field", *groups), tuple(
-        (field, *(MISSING if values[name] is None else str(values[name]) for name in groups))
-        for field, values in fields.items()))
 
 
 def runs_table(runs: Sequence[Run]) -> Table:

@@ -27,26 +27,21 @@ from ml_collections import config_flags
 from smallgpt_jax import cli
 from smallgpt_jax.comparison import (
     budget,
-    held_out,
     inference_cost,
     measure,
-    prediction,
-    recorded,
     records,
     results,
     scaling,
     training,
 )
-from smallgpt_jax.comparison.learning_rates import Grid
-from smallgpt_jax.comparison.names import RESULTS_FILE
+from smallgpt_jax.comparison.names import RESULTS_FILE, model_of
 from smallgpt_jax.comparison.records import Record
-from smallgpt_jax.comparison.results import NamedRun
-from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun
+from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun, take_over
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.run.names import LOCK_FILE, STORE_FILE
+from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, match
 from smallgpt_jax.storage.paths import as_path, local_path, resolve
@@ -84,9 +79,10 @@ def main() -> None:
     output = as_path("--output", _OUTPUT.value)
     if _CONFIG.value is None and _RESULTS.value is not None:
         read_record = functools.partial(merge_results, output)
+    elif _CONFIG.value is None:
+        read_record = functools.partial(record_of_workdirs, find_runs(output))
     else:
-        named_runs, grids = train_runs(output) if _WORKDIRS.value is None else (find_runs(output), {})
-        read_record = functools.partial(record_of, output, named_runs, grids)
+        read_record = functools.partial(record_of_comparison, *train_runs(output))
     read_record()  # raises UserError before the folder is created
     output.mkdir(parents=True, exist_ok=True)
     # Several processes may write the report. The lock makes them wait for each other, so the last report has all runs.
@@ -95,14 +91,25 @@ def main() -> None:
     print(f"\n{summary}\n\n{output / 'report.html'}")
 
 
-def record_of(output: Path, named_runs: list[NamedRun], grids: dict[str, Grid]) -> Record:
-    averaged = 1 if _CONFIG.value is None else _CONFIG.value.compare.averaged_evaluations
-    runs = [run.recorded or results.read_run(run.name, run.folder, flags.FLAGS.trust_custom_code, averaged,
-                                             run.horizon, run.trunk) for run in named_runs]
-    results.require_comparable(runs)
-    size = _CONFIG.value.compare.held_out if _CONFIG.value is not None else ""
-    predictions = prediction.read(output / prediction.PREDICTIONS_FILE) if size else None
-    return Record(**report_facts(named_runs), runs=tuple(runs), grids=grids, held_out=size, predictions=predictions)
+def record_of_comparison(comparison: Comparison, losses: dict[Path, float]) -> Record:
+    compare, names = _CONFIG.value.compare, budget.run_names(_CONFIG.value)
+    count = len(set(map(model_of, names)))
+    equal = "" if compare.budget == "own" else f" at equal {compare.budget}"
+    return Record(
+        f"{count} model{'s' * (count != 1)}{equal}", BUDGET_DESCRIPTIONS[compare.budget].format(**compare),
+        repeating_command(), compare.reference, results.require_comparable(comparison.known_results(losses)),
+        comparison.grids(losses), compare.held_out,
+        scaling.read(comparison.output / scaling.PREDICTIONS_FILE) if compare.held_out else None)
+
+
+def record_of_workdirs(workdirs: list[tuple[str, Path]]) -> Record:
+    """`workdirs` are names and workdirs of runs. The first one is the reference."""
+    first, *others = dict.fromkeys(name for name, _ in workdirs)
+    runs = tuple(results.read_run(name, folder, flags.FLAGS.trust_custom_code) for name, folder in workdirs)
+    return Record(
+        "Comparison" if others else first,
+        "Separately trained runs, each with its own config." if len(runs) > 1 else "A single run.",
+        repeating_command(), first, results.require_comparable(runs))
 
 
 def merge_results(output: Path) -> Record:
@@ -120,8 +127,8 @@ def recorded_paths() -> list[Path]:
     return paths
 
 
-def find_runs(output: Path) -> list[NamedRun]:
-    """Returns the runs in --workdirs. Refuses to overwrite the report of other runs."""
+def find_runs(output: Path) -> list[tuple[str, Path]]:
+    """Returns the names and workdirs of the runs in --workdirs. Refuses to overwrite the report of other runs."""
     patterns = [pattern for pattern in _WORKDIRS.value if pattern]
     folders = [folder for pattern in patterns for folder in find_folders(pattern)]
     if not folders:
@@ -131,7 +138,7 @@ def find_runs(output: Path) -> list[NamedRun]:
             resolve(folder).parent == resolve(own) for folder in folders):
         raise UserError(f"--output={output}: contains the report of other runs, which are in {own}; use another "
                         "--output")
-    return [NamedRun(name, folder) for name, folder in results.name_workdirs(folders)]
+    return results.name_workdirs(folders)
 
 
 def find_folders(pattern: str) -> list[Path]:
@@ -141,10 +148,10 @@ def find_folders(pattern: str) -> list[Path]:
     return sorted(found) or [path]
 
 
-def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
-    """Returns the runs that have started or are in --results, and {name: learning-rate grid}.
+def train_runs(output: Path) -> tuple[Comparison, dict[Path, float]]:
+    """Returns the comparison and {folder: loss} of the finished runs.
 
-    For a model with a grid, only the runs at the best learning rate are measured and returned.
+    For a model with a grid, only the runs at the best learning rate are measured.
     """
     configs, compare = [*map(Config.of, budget.resolve_runs(_CONFIG.value).values())], _CONFIG.value.compare
     if compare.train and compare.stack > 1:
@@ -160,21 +167,18 @@ def train_runs(output: Path) -> tuple[list[NamedRun], dict[str, Grid]]:
     for run in comparison.runs({}):
         training.check_existing(run, output, corpora[results.OWN_TEXT])
     if _RESULTS.value is not None:
-        comparison = recorded.take_over(comparison, recorded_paths(), corpora[results.OWN_TEXT])
-    losses = (train_comparison(comparison, corpora[results.OWN_TEXT], texts) if compare.train else
-              training.known_losses(comparison, corpora[results.OWN_TEXT]))
-    named_runs = [NamedRun(run.name, run.folder, run.horizon, run.trunk, recorded.find(comparison, run))
-                  for run in comparison.runs(losses) if not run.in_grid]
-    return [run for run in named_runs if run.recorded or (run.folder / STORE_FILE).exists()], comparison.grids(losses)
+        comparison = take_over(comparison, recorded_paths(), corpora[results.OWN_TEXT])
+    if compare.train:
+        return comparison, train_comparison(comparison, corpora[results.OWN_TEXT], texts)
+    return comparison, training.known_losses(comparison, corpora[results.OWN_TEXT])
 
 
 def train_comparison(comparison: Comparison, text: Corpus, texts: dict[str, str]) -> dict[Path, float]:
     """Trains the runs, measures them, and predicts the held-out ones. Returns {folder: loss} of the finished runs."""
     compare = _CONFIG.value.compare
-    held_out.require_enough_runs(comparison)
 
     def measure_run(run: PlannedRun) -> None:
-        if recorded.find(comparison, run):
+        if comparison.recorded_run(run):
             return
         with file_lock(run.folder / LOCK_FILE, wait=True):  # another process may be measuring the run
             measure.measure_texts(run.folder, texts, compare.contexts)
@@ -183,10 +187,7 @@ def train_comparison(comparison: Comparison, text: Corpus, texts: dict[str, str]
             if compare.diagnose:
                 measure.observe(run.folder)
 
-    def predict(losses: dict[Path, float]) -> None:
-        held_out.write_predictions(comparison, losses, repeating_command())
-
-    return training.train_comparison(comparison, text, measure_run, predict)
+    return training.train_comparison(comparison, text, measure_run, repeating_command())
 
 
 def print_ignored_overrides() -> None:
@@ -198,22 +199,6 @@ def print_ignored_overrides() -> None:
             if field in own:
                 print(f"--config.{path}={value}: does not apply to {name}, which sets the field to {own[field]!r}; use "
                       + shlex.quote(f"--config.runs.{name}.{path}"))
-
-
-def report_facts(named_runs: list[NamedRun]) -> dict[str, str]:
-    """Returns the fields of a Record besides its runs. Without --config, the reference is the first run."""
-    command = repeating_command()
-    if _CONFIG.value is None:
-        first, *others = dict.fromkeys(run.name for run in named_runs)
-        return {"title": "Comparison" if others else first, "command": command, "reference": first,
-                "budget": "Separately trained runs, each with its own config." if len(named_runs) > 1
-                          else "A single run."}
-    compare, names = _CONFIG.value.compare, budget.run_names(_CONFIG.value)
-    count = len(set(map(scaling.model_of, names)))
-    equal = "" if compare.budget == "own" else f" at equal {compare.budget}"
-    return {"title": f"{count} model{'s' * (count != 1)}{equal}",
-            "budget": BUDGET_DESCRIPTIONS[compare.budget].format(**compare), "command": command,
-            "reference": compare.reference}
 
 
 def repeating_command() -> str:

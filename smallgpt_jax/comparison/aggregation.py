@@ -1,22 +1,23 @@
-"""Aggregates of runs: means, ranges and quartiles over seeds, and the config fields that runs share."""
+"""Aggregates of runs: means and quartiles over seeds, the ranking, and the config fields that runs share."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from smallgpt_jax.comparison import statistics
+from smallgpt_jax.comparison.names import grouped
 from smallgpt_jax.comparison.results import Run
+from smallgpt_jax.comparison.statistics import Difference
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.run.config import TrainConfig
 
 
 def group_by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Returns {name: runs}; runs with the same name train the same model with different seeds."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(run.name, []).append(run)
-    return groups
+    return grouped(runs, lambda run: run.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,24 +29,17 @@ class Spread:
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    if not values or any(value is None for value in values):
+    if not values or None in values:
         return None
     return Spread(float(np.mean(values)), min(values), max(values), len(values))
 
 
-@dataclasses.dataclass(frozen=True)
-class Quartiles:
-    median: float
-    low: float
-    high: float
-    count: int
-
-
-def quartiles(values: Sequence[float | None]) -> Quartiles | None:
-    if not values or any(value is None for value in values):
+def quartiles(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Returns the keys of `results.QUARTILES`; None if there is no value, or one is missing."""
+    if not values or None in values:
         return None
     low, median, high = map(float, np.percentile(values, (25, 50, 75)))
-    return Quartiles(median, low, high, len(values))
+    return {"median": median, "low": low, "high": high, "count": len(values)}
 
 
 def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
@@ -79,6 +73,48 @@ def mean_losses(groups: Mapping[str, list[Run]]) -> dict[str, float]:
     return {name: means[name] for name in sorted(means, key=means.get)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """The finished models in ascending order of their mean loss, with paired differences over seeds.
+
+    The losses choose `neighbors` and `not_distinguishable`, so their p-values are corrected for all pairs of models.
+    """
+
+    means: dict[str, float]
+    reference: str | None  # None if the reference is not finished
+    against_reference: tuple[Difference, ...]  # each other model minus the reference
+    neighbors: tuple[Difference, ...]  # each model minus the one before it in the ranking
+    not_distinguishable: tuple[str, ...]  # from the first model; excludes it
+
+    def verdict(self, name: str) -> Difference | None:
+        return next((row for row in self.against_reference if row.name == name), None)
+
+
+def rank(groups: Mapping[str, list[Run]], reference: str | None) -> Ranking:
+    """Returns the ranking of the models whose runs are all finished; empty if their losses are not comparable."""
+    losses, means = last_losses(groups), mean_losses(groups)
+    if not means:
+        return Ranking({}, None, (), (), ())
+    order = list(means)
+    reference = reference if reference in means else None
+    to_reference = [(name, reference) for name in order if reference and name != reference]
+    pairs = [(second, first) for first, second in itertools.combinations(order, 2)]
+    by_pair = dict(zip(pairs, statistics.compare_pairs(losses, pairs)))
+    return Ranking(
+        means, reference, tuple(statistics.compare_pairs(losses, to_reference)),
+        tuple(by_pair[second, first] for first, second in itertools.pairwise(order)),
+        tuple(name for name in order[1:] if by_pair[name, order[0]].verdict != "higher"))
+
+
+def ranking_facts(ranking: Ranking) -> dict[str, Any]:
+    def facts(differences: tuple[Difference, ...]) -> list[dict]:
+        return [{**dataclasses.asdict(row), "verdict": row.verdict, "seeds_needed": row.seeds_needed}
+                for row in differences]
+
+    return {"means": ranking.means, "not_distinguishable": list(ranking.not_distinguishable),
+            "against_reference": facts(ranking.against_reference), "neighbors": facts(ranking.neighbors)}
+
+
 def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
     """Returns [(mean of `axis`, spread of the loss)] over seeds, with one pair per step.
 
@@ -110,12 +146,10 @@ def objectives_of(runs: Sequence[Run]) -> list[str]:
 
 
 def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:
-    found: dict[int, list[float | None]] = {}
-    for run in runs:
-        for row in run.texts:
-            if row["text"] == text:
-                found.setdefault(row["context_length"], []).append(row["bits_per_byte"])
-    return {length: bits for length, values in sorted(found.items()) if (bits := spread(values))}
+    measured = grouped((row for run in runs for row in run.texts if row["text"] == text),
+                       lambda row: row["context_length"])
+    return {length: bits for length, rows in sorted(measured.items())
+            if (bits := spread([row["bits_per_byte"] for row in rows]))}
 
 
 def answers(runs: Sequence[Run]) -> dict[str, Spread]:

@@ -44,6 +44,10 @@ class Plot:
     caption: str
 
 
+def with_range(value: float, low: float, high: float, form: str = ".4f") -> str:
+    return f"{value:{form}} ({low:{form}} to {high:{form}})"
+
+
 def aligned_table(table: Table) -> str:
     head, *rows = aligned_rows([table.head, *table.rows])
     return "\n".join([head, *(row + "  ← best" * (i == table.best) for i, row in enumerate(rows))])

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import time
@@ -12,22 +13,21 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
-from smallgpt_jax.comparison import scaling
+from smallgpt_jax.comparison import results
 from smallgpt_jax.comparison.config import CompareConfig
+from smallgpt_jax.comparison.names import size_of
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
 from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened
 from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.errors import UserError, suggestion
-from smallgpt_jax.models.flops import train_cost, update_flops
-from smallgpt_jax.run.config import GROUPS, Config, TrainConfig
+from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training.learning_rate import decay_start
-from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.program import build_program, shared_program
 
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
@@ -36,35 +36,30 @@ SPEED_SECONDS = 5.0  # duration of a speed measurement
 
 
 def make_comparison(config: ConfigDict, output: Path) -> Comparison:
-    runs, compare = resolve_runs(config), config.compare
+    runs, compare, seed = resolve_runs(config), config.compare, config.train.seed
     reference = resolve_run(config, compare.reference)
     if compare.budget == "parameters":
         runs = with_equal_parameters(runs, num_parameters(reference))
-    if compare.budget == "own":
-        return _comparison(config, runs, output)
     if compare.budget == "seconds":
-        step_costs = {name: 1 / speed for name, speed in known_speeds(runs, output, compare.train).items()}
-        target = compare.seconds
-    else:
-        step_costs = {name: cost_per_step(run, compare.budget) for name, run in runs.items()}
+        speeds = known_speeds(runs, output, compare.train)
+        for name, run in runs.items():
+            set_steps(name, run, compare.budget, 1 / speeds[name], compare.seconds)
+    elif compare.budget != "own":
         target = cost_per_step(reference, compare.budget) * reference.train.steps
-    for name, run in runs.items():
-        set_steps(name, run, compare.budget, step_costs[name], target)
-    return _comparison(config, runs, output)
-
-
-def _comparison(config: ConfigDict, runs: dict[str, ConfigDict], output: Path) -> Comparison:
-    compare = config.compare
-    models = {name: Config.of(run) for name, run in runs.items()}
+        for name, run in runs.items():
+            set_steps(name, run, compare.budget, cost_per_step(run, compare.budget), target)
     horizons = tuple(map(float, compare.horizons)) or (1.0,)
-    for name, model in models.items():
+    configs = {name: Config.of(run) for name, run in runs.items()}
+    for name, model in configs.items():
         if compare.horizons:
             require_horizons(name, model, horizons)
-        require_evaluations(name, shortened(model, horizons[0]).train, compare.averaged_evaluations)
-    seeds = range(config.train.seed, config.train.seed + compare.seeds)
-    return Comparison(output, models, seeds, compare.learning_rates, compare.max_added_learning_rates,
-                      compare.averaged_evaluations, horizons, compare.held_out, compare.train_held_out,
-                      compare.stack)
+        shortest = shortened(model, horizons[0]).train
+        if (count := -(-shortest.steps // shortest.eval_every)) < compare.averaged_evaluations:
+            raise UserError(f"config.compare.averaged_evaluations={compare.averaged_evaluations}: {name} has only "
+                            f"{count} evaluations; decrease config.train.eval_every")
+    return Comparison(output, configs, range(seed, seed + compare.seeds), compare.learning_rates,
+                      compare.max_added_learning_rates, compare.averaged_evaluations, horizons, compare.held_out,
+                      compare.train_held_out, compare.stack)
 
 
 def require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> None:
@@ -86,12 +81,6 @@ def require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> N
             raise UserError(f"config.compare.horizons: {horizon:g}: {name} has {steps} steps, as at the horizon before "
                             "it; remove the horizon, or increase config.train.steps")
         reached = steps
-
-
-def require_evaluations(name: str, train: TrainConfig, averaged: int) -> None:
-    if (count := -(-train.steps // train.eval_every)) < averaged:
-        raise UserError(f"config.compare.averaged_evaluations={averaged}: {name} has only {count} evaluations; "
-                        "decrease config.train.eval_every")
 
 
 def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
@@ -118,7 +107,7 @@ def validate_comparison(config: ConfigDict) -> None:
         raise UserError(f"config.compare.names: no run {unknown[0]!r}; choose from {', '.join(config.runs)}")
     if compare.reference not in config.runs:
         raise UserError(f"config.compare.reference={compare.reference!r}: must be one of {', '.join(config.runs)}")
-    sizes = list(dict.fromkeys(filter(None, map(scaling.size_of, config.runs))))
+    sizes = list(dict.fromkeys(filter(None, map(size_of, config.runs))))
     if compare.held_out and compare.held_out not in sizes:
         raise UserError(f"config.compare.held_out={compare.held_out!r}: must be the SIZE of runs named MODEL@SIZE"
                         + (f"; choose from {', '.join(sizes)}" if sizes else "; the comparison has none"))
@@ -176,16 +165,15 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
         raise UserError(f"run {name!r}: config.train.teacher={run.train.teacher!r}: comparisons do not support a "
                         "teacher, because they would not count its cost; set it to ''")
     try:
-        if (digest := config_digest(run)) not in _trainable:
-            build_program(run)
-            _trainable.add(digest)
+        require_trainable(Config.of(run))
     except UserError as error:
         raise UserError(f"run {name!r}: {error}") from None
     return run
 
 
-# Digests of the configs that build_program has accepted. Such configs are not built again: building one takes seconds.
-_trainable: set[str] = set()
+@functools.cache  # building a program takes seconds
+def require_trainable(config: Config) -> None:
+    build_program(config)
 
 
 def require_same_text(runs: dict[str, ConfigDict]) -> None:
@@ -223,16 +211,13 @@ def set_steps(name: str, run: ConfigDict, budget: str, step_cost: float, target:
 
 def cost_per_step(config: ConfigDict, budget: str) -> float:
     """Returns a step's FLOPs, with padding and the optimizer, if that is the budget; else tokens without padding."""
-    inputs = config.train.batch_size * config.model.context_length
-    if budget == "flops":
-        model = models.build(**config.model)
-        cost = train_cost(model)
-        if cost.flops is None:
-            raise UserError(f"config.compare.budget='flops': {config.model.architecture}: {cost.problem}; choose "
-                            "another budget")
-        params = models.abstract_params(model)
-        return inputs * cost.flops + update_flops(params, make_optimizer(params, Config.of(config).optimizer))
-    return tokens_per_step(config)
+    if budget != "flops":
+        return tokens_per_step(config)
+    counts = results.count(models.build(**config.model), config.optimizer.name)
+    if counts.cost.flops is None:
+        raise UserError(f"config.compare.budget='flops': {config.model.architecture}: {counts.cost.problem}; choose "
+                        "another budget")
+    return config.train.batch_size * config.model.context_length * counts.cost.flops + counts.optimizer_flops
 
 
 def tokens_per_step(config: ConfigDict | Config) -> float:

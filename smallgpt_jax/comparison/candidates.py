@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from smallgpt_jax.comparison import scaling
 from smallgpt_jax.comparison.costs import Budget
-from smallgpt_jax.comparison.names import RESULTS_FORMAT
+from smallgpt_jax.comparison.names import RESULTS_FORMAT, grouped, model_of
 from smallgpt_jax.storage.json_files import (
     BOOLEAN,
     LOSS,
@@ -60,7 +59,7 @@ class Candidate:
 
     @property
     def model(self) -> str:
-        return scaling.model_of(self.runs[0]["name"])
+        return model_of(self.runs[0]["name"])
 
     @property
     def loss(self) -> float:
@@ -72,13 +71,8 @@ def read_candidates(runs: Sequence[dict], budget: Budget) -> tuple[list[Candidat
 
     Shorter horizons are left out if the budget is not one of training, because they cost as much as the longest.
     """
-    groups: dict[tuple[str, float], list[dict]] = {}
     runs = [run for run in runs if budget.is_training or run.get("horizon", 1) == 1]
-    for run in runs:
-        last = run["curve"][-1] if run["curve"] else {"loss": None}
-        is_trained = run["is_finished"] and not run["diverged"] and last["loss"] is not None
-        if is_trained and np.isfinite(final_loss(run)) and last["tokens"]:
-            groups.setdefault((run["name"], run.get("horizon", 1)), []).append(run)
+    groups = grouped(filter(is_trained, runs), lambda run: (run["name"], run.get("horizon", 1)))
     found = []
     for (name, horizon), group in groups.items():
         costs = [cost for run in group if (cost := budget.cost(run))]
@@ -90,13 +84,16 @@ def read_candidates(runs: Sequence[dict], budget: Budget) -> tuple[list[Candidat
     return found, [f"{left_out} of {len(runs)} runs are unfinished or have diverged."] if left_out else []
 
 
+def is_trained(run: dict) -> bool:
+    if not run["curve"] or not run["is_finished"] or run["diverged"]:
+        return False
+    last = run["curve"][-1]
+    return last["loss"] is not None and np.isfinite(final_loss(run)) and last["tokens"] > 0
+
+
 def by_model(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
     """Returns the candidates with a known cost, by model."""
-    groups: dict[str, list[Candidate]] = {}
-    for one in candidates:
-        if one.cost is not None:
-            groups.setdefault(one.model, []).append(one)
-    return groups
+    return grouped((one for one in candidates if one.cost is not None), lambda one: one.model)
 
 
 def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -98,43 +98,27 @@ def answer(candidates: Sequence[Candidate], name: str, budget: Budget, limit: fl
            comparison: str) -> Answer:
     if budget.is_training:
         require_a_step(candidates, name, budget, limit)
-    found = Answer(name, budget.label, limit, None, "", front=tuple(map(row_of, pareto_front(candidates))),
-                   notes=tuple(notes))
+    front = tuple(map(row_of, pareto_front(candidates)))
     try:
         contest = compete(candidates, budget, limit)
-        chosen, reason = decide(contest)
     except CannotTellError as error:
-        found = dataclasses.replace(found, reason=str(error))
-        contest = compete_near(candidates, budget, error.nearest)
-        if contest is None:
-            return found
-        nearest, why = decide(contest)
-        choice = f"choose {nearest}: " if nearest else ""
-        chosen, reason = None, f"{error}. At {contest.limit:.3g}, the nearest budget with an answer, {choice}{why}"
-    found = dataclasses.replace(found, chosen=chosen, reason=reason, notes=found.notes + contest.notes)
-    return with_contest(found, contest, budget, comparison)
-
-
-def compete_near(candidates: Sequence[Candidate], budget: Budget, limit: float | None) -> Contest | None:
-    try:
-        return None if limit is None else compete(candidates, budget, limit)
-    except CannotTellError:
-        return None
-
-
-def with_contest(found: Answer, contest: Contest, budget: Budget, comparison: str) -> Answer:
-    """Returns the answer with what follows from the contest: the contenders, the nearest run, how to learn more."""
-    possible = contest.possible
-    first = cheapest(contest.winners)[0]
+        near = error.nearest and answer(candidates, name, budget, error.nearest, notes, comparison)
+        if not near or not near.contenders:
+            return Answer(name, budget.label, limit, None, str(error), front=front, notes=tuple(notes))
+        choice = f"choose {near.chosen}: " if near.chosen else ""
+        return dataclasses.replace(near, limit=limit, chosen=None, reason=(
+            f"{error}. At {near.limit:.3g}, the nearest budget with an answer, {choice}{near.reason}"))
+    chosen, reason = decide(contest)
+    first, *others = cheapest(contest.winners)[0], *contest.possible[1:]
     config = first.trained.runs[0]["config"]
-    needed = seeds_needed(first.model, possible[1].model) if len(possible) > 1 else None
-    return dataclasses.replace(
-        found, compared_at=contest.limit, contenders=tuple(row_of(one.model, one) for one in contest.contenders),
-        possible=tuple(one.model.name for one in (first, *possible[1:])),
-        probability=contest.probability, at_stake=contest.at_stake,
-        run=first.trained.name, config=config, differences=distinguishing_fields(config, contest.contenders),
+    needed = seeds_needed(first.model, others[0].model) if others else None
+    return Answer(
+        name, budget.label, limit, chosen, reason, compared_at=contest.limit,
+        contenders=tuple(row_of(one.model, one) for one in contest.contenders),
+        possible=tuple(one.model.name for one in (first, *others)), probability=contest.probability,
+        at_stake=contest.at_stake, front=front, notes=(*notes, *contest.notes), run=first.trained.name, config=config,
         command=training_command(first.trained, comparison, contest.limit if budget.is_training else None),
-        seeds_needed=needed,
+        differences=distinguishing_fields(config, contest.contenders), seeds_needed=needed,
         seeds_command=rerun(comparison, f"--config.compare.seeds={needed}") if needed and needed <= MAX_SEEDS else "")
 
 

@@ -1,17 +1,19 @@
 """The section of a report that says which model to choose for which budget."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from smallgpt_jax.comparison import choice, equal_budgets, records, scaling, scaling_figures
-from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
+from smallgpt_jax.comparison import choice, equal_budgets, figures
+from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table, with_range
 from smallgpt_jax.comparison.candidates import NEAR, Candidate, by_model, pareto_front, read_candidates
 from smallgpt_jax.comparison.choice import Answer
 from smallgpt_jax.comparison.contest import CERTAIN, STAKE
 from smallgpt_jax.comparison.costs import BUDGETS
 from smallgpt_jax.comparison.equal_budgets import Curve, Estimate, Segment
+from smallgpt_jax.comparison.names import model_of
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.formatting import millions
 
@@ -28,7 +30,7 @@ CANNOT_TELL = "cannot tell"
 
 def choice_blocks(record: Record) -> list:
     """Returns the answers of `choose` to the budgets of the comparison; [] for fewer than two finished models."""
-    content = records.content(record)
+    content = {"command": record.command, "runs": [dataclasses.asdict(run) for run in record.runs]}
     candidates, _ = read_candidates(content["runs"], BUDGETS["flops"])
     if len({candidate.model for candidate in candidates}) < 2:
         return []
@@ -44,8 +46,9 @@ def choice_blocks(record: Record) -> list:
             "the first two apart. python -m smallgpt_jax.choose answers for other budgets.")
     notes = [f"{capitalized(BUDGET_FORMATS[last.budget][0])}: {' '.join(last.notes)}"
              for *_, last in filter(None, by_budget) if last.notes]
-    curves, reference = equal_budgets.curves_of(candidates), scaling.model_of(record.reference)
-    plots = [Plot("equal-flops", scaling_figures.difference_from(curves, reference),
+    reference = model_of(record.reference)
+    curves = {name: curve for name, group in by_model(candidates).items() if (curve := equal_budgets.curve_of(group))}
+    plots = [Plot("equal-flops", figures.difference_from(curves, reference),
                   f"Loss minus that of {reference} at equal training FLOPs; below zero, a model is better. Means over "
                   "the seeds, with 80% intervals of the means. Between the budgets of runs, losses are interpolated."
                   )] if reference in curves and len(curves) > 1 else []
@@ -89,27 +92,19 @@ def limits(runs: Sequence[dict], name: str) -> list[float]:
     if not BUDGETS[name].is_training:
         found = [group[-1].cost for group in groups_of_near_costs(pareto_front(candidates))]
     else:
-        found = trained_budgets(candidates)
+        groups = groups_of_near_costs([one for one in candidates if one.cost is not None])
+        found = [group[-1].cost for group in groups if len({one.model for one in group}) > 1]
         if len(found) > MAX_LIMITS:
-            found = powers_of_ten(*common_range(candidates)) or found
+            found = powers_of_ten(candidates) or found
     return found[-MAX_LIMITS:]
 
 
-def common_range(candidates: Sequence[Candidate]) -> tuple[float, float]:
-    """Returns the least and the largest cost that all models with known costs reach."""
+def powers_of_ten(candidates: Sequence[Candidate]) -> list[float]:
+    """Returns those between the least and the largest budget of all models, this largest budget, and the next power."""
     costs = [[one.cost for one in group] for group in by_model(candidates).values()]
-    return max(map(min, costs)), min(map(max, costs))
-
-
-def powers_of_ten(low: float, high: float) -> list[float]:
+    low, high = max(map(min, costs)), min(map(max, costs))
     exponents = np.arange(np.ceil(np.log10(low)), np.floor(np.log10(high)) + 1)
     return [*(10.0**exponents).tolist(), high, float(10.0**np.ceil(np.log10(high)))] if low < high else []
-
-
-def trained_budgets(candidates: Sequence[Candidate]) -> list[float]:
-    """Returns the largest cost of each group of models that were trained with about the same budget."""
-    groups = groups_of_near_costs([one for one in candidates if one.cost is not None])
-    return [group[-1].cost for group in groups if len({one.model for one in group}) > 1]
 
 
 def groups_of_near_costs(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
@@ -167,7 +162,7 @@ def equal_flops_blocks(found: Sequence[Answer], curves: Mapping[str, Curve], ref
 
 
 def multiplier_cell(found: Estimate | None) -> str:
-    return MISSING if found is None else f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f})"
+    return MISSING if found is None else with_range(found.mean, found.low, found.high, ".2f")
 
 
 def order_text(segments: Sequence[Segment]) -> str:

@@ -170,17 +170,14 @@ def difference_draws(models: Sequence[Candidate], draws: int = DRAWS) -> np.ndar
     for index, sample in samples.items():
         mean = sample.mean() if len(sample) else models[index].loss - models[0].loss
         variance, degrees = prior.shrink(*known[index]) if index in known else max(unknown.values())
-        found[index] = mean + math.sqrt(variance / max(1, len(sample))) * student(rng, degrees, draws)
+        noise = rng.standard_normal(draws) if math.isinf(degrees) else rng.standard_t(degrees, draws)
+        found[index] = mean + math.sqrt(variance / max(1, len(sample))) * noise
     return found[originals]
 
 
 def known_variances(samples: dict[int, np.ndarray]) -> dict[int, tuple[float, int]]:
     """Returns {index: (variance, degrees of freedom)} of the samples with two values or more."""
     return {index: (float(sample.var(ddof=1)), len(sample) - 1) for index, sample in samples.items() if len(sample) > 1}
-
-
-def student(rng: np.random.Generator, degrees: float, draws: int) -> np.ndarray:
-    return rng.standard_normal(draws) if math.isinf(degrees) else rng.standard_t(degrees, draws)
 
 
 def best_shares(draws: np.ndarray) -> np.ndarray:

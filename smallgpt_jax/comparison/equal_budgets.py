@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from smallgpt_jax.comparison import statistics
-from smallgpt_jax.comparison.candidates import NEAR, Candidate, at_training_budget, by_model
+from smallgpt_jax.comparison.candidates import NEAR, Candidate, at_training_budget
 from smallgpt_jax.comparison.contest import INTERVAL
 
 POINTS = 48  # budgets of a curve
@@ -53,10 +53,6 @@ def curve_of(candidates: Sequence[Candidate]) -> Curve | None:
     return Curve(candidates[0].model, budgets, {
         seed: np.where(np.isnan(values), values, np.fmin.accumulate(values)) for seed, values in losses.items()},
         len({one.runs[0]["name"] for one in candidates}))
-
-
-def curves_of(candidates: Sequence[Candidate]) -> dict[str, Curve]:
-    return {name: curve for name, group in by_model(candidates).items() if (curve := curve_of(group))}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Measures what inference with a finished run costs: the time of prefill and of decoding steps, and the cache."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +70,7 @@ def quartiles(timings: Callable[[], list[float]]) -> dict[str, float] | None:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return None
-    return dataclasses.asdict(aggregation.quartiles(found))
+    return aggregation.quartiles(found)
 
 
 def describe(milliseconds: dict[str, float] | None) -> str:

@@ -1,25 +1,78 @@
 """Sections of a report on the loss: warnings, the ranking, differences over seeds, horizons, learning rates."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from smallgpt_jax.comparison import aggregation, figures, ranking
+from smallgpt_jax.comparison import aggregation, figures
+from smallgpt_jax.comparison.aggregation import Ranking
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table
 from smallgpt_jax.comparison.learning_rates import Grid, format_multiple
-from smallgpt_jax.comparison.measurement_report import SPEEDS, format_spread, speed_values
-from smallgpt_jax.comparison.ranking import Ranking
+from smallgpt_jax.comparison.measurement_report import SPEEDS, format_interval, format_spread, speed_values
 from smallgpt_jax.comparison.results import ROWS, Run
+from smallgpt_jax.comparison.statistics import MAX_SEEDS, Difference
 from smallgpt_jax.formatting import millions
 
+COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al., arXiv 2203.15556)
 UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns
 
 
 def ranking_blocks(runs: Sequence[Run], groups: dict[str, list[Run]], order: Ranking, grids: dict[str, Grid]) -> list:
     """`groups` are the runs of horizon 1."""
     full = [run for group in groups.values() for run in group]
-    conclusions = [ranking.conclusion(groups, order), ranking.evidence(groups)] if len(groups) > 1 else []
+    conclusions = [conclusion(groups, order), evidence(groups)] if len(groups) > 1 else []
     return [*map(Paragraph, [*warnings(runs), *grid_warnings(grids, full), *conclusions]), summary_table(groups, order),
             Paragraph(legend(full, order))]
+
+
+def conclusion(groups: Mapping[str, list[Run]], ranking: Ranking) -> str:
+    if len(aggregation.last_losses(groups)) < 2:
+        return "Fewer than two runs are finished: no ranking."
+    if not ranking.means:
+        return "The losses of the finished runs are means over different rows, or of different objectives: no ranking."
+    first, second, *others = ranking.means
+    text = (f"Lowest validation loss: {first}, {ranking.means[first]:.4f}; then {second}, "
+            f"{ranking.means[second]:.4f}. ")
+    difference = ranking.neighbors[0]
+    if difference.p_value is None:
+        count = "one common seed" if difference.seeds == 1 else "no common seed"
+        return text + f"With {count}, there is no interval: the order may be chance."
+    text += (f"{second} minus {first}: {format_difference(difference)} (95% interval over {difference.seeds} seeds), "
+             f"{difference.verdict}" + needed_text(difference) + ".")
+    if not others:
+        return text
+    if not ranking.not_distinguishable:
+        return text + f" {first} is lower than every other run."
+    higher = [name for name in (second, *others) if name not in ranking.not_distinguishable]
+    return (text + f" Not distinguishable from {first}: {', '.join(ranking.not_distinguishable)}."
+            + (f" Higher: {', '.join(higher)}." if higher else ""))
+
+
+def evidence(groups: Mapping[str, list[Run]]) -> str:
+    """Returns text about the tokens per run and per parameter: the order of short runs proves little."""
+    trained = [(run.last.tokens, run.active_parameters) for group in groups.values() for run in group if run.last]
+    if not trained:
+        return "No evidence: no run was evaluated."
+    tokens, per_parameter = min(tokens for tokens, _ in trained), min(tokens / size for tokens, size in trained)
+    text = f"vidence: at least {tokens:,} tokens per run and {per_parameter:.2g} tokens per parameter."
+    if is_short := per_parameter < COMPUTE_OPTIMAL:
+        text += (f" About {COMPUTE_OPTIMAL} per parameter are compute-optimal (Hoffmann et al., arXiv 2203.15556); "
+                 "after longer training, the order may be different.")
+    losses = aggregation.last_losses(groups)
+    is_single = len(losses) > 1 and len(aggregation.common_seeds(losses)) < 2
+    return ("Little e" if is_short or is_single else "E") + text
+
+
+def format_difference(difference: Difference) -> str:
+    return f"{difference.mean:+.4f} ± {difference.half_width:.4f}"
+
+
+def needed_text(difference: Difference) -> str:
+    """Returns a suffix about the seeds that would decide, or "" if the verdict is lower or higher."""
+    if difference.verdict != "not distinguishable":
+        return ""
+    if difference.seeds_needed is None:
+        return f"; more than {MAX_SEEDS:,} seeds would be needed to decide"
+    return f"; about {difference.seeds_needed:,} seeds would decide"
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
@@ -76,7 +129,7 @@ def summary_table(groups: dict[str, list[Run]], order: Ranking) -> Table:
         for row, name in zip(rows, names):
             verdict = order.verdict(name)
             row.append("reference" if name == order.reference else
-                       ranking.format_verdict(verdict) if verdict else MISSING)
+                       format_verdict(verdict) if verdict else MISSING)
     for row, name in zip(rows, names):
         row[0] += unfinished_note(groups[name])
         row += measures(groups[name])
@@ -97,7 +150,7 @@ def measures(group: list[Run]) -> tuple[str, ...]:
     return (
         f"{bits.mean:.4f}" if bits else MISSING, f"{len(group)}", millions(first.parameters) + active,
         MISSING if first.flops_per_token is None else millions(round(first.flops_per_token)),
-        *(format(found.median, form) if found else MISSING for found, form in zip(speeds, SPEEDS.values())))
+        *(format(found["median"], form) if found else MISSING for found, form in zip(speeds, SPEEDS.values())))
 
 
 def unfinished_note(group: list[Run]) -> str:
@@ -125,6 +178,24 @@ def legend(runs: Sequence[Run], order: Ranking) -> str:
             "included. M: millions.")
 
 
+def format_verdict(difference: Difference) -> str:
+    return difference.verdict + (f" (≈ {format_needed(difference)} seeds)"
+                                 if difference.verdict == "not distinguishable" else "")
+
+
+def format_needed(difference: Difference) -> str:
+    if difference.p_value is None:
+        return MISSING
+    return f"> {MAX_SEEDS:,}" if difference.seeds_needed is None else f"{difference.seeds_needed:,}"
+
+
+def differences_table(differences: tuple[Difference, ...]) -> Table:
+    return Table(("run", "against", "difference", "95% interval", "seeds", "p", "verdict", "seeds to decide"), tuple(
+        (row.name, row.other, MISSING if row.mean is None else f"{row.mean:+.4f}", format_interval(row), f"{row.seeds}",
+         MISSING if row.p_value is None else f"{row.p_value:.2g}", row.verdict, format_needed(row))
+        for row in differences))
+
+
 def differences_blocks(order: Ranking) -> list:
     if not order.neighbors:
         return []
@@ -135,12 +206,12 @@ def differences_blocks(order: Ranking) -> list:
         "interval.")]
     if order.against_reference:
         blocks += [Paragraph(f"Against {order.reference}, corrected for {len(order.against_reference)} comparisons:"),
-                   ranking.differences_table(order.against_reference)]
+                   differences_table(order.against_reference)]
     if len(order.means) > 2 or not order.against_reference:
         count = math.comb(len(order.means), 2)
         blocks += [Paragraph(f"Neighbors in the ranking, corrected for all {count} pairs, because the losses chose "
                              "the neighbors:"),
-                   ranking.differences_table(order.neighbors)]
+                   differences_table(order.neighbors)]
     return blocks
 
 

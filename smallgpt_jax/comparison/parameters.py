@@ -16,13 +16,21 @@ PARAMETER_TOLERANCE = 0.02
 MAX_PARAMETER_CHANGE = 0.1
 
 
+# Cached, because counting traces the model.
+_num_parameters, _num_active_parameters = map(functools.cache, (models.num_parameters, models.num_active_parameters))
+
+
 def num_parameters(config: ConfigDict | Config) -> int:
-    """Returns the number of parameters of a config's model. Cached, because counting traces the model."""
-    model = Config.of(config).model.replace(scan_layers=True)  # scanned layers trace faster
-    return _num_parameters(models.LanguageModel(model))
+    return _num_parameters(scanned_model(config))
 
 
-_num_parameters = functools.cache(models.num_parameters)
+def num_active_parameters(config: ConfigDict | Config) -> int:
+    return _num_active_parameters(scanned_model(config))
+
+
+def scanned_model(config: ConfigDict | Config) -> models.LanguageModel:
+    """Returns a model that traces faster and has as many parameters."""
+    return models.LanguageModel(Config.of(config).model.replace(scan_layers=True))
 
 
 def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str, ConfigDict]:
@@ -60,48 +68,32 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
 
     If config.model.head_dim is set, the number of parameters depends on the number of heads, which is therefore kept.
     """
-    heads, head_width = config.model.num_heads, config.model.d_model / config.model.num_heads
+    start, heads = config.model.d_model, config.model.num_heads
     # The number of parameters grows at most quadratically and at least linearly with the width.
-    widest = math.ceil(config.model.d_model * max(2, 2 * target / num_parameters(config)))
+    widest = math.ceil(start * max(2, 2 * target / num_parameters(config)))
     fields = config.model.to_dict()
-    num_heads_of: dict[int, int] = {}  # {width: preferred number of heads}
 
     def valid_widths(num_heads: int) -> list[int]:
-        widths = [width for width in range(num_heads, widest, num_heads)
-                  if (num_heads == heads or 1 / 2 < width / num_heads / head_width < 2)
-                  and is_valid_model({**fields, "d_model": width, "num_heads": num_heads})]
-        for width in widths:
-            num_heads_of.setdefault(width, num_heads)
-        return widths
+        return [width for width in range(num_heads, widest, num_heads)
+                if (num_heads == heads or 1 / 2 < width / num_heads / (start / heads) < 2)
+                and is_valid_model({**fields, "d_model": width, "num_heads": num_heads})]
 
-    # Counting parameters traces the model, which takes seconds for deep models. The number of heads does not change the
-    # count, so each width is counted only once. The count grows with the width, so one search over the widths covers
-    # all numbers of heads.
+    numbers = [heads] if config.model.get("head_dim") else sorted(range(1, 2 * heads + 1), key=lambda n: abs(n - heads))
+    widths_of = {num_heads: valid_widths(num_heads) for num_heads in numbers}
+    num_heads_of = {width: num_heads for num_heads in reversed(numbers) for width in widths_of[num_heads]}
+
+    # Counting parameters takes seconds for deep models. The number of heads does not change the count, so each width is
+    # counted only once. The count grows with the width, so one search over the widths covers all numbers of heads.
     @functools.cache
     def count(width: int) -> int:
         return num_parameters(resize(config, width, num_heads_of[width]))
 
-    def is_near(width: int) -> bool:
-        return abs(count(width) / target - 1) <= PARAMETER_TOLERANCE
-
-    start = config.model.d_model
-    if own := valid_widths(heads):
-        width = nearest_width(own, start, target, count)
-        if is_near(width):
-            return resize(config, width, heads)
-    others = {} if config.model.get("head_dim") else {
-        num_heads: valid_widths(num_heads) for num_heads in
-        sorted(set(range(1, 2 * heads + 1)) - {heads}, key=lambda n: abs(n - heads))}
     widths = sorted(num_heads_of)
-    width = nearest_width(widths, start, target, count)
-    if not is_near(width):
-        return resize(config, width, num_heads_of[width])
     least, most = (first_at_least(widths, start, (1 + sign * PARAMETER_TOLERANCE) * target, count) for sign in (-1, 1))
-    near = range(widths[least], widths[most] + is_near(widths[most]))
-    num_heads, candidates = next(
-        (num_heads, inside) for num_heads, candidates in others.items()
-        if (inside := [width for width in candidates if width in near]))
-    return resize(config, nearest_width(candidates, start, target, count), num_heads)
+    near = widths[least:most + (count(widths[most]) <= (1 + PARAMETER_TOLERANCE) * target)]
+    candidates = ([width for width in widths_of[num_heads] if width in near] for num_heads in numbers)
+    width = nearest_width(next(filter(None, candidates), widths), start, target, count)
+    return resize(config, width, num_heads_of[width])
 
 
 def first_at_least(widths: list[int], start: int, target: float, count: Callable[[int], int]) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from smallgpt_jax.comparison import aggregation, prediction, ranking, results, scaling
+from smallgpt_jax.comparison import aggregation, results, scaling
 from smallgpt_jax.comparison.learning_rates import Grid
-from smallgpt_jax.comparison.names import RESULTS_FORMAT
+from smallgpt_jax.comparison.names import RESULTS_FORMAT, grouped, model_of, size_of
 from smallgpt_jax.comparison.results import Point, Run
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import DESCRIPTION
@@ -57,7 +57,7 @@ GRID = {"seed": integer(0), "learning_rate": POSITIVE,
         "rates": [{"multiple": POSITIVE, "loss": (NULL, NUMBER), "diverged": BOOLEAN}]}
 RECORD = {"format": one_of(RESULTS_FORMAT), "title": TEXT, "budget": TEXT, "command": TEXT, "reference": TEXT,
           "learning_rates": Optional(Each(GRID)), "held_out": Optional(TEXT),
-          "predictions": Optional(prediction.PREDICTIONS), "runs": [RUN]}
+          "predictions": Optional(scaling.PREDICTIONS), "runs": [RUN]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def content(record: Record) -> dict[str, Any]:
         **({"learning_rates": {name: grid_facts(grid) for name, grid in record.grids.items()}} if record.grids else {}),
         **({"held_out": record.held_out} if record.held_out else {}),
         **({"predictions": record.predictions} if record.predictions else {}),
-        "ranking": ranking.ranking_facts(ranking.rank(groups, ranked.reference)),
+        "ranking": aggregation.ranking_facts(aggregation.rank(groups, ranked.reference)),
         "runs": [dataclasses.asdict(run) for run in record.runs]}
 
 
@@ -99,23 +99,20 @@ def at_one_size(record: Record) -> Record:
     if not is_scaling(record.runs):
         return record
     size = largest_common_size(record.runs)
-    return dataclasses.replace(record, reference=f"{scaling.model_of(record.reference)}@{size}", runs=tuple(
-        run for run in record.runs if scaling.size_of(run.name) == size))
+    return dataclasses.replace(record, reference=f"{model_of(record.reference)}@{size}", runs=tuple(
+        run for run in record.runs if size_of(run.name) == size))
 
 
 def is_scaling(runs: Sequence[Run]) -> bool:
     """Whether a model was trained at several sizes: its runs are named MODEL@SIZE."""
     names = {run.name for run in runs}
-    return len(set(map(scaling.model_of, names))) < len(names)
+    return len(set(map(model_of, names))) < len(names)
 
 
 def largest_common_size(runs: Sequence[Run]) -> str:
     """Returns the largest SIZE at which all models have finished runs; if there is none, the one with most models."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.is_finished:
-            groups.setdefault(scaling.size_of(run.name), []).append(run)
-    return max(groups, default=scaling.size_of(runs[0].name), key=lambda size: (
+    groups = grouped((run for run in runs if run.is_finished), lambda run: size_of(run.name))
+    return max(groups, default=size_of(runs[0].name), key=lambda size: (
         len({run.name for run in groups[size]}), np.mean([run.active_parameters for run in groups[size]])))
 
 

@@ -6,11 +6,8 @@ from pathlib import Path
 from smallgpt_jax.comparison import (
     aggregation,
     choice_report,
-    inference_report,
-    inside_report,
     loss_report,
     measurement_report,
-    ranking,
     records,
     scaling_report,
 )
@@ -25,7 +22,7 @@ from smallgpt_jax.comparison.blocks import (
     to_html,
     to_markdown,
 )
-from smallgpt_jax.comparison.names import RESULTS_FILE
+from smallgpt_jax.comparison.names import RESULTS_FILE, model_of
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.data.config import DataConfig
@@ -33,6 +30,7 @@ from smallgpt_jax.formatting import duration
 from smallgpt_jax.run import plotting
 from smallgpt_jax.storage.atomic import write_atomically
 
+MAX_NAMES = 8  # in the title
 # The report lists these config fields if they are equal in all runs.
 SHARED = ("data.source", "data.tokenizer", "data.packing", "model.context_length", "train.batch_size", "train.steps",
           "train.eval_steps", "optimizer.learning_rate", "optimizer.decay_steps")
@@ -45,11 +43,18 @@ def write_report(output: Path, record: Record, logged: dict[str, list] | None = 
         if isinstance(block, Plot):
             write_atomically(output / f"{block.name}.png", plotting.png(block.figure))
     records.write(record, output / RESULTS_FILE)
-    write_atomically(output / "report.md", to_markdown(record.title, blocks))
-    write_atomically(output / "report.html", to_html(record.title, blocks))
+    write_atomically(output / "report.md", to_markdown(title_of(record), blocks))
+    write_atomically(output / "report.html", to_html(title_of(record), blocks))
     first_table = next(i for i, block in enumerate(blocks) if isinstance(block, Table))
     texts = [block.text for block in blocks[:first_table] if not isinstance(block, Plot)]
     return "\n\n".join([*texts, aligned_table(blocks[first_table])])
+
+
+def title_of(record: Record) -> str:
+    """Returns the record's title with the names of its models, if there are several."""
+    names = list(dict.fromkeys(model_of(run.name) for run in record.runs))
+    others = f" and {len(names) - MAX_NAMES} others" * (len(names) > MAX_NAMES)
+    return record.title + f": {', '.join(names[:MAX_NAMES])}{others}" * (len(names) > 1)
 
 
 def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
@@ -57,7 +62,7 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     shown, grids = records.at_one_size(record), record.grids
     runs = shown.full_runs
     groups = aggregation.group_by_name(runs)
-    order = ranking.rank(groups, shown.reference)
+    order = aggregation.rank(groups, shown.reference)
     answers = [*choice_report.choice_blocks(record), *scaling_report.scaling_blocks(record)]
     losses = loss_report.ranking_blocks(shown.runs, groups, order, grids)
     if records.is_scaling(record.runs):
@@ -74,7 +79,8 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     blocks += loss_report.horizon_blocks(record.runs)
     if grids:
         blocks += loss_report.grid_blocks(grids, runs)
-    blocks += inference_report.inference_blocks(record) + inside_report.inside_blocks(runs, shown.reference)
+    blocks += measurement_report.inference_blocks(record.runs)
+    blocks += measurement_report.inside_blocks(runs, shown.reference)
     blocks += measurement_report.measurement_blocks(groups, runs, shown.reference)
     of_probe = tuple(f"data.{field}" for field in DataConfig.names(of_probe=True)) if any(
         run.last and run.last.answers for run in runs) else ()
@@ -83,15 +89,11 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
             ("field", "value"), tuple((field, MISSING if value is None else str(value))
                                       for field, value in shared.items()))]
     if fields := aggregation.different_fields(runs):
-        blocks += [Heading("Config differences"), differences_table(groups, fields)]
+        blocks += [Heading("Config differences"), Table(("field", *groups), tuple(
+            (field, *(MISSING if values[name] is None else str(values[name]) for name in groups))
+            for field, values in fields.items()))]
     return [*blocks, Heading("Runs and provenance"), runs_table(record.runs),
             *provenance(record.runs, record.command)]
-
-
-def differences_table(groups: dict[str, list[Run]], fields: dict[str, dict]) -> Table:
-    return Table(("field", *groups), tuple(
-        (field, *(MISSING if values[name] is None else str(values[name]) for name in groups))
-        for field, values in fields.items()))
 
 
 def runs_table(runs: Sequence[Run]) -> Table:

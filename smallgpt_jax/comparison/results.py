@@ -128,18 +128,16 @@ class Run:
         return None if not values or None in values else statistics.fmean(values)
 
     @property
+    def score(self) -> float:
+        """The loss by which a comparison chooses; infinite if the run has diverged."""
+        loss = self.final("loss")
+        return math.inf if self.diverged or loss is None else loss
+
+    @property
     def evaluation_rows(self) -> dict[str, Any]:
         """The config fields and the number of targets that, with the text, fix the rows of the last evaluation."""
         targets = self.last and self.last.targets
         return {**{f"config.{field}": self.config.get(field) for field in ROWS}, "targets": targets}
-
-
-class NamedRun(NamedTuple):
-    name: str
-    folder: Path
-    horizon: float = 1.0
-    trunk: Path | None = None
-    recorded: Run | None = None  # its results, if it was trained elsewhere
 
 
 def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged: int = 1, horizon: float = 1.0,
@@ -160,7 +158,7 @@ def read_run(name: str, folder: Path, trust_custom_code: bool = False, averaged:
     inputs_per_step = config.train.batch_size * config.model.context_length
     padding = sessions[-1]["padding"] if sessions else 0
     tokens_per_step = inputs_per_step * (1 - padding) if padding else inputs_per_step
-    counts = _count(model, config.optimizer.name)
+    counts = count(model, config.optimizer.name)
     lines = read_lines(folder / METRICS_FILE)
     evaluated = {line["step"]: line for line in lines if line["split"] == "eval"}  # the newest line per step
     # The speed and memory of a stack are not those of a run.
@@ -207,7 +205,7 @@ class Counts(NamedTuple):
 
 
 @functools.cache
-def _count(model: models.LanguageModel, optimizer_name: str) -> Counts:
+def count(model: models.LanguageModel, optimizer_name: str) -> Counts:
     """Cached, because it traces the model. FLOPs do not depend on the optimizer's settings."""
     params = models.abstract_params(model)
     optimizer = OPTIMIZERS[optimizer_name](params, OptimizerConfig(name=optimizer_name))
@@ -314,8 +312,8 @@ def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     return found
 
 
-def require_comparable(runs: Sequence[Run]) -> None:
-    """Raises UserError if a run is listed twice, or if training texts or texts of the same name differ."""
+def require_comparable(runs: Sequence[Run]) -> Sequence[Run]:
+    """Returns the runs. Raises UserError if one is listed twice, or if training texts or texts of one name differ."""
     seen: dict[tuple, Run] = {}
     for run in runs:
         other = seen.setdefault((run.name, run.seed, run.horizon), run)
@@ -326,16 +324,13 @@ def require_comparable(runs: Sequence[Run]) -> None:
             raise UserError(f"{runs[0].workdir} and {run.workdir}: cannot be compared, since their texts differ "
                             f"({changes}); report on them separately")
     for text in text_names(runs):
-        require_same_content([(row, run) for run in runs for row in run.texts if row["text"] == text])
-
-
-def require_same_content(measured: Sequence[tuple[dict, Run]]) -> None:
-    for row, run in measured[1:]:
-        first, other = measured[0]
-        if row["fingerprint"] != first["fingerprint"]:
-            raise UserError(f"{other.workdir} and {run.workdir}: the texts named {row['text']!r} differ ("
-                            f"{first['source']!r} and {row['source']!r}); measure both runs on the same text, or use "
-                            "different names in config.compare.texts")
+        (first, other), *measured = [(row, run) for run in runs for row in run.texts if row["text"] == text]
+        for row, run in measured:
+            if row["fingerprint"] != first["fingerprint"]:
+                raise UserError(f"{other.workdir} and {run.workdir}: the texts named {text!r} differ ("
+                                f"{first['source']!r} and {row['source']!r}); measure both runs on the same text, or "
+                                "use different names in config.compare.texts")
+    return runs
 
 
 def text_names(runs: Sequence[Run]) -> list[str]:

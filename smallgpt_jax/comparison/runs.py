@@ -1,23 +1,34 @@
 """The runs of a comparison: each model is trained with several seeds, at the best learning rate of its grid.
 
+Runs that are in a record, which was made elsewhere, are taken over instead of trained.
+
 Runs named MODEL@SIZE train one model at several sizes. They share a grid, which is trained at the first size.
 
 With horizons, the run of horizon 1 is the trunk of the shorter ones (training/trunk.py).
 """
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from smallgpt_jax.comparison import learning_rates, scaling
+from smallgpt_jax.comparison import learning_rates, records, results
 from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.comparison.names import model_of, size_of
 from smallgpt_jax.comparison.records import Record
+from smallgpt_jax.comparison.results import Run
+from smallgpt_jax.data.corpus import Corpus
+from smallgpt_jax.data.pipeline import num_validation_targets
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.names import STORE_FILE
+from smallgpt_jax.run.training_text import identity_of, text_changes
 from smallgpt_jax.training.learning_rate import decay_start
 
 RUNS_FOLDER = "runs"  # in a comparison's folder
+RATES = ("optimizer.learning_rate", "optimizer.final_learning_rate")
 
 
 class PlannedRun(NamedTuple):
@@ -43,7 +54,7 @@ class Comparison:
     held_out: str = ""  # SIZE of the runs that are trained last
     train_held_out: bool = True
     stack: int = 1  # maximum number of runs to train at the same time
-    recorded: Record | None = None  # runs that were trained elsewhere (recorded.py)
+    recorded: Record | None = None  # runs that were trained elsewhere
 
     @property
     def grid_seed(self) -> int:
@@ -55,7 +66,7 @@ class Comparison:
         """The first name of each model, if there are grids."""
         first: dict[str, str] = {}
         for name in self.models:
-            first.setdefault(scaling.model_of(name), name)
+            first.setdefault(model_of(name), name)
         return list(first.values()) if self.multiples else []
 
     def grids(self, losses: Mapping[Path, float]) -> dict[str, Grid]:
@@ -85,24 +96,24 @@ class Comparison:
 
     def runs_at_best(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
         """Returns the runs of all models, seeds and horizons whose learning rates are known."""
-        grids = {scaling.model_of(name): grid for name, grid in self.grids(losses).items()}
+        grids = {model_of(name): grid for name, grid in self.grids(losses).items()}
         best = {model: grid.best for model, grid in grids.items() if grid.is_finished and not grid.has_diverged}
-        rates = {name: best.get(scaling.model_of(name)) if grids else 1.0 for name in self.models}
+        rates = {name: best.get(model_of(name)) if grids else 1.0 for name in self.models}
         return [run for seed in self.seeds for name in self.models if rates[name]
                 for run in with_shorter_runs(self._run(name, seed, rates[name]), self.horizons)]
 
     def num_runs(self, losses: Mapping[Path, float]) -> int:
         """Returns the number of runs to train, assuming that no grid is extended further."""
         grids = self.grids(losses)
-        left_out = {scaling.model_of(name) for name, grid in grids.items() if grid.has_diverged}
-        trained = [name for name in self.models if scaling.model_of(name) not in left_out
+        left_out = {model_of(name) for name, grid in grids.items() if grid.has_diverged}
+        trained = [name for name in self.models if model_of(name) not in left_out
                    and (self.train_held_out or name not in self.held_out_names)]
         return (sum(len(grid.losses) for grid in grids.values())
                 + len(trained) * len(self.seeds) * len(self.horizons))
 
     @property
     def held_out_names(self) -> list[str]:
-        return [name for name in self.models if self.held_out and scaling.size_of(name) == self.held_out]
+        return [name for name in self.models if self.held_out and size_of(name) == self.held_out]
 
     def _run(self, name: str, seed: int, multiple: float, in_grid: bool = False) -> PlannedRun:
         config = self.models[name].replace(train={"seed": seed})
@@ -110,6 +121,38 @@ class Comparison:
             config = learning_rates.scale(config, multiple)
         return PlannedRun(name, config, run_folder(self.output, name, seed, multiple), multiple, in_grid,
                           is_held_out=name in self.held_out_names and not in_grid)
+
+    def recorded_run(self, planned: PlannedRun) -> Run | None:
+        """Returns the recorded run in place of `planned`; None if there is none, or if `planned` has a workdir."""
+        if self.recorded is None or (planned.folder / STORE_FILE).exists():
+            return None
+        identity = (planned.name, planned.config.train.seed, planned.horizon, planned.config.optimizer.learning_rate)
+        return next((run for run in self.recorded.runs
+                     if (run.name, run.seed, run.horizon, run.config[RATES[0]]) == identity), None)
+
+    def recorded_loss(self, planned: PlannedRun) -> float | None:
+        """Returns the loss of the recorded run in place of `planned`, inf if it diverged; None if there is none.
+
+        Records have no configs of the runs in grids. Those of the name's other runs vouch for them.
+        """
+        if not planned.in_grid:
+            found = self.recorded_run(planned)
+            return found and found.score
+        if self.recorded is None or (planned.folder / STORE_FILE).exists():
+            return None
+        grid, rate = self.recorded.grids.get(planned.name), self.models[planned.name].optimizer.learning_rate
+        is_same = grid is not None and (grid.seed, grid.learning_rate) == (planned.config.train.seed, rate)
+        is_known = is_same and any(run.name == planned.name for run in self.recorded.runs)
+        return grid.losses.get(planned.multiple) if is_known else None
+
+    def result(self, planned: PlannedRun) -> Run:
+        return self.recorded_run(planned) or results.read_run(
+            planned.name, planned.folder, averaged=self.averaged, horizon=planned.horizon, trunk=planned.trunk)
+
+    def known_results(self, losses: Mapping[Path, float]) -> tuple[Run, ...]:
+        """Returns the results of the runs that have started or are in a record, without those of grids."""
+        return tuple(self.result(run) for run in self.runs(losses) if not run.in_grid
+                     and ((run.folder / STORE_FILE).exists() or self.recorded_run(run)))
 
 
 def with_shorter_runs(run: PlannedRun, horizons: tuple[float, ...]) -> list[PlannedRun]:
@@ -134,3 +177,49 @@ def run_folder(output: Path, name: str, seed: int, multiple: float = 1.0) -> Pat
     """Returns the workdir of a run. Multiple 1 is not in its name: a grid that is added later can reuse the run."""
     suffix = "" if multiple == 1 else f"-lr{learning_rates.format_multiple(multiple)}x"
     return output / RUNS_FOLDER / f"{safe_name(name)}-seed{seed}{suffix}"
+
+
+# ------------------------------------------------------------------ records
+def take_over(comparison: Comparison, paths: Sequence[Path], text: Corpus) -> Comparison:
+    """Returns the comparison with the finished runs of the records that belong to it.
+
+    Raises UserError if one of them has another text, config or validation rows than the comparison.
+    """
+    found = records.merge([(path, records.read(path)) for path in paths], "")
+    for name in dict.fromkeys(run.name for run in found.runs if run.name not in comparison.models):
+        print(f"--results: {name} is not in this comparison; left out", flush=True)
+    runs = [run for run in found.runs if run.name in comparison.models and run.horizon in comparison.horizons
+            and (run.is_finished or run.diverged)]
+    for run in runs:
+        require_same(run, comparison, text)
+    return dataclasses.replace(comparison, recorded=dataclasses.replace(found, runs=tuple(
+        dataclasses.replace(run, averaged=comparison.averaged) for run in runs)))
+
+
+def require_same(run: Run, comparison: Comparison, text: Corpus) -> None:
+    where, advice = f"--results: {run.name}, seed {run.seed}", "leave out its record, or give the run another name"
+    if changes := text_changes(run.text, identity_of(text)):
+        raise UserError(f"{where}: was trained on another text than this comparison ({changes}); use the same text, or "
+                        "leave out its record")
+    config = shortened(comparison.models[run.name], run.horizon)
+    is_same_code = run.config.get("model.architecture") == config.model.architecture  # other code is not imported
+    own, planned = (fixed_fields if is_same_code else records.fixed_fields)(run.config), fixed_fields(config.flat())
+    if comparison.multiples:  # then the grid determines the learning rates
+        own, planned = ({field: value for field, value in fields.items() if field not in RATES}
+                        for fields in (own, planned))
+    if differences := records.different(own, planned):
+        raise UserError(f"{where}: has another config than this comparison ({differences}); {advice}")
+    targets = num_validation_targets(text, config.data, context_length=config.model.context_length,
+                                     batch_size=config.train.batch_size, eval_steps=config.train.eval_steps)
+    if run.last and run.last.targets != targets:
+        raise UserError(f"{where}: its loss is a mean over {run.last.targets:,} tokens, those of this comparison over "
+                        f"{targets:,}; set config.train.eval_steps={run.config['train.eval_steps']}")
+
+
+def fixed_fields(config: dict) -> dict:
+    """Returns the fields that determine the results of a run; fields that are newer than its record are defaults."""
+    groups: dict[str, dict] = {}
+    for path, value in config.items():
+        group, _, field = path.partition(".")
+        groups.setdefault(group, {})[field] = value
+    return records.fixed_fields(json.loads(json.dumps(Config.of(groups).flat())))

@@ -1,22 +1,39 @@
 """Scaling laws of several models: fits with a bootstrap over runs, predictions with intervals, and their check."""
 
 import dataclasses
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from smallgpt_jax.comparison import power_law
+from smallgpt_jax.comparison.candidates import final_loss, read_candidates
+from smallgpt_jax.comparison.costs import BUDGETS
+from smallgpt_jax.comparison.names import grouped, model_of
 from smallgpt_jax.comparison.power_law import Law
+from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.storage.json_files import LOSS, OBJECT, POSITIVE, TEXT, Each, integer, one_of, read_json
 
 DRAWS = 4000
 INTERVAL = 0.8
 MIN_RUNS, MIN_SIZES, MIN_HORIZONS = 6, 3, 3  # of a fit, which has five parameters
 MIN_RATIO = 1.5  # between the most and the fewest tokens per parameter; at an equal ratio, α and β are one exponent
 GRID = 32  # sizes at which a law is evaluated
-SIZES = ("parameters", "non_embedding_parameters", "active_parameters")
+PREDICTIONS_FILE = "predictions.json"  # in a comparison's folder
+FORMAT = 1
+EMBEDDINGS = ("token embedding", "position embedding")
+LAW = {"constants": Each(LOSS), "intervals": Each([LOSS])}
+PREDICTION = {"name": TEXT, "size": POSITIVE, "tokens": POSITIVE, "loss": LOSS, "low": LOSS, "high": LOSS}
+PREDICTIONS = {
+    "format": one_of(FORMAT), "time": TEXT, "command": TEXT, "held_out": TEXT, "interval": POSITIVE,
+    "draws": integer(1), "records_sha256": TEXT, "records": [OBJECT], "at_one_size": Each(LOSS),
+    "laws": Each(Each(LAW)), "predictions": Each([PREDICTION]), "not_predicted": Each(TEXT)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +51,20 @@ class Record:
     loss: float  # nats per token
 
 
+def records_of(runs: Sequence[Run]) -> list[Record]:
+    """Returns the last loss of each finished run whose FLOPs are known. Earlier ones follow no law: the rate decays."""
+    found = []
+    candidates, _ = read_candidates([dataclasses.asdict(run) for run in runs], BUDGETS["flops"])
+    for run in itertools.chain.from_iterable(candidate.runs for candidate in candidates):
+        last, embeddings = run["curve"][-1], sum(run["components"].get(name, 0) for name in EMBEDDINGS)
+        if last["flops"] is not None:
+            found.append(Record(
+                model_of(run["name"]), f"{run['run'] or run['workdir']} {run['name']} {run['seed']}", run["seed"],
+                run["parameters"], run["parameters"] - embeddings, run["active_parameters"], last["tokens"],
+                last["flops"], final_loss(run)))
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Fit:
     """A model's law, the same law fitted to bootstrap samples of its runs, and the records that were fitted."""
@@ -49,34 +80,15 @@ class Fit:
         return np.array([getattr(record, field) for record in self.records], float)
 
 
-def model_of(name: str) -> str:
-    """Returns MODEL of the name MODEL@SIZE; of another name, the name."""
-    return name.partition("@")[0]
-
-
-def size_of(name: str) -> str:
-    """Returns SIZE of the name MODEL@SIZE; of another name, ""."""
-    return name.partition("@")[2]
-
-
-def group_by_name(records: Sequence[Record]) -> dict[str, list[Record]]:
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record.name, []).append(record)
-    return groups
-
-
 def missing_for_fit(records: Sequence[Record], size: str = "parameters") -> str:
     """Returns the runs that one model lacks for a fit, such as "2 more runs, 1 more size", or "".
 
     Reads all fields of `records` except the losses and costs.
     """
-    sizes = {getattr(record, size) for record in records}
-    needs = {"run": MIN_RUNS - len({record.run for record in records}),
-             "size": MIN_SIZES - len(sizes),
-             "number of tokens": MIN_HORIZONS - len({record.tokens for record in records})}
-    missing = [f"{count} more {noun.replace('number', 'number' + 's' * (count > 1))}"
-               + "s" * (count > 1 and noun != "number of tokens") for noun, count in needs.items() if count > 0]
+    needs = {("run", "runs"): MIN_RUNS - len({record.run for record in records}),
+             ("size", "sizes"): MIN_SIZES - len({getattr(record, size) for record in records}),
+             ("number of tokens", "numbers of tokens"): MIN_HORIZONS - len({record.tokens for record in records})}
+    missing = [f"{count} more {nouns[count > 1]}" for nouns, count in needs.items() if count > 0]
     ratios = [record.tokens / getattr(record, size) for record in records]
     if not missing and max(ratios) < MIN_RATIO * min(ratios):
         missing = [f"runs whose tokens per parameter differ by a factor of {MIN_RATIO:g} or more"]
@@ -84,7 +96,7 @@ def missing_for_fit(records: Sequence[Record], size: str = "parameters") -> str:
 
 
 def fit(records: Sequence[Record], size: str = "parameters", draws: int = DRAWS, seed: int = 0) -> Fit:
-    """Returns the law of one model, with `draws` bootstrap samples of its runs; `size` is N, one of SIZES."""
+    """Returns the law of one model, with `draws` bootstrap samples of its runs; `size` is the field that is N."""
     name = records[0].name
     if missing := missing_for_fit(records, size):
         raise UserError(f"{name}: too few runs for a scaling law; train {missing}")
@@ -175,6 +187,7 @@ class Decisions:
 @dataclasses.dataclass(frozen=True)
 class HeldOutCheck:
     outcomes: tuple[Outcome, ...]
+    error: float  # mean absolute one
     coverage: float  # share of the outcomes inside their interval
     by_law: Decisions | None  # None with fewer than two models
     at_one_size: Decisions | None  # the baseline: the ranking of the most expensive runs that were fitted
@@ -189,17 +202,17 @@ def predict_runs(fitted: Fit, records: Sequence[Record]) -> list[Prediction]:
 def check_predictions(predictions: Sequence[Prediction], baseline: Mapping[str, float], held_out: Sequence[Record],
                       size: str = "parameters") -> HeldOutCheck:
     """`baseline` are the losses that rank the models at one size. Predictions without a held-out run do not count."""
-    losses: dict[tuple, list[float]] = {}
-    for record in held_out:
-        losses.setdefault((record.name, getattr(record, size), record.tokens), []).append(record.loss)
-    outcomes = [Outcome(prediction, float(np.mean(values)), len(values)) for prediction in predictions
-                if (values := losses.get((prediction.name, prediction.size, prediction.tokens)))]
+    trained = grouped(held_out, lambda record: (record.name, getattr(record, size), record.tokens))
+    outcomes = [Outcome(prediction, float(np.mean([record.loss for record in records])), len(records))
+                for prediction in predictions
+                if (records := trained.get((prediction.name, prediction.size, prediction.tokens)))]
     by_tokens = sorted(outcomes, key=lambda outcome: outcome.prediction.tokens)
     longest = {outcome.prediction.name: outcome for outcome in by_tokens}  # models are chosen for their final losses
     actual, predicted = ({name: value(outcome) for name, outcome in longest.items()}
                          for value in (lambda outcome: outcome.loss, lambda outcome: outcome.prediction.loss))
-    coverage = float(np.mean([outcome.is_covered for outcome in outcomes])) if outcomes else math.nan
-    return HeldOutCheck(tuple(outcomes), coverage, *(
+    error, coverage = (float(np.mean(values)) if values else math.nan for values in (
+        [abs(outcome.error) for outcome in outcomes], [outcome.is_covered for outcome in outcomes]))
+    return HeldOutCheck(tuple(outcomes), error, coverage, *(
         decisions(scores, actual) if len(actual) > 1 else None
         for scores in (predicted, {name: baseline[name] for name in actual})))
 
@@ -216,6 +229,41 @@ def decisions(scores: Mapping[str, float], actual: Mapping[str, float]) -> Decis
     pairs = list(itertools.combinations(ranking, 2))
     return Decisions(ranking, sum(actual[a] <= actual[b] for a, b in pairs) / len(pairs),
                      actual[ranking[0]] - min(actual.values()))
+
+
+# ------------------------------------------------------------------ predictions.json
+def read(path: Path) -> dict[str, Any] | None:
+    """Returns the content of predictions.json, or None if there is none."""
+    return read_json(path, PREDICTIONS, "restore it; predictions are made only once") if path.exists() else None
+
+
+def predictions_of(content: Mapping[str, Any] | None, size: str = "parameters") -> list[Prediction]:
+    rows = content["predictions"].get(size, ()) if content else ()
+    return [Prediction(**{name: row[name] for name in PREDICTION}) for row in rows]
+
+
+def make_predictions(records: Sequence[Record], held_out: Sequence[Record]) -> dict[str, Any]:
+    """Returns the laws of all models that have enough records, and their predictions of the held-out runs."""
+    groups, planned = (grouped(rows, lambda row: row.name) for rows in (records, held_out))
+    missing = {name: missing_for_fit(groups.get(name, [])) for name in planned}
+    fields = [field for field in ("parameters", "active_parameters")
+              if field == "parameters" or any(record.active_parameters != record.parameters for record in records)]
+    fits = {field: [fit(groups[name], field) for name in planned if not missing[name]] for field in fields}
+    rows = [dataclasses.asdict(record) for record in records]
+    return {
+        "format": FORMAT, "interval": INTERVAL, "draws": DRAWS,
+        "not_predicted": {name: f"needs {lack}" for name, lack in missing.items() if lack},
+        "laws": {field: {fitted.name: law_facts(fitted) for fitted in found} for field, found in fits.items()},
+        "predictions": {field: [dataclasses.asdict(row) for fitted in found
+                                for row in predict_runs(fitted, planned[fitted.name])]
+                        for field, found in fits.items()},
+        "at_one_size": {fitted.name: loss_of_largest(fitted.records) for fitted in fits["parameters"]},
+        "records_sha256": hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest(), "records": rows}
+
+
+def law_facts(fitted: Fit) -> dict[str, Any]:
+    return {"constants": {name: float(value) for name, value in fitted.law._asdict().items()},
+            "intervals": {name: list(map(float, pair)) for name, pair in intervals(fitted).items()}}
 
 
 # ------------------------------------------------------------------ compute

@@ -53,16 +53,10 @@ def compare_pairs(losses: Losses, pairs: Sequence[tuple[str, str]]) -> list[Diff
     samples = [paired_differences(losses[name], losses[other]) for name, other in pairs]
     tested = [number for number, sample in enumerate(samples) if len(sample) > 1]
     adjusted = dict(zip(tested, holm([p_value(samples[number]) for number in tested])))
-    return [difference(*pair, sample, adjusted.get(number), len(tested))
-            for number, (pair, sample) in enumerate(zip(pairs, samples))]
-
-
-def difference(name: str, other: str, sample: np.ndarray, adjusted: float | None, comparisons: int) -> Difference:
-    if adjusted is None:
-        mean = float(sample.mean()) if len(sample) else None
-        return Difference(name, other, len(sample), mean, None, None, None, comparisons)
-    return Difference(name, other, len(sample), float(sample.mean()), float(sample.std(ddof=1)), half_width(sample),
-                      adjusted, comparisons)
+    return [Difference(
+        *pair, len(sample), float(sample.mean()) if len(sample) else None,
+        *((float(sample.std(ddof=1)), half_width(sample)) if len(sample) > 1 else (None, None)),
+        adjusted.get(number), len(tested)) for number, (pair, sample) in enumerate(zip(pairs, samples))]
 
 
 def paired_differences(losses: Mapping[int, float], others: Mapping[int, float]) -> np.ndarray:

@@ -14,7 +14,6 @@ from smallgpt_jax.comparison import (
     loss_report,
     measure,
     measurement_report,
-    ranking,
     report,
     results,
 )
@@ -39,7 +38,7 @@ def write(folder, runs, title: str = "t", budget: str = "", command: str = "", r
 
 
 def conclusion(groups: dict, reference: str | None = None) -> str:
-    return ranking.conclusion(groups, ranking.rank(groups, reference))
+    return loss_report.conclusion(groups, aggregation.rank(groups, reference))
 
 
 def test_seconds_are_interpolated_and_extrapolated():
@@ -84,7 +83,7 @@ def test_models_not_distinguishable_from_the_best(tmp_path):
     noise = np.array([0.01, -0.01, 0.0, 0.005, -0.005])
     groups = {"b": with_losses("b", 3.004 + noise[::-1]), "c": with_losses("c", 3.2 + noise / 2),
               "a": with_losses("a", 3.0 + noise)}
-    order = ranking.rank(groups, "b")
+    order = aggregation.rank(groups, "b")
     assert list(order.means) == ["a", "b", "c"] and order.not_distinguishable == ("b",)
     assert [(row.name, row.other, row.verdict) for row in order.neighbors] == [
         ("b", "a", "not distinguishable"), ("c", "b", "higher")]
@@ -137,7 +136,8 @@ def test_the_table_is_sorted_and_marks_the_best_row(tmp_path):
     rows = text.splitlines()[-4:]
     assert [row.split()[0] for row in rows] == ["best", "middle", "worst", "unfinished"]
     assert ["← best" in row for row in rows] == [True, False, False, False]
-    assert "| **best** | **4.0000** |" in (tmp_path / "report.md").read_text()
+    markdown = (tmp_path / "report.md").read_text()
+    assert "| **best** | **4.0000** |" in markdown and markdown.startswith("# t: worst, unfinished, best, middle\n")
     page = (tmp_path / "report.html").read_text()
     assert "<tr class=best><td>best</td>" in page and page.count("class=best") == 1
     # Losses over different rows are not ranked.
@@ -169,7 +169,8 @@ def test_says_how_little_short_runs_prove():
             return dataclasses.replace(run, active_parameters=1000, curve=tuple(
                 dataclasses.replace(point, tokens=tokens) for point in run.curve))
 
-        return ranking.evidence({name: [trained(make_run(seed, name=name)) for seed in range(seeds)] for name in "ab"})
+        return loss_report.evidence(
+            {name: [trained(make_run(seed, name=name)) for seed in range(seeds)] for name in "ab"})
 
     text = evidence(51_000, seeds=1)
     assert text.startswith("Little evidence: at least 51,000 tokens per run and 51 tokens per parameter.")
@@ -243,7 +244,7 @@ def test_answers_of_all_objectives_compare():
     config = {"train.objective": "prefix", "data.format": "completion"}
     runs = [dataclasses.replace(make_run(0, name=name), config={"train.steps": 2, **fields})
             for name, fields in (("a", {"data.format": "completion"}), ("b", config))]
-    assert ranking.rank(aggregation.group_by_name(runs), "a").means
+    assert aggregation.rank(aggregation.group_by_name(runs), "a").means
     assert not any("objectives" in text for text in loss_report.warnings(runs))
 
 
@@ -256,7 +257,7 @@ def test_names_with_special_characters(tmp_path):
         for run_ in runs]
     write(tmp_path, runs, title="<b>")
     assert (tmp_path / "context-my_te_xt.png").exists()
-    assert "_b &lt;i&gt;|" in (tmp_path / "report.html").read_text()
+    assert "<h1>&lt;b&gt;: a$\\frac$, _b &lt;i&gt;|</h1>" in (tmp_path / "report.html").read_text()
     assert r"| _b <i>\| |" in (tmp_path / "report.md").read_text()
     legend, = figures.loss_against("tokens", runs).legends
     assert [text.get_text() for text in legend.get_texts()] == [r"a$\frac$", "_b <i>|"]

@@ -54,8 +54,7 @@ def check_recurrence_kernels(program: Program) -> None:
     for mixer, heads, *widths in sorted(recurrences(program.model)):
         if not recurrence_kernel.fits(c.context_length, *widths):
             continue
-        rule = {"delta": gated_delta, "mamba": state_space}[mixer].in_plain_jax
-        errors = recurrence_errors(program.mesh, rule, heads, *widths, is_delta=mixer == "delta")
+        errors = recurrence_errors(program.mesh, mixer, heads, *widths)
         worst = int(np.argmax(errors))  # the index of NaN, if there is one
         if not errors[worst] < TOLERANCE:
             raise UserError(
@@ -76,8 +75,10 @@ def recurrences(model: LanguageModel) -> set[tuple[str, int, int, int]]:
     return found
 
 
-def recurrence_errors(mesh, rule, heads: int, key_width: int, value_width: int, is_delta: bool) -> np.ndarray:
+def recurrence_errors(mesh, mixer: str, heads: int, key_width: int, value_width: int) -> np.ndarray:
     """Returns the relative errors, as `relative_error`, of PARTS, on two texts per row, for two rows per device."""
+    is_delta = mixer == "delta"
+    rule = (gated_delta if is_delta else state_space).in_plain_jax
     rows, shared, time = 2 * sharding.num_batch_shards(mesh), heads if is_delta else 1, 1024
 
     def errors():
@@ -88,19 +89,8 @@ def recurrence_errors(mesh, rule, heads: int, key_width: int, value_width: int, 
         q, k, v, dy = (x.astype("bfloat16").astype("float32") for x in (q, k, v, dy))
         inputs = q, k, v, -jax.nn.softplus(decay - 3), *[jax.nn.sigmoid(beta)] * is_delta
         begins_1xT, state = jnp.arange(time)[None] % 700 == 0, jnp.zeros((rows, heads, key_width, value_width))
-
-        def output_and_gradients(rule):
-            def weighted_sum(*inputs):
-                y, _ = rule(inputs)
-                return jnp.sum(y * dy), y
-
-            gradients, y = jax.grad(weighted_sum, range(len(inputs)), has_aux=True)(*inputs)
-            return y, *gradients
-
-        found = output_and_gradients(lambda inputs: recurrence_kernel.in_kernel(inputs, begins_1xT, state))
-        with jax.default_matmul_precision("highest"):
-            expected = output_and_gradients(lambda inputs: rule(*inputs, begins_1xT, state))
-        return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(found, expected)])
+        return relative_errors(lambda *inputs: recurrence_kernel.in_kernel(inputs, begins_1xT, state)[0],
+                               lambda *inputs: rule(*inputs, begins_1xT, state)[0], inputs, dy)
 
     return run_on_all(errors, mesh)
 
@@ -121,21 +111,26 @@ def relative_error(mesh, layers: AttentionLayers, time: int, dtype: str, separat
         borders_B = (1 + jnp.arange(rows) % 2) * time // 3
         segment_ids = (jnp.arange(time)[None] >= borders_B[:, None]).astype("int32") if separate_documents else None
         mask = AttentionMask(layers.window, segment_ids, is_causal=is_causal)
-
-        def output_and_gradients(function, dtype):
-            def weighted_sum(*qkv):
-                y = function(*qkv)
-                return jnp.sum(y.astype("float32") * dy), y
-
-            gradients, y = jax.grad(weighted_sum, (0, 1, 2), has_aux=True)(*(x.astype(dtype) for x in (q, k, v)))
-            return [x.astype("float32") for x in (y, *gradients)]
-
-        found = output_and_gradients(lambda *qkv: attention(*qkv, mask, backend=layers.backend), dtype)
-        with jax.default_matmul_precision("highest"):
-            expected = output_and_gradients(lambda *qkv: plain_attention(*qkv, mask), "float32")
-        return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(found, expected)])
+        return relative_errors(lambda *qkv: attention(*qkv, mask, backend=layers.backend),
+                               lambda *qkv: plain_attention(*qkv, mask), (q, k, v), dy, dtype)
 
     return float(np.max(run_on_all(errors, mesh)))
+
+
+def relative_errors(kernel, oracle, inputs, dy, dtype: str = "float32"):
+    """Returns ‖x − r‖ / ‖r‖ of the output and of the gradient by each input; x: `kernel`, of `dtype`; r: `oracle`."""
+    def output_and_gradients(function, dtype):
+        def weighted_sum(*inputs):
+            y = function(*inputs)
+            return jnp.sum(y.astype("float32") * dy), y
+
+        gradients, y = jax.grad(weighted_sum, range(len(inputs)), has_aux=True)(*(x.astype(dtype) for x in inputs))
+        return [x.astype("float32") for x in (y, *gradients)]
+
+    found = output_and_gradients(kernel, dtype)
+    with jax.default_matmul_precision("highest"):
+        expected = output_and_gradients(oracle, "float32")
+    return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(found, expected)])
 
 
 def run_on_all(errors, mesh) -> np.ndarray:

@@ -86,7 +86,11 @@ def print_final_message(workdir: str) -> None:
     if not distributed.is_primary():
         return
     folder = as_path("--workdir", workdir)
-    if is_masked(folder):
+    try:
+        config = read_config(folder)
+    except UserError:  # damaged during the run
+        config = None
+    if config and config.train.objective == "masked":
         print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To export the encoder:\n"
               f'  {command_line("convert", "--to=hf", f"--workdir={folder}")} --output=...')
         return
@@ -100,21 +104,7 @@ def print_final_message(workdir: str) -> None:
         print("\n")
     print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To generate more:\n"
           f'  {command_line("generate", f"--workdir={folder}")} --prompt="..."'
-          + (" --trust_custom_code" if is_custom(folder) else ""))
-
-
-def is_masked(folder: Path) -> bool:
-    try:
-        return read_config(folder).train.objective == "masked"
-    except UserError:
-        return False
-
-
-def is_custom(folder: Path) -> bool:
-    try:
-        return bool(models.custom_classes(read_config(folder).model))
-    except UserError:
-        return False
+          + (" --trust_custom_code" if config and models.custom_classes(config.model) else ""))
 
 
 def loss_message(folder: Path) -> str:

@@ -19,7 +19,6 @@ from smallgpt_jax.models.parameters import name_axes, unboxed, with_axes
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import TrainConfig
 from smallgpt_jax.training.examples import Examples, answers, continuations, masked_tokens, next_tokens
-from smallgpt_jax.training.trainable import Adapters
 
 
 class Outputs(NamedTuple):
@@ -74,7 +73,7 @@ class Objective:
     # the same for prompts with answers; the loss mask of the batch has the answers
     tuning_examples: Callable[[Batch, jax.Array], Examples] = next_tokens
     terms: Mapping[str, Term] = dataclasses.field(default_factory=dict)
-    adapters: Adapters | None = None  # of LoRA, which are trained like the parameters of terms
+    adapters: Callable | None = None  # key → the pairs of LoRA, which are trained like the parameters of terms
     # trained parameters → the model's, and further ones that it does not read
     weights: Callable[[dict], dict] = dict
 
@@ -82,10 +81,6 @@ class Objective:
         return cross_entropy(
             outputs.x_BxTxW, outputs.head_VxW, examples.targets_BxT, weights_BxT, self.loss_chunks, z_loss,
             outputs.logit_softcap)
-
-    def term_values(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> dict[str, jax.Array]:
-        """Returns {name: value before multiplication by its weight}."""
-        return {name: term(outputs, variables.get(name), examples, weights_BxT) for name, term in self.terms.items()}
 
     @property
     def sown(self) -> tuple[str, ...]:
@@ -108,7 +103,7 @@ class Objective:
         heads = {name: term.init(jax.random.fold_in(key, zlib.crc32(name.encode())))
                  for name, term in self.terms.items()}
         if self.adapters:
-            heads[lora.NAME] = self.adapters.init(jax.random.fold_in(key, zlib.crc32(lora.NAME.encode())))
+            heads[lora.NAME] = self.adapters(jax.random.fold_in(key, zlib.crc32(lora.NAME.encode())))
         return {name: params for name, params in heads.items() if params}
 
     def abstract_heads(self) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
@@ -62,9 +61,6 @@ class Program:
     def initial_state(self) -> TrainState:
         return self.steps.initialization(np.uint32(self.config.train.seed))
 
-    def initial_opt_state(self, trained) -> optax.OptState:
-        return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(trained)
-
     def restore_or_initialize(self, checkpoints) -> TrainState:
         """The checkpoint of an imported model has neither heads, optimizer state nor average; they are initialized."""
         state = checkpoints.restore_latest(self.abstract_state) or self.initial_state()
@@ -73,7 +69,8 @@ class Program:
                 return scale_initial(self.objective.init_heads(self.config.train.seed), self.multipliers)
 
             state = state._replace(heads=jax.jit(initialize, out_shardings=self.shardings.heads)())
-            state = state._replace(opt_state=self.initial_opt_state(state.trained))
+            opt_state = jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(state.trained)
+            state = state._replace(opt_state=opt_state)
             if self.config.train.ema:
                 state = state._replace(ema=jax.tree.map(jnp.copy, state.params))
         return state
@@ -146,15 +143,7 @@ def shared_program(config: ConfigDict | Config, devices=None) -> Program:
     """Like `build_program`, but reuses the steps of one of the last programs, if their configs' compiled parts are
     equal.
     """
-    return build_program(config, devices, recent_steps)
-
-
-def recent_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
-    if config.train.teacher:  # its newest checkpoint may change
-        return build_steps(config, mesh)
-    parts = (OBJECTIVES.get(config.train.objective), FUTURE_HEADS.get(config.train.future_head),
-             OPTIMIZERS.get(config.optimizer.name))
-    return RECENT_STEPS.find(config.compiled_part(), mesh, (*parts, *models.named_parts(config.model)))
+    return build_program(config, devices, RECENT_STEPS.find)
 
 
 @dataclasses.dataclass
@@ -164,9 +153,13 @@ class RecentSteps:
     limit: int
     steps: dict[tuple, CompiledSteps] = dataclasses.field(default_factory=dict)  # the last is the newest
 
-    def find(self, config: Config, mesh: jax.sharding.Mesh, parts: tuple) -> CompiledSteps:
-        """`parts` only distinguishes functions and classes that use the same name, one after the other."""
-        key = config, mesh, parts
+    def find(self, config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
+        if config.train.teacher:  # its newest checkpoint may change
+            return build_steps(config, mesh)
+        # Functions and classes may use the same name, one after the other.
+        parts = (OBJECTIVES.get(config.train.objective), FUTURE_HEADS.get(config.train.future_head),
+                 OPTIMIZERS.get(config.optimizer.name), *models.named_parts(config.model))
+        key = config.compiled_part(), mesh, parts
         self.steps[key] = self.steps.pop(key, None) or build_steps(config, mesh)
         while len(self.steps) > self.limit:
             self.steps.pop(next(iter(self.steps)))
@@ -228,21 +221,13 @@ def memory_errors_explained(config: TrainConfig, stack: int) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
+        # A smaller batch would not reduce the use of a TPU's vmem and smem.
+        if "RESOURCE_EXHAUSTED" not in str(error) or any(f"memory space {x}mem" in str(error) for x in "vs"):
             raise
-        raise UserError(out_of_memory_message(config, stack, error)) from None
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Excludes TPU vmem and smem, because a smaller batch does not reduce their use."""
-    text = str(error)
-    return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text
-
-
-def out_of_memory_message(config: TrainConfig, stack: int, error: Exception) -> str:
-    reason = textwrap.shorten(str(error), 160, placeholder=" …")
-    if stack > 1:
-        return f"config.compare.stack={stack}: needs more memory than a device has ({reason});\ndecrease it"
-    return (f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
+        reason = textwrap.shorten(str(error), 160, placeholder=" …")
+        raise UserError(
+            f"config.compare.stack={stack}: needs more memory than a device has ({reason});\ndecrease it"
+            if stack > 1 else
+            f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
             f"config.train.microbatches={config.microbatches} ({reason});\nincrease config.train.microbatches, set "
-            "config.model.remat='full' or, on several devices, increase config.mesh.fsdp")
+            "config.model.remat='full' or, on several devices, increase config.mesh.fsdp") from None

@@ -97,8 +97,7 @@ class Session:
     def log_validation_loss(self, eval_step, logger: Logger, step: int, state: TrainState) -> bool:
         """On a stop request, returns False without logging."""
         with self.clock.during("evaluate"):
-            found = self.evaluate(functools.partial(
-                eval_step, self.program.steps.evaluated(state), state.model_state))
+            found = self.evaluate(functools.partial(eval_step, self.program.steps.evaluated(state), state.model_state))
         if found is None:
             return False
         logger.log_evaluation(step, *found)

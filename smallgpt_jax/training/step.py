@@ -134,8 +134,9 @@ def microbatch_loss(trained, model_state, index, examples: Examples, *, model: L
     for sown in jax.tree.leaves(collections.get("losses")):
         loss += jnp.sum(sown) / microbatches
     metrics = sown_metrics(collections)
-    for name, value in objective.term_values(outputs, {**trained, **(constants or {})}, examples, weights_BxT).items():
-        loss += objective.terms[name].weight * value
+    for name, term in objective.terms.items():
+        value = term(outputs, {**trained, **(constants or {})}.get(name), examples, weights_BxT)
+        loss += term.weight * value
         metrics[name] = microbatches * value  # metrics are averaged over the microbatches
     return loss, (collections.get("state", model_state), metrics, collections.get("loads", {}))
 

@@ -49,8 +49,7 @@ class Teacher(Term):
         Squares are averaged over the width, weighted by `weights_BxT`, summed over positions, averaged over blocks.
         """
         context = examples.context().replace(loss_mask_BxT=None)
-        _, collections = self.model.apply(
-            variables, examples.inputs_BxT, context, method="hidden", mutable=[FEATURES])
+        _, collections = self.model.apply(variables, examples.inputs_BxT, context, method="hidden", mutable=[FEATURES])
 
         def distances(x, y):
             """(…, B, T, D) → (L,), per block. Stacked blocks have leading axes."""
@@ -93,8 +92,7 @@ def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sh
             variables, tokens, method="hidden", mutable=[FEATURES]), variables, tokens)[1]:
         raise UserError(f"config.train.teacher={train.teacher!r}: the blocks of {own.architecture} have no features; "
                         "use smallgpt_jax.models.block.Block in its blocks")
-    return Teacher(weight=train.feature_weight, abstract_constants=variables, model=model, folder=folder,
-                   step=step)
+    return Teacher(weight=train.feature_weight, abstract_constants=variables, model=model, folder=folder, step=step)
 
 
 def read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfig:

@@ -11,15 +11,11 @@ GiB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peak FLOP/s (bfloat16, dense), bytes of memory and, for TPUs, clock rate in Hz, cores per JAX device, and bytes/s
-    of the memory (those of GPUs are in estimation/gpus.py).
-    """
-
-    flops: float
-    hbm: float
-    hertz: float | None = None
-    cores: int = 1
-    bandwidth: float | None = None
+    flops: float  # peak FLOP/s (bfloat16, dense)
+    hbm: float  # bytes of memory
+    hertz: float | None = None  # clock rate of TPUs, in Hz
+    cores: int = 1  # per JAX device
+    bandwidth: float | None = None  # bytes/s of the memory of TPUs; those of GPUs are in estimation/gpus.py
 
 
 # A TPU's or GeForce's key is JAX's device_kind; another GPU's key is a prefix of the device_kind.

@@ -24,8 +24,7 @@ class CausalConv(nn.Module):
         batch, time, width = x_BxTxD.shape
         fan_in = self.kernel_size * width
         axes = ("conv_time", "embed", "embed_compressed")
-        kernel = self.param("kernel", normal(fan_in**-0.5, *axes),
-                            (self.kernel_size, width, self.features))
+        kernel = self.param("kernel", normal(fan_in**-0.5, *axes), (self.kernel_size, width, self.features))
         kernel = sharding.gather_fsdp(kernel.astype(self.dtype), axes)
         bias = self.param("bias", zeros("embed_compressed"), (self.features,))
         padded = with_past(self, x_BxTxD.astype(self.dtype), self.kernel_size - 1, context)

@@ -167,11 +167,6 @@ class ModelConfig(ConfigGroup):
         return self.loops * self.depth
 
     @property
-    def has_value_embedding(self) -> bool:
-        """Of a block's config."""
-        return any(self.value_embeddings)
-
-    @property
     def ends_with_norm(self) -> bool:
         """Whether the trunk's output is normalized, so that the model needs no final norm."""
         return self.norm_position != "pre"
@@ -186,13 +181,12 @@ class ModelConfig(ConfigGroup):
 
     def validate(self) -> None:
         """Raises UserError for invalid values. Overriding methods call `super().validate()` first."""
-        self.validate_range("vocab_size", "context_length", "num_layers", "num_heads", "d_model", least=1)
-        if not 0 <= self.dropout < 1:
-            self.refuse("dropout", "must be at least 0 and below 1")
+        self.validate_range("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "loops",
+                            "delta_value_ratio", "mamba_state", "mamba_expand", least=1)
+        self.validate_fraction("dropout")
         for field, allowed in (
                 ("dtype", ("float32", "bfloat16", AUTO)), ("activation", ACTIVATIONS), ("position", POSITIONS),
-                ("norm_position", NORM_POSITIONS), ("attention_mask", ATTENTION_MASKS),
-                ("attention", BACKENDS)):
+                ("norm_position", NORM_POSITIONS), ("attention_mask", ATTENTION_MASKS), ("attention", BACKENDS)):
             self.validate_choice(field, allowed)
         self.validate_range("norm_epsilon", "rope_base", "mlp_ratio", above=True)
         if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):
@@ -202,7 +196,6 @@ class ModelConfig(ConfigGroup):
         if self.canon_taps < 0 or self.canon_taps == 1:
             self.refuse("canon_taps", "must be 0, or at least 2")
         self.validate_range("logit_softcap")
-        self.validate_range("loops", least=1)
         if not self.mixers:
             self.refuse("mixers", "must have at least one name")
         if not 0 <= self.rank_ratio < 1:
@@ -212,7 +205,6 @@ class ModelConfig(ConfigGroup):
                                ("delta_head_dim", "head_dim")):
             if getattr(self, field) < 0:
                 self.refuse(field, f"must be at least 0; 0 means config.model.{default}")
-        self.validate_range("delta_value_ratio", "mamba_state", "mamba_expand", least=1)
         self.validate_range("conv_taps", least=2)  # with one tap, nothing moves between positions
         if self.mlp == "moe":
             self.validate_experts()

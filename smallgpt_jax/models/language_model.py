@@ -24,9 +24,7 @@ def head_std(width: int) -> float:
 
 
 def embed(table_VxD, tokens_BxT, dtype: str):
-    """Returns (B, T, D). The table stays float32, because the gradient of a frequent token sums too many terms for
-    bfloat16.
-    """
+    """Returns (B, T, D). The table is float32: in bfloat16, the gradient of a frequent token would lose its terms."""
     return sharding.look_up(table_VxD, TABLE_AXES, tokens_BxT, dtype)
 
 
@@ -37,12 +35,10 @@ class LanguageModel(nn.Module):
 
     def setup(self):
         c = self.config
-        self.token_embedding = self.param(
-            "token_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model))
+        self.token_embedding = self.param("token_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model))
         if c.position == "learned":  # attention applies the other position encodings
             self.position_embedding = self.param(
-                "position_embedding", normal(INIT_STD, "position", "embed"),
-                (c.context_length, c.d_model))
+                "position_embedding", normal(INIT_STD, "position", "embed"), (c.context_length, c.d_model))
         if c.smear:
             self.smear = Smear()
         self.trunk = find_architecture(c.architecture)(c)
@@ -79,11 +75,8 @@ class LanguageModel(nn.Module):
     def head_weight(self):
         """Returns the weights of the output head, (V, W), in the compute dtype."""
         c = self.config
-        if c.tie_embeddings:
-            weight = self.token_embedding
-        else:
-            weight = self.param(
-                "head", normal(head_std(c.output_width), *TABLE_AXES), (c.vocab_size, c.output_width))
+        weight = self.token_embedding if c.tie_embeddings else self.param(
+            "head", normal(head_std(c.output_width), *TABLE_AXES), (c.vocab_size, c.output_width))
         return sharding.gather_fsdp(weight.astype(c.dtype), TABLE_AXES)
 
     def __call__(self, tokens_BxT, context: Context = EVALUATION):

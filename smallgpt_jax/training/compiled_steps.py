@@ -97,10 +97,8 @@ class CompiledSteps:
             return jitted.lower(*self._abstract_arguments, *([constants] if constants else []))
 
     def stacked_train_step(self, runs: int) -> jax.stages.Compiled:
-        """Returns (states, batches, hyperparameters) → (states, metrics), each a tuple with one item per run.
-
-        The arrays are stacked and separated within the program, because each run saves and evaluates its own state.
-        """
+        """Returns (states, batches, hyperparameters) → (states, metrics), each a tuple with one item per run."""
+        # The program stacks and separates the arrays, because each run saves and evaluates its own state.
         def update(*arguments):
             stacked = [jax.tree.map(lambda *x: jnp.stack(x), *trees) for trees in arguments]
             results = jax.vmap(self._update)(*stacked)
@@ -127,9 +125,7 @@ class CompiledSteps:
         return self.lower_eval_step().compile()
 
     def evaluated(self, state: TrainState) -> dict:
-        """Returns the parameters that validation reads: the model's, or their moving average, and LoRA's; but not those
-        of terms of the loss.
-        """
+        """The parameters that validation reads: the model's or their average, and LoRA's, but not those of terms."""
         return {**state.evaluated, **{name: head for name, head in state.heads.items() if name == lora.NAME}}
 
     def lower_eval_step(self) -> jax.stages.Lowered:
@@ -177,7 +173,6 @@ def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
 
 
 def transfer_multipliers(config: Config, trained):
-    """Returns the multipliers of muP and CompleteP, or None without a base model."""
     if not (config.optimizer.base_width or config.optimizer.base_depth):
         return None
     base = models.LanguageModel(base_config(config.model, config.optimizer))

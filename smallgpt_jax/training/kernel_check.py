@@ -25,10 +25,7 @@ PARTS = ("outputs", *(f"gradients of {inputs}" for inputs in ("queries", "keys",
 
 
 def check_attention_kernels(program: Program) -> None:
-    """Raises UserError if a kernel gives wrong results on these devices (collective).
-
-    A kernel may fail on an untested chip, driver or compiler, and wrong gradients would go unnoticed.
-    """
+    """Raises UserError if a kernel is wrong on these devices (collective); wrong gradients would go unnoticed."""
     if program.mesh.devices.flat[0].platform == "cpu":
         return
     c, separate_documents = program.model.config, program.config.data.separate_documents
@@ -97,10 +94,8 @@ def recurrence_errors(mesh, mixer: str, heads: int, key_width: int, value_width:
 
 def relative_error(mesh, layers: AttentionLayers, time: int, dtype: str, separate_documents: bool,
                    is_causal: bool = True) -> float:
-    """Returns the largest ‖x − r‖ / ‖r‖ of outputs and gradients x, sharded as in training; r: `plain_attention`.
-
-    Each device gets two rows and, if the layers have as many, two key–value heads.
-    """
+    """Returns the largest ‖x − r‖ / ‖r‖ of outputs and gradients x, sharded as in training; r: `plain_attention`."""
+    # Each device gets two rows and, if the layers have as many, two key–value heads.
     tensor, per_group = mesh.shape["tensor"], layers.heads // layers.kv_heads
     groups = min(layers.kv_heads, 2 * tensor) if layers.kv_heads % tensor == 0 else layers.kv_heads
     rows = 2 * sharding.num_batch_shards(mesh)
@@ -140,17 +135,14 @@ def run_on_all(errors, mesh) -> np.ndarray:
 
 
 def sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.Array]:
-    """Returns random float32 queries, keys, values and output gradients that `dtype` represents exactly.
-
-    The keys just inside and just outside the window have large scores, because one key among many would hardly show.
-    Scores of narrow heads vary more and are increased less.
-    """
+    """Returns random float32 queries, keys, values and output gradients that `dtype` represents exactly."""
     rows, groups, per_group, time, width = shape
     q, k, v, dy = (jax.random.normal(key, (rows, groups * heads, time, width)) for key, heads in zip(
         jax.random.split(jax.random.key(0), 4), (per_group, 1, 1, per_group)))
+    # The keys just inside and outside the window have large scores, because one key among many would hardly show.
     if window:
         edge_BxGxTxK = jnp.roll(k, window - 1, axis=2) + jnp.roll(k, window, axis=2)
-        score = min(1, width / 16) * math.log(window)  # of both keys; the other scores have a variance of 1
+        score = min(1, width / 16) * math.log(window)  # of both keys; less for narrow heads, whose scores vary more
         q += score / math.sqrt(width) * jnp.repeat(edge_BxGxTxK, per_group, axis=1)
     precision = jnp.finfo(dtype)
     return [jax.lax.reduce_precision(x, precision.nexp, precision.nmant) for x in (q, k, v, dy)]

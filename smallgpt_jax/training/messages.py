@@ -46,7 +46,6 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
 
 
 def fallback_messages(program: Program) -> list[str]:
-    """Lists weight axes that the mesh does not divide, and why attention layers use plain XLA."""
     undivided = sharding.replicated_dimensions(program.mesh, models.abstract_params(program.model))
     backend = program.config.model.attention
     requested = "" if backend == "auto" else f"warning: config.model.attention={backend!r} has no effect: "
@@ -55,12 +54,6 @@ def fallback_messages(program: Program) -> list[str]:
         for layers in memory.attention_layers(program.model, program.mesh, program.config.data.separate_documents)
         if layers.fallback_reason)
     return [*undivided, *fallbacks]
-
-
-def compilation_message(memory_stats, seconds: float) -> str:
-    return (f"compiled and ready in {seconds:.0f} s; memory per device: "
-            f"{memory.format_bytes(memory_stats.argument_size_in_bytes)} for state and batch, "
-            f"{memory.format_bytes(memory_stats.temp_size_in_bytes)} temporary")
 
 
 def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_step: int) -> dict:

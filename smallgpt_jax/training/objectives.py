@@ -15,7 +15,7 @@ import jax
 
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.models import LanguageModel, lora
-from smallgpt_jax.models.parameters import name_axes, unboxed, with_axes
+from smallgpt_jax.models.parameters import name_axes, with_axes
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import TrainConfig
 from smallgpt_jax.training.examples import Examples, answers, continuations, masked_tokens, next_tokens
@@ -41,10 +41,8 @@ def forward(model: LanguageModel, params, model_state, examples: Examples, dropo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Term:
-    """A term of the training loss, logged without its `weight`.
-
-    It may have constants, or parameters. These are sharded, optimized and checkpointed like the model's, but are not
-    part of the model: inference and exports do not read them.
+    """A term of the training loss, logged without its `weight`. Its parameters are sharded, optimized and checkpointed
+    like the model's, but inference and exports do not read them.
     """
 
     sown: ClassVar[tuple[str, ...]] = ()  # variable collections that the term reads
@@ -96,7 +94,7 @@ class Objective:
 
     def init_heads(self, seed: int) -> dict[str, Any]:
         """Returns {name of the term: its parameters}, without terms that have none."""
-        return unboxed(self._init_boxed(seed))
+        return nn.unbox(self._init_boxed(seed))
 
     def _init_boxed(self, seed: int) -> dict[str, Any]:
         key = jax.random.key(seed)

@@ -33,9 +33,7 @@ class StopRequest:
         self._signal_time = 0.0  # in seconds, by time.monotonic()
 
     def is_requested_anywhere(self) -> bool:
-        """Returns the same result in all processes (collective).
-
-        With several processes, each call starts a collective and returns the result of the previous call, so that no
+        """Returns the same result in all processes (collective): with several, that of the previous call, so that no
         process waits for another.
         """
         if distributed.is_single_process():

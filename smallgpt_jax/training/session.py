@@ -9,6 +9,7 @@ from smallgpt_jax.data.batches import read_ahead
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.memory import format_bytes
 from smallgpt_jax.run import trackers
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.clock import RunClock
@@ -50,20 +51,20 @@ class Session:
         compiling = program.start_compilation() if newest_step < steps else ()
         state = program.restore_or_initialize(checkpoints)
         first_step = int(state.step)
-        is_evaluated = self.is_evaluated(first_step)
+        evaluated = evaluated_steps(self.spool.workdir, program.config, self.pipeline.corpus)
+        is_evaluated = bool(distributed.broadcast_from_primary((first_step in evaluated,))[0])
         self.progress.message(messages.startup_message(program, self.pipeline, first_step))
         if first_step >= steps and is_evaluated:
             return
         train_step, eval_step = (step.result() for step in compiling or program.start_compilation())
         memory_stats = train_step.memory_analysis()
-        self.progress.message(messages.compilation_message(memory_stats, time.monotonic() - started))
+        state_size, temporary_size = map(
+            format_bytes, (memory_stats.argument_size_in_bytes, memory_stats.temp_size_in_bytes))
+        self.progress.message(f"compiled and ready in {time.monotonic() - started:.0f} s; memory per device: "
+                              f"{state_size} for state and batch, {temporary_size} temporary")
         append_session(self.spool.workdir, messages.session_facts(program, self.pipeline, memory_stats, first_step))
         training = self.wire(checkpoints, train_step, eval_step, first_step)
         self.finish(training, *train_from(training, state, first_step, is_evaluated))
-
-    def is_evaluated(self, step: int) -> bool:
-        evaluated = evaluated_steps(self.spool.workdir, self.program.config, self.pipeline.corpus)
-        return bool(distributed.broadcast_from_primary((step in evaluated,))[0])
 
     def wire(self, checkpoints: Checkpoints, train_step, eval_step, first_step: int) -> TrainingRun:
         program, pipeline, config = self.program, self.pipeline, self.program.config.train
@@ -116,9 +117,15 @@ class Session:
 
     def finish(self, training: TrainingRun, state: TrainState, step: int, stopped: bool) -> None:
         """Raises UserError if the last save fails, and StoppedError if `stopped`."""
+        checkpoints = training.checkpoints
         with self.clock.during("save"):
-            is_saved = save_last(training.checkpoints, step, state, training.logger.losses)
-            training.checkpoints.close()
+            checkpoints.wait_until_finished()
+            if step not in checkpoints.steps():
+                # An earlier attempt failed, or the run was stopped in an evaluation between two checkpoints.
+                checkpoints.save(step, state, training.logger.losses)
+                checkpoints.wait_until_finished()
+            is_saved = step in checkpoints.steps()
+            checkpoints.close()
         training.logger.close()
         self.progress.message(self.clock.goodput_message())
         if not is_saved:
@@ -141,13 +148,3 @@ def train_from(run: TrainingRun, state: TrainState, first_step: int,
         result = train_loop(run, state, first_step)
     run.profiler.close()
     return result
-
-
-def save_last(checkpoints: Checkpoints, step: int, state: TrainState, losses: list[float]) -> bool:
-    """Returns whether the last step has a checkpoint."""
-    checkpoints.wait_until_finished()
-    if step not in checkpoints.steps():
-        # An earlier attempt failed, or the run was stopped in an evaluation between two checkpoints.
-        checkpoints.save(step, state, losses)
-        checkpoints.wait_until_finished()
-    return step in checkpoints.steps()

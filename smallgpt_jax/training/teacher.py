@@ -44,9 +44,8 @@ class Teacher(Term):
         return {"params": params, "state": state}
 
     def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
-        """Returns the mean-square distance of the outputs of all blocks (PELA: Guo et al., arXiv 2310.10700).
-
-        Squares are averaged over the width, weighted by `weights_BxT`, summed over positions, averaged over blocks.
+        """Returns the mean-square distance of the outputs of all blocks (PELA: Guo et al., arXiv 2310.10700): squares
+        are averaged over the width, weighted by `weights_BxT`, summed over positions, averaged over blocks.
         """
         context = examples.context().replace(loss_mask_BxT=None)
         _, collections = self.model.apply(variables, examples.inputs_BxT, context, method="hidden", mutable=[FEATURES])
@@ -109,7 +108,6 @@ def read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfi
 
 
 def changed_fields(teacher: models.ModelConfig, student: models.ModelConfig) -> dict[str, tuple]:
-    """Returns {field: (teacher's value, student's value)}."""
     there, here = dataclasses.asdict(teacher), dataclasses.asdict(student)
     fixed = {*teacher.names(fixed_by="model"), *student.names(fixed_by="model")} - {"rank_ratio"}
     return {field: (there.get(field), here.get(field)) for field in here | there

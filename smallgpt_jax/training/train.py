@@ -1,8 +1,6 @@
 """Training: checks the config and the workdir, locks the workdir, runs a session in it."""
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,10 +31,9 @@ from smallgpt_jax.training.trunk import Trunk, open_trunk
 @best_effort("stdout")
 def train(config: ConfigDict, workdir: str, corpus: Corpus | None = None) -> None:
     """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any. `corpus` is that of the
-    config's group `data`; None opens it.
+    config's group `data`; None opens it. If config, workdir or an attention kernel is not right, nothing is written.
 
-    Raises UserError, DivergenceError, or StoppedError after a stop request. If the config or workdir is invalid, or an
-    attention kernel gives wrong results, nothing is written.
+    Raises UserError, DivergenceError, or StoppedError after a stop request.
     """
     clock = RunClock()
     training = open_training(config, as_path("--workdir", workdir))
@@ -75,17 +72,12 @@ class Training(NamedTuple):
         distributed.run_on_primary(lambda: trunk and trunk.check_text(pipeline.corpus))
         with open_workdir(folder, config, pipeline.corpus):
             distributed.run_on_primary(lambda: trunk and trunk.copy_to(folder))
-            with (failures_recorded(folder), memory_errors_explained(config.train, program.stack),
-                  open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool):
-                Session(program, pipeline, spool, stop, clock, progress).run()
-
-
-@contextlib.contextmanager
-def failures_recorded(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except DivergenceError as diverged:
-        append_session(folder, {"diverged": str(diverged)})
-        raise
-    finally:
-        save_curves(folder)
+            try:
+                with (memory_errors_explained(config.train, program.stack),
+                      open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool):
+                    Session(program, pipeline, spool, stop, clock, progress).run()
+            except DivergenceError as diverged:
+                append_session(folder, {"diverged": str(diverged)})
+                raise
+            finally:
+                save_curves(folder)

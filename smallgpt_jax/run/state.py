@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from smallgpt_jax.models import lora
+
 
 class TrainState(NamedTuple):
     step: jax.Array
@@ -17,9 +19,9 @@ class TrainState(NamedTuple):
     ema: Any = {}  # noqa: RUF012 — moving average of `params`; {} without config.train.ema
 
     @property
-    def evaluated(self):
-        """The parameters that validation, generation and exports use."""
-        return self.ema or self.params
+    def evaluated(self) -> dict:
+        """The parameters that validation reads: the model's or their average, and LoRA's, but not those of terms."""
+        return {**(self.ema or self.params), **{name: self.heads[name] for name in (lora.NAME,) if name in self.heads}}
 
     @property
     def trained(self) -> dict:

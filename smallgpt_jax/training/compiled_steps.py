@@ -17,7 +17,6 @@ from smallgpt_jax import models
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
-from smallgpt_jax.models import lora
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training import trainable
@@ -124,10 +123,6 @@ class CompiledSteps:
     def eval_step(self) -> jax.stages.Compiled:
         return self.lower_eval_step().compile()
 
-    def evaluated(self, state: TrainState) -> dict:
-        """The parameters that validation reads: the model's or their average, and LoRA's, but not those of terms."""
-        return {**state.evaluated, **{name: head for name, head in state.heads.items() if name == lora.NAME}}
-
     def lower_eval_step(self) -> jax.stages.Lowered:
         evaluation = functools.partial(
             eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches,
@@ -135,7 +130,7 @@ class CompiledSteps:
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
         state = self.abstract_state
         with sharding.use_mesh(self.mesh):
-            return jitted.lower(self.evaluated(state), state.model_state, self.abstract_batch(evaluates=True))
+            return jitted.lower(state.evaluated, state.model_state, self.abstract_batch(evaluates=True))
 
 
 def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:

@@ -89,7 +89,7 @@ class Program:
         return self.steps.train_step
 
     def compile_eval_step(self) -> jax.stages.Compiled:
-        """Returns (`CompiledSteps.evaluated`, model_state, batch) → sums; see `eval_step`."""
+        """Returns (`TrainState.evaluated`, model_state, batch) → sums; see `eval_step`."""
         return self.steps.eval_step
 
     def bind(self, train_step: jax.stages.Compiled):

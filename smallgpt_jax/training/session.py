@@ -14,11 +14,10 @@ from smallgpt_jax.run import trackers
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.completion import evaluated_steps
-from smallgpt_jax.run.logger import Logger, Units
+from smallgpt_jax.run.logger import Logger, RunProgress, Units
 from smallgpt_jax.run.metrics import MetricsWriter
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER
 from smallgpt_jax.run.profiler import Profiler
-from smallgpt_jax.run.progress import RunProgress
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.spool import Spool
 from smallgpt_jax.run.state import TrainState
@@ -68,7 +67,14 @@ class Session:
 
     def wire(self, checkpoints: Checkpoints, train_step, eval_step, first_step: int) -> TrainingRun:
         program, pipeline, config = self.program, self.pipeline, self.program.config.train
-        logger = self.open_logger(checkpoints, first_step)
+        start_tracker = config.tracker and functools.partial(
+            trackers.Tracker, config.tracker, self.spool.folder, program.config.to_dict(), log=self.progress.message)
+        units = Units(pipeline.tokens_per_step,
+                      math.nan if config.objective == "masked" else pipeline.corpus.bytes_per_token("validation"),
+                      messages.peak_tokens_per_second(program))
+        writer = MetricsWriter(self.spool.folder, first_step, self.progress.message, start_tracker)
+        logger = Logger(writer, self.progress, self.clock, units, config.log_every,
+                        checkpoints.unlogged_losses(first_step) if first_step else [])
         return TrainingRun(
             config=config,
             batches=map(pipeline.to_devices,
@@ -83,22 +89,10 @@ class Session:
             clock=self.clock,
             profiler=Profiler(self.spool, config.profile_from, config.profile_steps, self.progress.message))
 
-    def open_logger(self, checkpoints: Checkpoints, first_step: int) -> Logger:
-        config = self.program.config
-        start_tracker = config.train.tracker and functools.partial(
-            trackers.Tracker, config.train.tracker, self.spool.folder, config.to_dict(), log=self.progress.message)
-        is_masked = config.train.objective == "masked"
-        units = Units(self.pipeline.tokens_per_step,
-                      math.nan if is_masked else self.pipeline.corpus.bytes_per_token("validation"),
-                      messages.peak_tokens_per_second(self.program))
-        writer = MetricsWriter(self.spool.folder, first_step, self.progress.message, start_tracker)
-        return Logger(writer, self.progress, self.clock, units, config.train.log_every,
-                      checkpoints.unlogged_losses(first_step) if first_step else [])
-
     def log_validation_loss(self, eval_step, logger: Logger, step: int, state: TrainState) -> bool:
         """On a stop request, returns False without logging."""
         with self.clock.during("evaluate"):
-            found = self.evaluate(functools.partial(eval_step, self.program.steps.evaluated(state), state.model_state))
+            found = self.evaluate(functools.partial(eval_step, state.evaluated, state.model_state))
         if found is None:
             return False
         logger.log_evaluation(step, *found)

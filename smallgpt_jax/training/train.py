@@ -14,8 +14,8 @@ from smallgpt_jax.run import trackers
 from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.curves import save_curves
+from smallgpt_jax.run.logger import RunProgress
 from smallgpt_jax.run.names import METRICS_FILE, TRACKER_FILE
-from smallgpt_jax.run.progress import RunProgress
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.spool import open_spool
 from smallgpt_jax.run.workdir import check_workdir, config_in_workdir, open_workdir

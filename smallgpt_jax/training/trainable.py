@@ -49,7 +49,7 @@ def mask(p: Parameter, pattern: str) -> np.ndarray:
     return np.array(matches).reshape(*stacks, *(1,) * (len(p.shape) - len(stacks)))
 
 
-def name(p: Parameter, index: tuple[int, ...] = ()) -> str:
+def name(p: Parameter, index: tuple[int, ...]) -> str:
     """Returns the path of a parameter, and its indices in stacks: "trunk/paths/dense/kernel path=1"."""
     return " ".join(["/".join(p.path), *(f"{axis}={i}" for axis, i in zip(p.axes, index))])
 

@@ -23,9 +23,8 @@ class Chip:
 # TPUs: the figures are from cloud.google.com/tpu/docs/system-architecture-tpu-vm. The clock rate is computed from the
 # peak speed and the number of matrix units. For v5e, 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
 #
-# GPUs: the figures are from NVIDIA's data sheets and architecture white papers. Some sheets give only the speed with
-# sparsity, such as 1,513 TFLOP/s for H100 PCIe. The table below has the dense speed, which is half of that, with sums
-# in float32.
+# GPUs: the figures are from NVIDIA's data sheets and architecture white papers: dense, with sums in float32. Where a
+# sheet gives only the speed with sparsity, such as 1,513 TFLOP/s for H100 PCIe, they are half of that.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GiB, 1.05e9, cores=2, bandwidth=1.2e12),
     **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9, bandwidth=819e9)),

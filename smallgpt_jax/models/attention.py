@@ -14,6 +14,7 @@ from smallgpt_jax.models.context import Context, cache_variable
 from smallgpt_jax.models.layers import INIT_STD, Dense, deepnorm_gain, normal, project, residual_std, rms_norm, zeros
 from smallgpt_jax.ops import bfloat16
 from smallgpt_jax.ops.attention import attention
+from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.ops.key_value_cache import cached_attention, rolling_positions, update_cache, update_rolling_cache
 from smallgpt_jax.ops.matmul import merging_heads_is_faster, one_product_is_faster
 from smallgpt_jax.ops.xla_attention import QUERIES
@@ -104,7 +105,8 @@ class Attention(nn.Module):
             positions_BxT = context.positions(x_BxTxD.shape[1])
             q, k = (apply_rope(x, positions_BxT, c.rope_base) for x in (q, k))
         slopes_H = alibi_slopes(c.num_heads) if c.position == "alibi" else None
-        mask = context.attention_mask(c.window, c.attention_mask != "bidirectional")
+        mask = AttentionMask(
+            c.window, context.segment_ids_BxT, context.prefix_BxT, is_causal=c.attention_mask != "bidirectional")
         if context.decode:
             y_BxHxTxK = self.attend_with_cache(q, k, v, mask, slopes_H, context)
         else:
@@ -161,8 +163,7 @@ class Attention(nn.Module):
                     jnp.arange(first, end)[None]))
             y = jnp.concatenate(parts, axis=2)
         elif is_rolling and time > 1:
-            # Writing to the cache overwrites the oldest positions. Attention is computed first, because the first new
-            # tokens attend to these positions.
+            # Before writing to the cache, which overwrites the oldest positions: the first new tokens attend to them.
             key_positions = jnp.concatenate([rolling_positions(starts, slots), positions], axis=1)
             y = cached_attention(q, *(jnp.concatenate([cache.value, x], axis=1) for cache, x in (
                 (keys, k), (values, v))), positions, mask, slopes, key_positions)

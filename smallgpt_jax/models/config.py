@@ -81,8 +81,7 @@ class ModelConfig(ConfigGroup):
     logit_softcap: float = 0.0
     # ε of all norms, which is added to the variance
     norm_epsilon: float = 1e-5
-    # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down | "moe": mixture of experts, which are
-    # dense or gated MLPs
+    # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down | "moe": mixture of such experts
     mlp: str = "dense"
     # (width of the MLP's inner layer) / d_model. With "moe": (width of one expert) / d_model
     mlp_ratio: float = 4.0
@@ -127,8 +126,7 @@ class ModelConfig(ConfigGroup):
     attention: str = free("auto")
     # scan over the blocks: compiles faster, but steps are slower and need more memory
     scan_layers: bool = free(False)
-    # rematerialization: the backward pass recomputes nothing ("none") | everything ("full") | everything except
-    # products with weights ("dots")
+    # what the backward pass recomputes: nothing ("none") | all but products with weights ("dots") | all ("full")
     remat: str = free("none")
 
     @property

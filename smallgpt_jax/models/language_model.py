@@ -13,9 +13,8 @@ from smallgpt_jax.ops.cross_entropy import cap
 
 TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 
-# Up to this input width, the initial std of the head's weights is 0.02. Wider heads have a smaller std, because the
-# initial logits have variance width × std². With std 0.02, the initial loss of a wider head would exceed
-# ln(vocab_size) by more than 0.05.
+# Up to this input width, the initial std of the head is 0.02. The initial logits have variance width × std²: in wider
+# heads, it would make the initial loss exceed ln(vocab_size) by more than 0.05.
 HEAD_WIDTH_AT_INIT_STD = 256
 
 
@@ -59,8 +58,7 @@ class LanguageModel(nn.Module):
         x_BxTxW = self.trunk(x_BxTxD, context.replace(tokens_BxT=tokens_BxT))
         if not self.config.ends_with_norm:
             x_BxTxW = self.final_norm(x_BxTxW)
-        # The sharding constraint also applies to the gradient of `x_BxTxW`. Without the constraint, XLA's partitioner
-        # chooses a slow sharding for the gradient.
+        # Without this constraint, XLA's partitioner chooses a slow sharding for the gradient of `x_BxTxW`.
         return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
 
     def position_vectors(self, time: int, context: Context):

@@ -20,8 +20,7 @@ from smallgpt_jax.models.mixers import find_mixer
 from smallgpt_jax.ops.activations import ACTIVATIONS
 
 MODULE_STACKS = ("layers", "path")  # logical axes along which the weights of equal modules are stacked
-# Axes that number matrices or vectors. A routed expert has no module of its own; a tap of a convolution per channel is
-# a vector.
+# Axes that number matrices, such as those of routed experts, or vectors, such as taps of a convolution per channel.
 STACKS = (*MODULE_STACKS, "expert", "tap")
 TRACED_POSITIONS = 128
 

@@ -112,11 +112,9 @@ def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_loss: floa
 
 
 def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_loss: float, softcap: float):
-    # In the loop, each device accumulates the head's gradient from its own rows. After the loop, the gradients of all
-    # devices are summed.
+    # Each device accumulates the head's gradient from its own rows; those of all devices are summed after the loop.
     shards = sharding.num_batch_shards()
-    # On CPUs, the accumulated gradient is transposed, because XLA computes products with wide results faster than
-    # products with tall results.
+    # On CPUs, the gradient is accumulated transposed: products with wide results are faster than with tall results.
     axes, names = ("pwv", ("batch", None, "vocab")) if platform() == "cpu" else ("pvw", ("batch", "vocab", None))
 
     def add_chunk(carry, chunk):

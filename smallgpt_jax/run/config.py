@@ -113,11 +113,9 @@ class TrainConfig(ConfigGroup):
     batch_size: int = 512
     # each batch is split into this many parts, computed one after another, also in evaluation
     microbatches: int = free(8)  # a change also changes the dropout masks
-    # each sequence is split into this many parts; their logits are computed one after another. Must divide
-    # context_length
+    # parts of each sequence, whose logits are computed one after another; must divide context_length
     loss_chunks: int = free(4)
-    # weight of the z-loss, which is the mean of (log Σ exp(logits))²; 0: no z-loss. A common weight is 1e-4. The z-loss
-    # is added in training, but not in evaluation
+    # weight of the z-loss, the mean of (log Σ exp(logits))², in training only; 0: none. A common weight is 1e-4
     z_loss: float = 0.0
     # decay rate per step of a moving average of the weights, such as 0.999; 0: no average. Validation, and all commands
     # that read the run, use the average. At step t, the rate is at most (1 + t)/(10 + t)
@@ -163,8 +161,7 @@ class TrainConfig(ConfigGroup):
     # workdir of a run with the same config and more steps; "": none. With "wsd" and "wsd_linear", a run without a
     # checkpoint starts from the trunk's checkpoint at the start of its own decay, instead of from step 0 (docs/runs.md)
     trunk: str = free("", **NOT_COMPILED)
-    # if the loss or the gradient is not finite: "stop" the run | "skip" the update. Non-finite weights always stop the
-    # run
+    # if loss or gradient are not finite: "stop" the run | "skip" the update. Non-finite weights always stop the run
     on_nonfinite: str = free("stop", **NOT_COMPILED)
     # with "skip": the run stops after this number of consecutive non-finite updates
     max_nonfinite: int = free(10, **NOT_COMPILED)
@@ -174,8 +171,7 @@ class TrainConfig(ConfigGroup):
     profile_from: int = free(0, **NOT_COMPILED)
     # number of steps in the trace
     profile_steps: int = free(5, **NOT_COMPILED)
-    # if no step finishes for this time, the run ends with status 124; 0: no limit. The time of compiling, saving and
-    # evaluating does not count
+    # if no step finishes for this time, the run ends with status 124; 0: never. Saving and evaluating do not count
     stall_seconds: float = free(1800.0, **NOT_COMPILED)
 
     def validate(self) -> None:

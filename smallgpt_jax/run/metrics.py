@@ -96,8 +96,7 @@ class MetricsWriter:
                 length = file.tell()
                 file.write(self._pending_lines)
                 file.flush()
-                # Without fsync, a power loss could remove lines of steps before the newest checkpoint. The resumed run
-                # would not write these lines again.
+                # A power loss could remove lines before the newest checkpoint, which a resumed run does not repeat.
                 os.fsync(file.fileno())
         except OSError as error:
             if length is not None:

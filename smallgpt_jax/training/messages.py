@@ -83,11 +83,8 @@ def print_final_message(workdir: str) -> None:
         config = read_config(folder)
     except UserError:  # damaged during the run
         config = None
-    if config and config.train.objective == "masked":
-        print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To export the encoder:\n"
-              f'  {command_line("convert", "--to=hf", f"--workdir={folder}")} --output=...')
-        return
-    if jax.process_count() == 1:
+    is_masked = config and config.train.objective == "masked"
+    if jax.process_count() == 1 and not is_masked:
         print("\nSample:\n")
         try:
             for piece in inference.load(folder).stream(max_new_tokens=150, temperature=0.7):
@@ -95,9 +92,11 @@ def print_final_message(workdir: str) -> None:
         except UserError as error:  # an architecture whose decoding does not work can still be trained
             print(f"(none: {error})")
         print("\n")
-    print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To generate more:\n"
-          f'  {command_line("generate", f"--workdir={folder}")} --prompt="..."'
-          + (" --trust_custom_code" if config and models.custom_classes(config.model) else ""))
+    export = f'{command_line("convert", "--to=hf", f"--workdir={folder}")} --output=...'
+    trust = " --trust_custom_code" if config and models.custom_classes(config.model) else ""
+    generate = f'{command_line("generate", f"--workdir={folder}")} --prompt="..."{trust}'
+    print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}"
+          + (f"To export the encoder:\n  {export}" if is_masked else f"To generate more:\n  {generate}"))
 
 
 def loss_message(folder: Path) -> str:

@@ -18,9 +18,7 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A signal that arrives again within REPEAT_SECONDS does not count as a second request, because the shell command
-# `timeout` sends its signal twice.
-REPEAT_SECONDS = 0.5
+REPEAT_SECONDS = 0.5  # within which a signal does not count as a second request: `timeout` sends its signal twice
 UNSAVED = "stopped without saving; rerun the same command to resume from the newest checkpoint, if there is one"
 
 

@@ -90,24 +90,20 @@ class Session:
             profiler=Profiler(self.spool, config.profile_from, config.profile_steps, self.progress.message))
 
     def log_validation_loss(self, eval_step, logger: Logger, step: int, state: TrainState) -> bool:
-        """On a stop request, returns False without logging."""
-        with self.clock.during("evaluate"):
-            found = self.evaluate(functools.partial(eval_step, state.evaluated, state.model_state))
-        if found is None:
-            return False
-        logger.log_evaluation(step, *found)
-        return True
+        """Also measures the answers at the further lengths of a probe. Returns False, without logging, if stopped."""
+        def measure(batches) -> Evaluation | None:
+            return evaluate(functools.partial(eval_step, state.evaluated, state.model_state),
+                            map(self.pipeline.to_devices, batches), self.stop.is_requested_anywhere)
 
-    def evaluate(self, eval_step) -> Evaluation | None:
-        """Also measures the answers at the further lengths of a probe. Returns None if stopped."""
-        pipeline, is_stopped = self.pipeline, self.stop.is_requested_anywhere
-        found = evaluate(eval_step, map(pipeline.to_devices, pipeline.validation_batches), is_stopped)
-        for length, batches in pipeline.test_batches.items():
-            at_length = found and evaluate(eval_step, map(pipeline.to_devices, batches), is_stopped)
-            if not at_length:
-                return None
-            found.answers.update({f"{name}_at_{length}": value for name, value in at_length.answers.items()})
-        return found
+        with self.clock.during("evaluate"):
+            found = measure(self.pipeline.validation_batches)
+            for length, batches in self.pipeline.test_batches.items():
+                if not (found and (at_length := measure(batches))):
+                    return False
+                found.answers.update({f"{name}_at_{length}": value for name, value in at_length.answers.items()})
+        if found:
+            logger.log_evaluation(step, *found)
+        return found is not None
 
     def finish(self, training: TrainingRun, state: TrainState, step: int, stopped: bool) -> None:
         """Raises UserError if the last save fails, and StoppedError if `stopped`."""

@@ -128,8 +128,7 @@ def microbatch_loss(trained, model_state, index, examples: Examples, *, model: L
                       (*SOWN, *objective.sown))
     collections = outputs.collections
     loss = objective.cross_entropy(outputs, examples, weights_BxT, objective.z_loss)
-    # A sown loss is a mean over one microbatch. It is divided by the number of microbatches, so that the sum over
-    # the microbatches is the mean over the batch.
+    # A sown loss is a mean over one microbatch; the sum over all of them must be the mean over the batch.
     for sown in jax.tree.leaves(collections.get("losses")):
         loss += jnp.sum(sown) / microbatches
     metrics = sown_metrics(collections)

@@ -16,8 +16,7 @@ from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context, cache_variable
 from smallgpt_jax.models.convolution import ShortConvolution
 from smallgpt_jax.models.layers import INIT_STD, Dense, block_dense, deepnorm_gain, ones, residual_std, rms_norm
-from smallgpt_jax.ops.gated_delta import gated_delta
-from smallgpt_jax.ops.state_space import state_space
+from smallgpt_jax.ops.recurrences import gated_delta, state_space
 
 TAPS = 4  # of the short convolutions, as in the papers
 HEAD_AXES = ("embed", "heads", "head_width")

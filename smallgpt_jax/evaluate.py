@@ -27,7 +27,7 @@ from smallgpt_jax.evaluation import examples, report, run
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.output import StatusLine
-from smallgpt_jax.run.checkpoint import bit_checksums
+from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.names import EVALUATION_FOLDER
 from smallgpt_jax.run.training_text import training_format
 from smallgpt_jax.storage.atomic import write_atomically

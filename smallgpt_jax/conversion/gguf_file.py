@@ -95,7 +95,7 @@ def llama_cpp_tensors(gguf, config: ModelConfig, ours: Mapping[str, np.ndarray],
 
 
 def pair_adjacent(x: np.ndarray, head_width: int) -> np.ndarray:
-    """Reorders the outputs of each head. We rotate the entries i and i + K/2 (models/attention.py), and so does
+    """Reorders the outputs of each head. We rotate the entries i and i + K/2 (models/positions.py), and so does
     llama.cpp's qwen3; its llama rotates 2i and 2i + 1.
     """
     return x.reshape(-1, 2, head_width // 2, x.shape[-1]).swapaxes(1, 2).reshape(x.shape)

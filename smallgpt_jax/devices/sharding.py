@@ -18,7 +18,8 @@ from smallgpt_jax.config.group import ConfigGroup, free
 from smallgpt_jax.devices.platform import platform
 from smallgpt_jax.errors import UserError
 
-# Logical axis → mesh axes. Axes without a rule, and those that the mesh does not divide evenly, are replicated.
+# Logical axis → mesh axes. Logical axes without a rule, and dimensions that the mesh does not divide evenly, are
+# replicated.
 RULES = (
     ("batch", ("data", "fsdp")),
     ("embed", "fsdp"),

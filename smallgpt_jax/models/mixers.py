@@ -11,7 +11,9 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.custom_code import find_class
-from smallgpt_jax.models.recurrent import GatedConvolution, GatedDeltaNet, Mamba2
+from smallgpt_jax.models.gated_convolution import GatedConvolution
+from smallgpt_jax.models.gated_delta import GatedDeltaNet
+from smallgpt_jax.models.mamba import Mamba2
 
 # Names in config.model.mixers
 MIXERS = {"attention": Attention, "delta": GatedDeltaNet, "mamba": Mamba2, "conv": GatedConvolution}

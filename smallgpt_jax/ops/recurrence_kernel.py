@@ -1,5 +1,5 @@
-"""TPU kernels of recurrences with a state (see recurrences.py), and of their gradients: Mamba-2's and, with a further
-gate β, the gated delta rule.
+"""TPU kernels of recurrences with a state, and of their gradients: Mamba-2's (see state_space.py) and, with a further
+gate β, the gated delta rule (see gated_delta.py).
 
 A chunk's matrices exist only in a core's own memory. The gradient kernel computes them again from the state before the
 chunk, which is all that the forward kernel saves; its formulas are JAX's gradient of `chunk`.

@@ -1,8 +1,7 @@
-"""The log of updates and evaluations, and the progress of a run on standard output."""
+"""The log of updates and evaluations."""
 
 import math
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import numpy as np
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.metrics import EXACT_MATCH, MetricsWriter
+from smallgpt_jax.run.progress import RunProgress
 
 
 class StepMetrics(NamedTuple):
@@ -26,32 +26,6 @@ class Units(NamedTuple):
     tokens_per_step: float  # without padding
     bytes_per_token: float  # of the validation text; NaN if the loss is not one of whole texts
     peak_tokens_per_second: float | None  # at the peak FLOP/s of all devices; None if unknown
-
-
-class RunProgress:
-    """On a terminal, updates one line in place; elsewhere, and with a label, adds a line per update."""
-
-    def __init__(self, steps: int, label: str = ""):
-        """`label` distinguishes runs that print at the same time."""
-        self.steps, self._label = steps, label
-        self._in_place = sys.stdout.isatty() and not label
-        self._open = False
-
-    def update(self, step: int, text: str) -> None:
-        self.message(self._counted(step, text), end="" if self._in_place else "\n")
-
-    def print_line(self, step: int, text: str) -> None:
-        """Prints a line that later updates do not overwrite."""
-        self.message(self._counted(step, text))
-
-    def message(self, text: str, end: str = "\n") -> None:
-        clear, labeled = "\r\x1b[K" if self._open else "", text.replace("\n", f"\n{self._label}")
-        # `end` is part of the text: print would write it separately, possibly after the text of another thread.
-        print(f"{clear}{self._label}{labeled}{end}", end="", flush=True)
-        self._open = not end
-
-    def _counted(self, step: int, text: str) -> str:
-        return f"step {step:>{len(str(self.steps))}}/{self.steps}   {text}"
 
 
 class Logger:

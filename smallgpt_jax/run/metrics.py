@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.run.names import METRICS_FILE
+from smallgpt_jax.run.tensorboard import EventFile
 from smallgpt_jax.run.trackers import Tracker
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import NULL, NUMBER, Each, Kind, Optional, integer, one_of, read_json_lines
@@ -96,7 +96,8 @@ class MetricsWriter:
                 length = file.tell()
                 file.write(self._pending_lines)
                 file.flush()
-                # A power loss could remove lines before the newest checkpoint, which a resumed run does not repeat.
+                # Without fsync, a power loss could remove lines of steps before the newest checkpoint. The resumed run
+                # would not write these lines again.
                 os.fsync(file.fileno())
         except OSError as error:
             if length is not None:
@@ -125,41 +126,3 @@ class MetricsWriter:
                 self._events.close()
         if self._tracker:
             self._tracker.close()
-
-
-class EventFile:
-    """All methods raise OSError if the file cannot be written. tensorboardX's own thread hangs after a failed write."""
-
-    def __init__(self, folder: Path, first_step: int):
-        """TensorBoard ignores events after `first_step` in the older files of a resumed run."""
-        with _without_torch():
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto.event_pb2 import Event, SessionLog
-            from tensorboardX.proto.summary_pb2 import Summary
-
-        self._events, self._event, self._summary = EventsWriter(str(folder / "events")), Event, Summary
-        self._write(step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
-
-    def write(self, step: int, split: str, values: dict[str, float]) -> None:
-        scalars = [self._summary.Value(tag=f"{split}/{name}", simple_value=value) for name, value in values.items()]
-        self._write(step=step, summary=self._summary(value=scalars))
-
-    def _write(self, **fields) -> None:
-        self._events.write_event(self._event(wall_time=time.time(), **fields))
-        self._events.flush()
-
-    def close(self) -> None:
-        self._events.close()
-
-
-@contextlib.contextmanager
-def _without_torch():
-    """tensorboardX would import PyTorch for images, which takes 1.3 seconds."""
-    hides = "torch" not in sys.modules
-    if hides:
-        sys.modules["torch"] = None
-    try:
-        yield
-    finally:
-        if hides:
-            del sys.modules["torch"]

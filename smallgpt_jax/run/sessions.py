@@ -1,23 +1,18 @@
-"""sessions.jsonl: the devices, package versions and commit of each start, resumption or divergence of a run."""
+"""sessions.jsonl: the devices, versions and commit of each start, resumption or divergence of a run."""
 
 import contextlib
 import datetime
 import json
-import platform
-import subprocess
-from importlib import metadata
 from pathlib import Path
 
 import jax
 
-from smallgpt_jax import __version__
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.run.names import SESSIONS_FILE
+from smallgpt_jax.run.provenance import software
 from smallgpt_jax.storage.atomic import append_line
 from smallgpt_jax.storage.json_files import NUMBER, TEXT, Each, Kind, Optional, integer, read_json_lines
 
-LIBRARIES = ("jax", "flax", "optax", "grain", "orbax-checkpoint")
-CLONE = Path(__file__).parents[2]
 # Fields that the readers of sessions.jsonl need.
 SESSION = {"time": TEXT, "device": TEXT, "devices": integer(1), "argument_bytes": integer(0), "temp_bytes": integer(0),
            "versions": Each(TEXT), "padding": Kind("a fraction", lambda x: NUMBER.accepts(x) and 0 <= x < 1),
@@ -29,9 +24,7 @@ def append_session(workdir: Path, facts: dict) -> None:
     if not distributed.is_primary():
         return
     line = {**facts, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "processes": jax.process_count(), "versions": {
-                "python": platform.python_version(), "smallgpt_jax": __version__,
-                **{name: metadata.version(name) for name in LIBRARIES}}, **commit_of(CLONE)}
+            "processes": jax.process_count(), **software()}
     with contextlib.suppress(Exception):  # clients of object storage raise many types of exceptions
         append_line(workdir / SESSIONS_FILE, json.dumps(line))
 
@@ -44,16 +37,3 @@ def read_sessions(workdir: Path) -> list[dict]:
 def has_diverged(workdir: Path) -> bool:
     sessions = read_json_lines(workdir / SESSIONS_FILE, {"time": TEXT})
     return bool(sessions) and "diverged" in sessions[-1]
-
-
-def commit_of(folder: Path) -> dict:
-    """Returns {"commit": hash, "dirty": whether tracked files differ from it}, or {} without a clone or git."""
-    if not (folder / ".git").exists():  # otherwise git would search the parent folders for another clone
-        return {}
-    try:
-        described = subprocess.run(  # "HASH" or "HASH-dirty"; without locks, so that other git commands do not fail
-            ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return {"commit": described.removesuffix("-dirty"), "dirty": described.endswith("-dirty")}

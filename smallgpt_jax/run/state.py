@@ -21,7 +21,8 @@ class TrainState(NamedTuple):
     @property
     def evaluated(self) -> dict:
         """The parameters that validation reads: the model's or their average, and LoRA's, but not those of terms."""
-        return {**(self.ema or self.params), **{name: self.heads[name] for name in (lora.NAME,) if name in self.heads}}
+        pairs = {name: head for name, head in self.heads.items() if name == lora.NAME}
+        return {**(self.ema or self.params), **pairs}
 
     @property
     def trained(self) -> dict:

@@ -13,12 +13,12 @@ import numpy as np
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import LanguageModel
+from smallgpt_jax.models.gated_delta import GatedDeltaNet
+from smallgpt_jax.models.mamba import Mamba2
 from smallgpt_jax.models.memory import AttentionLayers, attention_layers, mixers
-from smallgpt_jax.models.recurrent import GatedDeltaNet, Mamba2
-from smallgpt_jax.ops import recurrence_kernel
+from smallgpt_jax.ops import gated_delta, recurrence_kernel, state_space
 from smallgpt_jax.ops.attention import attention
 from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.ops.recurrences import plain_gated_delta, plain_state_space
 from smallgpt_jax.training.program import Program
 
 TOLERANCE = 0.01  # the error of a correct kernel in bfloat16 is below 0.006
@@ -76,7 +76,7 @@ def recurrences(model: LanguageModel) -> set[tuple[str, int, int, int]]:
 def recurrence_errors(mesh, mixer: str, heads: int, key_width: int, value_width: int) -> np.ndarray:
     """Returns the relative errors, as `relative_error`, of PARTS, on two texts per row, for two rows per device."""
     is_delta = mixer == "delta"
-    rule = plain_gated_delta if is_delta else plain_state_space
+    rule = (gated_delta if is_delta else state_space).in_plain_jax
     rows, shared, time = 2 * sharding.num_batch_shards(mesh), heads if is_delta else 1, 1024
 
     def errors():

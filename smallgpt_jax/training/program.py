@@ -206,8 +206,8 @@ def memory_errors_explained(config: TrainConfig, stack: int) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        # A smaller batch would not reduce the use of a TPU's vmem and smem.
-        if "RESOURCE_EXHAUSTED" not in str(error) or any(f"memory space {x}mem" in str(error) for x in "vs"):
+        text = str(error)  # a smaller batch does not reduce the use of a TPU's vmem and smem
+        if "RESOURCE_EXHAUSTED" not in text or "memory space vmem" in text or "memory space smem" in text:
             raise
         reason = textwrap.shorten(str(error), 160, placeholder=" …")
         raise UserError(

@@ -23,10 +23,11 @@ from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.completion import evaluated_steps
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.curves import save_curves
-from smallgpt_jax.run.logger import Logger, RunProgress, Units
+from smallgpt_jax.run.logger import Logger, Units
 from smallgpt_jax.run.metrics import MetricsWriter
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE, TRACKER_FILE
 from smallgpt_jax.run.profiler import Profiler
+from smallgpt_jax.run.progress import RunProgress
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.spool import Spool, open_spool
 from smallgpt_jax.run.state import TrainState
@@ -166,7 +167,8 @@ class Session:
         with self.clock.during("evaluate"):
             found = measure(self.pipeline.validation_batches)
             for length, batches in self.pipeline.test_batches.items():
-                if not (found and (at_length := measure(batches))):
+                at_length = found and measure(batches)
+                if not at_length:
                     return False
                 found.answers.update({f"{name}_at_{length}": value for name, value in at_length.answers.items()})
         if found:

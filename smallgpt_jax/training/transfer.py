@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
@@ -32,7 +33,7 @@ from smallgpt_jax.models import ModelConfig, Parameter
 from smallgpt_jax.models.language_model import head_std
 from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.run.config import OptimizerConfig
-from smallgpt_jax.training.optimizer import uses_muon
+from smallgpt_jax.training.muon import uses_muon
 
 # Logical axes of matrices whose initial std is 1/√inputs. Axes of flax's own layers have no names.
 SCALED_BY_INPUTS = {"path_embed", "embed_compressed", None}
@@ -150,3 +151,15 @@ def scale_initial(params, multipliers):
     if not multipliers:
         return params
     return jax.tree.map(lambda x, m: x * m.init, params, {name: multipliers[name] for name in params})
+
+
+def with_multipliers(optimizer: optax.GradientTransformation, multipliers) -> optax.GradientTransformationExtraArgs:
+    """Multiplies Adam's ε by dividing the gradient, on whose scale updates otherwise do not depend."""
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def update(gradients, state, params=None, **rates):
+        scaled = jax.tree.map(lambda g, m: g / m.epsilon, gradients, multipliers)
+        updates, state = optimizer.update(scaled, state, params, **rates)
+        return jax.tree.map(lambda u, m: u * m.rate, updates, multipliers), state
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)

@@ -19,8 +19,8 @@ from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models import memory
 from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.flops import train_flops_per_token
-from smallgpt_jax.models.recurrent import GatedDeltaNet
-from smallgpt_jax.training.optimizer import uses_muon
+from smallgpt_jax.models.gated_delta import GatedDeltaNet
+from smallgpt_jax.training.muon import uses_muon
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 

@@ -30,7 +30,8 @@ from smallgpt_jax.run import workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.training import objectives
-from smallgpt_jax.training.objectives import Examples, Objective, Term, continuations, make_objective, with_prefixes
+from smallgpt_jax.training.examples import Examples, continuations, with_prefixes
+from smallgpt_jax.training.objectives import Objective, Term, make_objective
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.step import eval_step, microbatch_loss
 from smallgpt_jax.training.train import train

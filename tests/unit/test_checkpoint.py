@@ -19,7 +19,8 @@ import pytest
 from conftest import ROOT
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.checkpoint import Checkpoints, bit_checksums, copy_checkpoint, saved_steps
+from smallgpt_jax.run.checkpoint import Checkpoints, copy_checkpoint, saved_steps
+from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.state import TrainState
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

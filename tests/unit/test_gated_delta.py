@@ -1,4 +1,4 @@
-"""Tests of ops/recurrences.py: the chunked form against equation 10 of arXiv 2412.06464, token by token in float64, in
+"""Tests of ops/gated_delta.py: the chunked form against equation 10 of arXiv 2412.06464, token by token in float64, in
 plain JAX and as a TPU kernel, which runs in interpret mode on CPUs, with float32 in place of bfloat16.
 """
 
@@ -9,8 +9,8 @@ import pytest
 from float64_model import plain_gated_delta_rule
 from gradient_helpers import assert_gradients
 
+from smallgpt_jax.ops.gated_delta import gated_delta, unit_lower_inverse
 from smallgpt_jax.ops.recurrence_kernel import in_kernel
-from smallgpt_jax.ops.recurrences import gated_delta, unit_lower_inverse
 
 BATCH, HEADS, KEY, VALUE = 2, 2, 5, 6
 RULES = {"plain": gated_delta, "kernel": lambda *inputs: in_kernel(inputs[:5], *inputs[5:], dtype="float32")}

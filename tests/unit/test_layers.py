@@ -12,8 +12,8 @@ from flax import linen as nn
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models.attention import alibi_slopes, apply_rope
 from smallgpt_jax.models.pgpt import with_paths
+from smallgpt_jax.models.positions import alibi_slopes, apply_rope
 from smallgpt_jax.ops.activations import gelu
 
 rotate = functools.partial(apply_rope, base=10_000.0)

@@ -18,8 +18,9 @@ from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import clock as run_clock
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.run.logger import Logger, RunProgress, StepMetrics, Units
+from smallgpt_jax.run.logger import Logger, StepMetrics, Units
 from smallgpt_jax.run.metrics import MetricsWriter, read_lines
+from smallgpt_jax.run.progress import RunProgress
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.nonfinite import NonFiniteGuard
 

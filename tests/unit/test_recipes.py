@@ -11,7 +11,7 @@ from run_helpers import SMALL
 from smallgpt_jax import __version__
 from smallgpt_jax.config import recipes
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import sessions
+from smallgpt_jax.run import provenance
 
 
 @pytest.mark.parametrize("value, expected", [
@@ -52,20 +52,20 @@ def test_the_commit_of_a_clone(tmp_path):
         return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path,
                               check=True, capture_output=True, text=True).stdout.strip()
 
-    assert sessions.commit_of(tmp_path) == {}
+    assert provenance.commit_of(tmp_path) == {}
     git("init")
-    assert sessions.commit_of(tmp_path) == {}  # no commit yet
+    assert provenance.commit_of(tmp_path) == {}  # no commit yet
     (tmp_path / "code.py").write_text("1\n")
     git("add", "code.py")
     git("commit", "--message=Begin")
     git("tag", "--annotate", "--message=1", "v1")
     head = git("rev-parse", "HEAD")
     (tmp_path / "untracked.txt").touch()
-    assert sessions.commit_of(tmp_path) == {"commit": head, "dirty": False}
+    assert provenance.commit_of(tmp_path) == {"commit": head, "dirty": False}
     (tmp_path / "code.py").write_text("2\n")
-    assert sessions.commit_of(tmp_path) == {"commit": head, "dirty": True}
+    assert provenance.commit_of(tmp_path) == {"commit": head, "dirty": True}
     (tmp_path / "environment").mkdir()  # such as .venv, with an installed package
-    assert sessions.commit_of(tmp_path / "environment") == {}
+    assert provenance.commit_of(tmp_path / "environment") == {}
 
 
 @pytest.mark.slow

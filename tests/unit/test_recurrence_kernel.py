@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smallgpt_jax.ops import recurrences
+from smallgpt_jax.ops import gated_delta, state_space
 from smallgpt_jax.ops.recurrence_kernel import in_kernel
 
 PATHS, ROWS, TIME, HEADS, KEY, VALUE = 3, 2, 300, 4, 5, 6
-RULES = {"delta": (recurrences, "gated_delta", HEADS), "mamba": (recurrences, "state_space", 1)}
+RULES = {"delta": (gated_delta, "gated_delta", HEADS), "mamba": (state_space, "state_space", 1)}
 
 
 def random_inputs(mixer: str):

@@ -1,4 +1,4 @@
-"""Tests of ops/recurrences.py: the chunked form against equation 2 of arXiv 2405.21060, token by token in float64, in
+"""Tests of ops/state_space.py: the chunked form against equation 2 of arXiv 2405.21060, token by token in float64, in
 plain JAX and as a TPU kernel, which runs in interpret mode on CPUs, with float32 in place of bfloat16.
 """
 
@@ -10,7 +10,7 @@ from float64_model import plain_state_space
 from gradient_helpers import assert_gradients
 
 from smallgpt_jax.ops.recurrence_kernel import in_kernel
-from smallgpt_jax.ops.recurrences import state_space
+from smallgpt_jax.ops.state_space import state_space
 
 BATCH, HEADS, STATE, VALUE = 2, 4, 5, 6  # the kernel sums gradients of c and b over the 2 heads of a group
 RULES = {"plain": state_space, "kernel": lambda *inputs: in_kernel(inputs[:4], *inputs[4:], dtype="float32")}

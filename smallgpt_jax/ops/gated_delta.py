@@ -1,8 +1,7 @@
-"""The recurrences of Gated DeltaNet and Mamba-2, in chunks, in float32. Each head has a state, (K, V).
+"""The gated delta rule (Yang, Kautz & Hatamizadeh, arXiv 2412.06464), in chunks, in float32.
 
-**The gated delta rule** (Yang, Kautz & Hatamizadeh, arXiv 2412.06464): the state maps keys to values. A token scales
-the state by its decay α, and then replaces the fraction β of the value that the state has for its key (equation 10,
-whose S is the transpose of ours):
+Each head has a state S, (K, V), which maps keys to values. A token scales the state by its decay α, and then replaces
+the fraction β of the value that the state has for its key (equation 10, whose S is the transpose of ours):
 
     S_t = α_t·(I − β_t·k_t·k_tᵀ)·S_(t−1) + β_t·k_t·v_tᵀ        y_t = S_tᵀ·q_t
 
@@ -14,14 +13,7 @@ token i ≥ j. Then the state after token i is γ_i·S + Σ_(j≤i) Γ_ij·k_j·
 (section 3.3). With (I + A)⁻¹·diag(β)·V and (I + A)⁻¹·diag(β)·diag(γ)·K, a chunk is a few matrix products, and only the
 states between chunks are computed one after another (`states_before_chunks`).
 
-**The state space recurrence** (Dao & Gu, arXiv 2405.21060): a token adds the product of its key and its value,
-
-    h_t = a_t·h_(t−1) + b_t·v_tᵀ        y_t = h_tᵀ·c_t
-
-(equation 2, with a scalar a_t, and v_t = Δ_t·x_t). Inside a chunk, y is a product with a matrix of decays (section 6).
-
-Shapes: B batch, T time, H heads, G = 1 or H heads of Mamba-2's keys and queries, K key width, V value width; N chunks
-of C positions.
+Shapes: B batch, T time, H heads, K key width, V value width; N chunks of C positions.
 """
 
 import jax
@@ -37,36 +29,22 @@ SMALL = 16  # products of smaller matrices cost more on CPUs than the zeros in l
 
 def gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV, *,
                 backend: str = "auto"):
-    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32.
-
-    `log_decay_BxTxH` is log α ≤ 0. Where `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A
-    token with log α = 0 and β = 0, such as padding, does not change the state. With the `backend` "xla", no
-    kernel is used.
+    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. `log_decay_BxTxH` is log α ≤ 0. Where
+    `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A token with log α = 0 and β = 0, such
+    as padding, does not change the state. With the `backend` "xla", no kernel is used.
     """
-    inputs = q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH
-    return _run(inputs, begins_BxT, state_BxHxKxV, backend, _one_token_of_delta, plain_gated_delta)
-
-
-def state_space(c_BxTxGxK, b_BxTxGxK, v_BxTxHxV, log_decay_BxTxH, begins_BxT, state_BxHxKxV, *, backend: str = "auto"):
-    """As `gated_delta`, but with log a and without β. A token with log a = 0 and v = 0 does not change the state."""
-    inputs = c_BxTxGxK, b_BxTxGxK, v_BxTxHxV, log_decay_BxTxH
-    return _run(inputs, begins_BxT, state_BxHxKxV, backend, _one_token_of_space, plain_state_space)
-
-
-def _run(inputs, begins_BxT, state_BxHxKxV, backend: str, one_token, plain):
-    q, k, v, log_decay_BxTxH, *beta = inputs = [x.astype(jnp.float32) for x in inputs]
-    time = v.shape[1]
+    inputs = [x.astype(jnp.float32) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH)]
+    _, time, _, width = q_BxTxHxK.shape
     if time == 1:
-        kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(log_decay_BxTxH[:, 0]))
-        y_BxHxV, state_BxHxKxV = one_token(*(x[:, 0] for x in (q, k, v)), kept_BxH, *(x[:, 0] for x in beta),
-                                           state_BxHxKxV)
+        kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(inputs[3][:, 0]))
+        y_BxHxV, state_BxHxKxV = one_token(*(x[:, 0] for x in inputs[:3]), kept_BxH, inputs[4][:, 0], state_BxHxKxV)
         return y_BxHxV[:, None], state_BxHxKxV
-    if backend != "xla" and platform() == "tpu" and recurrence_kernel.fits(time, q.shape[-1], v.shape[-1]):
+    if backend != "xla" and platform() == "tpu" and recurrence_kernel.fits(time, width, v_BxTxHxV.shape[-1]):
         return recurrence_kernel.in_kernel(inputs, begins_BxT, state_BxHxKxV)
-    return plain(*inputs, begins_BxT, state_BxHxKxV)
+    return in_plain_jax(*inputs, begins_BxT, state_BxHxKxV)
 
 
-def plain_gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV):
+def in_plain_jax(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV):
     """As `gated_delta`, of float32 arrays."""
     time = q_BxTxHxK.shape[1]
     length = chunk_length(time)
@@ -85,31 +63,13 @@ def plain_gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxT
     return joined(y_NxBxHxCxV, time), state_BxHxKxV
 
 
-def plain_state_space(c_BxTxGxK, b_BxTxGxK, v_BxTxHxV, log_decay_BxTxH, begins_BxT, state_BxHxKxV):
-    """As `state_space`, of float32 arrays."""
-    time = v_BxTxHxV.shape[1]
-    length = chunk_length(time)
-    c, b, v, log_decay = (in_chunks(x, length) for x in (c_BxTxGxK, b_BxTxGxK, v_BxTxHxV, log_decay_BxTxH))
-    decays, kept, until_end = decays_in_chunk(log_decay, in_chunks(begins_BxT[:, :, None], length))
-    y_NxBxHxCxV = (decays * (c @ jnp.swapaxes(b, -1, -2))) @ v
-    added_NxBxHxKxV = jnp.swapaxes(until_end[..., None] * b, -1, -2) @ v
-    states_NxBxHxKxV, state_BxHxKxV = states_before_chunks(kept[..., -1], None, added_NxBxHxKxV, state_BxHxKxV)
-    return joined(y_NxBxHxCxV + kept[..., None] * (c @ states_NxBxHxKxV), time), state_BxHxKxV
-
-
-def _one_token_of_delta(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):
+def one_token(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):
     """Equation 10."""
     state_BxHxKxV = kept_BxH[:, :, None, None] * state_BxHxKxV
     read_BxHxV = jnp.einsum("bhk,bhkv->bhv", k_BxHxK, state_BxHxKxV)
     u_BxHxV = beta_BxH[:, :, None] * (v_BxHxV - read_BxHxV)
     state_BxHxKxV += k_BxHxK[..., None] * u_BxHxV[:, :, None]
     return jnp.einsum("bhk,bhkv->bhv", q_BxHxK, state_BxHxKxV), state_BxHxKxV
-
-
-def _one_token_of_space(c_BxGxK, b_BxGxK, v_BxHxV, kept_BxH, state_BxHxKxV):
-    """Equation 2."""
-    state_BxHxKxV = kept_BxH[:, :, None, None] * state_BxHxKxV + b_BxGxK[..., None] * v_BxHxV[:, :, None]
-    return jnp.sum(c_BxGxK[..., None] * state_BxHxKxV, axis=2), state_BxHxKxV
 
 
 @jax.custom_vjp
@@ -138,9 +98,14 @@ def small_inverse(matrix):
     return inverse
 
 
+def _forward(matrix):
+    inverse = unit_lower_inverse(matrix)
+    return inverse, inverse
+
+
 def _backward(inverse, cotangent):
     transposed = jnp.swapaxes(inverse, -1, -2)
     return (-product(product(transposed, cotangent), transposed),)
 
 
-unit_lower_inverse.defvjp(lambda matrix: (unit_lower_inverse(matrix),) * 2, _backward)
+unit_lower_inverse.defvjp(_forward, _backward)

@@ -11,15 +11,11 @@ GiB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peak FLOP/s (bfloat16, dense), bytes of memory and, for TPUs, clock rate in Hz, cores per JAX device, and bytes/s
-    of the memory (those of GPUs are in estimation/gpus.py).
-    """
-
-    flops: float
-    hbm: float
-    hertz: float | None = None
-    cores: int = 1
-    bandwidth: float | None = None
+    flops: float  # peak FLOP/s (bfloat16, dense)
+    hbm: float  # bytes of memory
+    hertz: float | None = None  # clock rate of TPUs, in Hz
+    cores: int = 1  # per JAX device
+    bandwidth: float | None = None  # bytes/s of the memory of TPUs; those of GPUs are in estimation/gpus.py
 
 
 # A TPU's or GeForce's key is JAX's device_kind; another GPU's key is a prefix of the device_kind.
@@ -27,9 +23,8 @@ class Chip:
 # TPUs: the figures are from cloud.google.com/tpu/docs/system-architecture-tpu-vm. The clock rate is computed from the
 # peak speed and the number of matrix units. For v5e, 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
 #
-# GPUs: the figures are from NVIDIA's data sheets and architecture white papers. Some sheets give only the speed with
-# sparsity, such as 1,513 TFLOP/s for H100 PCIe. The table below has the dense speed, which is half of that, with sums
-# in float32.
+# GPUs: the figures are from NVIDIA's data sheets and architecture white papers: dense, with sums in float32. Where a
+# sheet gives only the speed with sparsity, such as 1,513 TFLOP/s for H100 PCIe, they are half of that.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GiB, 1.05e9, cores=2, bandwidth=1.2e12),
     **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9, bandwidth=819e9)),

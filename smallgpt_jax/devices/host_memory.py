@@ -20,8 +20,7 @@ def configure() -> None:
     it again: 26% of the CPU time of a step of gpt:quickstart with batch size 32, 16% at width 256 (two cores of an AMD
     EPYC, a virtual machine, 2026-11-22). A process that keeps its memory needs about twice as much.
     """
-    is_configured = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    if is_configured or not runs_on_cpu():
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ) or not runs_on_cpu():
         return
     with contextlib.suppress(AttributeError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,11 +1,6 @@
 """Model architectures, and the language model that wraps an architecture."""
 
-from smallgpt_jax.models.architectures import (
-    ARCHITECTURES,
-    field_names,
-    find_architecture,
-    make_config,
-)
+from smallgpt_jax.models.architectures import ARCHITECTURES, field_names, find_architecture, make_config
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.custom_code import custom_classes, foreign_classes, refuse_custom_code
 from smallgpt_jax.models.language_model import LanguageModel, build

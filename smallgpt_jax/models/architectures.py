@@ -40,8 +40,7 @@ def field_names(architecture: str) -> tuple[str, ...]:
 
 
 def make_config(**fields) -> ModelConfig:
-    """Returns the validated config, with a dtype in place of "auto". Raises UserError for unknown, missing and invalid
-    fields.
+    """Returns the validated config, its dtype never "auto". Raises UserError for unknown, missing and invalid fields.
     """
     architecture = fields.get("architecture")
     config_class = find_architecture(architecture).Config

@@ -11,25 +11,12 @@ import numpy as np
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context, cache_variable
-from smallgpt_jax.models.layers import (
-    INIT_STD,
-    Dense,
-    deepnorm_gain,
-    normal,
-    project,
-    residual_std,
-    rms_norm,
-    zeros,
-)
+from smallgpt_jax.models.layers import INIT_STD, Dense, deepnorm_gain, normal, project, residual_std, rms_norm, zeros
 from smallgpt_jax.models.positions import alibi_slopes, apply_rope
 from smallgpt_jax.ops import bfloat16
 from smallgpt_jax.ops.attention import attention
-from smallgpt_jax.ops.key_value_cache import (
-    cached_attention,
-    rolling_positions,
-    update_cache,
-    update_rolling_cache,
-)
+from smallgpt_jax.ops.attention_mask import AttentionMask
+from smallgpt_jax.ops.key_value_cache import cached_attention, rolling_positions, update_cache, update_rolling_cache
 from smallgpt_jax.ops.matmul import merging_heads_is_faster, one_product_is_faster
 from smallgpt_jax.ops.xla_attention import QUERIES
 
@@ -113,13 +100,14 @@ class Attention(nn.Module):
             INIT_STD, c.use_bias, c.dtype, c.rank_ratio, value_gain=deepnorm_gain(c), name="qkv")(x_BxTxD, context)
         if c.qk_norm:
             q, k = rms_norm(c, "q_norm")(q), rms_norm(c, "k_norm")(k)
-        if c.has_value_embedding:
+        if any(c.value_embeddings):
             v += self.value_embeddings(context)
         if c.position == "rope":
             positions_BxT = context.positions(x_BxTxD.shape[1])
             q, k = (apply_rope(x, positions_BxT, c.rope_base) for x in (q, k))
         slopes_H = alibi_slopes(c.num_heads) if c.position == "alibi" else None
-        mask = context.attention_mask(c.window, c.attention_mask != "bidirectional")
+        mask = AttentionMask(
+            c.window, context.segment_ids_BxT, context.prefix_BxT, is_causal=c.attention_mask != "bidirectional")
         if context.decode:
             y_BxHxTxK = self.attend_with_cache(q, k, v, mask, slopes_H, context)
         else:
@@ -128,9 +116,8 @@ class Attention(nn.Module):
             gate_BxTxH = Dense((c.num_heads,), ("embed", "heads"), INIT_STD, False, c.dtype, name="gate")(
                 x_BxTxD, context)
             y_BxHxTxK *= jnp.swapaxes(nn.sigmoid(gate_BxTxH), 1, 2)[..., None]
-        return OutputProjection(
-            (c.d_model,), ("heads", "head_width", "embed"),
-            residual_std(c), c.use_bias, c.dtype, c.rank_ratio, name="out")(y_BxHxTxK, context)
+        return OutputProjection((c.d_model,), ("heads", "head_width", "embed"), residual_std(c), c.use_bias, c.dtype,
+                                c.rank_ratio, name="out")(y_BxHxTxK, context)
 
     def value_embeddings(self, context: Context):
         """Returns what is added to the values, (B, G, T, K): the rows of the tokens in a table (V, G·K)."""
@@ -161,8 +148,9 @@ class Attention(nn.Module):
         is_rolling = slots < context.cache_length
 
         def write(cache, x):
-            return (update_rolling_cache(cache.value, x, starts, counts) if is_rolling else
-                    update_cache(cache.value, x, starts))
+            if is_rolling:
+                return update_rolling_cache(cache.value, x, starts, counts)
+            return jnp.pad(x, ((0, 0), (0, slots - time), (0, 0))) if is_new else update_cache(cache.value, x, starts)
 
         if is_new and mask.prefix_BxT is not None:
             y = attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, backend="xla")
@@ -175,20 +163,13 @@ class Attention(nn.Module):
                     q[:, :, start:end], k[:, first:end], v[:, first:end], jnp.arange(start, end)[None], mask, slopes,
                     jnp.arange(first, end)[None]))
             y = jnp.concatenate(parts, axis=2)
-        if is_new and is_rolling:
-            keys.value, values.value = write(keys, k), write(values, v)
-        elif is_new:
-            room = ((0, 0), (0, slots - time), (0, 0))
-            keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
         elif is_rolling and time > 1:
-            # Writing to the cache overwrites the oldest positions. Attention is computed first, because the first new
-            # tokens attend to these positions.
+            # Before writing to the cache, which overwrites the oldest positions: the first new tokens attend to them.
             key_positions = jnp.concatenate([rolling_positions(starts, slots), positions], axis=1)
             y = cached_attention(q, *(jnp.concatenate([cache.value, x], axis=1) for cache, x in (
                 (keys, k), (values, v))), positions, mask, slopes, key_positions)
-            keys.value, values.value = write(keys, k), write(values, v)
-        else:
-            keys.value, values.value = write(keys, k), write(values, v)
+        keys.value, values.value = write(keys, k), write(values, v)
+        if not is_new and not (is_rolling and time > 1):
             y = cached_attention(q, keys.value, values.value, positions, mask, slopes,
                                  rolling_positions(starts + 1, slots) if is_rolling else None)
         return y.reshape(batch, heads, time, head_width)

@@ -84,8 +84,7 @@ class Block(nn.Module):
 
     def with_stack_input(self, x_BxTxD, context: Context):
         """Returns a·x + b·x0 (github.com/KellerJordan/modded-nanogpt); at first, a is 1 and b is 0."""
-        initial = nn.with_logical_partitioning(lambda *_: jnp.array([1.0, 0.0]), ("branch",))
-        a, b = self.param("input_mix", initial)
+        a, b = self.param("input_mix", nn.with_logical_partitioning(lambda *_: jnp.array([1.0, 0.0]), ("branch",)))
         return (a * x_BxTxD + b * context.stack_input_BxTxD).astype(x_BxTxD.dtype)
 
 
@@ -100,9 +99,7 @@ def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[Mode
 
 
 def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "blocks", block=Block):
-    """Returns a function (B, T, D) → (B, T, D) that applies one block per config, `loops` times. Call it in a compact
-    method.
-    """
+    """Returns a function, (B, T, D) → (B, T, D), that applies all blocks `loops` times. Call it in a compact method."""
     period = period_of(configs)
     if period == 1:
         stack = functools.partial(apply_stack, block(configs[0], name=name), len(configs))
@@ -173,8 +170,7 @@ class BlockRuns(nn.Module):
 def apply_stack(block: nn.Module, length: int, x_BxTxD, context: Context):
     """Applies `length` copies of `block`, stacked along `layers`."""
     if context.decode:
-        return functools.reduce(
-            lambda x_BxTxD, i: apply_slice(block, i, x_BxTxD, context), range(length), x_BxTxD)
+        return functools.reduce(lambda x_BxTxD, i: apply_slice(block, i, x_BxTxD, context), range(length), x_BxTxD)
     config = block.config
 
     def step(block, x_BxTxD):

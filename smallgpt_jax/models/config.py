@@ -81,8 +81,7 @@ class ModelConfig(ConfigGroup):
     logit_softcap: float = 0.0
     # ε of all norms, which is added to the variance
     norm_epsilon: float = 1e-5
-    # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down | "moe": mixture of experts, which are
-    # dense or gated MLPs
+    # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down | "moe": mixture of such experts
     mlp: str = "dense"
     # (width of the MLP's inner layer) / d_model. With "moe": (width of one expert) / d_model
     mlp_ratio: float = 4.0
@@ -127,8 +126,7 @@ class ModelConfig(ConfigGroup):
     attention: str = free("auto")
     # scan over the blocks: compiles faster, but steps are slower and need more memory
     scan_layers: bool = free(False)
-    # rematerialization: the backward pass recomputes nothing ("none") | everything ("full") | everything except
-    # products with weights ("dots")
+    # what the backward pass recomputes: nothing ("none") | all but products with weights ("dots") | all ("full")
     remat: str = free("none")
 
     @property
@@ -167,11 +165,6 @@ class ModelConfig(ConfigGroup):
         return self.loops * self.depth
 
     @property
-    def has_value_embedding(self) -> bool:
-        """Of a block's config."""
-        return any(self.value_embeddings)
-
-    @property
     def ends_with_norm(self) -> bool:
         """Whether the trunk's output is normalized, so that the model needs no final norm."""
         return self.norm_position != "pre"
@@ -186,13 +179,12 @@ class ModelConfig(ConfigGroup):
 
     def validate(self) -> None:
         """Raises UserError for invalid values. Overriding methods call `super().validate()` first."""
-        self.validate_range("vocab_size", "context_length", "num_layers", "num_heads", "d_model", least=1)
-        if not 0 <= self.dropout < 1:
-            self.refuse("dropout", "must be at least 0 and below 1")
+        self.validate_range("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "loops",
+                            "delta_value_ratio", "mamba_state", "mamba_expand", least=1)
+        self.validate_fraction("dropout")
         for field, allowed in (
                 ("dtype", ("float32", "bfloat16", AUTO)), ("activation", ACTIVATIONS), ("position", POSITIONS),
-                ("norm_position", NORM_POSITIONS), ("attention_mask", ATTENTION_MASKS),
-                ("attention", BACKENDS)):
+                ("norm_position", NORM_POSITIONS), ("attention_mask", ATTENTION_MASKS), ("attention", BACKENDS)):
             self.validate_choice(field, allowed)
         self.validate_range("norm_epsilon", "rope_base", "mlp_ratio", above=True)
         if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):
@@ -202,7 +194,6 @@ class ModelConfig(ConfigGroup):
         if self.canon_taps < 0 or self.canon_taps == 1:
             self.refuse("canon_taps", "must be 0, or at least 2")
         self.validate_range("logit_softcap")
-        self.validate_range("loops", least=1)
         if not self.mixers:
             self.refuse("mixers", "must have at least one name")
         if not 0 <= self.rank_ratio < 1:
@@ -212,7 +203,6 @@ class ModelConfig(ConfigGroup):
                                ("delta_head_dim", "head_dim")):
             if getattr(self, field) < 0:
                 self.refuse(field, f"must be at least 0; 0 means config.model.{default}")
-        self.validate_range("delta_value_ratio", "mamba_state", "mamba_expand", least=1)
         self.validate_range("conv_taps", least=2)  # with one tap, nothing moves between positions
         if self.mlp == "moe":
             self.validate_experts()

@@ -5,8 +5,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from smallgpt_jax.ops.attention_mask import AttentionMask
-
 
 @flax.struct.dataclass
 class Context:
@@ -48,9 +46,6 @@ class Context:
         if self.loss_mask_BxT is None:
             return None
         return jax.lax.cummax(self.loss_mask_BxT.astype(jnp.int32), axis=1, reverse=True) > 0
-
-    def attention_mask(self, window: int, is_causal: bool = True) -> AttentionMask:
-        return AttentionMask(window, self.segment_ids_BxT, self.prefix_BxT, is_causal)
 
 
 EVALUATION = Context()

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax.numpy as jnp
 
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.context import Context, cache_variable
 from smallgpt_jax.models.initializers import normal, zeros
 
@@ -15,14 +16,34 @@ class ShortConvolution(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxC, context: Context):
-        time, width = x_BxTxC.shape[1:]
-        taps_JxC = self.param("taps", normal(self.num_taps**-0.5, "tap", self.axis), (self.num_taps, width))
-        padded = with_past(self, x_BxTxC, self.num_taps - 1, context)
+        shape = (self.num_taps, x_BxTxC.shape[-1])
+        taps_JxC = self.param("taps", normal(self.num_taps**-0.5, "tap", self.axis), shape)
         y_BxTxC = jnp.zeros_like(x_BxTxC, jnp.float32)
-        for j in range(self.num_taps):
-            past_BxTxC = in_text(padded[:, j:j + time], self.num_taps - 1 - j, context)
+        for j, past_BxTxC in enumerate(at_taps(self, x_BxTxC, self.num_taps, context)):
             y_BxTxC += taps_JxC[j][None, None] * past_BxTxC
         return y_BxTxC
+
+
+class CausalConvolution(nn.Module):
+    """y[t] = b + Σ_j W[j]·x[t − (J − 1) + j], (B, T, D) → (B, T, features), with J = `num_taps`."""
+
+    features: int
+    num_taps: int
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context: Context):
+        batch, time, width = x_BxTxD.shape
+        axes = ("conv_time", "embed", "embed_compressed")
+        initial = normal((self.num_taps * width)**-0.5, *axes)
+        kernel = self.param("kernel", initial, (self.num_taps, width, self.features))
+        kernel = sharding.gather_fsdp(kernel.astype(self.dtype), axes)
+        bias = self.param("bias", zeros("embed_compressed"), (self.features,))
+        y = bias.reshape(1, -1).astype(self.dtype)
+        # Rows and positions are merged, because three-dimensional products are slower on CPUs (see `ops.matmul`).
+        for j, past_BxTxD in enumerate(at_taps(self, x_BxTxD.astype(self.dtype), self.num_taps, context)):
+            y += past_BxTxD.reshape(-1, width) @ kernel[j]
+        return y.reshape(batch, time, self.features)
 
 
 class Canon(nn.Module):
@@ -44,8 +65,18 @@ class Smear(nn.Module):
         w_D = self.param("gate", zeros("channel"), x_BxTxD.shape[-1:])
         strength = self.param("strength", zeros(), ())
         gate_BxT = strength * nn.sigmoid(jnp.einsum("btd,d->bt", x_BxTxD.astype(jnp.float32), w_D))
-        previous_BxTxD = in_text(with_past(self, x_BxTxD, 1, context)[:, :-1], 1, context)
+        previous_BxTxD, _ = at_taps(self, x_BxTxD, 2, context)
         return (x_BxTxD + gate_BxT[..., None] * previous_BxTxD).astype(x_BxTxD.dtype)
+
+
+def at_taps(module: nn.Module, x_BxTxD, num_taps: int, context: Context):
+    """Returns x[t − (J − 1) + j] for each of J taps j, with 0 in place of the inputs of another text."""
+    padded, taps = with_past(module, x_BxTxD, num_taps - 1, context), range(num_taps)
+    pasts = [padded[:, j:j + x_BxTxD.shape[1]] for j in taps]
+    if context.segment_ids_BxT is None:  # `with_past` has prepended zeros
+        return pasts
+    positions_BxT = context.positions(x_BxTxD.shape[1])
+    return [jnp.where((positions_BxT >= num_taps - 1 - j)[:, :, None], pasts[j], 0) for j in taps]
 
 
 def with_past(module: nn.Module, x_BxTxD, count: int, context: Context):
@@ -55,15 +86,7 @@ def with_past(module: nn.Module, x_BxTxD, count: int, context: Context):
         return jnp.pad(x_BxTxD, ((0, 0), (count, 0), (0, 0)))
     past, _ = cache_variable(module, "past", (batch, count, width), x_BxTxD.dtype)
     padded = jnp.concatenate([past.value, x_BxTxD], axis=1)
-    # Each row of `padded` can end with padding tokens. `last_BxC` contains the indices of the `count` inputs before
-    # the padding tokens.
+    # The indices of the last `count` inputs of each row, before its padding tokens.
     last_BxC = context.length_B[:, None] + jnp.arange(count)[None]
     past.value = jnp.take_along_axis(padded, last_BxC[:, :, None], axis=1)
     return padded
-
-
-def in_text(past_BxTxD, back: int, context: Context):
-    """Returns the inputs from `back` positions ago, with 0 in place of those of another text."""
-    if context.segment_ids_BxT is None:  # `with_past` has prepended zeros
-        return past_BxTxD
-    return jnp.where((context.positions(past_BxTxD.shape[1]) >= back)[:, :, None], past_BxTxD, 0)

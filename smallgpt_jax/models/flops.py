@@ -49,11 +49,9 @@ class Cost(NamedTuple):
 
 
 def train_cost(model: LanguageModel, teacher: LanguageModel | None = None) -> Cost:
-    """Returns the cost of training.
-
-    Training takes 3 times the FLOPs of the forward pass, because the backward pass computes two products for each
-    product of the forward pass (Kaplan et al., arXiv 2001.08361, section 2.1). A `teacher` adds the FLOPs of its own
-    forward pass, without the head.
+    """Returns the cost of training: 3 times the FLOPs of the forward pass, because the backward pass computes two
+    products for each of its products (Kaplan et al., arXiv 2001.08361, section 2.1). A `teacher` adds its own forward
+    pass, without the head.
     """
     try:
         forward = forward_operations(model)
@@ -84,10 +82,8 @@ def update_flops(params, optimizer: optax.GradientTransformation) -> int:
 
 
 def count_operations(function, *arguments) -> Operations:
-    """Returns the operations of function(*arguments).
-
-    The arguments may be `jax.ShapeDtypeStruct`s. The body of a loop is counted once per iteration. In a conditional,
-    only the most expensive branch is counted. In a loop of unknown length, arithmetic besides products is counted once.
+    """Returns the operations of function(*arguments), which may be `jax.ShapeDtypeStruct`s. The body of a loop counts
+    once per iteration; if their number is unknown, once. Of a conditional, the most expensive branch counts.
 
     Raises UnknownFlops for products in a loop of unknown length, and for primitives in UNKNOWN.
     """
@@ -105,7 +101,12 @@ def _count_equation(equation) -> Operations:
         (contracted, _), _ = equation.params["dimension_numbers"]
         return Operations(2 * result.size * math.prod(inputs[0].aval.shape[i] for i in contracted))
     if name == "ragged_dot_general":
-        return Operations(_count_ragged_dot(equation))
+        dimensions = equation.params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = dimensions.dot_dimension_numbers
+        if set(dimensions.lhs_ragged_dimensions) & set(contracted):
+            raise UnknownFlops("the FLOPs of a ragged_dot_general that contracts the ragged dimension cannot be "
+                               "counted")
+        return Operations(2 * result.size * math.prod(inputs[0].aval.shape[i] for i in contracted))
     if name == "conv_general_dilated":  # each output is a product with one output channel's kernel; zeros count too
         channels = inputs[1].aval.shape[equation.params["dimension_numbers"].rhs_spec[0]]
         return Operations(2 * result.size * inputs[1].aval.size // channels)
@@ -128,12 +129,3 @@ def _count_equation(equation) -> Operations:
 
 def _sum(operations) -> Operations:
     return Operations(*map(sum, zip(Operations(), *operations)))
-
-
-def _count_ragged_dot(equation) -> int:
-    dimensions = equation.params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = dimensions.dot_dimension_numbers
-    if set(dimensions.lhs_ragged_dimensions) & set(contracted):
-        raise UnknownFlops("the FLOPs of a ragged_dot_general that contracts the ragged dimension cannot be counted")
-    left = equation.invars[0].aval.shape
-    return 2 * equation.outvars[0].aval.size * math.prod(left[i] for i in contracted)

@@ -13,9 +13,8 @@ from smallgpt_jax.ops.cross_entropy import cap
 
 TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 
-# Up to this input width, the initial std of the head's weights is 0.02. Wider heads have a smaller std, because the
-# initial logits have variance width × std². With std 0.02, the initial loss of a wider head would exceed
-# ln(vocab_size) by more than 0.05.
+# Up to this input width, the initial std of the head is 0.02. The initial logits have variance width × std²: in wider
+# heads, it would make the initial loss exceed ln(vocab_size) by more than 0.05.
 HEAD_WIDTH_AT_INIT_STD = 256
 
 
@@ -24,9 +23,7 @@ def head_std(width: int) -> float:
 
 
 def embed(table_VxD, tokens_BxT, dtype: str):
-    """Returns (B, T, D). The table stays float32, because the gradient of a frequent token sums too many terms for
-    bfloat16.
-    """
+    """Returns (B, T, D). The table is float32: in bfloat16, the gradient of a frequent token would lose its terms."""
     return sharding.look_up(table_VxD, TABLE_AXES, tokens_BxT, dtype)
 
 
@@ -37,12 +34,10 @@ class LanguageModel(nn.Module):
 
     def setup(self):
         c = self.config
-        self.token_embedding = self.param(
-            "token_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model))
+        self.token_embedding = self.param("token_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model))
         if c.position == "learned":  # attention applies the other position encodings
             self.position_embedding = self.param(
-                "position_embedding", normal(INIT_STD, "position", "embed"),
-                (c.context_length, c.d_model))
+                "position_embedding", normal(INIT_STD, "position", "embed"), (c.context_length, c.d_model))
         if c.smear:
             self.smear = Smear()
         self.trunk = find_architecture(c.architecture)(c)
@@ -63,8 +58,7 @@ class LanguageModel(nn.Module):
         x_BxTxW = self.trunk(x_BxTxD, context.replace(tokens_BxT=tokens_BxT))
         if not self.config.ends_with_norm:
             x_BxTxW = self.final_norm(x_BxTxW)
-        # The sharding constraint also applies to the gradient of `x_BxTxW`. Without the constraint, XLA's partitioner
-        # chooses a slow sharding for the gradient.
+        # Without this constraint, XLA's partitioner chooses a slow sharding for the gradient of `x_BxTxW`.
         return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
 
     def position_vectors(self, time: int, context: Context):
@@ -79,11 +73,8 @@ class LanguageModel(nn.Module):
     def head_weight(self):
         """Returns the weights of the output head, (V, W), in the compute dtype."""
         c = self.config
-        if c.tie_embeddings:
-            weight = self.token_embedding
-        else:
-            weight = self.param(
-                "head", normal(head_std(c.output_width), *TABLE_AXES), (c.vocab_size, c.output_width))
+        weight = self.token_embedding if c.tie_embeddings else self.param(
+            "head", normal(head_std(c.output_width), *TABLE_AXES), (c.vocab_size, c.output_width))
         return sharding.gather_fsdp(weight.astype(c.dtype), TABLE_AXES)
 
     def __call__(self, tokens_BxT, context: Context = EVALUATION):

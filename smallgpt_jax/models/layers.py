@@ -16,7 +16,7 @@ import flax.linen as nn
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.models.initializers import INIT_STD, deepnorm_gain, normal, residual_std, zeros
+from smallgpt_jax.models.initializers import INIT_STD, deepnorm_gain, normal, ones, residual_std, zeros
 from smallgpt_jax.models.router import Router
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.grouped_matmul import grouped_experts
@@ -80,19 +80,19 @@ class Dense(nn.Module):
         return y_BxTxO + bias[None, None].astype(self.dtype)
 
 
+def block_dense(c: ModelConfig, name: str, features: tuple[int, ...], axes: tuple[str, ...], std: float) -> Dense:
+    return Dense(features, axes, std, c.use_bias, c.dtype, c.rank_ratio, name=name)
+
+
 def layer_norm(config: ModelConfig, name: str | None) -> nn.LayerNorm:
     """The variance is E[x²] − E[x]² in float32, which takes one pass over x; E[(x − E[x])²] would take two."""
-    return nn.LayerNorm(
-        epsilon=config.norm_epsilon, use_bias=config.use_bias, dtype=config.dtype,
-        scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("norm",)),
-        bias_init=zeros("norm"), name=name)
+    return nn.LayerNorm(epsilon=config.norm_epsilon, use_bias=config.use_bias, dtype=config.dtype,
+                        scale_init=ones("norm"), bias_init=zeros("norm"), name=name)
 
 
 def rms_norm(config: ModelConfig, name: str | None) -> nn.RMSNorm:
     """x/√(mean(x²) + ε)·γ in float32 (Zhang & Sennrich, arXiv 1910.07467)."""
-    return nn.RMSNorm(
-        epsilon=config.norm_epsilon, dtype=config.dtype,
-        scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("norm",)), name=name)
+    return nn.RMSNorm(epsilon=config.norm_epsilon, dtype=config.dtype, scale_init=ones("norm"), name=name)
 
 
 NORMS = {"layer": layer_norm, "rms": rms_norm}
@@ -108,27 +108,23 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
-        std = INIT_STD * deepnorm_gain(c)
-        h_BxTxF = Dense((c.mlp_width,), ("embed", "mlp"), std, c.use_bias, c.dtype, c.rank_ratio, name="up")(
-            x_BxTxD, context)
-        return Dense((c.d_model,), ("mlp", "embed"), residual_std(c), c.use_bias, c.dtype, c.rank_ratio, name="down")(
-            ACTIVATIONS[c.activation](h_BxTxF), context)
+        h_BxTxF = self.inner(x_BxTxD, context)
+        return block_dense(c, "down", (c.d_model,), ("mlp", "embed"), residual_std(c))(h_BxTxF, context)
+
+    def inner(self, x_BxTxD, context: Context):
+        return ACTIVATIONS[self.config.activation](self.expand("up", x_BxTxD, context))
+
+    def expand(self, name: str, x_BxTxD, context: Context):
+        c = self.config
+        return block_dense(c, name, (c.mlp_width,), ("embed", "mlp"), INIT_STD * deepnorm_gain(c))(x_BxTxD, context)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(MLP):
     """(a(x·W_gate) ⊙ x·W_up)·W_down (Shazeer, arXiv 2002.05202)."""
 
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x_BxTxD, context: Context):
-        c = self.config
-        std = INIT_STD * deepnorm_gain(c)
-        gate_BxTxF, up_BxTxF = (
-            Dense((c.mlp_width,), ("embed", "mlp"), std, c.use_bias, c.dtype, c.rank_ratio, name=name)(x_BxTxD, context)
-            for name in ("gate", "up"))
-        return Dense((c.d_model,), ("mlp", "embed"), residual_std(c), c.use_bias, c.dtype, c.rank_ratio, name="down")(
-            ACTIVATIONS[c.activation](gate_BxTxF) * up_BxTxF, context)
+    def inner(self, x_BxTxD, context: Context):
+        gate_BxTxF, up_BxTxF = (self.expand(name, x_BxTxD, context) for name in ("gate", "up"))
+        return ACTIVATIONS[self.config.activation](gate_BxTxF) * up_BxTxF
 
 
 class MixtureOfExperts(nn.Module):

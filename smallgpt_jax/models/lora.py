@@ -10,11 +10,12 @@ import math
 import re
 
 import flax
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from smallgpt_jax.models.initializers import normal, zeros
-from smallgpt_jax.models.parameters import MODULE_STACKS, STACKS, Parameter, unboxed
+from smallgpt_jax.models.parameters import MODULE_STACKS, STACKS, Parameter
 
 NAME = "lora"  # of the tree, among the heads of a train state
 HEAD = ("head",)  # exists if it is not the embedding
@@ -43,7 +44,7 @@ def init(params, rank: int, pattern: str, key):
 
 
 def abstract_pairs(params, rank: int, pattern: str):
-    return jax.eval_shape(lambda: unboxed(init(params, rank, pattern, jax.random.key(0))))
+    return jax.eval_shape(lambda: nn.unbox(init(params, rank, pattern, jax.random.key(0))))
 
 
 def merge(abstract, params, pairs, scale: float):

@@ -71,7 +71,9 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
             keys = sum(chunk.stop - chunk.start for chunk in chunks) / len(chunks)  # average number of keys per query
             activations += layers.count * positions * keys * layers.heads * element / tensor
     if c.remat != "full":
-        activations += positions * element * sum_of_ranks(model) / mesh.shape["path"]
+        ranks = sum(math.prod(p.shape[:p.module_stacks]) * p.shape[-1]
+                    for p in jax.tree.leaves(abstract_params(model)) if p.axes[-1:] == ("rank",))
+        activations += positions * element * ranks / mesh.shape["path"]
     weights, average = bytes_on_device(state.trained), bytes_on_device(state.ema)
     is_gathered = mesh.shape["fsdp"] > 1 and c.remat == "none"
     return {"weights": weights, "moments": bytes_on_device(state.opt_state), "gradients": weights,
@@ -79,11 +81,6 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
             "gathered": weights * mesh.shape["fsdp"] * element / 4 if is_gathered else 0,
             "activations": activations,
             "logits": positions * c.vocab_size * (4 + element) / (tensor * loss_chunks)}
-
-
-def sum_of_ranks(model: LanguageModel) -> int:
-    return sum(math.prod(p.shape[:p.module_stacks]) * p.shape[-1] for p in jax.tree.leaves(abstract_params(model))
-               if p.axes[-1:] == ("rank",))
 
 
 def bytes_on_device(tree) -> int:
@@ -110,7 +107,8 @@ class AttentionLayers:
 
 def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> list[AttentionLayers]:
     """Returns the attention layers of a model of any architecture, recognized by the axis names of their weights."""
-    found, c, windows = [], model.config, attention_windows(model)
+    found, c = [], model.config
+    windows = {path: mixer.config.window for path, mixer in mixers(model).items() if isinstance(mixer, Attention)}
     segment_ids = jax.ShapeDtypeStruct((1, c.context_length), "int32") if separate_documents else None
     prefixes = jax.ShapeDtypeStruct((1, c.context_length), "bool") if c.attention_mask == "prefix" else None
     modules: dict[tuple, dict[str, int]] = {}  # {path of a module: {axis of a weight: size}}
@@ -123,17 +121,12 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
         backend, fallback_reason = select_backend(
             c.attention, mesh.devices.flat[0].platform, time=c.context_length, head_width=sizes["head_width"],
             dtype=c.dtype, mask=AttentionMask(window, segment_ids, prefixes, c.attention_mask != "bidirectional"),
-            has_alibi=c.position == "alibi",
-            per_group=sizes["qkv"] - 2)
+            has_alibi=c.position == "alibi", per_group=sizes["qkv"] - 2)
         count = c.loops * sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
         heads = sizes["heads"] * (sizes["qkv"] - 2)
         found.append(AttentionLayers(
             count, sizes["embed"], heads, sizes["heads"], sizes["head_width"], window, backend, fallback_reason))
     return found
-
-
-def attention_windows(model: LanguageModel) -> dict[tuple[str, ...], int]:
-    return {path: mixer.config.window for path, mixer in mixers(model).items() if isinstance(mixer, Attention)}
 
 
 def other_mixers(model: LanguageModel, mesh) -> list[tuple[int, int]]:

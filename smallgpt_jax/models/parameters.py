@@ -20,8 +20,7 @@ from smallgpt_jax.models.mixers import find_mixer
 from smallgpt_jax.ops.activations import ACTIVATIONS
 
 MODULE_STACKS = ("layers", "path")  # logical axes along which the weights of equal modules are stacked
-# Axes that number matrices or vectors. A routed expert has no module of its own; a tap of a convolution per channel is
-# a vector.
+# Axes that number matrices, such as those of routed experts, or vectors, such as taps of a convolution per channel.
 STACKS = (*MODULE_STACKS, "expert", "tap")
 TRACED_POSITIONS = 128
 
@@ -55,10 +54,7 @@ class Parameter:
 
     @property
     def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the axes of the inputs and of the outputs of a matrix.
-
-        Outputs: the last axis, or all axes after an axis "embed" or "rank". Inputs: the axes before them.
-        """
+        """The axes of a matrix's inputs and outputs. Outputs are the last axis, or all axes after "embed" or "rank"."""
         axes = self.own_axes
         inputs = next((n for n, i in enumerate(axes[:-1], start=1) if self.axes[i] in ("embed", "rank")),
                       len(axes) - 1)
@@ -72,7 +68,7 @@ class Parameter:
 
 def init_variables(model: LanguageModel, seed: int):
     """Returns {collection: tree of arrays}."""
-    return unboxed(model.init(jax.random.key(seed), jnp.zeros((1, model.config.context_length), jnp.int32)))
+    return nn.unbox(model.init(jax.random.key(seed), jnp.zeros((1, model.config.context_length), jnp.int32)))
 
 
 def abstract_params(model: LanguageModel):
@@ -123,10 +119,6 @@ def name_axes(call, arguments, keywords, method: nn.module.InterceptorContext):
         if not isinstance(value, Mapping) and not is_box(value):  # a mapping contains the parameters of a submodule
             module.put_variable("params", name, boxed(value))
     return result
-
-
-def unboxed(tree):
-    return nn.unbox(tree)
 
 
 def boxed(tree):

@@ -72,10 +72,8 @@ class PGPT(nn.Module):
             return y_PxBxTxD[0]
         if self.config.path_weights == "equal":
             return jnp.mean(y_PxBxTxD, axis=0)
-        logits = self.param(
-            "path_logits",
-            nn.with_logical_partitioning(nn.initializers.constant(0.5), ("path_logits",)),
-            (num_paths - 1,))
+        initial = nn.with_logical_partitioning(nn.initializers.constant(0.5), ("path_logits",))
+        logits = self.param("path_logits", initial, (num_paths - 1,))
         # The path weights are replicated, so that devices exchange only the weighted sum of the paths.
         weights_P = nn.with_logical_constraint(
             jax.nn.softmax(jnp.append(logits, 0.0)).astype(y_PxBxTxD.dtype), ("path_weights",))

@@ -23,11 +23,7 @@ def _gelu_forward(x):
     return (x_f32 * cdf).astype(x.dtype), (cdf + x_f32 * density).astype(x.dtype)
 
 
-def _gelu_backward(derivative, cotangent):
-    return (cotangent * derivative,)
-
-
-gelu.defvjp(_gelu_forward, _gelu_backward)
+gelu.defvjp(_gelu_forward, lambda derivative, cotangent: (cotangent * derivative,))
 
 
 def relu2(x):

@@ -112,20 +112,16 @@ def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_loss: floa
 
 
 def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_loss: float, softcap: float):
-    # In the loop, each device accumulates the head's gradient from its own rows. After the loop, the gradients of all
-    # devices are summed.
+    # Each device accumulates the head's gradient from its own rows; those of all devices are summed after the loop.
     shards = sharding.num_batch_shards()
-    # On CPUs, the accumulated gradient is transposed, because XLA computes products with wide results faster than
-    # products with tall results.
-    axes, names = ("pwv", ("batch", None, "vocab")) if platform() == "cpu" else (
-        "pvw", ("batch", "vocab", None))
+    # On CPUs, the gradient is accumulated transposed: products with wide results are faster than with tall results.
+    axes, names = ("pwv", ("batch", None, "vocab")) if platform() == "cpu" else ("pvw", ("batch", "vocab", None))
 
     def add_chunk(carry, chunk):
         total, d_head = carry
         x_BxCxW = chunk[0]
         loss, d_logits = _chunk_loss_and_gradient(chunk, head_VxW, z_loss, softcap)
-        x_PxRxW, d_logits_PxRxV = (
-            rows.reshape(shards, -1, rows.shape[-1]) for rows in (x_BxCxW, d_logits))
+        x_PxRxW, d_logits_PxRxV = (rows.reshape(shards, -1, rows.shape[-1]) for rows in (x_BxCxW, d_logits))
         if bfloat16.applies(x_BxCxW.dtype):
             d_head += bfloat16.transposed_dot(x_PxRxW, d_logits_PxRxV)  # (P, W, V), as `axes` on CPUs
             d_x = bfloat16.dot(d_logits, head_VxW).astype(x_BxCxW.dtype)
@@ -137,8 +133,7 @@ def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, z_lo
     chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
     vocabulary, width = head_VxW.shape
     shape = (shards, vocabulary, width) if axes == "pvw" else (shards, width, vocabulary)
-    (total, d_head), d_x_NxBxCxW = jax.lax.scan(
-        add_chunk, (jnp.float32(0), jnp.zeros(shape, jnp.float32)), chunks)
+    (total, d_head), d_x_NxBxCxW = jax.lax.scan(add_chunk, (jnp.float32(0), jnp.zeros(shape, jnp.float32)), chunks)
     d_x = jnp.moveaxis(d_x_NxBxCxW, 0, 1).reshape(x_BxTxW.shape)
     if platform() == "gpu":  # the devices exchange bfloat16, as for other weights; the TPU compiler chooses it itself
         return total, (d_x, jax.lax.reduce_sum(d_head.astype(head_VxW.dtype), (0,)))

@@ -29,11 +29,9 @@ SMALL = 16  # products of smaller matrices cost more on CPUs than the zeros in l
 
 def gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV, *,
                 backend: str = "auto"):
-    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32.
-
-    `log_decay_BxTxH` is log α ≤ 0. Where `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A
-    token with log α = 0 and β = 0, such as padding, does not change the state. With the `backend` "xla", no
-    kernel is used.
+    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. `log_decay_BxTxH` is log α ≤ 0. Where
+    `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A token with log α = 0 and β = 0, such
+    as padding, does not change the state. With the `backend` "xla", no kernel is used.
     """
     inputs = [x.astype(jnp.float32) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH)]
     _, time, _, width = q_BxTxHxK.shape

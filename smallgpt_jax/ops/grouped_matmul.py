@@ -112,10 +112,6 @@ def _block_matmul(x_NxbxI, w_GxIxO, group_of_block_N):
     return jnp.einsum("nbi,nio->nbo", x_NxbxI, w_GxIxO[group_of_block_N])
 
 
-def _block_matmul_forward(x_NxbxI, w_GxIxO, group_of_block_N):
-    return _block_matmul(x_NxbxI, w_GxIxO, group_of_block_N), (x_NxbxI, w_GxIxO, group_of_block_N)
-
-
 def _block_matmul_backward(residuals, ct_NxbxO):
     """The gradient of a matrix is summed over its blocks in float32, whatever its dtype."""
     x_NxbxI, w_GxIxO, group_of_block_N = residuals
@@ -125,7 +121,7 @@ def _block_matmul_backward(residuals, ct_NxbxO):
     return dx_NxbxI, dw_GxIxO.astype(w_GxIxO.dtype), None
 
 
-_block_matmul.defvjp(_block_matmul_forward, _block_matmul_backward)
+_block_matmul.defvjp(lambda *inputs: (_block_matmul(*inputs), inputs), _block_matmul_backward)
 
 
 def grouped_experts(x_BxTxD, experts_BxTxK, gates_BxTxK, into_ExDxF: list, out_ExFxD, activation, backend: str):

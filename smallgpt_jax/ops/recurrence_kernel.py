@@ -87,10 +87,6 @@ def dot(a, b, contract, dtype):
     return jax.lax.dot_general(a.astype(dtype), b.astype(dtype), dimensions, preferred_element_type=jnp.float32)
 
 
-def _dot_forward(a, b, contract, dtype):
-    return dot(a, b, contract, dtype), (a, b)
-
-
 def _dot_backward(contract, dtype, operands, dy):
     """Rounds the gradient to `dtype` as well."""
     (a, b), (axis_a, axis_b) = operands, contract
@@ -99,7 +95,7 @@ def _dot_backward(contract, dtype, operands, dy):
     return da.astype(a.dtype), db.astype(b.dtype)
 
 
-dot.defvjp(_dot_forward, _dot_backward)
+dot.defvjp(lambda a, b, contract, dtype: (dot(a, b, contract, dtype), (a, b)), _dot_backward)
 
 
 @jax.custom_vjp

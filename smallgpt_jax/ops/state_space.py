@@ -20,11 +20,9 @@ from smallgpt_jax.ops.chunks import chunk_length, decays_in_chunk, in_chunks, jo
 
 def state_space(c_BxTxGxK, b_BxTxGxK, v_BxTxHxV, log_decay_BxTxH, begins_BxT, state_BxHxKxV, *,
                 backend: str = "auto"):
-    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32.
-
-    `log_decay_BxTxH` is log a ≤ 0. Where `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A
-    token with log a = 0 and v = 0, such as padding, does not change the state. With the `backend` "xla", no
-    kernel is used.
+    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. `log_decay_BxTxH` is log a ≤ 0. Where
+    `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A token with log a = 0 and v = 0, such
+    as padding, does not change the state. With the `backend` "xla", no kernel is used.
     """
     inputs = [x.astype(jnp.float32) for x in (c_BxTxGxK, b_BxTxGxK, v_BxTxHxV, log_decay_BxTxH)]
     _, time, _, width = v_BxTxHxV.shape

@@ -54,12 +54,10 @@ MACHINE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFI
 
 
 class Checkpoints:
-    """The checkpoints in a folder; `keep` is the number to keep, and None opens the folder read-only.
+    """The checkpoints in a folder: the newest `keep` and those of `kept_steps`; None opens the folder read-only.
 
-    The checkpoints of `kept_steps` are kept in addition.
-
-    `before_save` uploads the metrics of the saved steps, which could otherwise be lost if the run is killed. The
-    checkpoint is saved even if the upload fails.
+    `before_save` uploads the metrics of the saved steps, which could otherwise be lost if the run is killed. If it
+    fails, the checkpoint is saved nevertheless.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, log: Callable[[str], None] = print,
@@ -83,9 +81,8 @@ class Checkpoints:
         return sorted(set(self._manager.all_steps()) - self._failed_steps)
 
     def save(self, step: int, state: TrainState, unlogged_losses: Sequence[float] = ()) -> None:
-        """Returns as soon as `state` is copied from the devices.
-
-        If writing fails, even later, removes the unfinished checkpoint. Of failures in a row, logs only the first.
+        """Returns as soon as `state` is copied from the devices. If writing fails, even later, removes the unfinished
+        checkpoint. Of failures in a row, logs only the first.
         """
         self.wait_until_finished()
         self._before_save()
@@ -236,8 +233,7 @@ class Checkpoints:
     def _read(self, step: int, abstract: TrainState) -> dict:
         """Returns {item: content} of the items that `abstract` has."""
         args = {name: ocp.args.StandardRestore(tree) for name, tree in items_of(abstract).items()}
-        saved = dict(self._manager.restore(
-            step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore())).items())
+        saved = dict(self._manager.restore(step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore())).items())
         schema = {"unlogged_losses": Optional([LOSS]), **{name: Each(integer(0, 2**32 - 1)) for name in args}}
         if mismatch := find_mismatch(saved["check"], schema, "check"):
             raise ValueError(mismatch)

@@ -13,8 +13,7 @@ from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 def is_finished(workdir: Path, config: Config, corpus: Corpus) -> bool:
     """Evaluations on other validation rows do not count; see `evaluated_steps`."""
     steps = config.train.steps
-    return (steps in saved_steps(workdir / CHECKPOINT_FOLDER)
-            and steps in evaluated_steps(workdir, config, corpus))
+    return steps in saved_steps(workdir / CHECKPOINT_FOLDER) and steps in evaluated_steps(workdir, config, corpus)
 
 
 def evaluated_steps(workdir: Path, config: Config, corpus: Corpus) -> set[int]:

@@ -85,11 +85,8 @@ class OptimizerConfig(ConfigGroup):
             self.refuse("train_only", f"not a regular expression ({error})")
         if self.lora_rank and (self.base_width or self.base_depth):
             self.refuse("lora_rank", "cannot be combined with config.optimizer.base_width or base_depth; set it to 0")
-        for field in ("beta1", "beta2", "warmup_fraction", "final_fraction"):
-            if not 0 <= getattr(self, field) < 1:
-                self.refuse(field, "must be at least 0 and below 1")
-        if not 0 < self.decay_fraction <= 1:
-            self.refuse("decay_fraction", "must be above 0 and at most 1")
+        self.validate_fraction("beta1", "beta2", "warmup_fraction", "final_fraction")
+        self.validate_fraction("decay_fraction", above=True, below=False)
 
     def started(self, steps: int) -> Self:
         """Replaces each AT_START. Raises UserError for an invalid schedule."""
@@ -116,11 +113,9 @@ class TrainConfig(ConfigGroup):
     batch_size: int = 512
     # each batch is split into this many parts, computed one after another, also in evaluation
     microbatches: int = free(8)  # a change also changes the dropout masks
-    # each sequence is split into this many parts; their logits are computed one after another. Must divide
-    # context_length
+    # parts of each sequence, whose logits are computed one after another; must divide context_length
     loss_chunks: int = free(4)
-    # weight of the z-loss, which is the mean of (log Σ exp(logits))²; 0: no z-loss. A common weight is 1e-4. The z-loss
-    # is added in training, but not in evaluation
+    # weight of the z-loss, the mean of (log Σ exp(logits))², in training only; 0: none. A common weight is 1e-4
     z_loss: float = 0.0
     # decay rate per step of a moving average of the weights, such as 0.999; 0: no average. Validation, and all commands
     # that read the run, use the average. At step t, the rate is at most (1 + t)/(10 + t)
@@ -166,8 +161,7 @@ class TrainConfig(ConfigGroup):
     # workdir of a run with the same config and more steps; "": none. With "wsd" and "wsd_linear", a run without a
     # checkpoint starts from the trunk's checkpoint at the start of its own decay, instead of from step 0 (docs/runs.md)
     trunk: str = free("", **NOT_COMPILED)
-    # if the loss or the gradient is not finite: "stop" the run | "skip" the update. Non-finite weights always stop the
-    # run
+    # if loss or gradient are not finite: "stop" the run | "skip" the update. Non-finite weights always stop the run
     on_nonfinite: str = free("stop", **NOT_COMPILED)
     # with "skip": the run stops after this number of consecutive non-finite updates
     max_nonfinite: int = free(10, **NOT_COMPILED)
@@ -183,16 +177,13 @@ class TrainConfig(ConfigGroup):
 
     def validate(self) -> None:
         self.validate_range("steps", "batch_size", "microbatches", "loss_chunks", "log_every", "eval_every",
-                            "checkpoint_every", "keep_checkpoints", "max_nonfinite", "profile_steps", least=1)
-        self.validate_range("eval_steps", "profile_from", "z_loss", "feature_weight", "stall_seconds")
-        if not 0 < self.mask_rate < 1:
-            self.refuse("mask_rate", "must be above 0 and below 1")
-        self.validate_range("future_tokens", "future_weight")
-        self.validate_range("pseudo_length", least=1)
-        if not 0 < self.future_discount <= 1:
-            self.refuse("future_discount", "must be above 0 and at most 1")
-        if not 0 <= self.ema < 1:
-            self.refuse("ema", "must be at least 0 and below 1")
+                            "checkpoint_every", "keep_checkpoints", "max_nonfinite", "profile_steps", "pseudo_length",
+                            least=1)
+        self.validate_range("eval_steps", "profile_from", "z_loss", "feature_weight", "stall_seconds", "future_tokens",
+                            "future_weight")
+        self.validate_fraction("mask_rate", above=True)
+        self.validate_fraction("future_discount", above=True, below=False)
+        self.validate_fraction("ema")
         if not all(type(step) is int and step >= 1 for step in self.kept_steps):
             self.refuse("kept_steps", "must be integers, at least 1")
         if not 0 <= self.seed < 2**32:

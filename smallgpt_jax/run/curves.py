@@ -21,10 +21,8 @@ def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
         return
     path = workdir / CURVES_FILE
     try:
-        lines = read_lines(workdir / METRICS_FILE)
-        if not lines:
-            return
-        write_atomically(path, draw(lines))
+        if lines := read_lines(workdir / METRICS_FILE):
+            write_atomically(path, draw(lines))
     except Exception as error:  # a run must not fail because of its plots
         log(f"{path}: not drawn ({short_reason(error)})")
 

@@ -29,10 +29,7 @@ class Units(NamedTuple):
 
 
 class Logger:
-    """Logs a run's metrics through `writer` and to the terminal.
-
-    Reads the metrics of an update only after the next one is dispatched, so that no device waits for the host.
-    """
+    """Reads the metrics of an update only after the next one is dispatched, so that no device waits for the host."""
 
     def __init__(self, writer: MetricsWriter, progress: RunProgress, clock: RunClock, units: Units, log_every: int,
                  unlogged_losses: Sequence[float] = ()):

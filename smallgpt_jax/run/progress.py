@@ -13,26 +13,17 @@ class RunProgress:
         self._open = False
 
     def update(self, step: int, text: str) -> None:
-        self._print(step, text, end="" if self._in_place else "\n")
-        self._open = self._in_place
+        self.message(self._counted(step, text), end="" if self._in_place else "\n")
 
     def print_line(self, step: int, text: str) -> None:
         """Prints a line that later updates do not overwrite."""
-        self._print(step, text, end="\n")
-        self._open = False
+        self.message(self._counted(step, text))
 
-    def message(self, text: str) -> None:
-        self._write(text, end="\n")
-        self._open = False
-
-    def _print(self, step: int, text: str, end: str) -> None:
-        counter = f"step {step:>{len(str(self.steps))}}/{self.steps}"
-        self._write(f"{counter}   {text}", end)
-
-    def _write(self, text: str, end: str) -> None:
-        labeled = text.replace("\n", f"\n{self._label}")
+    def message(self, text: str, end: str = "\n") -> None:
+        clear, labeled = "\r\x1b[K" if self._open else "", text.replace("\n", f"\n{self._label}")
         # `end` is part of the text: print would write it separately, possibly after the text of another thread.
-        print(f"{self._clear()}{self._label}{labeled}{end}", end="", flush=True)
+        print(f"{clear}{self._label}{labeled}{end}", end="", flush=True)
+        self._open = not end
 
-    def _clear(self) -> str:
-        return "\r\x1b[K" if self._open else ""
+    def _counted(self, step: int, text: str) -> str:
+        return f"step {step:>{len(str(self.steps))}}/{self.steps}   {text}"

@@ -28,10 +28,7 @@ CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run 
 
 
 class Spool:
-    """A local folder for the files of a run; `workdir` itself, if that is local.
-
-    Failed uploads do not end the run: `log` is called with a message, and the next upload tries again.
-    """
+    """A local folder for the files of a run; `workdir` itself, if that is local. Failed uploads are repeated."""
 
     def __init__(self, workdir: Path, folder: Path, log: Callable[[str], None] = print):
         self.workdir, self.folder, self._log = workdir, folder, log
@@ -92,7 +89,12 @@ def open_spool(workdir: Path, continued: Sequence[str], log: Callable[[str], Non
             for name in continued:
                 object_storage.download(workdir / name, folder / name, object_storage.list_files(workdir / name))
         spool, closed = Spool(workdir, folder, log), threading.Event()
-        thread = threading.Thread(target=upload_regularly, args=(spool, closed), daemon=True)
+
+        def upload_regularly():
+            while not closed.wait(UPLOAD_SECONDS):
+                spool.upload()
+
+        thread = threading.Thread(target=upload_regularly, daemon=True)
         thread.start()
         try:
             yield spool
@@ -107,8 +109,3 @@ def remove_abandoned_spools() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{SPOOL_PREFIX}*/{LOCK_FILE}"):
         with contextlib.suppress(LockHeldError, OSError), file_lock(lock):
             shutil.rmtree(lock.parent)
-
-
-def upload_regularly(spool: Spool, closed: threading.Event) -> None:
-    while not closed.wait(UPLOAD_SECONDS):
-        spool.upload()

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from smallgpt_jax.models import lora
+
 
 class TrainState(NamedTuple):
     step: jax.Array
@@ -17,9 +19,10 @@ class TrainState(NamedTuple):
     ema: Any = {}  # noqa: RUF012 — moving average of `params`; {} without config.train.ema
 
     @property
-    def evaluated(self):
-        """The parameters that validation, generation and exports use."""
-        return self.ema or self.params
+    def evaluated(self) -> dict:
+        """The parameters that validation reads: the model's or their average, and LoRA's, but not those of terms."""
+        pairs = {name: head for name, head in self.heads.items() if name == lora.NAME}
+        return {**(self.ema or self.params), **pairs}
 
     @property
     def trained(self) -> dict:

@@ -51,8 +51,7 @@ class Tracker:
             self._add(line)
 
     def _add(self, line: dict) -> None:
-        # Trackers accept only increasing steps. An evaluation that is repeated after its step was sent is therefore
-        # sent with the next step.
+        # Trackers accept only increasing steps, so an evaluation repeated after its step is sent with the next one.
         step = max(line["step"], self._next_step)
         if self._row and step != self._row_step:
             self._send()

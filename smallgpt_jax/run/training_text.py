@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.corpus import DESCRIPTION, Corpus, same_text
 from smallgpt_jax.errors import UserError
@@ -52,19 +54,16 @@ def text_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 def describe_changes(before: dict, now: dict) -> str:
     """Formats the first three differences between two `Corpus.description`s."""
-    def flat_entries(value, path=()):
-        if isinstance(value, dict | list):
-            for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from flat_entries(part, (*path, str(key)))
-        else:
-            yield path, value
+    def flat_entries(description):
+        return {tuple(jax.tree_util.keystr((key,), simple=True) for key in path): value
+                for path, value in jax.tree_util.tree_leaves_with_path(description)}
 
     def format_value(path, value):
         if value is None:  # this description lacks the entry
             return "0" if "skipped" in path else "none"
         return f"{value:,}" if type(value) is int else repr(value)
 
-    entries_before, entries_now = dict(flat_entries(before)), dict(flat_entries(now))
+    entries_before, entries_now = flat_entries(before), flat_entries(now)
     different = [path for path in sorted(entries_before.keys() | entries_now.keys())
                  if entries_before.get(path) != entries_now.get(path) and "fingerprints" not in path]
     listed = [f"{entry_name(path)}: from {format_value(path, entries_before.get(path))} "

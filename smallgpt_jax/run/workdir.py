@@ -55,10 +55,8 @@ def check_workdir(workdir: Path, config: Config) -> None:
 
 
 def require_same_classes(workdir: Path, config: Config) -> None:
-    """Raises UserError if the run in `workdir` has custom classes that `config` does not name. Imports no module.
-
-    Without this check, reading the run's config would import a module of somebody else, or ask whether to trust it,
-    although the run cannot be resumed with `config`.
+    """Raises UserError if the run in `workdir` has custom classes that `config` does not name. Without this check,
+    reading its config would import a module of somebody else, or ask whether to trust it, to no purpose.
     """
     if (workdir / CONFIG_FILE).exists():
         foreign = models.foreign_classes(read_groups(workdir)["model"], config.model)

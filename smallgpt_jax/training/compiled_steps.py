@@ -17,7 +17,6 @@ from smallgpt_jax import models
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
-from smallgpt_jax.models import lora
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training import trainable
@@ -41,6 +40,7 @@ class CompiledSteps:
     shardings: TrainState
     teacher: Teacher | None  # also a term of the objective
     multipliers: Any  # see `transfer.multipliers`; None: all are 1
+    _stacked: dict[int, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -66,15 +66,10 @@ class CompiledSteps:
     @functools.cached_property
     def initialization(self) -> jax.stages.Compiled:
         """Returns seed → state. Each device initializes its own shards."""
-        return self._traced_initialization.lower().compile(self._initialization_options)
-
-    @property
-    def _initialization_options(self) -> dict | None:
-        """On CPUs, optimizing the initialization takes longer than running it, and it runs only once."""
         option = "xla_backend_optimization_level"
-        if self.mesh.devices.flat[0].platform != "cpu" or option in os.environ.get("XLA_FLAGS", ""):
-            return None
-        return {option: 1}
+        is_optimized = self.mesh.devices.flat[0].platform != "cpu" or option in os.environ.get("XLA_FLAGS", "")
+        # On CPUs, optimizing the initialization takes longer than running it, and it runs only once.
+        return self._traced_initialization.lower().compile(None if is_optimized else {option: 1})
 
     @functools.cached_property
     def _traced_initialization(self) -> jax.stages.Traced:
@@ -96,33 +91,23 @@ class CompiledSteps:
     @functools.cached_property
     def lowered_train_step(self) -> jax.stages.Lowered:
         constants = self.objective.abstract_constants
-        jitted = jax.jit(self._update, donate_argnums=0,
-                         out_shardings=(self.shardings, sharding.replicated(self.mesh)))
+        jitted = jax.jit(self._update, donate_argnums=0, out_shardings=(self.shardings, sharding.replicated(self.mesh)))
         with sharding.use_mesh(self.mesh):
             return jitted.lower(*self._abstract_arguments, *([constants] if constants else []))
 
     def stacked_train_step(self, runs: int) -> jax.stages.Compiled:
-        if runs not in self._stacked:
-            self._stacked[runs] = self.lower_stacked_train_step(runs).compile()
-        return self._stacked[runs]
-
-    @functools.cached_property
-    def _stacked(self) -> dict[int, jax.stages.Compiled]:
-        return {}
-
-    def lower_stacked_train_step(self, runs: int) -> jax.stages.Lowered:
-        """Returns (states, batches, hyperparameters) → (states, metrics), each a tuple with one item per run.
-
-        The arrays are stacked and separated within the program, because each run saves and evaluates its own state.
-        """
+        """Returns (states, batches, hyperparameters) → (states, metrics), each a tuple with one item per run."""
+        # The program stacks and separates the arrays, because each run saves and evaluates its own state.
         def update(*arguments):
             stacked = [jax.tree.map(lambda *x: jnp.stack(x), *trees) for trees in arguments]
             results = jax.vmap(self._update)(*stacked)
             return [tuple(jax.tree.map(lambda x: x[run], tree) for run in range(runs)) for tree in results]
 
-        with sharding.use_mesh(self.mesh):
-            return jax.jit(update, donate_argnums=0).lower(
-                *((argument,) * runs for argument in self._abstract_arguments))
+        if runs not in self._stacked:
+            with sharding.use_mesh(self.mesh):
+                self._stacked[runs] = jax.jit(update, donate_argnums=0).lower(
+                    *((argument,) * runs for argument in self._abstract_arguments)).compile()
+        return self._stacked[runs]
 
     @functools.cached_property
     def _update(self):
@@ -138,12 +123,6 @@ class CompiledSteps:
     def eval_step(self) -> jax.stages.Compiled:
         return self.lower_eval_step().compile()
 
-    def evaluated(self, state: TrainState) -> dict:
-        """Returns the parameters that validation reads: the model's, or their moving average, and LoRA's; but not those
-        of terms of the loss.
-        """
-        return {**state.evaluated, **{name: head for name, head in state.heads.items() if name == lora.NAME}}
-
     def lower_eval_step(self) -> jax.stages.Lowered:
         evaluation = functools.partial(
             eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches,
@@ -151,7 +130,7 @@ class CompiledSteps:
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
         state = self.abstract_state
         with sharding.use_mesh(self.mesh):
-            return jitted.lower(self.evaluated(state), state.model_state, self.abstract_batch(evaluates=True))
+            return jitted.lower(state.evaluated, state.model_state, self.abstract_batch(evaluates=True))
 
 
 def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
@@ -165,10 +144,12 @@ def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
         objective = dataclasses.replace(objective, examples=objective.tuning_examples)
     models.require_factors(model)
     params = models.abstract_params(model)
-    if config.optimizer.lora_rank and (others := objective.abstract_heads()):
-        config.optimizer.refuse("lora_rank", f"cannot be combined with the objective's {', '.join(others)}, which has "
-                                "parameters of its own; set it to 0")
-    objective = dataclasses.replace(objective, adapters=trainable.make_adapters(params, config.optimizer))
+    if config.optimizer.lora_rank:
+        if others := objective.abstract_heads():
+            config.optimizer.refuse("lora_rank", f"cannot be combined with the objective's {', '.join(others)}, which "
+                                    "has parameters of its own; set it to 0")
+        objective = dataclasses.replace(
+            objective, adapters=functools.partial(trainable.init_adapters, params, config.optimizer))
     heads = objective.abstract_heads()
     if taken := params.keys() & heads.keys():
         raise ValueError(f"terms have the names of parameters: {', '.join(taken)}; rename the terms")
@@ -187,7 +168,6 @@ def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
 
 
 def transfer_multipliers(config: Config, trained):
-    """Returns the multipliers of muP and CompleteP, or None without a base model."""
     if not (config.optimizer.base_width or config.optimizer.base_depth):
         return None
     base = models.LanguageModel(base_config(config.model, config.optimizer))

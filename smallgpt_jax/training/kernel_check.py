@@ -26,10 +26,7 @@ PARTS = ("outputs", *(f"gradients of {inputs}" for inputs in ("queries", "keys",
 
 
 def check_attention_kernels(program: Program) -> None:
-    """Raises UserError if a kernel gives wrong results on these devices (collective).
-
-    A kernel may fail on an untested chip, driver or compiler, and wrong gradients would go unnoticed.
-    """
+    """Raises UserError if a kernel is wrong on these devices (collective); wrong gradients would go unnoticed."""
     if program.mesh.devices.flat[0].platform == "cpu":
         return
     c, separate_documents = program.model.config, program.config.data.separate_documents
@@ -55,8 +52,7 @@ def check_recurrence_kernels(program: Program) -> None:
     for mixer, heads, *widths in sorted(recurrences(program.model)):
         if not recurrence_kernel.fits(c.context_length, *widths):
             continue
-        rule = {"delta": gated_delta, "mamba": state_space}[mixer].in_plain_jax
-        errors = recurrence_errors(program.mesh, rule, heads, *widths, is_delta=mixer == "delta")
+        errors = recurrence_errors(program.mesh, mixer, heads, *widths)
         worst = int(np.argmax(errors))  # the index of NaN, if there is one
         if not errors[worst] < TOLERANCE:
             raise UserError(
@@ -77,8 +73,10 @@ def recurrences(model: LanguageModel) -> set[tuple[str, int, int, int]]:
     return found
 
 
-def recurrence_errors(mesh, rule, heads: int, key_width: int, value_width: int, is_delta: bool) -> np.ndarray:
+def recurrence_errors(mesh, mixer: str, heads: int, key_width: int, value_width: int) -> np.ndarray:
     """Returns the relative errors, as `relative_error`, of PARTS, on two texts per row, for two rows per device."""
+    is_delta = mixer == "delta"
+    rule = (gated_delta if is_delta else state_space).in_plain_jax
     rows, shared, time = 2 * sharding.num_batch_shards(mesh), heads if is_delta else 1, 1024
 
     def errors():
@@ -89,29 +87,16 @@ def recurrence_errors(mesh, rule, heads: int, key_width: int, value_width: int, 
         q, k, v, dy = (x.astype("bfloat16").astype("float32") for x in (q, k, v, dy))
         inputs = q, k, v, -jax.nn.softplus(decay - 3), *[jax.nn.sigmoid(beta)] * is_delta
         begins_1xT, state = jnp.arange(time)[None] % 700 == 0, jnp.zeros((rows, heads, key_width, value_width))
-
-        def output_and_gradients(rule):
-            def weighted_sum(*inputs):
-                y, _ = rule(inputs)
-                return jnp.sum(y * dy), y
-
-            gradients, y = jax.grad(weighted_sum, range(len(inputs)), has_aux=True)(*inputs)
-            return y, *gradients
-
-        found = output_and_gradients(lambda inputs: recurrence_kernel.in_kernel(inputs, begins_1xT, state))
-        with jax.default_matmul_precision("highest"):
-            expected = output_and_gradients(lambda inputs: rule(*inputs, begins_1xT, state))
-        return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(found, expected)])
+        return relative_errors(lambda *inputs: recurrence_kernel.in_kernel(inputs, begins_1xT, state)[0],
+                               lambda *inputs: rule(*inputs, begins_1xT, state)[0], inputs, dy)
 
     return run_on_all(errors, mesh)
 
 
 def relative_error(mesh, layers: AttentionLayers, time: int, dtype: str, separate_documents: bool,
                    is_causal: bool = True) -> float:
-    """Returns the largest ‖x − r‖ / ‖r‖ of outputs and gradients x, sharded as in training; r: `plain_attention`.
-
-    Each device gets two rows and, if the layers have as many, two key–value heads.
-    """
+    """Returns the largest ‖x − r‖ / ‖r‖ of outputs and gradients x, sharded as in training; r: `plain_attention`."""
+    # Each device gets two rows and, if the layers have as many, two key–value heads.
     tensor, per_group = mesh.shape["tensor"], layers.heads // layers.kv_heads
     groups = min(layers.kv_heads, 2 * tensor) if layers.kv_heads % tensor == 0 else layers.kv_heads
     rows = 2 * sharding.num_batch_shards(mesh)
@@ -122,21 +107,26 @@ def relative_error(mesh, layers: AttentionLayers, time: int, dtype: str, separat
         borders_B = (1 + jnp.arange(rows) % 2) * time // 3
         segment_ids = (jnp.arange(time)[None] >= borders_B[:, None]).astype("int32") if separate_documents else None
         mask = AttentionMask(layers.window, segment_ids, is_causal=is_causal)
-
-        def output_and_gradients(function, dtype):
-            def weighted_sum(*qkv):
-                y = function(*qkv)
-                return jnp.sum(y.astype("float32") * dy), y
-
-            gradients, y = jax.grad(weighted_sum, (0, 1, 2), has_aux=True)(*(x.astype(dtype) for x in (q, k, v)))
-            return [x.astype("float32") for x in (y, *gradients)]
-
-        found = output_and_gradients(lambda *qkv: attention(*qkv, mask, backend=layers.backend), dtype)
-        with jax.default_matmul_precision("highest"):
-            expected = output_and_gradients(lambda *qkv: plain_attention(*qkv, mask), "float32")
-        return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(found, expected)])
+        return relative_errors(lambda *qkv: attention(*qkv, mask, backend=layers.backend),
+                               lambda *qkv: plain_attention(*qkv, mask), (q, k, v), dy, dtype)
 
     return float(np.max(run_on_all(errors, mesh)))
+
+
+def relative_errors(kernel, oracle, inputs, dy, dtype: str = "float32"):
+    """Returns ‖x − r‖ / ‖r‖ of the output and of the gradient by each input; x: `kernel`, of `dtype`; r: `oracle`."""
+    def output_and_gradients(function, dtype):
+        def weighted_sum(*inputs):
+            y = function(*inputs)
+            return jnp.sum(y.astype("float32") * dy), y
+
+        gradients, y = jax.grad(weighted_sum, range(len(inputs)), has_aux=True)(*(x.astype(dtype) for x in inputs))
+        return [x.astype("float32") for x in (y, *gradients)]
+
+    found = output_and_gradients(kernel, dtype)
+    with jax.default_matmul_precision("highest"):
+        expected = output_and_gradients(oracle, "float32")
+    return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(found, expected)])
 
 
 def run_on_all(errors, mesh) -> np.ndarray:
@@ -146,17 +136,14 @@ def run_on_all(errors, mesh) -> np.ndarray:
 
 
 def sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.Array]:
-    """Returns random float32 queries, keys, values and output gradients that `dtype` represents exactly.
-
-    The keys just inside and just outside the window have large scores, because one key among many would hardly show.
-    Scores of narrow heads vary more and are increased less.
-    """
+    """Returns random float32 queries, keys, values and output gradients that `dtype` represents exactly."""
     rows, groups, per_group, time, width = shape
     q, k, v, dy = (jax.random.normal(key, (rows, groups * heads, time, width)) for key, heads in zip(
         jax.random.split(jax.random.key(0), 4), (per_group, 1, 1, per_group)))
+    # The keys just inside and outside the window have large scores, because one key among many would hardly show.
     if window:
         edge_BxGxTxK = jnp.roll(k, window - 1, axis=2) + jnp.roll(k, window, axis=2)
-        score = min(1, width / 16) * math.log(window)  # of both keys; the other scores have a variance of 1
+        score = min(1, width / 16) * math.log(window)  # of both keys; less for narrow heads, whose scores vary more
         q += score / math.sqrt(width) * jnp.repeat(edge_BxGxTxK, per_group, axis=1)
     precision = jnp.finfo(dtype)
     return [jax.lax.reduce_precision(x, precision.nexp, precision.nmant) for x in (q, k, v, dy)]

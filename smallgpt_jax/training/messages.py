@@ -46,7 +46,6 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
 
 
 def fallback_messages(program: Program) -> list[str]:
-    """Lists weight axes that the mesh does not divide, and why attention layers use plain XLA."""
     undivided = sharding.replicated_dimensions(program.mesh, models.abstract_params(program.model))
     backend = program.config.model.attention
     requested = "" if backend == "auto" else f"warning: config.model.attention={backend!r} has no effect: "
@@ -55,12 +54,6 @@ def fallback_messages(program: Program) -> list[str]:
         for layers in memory.attention_layers(program.model, program.mesh, program.config.data.separate_documents)
         if layers.fallback_reason)
     return [*undivided, *fallbacks]
-
-
-def compilation_message(memory_stats, seconds: float) -> str:
-    return (f"compiled and ready in {seconds:.0f} s; memory per device: "
-            f"{memory.format_bytes(memory_stats.argument_size_in_bytes)} for state and batch, "
-            f"{memory.format_bytes(memory_stats.temp_size_in_bytes)} temporary")
 
 
 def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_step: int) -> dict:
@@ -86,11 +79,12 @@ def print_final_message(workdir: str) -> None:
     if not distributed.is_primary():
         return
     folder = as_path("--workdir", workdir)
-    if is_masked(folder):
-        print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To export the encoder:\n"
-              f'  {command_line("convert", "--to=hf", f"--workdir={folder}")} --output=...')
-        return
-    if jax.process_count() == 1:
+    try:
+        config = read_config(folder)
+    except UserError:  # damaged during the run
+        config = None
+    is_masked = config and config.train.objective == "masked"
+    if jax.process_count() == 1 and not is_masked:
         print("\nSample:\n")
         try:
             for piece in inference.load(folder).stream(max_new_tokens=150, temperature=0.7):
@@ -98,23 +92,11 @@ def print_final_message(workdir: str) -> None:
         except UserError as error:  # an architecture whose decoding does not work can still be trained
             print(f"(none: {error})")
         print("\n")
-    print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}To generate more:\n"
-          f'  {command_line("generate", f"--workdir={folder}")} --prompt="..."'
-          + (" --trust_custom_code" if is_custom(folder) else ""))
-
-
-def is_masked(folder: Path) -> bool:
-    try:
-        return read_config(folder).train.objective == "masked"
-    except UserError:
-        return False
-
-
-def is_custom(folder: Path) -> bool:
-    try:
-        return bool(models.custom_classes(read_config(folder).model))
-    except UserError:
-        return False
+    export = f'{command_line("convert", "--to=hf", f"--workdir={folder}")} --output=...'
+    trust = " --trust_custom_code" if config and models.custom_classes(config.model) else ""
+    generate = f'{command_line("generate", f"--workdir={folder}")} --prompt="..."{trust}'
+    print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}"
+          + (f"To export the encoder:\n  {export}" if is_masked else f"To generate more:\n  {generate}"))
 
 
 def loss_message(folder: Path) -> str:

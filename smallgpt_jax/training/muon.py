@@ -38,7 +38,10 @@ def scale_by_muon(params) -> optax.GradientTransformation:
     Layers, paths, experts, queries, keys and values are separate matrices. optax.MaskedNode replaces other parameters.
     """
     def matrix_axes(updates):
-        return jax.tree.map(lambda p, x: jax.tree.map(lambda _: dimension_numbers(p), x), params, updates)
+        def of_parameter(p, x):  # one array, or QKV
+            return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(*p.matrix_axes), x)
+
+        return jax.tree.map(of_parameter, params, updates)
 
     def scale(x, axes: optax.contrib.MuonDimensionNumbers):
         fans = (math.prod(x.shape[i] for i in group) for group in axes)
@@ -59,10 +62,6 @@ def scale_by_muon(params) -> optax.GradientTransformation:
         return jax.tree.map(join, params, updates), state
 
     return optax.GradientTransformation(lambda weights: directions.init(split(weights)), update)
-
-
-def dimension_numbers(p: Parameter) -> optax.contrib.MuonDimensionNumbers:
-    return optax.contrib.MuonDimensionNumbers(*p.matrix_axes)
 
 
 class QKV(NamedTuple):

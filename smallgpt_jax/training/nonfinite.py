@@ -9,10 +9,8 @@ from smallgpt_jax.run.logger import StepMetrics
 
 
 class NonFiniteGuard:
-    """Decides whether a run continues after a non-finite update.
-
-    The training step skips such updates; the first one ends the run or, if `on_nonfinite` is "skip", `max_nonfinite` in
-    a row. An applied update that makes the weights non-finite always ends the run.
+    """Ends the run at the first non-finite update or, if `on_nonfinite` is "skip", after `max_nonfinite` in a row. The
+    training step skips such updates. An applied update that makes the weights non-finite always ends the run.
     """
 
     def __init__(self, on_nonfinite: str, max_nonfinite: int, row_numbers_at: Callable[[int], Sequence[int]],

@@ -15,11 +15,10 @@ import jax
 
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.models import LanguageModel, lora
-from smallgpt_jax.models.parameters import name_axes, unboxed, with_axes
+from smallgpt_jax.models.parameters import name_axes, with_axes
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import TrainConfig
 from smallgpt_jax.training.examples import Examples, answers, continuations, masked_tokens, next_tokens
-from smallgpt_jax.training.trainable import Adapters
 
 
 class Outputs(NamedTuple):
@@ -42,10 +41,8 @@ def forward(model: LanguageModel, params, model_state, examples: Examples, dropo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Term:
-    """A term of the training loss, logged without its `weight`.
-
-    It may have constants, or parameters. These are sharded, optimized and checkpointed like the model's, but are not
-    part of the model: inference and exports do not read them.
+    """A term of the training loss, logged without its `weight`. Its parameters are sharded, optimized and checkpointed
+    like the model's, but inference and exports do not read them.
     """
 
     sown: ClassVar[tuple[str, ...]] = ()  # variable collections that the term reads
@@ -74,7 +71,7 @@ class Objective:
     # the same for prompts with answers; the loss mask of the batch has the answers
     tuning_examples: Callable[[Batch, jax.Array], Examples] = next_tokens
     terms: Mapping[str, Term] = dataclasses.field(default_factory=dict)
-    adapters: Adapters | None = None  # of LoRA, which are trained like the parameters of terms
+    adapters: Callable | None = None  # key → the pairs of LoRA, which are trained like the parameters of terms
     # trained parameters → the model's, and further ones that it does not read
     weights: Callable[[dict], dict] = dict
 
@@ -82,10 +79,6 @@ class Objective:
         return cross_entropy(
             outputs.x_BxTxW, outputs.head_VxW, examples.targets_BxT, weights_BxT, self.loss_chunks, z_loss,
             outputs.logit_softcap)
-
-    def term_values(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> dict[str, jax.Array]:
-        """Returns {name: value before multiplication by its weight}."""
-        return {name: term(outputs, variables.get(name), examples, weights_BxT) for name, term in self.terms.items()}
 
     @property
     def sown(self) -> tuple[str, ...]:
@@ -101,14 +94,14 @@ class Objective:
 
     def init_heads(self, seed: int) -> dict[str, Any]:
         """Returns {name of the term: its parameters}, without terms that have none."""
-        return unboxed(self._init_boxed(seed))
+        return nn.unbox(self._init_boxed(seed))
 
     def _init_boxed(self, seed: int) -> dict[str, Any]:
         key = jax.random.key(seed)
         heads = {name: term.init(jax.random.fold_in(key, zlib.crc32(name.encode())))
                  for name, term in self.terms.items()}
         if self.adapters:
-            heads[lora.NAME] = self.adapters.init(jax.random.fold_in(key, zlib.crc32(lora.NAME.encode())))
+            heads[lora.NAME] = self.adapters(jax.random.fold_in(key, zlib.crc32(lora.NAME.encode())))
         return {name: params for name, params in heads.items() if params}
 
     def abstract_heads(self) -> dict[str, Any]:

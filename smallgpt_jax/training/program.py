@@ -10,14 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
-from smallgpt_jax.data.config import DataConfig, is_synthetic
+from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
-from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config, TrainConfig
@@ -62,9 +60,6 @@ class Program:
     def initial_state(self) -> TrainState:
         return self.steps.initialization(np.uint32(self.config.train.seed))
 
-    def initial_opt_state(self, trained) -> optax.OptState:
-        return jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(trained)
-
     def restore_or_initialize(self, checkpoints) -> TrainState:
         """The checkpoint of an imported model has neither heads, optimizer state nor average; they are initialized."""
         state = checkpoints.restore_latest(self.abstract_state) or self.initial_state()
@@ -73,7 +68,8 @@ class Program:
                 return scale_initial(self.objective.init_heads(self.config.train.seed), self.multipliers)
 
             state = state._replace(heads=jax.jit(initialize, out_shardings=self.shardings.heads)())
-            state = state._replace(opt_state=self.initial_opt_state(state.trained))
+            opt_state = jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(state.trained)
+            state = state._replace(opt_state=opt_state)
             if self.config.train.ema:
                 state = state._replace(ema=jax.tree.map(jnp.copy, state.params))
         return state
@@ -93,7 +89,7 @@ class Program:
         return self.steps.train_step
 
     def compile_eval_step(self) -> jax.stages.Compiled:
-        """Returns (`CompiledSteps.evaluated`, model_state, batch) → sums; see `eval_step`."""
+        """Returns (`TrainState.evaluated`, model_state, batch) → sums; see `eval_step`."""
         return self.steps.eval_step
 
     def bind(self, train_step: jax.stages.Compiled):
@@ -111,10 +107,8 @@ class Program:
         return self.runnable(lambda state, batch: train_step(state, batch, jitted(state.opt_state), *further))
 
     def runnable(self, step):
-        """On simulated devices, blocks until the result is available.
-
-        Simulated devices share a few threads. Two programs that run at the same time can deadlock, because each
-        program holds threads that the other program's collectives wait for.
+        """On simulated devices, blocks until the result is available. Each of their programs holds threads that the
+        collectives of another one could wait for forever.
         """
         if self.is_simulated:
             return lambda *arguments: jax.block_until_ready(step(*arguments))
@@ -127,8 +121,10 @@ class Program:
             batch_size=c.train.batch_size, eval_steps=c.train.eval_steps, seed=c.train.seed, corpus=corpus)
         if self.teacher:
             self.teacher.check_tokenizer(pipeline.corpus.tokenizer)
-        if c.train.objective == "masked":
-            require_mask_token(c.model, pipeline.corpus.tokenizer)
+        size = pipeline.corpus.tokenizer.vocab_size
+        if c.train.objective == "masked" and c.model.vocab_size == size:  # the last row must be no token of the text
+            c.model.refuse("vocab_size", "config.train.objective='masked' uses the embedding's last row as the mask "
+                           f"token, but the tokenizer uses all {size:,}; increase it by 1 or more")
         return pipeline
 
 
@@ -143,18 +139,8 @@ def build_program(config: ConfigDict | Config, devices=None, build=build_steps) 
 
 
 def shared_program(config: ConfigDict | Config, devices=None) -> Program:
-    """Like `build_program`, but reuses the steps of one of the last programs, if their configs' compiled parts are
-    equal.
-    """
-    return build_program(config, devices, recent_steps)
-
-
-def recent_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
-    if config.train.teacher:  # its newest checkpoint may change
-        return build_steps(config, mesh)
-    parts = (OBJECTIVES.get(config.train.objective), FUTURE_HEADS.get(config.train.future_head),
-             OPTIMIZERS.get(config.optimizer.name))
-    return RECENT_STEPS.find(config.compiled_part(), mesh, (*parts, *models.named_parts(config.model)))
+    """Like `build_program`, but reuses the steps of a recent program whose config has an equal compiled part."""
+    return build_program(config, devices, RECENT_STEPS.find)
 
 
 @dataclasses.dataclass
@@ -164,9 +150,13 @@ class RecentSteps:
     limit: int
     steps: dict[tuple, CompiledSteps] = dataclasses.field(default_factory=dict)  # the last is the newest
 
-    def find(self, config: Config, mesh: jax.sharding.Mesh, parts: tuple) -> CompiledSteps:
-        """`parts` only distinguishes functions and classes that use the same name, one after the other."""
-        key = config, mesh, parts
+    def find(self, config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
+        if config.train.teacher:  # its newest checkpoint may change
+            return build_steps(config, mesh)
+        # Functions and classes may use the same name, one after the other.
+        parts = (OBJECTIVES.get(config.train.objective), FUTURE_HEADS.get(config.train.future_head),
+                 OPTIMIZERS.get(config.optimizer.name), *models.named_parts(config.model))
+        key = config.compiled_part(), mesh, parts
         self.steps[key] = self.steps.pop(key, None) or build_steps(config, mesh)
         while len(self.steps) > self.limit:
             self.steps.pop(next(iter(self.steps)))
@@ -183,8 +173,15 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
     config.optimizer.validate_choice("schedule", SCHEDULES)
     if train.objective != "causal" and is_synthetic(config.data):
         train.refuse("objective", "must be 'causal' with a probe, whose answers are next tokens")
-    if train.objective != "causal" and config.data.format != "text":
-        validate_tuning(train, config.data)
+    if train.objective != "causal" and config.data.format != "text":  # prompts with answers
+        if config.data.format != "completion":
+            train.refuse("objective", f"must be 'causal' with config.data.format={config.data.format!r}")
+        if train.objective != "prefix":
+            train.refuse("objective", "must be 'causal' or 'prefix' with config.data.format='completion', whose "
+                         "answers are next tokens")
+        if not config.data.separate_documents:
+            config.data.refuse("separate_documents", "must be True with config.train.objective='prefix' and prompts, "
+                               "each of which is a prefix")
     if train.future_tokens and (config.optimizer.base_width or config.optimizer.base_depth):
         train.refuse("future_tokens", "must be 0 with config.optimizer.base_width or base_depth, which have no rules "
                      "for its heads")
@@ -204,45 +201,18 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
             raise UserError(f"config.mesh.path={path_shards}: must divide config.model.num_paths={paths}")
 
 
-def validate_tuning(train: TrainConfig, data: DataConfig) -> None:
-    """Raises UserError unless another objective than the causal one can be trained on prompts with answers."""
-    if data.format != "completion":
-        train.refuse("objective", f"must be 'causal' with config.data.format={data.format!r}")
-    if train.objective != "prefix":
-        train.refuse("objective", "must be 'causal' or 'prefix' with config.data.format='completion', whose answers "
-                     "are next tokens")
-    if not data.separate_documents:
-        data.refuse("separate_documents", "must be True with config.train.objective='prefix' and prompts, each of "
-                    "which is a prefix")
-
-
-def require_mask_token(model: models.ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raises UserError unless the last row of the embedding, which is the mask token, is no token of the text."""
-    if model.vocab_size == tokenizer.vocab_size:
-        model.refuse("vocab_size", "config.train.objective='masked' uses the embedding's last row as the mask token, "
-                     f"but the tokenizer uses all {tokenizer.vocab_size:,}; increase it by 1 or more")
-
-
 @contextlib.contextmanager
 def memory_errors_explained(config: TrainConfig, stack: int) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
+        text = str(error)  # a smaller batch does not reduce the use of a TPU's vmem and smem
+        if "RESOURCE_EXHAUSTED" not in text or "memory space vmem" in text or "memory space smem" in text:
             raise
-        raise UserError(out_of_memory_message(config, stack, error)) from None
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Excludes TPU vmem and smem, because a smaller batch does not reduce their use."""
-    text = str(error)
-    return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text
-
-
-def out_of_memory_message(config: TrainConfig, stack: int, error: Exception) -> str:
-    reason = textwrap.shorten(str(error), 160, placeholder=" …")
-    if stack > 1:
-        return f"config.compare.stack={stack}: needs more memory than a device has ({reason});\ndecrease it"
-    return (f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
+        reason = textwrap.shorten(str(error), 160, placeholder=" …")
+        raise UserError(
+            f"config.compare.stack={stack}: needs more memory than a device has ({reason});\ndecrease it"
+            if stack > 1 else
+            f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
             f"config.train.microbatches={config.microbatches} ({reason});\nincrease config.train.microbatches, set "
-            "config.model.remat='full' or, on several devices, increase config.mesh.fsdp")
+            "config.model.remat='full' or, on several devices, increase config.mesh.fsdp") from None

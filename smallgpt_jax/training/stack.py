@@ -66,8 +66,6 @@ def train_stack(runs: Mapping[Path, Config], places: int, corpus: Corpus) -> dic
 
 @dataclasses.dataclass(frozen=True)
 class StackedProgram(Program):
-    """The program of one run in a stack."""
-
     step: "StackedStep"
     clock: RunClock
 

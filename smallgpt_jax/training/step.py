@@ -33,7 +33,6 @@ class Hyperparameters(NamedTuple):
 
 def init_state(model: LanguageModel, objective: Objective, optimizer: optax.GradientTransformation,
                seed, multipliers=None, ema: float = 0.0) -> TrainState:
-    """`multipliers` are those of `transfer.multipliers`."""
     variables = init_variables(model, seed)
     params, heads = (scale_initial(tree, multipliers) for tree in (variables["params"], objective.init_heads(seed)))
     state = TrainState(jnp.int32(0), params, None, variables.get("state", {}), heads)
@@ -129,23 +128,20 @@ def microbatch_loss(trained, model_state, index, examples: Examples, *, model: L
                       (*SOWN, *objective.sown))
     collections = outputs.collections
     loss = objective.cross_entropy(outputs, examples, weights_BxT, objective.z_loss)
-    # A sown loss is a mean over one microbatch. It is divided by the number of microbatches, so that the sum over
-    # the microbatches is the mean over the batch.
+    # A sown loss is a mean over one microbatch; the sum over all of them must be the mean over the batch.
     for sown in jax.tree.leaves(collections.get("losses")):
         loss += jnp.sum(sown) / microbatches
     metrics = sown_metrics(collections)
-    for name, value in objective.term_values(outputs, {**trained, **(constants or {})}, examples, weights_BxT).items():
-        loss += objective.terms[name].weight * value
+    for name, term in objective.terms.items():
+        value = term(outputs, {**trained, **(constants or {})}.get(name), examples, weights_BxT)
+        loss += term.weight * value
         metrics[name] = microbatches * value  # metrics are averaged over the microbatches
     return loss, (collections.get("state", model_state), metrics, collections.get("loads", {}))
 
 
 def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool:
-    """Returns whether the loss is a sum over rows: the model has no dropout, no state but the biases of routers, which
-    it only reads, and sows nothing but loads of experts, which are sums over rows.
-
-    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. Other state and sown values can
-    depend on several rows together, for example the balance of a router.
+    """Returns whether the loss is a sum over rows: no dropout, whose masks are drawn for the whole batch, no state but
+    the biases of routers, and no sown values but loads of experts, which are sums over rows.
     """
     def collections(params):
         return model.apply({"params": params, "state": state.model_state}, batch.tokens_BxT1[:, :-1],
@@ -165,9 +161,8 @@ def all_finite(tree) -> jax.Array:
 
 
 def sown_metrics(collections) -> dict[str, Any]:
-    """Averages "metrics" over layers and paths; returns "layer_metrics" as {path of the module: array}.
-
-    Like the module's parameters, these arrays have leading axes for stacked layers and paths.
+    """Averages "metrics" over layers and paths; returns "layer_metrics" as {path of the module: array}, with the
+    leading axes of the module's parameters.
     """
     values: dict[str, list] = {}
     for _, name, value in named_values(collections.get("metrics", {})):

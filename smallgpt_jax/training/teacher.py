@@ -44,13 +44,11 @@ class Teacher(Term):
         return {"params": params, "state": state}
 
     def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
-        """Returns the mean-square distance of the outputs of all blocks (PELA: Guo et al., arXiv 2310.10700).
-
-        Squares are averaged over the width, weighted by `weights_BxT`, summed over positions, averaged over blocks.
+        """Returns the mean-square distance of the outputs of all blocks (PELA: Guo et al., arXiv 2310.10700): squares
+        are averaged over the width, weighted by `weights_BxT`, summed over positions, averaged over blocks.
         """
         context = examples.context().replace(loss_mask_BxT=None)
-        _, collections = self.model.apply(
-            variables, examples.inputs_BxT, context, method="hidden", mutable=[FEATURES])
+        _, collections = self.model.apply(variables, examples.inputs_BxT, context, method="hidden", mutable=[FEATURES])
 
         def distances(x, y):
             """(…, B, T, D) → (L,), per block. Stacked blocks have leading axes."""
@@ -93,8 +91,7 @@ def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sh
             variables, tokens, method="hidden", mutable=[FEATURES]), variables, tokens)[1]:
         raise UserError(f"config.train.teacher={train.teacher!r}: the blocks of {own.architecture} have no features; "
                         "use smallgpt_jax.models.block.Block in its blocks")
-    return Teacher(weight=train.feature_weight, abstract_constants=variables, model=model, folder=folder,
-                   step=step)
+    return Teacher(weight=train.feature_weight, abstract_constants=variables, model=model, folder=folder, step=step)
 
 
 def read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfig:
@@ -102,17 +99,12 @@ def read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfi
     different = models.foreign_classes(read_groups(folder)["model"], student)
     if not different:
         own = read_config(folder).model  # imports no module that the student does not name
-        different = changed_fields(own, student)
+        there, here = dataclasses.asdict(own), dataclasses.asdict(student)
+        fixed = {*own.names(fixed_by="model"), *student.names(fixed_by="model")} - {"rank_ratio"}
+        different = {field: (there.get(field), here.get(field)) for field in here | there
+                     if field in fixed and there.get(field) != here.get(field)}
     if different:
         listed = "; ".join(f"config.model.{field} is {here!r} here, but {there!r} in the teacher"
                            for field, (there, here) in different.items())
         raise UserError(f"{folder}: {listed}; the teacher must be the same model, except for config.model.rank_ratio")
     return own
-
-
-def changed_fields(teacher: models.ModelConfig, student: models.ModelConfig) -> dict[str, tuple]:
-    """Returns {field: (teacher's value, student's value)}."""
-    there, here = dataclasses.asdict(teacher), dataclasses.asdict(student)
-    fixed = {*teacher.names(fixed_by="model"), *student.names(fixed_by="model")} - {"rank_ratio"}
-    return {field: (there.get(field), here.get(field)) for field in here | there
-            if field in fixed and there.get(field) != here.get(field)}

@@ -4,11 +4,9 @@ A mask of a parameter has the length of its stacked axes (layers, paths), and 1 
 gradient and no update, and none of them decays. Those that are frozen as a whole have no optimizer state.
 """
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,23 +20,13 @@ from smallgpt_jax.run.config import OptimizerConfig
 FROZEN = -0.0  # an update; x + 0.0 would change −0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Adapters:
-    """The pairs of LoRA for a model; see `models.lora`."""
-
-    params: Any  # of the model, a tree of `Parameter`
-    config: OptimizerConfig
-
-    def init(self, key):
-        pairs = lora.init(self.params, self.config.lora_rank, self.config.train_only, key)
-        if not pairs:
-            adapted = ["/".join(p.path) for p in jax.tree.leaves(self.params) if lora.is_adapted(p)]
-            raise no_match(adapted, self.config, "a matrix of attention, MLP or dense layer")
-        return pairs
-
-
-def make_adapters(params, config: OptimizerConfig) -> Adapters | None:
-    return Adapters(params, config) if config.lora_rank else None
+def init_adapters(params, config: OptimizerConfig, key):
+    """Returns the pairs of LoRA for the model's `params`, a tree of `Parameter`; see `models.lora`."""
+    pairs = lora.init(params, config.lora_rank, config.train_only, key)
+    if not pairs:
+        adapted = ["/".join(p.path) for p in jax.tree.leaves(params) if lora.is_adapted(p)]
+        raise no_match(adapted, config, "a matrix of attention, MLP or dense layer")
+    return pairs
 
 
 def make_masks(params, heads, config: OptimizerConfig):
@@ -61,7 +49,7 @@ def mask(p: Parameter, pattern: str) -> np.ndarray:
     return np.array(matches).reshape(*stacks, *(1,) * (len(p.shape) - len(stacks)))
 
 
-def name(p: Parameter, index: tuple[int, ...] = ()) -> str:
+def name(p: Parameter, index: tuple[int, ...]) -> str:
     """Returns the path of a parameter, and its indices in stacks: "trunk/paths/dense/kernel path=1"."""
     return " ".join(["/".join(p.path), *(f"{axis}={i}" for axis, i in zip(p.axes, index))])
 

@@ -33,7 +33,7 @@ from smallgpt_jax.models import ModelConfig, Parameter
 from smallgpt_jax.models.language_model import head_std
 from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.run.config import OptimizerConfig
-from smallgpt_jax.training.muon import dimension_numbers, uses_muon
+from smallgpt_jax.training.muon import uses_muon
 
 # Logical axes of matrices whose initial std is 1/√inputs. Axes of flax's own layers have no names.
 SCALED_BY_INPUTS = {"path_embed", "embed_compressed", None}
@@ -117,7 +117,7 @@ def of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
     """Returns the multipliers of a matrix outside blocks. Muon's updates have singular values that grow as √m. Those of
     Adam's grow as m, because its updates of a hidden matrix have a low rank (Yang et al., arXiv 2310.17813).
     """
-    inputs, outputs = (math.prod(p.shape[i] / base.shape[i] for i in axes) for axes in dimension_numbers(p))
+    inputs, outputs = (math.prod(p.shape[i] / base.shape[i] for i in axes) for axes in p.matrix_axes)
     if inputs == 1:
         return Multipliers()
     if outputs == 1:

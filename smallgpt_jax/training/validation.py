@@ -23,8 +23,8 @@ def evaluate(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -
             return None
         sums.append(eval_step(batch))
     loss, targets, *counts = (sum(values) for values in zip(*jax.device_get(sums)))
-    return Evaluation(float(loss / targets) if targets else math.nan, int(targets), fractions(int(targets), *counts))
-
-
-def fractions(answers: int, right: int | None = None, exact: int = 0, examples: int = 0) -> dict[str, float]:
-    return {} if right is None else {EXACT_MATCH: float(exact / examples), ACCURACY: float(right / answers)}
+    answers = {}
+    if counts:
+        right, exact, examples = counts
+        answers = {EXACT_MATCH: float(exact / examples), ACCURACY: float(right / int(targets))}
+    return Evaluation(float(loss / targets) if targets else math.nan, int(targets), answers)

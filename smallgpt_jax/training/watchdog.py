@@ -15,10 +15,8 @@ EXEMPT_PHASES = ("restart", "save", "evaluate", "stack_wait")
 
 
 class Watchdog:
-    """Ends the process with STALLED_STATUS if no training step finishes for `seconds`; never if `seconds` is 0.
-
-    Waiting for data counts; restoring, compiling, saving, evaluating, and waiting for other runs of a stack, which have
-    watchdogs of their own, do not.
+    """Ends the process with STALLED_STATUS if no training step finishes for `seconds`; never if `seconds` is 0. Waiting
+    for data counts; EXEMPT_PHASES do not. The other runs of a stack have watchdogs of their own.
     """
 
     def __init__(self, clock: RunClock, seconds: float):

@@ -1,7 +1,9 @@
 """Tests of the preparation of token stores: content, resuming, concurrent preparations, failures."""
 
 import contextlib
+import errno
 import json
+import os
 import random
 import resource
 import shutil
@@ -412,6 +414,34 @@ def test_refuses_source_without_text(tmp_path):
         with pytest.raises(UserError, match=message):
             prepare_store(tmp_path / "store", tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blank.jsonl", "empty.txt"]
+
+
+def test_resumes_after_a_failed_sync(corpus, tmp_path, monkeypatch):
+    """A network disk reports that it is full when a file is synced, once, and has lost what was not synced before."""
+    whole = files_of(prepare_store(tmp_path / "whole", corpus[0]).folder)
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(unfinished_store, "JOURNAL_SECONDS", 0)
+    sync, synced, failed = os.fsync, {}, []
+
+    def fail_once(file):
+        name, size = os.readlink(f"/proc/self/fd/{file}"), os.fstat(file).st_size
+        if name.endswith("store.partial/train.bin"):
+            if size > 20_000 and not failed:
+                failed.append(name)
+                os.ftruncate(file, synced[name])
+                os.ftruncate(file, size)  # zeros in place of the tokens
+                raise OSError(errno.ENOSPC, "No space left on device")
+            synced[name] = size
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with pytest.raises(UserError, match="No space left on device; rerun the same command to resume"):
+        prepare_store(tmp_path / "store", corpus[0])
+    assert failed
+    logged = []
+    prepare_store(tmp_path / "store", corpus[0], log=logged.append)
+    assert any(line.startswith("resuming ") for line in logged)
+    assert files_of(tmp_path / "store") == whole
 
 
 def test_full_disk(corpus, tmp_path):

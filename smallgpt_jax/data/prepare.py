@@ -29,7 +29,7 @@ from smallgpt_jax.data.store import (
     open_store,
     size_message,
 )
-from smallgpt_jax.data.store_spec import StoreSpec
+from smallgpt_jax.data.store_spec import StoreSpec, require_free
 from smallgpt_jax.data.unfinished_store import JOURNAL_FILE, Journal, require_documents, resume_journal, write_documents
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.atomic import rename, write_atomically
@@ -60,6 +60,7 @@ def prepare_store(spec: StoreSpec, workers: int | None = None, log=print) -> Tok
         with name_store_in_errors(folder), file_lock(lock, wait=True):
             if not (folder / METADATA_FILE).is_file():
                 write_store(partial, spec, workers or os.cpu_count(), log)
+                require_free(folder)  # other files may have been put there meanwhile
                 rename(partial, folder)
                 (folder / JOURNAL_FILE).unlink()
     return open_store(spec.folder, spec.made_from)

@@ -120,7 +120,7 @@ def write_documents(folder: Path, journal: Journal, batches: Iterator[tuple[Docu
     """Appends `batches` to the files that `journal` describes, and records them in the journal.
 
     The journal is written after the other files, so it never records more tokens than they contain. If `batches` raise
-    an error, what was read before is written.
+    a UserError or are interrupted, what was read before is written.
     """
     splits = {name: SplitWriter(folder, name, dtype, has_answers, journal.latest.splits[name]) for name in SPLITS}
 
@@ -140,8 +140,10 @@ def write_documents(folder: Path, journal: Journal, batches: Iterator[tuple[Docu
                               {name: split.counts for name, split in splits.items()}))
             if time.monotonic() - flushed > JOURNAL_SECONDS:
                 flushed = flush()
-    finally:
+    except (UserError, KeyboardInterrupt):  # after a failed sync, another could succeed without the lost tokens
         flush()
+        raise
+    flush()
     for split in splits.values():
         split.close()
 

@@ -1,7 +1,9 @@
 """Tests of the preparation of token stores: content, resuming, concurrent preparations, failures."""
 
 import contextlib
+import errno
 import json
+import os
 import random
 import resource
 import shutil
@@ -405,6 +407,16 @@ def test_refuses_to_replace_other_files(corpus, tmp_path):
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "text"
 
 
+def test_keeps_files_put_at_the_store_meanwhile(corpus, tmp_path):
+    def put(_):
+        (tmp_path / "store").mkdir()
+        (tmp_path / "store" / "thesis.tex").write_text("text")
+
+    with pytest.raises(UserError, match="exists and is not a token store; choose another folder"):
+        prepare_store(tmp_path / "store", corpus[0], log=put)
+    assert files_of(tmp_path / "store") == {"thesis.tex": b"text"}
+
+
 def test_refuses_source_without_text(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "blank.jsonl").write_text('{"text": ""}\n\n{"text": ""}\n')
@@ -412,6 +424,34 @@ def test_refuses_source_without_text(tmp_path):
         with pytest.raises(UserError, match=message):
             prepare_store(tmp_path / "store", tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blank.jsonl", "empty.txt"]
+
+
+def test_resumes_after_a_failed_sync(corpus, tmp_path, monkeypatch):
+    """A network disk reports that it is full when a file is synced, once, and has lost what was not synced before."""
+    whole = files_of(prepare_store(tmp_path / "whole", corpus[0]).folder)
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(unfinished_store, "JOURNAL_SECONDS", 0)
+    sync, synced, failed = os.fsync, {}, []
+
+    def fail_once(file):
+        name, size = os.readlink(f"/proc/self/fd/{file}"), os.fstat(file).st_size
+        if name.endswith("store.partial/train.bin"):
+            if size > 20_000 and not failed:
+                failed.append(name)
+                os.ftruncate(file, synced[name])
+                os.ftruncate(file, size)  # zeros in place of the tokens
+                raise OSError(errno.ENOSPC, "No space left on device")
+            synced[name] = size
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with pytest.raises(UserError, match="No space left on device; rerun the same command to resume"):
+        prepare_store(tmp_path / "store", corpus[0])
+    assert failed
+    logged = []
+    prepare_store(tmp_path / "store", corpus[0], log=logged.append)
+    assert any(line.startswith("resuming ") for line in logged)
+    assert files_of(tmp_path / "store") == whole
 
 
 def test_full_disk(corpus, tmp_path):

@@ -30,7 +30,14 @@ from smallgpt_jax.data.store import (
     size_message,
 )
 from smallgpt_jax.data.store_spec import StoreSpec, require_free
-from smallgpt_jax.data.unfinished_store import JOURNAL_FILE, Journal, require_documents, resume_journal, write_documents
+from smallgpt_jax.data.unfinished_store import (
+    JOURNAL_FILE,
+    Journal,
+    SplitWriter,
+    require_documents,
+    resume_journal,
+    write_documents,
+)
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.atomic import rename, write_atomically
 from smallgpt_jax.storage.locks import file_lock
@@ -101,8 +108,10 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
     encode = functools.partial(encode_batch, tokenizer=tokenizer, dtype=dtype, validation_fraction=fraction)
     batches = document_batches(parts, rules, journal.latest.place)
     encoded = log_progress(map_in_order(encode, batches, workers), journal.latest.done, log)
+    writers = {name: SplitWriter(partial, name, dtype, rules.format != "text", counts)
+               for name, counts in journal.latest.splits.items()}
     try:
-        write_documents(partial, journal, encoded, dtype, has_answers=rules.format != "text")
+        write_documents(partial, journal, writers, encoded)
         require_documents(journal)
     except UserError:
         if journal.latest.place in (Place(), Place(len(parts))):  # nothing was read, or nothing is left to read

@@ -91,14 +91,20 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
 
     If the texts are too short for `size` pieces, the model has fewer pieces.
     """
+    unreadable = []
+
     def lines():
         read = 0
-        for text in texts:
-            for line in text.split("\n"):
-                yield from (line[i:i + MAX_LINE_CHARACTERS] for i in range(0, len(line), MAX_LINE_CHARACTERS))
-            read += len(text)
-            if read > MAX_TRAINING_CHARACTERS:
-                return
+        try:
+            for text in texts:
+                for line in text.split("\n"):
+                    yield from (line[i:i + MAX_LINE_CHARACTERS] for i in range(0, len(line), MAX_LINE_CHARACTERS))
+                read += len(text)
+                if read > MAX_TRAINING_CHARACTERS:
+                    return
+        except UserError as error:  # SentencePiece would turn it into a RuntimeError
+            unreadable.append(error)
+            raise
 
     model = io.BytesIO()
     try:
@@ -109,6 +115,8 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
             max_sentence_length=4 * MAX_LINE_CHARACTERS, unk_id=0, eos_id=1, eos_piece=END_OF_TEXT, bos_id=-1,
             pad_id=-1, num_threads=os.cpu_count(), minloglevel=2)
     except RuntimeError as error:
+        if unreadable:
+            raise unreadable[0] from None
         raise UserError(f"config.data.tokenizer='sentencepiece:{size}': cannot be trained on this text "
                         f"({str(error).split(']')[-1].strip() or 'it is empty'}); use more text") from None
     return SentencePiece(model.getvalue())

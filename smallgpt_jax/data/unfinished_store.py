@@ -115,15 +115,13 @@ def can_resume(journal: Journal, identity: dict) -> bool:
         and (before["invalid_utf8"] == now["invalid_utf8"] or not NOT_UTF8 & journal.latest.skipped.keys()))
 
 
-def write_documents(folder: Path, journal: Journal, batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]],
-                    dtype: np.dtype, has_answers: bool) -> None:
-    """Appends `batches` to the files that `journal` describes, and records them in the journal.
+def write_documents(folder: Path, journal: Journal, splits: dict[str, "SplitWriter"],
+                    batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]]) -> None:
+    """Appends `batches` to the files of `splits`, which `journal` describes, and records them in the journal.
 
     The journal is written after the other files, so it never records more tokens than they contain. If `batches` raise
     a UserError or are interrupted, what was read before is written.
     """
-    splits = {name: SplitWriter(folder, name, dtype, has_answers, journal.latest.splits[name]) for name in SPLITS}
-
     def flush() -> float:
         for split in splits.values():
             split.flush()

@@ -233,6 +233,26 @@ def test_names_a_truncated_file_of_an_unfinished_store(shards, tmp_path):
         prepare_store(tmp_path / "store", shards, invalid_items="skip")
 
 
+def test_keeps_a_damaged_unfinished_store_of_text_that_is_read_completely(corpus, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare, "rename", stop)
+        prepare_store(tmp_path / "store", corpus[0])
+    (tmp_path / "store.partial" / "train.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train\.bin: damaged, .* remove .*store\.partial and rerun"):
+        prepare_store(tmp_path / "store", corpus[0])
+    assert (tmp_path / "store.partial" / "validation.bin").exists()
+
+
+def test_names_the_file_that_the_training_of_a_tokenizer_cannot_read(tmp_path):
+    path = write_jsonl(tmp_path / "corpus.jsonl", ["a text"])
+    path.write_text(path.read_text() + "{")
+    with pytest.raises(UserError, match=r"^\S*corpus\.jsonl, line 2"):
+        prepare_store(tmp_path / "store", path, tokenizer="sentencepiece:300")
+
+
 def test_resumes_in_the_cache_folder(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fields = dict(data__source=str(shards), data__tokenizer="bytes", data__store="")

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gzip
 import json
 import os
 import random
@@ -247,9 +248,11 @@ def test_keeps_a_damaged_unfinished_store_of_text_that_is_read_completely(corpus
 
 
 def test_names_the_file_that_the_training_of_a_tokenizer_cannot_read(tmp_path):
-    path = write_jsonl(tmp_path / "corpus.jsonl", ["a text"])
-    path.write_text(path.read_text() + "{")
-    with pytest.raises(UserError, match=r"^\S*corpus\.jsonl, line 2"):
+    path, rng = tmp_path / "corpus.jsonl.gz", random.Random(0)
+    lines = [json.dumps({"text": " ".join(str(rng.random()) for _ in range(30))}) for _ in range(5000)]
+    content = gzip.compress("\n".join(lines).encode(), 1)
+    path.write_bytes(content[:3 * len(content) // 4])  # SentencePiece has texts already when reading fails
+    with pytest.raises(UserError, match=r"^\S*corpus\.jsonl\.gz: "):
         prepare_store(tmp_path / "store", path, tokenizer="sentencepiece:300")
 
 

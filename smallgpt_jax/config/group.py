@@ -37,32 +37,51 @@ IN_DECAY = {"in_decay": True}  # metadata; see `in_decay`
 NOT_COMPILED = {"compiled": False}  # metadata; see `not_compiled`
 
 
-def _field(default, **metadata) -> Any:
-    return dataclasses.field(default=default, metadata=metadata)
+def per_run(default, **metadata) -> Any:
+    """Returns a field of `model` that is fixed by a run, but not by the weights of a trained model."""
+    return dataclasses.field(default=default, metadata={"fixed_by": "run", **metadata})
 
 
-# Functions of a default value, and of further metadata, that return fields.
-# A field of `model` that is fixed by a run, but not by the weights of a trained model:
-per_run = functools.partial(_field, fixed_by="run")
-# May change when a run is resumed, because it affects results through rounding, or not at all:
-free = functools.partial(_field, fixed_by=None)
-# Is not contained in the compiled steps of a run, but an input of theirs, or read only between them. Runs that differ
-# only in such fields share the compiled steps:
-not_compiled = functools.partial(_field, **NOT_COMPILED)
-# The value AT_START is replaced when the run starts; a resumed run keeps the value:
-at_start = functools.partial(_field, **REPLACED_AT_START)
-# Affects only the steps from the start of the learning rate's decay on, not even by rounding. Runs that differ in such
-# fields have the earlier steps in common, if their schedule has a constant phase:
-in_decay = functools.partial(_field, **IN_DECAY, **NOT_COMPILED)
-# Fixes a token store; `relaxable`: may go from "refuse" to another value on resumption:
-in_store = functools.partial(_field, in_store=True, relaxable=False)
-# Fixes the examples of a probe (data/probes.py):
-of_probe = functools.partial(_field, of_probe=True)
+def free(default, **metadata) -> Any:
+    """Returns a field that may change when a run is resumed. It affects results through rounding, or not at all."""
+    return dataclasses.field(default=default, metadata={"fixed_by": None, **metadata})
+
+
+def not_compiled(default) -> Any:
+    """Returns a field whose value the compiled steps of a run do not contain: it is an input of theirs, or is read only
+    between them. Runs that differ only in such fields share the compiled steps.
+    """
+    return dataclasses.field(default=default, metadata=NOT_COMPILED)
+
+
+def at_start(default, **metadata) -> Any:
+    """Returns a field whose value AT_START is replaced when the run starts. A resumed run keeps the value."""
+    return dataclasses.field(default=default, metadata=REPLACED_AT_START | metadata)
+
+
+def in_decay(default) -> Any:
+    """Returns a field that affects only the steps from the start of the learning rate's decay on, not even by rounding.
+
+    Runs that differ in such fields have the earlier steps in common, if their schedule has a constant phase.
+    """
+    return dataclasses.field(default=default, metadata=IN_DECAY | NOT_COMPILED)
+
+
+def in_store(default, relaxable: bool = False) -> Any:
+    """Returns a field that fixes a token store. `relaxable`: may go from "refuse" to another value on resumption."""
+    return dataclasses.field(default=default, metadata={"in_store": True, "relaxable": relaxable})
+
+
+def of_probe(default) -> Any:
+    """Returns a field that fixes the examples of a probe (data/probes.py)."""
+    return dataclasses.field(default=default, metadata={"of_probe": True})
 
 
 @dataclasses.dataclass(frozen=True)
 class NotCompiled:
-    """Takes the place of a value in `ConfigGroup.compiled_part`. It equals no value, and any use raises TypeError."""
+    """Takes the place of a value in `ConfigGroup.compiled_part`. Arithmetic, order and tests raise TypeError;
+    it equals no value.
+    """
 
     field: str
 
@@ -153,6 +172,7 @@ class ConfigGroup:
                 self.refuse(field, f"must be {finite}{'above' if above else 'at least'} {least:g}")
 
     def validate_fraction(self, *fields: str, above: bool = False, below: bool = True) -> None:
+        """Raises UserError for values outside [0, 1). `above` excludes 0; without `below`, 1 is valid."""
         for field in fields:
             value = getattr(self, field)
             if not ((value > 0 if above else value >= 0) and (value < 1 if below else value <= 1)):

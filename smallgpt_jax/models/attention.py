@@ -148,9 +148,8 @@ class Attention(nn.Module):
         is_rolling = slots < context.cache_length
 
         def write(cache, x):
-            if is_rolling:
-                return update_rolling_cache(cache.value, x, starts, counts)
-            return jnp.pad(x, ((0, 0), (0, slots - time), (0, 0))) if is_new else update_cache(cache.value, x, starts)
+            return (update_rolling_cache(cache.value, x, starts, counts) if is_rolling else
+                    update_cache(cache.value, x, starts))
 
         if is_new and mask.prefix_BxT is not None:
             y = attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, backend="xla")
@@ -163,13 +162,20 @@ class Attention(nn.Module):
                     q[:, :, start:end], k[:, first:end], v[:, first:end], jnp.arange(start, end)[None], mask, slopes,
                     jnp.arange(first, end)[None]))
             y = jnp.concatenate(parts, axis=2)
+        if is_new and is_rolling:
+            keys.value, values.value = write(keys, k), write(values, v)
+        elif is_new:
+            room = ((0, 0), (0, slots - time), (0, 0))
+            keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
         elif is_rolling and time > 1:
-            # Before writing to the cache, which overwrites the oldest positions: the first new tokens attend to them.
+            # Writing to the cache overwrites the oldest positions. Attention is computed first, because the first new
+            # tokens attend to these positions.
             key_positions = jnp.concatenate([rolling_positions(starts, slots), positions], axis=1)
             y = cached_attention(q, *(jnp.concatenate([cache.value, x], axis=1) for cache, x in (
                 (keys, k), (values, v))), positions, mask, slopes, key_positions)
-        keys.value, values.value = write(keys, k), write(values, v)
-        if not is_new and not (is_rolling and time > 1):
+            keys.value, values.value = write(keys, k), write(values, v)
+        else:
+            keys.value, values.value = write(keys, k), write(values, v)
             y = cached_attention(q, keys.value, values.value, positions, mask, slopes,
                                  rolling_positions(starts + 1, slots) if is_rolling else None)
         return y.reshape(batch, heads, time, head_width)

@@ -25,7 +25,9 @@ class ShortConvolution(nn.Module):
 
 
 class CausalConvolution(nn.Module):
-    """y[t] = b + Σ_j W[j]·x[t − (J − 1) + j], (B, T, D) → (B, T, features), with J = `num_taps`."""
+    """y[t] = b + Σ_j W[j]·x[t − (J − 1) + j], (B, T, D) → (B, T, features), with J = `num_taps`; x is 0 before a text's
+    start.
+    """
 
     features: int
     num_taps: int

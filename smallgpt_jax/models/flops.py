@@ -82,8 +82,10 @@ def update_flops(params, optimizer: optax.GradientTransformation) -> int:
 
 
 def count_operations(function, *arguments) -> Operations:
-    """Returns the operations of function(*arguments), which may be `jax.ShapeDtypeStruct`s. The body of a loop counts
-    once per iteration; if their number is unknown, once. Of a conditional, the most expensive branch counts.
+    """Returns the operations of function(*arguments).
+
+    The arguments may be `jax.ShapeDtypeStruct`s. The body of a loop is counted once per iteration. In a conditional,
+    only the most expensive branch is counted. In a loop of unknown length, arithmetic besides products is counted once.
 
     Raises UnknownFlops for products in a loop of unknown length, and for primitives in UNKNOWN.
     """

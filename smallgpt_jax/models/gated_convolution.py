@@ -2,21 +2,24 @@
 
 import flax.linen as nn
 
+from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.convolution import ShortConvolution
 from smallgpt_jax.models.layers import INIT_STD, block_dense, deepnorm_gain, residual_std
-from smallgpt_jax.models.recurrence import RecurrentMixer
+from smallgpt_jax.models.recurrence import refuse_prefix
 
 
-class GatedConvolution(RecurrentMixer):
+class GatedConvolution(nn.Module):
     """y = W_out·(c ⊙ convolution(b ⊙ v)), where b, c and v are products of x with matrices, and the convolution has
     `conv_taps` taps per channel. Its cache has B·(conv_taps − 1)·D elements.
     """
 
+    config: ModelConfig
+
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
-        self.refuse_prefix(context)
         c = self.config
+        refuse_prefix(c, context)
 
         def dense(name: str, x_BxTxD, axes: tuple[str, str] = ("embed", "mlp"), std: float = INIT_STD):
             return block_dense(c, name, (c.d_model,), axes, std)(x_BxTxD, context)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.convolution import ShortConvolution
 from smallgpt_jax.models.layers import deepnorm_gain, rms_norm
-from smallgpt_jax.models.recurrence import TAPS, RecurrentMixer, zero_at_padding
+from smallgpt_jax.models.recurrence import TAPS, RecurrentMixer, refuse_prefix, zero_at_padding
 from smallgpt_jax.ops.gated_delta import gated_delta
 
 LEAST_RATE = 0.01  # initial decay rates are uniform in (0, 16) in the paper's code; log 0 has no value
@@ -30,8 +30,8 @@ class GatedDeltaNet(RecurrentMixer):
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
-        self.refuse_prefix(context)
         c, (batch, time, _) = self.config, x_BxTxD.shape
+        refuse_prefix(c, context)
         key_width, value_width = c.delta_key_width, c.delta_value_width
         qkv = jnp.concatenate([
             self.project("query", key_width, x_BxTxD, context), self.project("key", key_width, x_BxTxD, context),

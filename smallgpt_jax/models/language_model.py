@@ -13,8 +13,9 @@ from smallgpt_jax.ops.cross_entropy import cap
 
 TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 
-# Up to this input width, the initial std of the head is 0.02. The initial logits have variance width × std²: in wider
-# heads, it would make the initial loss exceed ln(vocab_size) by more than 0.05.
+# Up to this input width, the initial std of the head's weights is 0.02. Wider heads have a smaller std, because the
+# initial logits have variance width × std². With std 0.02, the initial loss of a wider head would exceed
+# ln(vocab_size) by more than 0.05.
 HEAD_WIDTH_AT_INIT_STD = 256
 
 
@@ -23,7 +24,9 @@ def head_std(width: int) -> float:
 
 
 def embed(table_VxD, tokens_BxT, dtype: str):
-    """Returns (B, T, D). The table is float32: in bfloat16, the gradient of a frequent token would lose its terms."""
+    """Returns (B, T, D). The table stays float32, because the gradient of a frequent token sums too many terms for
+    bfloat16.
+    """
     return sharding.look_up(table_VxD, TABLE_AXES, tokens_BxT, dtype)
 
 
@@ -73,8 +76,11 @@ class LanguageModel(nn.Module):
     def head_weight(self):
         """Returns the weights of the output head, (V, W), in the compute dtype."""
         c = self.config
-        weight = self.token_embedding if c.tie_embeddings else self.param(
-            "head", normal(head_std(c.output_width), *TABLE_AXES), (c.vocab_size, c.output_width))
+        if c.tie_embeddings:
+            weight = self.token_embedding
+        else:
+            weight = self.param(
+                "head", normal(head_std(c.output_width), *TABLE_AXES), (c.vocab_size, c.output_width))
         return sharding.gather_fsdp(weight.astype(c.dtype), TABLE_AXES)
 
     def __call__(self, tokens_BxT, context: Context = EVALUATION):

@@ -80,6 +80,11 @@ class LGPT(nn.Module):
 
 
 def stages(config: LGPTConfig) -> list[LGPTConfig]:
-    halved = ("d_model", *(("num_heads", "num_kv_heads") if config.stage_heads == "scaled" else ()))
-    return [config.replace(**{field: getattr(config, field) // 2**i for field in halved})
-            for i in range(config.num_stages)]
+    shrink = config.stage_heads == "scaled"
+    return [
+        dataclasses.replace(
+            config, d_model=config.d_model // 2**i,
+            num_heads=config.num_heads // 2**i if shrink else config.num_heads,
+            num_kv_heads=config.num_kv_heads // 2**i if shrink else config.num_kv_heads)
+        for i in range(config.num_stages)
+    ]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.convolution import ShortConvolution
 from smallgpt_jax.models.layers import deepnorm_gain, ones, rms_norm
-from smallgpt_jax.models.recurrence import TAPS, RecurrentMixer, zero_at_padding
+from smallgpt_jax.models.recurrence import TAPS, RecurrentMixer, refuse_prefix, zero_at_padding
 from smallgpt_jax.ops.state_space import state_space
 
 LEAST_RATE = 1.0  # initial decay rates are uniform in (1, 16), as in the paper's code
@@ -28,8 +28,8 @@ class Mamba2(RecurrentMixer):
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
-        self.refuse_prefix(context)
         c, (batch, time, _) = self.config, x_BxTxD.shape
+        refuse_prefix(c, context)
         shape = (batch, time, c.num_heads, c.mamba_head_width)
         v_BxTxHxP = self.project("value", c.mamba_head_width, x_BxTxD, context, deepnorm_gain(c))
         v_BxTxI = ShortConvolution(TAPS, "heads", name="convolution")(v_BxTxHxP.reshape(batch, time, -1), context)

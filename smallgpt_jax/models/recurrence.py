@@ -1,4 +1,4 @@
-"""Parts of all mixers that see only earlier tokens: projections, the state in the cache, padding, initial steps.
+"""Parts of all recurrent mixers: projections, the state in the cache, padding, initial steps.
 
 Shapes: B batch, T time, H heads, V value width.
 """
@@ -18,13 +18,14 @@ from smallgpt_jax.models.layers import INIT_STD, Dense, block_dense, residual_st
 TAPS = 4  # of the short convolutions, as in the papers
 
 
+def refuse_prefix(config: ModelConfig, context: Context) -> None:
+    if context.prefix_BxT is not None or config.attention_mask != "causal":
+        raise UserError(f"config.model.mixers={config.mixers[0]!r}: does not see later tokens; use attention in all "
+                        "blocks, or another config.train.objective")
+
+
 class RecurrentMixer(nn.Module):
     config: ModelConfig
-
-    def refuse_prefix(self, context: Context) -> None:
-        if context.prefix_BxT is not None or self.config.attention_mask != "causal":
-            raise UserError(f"config.model.mixers={self.config.mixers[0]!r}: does not see later tokens; use attention "
-                            "in all blocks, or another config.train.objective")
 
     def project(self, name: str, width: int, x_BxTxD, context: Context, gain: float = 1.0):
         """Returns (B, T, H, width)."""

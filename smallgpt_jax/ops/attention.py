@@ -33,27 +33,32 @@ def select_backend(backend: str, platform: str, *, time: int, head_width: int, d
     if backend == "flash" and (mask.segment_ids_BxT is not None or not mask.is_causal
                                or not flash_attention.fits(per_group, head_width, time, dtype)):
         backend = "splash"
-    has_prefix = mask.prefix_BxT is not None
-    refusals = ()  # (condition, reason)
     if backend in ("flash", "splash"):
-        refusals = (
-            (time % splash_attention_kernel.NUM_LANES, f"{backend} attention needs a multiple of 128 positions"),
-            (platform == "gpu", f"{backend} attention is for TPUs only"),
-            (has_alibi, f"{backend} attention does not support ALiBi"),
-            (has_prefix, f"{backend} attention does not support prefixes"))
+        if time % splash_attention_kernel.NUM_LANES:
+            return "xla", f"{backend} attention needs a multiple of 128 positions"
+        if platform == "gpu":
+            return "xla", f"{backend} attention is for TPUs only"
+        if has_alibi:
+            return "xla", f"{backend} attention does not support ALiBi"
+        if mask.prefix_BxT is not None:
+            return "xla", f"{backend} attention does not support prefixes"
     if backend == "cudnn":
-        is_wide = head_width % 8 or head_width > 128
-        refusals = (
-            (platform != "gpu", "cuDNN is for NVIDIA GPUs only"),
-            (dtype != "bfloat16", "cuDNN's attention needs bfloat16"),
-            (is_wide, "cuDNN's attention needs a head width that is a multiple of 8, up to 128"),
-            # If both is_causal and a mask are passed to cuDNN's attention, tokens attend to tokens of other texts.
-            (mask.segment_ids_BxT is not None, "cuDNN's attention does not support separate documents in a row"),
-            (has_prefix, "cuDNN's attention does not support prefixes"),
-            (mask.window and not mask.is_causal, "cuDNN's attention does not support bidirectional windows"),
-            # cuDNN accepts a bias only as a (time, time) array per head.
-            (has_alibi, "cuDNN's attention does not support ALiBi"))
-    return next((("xla", reason) for applies, reason in refusals if applies), (backend, ""))
+        if platform != "gpu":
+            return "xla", "cuDNN is for NVIDIA GPUs only"
+        if dtype != "bfloat16":
+            return "xla", "cuDNN's attention needs bfloat16"
+        if head_width % 8 or head_width > 128:
+            return "xla", "cuDNN's attention needs a head width that is a multiple of 8, up to 128"
+        # If both is_causal and a mask are passed to cuDNN's attention, tokens attend to tokens of other texts.
+        if mask.segment_ids_BxT is not None:
+            return "xla", "cuDNN's attention does not support separate documents in a row"
+        if mask.prefix_BxT is not None:
+            return "xla", "cuDNN's attention does not support prefixes"
+        if mask.window and not mask.is_causal:
+            return "xla", "cuDNN's attention does not support bidirectional windows"
+        if has_alibi:  # cuDNN accepts a bias only as a (time, time) array per head
+            return "xla", "cuDNN's attention does not support ALiBi"
+    return backend, ""
 
 
 def attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H=None, *, backend: str = "auto"):
@@ -112,7 +117,9 @@ def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def splash_kernel(heads: int, time: int, head_width: int, mask: AttentionMask, interpret: bool):
-    """Returns the kernel for (heads, time, head width) queries, without the documents of `mask`, never materialized."""
+    """Returns the splash kernel for (heads, time, head width) queries, without the documents of `mask`. The kernel
+    never materializes the mask.
+    """
     lanes = splash_attention_kernel.NUM_LANES
     layouts = splash_attention_kernel.QKVLayout
     # TPUs pad the last axis to a multiple of `lanes`. With narrow heads on the last axis, most memory would be padding.

@@ -54,7 +54,8 @@ MACHINE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFI
 
 
 class Checkpoints:
-    """The checkpoints in a folder: the newest `keep` and those of `kept_steps`; None opens the folder read-only.
+    """The checkpoints in a folder: the newest `keep` and those of `kept_steps` are kept. With `keep` None,
+    the folder is opened read-only.
 
     `before_save` uploads the metrics of the saved steps, which could otherwise be lost if the run is killed. If it
     fails, the checkpoint is saved nevertheless.

@@ -11,7 +11,10 @@ from smallgpt_jax.run.spool import Spool
 
 
 class Profiler:
-    """Traces `steps` training steps on process 0, from step `first` on; none if it is 0. Errors do not end the run."""
+    """Traces `steps` training steps on process 0, beginning with step `first`; none if `first` is 0.
+
+    Waits for the devices before and after the trace. Errors do not end the run.
+    """
 
     def __init__(self, spool: Spool, first: int, steps: int, log: Callable[[str], None] = print):
         self._written, self._folder, self._log = spool.folder / PROFILE_FOLDER, spool.workdir / PROFILE_FOLDER, log

@@ -28,7 +28,10 @@ CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run 
 
 
 class Spool:
-    """A local folder for the files of a run; `workdir` itself, if that is local. Failed uploads are repeated."""
+    """A local folder for the files of a run; `workdir` itself, if that is local.
+
+    Failed uploads do not end the run: `log` is called with a message, and the next upload tries again.
+    """
 
     def __init__(self, workdir: Path, folder: Path, log: Callable[[str], None] = print):
         self.workdir, self.folder, self._log = workdir, folder, log

@@ -40,7 +40,6 @@ class CompiledSteps:
     shardings: TrainState
     teacher: Teacher | None  # also a term of the objective
     multipliers: Any  # see `transfer.multipliers`; None: all are 1
-    _stacked: dict[int, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -66,10 +65,15 @@ class CompiledSteps:
     @functools.cached_property
     def initialization(self) -> jax.stages.Compiled:
         """Returns seed → state. Each device initializes its own shards."""
+        return self._traced_initialization.lower().compile(self._initialization_options)
+
+    @property
+    def _initialization_options(self) -> dict | None:
+        """On CPUs, optimizing the initialization takes longer than running it, and it runs only once."""
         option = "xla_backend_optimization_level"
-        is_optimized = self.mesh.devices.flat[0].platform != "cpu" or option in os.environ.get("XLA_FLAGS", "")
-        # On CPUs, optimizing the initialization takes longer than running it, and it runs only once.
-        return self._traced_initialization.lower().compile(None if is_optimized else {option: 1})
+        if self.mesh.devices.flat[0].platform != "cpu" or option in os.environ.get("XLA_FLAGS", ""):
+            return None
+        return {option: 1}
 
     @functools.cached_property
     def _traced_initialization(self) -> jax.stages.Traced:
@@ -96,18 +100,27 @@ class CompiledSteps:
             return jitted.lower(*self._abstract_arguments, *([constants] if constants else []))
 
     def stacked_train_step(self, runs: int) -> jax.stages.Compiled:
-        """Returns (states, batches, hyperparameters) → (states, metrics), each a tuple with one item per run."""
-        # The program stacks and separates the arrays, because each run saves and evaluates its own state.
+        if runs not in self._stacked:
+            self._stacked[runs] = self.lower_stacked_train_step(runs).compile()
+        return self._stacked[runs]
+
+    @functools.cached_property
+    def _stacked(self) -> dict[int, jax.stages.Compiled]:
+        return {}
+
+    def lower_stacked_train_step(self, runs: int) -> jax.stages.Lowered:
+        """Returns (states, batches, hyperparameters) → (states, metrics), each a tuple with one item per run.
+
+        The arrays are stacked and separated within the program, because each run saves and evaluates its own state.
+        """
         def update(*arguments):
             stacked = [jax.tree.map(lambda *x: jnp.stack(x), *trees) for trees in arguments]
             results = jax.vmap(self._update)(*stacked)
             return [tuple(jax.tree.map(lambda x: x[run], tree) for run in range(runs)) for tree in results]
 
-        if runs not in self._stacked:
-            with sharding.use_mesh(self.mesh):
-                self._stacked[runs] = jax.jit(update, donate_argnums=0).lower(
-                    *((argument,) * runs for argument in self._abstract_arguments)).compile()
-        return self._stacked[runs]
+        with sharding.use_mesh(self.mesh):
+            return jax.jit(update, donate_argnums=0).lower(
+                *((argument,) * runs for argument in self._abstract_arguments))
 
     @functools.cached_property
     def _update(self):

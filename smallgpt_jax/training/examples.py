@@ -62,7 +62,10 @@ def next_tokens(batch: Batch, key) -> Examples:
 
 
 def continuations(batch: Batch, key) -> Examples:
-    """Draws the length of each text's prefix, uniform from 0 to its length − 1; the loss is of what follows it."""
+    """Draws the length of each text's prefix, uniform from 0 to its length − 1; the loss includes only what follows it.
+
+    The last position of a prefix predicts the first token after it, as in generation after a prompt.
+    """
     context = Examples(batch).context()
     rows, time = batch.tokens_BxT1.shape[0], batch.tokens_BxT1.shape[1] - 1
     positions_BxT = jnp.broadcast_to(context.positions(time), (rows, time))
@@ -75,7 +78,7 @@ def continuations(batch: Batch, key) -> Examples:
 
 
 def with_prefixes(batch: Batch, lengths_BxT) -> Examples:
-    """`lengths_BxT`: of the prefixes of the positions' texts. A prefix's last position predicts the token after it."""
+    """`lengths_BxT` are the lengths of the prefixes of the positions' texts."""
     positions_BxT = Examples(batch).context().positions(batch.tokens_BxT1.shape[1] - 1)
     return Examples(batch, positions_BxT < lengths_BxT, positions_BxT + 1 >= lengths_BxT)
 

@@ -21,11 +21,14 @@ from smallgpt_jax.models.language_model import embed
 from smallgpt_jax.models.layers import MLPS, Dense, norm, rms_norm
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import TrainConfig
-from smallgpt_jax.training.objectives import Examples, Outputs, Term
+from smallgpt_jax.training.examples import Examples
+from smallgpt_jax.training.objectives import Outputs, Term
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """The last block's config, of width W, with a dense MLP, and without value embeddings and mix with x0."""
+    """Returns the config of a block of width W: the last block's, with a dense MLP in place of experts. Its only input
+    is the stream: no value embeddings, no mix with x0.
+    """
     width, heads = config.output_width, math.gcd(config.num_heads, config.output_width)
     last, = layer_configs(config, 1, first=config.depth - 1)
     block = dataclasses.replace(last, d_model=width, num_heads=heads, dropout=0.0, rank_ratio=0.0,
@@ -60,7 +63,8 @@ class MultiTokenModules(nn.Module):
 
     @nn.compact
     def __call__(self, h_BxTxW, embedded, context: Context = EVALUATION):
-        """`embedded`, (B, T, D) each, are 1, 2, … tokens further. Returns the head's inputs for the tokens after them.
+        """`embedded` are (B, T, D) arrays: for k from 1 to `depth`, the token k positions further. Returns the inputs
+        of the head for the tokens after them.
         """
         found = []
         for k, embedded_BxTxD in enumerate(embedded, start=1):

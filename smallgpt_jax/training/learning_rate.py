@@ -25,7 +25,10 @@ def linear(config: OptimizerConfig) -> optax.Schedule:
 
 
 def decay_start(config: OptimizerConfig) -> int:
-    """Returns the number of updates whose rates do not depend on the decay. Raises UserError for other schedules."""
+    """Returns the number of updates before the decay of a warmup-stable-decay schedule.
+
+    Up to there, the rates do not depend on decay_steps and decay_fraction. Raises UserError for other schedules.
+    """
     if config.schedule not in DECAYS:
         config.refuse("schedule", f"the runs of a trunk need a schedule with a constant phase: {' or '.join(DECAYS)}")
     return config.decay_steps - decay_length(config)

@@ -56,6 +56,12 @@ def fallback_messages(program: Program) -> list[str]:
     return [*undivided, *fallbacks]
 
 
+def compilation_message(memory_stats, seconds: float) -> str:
+    return (f"compiled and ready in {seconds:.0f} s; memory per device: "
+            f"{memory.format_bytes(memory_stats.argument_size_in_bytes)} for state and batch, "
+            f"{memory.format_bytes(memory_stats.temp_size_in_bytes)} temporary")
+
+
 def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_step: int) -> dict:
     return {"first_step": first_step, "device": chips.device_name(program.mesh.devices.flat[0]),
             "devices": program.mesh.size, "stack": program.stack, "argument_bytes": memory_stats.argument_size_in_bytes,

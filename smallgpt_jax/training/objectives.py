@@ -41,8 +41,10 @@ def forward(model: LanguageModel, params, model_state, examples: Examples, dropo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Term:
-    """A term of the training loss, logged without its `weight`. Its parameters are sharded, optimized and checkpointed
-    like the model's, but inference and exports do not read them.
+    """A term of the training loss, logged without its `weight`.
+
+    It may have constants, or parameters. These are sharded, optimized and checkpointed like the model's, but are not
+    part of the model: inference and exports do not read them.
     """
 
     sown: ClassVar[tuple[str, ...]] = ()  # variable collections that the term reads

@@ -18,7 +18,9 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEAT_SECONDS = 0.5  # within which a signal does not count as a second request: `timeout` sends its signal twice
+# A signal that arrives again within REPEAT_SECONDS does not count as a second request, because the shell command
+# `timeout` sends its signal twice.
+REPEAT_SECONDS = 0.5
 UNSAVED = "stopped without saving; rerun the same command to resume from the newest checkpoint, if there is one"
 
 
@@ -31,7 +33,9 @@ class StopRequest:
         self._signal_time = 0.0  # in seconds, by time.monotonic()
 
     def is_requested_anywhere(self) -> bool:
-        """Returns the same result in all processes (collective): with several, that of the previous call, so that no
+        """Returns the same result in all processes (collective).
+
+        With several processes, each call starts a collective and returns the result of the previous call, so that no
         process waits for another.
         """
         if distributed.is_single_process():

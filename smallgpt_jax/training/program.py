@@ -13,9 +13,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
-from smallgpt_jax.data.config import is_synthetic
+from smallgpt_jax.data.config import DataConfig, is_synthetic
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
+from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config, TrainConfig
@@ -107,8 +108,10 @@ class Program:
         return self.runnable(lambda state, batch: train_step(state, batch, jitted(state.opt_state), *further))
 
     def runnable(self, step):
-        """On simulated devices, blocks until the result is available. Each of their programs holds threads that the
-        collectives of another one could wait for forever.
+        """On simulated devices, blocks until the result is available.
+
+        Simulated devices share a few threads. Two programs that run at the same time can deadlock, because each
+        program holds threads that the other program's collectives wait for.
         """
         if self.is_simulated:
             return lambda *arguments: jax.block_until_ready(step(*arguments))
@@ -121,10 +124,8 @@ class Program:
             batch_size=c.train.batch_size, eval_steps=c.train.eval_steps, seed=c.train.seed, corpus=corpus)
         if self.teacher:
             self.teacher.check_tokenizer(pipeline.corpus.tokenizer)
-        size = pipeline.corpus.tokenizer.vocab_size
-        if c.train.objective == "masked" and c.model.vocab_size == size:  # the last row must be no token of the text
-            c.model.refuse("vocab_size", "config.train.objective='masked' uses the embedding's last row as the mask "
-                           f"token, but the tokenizer uses all {size:,}; increase it by 1 or more")
+        if c.train.objective == "masked":
+            require_mask_token(c.model, pipeline.corpus.tokenizer)
         return pipeline
 
 
@@ -153,7 +154,7 @@ class RecentSteps:
     def find(self, config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
         if config.train.teacher:  # its newest checkpoint may change
             return build_steps(config, mesh)
-        # Functions and classes may use the same name, one after the other.
+        # `parts` only distinguishes functions and classes that use the same name, one after the other.
         parts = (OBJECTIVES.get(config.train.objective), FUTURE_HEADS.get(config.train.future_head),
                  OPTIMIZERS.get(config.optimizer.name), *models.named_parts(config.model))
         key = config.compiled_part(), mesh, parts
@@ -173,15 +174,8 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
     config.optimizer.validate_choice("schedule", SCHEDULES)
     if train.objective != "causal" and is_synthetic(config.data):
         train.refuse("objective", "must be 'causal' with a probe, whose answers are next tokens")
-    if train.objective != "causal" and config.data.format != "text":  # prompts with answers
-        if config.data.format != "completion":
-            train.refuse("objective", f"must be 'causal' with config.data.format={config.data.format!r}")
-        if train.objective != "prefix":
-            train.refuse("objective", "must be 'causal' or 'prefix' with config.data.format='completion', whose "
-                         "answers are next tokens")
-        if not config.data.separate_documents:
-            config.data.refuse("separate_documents", "must be True with config.train.objective='prefix' and prompts, "
-                               "each of which is a prefix")
+    if train.objective != "causal" and config.data.format != "text":
+        validate_tuning(train, config.data)
     if train.future_tokens and (config.optimizer.base_width or config.optimizer.base_depth):
         train.refuse("future_tokens", "must be 0 with config.optimizer.base_width or base_depth, which have no rules "
                      "for its heads")
@@ -201,18 +195,45 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
             raise UserError(f"config.mesh.path={path_shards}: must divide config.model.num_paths={paths}")
 
 
+def validate_tuning(train: TrainConfig, data: DataConfig) -> None:
+    """Raises UserError unless another objective than the causal one can be trained on prompts with answers."""
+    if data.format != "completion":
+        train.refuse("objective", f"must be 'causal' with config.data.format={data.format!r}")
+    if train.objective != "prefix":
+        train.refuse("objective", "must be 'causal' or 'prefix' with config.data.format='completion', whose answers "
+                     "are next tokens")
+    if not data.separate_documents:
+        data.refuse("separate_documents", "must be True with config.train.objective='prefix' and prompts, each of "
+                    "which is a prefix")
+
+
+def require_mask_token(model: models.ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError unless the last row of the embedding, which is the mask token, is no token of the text."""
+    if model.vocab_size == tokenizer.vocab_size:
+        model.refuse("vocab_size", "config.train.objective='masked' uses the embedding's last row as the mask token, "
+                     f"but the tokenizer uses all {tokenizer.vocab_size:,}; increase it by 1 or more")
+
+
 @contextlib.contextmanager
 def memory_errors_explained(config: TrainConfig, stack: int) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        text = str(error)  # a smaller batch does not reduce the use of a TPU's vmem and smem
-        if "RESOURCE_EXHAUSTED" not in text or "memory space vmem" in text or "memory space smem" in text:
+        if not is_out_of_memory(error):
             raise
-        reason = textwrap.shorten(str(error), 160, placeholder=" …")
-        raise UserError(
-            f"config.compare.stack={stack}: needs more memory than a device has ({reason});\ndecrease it"
-            if stack > 1 else
-            f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
+        raise UserError(out_of_memory_message(config, stack, error)) from None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Excludes TPU vmem and smem, because a smaller batch does not reduce their use."""
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text and "memory space smem" not in text
+
+
+def out_of_memory_message(config: TrainConfig, stack: int, error: Exception) -> str:
+    reason = textwrap.shorten(str(error), 160, placeholder=" …")
+    if stack > 1:
+        return f"config.compare.stack={stack}: needs more memory than a device has ({reason});\ndecrease it"
+    return (f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
             f"config.train.microbatches={config.microbatches} ({reason});\nincrease config.train.microbatches, set "
-            "config.model.remat='full' or, on several devices, increase config.mesh.fsdp") from None
+            "config.model.remat='full' or, on several devices, increase config.mesh.fsdp")

@@ -132,16 +132,20 @@ def microbatch_loss(trained, model_state, index, examples: Examples, *, model: L
     for sown in jax.tree.leaves(collections.get("losses")):
         loss += jnp.sum(sown) / microbatches
     metrics = sown_metrics(collections)
+    variables = {**trained, **(constants or {})}  # of terms, among others
     for name, term in objective.terms.items():
-        value = term(outputs, {**trained, **(constants or {})}.get(name), examples, weights_BxT)
+        value = term(outputs, variables.get(name), examples, weights_BxT)
         loss += term.weight * value
         metrics[name] = microbatches * value  # metrics are averaged over the microbatches
     return loss, (collections.get("state", model_state), metrics, collections.get("loads", {}))
 
 
 def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool:
-    """Returns whether the loss is a sum over rows: no dropout, whose masks are drawn for the whole batch, no state but
-    the biases of routers, and no sown values but loads of experts, which are sums over rows.
+    """Returns whether the loss is a sum over rows: the model has no dropout, no state but the biases of routers, which
+    it only reads, and sows nothing but loads of experts, which are sums over rows.
+
+    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. Other state and sown values can
+    depend on several rows together, for example the balance of a router.
     """
     def collections(params):
         return model.apply({"params": params, "state": state.model_state}, batch.tokens_BxT1[:, :-1],

@@ -99,12 +99,17 @@ def read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfi
     different = models.foreign_classes(read_groups(folder)["model"], student)
     if not different:
         own = read_config(folder).model  # imports no module that the student does not name
-        there, here = dataclasses.asdict(own), dataclasses.asdict(student)
-        fixed = {*own.names(fixed_by="model"), *student.names(fixed_by="model")} - {"rank_ratio"}
-        different = {field: (there.get(field), here.get(field)) for field in here | there
-                     if field in fixed and there.get(field) != here.get(field)}
+        different = changed_fields(own, student)
     if different:
         listed = "; ".join(f"config.model.{field} is {here!r} here, but {there!r} in the teacher"
                            for field, (there, here) in different.items())
         raise UserError(f"{folder}: {listed}; the teacher must be the same model, except for config.model.rank_ratio")
     return own
+
+
+def changed_fields(teacher: models.ModelConfig, student: models.ModelConfig) -> dict[str, tuple]:
+    """Returns {field: (teacher's value, student's value)}."""
+    there, here = dataclasses.asdict(teacher), dataclasses.asdict(student)
+    fixed = {*teacher.names(fixed_by="model"), *student.names(fixed_by="model")} - {"rank_ratio"}
+    return {field: (there.get(field), here.get(field)) for field in here | there
+            if field in fixed and there.get(field) != here.get(field)}

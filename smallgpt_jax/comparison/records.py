@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from smallgpt_jax.comparison import aggregation, results, scaling
+from smallgpt_jax.comparison import aggregation, prediction, results
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.names import RESULTS_FORMAT, grouped, model_of, size_of
 from smallgpt_jax.comparison.results import Point, Run
@@ -57,7 +57,7 @@ GRID = {"seed": integer(0), "learning_rate": POSITIVE,
         "rates": [{"multiple": POSITIVE, "loss": (NULL, NUMBER), "diverged": BOOLEAN}]}
 RECORD = {"format": one_of(RESULTS_FORMAT), "title": TEXT, "budget": TEXT, "command": TEXT, "reference": TEXT,
           "learning_rates": Optional(Each(GRID)), "held_out": Optional(TEXT),
-          "predictions": Optional(scaling.PREDICTIONS), "runs": [RUN]}
+          "predictions": Optional(prediction.PREDICTIONS), "runs": [RUN]}
 
 
 @dataclasses.dataclass(frozen=True)

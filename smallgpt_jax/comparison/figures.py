@@ -302,5 +302,3 @@ def log_axis(plot) -> None:
     plot.xaxis.set_major_locator(LogLocator())
     plot.xaxis.set_major_formatter(lambda value, _: f"1e{round(math.log10(value))}")
     plot.xaxis.set_minor_formatter(NullFormatter())
-
-

@@ -1,7 +1,6 @@
 """Runs that a comparison takes over from records, which were made elsewhere, instead of training them."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from smallgpt_jax.comparison.runs import Comparison, shortened
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.training_text import identity_of, text_changes
 
 RATES = ("optimizer.learning_rate", "optimizer.final_learning_rate")
@@ -39,8 +37,7 @@ def require_same(run: Run, comparison: Comparison, text: Corpus) -> None:
         raise UserError(f"{where}: was trained on another text than this comparison ({changes}); use the same text, or "
                         "leave out its record")
     config = shortened(comparison.models[run.name], run.horizon)
-    is_same_code = run.config.get("model.architecture") == config.model.architecture  # other code is not imported
-    own, planned = (fixed_fields if is_same_code else records.fixed_fields)(run.config), fixed_fields(config.flat())
+    own, planned = map(records.fixed_fields, (run.config, config.flat()))
     if comparison.multiples:  # then the grid determines the learning rates
         own, planned = ({field: value for field, value in fields.items() if field not in RATES}
                         for fields in (own, planned))
@@ -51,12 +48,3 @@ def require_same(run: Run, comparison: Comparison, text: Corpus) -> None:
     if run.last and run.last.targets != targets:
         raise UserError(f"{where}: its loss is a mean over {run.last.targets:,} tokens, those of this comparison over "
                         f"{targets:,}; set config.train.eval_steps={run.config['train.eval_steps']}")
-
-
-def fixed_fields(config: dict) -> dict:
-    """Returns the fields that determine the results of a run; fields that are newer than its record are defaults."""
-    groups: dict[str, dict] = {}
-    for path, value in config.items():
-        group, _, field = path.partition(".")
-        groups.setdefault(group, {})[field] = value
-    return records.fixed_fields(json.loads(json.dumps(Config.of(groups).flat())))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from smallgpt_jax.comparison import figures, prediction, records, scaling
+from smallgpt_jax.comparison import prediction, records, scaling, scaling_figures
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table, with_range
 from smallgpt_jax.comparison.names import grouped, model_of, size_of
 from smallgpt_jax.comparison.records import Record
@@ -36,7 +36,7 @@ def scaling_blocks(record: Record) -> list:
 def law_blocks(record: Record, fits: dict[str, Fit]) -> list:
     active = {name: scaling.fit(fitted.records, "active_parameters") for name, fitted in fits.items()
               if any(row.active_parameters != row.parameters for row in fitted.records)}
-    return [Plot("scaling", figures.loss_against_compute(fits, prediction.predictions_of(record.predictions)),
+    return [Plot("scaling", scaling_figures.loss_against_compute(fits, prediction.predictions_of(record.predictions)),
                  "Loss against training FLOPs. Open markers: means over the seeds, after the end of a schedule. "
                  "Lines: the lowest loss of a model's law at each budget, over the trained sizes."
                  + bool(record.predictions) * f" Filled markers: held-out, in front of the predicted {INTERVAL} "
@@ -74,7 +74,7 @@ def held_out_blocks(record: Record) -> list:
     blocks += [Paragraph(f"{name}: no prediction was made before its run of size {size} was trained.")
                for name in dict.fromkeys(row.name for row in held_out) if name not in predicted]
     outcomes = checks["parameters"].outcomes
-    blocks.append(Plot("scaling-held-out", figures.held_out(prediction.predictions_of(content), outcomes),
+    blocks.append(Plot("scaling-held-out", scaling_figures.held_out(prediction.predictions_of(content), outcomes),
                        f"Held-out size {size}, longest training. Bars: predicted {INTERVAL} interval and loss. Dots: "
                        "trained, mean over the seeds."))
     text = "; ".join(f"with N in {SIZE_LABELS[field]} parameters, the mean absolute error is {check.error:.4f} nats, "

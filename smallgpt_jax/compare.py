@@ -29,14 +29,15 @@ from smallgpt_jax.comparison import (
     budget,
     inference_cost,
     measure,
+    prediction,
+    recorded,
     records,
     results,
-    scaling,
     training,
 )
 from smallgpt_jax.comparison.names import RESULTS_FILE, model_of
 from smallgpt_jax.comparison.records import Record
-from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun, take_over
+from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.output import best_effort
@@ -99,7 +100,7 @@ def record_of_comparison(comparison: Comparison, losses: dict[Path, float]) -> R
         f"{count} model{'s' * (count != 1)}{equal}", BUDGET_DESCRIPTIONS[compare.budget].format(**compare),
         repeating_command(), compare.reference, results.require_comparable(comparison.known_results(losses)),
         comparison.grids(losses), compare.held_out,
-        scaling.read(comparison.output / scaling.PREDICTIONS_FILE) if compare.held_out else None)
+        prediction.read(comparison.output / prediction.PREDICTIONS_FILE) if compare.held_out else None)
 
 
 def record_of_workdirs(workdirs: list[tuple[str, Path]]) -> Record:
@@ -167,7 +168,7 @@ def train_runs(output: Path) -> tuple[Comparison, dict[Path, float]]:
     for run in comparison.runs({}):
         training.check_existing(run, output, corpora[results.OWN_TEXT])
     if _RESULTS.value is not None:
-        comparison = take_over(comparison, recorded_paths(), corpora[results.OWN_TEXT])
+        comparison = recorded.take_over(comparison, recorded_paths(), corpora[results.OWN_TEXT])
     if compare.train:
         return comparison, train_comparison(comparison, corpora[results.OWN_TEXT], texts)
     return comparison, training.known_losses(comparison, corpora[results.OWN_TEXT])

@@ -22,48 +22,63 @@ class BestEffortStream:
     """
 
     def __init__(self, stream):
-        self._stream, self._descriptor, self._process = stream, None, os.getpid()
-        self._pending, self._num_written, self._changed = bytearray(), 0, threading.Condition()
-        self._is_blocked = self._is_closed = False
-        self._thread = threading.Thread(target=self._write_pending, name="output", daemon=True)
+        self._stream, self._writer = stream, None
         if isinstance(stream, io.TextIOWrapper):  # not, for example, the output of a notebook
             with contextlib.suppress(OSError):  # no file descriptor, or it cannot be written
                 stream.flush()
-                self._descriptor = stream.fileno()
-
-    def _is_direct(self) -> bool:
-        """Returns whether to write without the thread, which a forked process does not have."""
-        return self._descriptor is None or os.getpid() != self._process
+                self._writer = BackgroundWriter(stream.fileno())
 
     def write(self, text: str) -> int:
-        if self._is_direct():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self._writer and self._writer.is_usable():
+                self._writer.write(text.encode(self._stream.encoding, self._stream.errors))
+            else:
                 self._stream.write(text)
-            return len(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._writer and self._writer.is_usable():
+                self._writer.flush()
+            else:
+                self._stream.flush()
+
+    def close_writer(self) -> bool:
+        """Returns False if the reader does not take the pending text."""
+        return self._writer is None or self._writer.close()
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+
+class BackgroundWriter:
+    def __init__(self, descriptor: int):
+        self._descriptor, self._process = descriptor, os.getpid()
+        self._pending, self._num_written, self._changed = bytearray(), 0, threading.Condition()
+        self._is_blocked = self._is_closed = False
+        self._thread = threading.Thread(target=self._write_pending, name="output", daemon=True)
+
+    def is_usable(self) -> bool:
+        """A forked process does not have the thread."""
+        return os.getpid() == self._process
+
+    def write(self, data: bytes) -> None:
         with self._changed:
             if not self._thread.ident:  # not earlier: host_memory.configure has to precede all threads
                 self._thread.start()
             if len(self._pending) < MAX_PENDING:
-                self._pending += text.encode(self._stream.encoding, self._stream.errors)
+                self._pending += data
                 self._changed.notify_all()
-        return len(text)
 
     def flush(self) -> None:
         """Waits until everything is written, or until the reader has taken nothing for PATIENCE_SECONDS."""
-        if self._is_direct():
-            with contextlib.suppress(OSError):
-                self._stream.flush()
-            return
         with self._changed:
             while self._pending and not self._is_blocked:
                 before = self._num_written
                 self._is_blocked = not self._changed.wait_for(lambda: self._num_written > before, PATIENCE_SECONDS)
 
-    def __getattr__(self, name: str):
-        return getattr(self._stream, name)
-
-    def close_writer(self) -> bool:
-        """Ends the thread. Returns False if the reader does not take the pending text."""
+    def close(self) -> bool:
+        """Returns whether everything is written."""
         self.flush()
         with self._changed:
             self._is_closed = True

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from smallgpt_jax.comparison import choice, equal_budgets, figures
+from smallgpt_jax.comparison import choice, equal_budgets, scaling_figures
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table, with_range
 from smallgpt_jax.comparison.candidates import NEAR, Candidate, by_model, pareto_front, read_candidates
 from smallgpt_jax.comparison.choice import Answer
@@ -48,7 +48,7 @@ def choice_blocks(record: Record) -> list:
              for *_, last in filter(None, by_budget) if last.notes]
     reference = model_of(record.reference)
     curves = {name: curve for name, group in by_model(candidates).items() if (curve := equal_budgets.curve_of(group))}
-    plots = [Plot("equal-flops", figures.difference_from(curves, reference),
+    plots = [Plot("equal-flops", scaling_figures.difference_from(curves, reference),
                   f"Loss minus that of {reference} at equal training FLOPs; below zero, a model is better. Means over "
                   "the seeds, with 80% intervals of the means. Between the budgets of runs, losses are interpolated."
                   )] if reference in curves and len(curves) > 1 else []

@@ -1,135 +1,18 @@
-"""Sections of a report on other measurements than the loss: inference, the inside of the models, texts, speed."""
+"""Sections of a report on other measurements than the loss: answers, texts, benchmarks, experts, speed, parameters."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from smallgpt_jax.comparison import aggregation, costs, figures, results, statistics
 from smallgpt_jax.comparison.aggregation import Spread
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table, with_range
-from smallgpt_jax.comparison.candidates import read_candidates
 from smallgpt_jax.comparison.results import OWN_TEXT, Run
 from smallgpt_jax.comparison.statistics import Difference
-from smallgpt_jax.evaluation.inside import summary
 from smallgpt_jax.formatting import safe_name
 
 SPEEDS = {"tokens/s": ",.0f", "seconds": ",.0f", "memory MB": ",.1f", "decoding tokens/s": ",.0f"}  # {column: format}
-STREAM_LABELS = ("similarity", "neighbours", "effective rank")  # of summary.STREAM
-# {name of a plot: (budget of `choose`, batch size, its unit, label of the axis)}
-PLOTS = {
-    "loss-latency": ("decode_ms", 1, 1, "ms per decoding step, batch 1, full cache"),
-    "loss-latency-32": ("decode_ms", 32, 1, "ms per decoding step, batch 32, full cache"),
-    "loss-memory": ("memory", 1, 1e6, "MB of weights and full cache, batch 1"),
-    "loss-memory-32": ("memory", 32, 1e6, "MB of weights and full cache, batch 32"),
-}
-CASES = [(batch, cache) for batch in costs.DECODING_BATCHES for cache in ("empty", "full")]
 
 
-# ------------------------------------------------------------------ inference
-def inference_blocks(runs: Sequence[Run]) -> list:
-    groups = {name: measured for name, group in aggregation.group_by_name(runs).items()
-              if (measured := [run for run in group if run.inference])}
-    if not groups:
-        return []
-    measured = [run for group in groups.values() for run in group]
-    text = ("Medians and, in parentheses, quartiles of repeated timings in one process; with several seeds, the median "
-            "of each over the seeds. A decoding step adds one token per text. Empty cache: the first "
-            "tokens of a text; full: the last ones of the context. Weights and cache: exact sizes in decoding, in ")
-    dtypes, devices = (", ".join(dict.fromkeys(run.inference[key] for run in measured)) for key in ("dtype", "device"))
-    return [Heading("Inference"), Paragraph(f"{text}{dtypes} (vectors and routers in float32). Measured on {devices}."),
-            *inference_plots(runs), inference_table(groups)]
-
-
-def inference_plots(runs: Sequence[Run]) -> list[Plot]:
-    found, recorded = [], [dataclasses.asdict(run) for run in runs]
-    for name, (budget, batch, unit, label) in PLOTS.items():
-        candidates, _ = read_candidates(recorded, costs.budgets(batch)[budget])
-        candidates = [dataclasses.replace(candidate, cost=candidate.cost / unit) for candidate in candidates
-                      if candidate.cost is not None]
-        if len(candidates) > 1:
-            found.append(Plot(name, figures.loss_against_cost(candidates, label), (
-                f"Last validation loss against {label}. Vertical lines: range over seeds. Gray line, filled markers: "
-                "Pareto front.")))
-    return found
-
-
-def inference_table(groups: dict[str, list[Run]]) -> Table:
-    return Table(
-        ("run", "weights MB", "cache bytes per token", "cache MB, full", "context", "prefill ms",
-         *(f"step ms, batch {batch}, {cache}" for batch, cache in CASES)),
-        tuple((name, *table_cells(group)) for name, group in groups.items()))
-
-
-def table_cells(group: list[Run]) -> tuple[str, ...]:
-    first, inferences = group[0].inference, [run.inference for run in group]
-    weights = group[0].weight_bytes
-    return (MISSING if weights is None else f"{weights / 1e6:,.1f}", f"{first['cache_bytes_per_token']:,}",
-            f"{first['cache_bytes'] / 1e6:,.2f}", f"{first['context_length']:,}",
-            format_quartiles([found["prefill_ms"] for found in inferences]),
-            *(format_quartiles([costs.step_quartiles(found, *case) for found in inferences]) for case in CASES))
-
-
-def format_quartiles(timings: Sequence[dict[str, float] | None]) -> str:
-    found = [quartiles for quartiles in timings if quartiles]
-    if not found:
-        return MISSING
-    return with_range(*(np.median([one[key] for one in found]) for key in ("median", "low", "high")), ".3g")
-
-
-# ------------------------------------------------------------------ inside the models
-def inside_blocks(runs: Sequence[Run], reference: str = "") -> list:
-    observed = aggregation.group_by_name([run for run in runs if run.inside and run.inside["blocks"]])
-    groups = {name: [run.inside for run in group] for name, group in observed.items()}
-    if not groups:
-        return []
-    return [Heading("Inside the models"), Paragraph(
-        "Measured by diagnose on windows of the validation split, after the last step; means over seeds, paths and "
-        "heads. Similarity of all and of adjacent tokens, and rank: after the last block. Entropy and weight on "
-        "position 0: means over the blocks. Repeats: loss of tokens that follow a pair of tokens as at its last "
-        "occurrence in the window (lowest to highest over the seeds). In-context score: loss late minus early in the "
-        "context. Last columns: how much higher the loss is without the block that matters least, and without the one "
-        "that matters most."),
-        Plot("inside", figures.by_depth(groups), "Measures after each block. Blocks of parallel paths are averaged."),
-        without_empty_columns(Table(
-            ("run", *STREAM_LABELS, "entropy", "position 0", "repeats", "other tokens", "in-context score",
-             "least important block", "most important block"),
-            tuple((name, *cells(group)) for name, group in groups.items()))),
-        *differences_blocks({label: {name: {
-            run.seed: value for run in group if (value := run.inside["blocks"][-1][measure]) is not None}
-            for name, group in observed.items()} for measure, label in zip(summary.STREAM, STREAM_LABELS)}, reference)]
-
-
-def without_empty_columns(table: Table) -> Table:
-    kept = [i for i in range(len(table.head)) if any(row[i] != MISSING for row in table.rows)]
-    head, *rows = (tuple(line[i] for i in kept) for line in (table.head, *table.rows))
-    return Table(head, tuple(rows))
-
-
-def cells(group: Sequence[dict]) -> tuple[str, ...]:
-    def cell(values, form: str) -> str:
-        found = summary.mean(values)
-        return MISSING if found is None else format(found, form)
-
-    return (*(cell((found["blocks"][-1][measure] for found in group), form)
-              for measure, form in zip(summary.STREAM, (".3f", ".3f", ".1f"))),
-            *(cell((block[measure] for found in group for block in found["blocks"]), ".3f")
-              for measure in summary.ATTENTION),
-            *(spread_cell([found.get(name) for found in group]) for name in ("loss_of_repeats", "loss_of_others")),
-            *(cell((found[name] for found in group), "+.4f")
-              for name in ("in_context_score", "least_important_block", "most_important_block")))
-
-
-def spread_cell(values: Sequence[float | None]) -> str:
-    found = [value for value in values if value is not None]
-    if not found:
-        return MISSING
-    mean = summary.mean(found)
-    return with_range(mean, min(found), max(found), ".3f") if len(found) > 1 else f"{mean:.3f}"
-
-
-# ------------------------------------------------------------------ other measurements
 def answers_blocks(groups: dict[str, list[Run]]) -> list:
     """Returns the measures of a probe's answers; [] for text."""
     found = {name: aggregation.answers(group) for name, group in groups.items()}

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from smallgpt_jax.comparison import aggregation, results, scaling
+from smallgpt_jax import models
+from smallgpt_jax.comparison import aggregation, prediction, results
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.names import RESULTS_FORMAT, grouped, model_of, size_of
 from smallgpt_jax.comparison.results import Point, Run
@@ -20,7 +21,7 @@ from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.inside.summary import SUMMARY
-from smallgpt_jax.run.config import GROUPS
+from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.sessions import SESSION
 from smallgpt_jax.run.training_text import text_changes
 from smallgpt_jax.storage.atomic import write_atomically
@@ -57,7 +58,7 @@ GRID = {"seed": integer(0), "learning_rate": POSITIVE,
         "rates": [{"multiple": POSITIVE, "loss": (NULL, NUMBER), "diverged": BOOLEAN}]}
 RECORD = {"format": one_of(RESULTS_FORMAT), "title": TEXT, "budget": TEXT, "command": TEXT, "reference": TEXT,
           "learning_rates": Optional(Each(GRID)), "held_out": Optional(TEXT),
-          "predictions": Optional(scaling.PREDICTIONS), "runs": [RUN]}
+          "predictions": Optional(prediction.PREDICTIONS), "runs": [RUN]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,11 +197,27 @@ def require_mergeable(where: str, one: Run, other: Run) -> None:
 
 
 def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config fields that determine the results of a run, except the seed and its text's source."""
+    """Returns the config fields that determine the results of a run, except the seed and its text's source.
+
+    Fields that are newer than the run have their defaults. Values are as JSON stores them.
+    """
     others = {f"{name}.{field}" for name, group in GROUPS.items() for field in group.names(fixed_by=None)}
     others |= {f"data.{name}" for name in (*DataConfig.names(in_store=True), "store", "mixture")} | {"train.seed"}
-    return {field: value for field, value in sorted(config.items())
+    return {field: value for field, value in sorted(completed(config).items())
             if field == "train.steps" or not (field in others or field.startswith("mesh."))}
+
+
+def completed(config: dict[str, Any]) -> dict[str, Any]:
+    groups: dict[str, dict] = {}
+    for path, value in config.items():
+        group, _, field = path.partition(".")
+        groups.setdefault(group, {})[field] = value
+    try:
+        models.refuse_custom_code(groups["model"], Path(), trust=False)
+        config = Config.of(groups).flat()
+    except UserError:  # code that is not imported, or a field that no longer exists: the defaults are unknown
+        pass
+    return json.loads(json.dumps(config))
 
 
 def different(one: dict[str, Any], other: dict[str, Any]) -> str:

@@ -6,6 +6,8 @@ from pathlib import Path
 from smallgpt_jax.comparison import (
     aggregation,
     choice_report,
+    inference_report,
+    inside_report,
     loss_report,
     measurement_report,
     records,
@@ -79,8 +81,8 @@ def report_blocks(record: Record, logged: dict[str, list] | None) -> list:
     blocks += loss_report.horizon_blocks(record.runs)
     if grids:
         blocks += loss_report.grid_blocks(grids, runs)
-    blocks += measurement_report.inference_blocks(record.runs)
-    blocks += measurement_report.inside_blocks(runs, shown.reference)
+    blocks += inference_report.inference_blocks(record.runs)
+    blocks += inside_report.inside_blocks(runs, shown.reference)
     blocks += measurement_report.measurement_blocks(groups, runs, shown.reference)
     of_probe = tuple(f"data.{field}" for field in DataConfig.names(of_probe=True)) if any(
         run.last and run.last.answers for run in runs) else ()

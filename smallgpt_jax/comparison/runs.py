@@ -1,34 +1,26 @@
 """The runs of a comparison: each model is trained with several seeds, at the best learning rate of its grid.
 
-Runs that are in a record, which was made elsewhere, are taken over instead of trained.
-
 Runs named MODEL@SIZE train one model at several sizes. They share a grid, which is trained at the first size.
 
 With horizons, the run of horizon 1 is the trunk of the shorter ones (training/trunk.py).
 """
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from smallgpt_jax.comparison import learning_rates, records, results
+from smallgpt_jax.comparison import learning_rates, results
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.names import model_of, size_of
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import Run
-from smallgpt_jax.data.corpus import Corpus
-from smallgpt_jax.data.pipeline import num_validation_targets
-from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.names import STORE_FILE
-from smallgpt_jax.run.training_text import identity_of, text_changes
 from smallgpt_jax.training.learning_rate import decay_start
 
 RUNS_FOLDER = "runs"  # in a comparison's folder
-RATES = ("optimizer.learning_rate", "optimizer.final_learning_rate")
 
 
 class PlannedRun(NamedTuple):
@@ -54,7 +46,7 @@ class Comparison:
     held_out: str = ""  # SIZE of the runs that are trained last
     train_held_out: bool = True
     stack: int = 1  # maximum number of runs to train at the same time
-    recorded: Record | None = None  # runs that were trained elsewhere
+    recorded: Record | None = None  # runs that were trained elsewhere (recorded.py)
 
     @property
     def grid_seed(self) -> int:
@@ -128,7 +120,7 @@ class Comparison:
             return None
         identity = (planned.name, planned.config.train.seed, planned.horizon, planned.config.optimizer.learning_rate)
         return next((run for run in self.recorded.runs
-                     if (run.name, run.seed, run.horizon, run.config[RATES[0]]) == identity), None)
+                     if (run.name, run.seed, run.horizon, run.config["optimizer.learning_rate"]) == identity), None)
 
     def recorded_loss(self, planned: PlannedRun) -> float | None:
         """Returns the loss of the recorded run in place of `planned`, inf if it diverged; None if there is none.
@@ -177,49 +169,3 @@ def run_folder(output: Path, name: str, seed: int, multiple: float = 1.0) -> Pat
     """Returns the workdir of a run. Multiple 1 is not in its name: a grid that is added later can reuse the run."""
     suffix = "" if multiple == 1 else f"-lr{learning_rates.format_multiple(multiple)}x"
     return output / RUNS_FOLDER / f"{safe_name(name)}-seed{seed}{suffix}"
-
-
-# ------------------------------------------------------------------ records
-def take_over(comparison: Comparison, paths: Sequence[Path], text: Corpus) -> Comparison:
-    """Returns the comparison with the finished runs of the records that belong to it.
-
-    Raises UserError if one of them has another text, config or validation rows than the comparison.
-    """
-    found = records.merge([(path, records.read(path)) for path in paths], "")
-    for name in dict.fromkeys(run.name for run in found.runs if run.name not in comparison.models):
-        print(f"--results: {name} is not in this comparison; left out", flush=True)
-    runs = [run for run in found.runs if run.name in comparison.models and run.horizon in comparison.horizons
-            and (run.is_finished or run.diverged)]
-    for run in runs:
-        require_same(run, comparison, text)
-    return dataclasses.replace(comparison, recorded=dataclasses.replace(found, runs=tuple(
-        dataclasses.replace(run, averaged=comparison.averaged) for run in runs)))
-
-
-def require_same(run: Run, comparison: Comparison, text: Corpus) -> None:
-    where, advice = f"--results: {run.name}, seed {run.seed}", "leave out its record, or give the run another name"
-    if changes := text_changes(run.text, identity_of(text)):
-        raise UserError(f"{where}: was trained on another text than this comparison ({changes}); use the same text, or "
-                        "leave out its record")
-    config = shortened(comparison.models[run.name], run.horizon)
-    is_same_code = run.config.get("model.architecture") == config.model.architecture  # other code is not imported
-    own, planned = (fixed_fields if is_same_code else records.fixed_fields)(run.config), fixed_fields(config.flat())
-    if comparison.multiples:  # then the grid determines the learning rates
-        own, planned = ({field: value for field, value in fields.items() if field not in RATES}
-                        for fields in (own, planned))
-    if differences := records.different(own, planned):
-        raise UserError(f"{where}: has another config than this comparison ({differences}); {advice}")
-    targets = num_validation_targets(text, config.data, context_length=config.model.context_length,
-                                     batch_size=config.train.batch_size, eval_steps=config.train.eval_steps)
-    if run.last and run.last.targets != targets:
-        raise UserError(f"{where}: its loss is a mean over {run.last.targets:,} tokens, those of this comparison over "
-                        f"{targets:,}; set config.train.eval_steps={run.config['train.eval_steps']}")
-
-
-def fixed_fields(config: dict) -> dict:
-    """Returns the fields that determine the results of a run; fields that are newer than its record are defaults."""
-    groups: dict[str, dict] = {}
-    for path, value in config.items():
-        group, _, field = path.partition(".")
-        groups.setdefault(group, {})[field] = value
-    return records.fixed_fields(json.loads(json.dumps(Config.of(groups).flat())))

@@ -1,39 +1,22 @@
 """Scaling laws of several models: fits with a bootstrap over runs, predictions with intervals, and their check."""
 
 import dataclasses
-import hashlib
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from smallgpt_jax.comparison import power_law
-from smallgpt_jax.comparison.candidates import final_loss, read_candidates
-from smallgpt_jax.comparison.costs import BUDGETS
-from smallgpt_jax.comparison.names import grouped, model_of
+from smallgpt_jax.comparison.names import grouped
 from smallgpt_jax.comparison.power_law import Law
-from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.json_files import LOSS, OBJECT, POSITIVE, TEXT, Each, integer, one_of, read_json
 
 DRAWS = 4000
 INTERVAL = 0.8
 MIN_RUNS, MIN_SIZES, MIN_HORIZONS = 6, 3, 3  # of a fit, which has five parameters
 MIN_RATIO = 1.5  # between the most and the fewest tokens per parameter; at an equal ratio, α and β are one exponent
 GRID = 32  # sizes at which a law is evaluated
-PREDICTIONS_FILE = "predictions.json"  # in a comparison's folder
-FORMAT = 1
-EMBEDDINGS = ("token embedding", "position embedding")
-LAW = {"constants": Each(LOSS), "intervals": Each([LOSS])}
-PREDICTION = {"name": TEXT, "size": POSITIVE, "tokens": POSITIVE, "loss": LOSS, "low": LOSS, "high": LOSS}
-PREDICTIONS = {
-    "format": one_of(FORMAT), "time": TEXT, "command": TEXT, "held_out": TEXT, "interval": POSITIVE,
-    "draws": integer(1), "records_sha256": TEXT, "records": [OBJECT], "at_one_size": Each(LOSS),
-    "laws": Each(Each(LAW)), "predictions": Each([PREDICTION]), "not_predicted": Each(TEXT)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,20 +32,6 @@ class Record:
     tokens: float
     flops: float  # of all training steps, with the head and the optimizer
     loss: float  # nats per token
-
-
-def records_of(runs: Sequence[Run]) -> list[Record]:
-    """Returns the last loss of each finished run whose FLOPs are known. Earlier ones follow no law: the rate decays."""
-    found = []
-    candidates, _ = read_candidates([dataclasses.asdict(run) for run in runs], BUDGETS["flops"])
-    for run in itertools.chain.from_iterable(candidate.runs for candidate in candidates):
-        last, embeddings = run["curve"][-1], sum(run["components"].get(name, 0) for name in EMBEDDINGS)
-        if last["flops"] is not None:
-            found.append(Record(
-                model_of(run["name"]), f"{run['run'] or run['workdir']} {run['name']} {run['seed']}", run["seed"],
-                run["parameters"], run["parameters"] - embeddings, run["active_parameters"], last["tokens"],
-                last["flops"], final_loss(run)))
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,41 +198,6 @@ def decisions(scores: Mapping[str, float], actual: Mapping[str, float]) -> Decis
     pairs = list(itertools.combinations(ranking, 2))
     return Decisions(ranking, sum(actual[a] <= actual[b] for a, b in pairs) / len(pairs),
                      actual[ranking[0]] - min(actual.values()))
-
-
-# ------------------------------------------------------------------ predictions.json
-def read(path: Path) -> dict[str, Any] | None:
-    """Returns the content of predictions.json, or None if there is none."""
-    return read_json(path, PREDICTIONS, "restore it; predictions are made only once") if path.exists() else None
-
-
-def predictions_of(content: Mapping[str, Any] | None, size: str = "parameters") -> list[Prediction]:
-    rows = content["predictions"].get(size, ()) if content else ()
-    return [Prediction(**{name: row[name] for name in PREDICTION}) for row in rows]
-
-
-def make_predictions(records: Sequence[Record], held_out: Sequence[Record]) -> dict[str, Any]:
-    """Returns the laws of all models that have enough records, and their predictions of the held-out runs."""
-    groups, planned = (grouped(rows, lambda row: row.name) for rows in (records, held_out))
-    missing = {name: missing_for_fit(groups.get(name, [])) for name in planned}
-    fields = [field for field in ("parameters", "active_parameters")
-              if field == "parameters" or any(record.active_parameters != record.parameters for record in records)]
-    fits = {field: [fit(groups[name], field) for name in planned if not missing[name]] for field in fields}
-    rows = [dataclasses.asdict(record) for record in records]
-    return {
-        "format": FORMAT, "interval": INTERVAL, "draws": DRAWS,
-        "not_predicted": {name: f"needs {lack}" for name, lack in missing.items() if lack},
-        "laws": {field: {fitted.name: law_facts(fitted) for fitted in found} for field, found in fits.items()},
-        "predictions": {field: [dataclasses.asdict(row) for fitted in found
-                                for row in predict_runs(fitted, planned[fitted.name])]
-                        for field, found in fits.items()},
-        "at_one_size": {fitted.name: loss_of_largest(fitted.records) for fitted in fits["parameters"]},
-        "records_sha256": hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest(), "records": rows}
-
-
-def law_facts(fitted: Fit) -> dict[str, Any]:
-    return {"constants": {name: float(value) for name, value in fitted.law._asdict().items()},
-            "intervals": {name: list(map(float, pair)) for name, pair in intervals(fitted).items()}}
 
 
 # ------------------------------------------------------------------ compute

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from smallgpt_jax.comparison import figures, records, scaling
+from smallgpt_jax.comparison import prediction, records, scaling, scaling_figures
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table, with_range
 from smallgpt_jax.comparison.names import grouped, model_of, size_of
 from smallgpt_jax.comparison.records import Record
@@ -17,7 +17,7 @@ INTERVAL = f"{scaling.INTERVAL:.0%}"
 def scaling_blocks(record: Record) -> list:
     if not records.is_scaling(record.runs):
         return []
-    groups = grouped(scaling.records_of(record.runs), lambda row: row.name)
+    groups = grouped(prediction.records_of(record.runs), lambda row: row.name)
     lacking: dict[str, list[str]] = {}  # {what they lack: models}
     for name, rows in groups.items():
         lacking.setdefault(scaling.missing_for_fit(rows), []).append(name)
@@ -36,7 +36,7 @@ def scaling_blocks(record: Record) -> list:
 def law_blocks(record: Record, fits: dict[str, Fit]) -> list:
     active = {name: scaling.fit(fitted.records, "active_parameters") for name, fitted in fits.items()
               if any(row.active_parameters != row.parameters for row in fitted.records)}
-    return [Plot("scaling", figures.loss_against_compute(fits, scaling.predictions_of(record.predictions)),
+    return [Plot("scaling", scaling_figures.loss_against_compute(fits, prediction.predictions_of(record.predictions)),
                  "Loss against training FLOPs. Open markers: means over the seeds, after the end of a schedule. "
                  "Lines: the lowest loss of a model's law at each budget, over the trained sizes."
                  + bool(record.predictions) * f" Filled markers: held-out, in front of the predicted {INTERVAL} "
@@ -69,12 +69,12 @@ def held_out_blocks(record: Record) -> list:
         f"other sizes predicted its losses (predictions.json, from {len(content['records'])} records with the SHA-256 "
         f"{content['records_sha256'][:12]}…).")]
     blocks += [Paragraph(f"{name}: no prediction; it {lack}.") for name, lack in content["not_predicted"].items()]
-    checks, held_out = checks_of(record), scaling.records_of(runs)
-    predicted = {row.name for row in scaling.predictions_of(content)} | content["not_predicted"].keys()
+    checks, held_out = checks_of(record), prediction.records_of(runs)
+    predicted = {row.name for row in prediction.predictions_of(content)} | content["not_predicted"].keys()
     blocks += [Paragraph(f"{name}: no prediction was made before its run of size {size} was trained.")
                for name in dict.fromkeys(row.name for row in held_out) if name not in predicted]
     outcomes = checks["parameters"].outcomes
-    blocks.append(Plot("scaling-held-out", figures.held_out(scaling.predictions_of(content), outcomes),
+    blocks.append(Plot("scaling-held-out", scaling_figures.held_out(prediction.predictions_of(content), outcomes),
                        f"Held-out size {size}, longest training. Bars: predicted {INTERVAL} interval and loss. Dots: "
                        "trained, mean over the seeds."))
     text = "; ".join(f"with N in {SIZE_LABELS[field]} parameters, the mean absolute error is {check.error:.4f} nats, "
@@ -87,9 +87,9 @@ def held_out_blocks(record: Record) -> list:
 def checks_of(record: Record) -> dict[str, HeldOutCheck]:
     """Returns the check of the predictions by each kind of N."""
     content = record.predictions
-    held_out = scaling.records_of([run for run in record.runs if size_of(run.name) == record.held_out])
+    held_out = prediction.records_of([run for run in record.runs if size_of(run.name) == record.held_out])
     return {field: scaling.check_predictions(
-        scaling.predictions_of(content, field), content["at_one_size"], held_out, field)
+        prediction.predictions_of(content, field), content["at_one_size"], held_out, field)
         for field in content["predictions"]}
 
 
@@ -105,10 +105,10 @@ def check_text(record: Record) -> str:
 
 
 def check_table(content: Mapping, checks: Mapping[str, HeldOutCheck]) -> Table:
-    totals, rows = set(scaling.predictions_of(content)), []
+    totals, rows = set(prediction.predictions_of(content)), []
     for field, check in checks.items():
         outcomes = {outcome.prediction: outcome for outcome in check.outcomes}
-        for row in scaling.predictions_of(content, field):
+        for row in prediction.predictions_of(content, field):
             if field != "parameters" and row in totals:  # without experts, all parameters are active
                 continue
             found = outcomes.get(row)

@@ -44,6 +44,15 @@ class Instruction:
         return re.findall(r"%([\w.\-]+)", self.arguments)
 
     @property
+    def is_root(self) -> bool:
+        """Whether the result of the instruction is that of its computation."""
+        return self.line.lstrip().startswith("ROOT ")
+
+    @property
+    def is_kernel(self) -> bool:
+        return 'custom_call_target="tpu_custom_call"' in self.line
+
+    @property
     def backend_config(self) -> dict:
         """The settings that the GPU compiler chose for the instruction, as JSON; {} if there are none."""
         text = self.line.partition("backend_config=")[2]
@@ -160,7 +169,7 @@ class HloModule:
 
     def kernels(self) -> list[tuple[int, Instruction]]:
         """Returns the calls of Pallas kernels as pairs (number of executions, instruction)."""
-        return [(times, i) for times, i in self.executed() if 'custom_call_target="tpu_custom_call"' in i.line]
+        return [(times, i) for times, i in self.executed() if i.is_kernel]
 
     def executed(self, fused: bool = True, name: str | None = None,
                  times: int = 1) -> Iterator[tuple[int, Instruction]]:

@@ -157,7 +157,7 @@ class Roofline:
         for instruction in body:
             for name in instruction.operands:
                 users[name].append(instruction)
-        root = next(i for i in body if i.line.lstrip().startswith("ROOT "))
+        root = next(i for i in body if i.is_root)
         results = [self.module.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
         return (sum(read_bytes(i, users) for i in body if i.opcode == "parameter")
                 + sum(self.written(result) for result in results))

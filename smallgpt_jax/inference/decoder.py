@@ -179,12 +179,7 @@ class DecodeSession:
         """Also returns the logits before sampling, (B, vocab_size) float32."""
         context = self.model.config.context_length
         if max(map(len, self.ids)) > context:
-            for i, row in enumerate(self.ids):
-                if len(row) > context:
-                    kept = max(1, context // 2)
-                    self._dropped[i] += len(row) - kept
-                    del row[:-kept]
-            self._empty_cache()
+            self._drop_oldest()
         if self._logits is None and all(len(row) <= cached for row, cached in zip(self.ids, self._cached)):
             self._empty_cache()
         new, counts, streams = self._new_tokens()
@@ -249,6 +244,16 @@ class DecodeSession:
     def _static_arguments(self) -> dict:
         return {"model": self.model, "cache_length": self._cache_length, "vocab_size": self.vocab_size,
                 "end_of_text": self._end_of_text}
+
+    def _drop_oldest(self) -> None:
+        """Halves the rows that have outgrown the context."""
+        context = self.model.config.context_length
+        kept = max(1, context // 2)
+        for i, row in enumerate(self.ids):
+            if len(row) > context:
+                self._dropped[i] += len(row) - kept
+                del row[:-kept]
+        self._empty_cache()
 
     def _empty_cache(self) -> None:
         self._cache, self._seen = {}, None

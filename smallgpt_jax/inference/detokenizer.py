@@ -1,6 +1,6 @@
 """Conversion of generated tokens to text, one token at a time, up to a stop string."""
 
-import os
+import itertools
 from collections.abc import Sequence
 
 from smallgpt_jax.data import tokenizers
@@ -33,7 +33,7 @@ class Detokenizer:
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         # If a character begins in `before` and ends in a new token, the new text begins before len(self._before).
-        self.text = text[len(os.path.commonprefix([self._before, text])):]  # noqa: RUF071
+        self.text = text[common_prefix_length(self._before, text):]
         if starts := [start for s in self._stop if (start := self.text.find(s)) >= 0]:
             self.is_done = True
             self.text = self.text[:min(starts)]
@@ -50,3 +50,7 @@ class Detokenizer:
         piece = self.text[self._shown:end]
         self._shown = max(self._shown, end)
         return piece
+
+
+def common_prefix_length(one: str, other: str) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))

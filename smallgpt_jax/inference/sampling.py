@@ -9,6 +9,11 @@ import jax.numpy as jnp
 from smallgpt_jax.errors import UserError
 
 TEMPERATURE = 0.8  # the default of the command `generate` and of TextModel
+RULES = {  # {field: (is valid, message if not)}
+    "temperature": (lambda x: 0 <= x < math.inf, "must be a number, at least 0"),
+    "top_k": (lambda x: x >= 1, "must be at least 1"),
+    "top_p": (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
+    "repetition_penalty": (lambda x: 0 < x < math.inf, "must be a number above 0")}
 
 
 @flax.struct.dataclass
@@ -29,12 +34,6 @@ class Sampling:
         return self.replace(
             temperature=self.temperature or None, top_p=None if self.top_p == 1 else self.top_p,
             repetition_penalty=None if self.repetition_penalty == 1 else self.repetition_penalty)
-
-
-RULES = {"temperature": (lambda x: 0 <= x < math.inf, "must be a number, at least 0"),
-         "top_k": (lambda x: x >= 1, "must be at least 1"),
-         "top_p": (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
-         "repetition_penalty": (lambda x: 0 < x < math.inf, "must be a number above 0")}
 
 
 def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from smallgpt_jax.comparison import equal_budgets, figures
+from smallgpt_jax.comparison import equal_budgets, scaling_figures
 from smallgpt_jax.comparison.candidates import Candidate
 from smallgpt_jax.comparison.power_law import Law
 
@@ -92,7 +92,7 @@ def test_without_a_common_seed_there_is_no_order():
     other = equal_budgets.Curve("b", one.budgets, {seed + 10: one.losses[seed] for seed in one.losses}, one.sizes)
     assert equal_budgets.order(other, one) == []
     assert equal_budgets.compute_multiplier(other, one, 1e14) is None
-    figure = figures.difference_from({"a": one, "b": other, "c": make_curve("c", cost=4.0)}, "a")
+    figure = scaling_figures.difference_from({"a": one, "b": other, "c": make_curve("c", cost=4.0)}, "a")
     assert [line.get_label() for line in figure.axes[0].lines if line.get_label() in "abc"] == ["c"]
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from test_report import make_run, write
 
-from smallgpt_jax.comparison import choice_report, measurement_report
+from smallgpt_jax.comparison import choice_report, inference_report
 from smallgpt_jax.comparison.blocks import Paragraph, Table
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import Run
@@ -36,18 +36,18 @@ def record(noise: float = 0.001) -> Record:
 
 
 def test_table_of_the_measurements():
-    *_, table = measurement_report.inference_blocks(record().runs)
+    *_, table = inference_report.inference_blocks(record().runs)
     assert table.head[:6] == (
         "run", "weights MB", "cache bytes per token", "cache MB, full", "context", "prefill ms")
     assert table.rows[1] == ("fast", "2.0", "1,000", "0.06", "64", "5.5 (4.95 to 6.6)", *["1.1 (0.99 to 1.32)"] * 2,
                              *["8.8 (7.92 to 10.6)"] * 2)
-    paragraph = measurement_report.inference_blocks(record().runs)[1]
+    paragraph = inference_report.inference_blocks(record().runs)[1]
     assert "bfloat16 (vectors" in paragraph.text and "Measured on cpu." in paragraph.text
 
 
 def test_plots_mark_the_pareto_front():
     """Model bad is slower than good, larger than fast, and worse than both."""
-    plots = {plot.name: plot.figure.axes[0] for plot in measurement_report.inference_plots(record().runs)}
+    plots = {plot.name: plot.figure.axes[0] for plot in inference_report.inference_plots(record().runs)}
     assert list(plots) == ["loss-latency", "loss-latency-32", "loss-memory", "loss-memory-32"]
     front, *lines = plots["loss-latency"].lines
     assert front.get_xydata().tolist() == [pytest.approx([1.1, 3.2]), pytest.approx([4.1, 3.0])]
@@ -122,7 +122,7 @@ def test_when_it_cannot_be_told():
     *_, text = choice_report.choice_blocks(equal)
     assert isinstance(text, Paragraph) and text.text.startswith("Cannot tell, because the models have fewer than two")
     assert choice_report.choice_blocks(dataclasses.replace(equal, runs=equal.runs[:1])) == []
-    assert measurement_report.inference_blocks(equal.runs) == []
+    assert inference_report.inference_blocks(equal.runs) == []
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import json
 import pytest
 from test_report import make_run
 
-from smallgpt_jax.comparison import measurement_report
+from smallgpt_jax.comparison import inside_report
 from smallgpt_jax.evaluation.inside.summary import read_summary, summarize
 
 
@@ -48,13 +48,13 @@ def test_the_section_has_means_over_seeds():
 
     measured = [summarize(diagnosis(1, offset)) for offset in (0.0, 0.2)]
     runs = [run("gpt", 0, measured[0]), run("gpt", 1, measured[1]), run("mamba", 0, None)]
-    *_, plot, table = measurement_report.inside_blocks(runs)
+    *_, plot, table = inside_report.inside_blocks(runs)
     assert table.rows == (("gpt", "0.200", "0.500", "5.0", "0.600", "0.000", "1.900 (1.800 to 2.000)",
                             "3.500 (3.500 to 3.500)", "-0.2500", "+2.0000", "+2.0000"),)
     others = [run("b", 0, measured[1]), run("b", 1, summarize(diagnosis(1, 0.41)))]
-    *_, table = measurement_report.inside_blocks([*runs, *others], "gpt")
+    *_, table = inside_report.inside_blocks([*runs, *others], "gpt")
     assert table.rows[0] == ("similarity", "b", "+0.2050", "+0.1415 to +0.2685", "2", "0.016", "higher")
     lines = {axes.get_ylabel(): [line.get_xydata().tolist() for line in axes.lines] for axes in plot.figure.axes}
     assert lines["mean cosine of all tokens"] == [[[0, pytest.approx(0.1)], [1, pytest.approx(0.2)]]]
     assert lines["attention entropy / ln(keys)"] == [[[0, pytest.approx(0.6)]]]
-    assert measurement_report.inside_blocks([*runs[2:], run("empty", 0, measured[0] | {"blocks": []})]) == []
+    assert inside_report.inside_blocks([*runs[2:], run("empty", 0, measured[0] | {"blocks": []})]) == []

@@ -121,6 +121,17 @@ def test_merging_gives_the_report_of_one_comparison(tmp_path):
     assert table in (tmp_path / "report.md").read_text() and table in (output / "report.md").read_text()
 
 
+def test_a_field_that_is_newer_than_a_run_has_its_default(tmp_path):
+    older, newer = run("gpt", 1, 3.0), run("gpt", 2, 3.1)
+    del older.config["model.smear"]
+    paths = [saved(tmp_path / found.workdir[-1] / "results.json", found) for found in (older, newer)]
+    assert [found.seed for found in merged(*paths).runs] == [1, 2]
+    other = run("gpt", 3, 3.1)
+    other.config["model.smear"] = not newer.config["model.smear"]
+    with pytest.raises(UserError, match=r"with different configs \(model.smear"):
+        merged(paths[0], saved(tmp_path / "3" / "results.json", other))
+
+
 @pytest.mark.parametrize("other, message", [
     (run("lgpt", 1, 3.0, fingerprint="other"), "two.json: cannot be compared, since their texts differ (other"),
     (run("lgpt", 1, 3.0, targets=1024), "means over different rows (targets 512 and 1024)"),

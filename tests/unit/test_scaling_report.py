@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from smallgpt_jax.comparison import choice, choice_report, records, report, results, scaling, scaling_report
+from smallgpt_jax.comparison import choice, choice_report, prediction, records, report, results, scaling_report
 from smallgpt_jax.comparison.power_law import Law
 from smallgpt_jax.comparison.records import Record
 
@@ -80,7 +80,7 @@ def test_a_loss_of_one_seed_has_no_interval():
 @pytest.mark.draws
 def test_the_held_out_check_uses_the_stored_predictions(tmp_path):
     runs, held_out = make_runs(), make_runs(sizes=HELD_OUT)
-    content = scaling.make_predictions(scaling.records_of(runs), scaling.records_of(held_out))
+    content = prediction.predict(prediction.records_of(runs), prediction.records_of(held_out))
     content |= {"time": "2026-11-23T10:00:00+00:00", "command": "c", "held_out": "4"}
     stored = content["predictions"]["parameters"][0]
     assert stored["name"] == "a" and stored["low"] < stored["loss"] < stored["high"]

@@ -7,6 +7,7 @@ source.
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -29,7 +30,7 @@ from smallgpt_jax.data.store import (
     open_store,
     size_message,
 )
-from smallgpt_jax.data.store_spec import StoreSpec, require_free
+from smallgpt_jax.data.store_spec import NOT_FREE, StoreSpec
 from smallgpt_jax.data.unfinished_store import (
     JOURNAL_FILE,
     Journal,
@@ -67,7 +68,6 @@ def prepare_store(spec: StoreSpec, workers: int | None = None, log=print) -> Tok
         with name_store_in_errors(folder), file_lock(lock, wait=True):
             if not (folder / METADATA_FILE).is_file():
                 write_store(partial, spec, workers or os.cpu_count(), log)
-                require_free(folder)  # other files may have been put there meanwhile
                 rename(partial, folder)
                 (folder / JOURNAL_FILE).unlink()
     return open_store(spec.folder, spec.made_from)
@@ -78,6 +78,8 @@ def name_store_in_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.filename2 and error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY):  # of `rename`
+            raise UserError(NOT_FREE.format(str(folder))) from None
         if error.filename and folder.parent not in Path(error.filename).parents:
             raise  # the file named in the error belongs to the source or the tokenizer, not to the store
         raise UserError(f"config.data.store: cannot write to {error.filename or folder.parent}: "

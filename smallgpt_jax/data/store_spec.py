@@ -19,6 +19,8 @@ from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket
 from smallgpt_jax.storage.paths import as_path
 
+NOT_FREE = "config.data.store={!r}: exists and is not a token store; choose another folder"
+
 
 @dataclasses.dataclass(frozen=True)
 class StoreSpec:
@@ -106,7 +108,7 @@ def require_free(folder: Path) -> None:
     else:
         is_free = folder.is_dir() and not any(folder.iterdir())
     if not is_free:
-        raise UserError(f"config.data.store={str(folder)!r}: exists and is not a token store; choose another folder")
+        raise UserError(NOT_FREE.format(str(folder)))
 
 
 def readable_name(source: str) -> str:

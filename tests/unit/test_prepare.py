@@ -430,14 +430,15 @@ def test_refuses_to_replace_other_files(corpus, tmp_path):
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "text"
 
 
-def test_keeps_files_put_at_the_store_meanwhile(corpus, tmp_path):
+@pytest.mark.parametrize("name", ["store", "store/thesis.tex"])
+def test_keeps_files_put_at_the_store_meanwhile(corpus, tmp_path, name):
     def put(_):
-        (tmp_path / "store").mkdir()
-        (tmp_path / "store" / "thesis.tex").write_text("text")
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
 
-    with pytest.raises(UserError, match="exists and is not a token store; choose another folder"):
+    with pytest.raises(UserError, match="store': exists and is not a token store; choose another folder"):
         prepare_store(tmp_path / "store", corpus[0], log=put)
-    assert files_of(tmp_path / "store") == {"thesis.tex": b"text"}
+    assert (tmp_path / name).read_text() == "text"
 
 
 def test_refuses_source_without_text(tmp_path):

@@ -17,6 +17,8 @@ from smallgpt_jax import cli
 from smallgpt_jax.evaluation.inside import diagnosis
 from smallgpt_jax.evaluation.inside.windows import WINDOWS
 from smallgpt_jax.formatting import aligned_rows
+from smallgpt_jax.run.names import DIAGNOSIS_FOLDER
+from smallgpt_jax.storage.paths import as_path
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 _TRUST = cli.define_trust()
@@ -36,7 +38,7 @@ def main() -> None:
     log = functools.partial(print, file=sys.stderr, flush=True)
     content = diagnosis.diagnose(
         _WORKDIR.value, _STEP.value, _TEXT.value, _WINDOWS.value, _DEEP.value, _TRUST.value, log)
-    print("\n".join(table_lines(content)))
+    print("\n".join([*table_lines(content), "", f"{as_path('--workdir', _WORKDIR.value) / DIAGNOSIS_FOLDER}"]))
 
 
 def table_lines(content: dict[str, Any]) -> list[str]:

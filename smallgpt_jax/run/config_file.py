@@ -7,7 +7,7 @@ from pathlib import Path
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS, Config
-from smallgpt_jax.run.names import CONFIG_FILE, ORIGIN_FILE, STORE_FILE
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER, CONFIG_FILE, ORIGIN_FILE, STORE_FILE
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import OBJECT, Optional, read_json
 
@@ -39,6 +39,8 @@ def write_config(workdir: Path, groups: Mapping[str, Mapping]) -> None:
 def read_groups(workdir: Path) -> dict[str, dict]:
     """Returns all groups of a run, and only `model` of an imported model. Raises UserError for a damaged file."""
     path, advice = workdir / CONFIG_FILE, "restore the file, or use another run"
+    if not path.exists() and not (workdir / CHECKPOINT_FOLDER).exists():
+        raise UserError(f"{workdir}: not a run, without {CONFIG_FILE}; give the workdir of a run")
     required = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
     groups = read_json(path, {name: OBJECT if name in required else Optional(OBJECT) for name in GROUPS}, advice)
     if groups.pop("format", None) != FORMAT:

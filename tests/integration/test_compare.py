@@ -235,6 +235,7 @@ PAPER = "--config=configs/compare/paper.py:tiny"
 @pytest.mark.parametrize("arguments, message, status", [
     (["--workdirs="], "--workdirs: the list is empty", 1),
     (["--workdirs=HERE/x"], "no such folder; give the workdir of a run", 1),
+    (["--workdirs=HERE"], "not a run, without config.json; give the workdir of a run", 1),
     ([], "give either --config", 2),
     ([PAPER, "--config.compare.names=gpt", "--config.compare.texts=x=/none.txt"], "/none.txt", 1),
     ([PAPER, "--config.compare.names=gpt", "--config.compare.contexts=1,99999"],

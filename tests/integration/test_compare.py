@@ -257,7 +257,7 @@ def test_a_pattern_that_ends_with_a_slash_matches_only_folders(tmp_path):
     (tmp_path / "a.txt").write_text("no run")
     (tmp_path / "b").mkdir()
     done = call("compare", f"--workdirs={tmp_path}/*/", f"--output={tmp_path / 'out'}")
-    assert done.returncode == 1 and done.stderr.startswith(f"error: {tmp_path}/b/config.json: "), done.stderr
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {tmp_path}/b: not a run, "), done.stderr
 
 
 # ------------------------------------------------------------------ Measurements

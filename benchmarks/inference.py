@@ -144,7 +144,7 @@ def measure() -> list[dict]:
         for batch in map(int, _BATCHES.value):
             prompts_BxT = measuring.random_tokens(batch, context - _NEW_TOKENS.value, SIZES[_SIZE.value][3])
             timings = measuring.in_turn({name: functools.partial(model.run, prompts_BxT, _NEW_TOKENS.value)
-                               for name, model in compared.items()}, _REPEATS.value, measuring.PAUSE)
+                                         for name, model in compared.items()}, _REPEATS.value, measuring.PAUSE)
             for name, model in compared.items():
                 prefills, decodes, (cache_bytes, *_) = zip(*timings[name])
                 steps_per_second = (_NEW_TOKENS.value - 1) / statistics.median(decodes)
@@ -187,7 +187,7 @@ def plot(rows: list[dict], path: Path, label: str, value) -> None:
 def main() -> None:
     rows = measure()
     results = measuring.table(["model", "batch", "context", "prefill ms", "decode tokens/s", "weights MB", "cache MB",
-                     "bandwidth"], map(cells, rows))
+                               "bandwidth"], map(cells, rows))
     print(results)
     if _OUTPUT.value:
         output = Path(_OUTPUT.value)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: random tokens and weights, training steps, timing in turn, tables. It defines no flags."""
+"""Functions that several benchmarks use: random tokens and weights, training steps, timing in turns, tables."""
 
 import statistics
 import sys

@@ -126,7 +126,8 @@ class ModelConfig(ConfigGroup):
     attention: str = free("auto")
     # scan over the blocks: compiles faster, but steps are slower and need more memory
     scan_layers: bool = free(False)
-    # what the backward pass recomputes: nothing ("none") | all but products with weights ("dots") | all ("full")
+    # rematerialization: "none" | "dots": the backward pass recomputes all but products with weights | "full": it
+    # recomputes everything
     remat: str = free("none")
 
     @property

@@ -40,7 +40,8 @@ RULES_IN_DATA_SHARD = tuple((name, "fsdp" if name == "batch" else axes) for name
 class MeshConfig(ConfigGroup):
     GROUP: ClassVar[str] = "mesh"
 
-    # data parallelism: number of replicas of the model; -1: number of devices / (fsdp · tensor · path)
+    # data parallelism: number of parts of the batch, each with whole weights; -1: number of devices / (fsdp · tensor ·
+    # path). Where fsdp is 1, each device stores and updates a part of the weights, and gathers them once per step
     data: int = free(-1)
     # FSDP: number of shards of weights, optimizer state and batch. With model.remat "dots" or "full", no device holds
     # the weights of all blocks at the same time
@@ -96,28 +97,71 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def param_shardings(mesh: Mesh, params):
-    """The leaves of `params` have a `shape` and logical `axes`."""
+    """Returns the shardings of weights in computations. The leaves of `params` have a `shape` and logical `axes`."""
     return jax.tree.map(lambda p: NamedSharding(mesh, divisible_spec(mesh, p.axes, p.shape)), params)
 
 
-def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+def stored_shardings(mesh: Mesh, params):
+    """Returns the shardings of weights in the train state."""
+    return jax.tree.map(lambda p: NamedSharding(mesh, stored_spec(mesh, p.axes, p.shape)), params)
+
+
+def stored_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """Without `fsdp`, devices that would otherwise store and update the same weights divide them along `data` (ZeRO:
+    Rajbhandari et al., arXiv 1910.02054).
+    """
+    divides_data = mesh.shape["fsdp"] == 1 < mesh.shape["data"] and "data" in auto_axes(mesh)
+    return divisible_spec(mesh, names, shape, "data" if divides_data else "fsdp")
+
+
+def gather_stored(weights, params, dtype: str):
+    """Returns stored weights as computations need them, before the loop over microbatches. Those that the model reads
+    in its compute dtype are gathered in `dtype`.
+    """
+    mesh = current_mesh()
+
+    def gather(p, x):
+        whole = divisible_spec(mesh, p.axes, p.shape)
+        if stored_spec(mesh, p.axes, p.shape) == whole:
+            return x
+        return jax.lax.with_sharding_constraint(x.astype(dtype) if p.is_cast else x, whole)
+
+    return jax.tree.map(gather, params, weights) if mesh else weights
+
+
+def scatter_gradients(gradients, params):
+    """Returns gradients of gathered weights, summed over all rows, as the weights are stored."""
+    mesh = current_mesh()
+
+    def scatter(p, x):
+        stored = stored_spec(mesh, p.axes, p.shape)
+        if stored == divisible_spec(mesh, p.axes, p.shape):
+            return x
+        return jax.lax.with_sharding_constraint(x, stored)
+
+    return jax.tree.map(scatter, params, gradients) if mesh else gradients
+
+
+def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...], shards: str = "fsdp") -> PartitionSpec:
     """An axis is replicated if its length is not divisible by the number of shards."""
-    axes_of = ruled_axes(mesh, names, shape)
+    axes_of = ruled_axes(mesh, names, shape, shards)
     lengths = (math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes)) for axes in axes_of)
     return PartitionSpec(*(axes if size % length == 0 else None
                            for axes, size, length in zip(axes_of, shape, lengths)))
 
 
-def ruled_axes(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> list[str | tuple[str, ...] | None]:
-    """Returns the mesh axes of each axis by RULES. In place of "embed", `fsdp` shards an earlier axis in BEFORE_EMBED
-    that it divides, if `tensor` has length 1.
+def ruled_axes(mesh, names: tuple[str, ...], shape: tuple[int, ...],
+               shards: str = "fsdp") -> list[str | tuple[str, ...] | None]:
+    """Returns the mesh axes of each axis by RULES, with `shards` as that of "embed". In place of "embed", it shards an
+    earlier axis in BEFORE_EMBED that it divides, if `tensor` has length 1.
     """
     rules = RULES if "data" in auto_axes(mesh) else RULES_IN_DATA_SHARD
-    axes_of = list(nn.logical_to_mesh_axes(names, rules))
-    if "embed" in names and axes_of[embed := names.index("embed")] == "fsdp" and mesh.shape["tensor"] == 1:
-        before = BEFORE_EMBED if platform(mesh) == "tpu" else BEFORE_EMBED - {"vocab"}  # see `look_up`
-        moved = next((i for i in range(embed) if names[i] in before and shape[i] % mesh.shape["fsdp"] == 0), embed)
-        axes_of[embed], axes_of[moved] = None, "fsdp"
+    axes_of = [shards if axes == "fsdp" else axes for axes in nn.logical_to_mesh_axes(names, rules)]
+    if "embed" in names and axes_of[embed := names.index("embed")] == shards and mesh.shape["tensor"] == 1:
+        looks_up_columns = shards == "fsdp" and platform(mesh) != "tpu"  # see `look_up`
+        before = BEFORE_EMBED - {"vocab"} if looks_up_columns else BEFORE_EMBED
+        moved = next((i for i in range(embed) if names[i] in before and shape[i] % mesh.shape[shards] == 0), embed)
+        axes_of[embed], axes_of[moved] = None, shards
     return axes_of
 
 
@@ -150,7 +194,7 @@ def param_state_sharding(mesh: Mesh, param, shape: tuple[int, ...]) -> NamedShar
     the first other dimension that it divides: the matrices of an optimizer can be larger than the weights.
     """
     if shape == param.shape:
-        return NamedSharding(mesh, divisible_spec(mesh, param.axes, shape))
+        return NamedSharding(mesh, stored_spec(mesh, param.axes, shape))
     names = [name if size == length else None
              for size, length, name in itertools.zip_longest(shape, param.shape, param.axes)][:len(shape)]
     free = [i for i, size in enumerate(shape) if names[i] is None and size % mesh.shape["fsdp"] == 0]
@@ -175,8 +219,8 @@ def gather_fsdp(weight, names: tuple[str, ...]):
     mesh = current_mesh()
     if not mesh:
         return weight
-    parts = divisible_spec(mesh, names, weight.shape)
-    whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in parts))
+    parts = stored_spec(mesh, names, weight.shape)
+    whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in divisible_spec(mesh, names, weight.shape)))
     if is_partitioned_for_tpus():
         return jax.lax.with_sharding_constraint(weight, whole)
     return _reshard(weight, parts, whole)
@@ -246,22 +290,33 @@ def has_data_shards() -> bool:
     return mesh is not None and mesh.shape["data"] > 1
 
 
-def sum_over_data_shards(function, dtype):
-    """Returns `function`(parameters, model state, batch) → (sums over rows, model state) under shard_map over `data`.
-    The sums are added once, matrices of floats (gradients) as `dtype`; otherwise, the compiler would add gradients in
-    every iteration of a loop. The model state must not depend on the rows.
+def sum_over_data_shards(function, params, dtype):
+    """Returns `function`(weights, model state, batch) → ((loss, gradients, further sums over rows), model state)
+    under shard_map over `data`. The sums are added once, matrices of floats as `dtype`, and gradients are scattered
+    like the stored weights; otherwise, the compiler would add gradients in every iteration of a loop. The model state
+    must not depend on the rows.
     """
-    def total(x):
-        is_matrix = x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
-        return jax.lax.psum(x.astype(dtype) if is_matrix else x, "data").astype(x.dtype)
+    mesh, everywhere = current_mesh(), PartitionSpec()
+    # Only `data` is manual; the compiler places the other axes.
+    gradient_specs = jax.tree.map(lambda p: PartitionSpec(
+        *(axes if axes == "data" else None for axes in stored_spec(mesh, p.axes, p.shape))), params)
+
+    def total(x, spec=everywhere):
+        sent = x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
+        if "data" in spec:
+            return jax.lax.psum_scatter(
+                sent, "data", scatter_dimension=spec.index("data"), tiled=True).astype(x.dtype)
+        return jax.lax.psum(sent, "data").astype(x.dtype)
 
     def mapped(*arguments):
         with nn.logical_axis_rules(RULES_IN_DATA_SHARD):
-            sums, model_state = function(*arguments)
-            return jax.tree.map(total, sums), model_state
+            (loss, gradients, further), model_state = function(*arguments)
+            sums = total(loss), jax.tree.map(total, gradients, gradient_specs), jax.tree.map(total, further)
+            return sums, model_state
 
-    return jax.shard_map(mapped, in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data")),
-                         out_specs=PartitionSpec(), axis_names={"data"}, check_vma=False)
+    return jax.shard_map(mapped, in_specs=(everywhere, everywhere, PartitionSpec("data")),
+                         out_specs=((everywhere, gradient_specs, everywhere), everywhere), axis_names={"data"},
+                         check_vma=False)
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:

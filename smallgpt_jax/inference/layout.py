@@ -17,8 +17,6 @@ import jax
 
 from smallgpt_jax import models
 
-FLOAT32 = "router"  # weights with this axis stay float32, because routers compute in float32
-
 
 def pack(model: models.LanguageModel, params, model_state=None):
     # One program compiles faster than one program per array.
@@ -31,7 +29,7 @@ def _pack(variables, abstract, dtype: str):
               for collection, tree in variables.items()}
 
     def cast(p, stack):
-        return jax.tree.map(lambda x: x if len(p.own_axes) < 2 or FLOAT32 in p.axes else x.astype(dtype), stack)
+        return jax.tree.map(lambda x: x.astype(dtype) if p.is_cast else x, stack)
 
     params = jax.tree.map(cast, abstract["params"], packed["params"])
     if "head" in params:

@@ -9,15 +9,16 @@ The symbols are similar to those of Korthikanti et al., arXiv 2205.05198:
     H  heads                               e  bytes per activation
     Q  queries per chunk of XLA's attention
 
-`fsdp` is the number of FSDP shards, `chunks` is config.train.loss_chunks.
+`fsdp` is the number of FSDP shards, Z the number of shards of the train state: fsdp or, if this is 1, `data`. `chunks`
+is config.train.loss_chunks.
 
 A training step of a GPT needs these bytes per device:
 
-    weights                4·N / (fsdp·T)
+    weights                4·N / (Z·T)
     gradients              4·N / (fsdp·T)
-    Adam's moments         8·N / (fsdp·T)
-    average of weights     4·N / (fsdp·T), with train.ema
-    gathered weights       e·N / T, with fsdp > 1 and without rematerialization
+    Adam's moments         8·N / (Z·T)
+    average of weights     4·N / (Z·T), with train.ema
+    gathered weights       e·N / T, with Z > 1, but not with fsdp > 1 and rematerialization
     block activations      L·S·B·D·e·(4 + (4 + 2F)/T)
       with remat "dots"    L·S·B·D·e·(3 + (4 + F)/T)
       with remat "full"    L·S·B·D·e
@@ -75,10 +76,12 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
                     for p in jax.tree.leaves(abstract_params(model)) if p.axes[-1:] == ("rank",))
         activations += positions * element * ranks / mesh.shape["path"]
     weights, average = bytes_on_device(state.trained), bytes_on_device(state.ema)
-    is_gathered = mesh.shape["fsdp"] > 1 and c.remat == "none"
-    return {"weights": weights, "moments": bytes_on_device(state.opt_state), "gradients": weights,
+    fsdp, data = mesh.shape["fsdp"], mesh.shape["data"]
+    whole = weights * (fsdp if fsdp > 1 else data)
+    is_gathered = data > 1 if fsdp == 1 else c.remat == "none"
+    return {"weights": weights, "moments": bytes_on_device(state.opt_state), "gradients": whole / fsdp,
             **({"average": average} if average else {}),
-            "gathered": weights * mesh.shape["fsdp"] * element / 4 if is_gathered else 0,
+            "gathered": whole * element / 4 if is_gathered else 0,
             "activations": activations,
             "logits": positions * c.vocab_size * (4 + element) / (tensor * loss_chunks)}
 

@@ -22,6 +22,7 @@ from smallgpt_jax.ops.activations import ACTIVATIONS
 MODULE_STACKS = ("layers", "path")  # logical axes along which the weights of equal modules are stacked
 # Axes that number matrices, such as those of routed experts, or vectors, such as taps of a convolution per channel.
 STACKS = (*MODULE_STACKS, "expert", "tap")
+FLOAT32 = "router"  # an axis of the weights that are not cast, because routers compute in float32
 TRACED_POSITIONS = 128
 
 
@@ -59,6 +60,11 @@ class Parameter:
         inputs = next((n for n, i in enumerate(axes[:-1], start=1) if self.axes[i] in ("embed", "rank")),
                       len(axes) - 1)
         return axes[:inputs], axes[inputs:]
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the model only reads it cast to its compute dtype: all weights except vectors and routers."""
+        return len(self.own_axes) >= 2 and FLOAT32 not in self.axes
 
     @property
     def is_matrix(self) -> bool:

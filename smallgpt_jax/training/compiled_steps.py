@@ -173,10 +173,10 @@ def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
     optimizer = trainable.only(
         lambda chosen, scales: make_optimizer(chosen, config.optimizer, scales), trained, masks, scales)
     model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
-    placed = sharding.param_shardings(mesh, params)
+    stored = sharding.stored_shardings(mesh, params)
     shardings = TrainState(
-        sharding.replicated(mesh), placed, sharding.optimizer_shardings(mesh, optimizer, trained), model_state,
-        sharding.param_shardings(mesh, heads), placed if config.train.ema else {})
+        sharding.replicated(mesh), stored, sharding.optimizer_shardings(mesh, optimizer, trained), model_state,
+        sharding.stored_shardings(mesh, heads), stored if config.train.ema else {})
     return CompiledSteps(config, model, objective, mesh, optimizer, shardings, teacher, scales)
 
 

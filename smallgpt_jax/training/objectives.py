@@ -82,6 +82,10 @@ class Objective:
             outputs.x_BxTxW, outputs.head_VxW, examples.targets_BxT, weights_BxT, self.loss_chunks, z_loss,
             outputs.logit_softcap)
 
+    def weights_dtype(self, compute_dtype: str) -> str:
+        """Returns the dtype in which trained weights are read first. Terms and LoRA compute with them in float32."""
+        return "float32" if self.terms or self.adapters else compute_dtype
+
     @property
     def sown(self) -> tuple[str, ...]:
         return tuple(collection for term in self.terms.values() for collection in term.sown)

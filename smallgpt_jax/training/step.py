@@ -10,7 +10,7 @@ import optax
 
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.devices.platform import exchange_dtype
-from smallgpt_jax.models import LanguageModel, init_variables
+from smallgpt_jax.models import LanguageModel, abstract_params, init_variables
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.router import load_metrics, move_biases
 from smallgpt_jax.ops.cross_entropy import most_probable
@@ -51,7 +51,8 @@ def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, const
     """Returns the next state and the metrics of one update.
 
     The batch is split into `microbatches` parts, whose gradients are summed in float32. If the rows of a batch are
-    independent, each shard of the mesh axis `data` first sums its own gradients. Only these sums are exchanged.
+    independent, each shard of the mesh axis `data` first sums its own gradients. Only these sums are exchanged. Each
+    device then updates the weights that it stores.
 
     If loss or gradient is not finite, parameters, optimizer state and model state do not change. Metrics:
 
@@ -67,9 +68,13 @@ def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, const
     add_up = functools.partial(sum_microbatches, functools.partial(
         microbatch_loss, model=model, objective=objective, constants=constants, step_key=key,
         total=examples.num_targets, microbatches=microbatches), microbatches)
+    abstract, weights = {**abstract_params(model), **objective.abstract_heads()}, state.trained
+    if microbatches > 1:
+        weights = sharding.gather_stored(weights, abstract, objective.weights_dtype(model.config.dtype))
     if microbatches > 1 and sharding.has_data_shards() and rows_are_independent(model, state, batch):
-        add_up = sharding.sum_over_data_shards(add_up, exchange_dtype(model.config.dtype))
-    (loss, gradients, sown, loads), model_state = add_up(state.trained, state.model_state, examples)
+        add_up = sharding.sum_over_data_shards(add_up, abstract, exchange_dtype(model.config.dtype))
+    (loss, gradients, (sown, loads)), model_state = add_up(weights, state.model_state, examples)
+    gradients = sharding.scatter_gradients(gradients, abstract)
     model_state = move_biases(model_state, loads, model.config.expert_bias_rate)
 
     grad_norm = optax.tree.norm(gradients)
@@ -107,17 +112,18 @@ def updates_applied(opt_state) -> jax.Array:
 
 
 def sum_microbatches(loss_function, microbatches: int, trained, model_state, examples: Examples):
-    """Returns (loss, gradients, metrics of each microbatch, loads of each microbatch), and the next model state."""
+    """Returns (loss, gradients, [metrics, loads] of each microbatch), and the next model state."""
     def add_microbatch(carry, indexed_microbatch):
         sums, model_state = carry
+        # Gradients have the dtype of the weights. The compiler removes this cast and that of the model.
         (loss, (model_state, *sown)), gradients = jax.value_and_grad(loss_function, has_aux=True)(
-            trained, model_state, *indexed_microbatch)
+            jax.tree.map(lambda x: x.astype(jnp.float32), trained), model_state, *indexed_microbatch)
         return (jax.tree.map(jnp.add, sums, (loss, gradients)), model_state), sown
 
-    zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, trained))
+    zero = (jnp.float32(0), jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained))
     indexed_microbatches = (jnp.arange(microbatches), split_microbatches(examples, microbatches))
     (sums, model_state), sown = jax.lax.scan(add_microbatch, (zero, model_state), indexed_microbatches)
-    return (*sums, *sown), model_state
+    return (*sums, sown), model_state
 
 
 def microbatch_loss(trained, model_state, index, examples: Examples, *, model: LanguageModel, objective: Objective,
@@ -201,6 +207,10 @@ def eval_step(trained, model_state, batch, *, model: LanguageModel, objective: O
             found += count_right(predictions_BxT, examples.targets_BxT, examples.loss_mask_BxT)
         return jax.tree.map(jnp.add, sums, found), None
 
+    if microbatches > 1:
+        abstract = {**abstract_params(model), **objective.abstract_heads()}
+        trained = sharding.gather_stored(
+            trained, {name: abstract[name] for name in trained}, objective.weights_dtype(model.config.dtype))
     examples, params = objective.examples(batch, jax.random.key(0)), objective.weights(trained)
     zeros = (jnp.float32(0), *[jnp.int32(0)] * (4 if counts_answers else 1))
     total, targets, *counts = jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]

@@ -11,6 +11,7 @@ from float64_model import plain_logits
 
 from smallgpt_jax import models
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.mixers import MIXERS
 
 
 def random_tokens(model, batch=2, time=None, seed=0):
@@ -71,3 +72,20 @@ def test_dropout_applies_in_training_only():
     (train_0, eval_0), (again_0, _), (train_1, eval_1) = hidden(0), hidden(0), hidden(1)
     assert np.array_equal(eval_0, eval_1) and np.array_equal(train_0, again_0)
     assert not np.allclose(train_0, train_1)
+
+
+@pytest.mark.parametrize("fields", [
+    *({"name": name} for name in ARCHITECTURES), *({"name": "gpt", "mixers": (mixer,)} for mixer in sorted(MIXERS)),
+    {"name": "gpt", "mlp": "moe", "num_experts": 4, "num_shared_experts": 1},
+    {"name": "gpt", "mlp": "gated", "norm": "rms", "position": "rope", "qk_norm": True, "num_kv_heads": 2,
+     "value_embeddings": (1,), "canon_taps": 2, "attention_gate": True, "smear": True},
+], ids=lambda fields: " ".join(map(str, fields.values())))
+def test_weights_that_are_cast_are_read_only_in_the_compute_dtype(fields):
+    """Steps on several devices, and decoding, cast them before the model does."""
+    model = build(**fields, dtype="bfloat16")
+    params, abstract = init(model), models.abstract_params(model)
+    rounded = jax.tree.map(lambda p, x: x.astype(jnp.bfloat16) if p.is_cast else x, abstract, params)
+    assert {x.dtype for x in jax.tree.leaves(rounded)} == {jnp.dtype("bfloat16"), jnp.dtype("float32")}
+    tokens = random_tokens(model, 2, time=24)
+    state = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), models.abstract_model_state(model))
+    assert np.array_equal(forward(model, rounded, tokens, state), forward(model, params, tokens, state))

@@ -231,6 +231,17 @@ def test_fsdp_shards_whole_rows_where_it_divides_their_number(monkeypatch):
     assert sharding.replicated_dimensions(mesh, models.abstract_params(build("gpt", d_model=96, num_heads=3))) == []
 
 
+@pytest.mark.parametrize("lengths, shards", [
+    ({"data": 8}, {8}), ({"data": 2, "fsdp": 4}, {4}), ({"data": 1, "fsdp": 8}, {8}), ({"data": 4, "tensor": 2}, {8}),
+    ({"data": 1, "tensor": 8}, {1, 8})])
+def test_devices_divide_the_train_state(lengths, shards):
+    """Each device stores a part of the weights and of Adam's moments, along `fsdp` or, without it, along `data`."""
+    program = build_program(load_config("gpt", **{f"mesh__{axis}": length for axis, length in lengths.items()}))
+    state = program.abstract_state
+    assert shards == {math.prod(x.shape) // math.prod(x.sharding.shard_shape(x.shape))
+                      for p in (state.params, *state.opt_state[:1]) for x in jax.tree.leaves(p) if x.ndim > 2}
+
+
 @pytest.mark.parametrize("shape, spec", [
     ((3, 8, 12), (None, "fsdp", "tensor")),  # as the parameter
     ((3, 8, 8), (None, "fsdp", None)),

@@ -107,11 +107,14 @@ def stored_shardings(mesh: Mesh, params):
 
 
 def stored_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Without `fsdp`, devices that would otherwise store and update the same weights divide them along `data` (ZeRO:
-    Rajbhandari et al., arXiv 1910.02054).
+    return divisible_spec(mesh, names, shape, storage_axis(mesh))
+
+
+def storage_axis(mesh) -> str:
+    """Returns the mesh axis along which devices divide the train state. Without `fsdp`, this is `data`: otherwise, all
+    of its devices would store and update the same weights (ZeRO: Rajbhandari et al., arXiv 1910.02054).
     """
-    divides_data = mesh.shape["fsdp"] == 1 < mesh.shape["data"] and "data" in auto_axes(mesh)
-    return divisible_spec(mesh, names, shape, "data" if divides_data else "fsdp")
+    return "data" if mesh.shape["fsdp"] == 1 < mesh.shape["data"] and "data" in auto_axes(mesh) else "fsdp"
 
 
 def gather_stored(weights, params, dtype: str):
@@ -190,17 +193,17 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, par
 
 
 def param_state_sharding(mesh: Mesh, param, shape: tuple[int, ...]) -> NamedSharding:
-    """A dimension as long as the parameter's at the same position is sharded like it. If none is "embed", `fsdp` shards
-    the first other dimension that it divides: the matrices of an optimizer can be larger than the weights.
+    """A dimension as long as the parameter's at the same position is sharded like it. If none is "embed", the first
+    other dimension that can be divided is: the matrices of an optimizer can be larger than the weights.
     """
     if shape == param.shape:
         return NamedSharding(mesh, stored_spec(mesh, param.axes, shape))
     names = [name if size == length else None
              for size, length, name in itertools.zip_longest(shape, param.shape, param.axes)][:len(shape)]
-    free = [i for i, size in enumerate(shape) if names[i] is None and size % mesh.shape["fsdp"] == 0]
+    free = [i for i, size in enumerate(shape) if names[i] is None and size % mesh.shape[storage_axis(mesh)] == 0]
     if free and "embed" not in names:
         names[free[0]] = "embed"
-    return NamedSharding(mesh, divisible_spec(mesh, tuple(names), shape))
+    return NamedSharding(mesh, stored_spec(mesh, tuple(names), shape))
 
 
 def auto_axes(mesh) -> set[str]:

@@ -242,18 +242,20 @@ def test_devices_divide_the_train_state(lengths, shards):
                       for p in (state.params, *state.opt_state[:1]) for x in jax.tree.leaves(p) if x.ndim > 2}
 
 
+@pytest.mark.parametrize("axis", ["fsdp", "data"])
 @pytest.mark.parametrize("shape, spec", [
     ((3, 8, 12), (None, "fsdp", "tensor")),  # as the parameter
     ((3, 8, 8), (None, "fsdp", None)),
     ((3, 12, 12), (None, "fsdp", "tensor")),  # the parameter's 12 are its last dimension
     ((3, 12), (None, "fsdp")), ((3, 9, 9), (None, None, None)), ((20,), ("fsdp",)), ((), ())])
-def test_optimizer_state_of_any_shape_is_sharded(shape, spec):
-    mesh = sharding.make_mesh(sharding.MeshConfig(data=1, fsdp=4, tensor=2))
+def test_optimizer_state_of_any_shape_is_sharded(shape, spec, axis):
+    mesh = sharding.make_mesh(sharding.MeshConfig(**{"data": 1, axis: 4}, tensor=2))
     params = {"mlp": {"up": models.Parameter(("mlp", "up"), (3, 8, 12), "float32", ("layers", "embed", "mlp"))}}
     optimizer = optax.GradientTransformation(
         lambda _: {"count": jnp.zeros((4,)), "mlp": {"up": (jnp.zeros(shape), None)}}, None)
     found = sharding.optimizer_shardings(mesh, optimizer, params)
-    assert found["mlp"]["up"][0].spec == jax.sharding.PartitionSpec(*spec)
+    expected = jax.sharding.PartitionSpec(*(axis if part == "fsdp" else part for part in spec))
+    assert found["mlp"]["up"][0].spec == expected
     assert found["count"].is_fully_replicated
 
 

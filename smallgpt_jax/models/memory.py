@@ -76,18 +76,19 @@ def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_c
                     for p in jax.tree.leaves(abstract_params(model)) if p.axes[-1:] == ("rank",))
         activations += positions * element * ranks / mesh.shape["path"]
     weights, average = bytes_on_device(state.trained), bytes_on_device(state.ema)
-    fsdp, data = mesh.shape["fsdp"], mesh.shape["data"]
-    whole = weights * (fsdp if fsdp > 1 else data)
-    is_gathered = data > 1 if fsdp == 1 else c.remat == "none"
-    return {"weights": weights, "moments": bytes_on_device(state.opt_state), "gradients": whole / fsdp,
+    whole = {axis: bytes_on_device(state.trained, gathered=axis) for axis in ("data", "fsdp")}
+    gathered = max(whole["data"], whole["fsdp"] if c.remat == "none" else 0)
+    return {"weights": weights, "moments": bytes_on_device(state.opt_state), "gradients": whole["data"],
             **({"average": average} if average else {}),
-            "gathered": whole * element / 4 if is_gathered else 0,
+            "gathered": gathered * element / 4 if gathered > weights else 0,
             "activations": activations,
             "logits": positions * c.vocab_size * (4 + element) / (tensor * loss_chunks)}
 
 
-def bytes_on_device(tree) -> int:
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+def bytes_on_device(tree, gathered: str = "") -> int:
+    """With `gathered`, as if the arrays were gathered along this mesh axis."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+               * (x.sharding.mesh.shape[gathered] if gathered in x.sharding.spec else 1) for x in jax.tree.leaves(tree))
 
 
 def format_bytes(size: float) -> str:

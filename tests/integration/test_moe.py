@@ -278,13 +278,16 @@ def test_eight_devices_match_one_device(recipe, same, fields):
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_rows_do_not_move_between_devices(microbatches):
-    """With data parallelism, devices exchange only gradients and loads, once per step, by all-reduces. They exchange no
-    tokens.
-    """
+    """With data parallelism, devices exchange only weights, gradients and loads, once per step, and no tokens."""
     program, step = compiled_program(8, **mesh(data=8), train__microbatches=microbatches)
     traffic = hlo.HloModule(step.as_text()).collectives()
+    stored = [x for x in jax.tree.leaves(program.abstract_state.params) if not x.sharding.is_fully_replicated]
+    weight_bytes, gradient_bytes = 4 * sum(x.size for x in stored), 4 * models.num_parameters(program.model)
+    assert traffic.pop("all-gather")["bytes"] == weight_bytes
+    if microbatches > 1:
+        assert traffic.pop("reduce-scatter")["bytes"] == weight_bytes / 8
+        gradient_bytes -= weight_bytes
     assert set(traffic) == {"all-reduce"}
-    gradient_bytes = 4 * models.num_parameters(program.model)
     assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes < 1024
 
 

@@ -78,6 +78,8 @@ def run_command(main: Callable[[], None]) -> None:
         compilation_cache.configure()
         distributed.skip_tpu_search()
         host_memory.configure()
+        if not gc.get_freeze_count():
+            gc.freeze()  # what the imports have made is not searched for garbage again
         main()
         sys.stdout.flush()
     except UserError as error:

@@ -130,7 +130,7 @@ def export_model(source: Path, output: Path, write: Callable) -> None:
         model, params = low_rank.with_rank_ratio(trained.model, trained.params, 0.0)
         trained = trained._replace(model=model, params=params)
     written = write(source, output, trained)
-    print(f"{output}: {trained.model.config.architecture} of step {trained.step}, "
+    print(f"{_OUTPUT.value}: {trained.model.config.architecture} of step {trained.step}, "
           f"{models.num_parameters(trained.model):,} parameters, as {written}"
           + ("; its low-rank matrices are exported as full matrices" if rank_ratio else ""))
 
@@ -201,10 +201,10 @@ def import_model(source: str, folder: Path) -> None:
     # orbax checkpoints have another layout in object storage than on a local disk, so a local one cannot be uploaded.
     with removed_on_error(folder) if is_remote(folder) else atomic_folder(folder) as partial:
         write_imported(partial, model, params, model_state, tokenizer, origin, chat_template)
-    print(f"{folder}: {model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "
+    print(f"{_WORKDIR.value}: {model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "
           f"{tokenizer.kind}, {tokenizer.vocab_size:,} entries. To train it further:\n"
-          f"  {command_line('main', f'--config=run:{folder}')} "
-          f"{shlex.quote(f'--workdir={folder}')} --config.data.source=...")
+          f"  {command_line('main', f'--config=run:{_WORKDIR.value}')} "
+          f"{shlex.quote(f'--workdir={_WORKDIR.value}')} --config.data.source=...")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from smallgpt_jax.comparison.learning_rates import format_multiple
 from smallgpt_jax.comparison.runs import Comparison, PlannedRun
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
+from smallgpt_jax.models import ModelConfig
 from smallgpt_jax.run.checkpoint import saved_steps
 from smallgpt_jax.run.completion import is_finished
 from smallgpt_jax.run.config import Config
@@ -24,6 +25,9 @@ from smallgpt_jax.training import train
 from smallgpt_jax.training.learning_rate import decay_start
 from smallgpt_jax.training.program import RECENT_STEPS
 from smallgpt_jax.training.stack import can_be_stacked, train_stack
+
+# Models whose other seeds do not compile again. On CPUs, the programs that measure inference take 0.2 GB per model.
+MAX_COMPILED = 4
 
 
 def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable[[PlannedRun], None],
@@ -38,7 +42,7 @@ def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable
     # The seeds of a model are not trained one after another.
     RECENT_STEPS.limit = max(RECENT_STEPS.limit, len(comparison.models))
     losses: dict[Path, float] = {}
-    measured, busy, is_predicted, model = set(), set(), not comparison.held_out, None
+    measured, busy, is_predicted, compiled = set(), set(), not comparison.held_out, set()
     while True:
         planned = comparison.runs(losses)
         ready = [run for run in planned
@@ -57,9 +61,7 @@ def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable
         if run is None:
             return losses
         if run.folder not in losses:
-            if run.config.model != model:
-                jax.clear_caches()  # frees compiled programs of the last model (not those that `shared_program` keeps)
-                model = run.config.model
+            free_programs(run.config.model, compiled)
             folders = list(dict.fromkeys(other.folder for other in planned))
             together = runs_to_train(ready, losses, comparison, text)
             for other in together:
@@ -72,6 +74,17 @@ def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable
             measured.add(run.folder)
             if losses[run.folder] < math.inf and run.trunk is None:
                 measure_run(run)
+
+
+def free_programs(model: ModelConfig, compiled: set[ModelConfig]) -> None:
+    """Frees compiled programs, except those that `shared_program` keeps, if `model` is one more than MAX_COMPILED.
+
+    `compiled` are the models whose programs JAX may still have.
+    """
+    if model not in compiled and len(compiled) == MAX_COMPILED:
+        jax.clear_caches()
+        compiled.clear()
+    compiled.add(model)
 
 
 def awaited_folders(planned: Sequence[PlannedRun], busy: Set[Path], before_held_out: bool) -> Iterator[Path]:

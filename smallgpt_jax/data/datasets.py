@@ -12,6 +12,7 @@ from smallgpt_jax.data.parts import Member, Part, Rules, extract_text
 from smallgpt_jax.data.text_files import import_library, name_file_in_errors, open_binary
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.run.tensorboard import without_torch
 
 HEADER = struct.Struct("<QI")  # of a TFRecord
 CHECKSUM_BYTES = 4
@@ -94,7 +95,8 @@ def read_records(file: BinaryIO, size: int) -> Iterator[bytes]:
     checksum of the data (uint32), all little-endian. Raises ValueError if a record is truncated or its length does not
     match the checksum. The checksum of the data is not verified, because that takes longer in Python than tokenizing.
     """
-    from tensorboardX.record_writer import masked_crc32c
+    with without_torch():
+        from tensorboardX.record_writer import masked_crc32c
 
     end = 0
     while end < size:

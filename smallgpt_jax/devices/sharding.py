@@ -331,6 +331,6 @@ def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
 def global_batch(mesh: Mesh, rows: np.ndarray, batch_size: int, local) -> jax.Array:
     """Returns the global (batch, …) array; `local` contains this process's rows, and `rows` contains their indices."""
     def part(index):
-        return local[np.searchsorted(rows, np.arange(batch_size)[index[0]])]
+        return local[index if len(local) == batch_size else np.searchsorted(rows, np.arange(batch_size)[index[0]])]
 
     return jax.make_array_from_callback((batch_size, *local.shape[1:]), batch_sharding(mesh), part)

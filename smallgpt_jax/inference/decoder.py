@@ -103,10 +103,15 @@ def sample_tokens(logits_BxV, seen_BxV, seed, stream_Bx2, sampling: Sampling):
 
 
 def cache_shapes(model: models.LanguageModel, weights, rows: int, cache_length: int):
+    return new_cache.eval_shape(weights, model=model, rows=rows, cache_length=cache_length)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "rows", "cache_length"))
+def new_cache(weights, *, model: models.LanguageModel, rows: int, cache_length: int):
+    """Jitted because JAX then keeps the shapes. It is never run."""
     ones_B = jnp.ones(rows, jnp.int32)
     context = Context(cache_length=cache_length, start_B=ones_B, length_B=ones_B)
-    _, kept = jax.eval_shape(lambda weights: next_logits(model, weights, {}, ones_B[:, None], context), weights)
-    return kept["cache"]
+    return next_logits(model, weights, {}, ones_B[:, None], context)[1]["cache"]
 
 
 class DecodeSession:

@@ -33,13 +33,14 @@ attention has no 4/T: what it saves inside is unknown.
 """
 
 import dataclasses
+import functools
 import math
 import re
 
 import flax.linen as nn
 import jax
 
-from smallgpt_jax.models import LanguageModel, abstract_params
+from smallgpt_jax.models import LanguageModel, abstract_params, named_parts
 from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.ops.attention import select_backend
 from smallgpt_jax.ops.attention_mask import AttentionMask
@@ -150,13 +151,19 @@ def other_mixers(model: LanguageModel, mesh) -> list[tuple[int, int]]:
 
 
 def mixers(model: LanguageModel) -> dict[tuple[str, ...], nn.Module]:
-    """Returns {module path: mixer}. Traces the model, because the weights show neither windows nor classes."""
+    """Returns {module path: mixer}. Callers must not change it."""
+    return trace_mixers(model, named_parts(model.config))
+
+
+@functools.cache
+def trace_mixers(model: LanguageModel, parts: tuple):
+    """Traces the model, because the weights show neither windows nor classes. For `parts`, see `trace_variables`."""
     found = {}
 
     def record(call, arguments, keywords, method):
         *outer, name = method.module.path or ("",)
         if isinstance(method.module, Attention) or (name == "mixer" and "mixer" not in outer):
-            found[method.module.path] = method.module
+            found[method.module.path] = method.module.clone(parent=None)  # without its variables, which are tracers
         return call(*arguments, **keywords)
 
     tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")

@@ -16,8 +16,13 @@ from smallgpt_jax.run.progress import RunProgress
 
 class StepMetrics(NamedTuple):
     step: int
-    values: dict[str, float | dict[str, list]]  # numbers, and per-layer metrics as {path of the module: nested lists}
+    arrays: dict  # on the devices
     is_finite: bool  # whether the loss, the gradient and the updated weights are finite
+
+    @property
+    def values(self) -> dict[str, float | dict[str, list]]:
+        """Reads numbers, and per-layer metrics as {path of the module: nested lists}, from the devices."""
+        return jax.tree.map(to_json, jax.device_get(self.arrays))
 
 
 class Units(NamedTuple):
@@ -29,7 +34,10 @@ class Units(NamedTuple):
 
 
 class Logger:
-    """Reads the metrics of an update only after the next one is dispatched, so that no device waits for the host."""
+    """Reads the metrics of an update only after the next one is dispatched, so that no device waits for the host.
+
+    Of an update that is not logged, it reads only the loss and whether it is finite, because each read takes host time.
+    """
 
     def __init__(self, writer: MetricsWriter, progress: RunProgress, clock: RunClock, units: Units, log_every: int,
                  unlogged_losses: Sequence[float] = ()):
@@ -49,10 +57,11 @@ class Logger:
 
     def take(self) -> StepMetrics:
         (step, metrics), self._pending = self._pending, None
-        values = jax.tree.map(to_json, jax.device_get(metrics))
-        self.losses.append(values["loss"])
+        loss, is_finite = jax.device_get((metrics["loss"], metrics["is_finite"]))
+        self.losses.append(float(loss))
         self._clock.progress += 1
-        return StepMetrics(step, values, bool(values.pop("is_finite")))
+        others = {name: array for name, array in metrics.items() if name != "is_finite"}
+        return StepMetrics(step, others, bool(is_finite))
 
     def log(self, metrics: StepMetrics) -> None:
         step, steps, units = metrics.step, self._progress.steps, self._units

@@ -14,7 +14,7 @@ class EventFile:
 
     def __init__(self, folder: Path, first_step: int):
         """TensorBoard ignores events after `first_step` in the older files of a resumed run."""
-        with _without_torch():
+        with without_torch():
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
             from tensorboardX.proto.summary_pb2 import Summary
@@ -35,7 +35,7 @@ class EventFile:
 
 
 @contextlib.contextmanager
-def _without_torch():
+def without_torch():
     """tensorboardX would import PyTorch for images, which takes 1.3 seconds."""
     hides = "torch" not in sys.modules
     if hides:

@@ -340,14 +340,17 @@ def test_a_run_survives_every_conversion(text_file, tmp_path, monkeypatch, capsy
     exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], {})
     assert "<|endoftext|>Once upon a time" in capsys.readouterr().out
 
-    result = call("convert", "--from=hf", f"--input={out}", f"--workdir={back}")
+    result = call("convert", "--from=hf", f"--input={out}", "--workdir=../back", cwd=out.parent)
     assert result.returncode == 0 and not result.stderr, result.stderr
+    assert result.stdout.startswith("../back: pgpt, ")  # as given
+    assert "--config=run:../back --workdir=../back --config.data" in result.stdout
     imported = inference.load_trained(back)
     assert_bitwise_equal(imported.params, params)
     assert {**vars(imported.model.config), "scan_layers": True} == config.model.to_dict() and imported.step == 0
     assert tokenizers.fingerprint(imported.tokenizer) == tokenizers.fingerprint(tokenizers.Bytes())
 
-    assert call("convert", "--to=hf", f"--workdir={back}", f"--output={best}", "--paths=best").returncode == 0
+    result = call("convert", "--to=hf", f"--workdir={back}", "--output=../best", "--paths=best", cwd=out.parent)
+    assert result.stdout.startswith("../best: pgpt of step 0, "), result.stderr
     assert hugging_face.read_folder(str(best)).model.config.num_paths == 1
     again = call("convert", "--to=hf", f"--workdir={back}", f"--output={best}")
     assert again.returncode == 1 and "folder is not empty; choose another" in again.stderr

@@ -1,5 +1,6 @@
 """Tests of Hugging Face and TensorFlow datasets as text sources."""
 
+import io
 import json
 import re
 import struct
@@ -13,6 +14,7 @@ from tensorboardX.crc32c import crc32c
 from tensorboardX.record_writer import masked_crc32c
 
 from smallgpt_jax.data import parts, store
+from smallgpt_jax.data.datasets import read_records
 from smallgpt_jax.data.parts import Place, document_batches
 from smallgpt_jax.data.source import Source
 from smallgpt_jax.errors import UserError
@@ -114,6 +116,16 @@ def assert_stores_equal(source: str, texts: list[str], folder: Path) -> None:
         for ending in (store.TOKENS, store.DOCUMENTS):
             one, other = ((folder / made / f"{split}{ending}").read_bytes() for made in ("one", "other"))
             assert one == other
+
+
+def test_tfrecord_checksums_do_not_import_pytorch(tmp_path, monkeypatch):
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("tensorboardX", "torch"):
+            monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "torch.py").write_text("raise AssertionError('PyTorch is imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    records = tfrecord_bytes(b"one") + tfrecord_bytes(b"two")
+    assert list(read_records(io.BytesIO(records), len(records))) == [b"one", b"two"]
 
 
 def test_tfrecord_resumes_at_any_record(tmp_path, monkeypatch):

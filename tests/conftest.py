@@ -14,6 +14,8 @@ CALLERS_FLAGS = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if fla
 XLA_FLAGS = " ".join(CALLERS_FLAGS + OWN_FLAGS)
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+# Other threads of PyTorch and NumPy would take the cores from the other workers, and spin while they wait for them.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Without this, `host_memory.configure` would keep freed memory, which is too much in hundreds of tests.
 os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"  # glibc's default
 # Even small programs are kept in the persistent cache, since many tests compile the same programs.

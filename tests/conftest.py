@@ -14,10 +14,12 @@ CALLERS_FLAGS = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if fla
 XLA_FLAGS = " ".join(CALLERS_FLAGS + OWN_FLAGS)
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+# Other threads of PyTorch and NumPy would take the cores from the other workers, and spin while they wait for them.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Without this, `host_memory.configure` would keep freed memory, which is too much in hundreds of tests.
 os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"  # glibc's default
-# Even small programs are kept in the persistent cache, since many tests compile the same programs.
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# Programs that compile sooner are rarely used again, and storing them takes longer than compiling them.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # turns off requests that the emulator does not support
 

@@ -109,7 +109,8 @@ def check_packed_rows(model, params, state, rows, expected, seed):
         return model.apply({"params": params, "state": state}, tokens, Context(segment_ids_BxT=segments))
 
     with sharding.use_mesh(mesh):
-        found = forward(jax.device_put(params, sharding.stored_shardings(mesh, models.abstract_params(model))),
+        shardings = sharding.stored_shardings(mesh, models.abstract_params(model))
+        found = forward(jax.device_put(jax.device_get(params), shardings),
                         *jax.device_put(rows, sharding.batch_sharding(mesh)))
     np.testing.assert_allclose(found, expected, **TOLERANCE, err_msg=f"on a mesh {lengths}")
 

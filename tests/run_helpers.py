@@ -49,14 +49,15 @@ def start_from(program, params):
     of the usual optimizers start from. Compiling `program.initial_state` takes as long as compiling a training step.
     """
     zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), program.abstract_state)
-    return zeros._replace(params=jax.device_put(params, program.shardings.params))
+    # From NumPy's arrays, since JAX compiles the slices that it puts on several devices.
+    return zeros._replace(params=jax.device_put(jax.device_get(params), program.shardings.params))
 
 
 def train_three_steps(program, tokens_BxT1, folder, initial) -> tuple[list, list]:
     """Returns the losses and the states after 0 to 3 steps on one batch. The state is saved after two steps; restored,
     it continues bit for bit.
     """
-    state = jax.device_put(initial, program.shardings)
+    state = jax.device_put(jax.device_get(initial), program.shardings)
     step, checkpoints = program.bind(program.compile_train_step()), Checkpoints(folder, keep=1)
     batch = Batch(jax.device_put(tokens_BxT1, sharding.batch_sharding(program.mesh)))
     losses, states = [], [jax.device_get(state)]

@@ -153,6 +153,7 @@ def test_export_and_import(variant, tmp_path):
             np.testing.assert_allclose(logits, ours, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cast_after_loading", [False, True])
 def test_routers_stay_in_float32(cast_after_loading, tmp_path):
     """A model in bfloat16 keeps the differences between its biases, which are steps of 0.001."""

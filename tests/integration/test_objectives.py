@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from conftest import build, call, forward, init, load_config, save_run
 from float64_model import plain_logits
-from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed_metrics, state_of
+from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed_metrics, start_from, state_of
 from scipy.special import log_softmax
 
 from smallgpt_jax import inference, models
@@ -79,8 +79,9 @@ def first_steps(devices, **fields):
     """Returns the program, and the state and the metrics of three steps on one batch."""
     config = load_config("gpt", **{**SMALL, "train__batch_size": 16, "optimizer__warmup_steps": 0, **fields})
     program = build_program(config, jax.devices()[:devices])
-    state = program.initial_state()
-    state = state._replace(params=jax.device_put(init(program.model), program.shardings.params))
+    state = start_from(program, init(program.model))
+    if program.objective.terms:
+        state = state._replace(heads=program.initial_state().heads)
     step = program.bind(program.compile_train_step())
     batch = jax.device_put(BATCH, sharding.batch_sharding(program.mesh))
     found = []

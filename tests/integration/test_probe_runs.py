@@ -61,7 +61,8 @@ def test_a_run_on_a_probe(tmp_path, capsys):
 def test_comparison_on_a_probe(tmp_path):
     done = call("compare", "--config=configs/compare/probes.py:tiny", "--config.compare.names=gpt rope,gpt learned",
                 "--config.compare.seeds=1", "--config.train.steps=4", "--config.train.eval_every=4",
-                "--config.train.eval_steps=1", f"--output={tmp_path}")
+                "--config.train.eval_steps=1", "--config.train.batch_size=8", "--config.model.num_layers=1",
+                "--config.optimizer.name=adamw", f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "report.md").read_text()
     head = next(line for line in report.splitlines() if "exact match" in line and line.startswith("|"))

@@ -78,6 +78,7 @@ def flops(config) -> float:
     return train_flops_per_token(model) * config.train.steps * config.train.batch_size * config.model.context_length
 
 
+@pytest.mark.slow
 def test_flops_are_equal_within_one_percent(tmp_path):
     planned = budget.make_comparison(comparison(compare__budget="flops", train__steps=2000), tmp_path).runs({})[:4]
     target = flops(load_config("gpt", train__steps=2000))

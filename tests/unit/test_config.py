@@ -23,7 +23,9 @@ def test_every_architecture_has_a_recipe():
 
 
 # This test leaves out sizes at which other tests train models.
-@pytest.mark.parametrize("recipe, size", [(recipe, "paper") for recipe in RECIPES] + [("lgpt", "quickstart")])
+@pytest.mark.parametrize("recipe, size", [
+    *(pytest.param(recipe, "paper", marks=[pytest.mark.slow] * (recipe in ("cgpt", "hybrid", "lgpt")))
+      for recipe in RECIPES), ("lgpt", "quickstart")])
 def test_every_recipe_builds(recipe, size):
     config = importlib.import_module(f"configs.{recipe}").get_config(size)
     assert config.is_locked

@@ -121,7 +121,8 @@ def test_message_for_wrong_kernels(check, monkeypatch):
 RECURRENT = dict(check_kernels=check_recurrence_kernels, position="none", d_model=16, num_heads=4)
 
 
-@pytest.mark.parametrize("mixer", [pytest.param("delta", marks=pytest.mark.slow), "mamba"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["delta", "mamba"])
 def test_correct_kernels_of_recurrences_pass(check, mixer):
     check(**RECURRENT, mixers=(mixer,), data=2, tensor=2)
 
@@ -141,8 +142,9 @@ def constant_keys(state, q, k, *others):
     return state, q, jax.lax.stop_gradient(k), *others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer, mutate, width, part", [
-    pytest.param("delta", keys_of_first_head, 4, "gradients of [a-zβ]+|outputs", marks=pytest.mark.slow),
+    ("delta", keys_of_first_head, 4, "gradients of [a-zβ]+|outputs"),
     ("mamba", constant_keys, 128, "gradients of keys")])
 def test_wrong_kernels_of_recurrences_are_refused(check, monkeypatch, mixer, mutate, width, part):
     kernel = recurrence_kernel.recurrence

@@ -27,7 +27,8 @@ def begins():
     return (np.arange(TIME) % 200 == 0)[None]
 
 
-@pytest.mark.parametrize("mixer", [pytest.param("delta", marks=pytest.mark.slow), "mamba"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", RULES)
 def test_paths_side_by_side(mixer):
     """Under vmap, as in pgpt, each path has its own outputs, states and gradients."""
     def run(inputs, state):

@@ -12,7 +12,7 @@ from smallgpt_jax.data.parts import Member, Part, Rules, extract_text
 from smallgpt_jax.data.text_files import import_library, name_file_in_errors, open_binary
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.run.tensorboard import without_torch
+from smallgpt_jax.storage.tensorboardx import without_torch
 
 HEADER = struct.Struct("<QI")  # of a TFRecord
 CHECKSUM_BYTES = 4

@@ -1,9 +1,9 @@
 """The TensorBoard event file of a run."""
 
-import contextlib
-import sys
 import time
 from pathlib import Path
+
+from smallgpt_jax.storage.tensorboardx import without_torch
 
 
 class EventFile:
@@ -32,16 +32,3 @@ class EventFile:
 
     def close(self) -> None:
         self._events.close()
-
-
-@contextlib.contextmanager
-def without_torch():
-    """tensorboardX would import PyTorch for images, which takes 1.3 seconds."""
-    hides = "torch" not in sys.modules
-    if hides:
-        sys.modules["torch"] = None
-    try:
-        yield
-    finally:
-        if hides:
-            del sys.modules["torch"]

@@ -41,7 +41,7 @@ class MeshConfig(ConfigGroup):
     GROUP: ClassVar[str] = "mesh"
 
     # data parallelism: number of parts of the batch, each with whole weights; -1: number of devices / (fsdp · tensor ·
-    # path). Where fsdp is 1, each device stores and updates a part of the weights, and gathers them once per step
+    # path). Where fsdp is 1, each device stores and updates a part of the weights, and gathers the others in each step
     data: int = free(-1)
     # FSDP: number of shards of weights, optimizer state and batch. With model.remat "dots" or "full", no device holds
     # the weights of all blocks at the same time
@@ -118,8 +118,8 @@ def storage_axis(mesh) -> str:
 
 
 def gather_stored(weights, params, dtype: str):
-    """Returns stored weights as computations need them, before the loop over microbatches. Those that the model reads
-    in its compute dtype are gathered in `dtype`.
+    """Returns stored weights as computations need them, to gather them once before a loop over microbatches. Those that
+    the model only reads cast to its compute dtype are gathered in `dtype`.
     """
     mesh = current_mesh()
 
@@ -217,8 +217,10 @@ def current_mesh():
     return mesh if mesh.size > 1 and auto_axes(mesh) else None  # size 0: no mesh
 
 
-def gather_fsdp(weight, names: tuple[str, ...]):
-    """Without it, the compiler splits products into parts too small to be fast, and exchanges shards between them."""
+def gather_weight(weight, names: tuple[str, ...]):
+    """Without it, the compiler splits products into parts too small to be fast, and exchanges shards between them. A
+    weight that `gather_stored` returned stays as it is.
+    """
     mesh = current_mesh()
     if not mesh:
         return weight
@@ -254,7 +256,7 @@ def look_up(table_VxD, names: tuple[str, str], indices_BxT, dtype: str):
     columns = mesh and divisible_spec(mesh, (None, names[1]), table_VxD.shape)
     rows = mesh and divisible_spec(mesh, ("batch", None), indices_BxT.shape)
     if not mesh or mesh.shape["fsdp"] == 1 or columns[1] is None or rows[0] is None or is_partitioned_for_tpus():
-        return jnp.take(gather_fsdp(table_VxD, names), indices_BxT, axis=0).astype(dtype)
+        return jnp.take(gather_weight(table_VxD, names), indices_BxT, axis=0).astype(dtype)
 
     def on_one_device(table_VxC, indices_bxT):
         indices_BxT = jax.lax.all_gather(indices_bxT, "fsdp", tiled=True)

@@ -125,7 +125,7 @@ class Attention(nn.Module):
         table_VxE = self.param(
             "value_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.kv_heads * c.head_width))
         # Not `sharding.look_up`: the paths of a pgpt are vmapped, and XLA cannot partition its shard_map there.
-        rows_BxTxE = jnp.take(sharding.gather_fsdp(table_VxE, TABLE_AXES), context.tokens_BxT, axis=0).astype(c.dtype)
+        rows_BxTxE = jnp.take(sharding.gather_weight(table_VxE, TABLE_AXES), context.tokens_BxT, axis=0).astype(c.dtype)
         return jnp.swapaxes(rows_BxTxE.reshape(*context.tokens_BxT.shape, c.kv_heads, c.head_width), 1, 2)
 
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):

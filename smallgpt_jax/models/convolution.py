@@ -39,7 +39,7 @@ class CausalConvolution(nn.Module):
         axes = ("conv_time", "embed", "embed_compressed")
         initial = normal((self.num_taps * width)**-0.5, *axes)
         kernel = self.param("kernel", initial, (self.num_taps, width, self.features))
-        kernel = sharding.gather_fsdp(kernel.astype(self.dtype), axes)
+        kernel = sharding.gather_weight(kernel.astype(self.dtype), axes)
         bias = self.param("bias", zeros("embed_compressed"), (self.features,))
         y = bias.reshape(1, -1).astype(self.dtype)
         # Rows and positions are merged, because three-dimensional products are slower on CPUs (see `ops.matmul`).

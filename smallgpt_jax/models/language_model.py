@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
         if not context.decode and context.segment_ids_BxT is None:
             return self.position_embedding[None, :time]
         # mode="clip", because the padding of short rows can be beyond the last position of the embedding.
-        table_PxD = sharding.gather_fsdp(self.position_embedding, ("position", "embed"))  # as for the token embedding
+        table_PxD = sharding.gather_weight(self.position_embedding, ("position", "embed"))  # as for the token embedding
         return jnp.take(table_PxD, context.positions(time), axis=0, mode="clip")
 
     @nn.compact
@@ -81,7 +81,7 @@ class LanguageModel(nn.Module):
         else:
             weight = self.param(
                 "head", normal(head_std(c.output_width), *TABLE_AXES), (c.vocab_size, c.output_width))
-        return sharding.gather_fsdp(weight.astype(c.dtype), TABLE_AXES)
+        return sharding.gather_weight(weight.astype(c.dtype), TABLE_AXES)
 
     def __call__(self, tokens_BxT, context: Context = EVALUATION):
         """Returns the logits of the next token at each position, (B, T, V) float32."""

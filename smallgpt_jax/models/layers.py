@@ -67,7 +67,7 @@ class Dense(nn.Module):
                 self.weight("kernel_out", self.kernel_init(std, axes_out), (rank, *self.features), axes_out)]
 
     def weight(self, name: str, initializer, shape: tuple[int, ...], axes: tuple[str, ...]):
-        return sharding.gather_fsdp(self.param(name, initializer, shape).astype(self.dtype), axes)
+        return sharding.gather_weight(self.param(name, initializer, shape).astype(self.dtype), axes)
 
     def kernel_init(self, std: float, axes: tuple[str, ...]):
         """Returns the initializer of the kernel, or of its second factor."""
@@ -153,7 +153,7 @@ class MixtureOfExperts(nn.Module):
         """Returns the stacked matrices (E, *shape) of the routed experts, in the compute dtype."""
         axes = ("expert", *axes)
         weight = self.param(name, normal(std, *axes), (self.config.num_experts, *shape))
-        return sharding.gather_fsdp(weight.astype(self.config.dtype), axes)
+        return sharding.gather_weight(weight.astype(self.config.dtype), axes)
 
 
 MLPS = {"dense": MLP, "gated": GatedMLP, "moe": MixtureOfExperts}

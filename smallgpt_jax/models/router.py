@@ -47,7 +47,7 @@ class Router(nn.Module):
         return experts_BxTxK, c.expert_scale * gates_BxTxK
 
     def products(self, x_BxTxD):
-        kernel_DxE = sharding.gather_fsdp(
+        kernel_DxE = sharding.gather_weight(
             self.param("kernel", normal(INIT_STD, *ROUTER_AXES), (x_BxTxD.shape[-1], self.config.num_experts)),
             ROUTER_AXES)
         x_RxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]).astype(jnp.float32)

@@ -173,7 +173,7 @@ def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
     optimizer = trainable.only(
         lambda chosen, scales: make_optimizer(chosen, config.optimizer, scales), trained, masks, scales)
     model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
-    stored = sharding.stored_shardings(mesh, params)
+    stored = trainable.shardings(mesh, params, masks)
     shardings = TrainState(
         sharding.replicated(mesh), stored, sharding.optimizer_shardings(mesh, optimizer, trained), model_state,
         sharding.stored_shardings(mesh, heads), stored if config.train.ema else {})

@@ -14,7 +14,8 @@ import flax.linen as nn
 import jax
 
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.models import LanguageModel, lora
+from smallgpt_jax.models import LanguageModel, ModelConfig, lora
+from smallgpt_jax.models.custom_code import custom_classes
 from smallgpt_jax.models.parameters import name_axes, with_axes
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import TrainConfig
@@ -82,9 +83,9 @@ class Objective:
             outputs.x_BxTxW, outputs.head_VxW, examples.targets_BxT, weights_BxT, self.loss_chunks, z_loss,
             outputs.logit_softcap)
 
-    def weights_dtype(self, compute_dtype: str) -> str:
-        """Returns the dtype in which trained weights are read first. Terms and LoRA compute with them in float32."""
-        return "float32" if self.terms or self.adapters else compute_dtype
+    def weights_dtype(self, config: ModelConfig) -> str:
+        """Returns the dtype in which weights are gathered. Terms, LoRA and custom modules may read them in float32."""
+        return "float32" if self.terms or self.adapters or custom_classes(config) else config.dtype
 
     @property
     def sown(self) -> tuple[str, ...]:

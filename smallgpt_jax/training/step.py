@@ -70,7 +70,7 @@ def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, const
         total=examples.num_targets, microbatches=microbatches), microbatches)
     abstract, weights = {**abstract_params(model), **objective.abstract_heads()}, state.trained
     if microbatches > 1:
-        weights = sharding.gather_stored(weights, abstract, objective.weights_dtype(model.config.dtype))
+        weights = sharding.gather_stored(weights, abstract, objective.weights_dtype(model.config))
     if microbatches > 1 and sharding.has_data_shards() and rows_are_independent(model, state, batch):
         add_up = sharding.sum_over_data_shards(add_up, abstract, exchange_dtype(model.config.dtype))
     (loss, gradients, (sown, loads)), model_state = add_up(weights, state.model_state, examples)
@@ -210,7 +210,7 @@ def eval_step(trained, model_state, batch, *, model: LanguageModel, objective: O
     if microbatches > 1:
         abstract = {**abstract_params(model), **objective.abstract_heads()}
         trained = sharding.gather_stored(
-            trained, {name: abstract[name] for name in trained}, objective.weights_dtype(model.config.dtype))
+            trained, {name: abstract[name] for name in trained}, objective.weights_dtype(model.config))
     examples, params = objective.examples(batch, jax.random.key(0)), objective.weights(trained)
     zeros = (jnp.float32(0), *[jnp.int32(0)] * (4 if counts_answers else 1))
     total, targets, *counts = jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]

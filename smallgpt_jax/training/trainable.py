@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import Parameter, lora
 from smallgpt_jax.run.config import OptimizerConfig
@@ -57,6 +58,15 @@ def name(p: Parameter, index: tuple[int, ...]) -> str:
 def no_match(named: list[str], config: OptimizerConfig, what: str) -> UserError:
     return UserError(f"config.optimizer.train_only={config.train_only!r}: matches no path of {what}; paths are such as "
                      + ", ".join(map(repr, named[-6:])))
+
+
+def shardings(mesh: jax.sharding.Mesh, params, masks):
+    """Frozen weights have no optimizer state, so dividing them would save little and exchange them in every step."""
+    stored, whole = sharding.stored_shardings(mesh, params), sharding.param_shardings(mesh, params)
+    if masks is None:
+        return stored
+    return jax.tree.map(lambda m, divided, gathered: divided if m.any() else gathered,
+                        {name: masks[name] for name in params}, stored, whole)
 
 
 def weights_of(masks, params, config: OptimizerConfig) -> Callable:

@@ -77,7 +77,7 @@ def test_eight_devices_match_one_device(architecture, fields):
 
 
 @pytest.mark.parametrize("architecture, axes", [
-    ("gpt", dict(data=2, fsdp=2, tensor=2)), ("pgpt", dict(fsdp=2, tensor=2, path=2))])
+    ("gpt", dict(data=8)), ("gpt", dict(data=2, fsdp=2, tensor=2)), ("pgpt", dict(fsdp=2, tensor=2, path=2))])
 def test_muon_on_eight_devices_matches_one_device(architecture, axes):
     """Losses and gradient norms match at the first step and after two updates.
 

@@ -238,8 +238,19 @@ def test_devices_divide_the_train_state(lengths, shards):
     """Each device stores a part of the weights and of Adam's moments, along `fsdp` or, without it, along `data`."""
     program = build_program(load_config("gpt", **{f"mesh__{axis}": length for axis, length in lengths.items()}))
     state = program.abstract_state
-    assert shards == {math.prod(x.shape) // math.prod(x.sharding.shard_shape(x.shape))
-                      for p in (state.params, *state.opt_state[:1]) for x in jax.tree.leaves(p) if x.ndim > 2}
+    for tree in (state.params, state.opt_state):
+        assert shards == {math.prod(x.shape) // math.prod(x.sharding.shard_shape(x.shape))
+                          for x in jax.tree.leaves(tree) if x.ndim > 2}
+
+
+def test_frozen_weights_are_not_divided():
+    for fields in ({"lora_rank": 2}, {"train_only": "mlp/down"}):
+        program = build_program(load_config(
+            "gpt", mesh__data=8, **{f"optimizer__{name}": value for name, value in fields.items()}))
+        params = program.abstract_state.params
+        divided = {p.path[-2:] for p, x in zip(jax.tree.leaves(models.abstract_params(program.model)),
+                                               jax.tree.leaves(params)) if not x.sharding.is_fully_replicated}
+        assert divided == (set() if "lora_rank" in fields else {("down", "kernel")})
 
 
 @pytest.mark.parametrize("axis", ["fsdp", "data"])

@@ -78,8 +78,8 @@ def run_command(main: Callable[[], None]) -> None:
         compilation_cache.configure()
         distributed.skip_tpu_search()
         host_memory.configure()
-        if not gc.get_freeze_count():
-            gc.freeze()  # what the imports have made is not searched for garbage again
+        if not gc.get_freeze_count():  # not again in tests, which run several commands in a process
+            gc.freeze()  # garbage collection skips the objects of the imports
         main()
         sys.stdout.flush()
     except UserError as error:

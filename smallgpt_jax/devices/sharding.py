@@ -118,31 +118,23 @@ def storage_axis(mesh) -> str:
 
 
 def gather_stored(weights, params, dtype: str):
-    """Returns stored weights as computations need them, to gather them once before a loop over microbatches. Those that
-    the model only reads cast to its compute dtype are gathered in `dtype`.
+    """Gathers weights that are divided along `data`, once for all microbatches. Those that the model only reads cast to
+    its compute dtype are gathered in `dtype`.
     """
     mesh = current_mesh()
-
-    def gather(p, x):
-        whole = divisible_spec(mesh, p.axes, p.shape)
-        if stored_spec(mesh, p.axes, p.shape) == whole:
-            return x
-        return jax.lax.with_sharding_constraint(x.astype(dtype) if p.is_cast else x, whole)
-
-    return jax.tree.map(gather, params, weights) if mesh else weights
+    if not mesh or storage_axis(mesh) != "data":
+        return weights
+    return jax.tree.map(lambda p, x: jax.lax.with_sharding_constraint(
+        x.astype(dtype) if p.is_cast else x, divisible_spec(mesh, p.axes, p.shape)), params, weights)
 
 
 def scatter_gradients(gradients, params):
-    """Returns gradients of gathered weights, summed over all rows, as the weights are stored."""
+    """Divides gradients, summed over all rows, like weights that are divided along `data`."""
     mesh = current_mesh()
-
-    def scatter(p, x):
-        stored = stored_spec(mesh, p.axes, p.shape)
-        if stored == divisible_spec(mesh, p.axes, p.shape):
-            return x
-        return jax.lax.with_sharding_constraint(x, stored)
-
-    return jax.tree.map(scatter, params, gradients) if mesh else gradients
+    if not mesh or storage_axis(mesh) != "data":
+        return gradients
+    return jax.tree.map(lambda p, x: jax.lax.with_sharding_constraint(
+        x, stored_spec(mesh, p.axes, p.shape)), params, gradients)
 
 
 def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...], shards: str = "fsdp") -> PartitionSpec:

@@ -19,9 +19,8 @@ class StepMetrics(NamedTuple):
     arrays: dict  # on the devices
     is_finite: bool  # whether the loss, the gradient and the updated weights are finite
 
-    @property
-    def values(self) -> dict[str, float | dict[str, list]]:
-        """Reads numbers, and per-layer metrics as {path of the module: nested lists}, from the devices."""
+    def read(self) -> dict[str, float | dict[str, list]]:
+        """Returns numbers, and per-layer metrics as {path of the module: nested lists}."""
         return jax.tree.map(to_json, jax.device_get(self.arrays))
 
 
@@ -71,7 +70,7 @@ class Logger:
         speed = (step - self._logged_step) * units.tokens_per_step / (seconds - self._logged_seconds)
         peak = units.peak_tokens_per_second
         self._logged_step, self._logged_seconds = step, seconds
-        values = metrics.values | {
+        values = metrics.read() | {
             "loss_mean": statistics.fmean(self.losses), "tokens": round(step * units.tokens_per_step),
             "tokens_per_second": speed} | ({"mfu": speed / peak} if peak else {}) | self._clock.lap()
         self.losses.clear()

@@ -25,7 +25,7 @@ class NonFiniteGuard:
             self._consecutive = 0
             return
         self._consecutive += 1
-        values = metrics.values
+        values = metrics.read()
         was_applied = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
         rows = ", ".join(map(str, self._row_numbers_at(metrics.step)))
         description = (f"step {metrics.step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"

@@ -68,9 +68,8 @@ def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, const
     add_up = functools.partial(sum_microbatches, functools.partial(
         microbatch_loss, model=model, objective=objective, constants=constants, step_key=key,
         total=examples.num_targets, microbatches=microbatches), microbatches)
-    abstract, weights = {**abstract_params(model), **objective.abstract_heads()}, state.trained
-    if microbatches > 1:
-        weights = sharding.gather_stored(weights, abstract, objective.weights_dtype(model.config))
+    abstract = {**abstract_params(model), **objective.abstract_heads()}
+    weights = gather_weights(state.trained, abstract, model, objective, microbatches)
     if microbatches > 1 and sharding.has_data_shards() and rows_are_independent(model, state, batch):
         add_up = sharding.sum_over_data_shards(add_up, abstract, exchange_dtype(model.config.dtype))
     (loss, gradients, (sown, loads)), model_state = add_up(weights, state.model_state, examples)
@@ -95,6 +94,13 @@ def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, const
     metrics |= jax.tree.map(lambda x: jnp.mean(x, axis=0), sown)
     params, heads = ({name: trained[name] for name in tree} for tree in (state.params, state.heads))
     return TrainState(state.step + 1, params, opt_state, model_state, heads, average), metrics
+
+
+def gather_weights(trained, abstract, model: LanguageModel, objective: Objective, microbatches: int):
+    """With one microbatch, nothing is gathered here: modules gather weights where they use them, which is faster."""
+    if microbatches == 1:
+        return trained
+    return sharding.gather_stored(trained, abstract, objective.weights_dtype(model.config))
 
 
 def moved_average(state: TrainState, trained, ema: float):
@@ -207,11 +213,9 @@ def eval_step(trained, model_state, batch, *, model: LanguageModel, objective: O
             found += count_right(predictions_BxT, examples.targets_BxT, examples.loss_mask_BxT)
         return jax.tree.map(jnp.add, sums, found), None
 
-    if microbatches > 1:
-        abstract = {**abstract_params(model), **objective.abstract_heads()}
-        trained = sharding.gather_stored(
-            trained, {name: abstract[name] for name in trained}, objective.weights_dtype(model.config))
-    examples, params = objective.examples(batch, jax.random.key(0)), objective.weights(trained)
+    abstract = {**abstract_params(model), **objective.abstract_heads()}
+    weights = gather_weights(trained, {name: abstract[name] for name in trained}, model, objective, microbatches)
+    examples, params = objective.examples(batch, jax.random.key(0)), objective.weights(weights)
     zeros = (jnp.float32(0), *[jnp.int32(0)] * (4 if counts_answers else 1))
     total, targets, *counts = jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]
     if examples.selected_BxT is not None:

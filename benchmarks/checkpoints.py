@@ -4,7 +4,8 @@
 
 Each round measures the time of --every training steps twice, with a checkpoint and without:
 
-- With a checkpoint, saving starts before the first step. The time ends when the steps and the checkpoint are complete.
+- With a checkpoint, saving starts before the first step. The time ends when the steps and the
+  checkpoint are complete.
 - Without a checkpoint, the time ends when the steps are complete.
 
 Prints both times and the relative overhead.
@@ -24,7 +25,11 @@ from smallgpt_jax.run.checkpoint import Checkpoints
 _CONFIG = cli.define_config()
 _EVERY = flags.DEFINE_integer("every", 50, "Training steps per measurement.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer(
-    "rounds", 8, "Number of rounds; each has one measurement with a checkpoint and one without.", lower_bound=1)
+    "rounds",
+    8,
+    "Number of rounds; each has one measurement with a checkpoint and one without.",
+    lower_bound=1,
+)
 
 
 def main() -> None:
@@ -38,14 +43,27 @@ def main() -> None:
             checkpoints.wait_until_finished()
 
         with_checkpoint()
-        pairs = [(seconds_of(with_checkpoint), seconds_of(lambda: training.run(_EVERY.value)))
-                 for _ in range(_ROUNDS.value)]
+        pairs = [
+            (seconds_of(with_checkpoint), seconds_of(lambda: training.run(_EVERY.value)))
+            for _ in range(_ROUNDS.value)
+        ]
         checkpoints.close()
     with_it, without, ratio = median_and_ratio(pairs)
-    print(f"{_EVERY.value} steps take {with_it:.2f} s with a checkpoint and {without:.2f} s without; "
-          f"overhead {ratio - 1:+.1%}")
-    print(json.dumps({"every": _EVERY.value, "seconds_with": with_it, "seconds_without": without,
-                      "cost": ratio - 1, "pairs": pairs}))
+    print(
+        f"{_EVERY.value} steps take {with_it:.2f} s with a checkpoint and {without:.2f} s without; "
+        f"overhead {ratio - 1:+.1%}"
+    )
+    print(
+        json.dumps(
+            {
+                "every": _EVERY.value,
+                "seconds_with": with_it,
+                "seconds_without": without,
+                "cost": ratio - 1,
+                "pairs": pairs,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

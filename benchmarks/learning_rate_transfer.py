@@ -2,9 +2,10 @@
 
     python benchmarks/learning_rate_transfer.py --config=configs/gpt.py:tiny --widths=32,64,128 --steps=300
 
-At each width, the model is trained at several multiples of config.optimizer.learning_rate, always on the same batches.
-The loss of a run is the mean training loss of its last tenth. The best rate is the minimum of the parabola through the
-lowest loss and its neighbors. The base model of muP is the narrowest one, so its results count for both.
+At each width, the model is trained at several multiples of config.optimizer.learning_rate, always
+on the same batches. The loss of a run is the mean training loss of its last tenth. The best rate is
+the minimum of the parabola through the lowest loss and its neighbors. The base model of muP is the
+narrowest one, so its results count for both.
 
 Prints a table, and the largest best rate divided by the smallest.
 """
@@ -26,12 +27,16 @@ from smallgpt_jax.training.program import build_program
 
 _CONFIG = cli.define_config()
 _WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "Values of config.model.d_model.")
-_MULTIPLES = flags.DEFINE_list("multiples", ["0.5", "1", "2", "4", "8", "16"], "Multiples of the learning rate.")
+_MULTIPLES = flags.DEFINE_list(
+    "multiples", ["0.5", "1", "2", "4", "8", "16"], "Multiples of the learning rate."
+)
 _STEPS = flags.DEFINE_integer("steps", 300, "Training steps of each run.", lower_bound=10)
 
 
 def grid(config: Config, multiples: list[float]) -> Grid:
-    """Returns the losses at all multiples, with one compiled step, whose input is the learning rate."""
+    """Returns the losses at all multiples, with one compiled step, whose input is the learning
+    rate.
+    """
     program = build_program(config, jax.devices()[:1])
     pipeline, compiled = program.open_pipeline(), program.compile_train_step()
 
@@ -41,7 +46,7 @@ def grid(config: Config, multiples: list[float]) -> Grid:
         for i in range(config.train.steps):
             state, metrics = step(state, pipeline.to_devices(pipeline.train_batches[i]))
             losses.append(metrics["loss"])
-        mean = float(np.mean(losses[-(config.train.steps // 10):]))
+        mean = float(np.mean(losses[-(config.train.steps // 10) :]))
         return mean if math.isfinite(mean) else math.inf
 
     losses = {multiple: final_loss(multiple) for multiple in multiples}
@@ -49,7 +54,9 @@ def grid(config: Config, multiples: list[float]) -> Grid:
 
 
 def best_rate(found: Grid) -> float:
-    """Returns the rate at the minimum of the parabola, or the best rate of the grid if it is at an edge."""
+    """Returns the rate at the minimum of the parabola, or the best rate of the grid if it is at an
+    edge.
+    """
     return found.learning_rate * (found.minimum.multiple if found.minimum else found.best)
 
 
@@ -58,19 +65,56 @@ def main() -> None:
         _CONFIG.value.train.steps = _STEPS.value
     config = Config.of(_CONFIG.value)
     widths, multiples = sorted(map(int, _WIDTHS.value)), sorted(map(float, _MULTIPLES.value))
-    grids = {"without muP": {width: grid(at_size(config, "d_model", width, 0), multiples) for width in widths}}
-    grids["with muP"] = {widths[0]: grids["without muP"][widths[0]], **{
-        width: grid(at_size(config, "d_model", width, widths[0]), multiples) for width in widths[1:]}}
+    grids = {
+        "without muP": {
+            width: grid(at_size(config, "d_model", width, 0), multiples) for width in widths
+        }
+    }
+    grids["with muP"] = {
+        widths[0]: grids["without muP"][widths[0]],
+        **{
+            width: grid(at_size(config, "d_model", width, widths[0]), multiples)
+            for width in widths[1:]
+        },
+    }
     rates = [multiple * config.optimizer.learning_rate for multiple in multiples]
-    print(table(["", "width", *(f"{rate:.3g}" for rate in rates), "best"], (
-        [name, width, *(f"{loss:.4f}" for loss in found.losses.values()),
-         f"{best_rate(found):.3g}" + (f" ({found.edge} of the grid)" if found.edge else "")]
-        for name, by_width in grids.items() for width, found in by_width.items())))
-    best = {name: {width: best_rate(found) for width, found in by_width.items()} for name, by_width in grids.items()}
+    print(
+        table(
+            ["", "width", *(f"{rate:.3g}" for rate in rates), "best"],
+            (
+                [
+                    name,
+                    width,
+                    *(f"{loss:.4f}" for loss in found.losses.values()),
+                    f"{best_rate(found):.3g}"
+                    + (f" ({found.edge} of the grid)" if found.edge else ""),
+                ]
+                for name, by_width in grids.items()
+                for width, found in by_width.items()
+            ),
+        )
+    )
+    best = {
+        name: {width: best_rate(found) for width, found in by_width.items()}
+        for name, by_width in grids.items()
+    }
     for name, by_width in best.items():
-        print(f"{name}: the best rates differ by a factor of {max(by_width.values()) / min(by_width.values()):.2f}")
-    print(json.dumps({"config": config.to_dict(), "best": best, "losses": {
-        name: {width: found.losses for width, found in by_width.items()} for name, by_width in grids.items()}}))
+        print(
+            f"{name}: the best rates differ by a factor of "
+            f"{max(by_width.values()) / min(by_width.values()):.2f}"
+        )
+    print(
+        json.dumps(
+            {
+                "config": config.to_dict(),
+                "best": best,
+                "losses": {
+                    name: {width: found.losses for width, found in by_width.items()}
+                    for name, by_width in grids.items()
+                },
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

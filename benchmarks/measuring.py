@@ -1,4 +1,6 @@
-"""Functions that several benchmarks use: random tokens and weights, training steps, timing in turns, tables."""
+"""Functions that several benchmarks use: random tokens and weights, training steps, timing in
+turns, tables.
+"""
 
 import statistics
 import sys
@@ -23,15 +25,21 @@ from smallgpt_jax.training.program import Program, build_program
 PAUSE = 0.3  # seconds in which the idle threads of another program stop spinning
 
 
-def seconds_of(function: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+def seconds_of(
+    function: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Calls `function`, waits for its result and returns its seconds."""
     started = clock()
     jax.block_until_ready(function())
     return clock() - started
 
 
-def in_turn(runs: Mapping[Any, Callable[[], Any]], rounds: int, pause: float = 0.0) -> dict[Any, list]:
-    """Returns {name: results of its calls}. In each round, all are called; a first round only compiles and warms up."""
+def in_turn(
+    runs: Mapping[Any, Callable[[], Any]], rounds: int, pause: float = 0.0
+) -> dict[Any, list]:
+    """Returns {name: results of its calls}. In each round, all are called; a first round only
+    compiles and warms up.
+    """
     found = {name: [] for name in runs}
     for _ in range(rounds + 1):
         for name, run in runs.items():
@@ -41,8 +49,13 @@ def in_turn(runs: Mapping[Any, Callable[[], Any]], rounds: int, pause: float = 0
 
 
 def median_and_ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Returns the medians of the first and the second numbers, and the median of their ratios first / second."""
-    return (*map(statistics.median, zip(*pairs)), statistics.median(one / other for one, other in pairs))
+    """Returns the medians of the first and the second numbers, and the median of their ratios first
+    / second.
+    """
+    return (
+        *map(statistics.median, zip(*pairs)),
+        statistics.median(one / other for one, other in pairs),
+    )
 
 
 def random_tokens(rows: int, length: int, vocab_size: int) -> np.ndarray:
@@ -51,7 +64,9 @@ def random_tokens(rows: int, length: int, vocab_size: int) -> np.ndarray:
 
 def random_params(model: models.LanguageModel):
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda p: 0.02 * rng.standard_normal(p.shape, np.float32), models.abstract_params(model))
+    return jax.tree.map(
+        lambda p: 0.02 * rng.standard_normal(p.shape, np.float32), models.abstract_params(model)
+    )
 
 
 def random_batch(program: Program) -> Batch:
@@ -82,7 +97,9 @@ class Training:
 
 class Generation(NamedTuple):
     prefill_seconds: float  # for the prompts and the first new token
-    calls: list[tuple[int, float]]  # (steps, seconds) of each call of the decoder, for the other tokens
+    calls: list[
+        tuple[int, float]
+    ]  # (steps, seconds) of each call of the decoder, for the other tokens
     session: DecodeSession
 
     @property
@@ -90,12 +107,16 @@ class Generation(NamedTuple):
         return sum(seconds for _, seconds in self.calls)
 
 
-def generate(model: models.LanguageModel, weights, prompts: Sequence[Sequence[int]], new_tokens: int) -> Generation:
+def generate(
+    model: models.LanguageModel, weights, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> Generation:
     """Generates tokens greedily, at least 2 per prompt. `weights` are packed."""
     session = DecodeSession(model, weights, model.config.vocab_size, prompts)
     session.reserve(new_tokens)
     sampled_Bx1, prefill_seconds = timing.time_prefill(session)
-    return Generation(prefill_seconds, timing.time_decoding(session, sampled_Bx1, new_tokens - 1), session)
+    return Generation(
+        prefill_seconds, timing.time_decoding(session, sampled_Bx1, new_tokens - 1), session
+    )
 
 
 def require_known(flag: str, names: Iterable[str], known: Sequence[str]) -> None:

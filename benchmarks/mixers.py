@@ -2,10 +2,11 @@
 
     python benchmarks/mixers.py
 
-The models are those of configs/llama.py:quickstart with another mixer in all blocks, or in three of four ("hybrid").
-Their weights are random, which does not affect speed. The table has, for each mixer, the time of a training step
-divided by that of attention, for each of --contexts (all with 2,048 tokens per step), and the time per decoded token at
-each of --positions, and divided by that at the first. All models are timed in turn; a time is the least of --rounds.
+The models are those of configs/llama.py:quickstart with another mixer in all blocks, or in three of
+four ("hybrid"). Their weights are random, which does not affect speed. The table has, for each
+mixer, the time of a training step divided by that of attention, for each of --contexts (all with
+2,048 tokens per step), and the time per decoded token at each of --positions, and divided by that
+at the first. All models are timed in turn; a time is the least of --rounds.
 """
 
 import json
@@ -24,8 +25,13 @@ _ROUNDS = flags.DEFINE_integer("rounds", 8, "Timings of each model.", lower_boun
 
 TOKENS = 2048  # per training step
 NEW_TOKENS = 33  # the prompt gives the first, and 32 are timed
-MIXERS = {"attention": ("attention",), "delta": ("delta",), "mamba": ("mamba",), "conv": ("conv",),
-          "hybrid": ("delta", "delta", "delta", "attention")}
+MIXERS = {
+    "attention": ("attention",),
+    "delta": ("delta",),
+    "mamba": ("mamba",),
+    "conv": ("conv",),
+    "hybrid": ("delta", "delta", "delta", "attention"),
+}
 
 
 def recipe(mixers: tuple[str, ...], context: int):
@@ -48,7 +54,9 @@ def decoding(mixers: tuple[str, ...], position: int):
     model = models.build(**recipe(mixers, position + NEW_TOKENS).model)
     weights = layout.pack(model, random_params(model))
     prompts = random_tokens(1, position, model.config.vocab_size).tolist()
-    return lambda: min(seconds / steps for steps, seconds in generate(model, weights, prompts, NEW_TOKENS).calls)
+    return lambda: min(
+        seconds / steps for steps, seconds in generate(model, weights, prompts, NEW_TOKENS).calls
+    )
 
 
 def least_seconds(make, values: list[str]) -> dict[str, dict[int, float]]:
@@ -58,18 +66,33 @@ def least_seconds(make, values: list[str]) -> dict[str, dict[int, float]]:
         runs = {name: make(mixers, value) for name, mixers in MIXERS.items()}
         for name, seconds in in_turn(runs, _ROUNDS.value).items():
             found[name][value] = min(seconds)
-            print(f"{make.__name__} {value} {name}: {found[name][value] * 1e3:.3f} ms", file=sys.stderr, flush=True)
+            print(
+                f"{make.__name__} {value} {name}: {found[name][value] * 1e3:.3f} ms",
+                file=sys.stderr,
+                flush=True,
+            )
     return found
 
 
 def main() -> None:
-    steps, tokens = least_seconds(training, _CONTEXTS.value), least_seconds(decoding, _POSITIONS.value)
-    rows = [{"mixer": name,
-             "training_step_to_attention": {context: s / steps["attention"][context] for context, s in own.items()},
-             "decoded_token_seconds": tokens[name],
-             "decoded_token_to_first_position": {position: s / next(iter(tokens[name].values()))
-                                                 for position, s in tokens[name].items()}}
-            for name, own in steps.items()]
+    steps, tokens = (
+        least_seconds(training, _CONTEXTS.value),
+        least_seconds(decoding, _POSITIONS.value),
+    )
+    rows = [
+        {
+            "mixer": name,
+            "training_step_to_attention": {
+                context: s / steps["attention"][context] for context, s in own.items()
+            },
+            "decoded_token_seconds": tokens[name],
+            "decoded_token_to_first_position": {
+                position: s / next(iter(tokens[name].values()))
+                for position, s in tokens[name].items()
+            },
+        }
+        for name, own in steps.items()
+    ]
     print(json.dumps(rows))
 
 

@@ -1,9 +1,10 @@
-"""Measures what the objectives of configs/compare/objectives.py cost in training: FLOPs, memory and time.
+"""Measures what the objectives of configs/compare/objectives.py cost in training: FLOPs, memory and
+time.
 
     python benchmarks/objective_costs.py
 
-- FLOPs: three times the matrix products of the forward pass per token, with the heads for further tokens, which the
-  FLOPs of other commands leave out. Without the optimizer.
+- FLOPs: three times the matrix products of the forward pass per token, with the heads for further
+  tokens, which the FLOPs of other commands leave out. Without the optimizer.
 - memory: temporary bytes of the compiled training step.
 - time: processor time of a training step, the least of --rounds. All objectives are timed in turn.
 
@@ -33,21 +34,45 @@ def flops_per_token(training: Training) -> float:
     model = program.model.clone(config=program.config.replace(model={"attention": "counted"}).model)
     examples = jax.eval_shape(program.objective.examples, training.batch, jax.random.key(0))
     loss = functools.partial(
-        microbatch_loss, model=model, objective=program.objective, constants=None, step_key=jax.random.key(0),
-        total=1.0, microbatches=1)
+        microbatch_loss,
+        model=model,
+        objective=program.objective,
+        constants=None,
+        step_key=jax.random.key(0),
+        total=1.0,
+        microbatches=1,
+    )
     products = count_operations(loss, {**state.params, **state.heads}, {}, 0, examples).products
     return 3 * products / training.batch.tokens_BxT1[:, 1:].size
 
 
 def main() -> None:
-    trainings = {name: Training(config) for name, config in budget.resolve_runs(objectives.get_config()).items()}
-    seconds = in_turn({name: functools.partial(seconds_of, functools.partial(training.run, STEPS), time.process_time)
-                       for name, training in trainings.items()}, _ROUNDS.value)
-    found = {name: {"flops": flops_per_token(training),
-                    "memory": training.compiled.memory_analysis().temp_size_in_bytes,
-                    "seconds": min(seconds[name]) / STEPS} for name, training in trainings.items()}
+    trainings = {
+        name: Training(config)
+        for name, config in budget.resolve_runs(objectives.get_config()).items()
+    }
+    seconds = in_turn(
+        {
+            name: functools.partial(
+                seconds_of, functools.partial(training.run, STEPS), time.process_time
+            )
+            for name, training in trainings.items()
+        },
+        _ROUNDS.value,
+    )
+    found = {
+        name: {
+            "flops": flops_per_token(training),
+            "memory": training.compiled.memory_analysis().temp_size_in_bytes,
+            "seconds": min(seconds[name]) / STEPS,
+        }
+        for name, training in trainings.items()
+    }
     for name, costs in found.items():
-        print(name, *(f"{kind} × {value / found['causal'][kind]:.2f}" for kind, value in costs.items()))
+        print(
+            name,
+            *(f"{kind} × {value / found['causal'][kind]:.2f}" for kind, value in costs.items()),
+        )
     print(json.dumps(found))
 
 

@@ -1,10 +1,11 @@
-"""Measures products of float32 and bfloat16 matrices on a CPU, in billions of floating-point operations per second.
+"""Measures products of float32 and bfloat16 matrices on a CPU, in billions of floating-point
+operations per second.
 
     python benchmarks/products.py
     python benchmarks/products.py --rows=4096 --inputs=1024 --outputs=256
 
-The products are those of a dense layer: y = x·w, the gradient of x, dy·wᵀ, and the gradient of w, xᵀ·dy. They are
-computed in these forms, one after the other in each round:
+The products are those of a dense layer: y = x·w, the gradient of x, dy·wᵀ, and the gradient of w,
+xᵀ·dy. They are computed in these forms, one after the other in each round:
 
 - float32: float32 operands and result
 - bfloat16: bfloat16 operands and result
@@ -44,16 +45,29 @@ def products() -> dict[tuple[str, str], tuple]:
     """Returns {(product, form): (compiled function, its two arguments)}."""
     rng = np.random.default_rng(0)
     rows, inputs, outputs = _ROWS.value, _INPUTS.value, _OUTPUTS.value
-    x, w, d_y = (rng.standard_normal(shape, np.float32) for shape in (
-        (rows, inputs), (inputs, outputs), (rows, outputs)))
+    x, w, d_y = (
+        rng.standard_normal(shape, np.float32)
+        for shape in ((rows, inputs), (inputs, outputs), (rows, outputs))
+    )
     operands = {"x·w": (x, w), "dy·wᵀ": (d_y, w), "xᵀ·dy": (x, d_y)}
     contracted = {"x·w": ((1,), (0,)), "dy·wᵀ": ((1,), (1,)), "xᵀ·dy": ((0,), (0,))}
-    ours = {"x·w": bfloat16.dot, "dy·wᵀ": lambda d_y, w: bfloat16.dot(d_y, w.T), "xᵀ·dy": bfloat16.transposed_dot}
+    ours = {
+        "x·w": bfloat16.dot,
+        "dy·wᵀ": lambda d_y, w: bfloat16.dot(d_y, w.T),
+        "xᵀ·dy": bfloat16.transposed_dot,
+    }
     found = {}
     for name in operands:
         for form, (dtype, result) in FORMS.items():
-            function = ours[name] if form == "ours" else functools.partial(
-                jax.lax.dot_general, dimension_numbers=(contracted[name], ((), ())), preferred_element_type=result)
+            function = (
+                ours[name]
+                if form == "ours"
+                else functools.partial(
+                    jax.lax.dot_general,
+                    dimension_numbers=(contracted[name], ((), ())),
+                    preferred_element_type=result,
+                )
+            )
             arguments = [jnp.asarray(operand, dtype) for operand in operands[name]]
             found[name, form] = jax.jit(function).lower(*arguments).compile(), arguments
     return found
@@ -63,19 +77,46 @@ def measure() -> list[dict]:
     def seconds_per_call(function, arguments) -> float:
         return seconds_of(lambda: [function(*arguments) for _ in range(CALLS)]) / CALLS
 
-    seconds = in_turn({key: functools.partial(seconds_per_call, *compiled) for key, compiled in products().items()},
-                      _ROUNDS.value)
+    seconds = in_turn(
+        {
+            key: functools.partial(seconds_per_call, *compiled)
+            for key, compiled in products().items()
+        },
+        _ROUNDS.value,
+    )
     operations = 2 * _ROWS.value * _INPUTS.value * _OUTPUTS.value
-    return [{"product": name, "form": form, "gflops": operations / statistics.median(times) / 1e9,
-             "best_gflops": operations / min(times) / 1e9} for (name, form), times in seconds.items()]
+    return [
+        {
+            "product": name,
+            "form": form,
+            "gflops": operations / statistics.median(times) / 1e9,
+            "best_gflops": operations / min(times) / 1e9,
+        }
+        for (name, form), times in seconds.items()
+    ]
 
 
 def main(_) -> None:
     rows = measure()
-    print(table(["product", "form", "GFLOP/s", "best round"],
-                ((row["product"], row["form"], f"{row['gflops']:,.0f}", f"{row['best_gflops']:,.0f}") for row in rows)))
-    print(json.dumps({"rows": rows, "shape": [_ROWS.value, _INPUTS.value, _OUTPUTS.value],
-                      "device": device_name(jax.devices()[0]), "jax": jax.__version__}))
+    print(
+        table(
+            ["product", "form", "GFLOP/s", "best round"],
+            (
+                (row["product"], row["form"], f"{row['gflops']:,.0f}", f"{row['best_gflops']:,.0f}")
+                for row in rows
+            ),
+        )
+    )
+    print(
+        json.dumps(
+            {
+                "rows": rows,
+                "shape": [_ROWS.value, _INPUTS.value, _OUTPUTS.value],
+                "device": device_name(jax.devices()[0]),
+                "jax": jax.__version__,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

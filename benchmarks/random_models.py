@@ -1,9 +1,10 @@
-"""Checks random model configs, as tests/integration/test_random_models.py does, but any number of them.
+"""Checks random model configs, as tests/integration/test_random_models.py does, but any number of
+them.
 
     python benchmarks/random_models.py --count=1000
 
-Each model takes about two seconds. Prints the config of each model that fails, and why. The exit status is 1 if a model
-fails. Needs the packages of the tests (`make install`).
+Each model takes about two seconds. Prints the config of each model that fails, and why. The exit
+status is 1 if a model fails. Needs the packages of the tests (`make install`).
 """
 
 import sys
@@ -16,7 +17,9 @@ from absl import flags
 from smallgpt_jax import cli
 from smallgpt_jax.errors import UserError
 
-_FIRST = flags.DEFINE_integer("first", 0, "First seed. The tests check some of the seeds below 400.")
+_FIRST = flags.DEFINE_integer(
+    "first", 0, "First seed. The tests check some of the seeds below 400."
+)
 _COUNT = flags.DEFINE_integer("count", 200, "Number of models.", lower_bound=1)
 
 
@@ -32,11 +35,20 @@ def main() -> None:
                 random_models.check(seed, Path(folder) / "exported")
             except Exception as error:
                 failed.append(seed)
-                print(f"seed {seed}: {random_models.describe(seed)}\n  {type(error).__name__}: {error}", flush=True)
+                print(
+                    f"seed {seed}: {random_models.describe(seed)}\n  {type(error).__name__}: "
+                    f"{error}",
+                    flush=True,
+                )
         if (number + 1) % 20 == 0:
-            print(f"{number + 1} models, {len(failed)} failed, {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"{number + 1} models, {len(failed)} failed, {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
     if failed:
-        raise UserError(f"{len(failed)} of {_COUNT.value} models failed: seeds {', '.join(map(str, failed))}")
+        raise UserError(
+            f"{len(failed)} of {_COUNT.value} models failed: seeds {', '.join(map(str, failed))}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Texts with topics: pieces of Python's standard library, whose topic is the package that they are from.
+"""Texts with topics: pieces of Python's standard library, whose topic is the package that they are
+from.
 
-tuning_task.py and topic_probe.py import it. It defines no flags. The text depends on the version of Python.
+tuning_task.py and topic_probe.py import it. It defines no flags. The text depends on the version of
+Python.
 """
 
 import hashlib
@@ -16,8 +18,8 @@ SPLITS = ("train", "test")
 def pieces(characters: int, counts: dict[str, int]) -> dict[str, list[tuple[str, str]]]:
     """Returns {split: [(topic, text)]}, with `counts[split]` texts per topic, in random order.
 
-    A text consists of whole lines, with at most `characters` ASCII characters and at least half as many. No file is in
-    both splits.
+    A text consists of whole lines, with at most `characters` ASCII characters and at least half as
+    many. No file is in both splits.
     """
     rng, found = random.Random(0), {split: [] for split in SPLITS}
     for topic in TOPICS:
@@ -37,8 +39,11 @@ def library() -> Path:
 
 
 def files_of(topic: str) -> list[Path]:
-    return sorted(path for path in (library() / topic).rglob("*.py")
-                  if not any("test" in part for part in path.relative_to(library() / topic).parts[:-1]))
+    return sorted(
+        path
+        for path in (library() / topic).rglob("*.py")
+        if not any("test" in part for part in path.relative_to(library() / topic).parts[:-1])
+    )
 
 
 def split_of(path: Path) -> str:
@@ -53,4 +58,8 @@ def cut(text: str, characters: int) -> list[str]:
             found.append(lines)
             lines = ""
         lines += line
-    return [piece for piece in (*found, lines) if characters / 2 <= len(piece) <= characters and piece.isascii()]
+    return [
+        piece
+        for piece in (*found, lines)
+        if characters / 2 <= len(piece) <= characters and piece.isascii()
+    ]

@@ -5,23 +5,27 @@
     python benchmarks/train_step.py --architectures=gpt,pgpt --sizes=256 --rounds=10 --dtypes=float32,bfloat16
     python benchmarks/train_step.py --config=configs/gpt.py:quickstart --sizes=recipe --peer=none
 
-The peer is `transformers`' GPT-2 of the same sizes, with exact GELU and an untied head as our gpt, but with biases. It
-runs eagerly and with `torch.compile`, both with PyTorch's fused attention (SDPA) and fused AdamW; in bfloat16, with
-autocast. Each peer runs in a process of its own, because our commands change how their process allocates memory
-(smallgpt_jax/devices/host_memory.py). A peer that takes longer than --peer_seconds is left out.
+The peer is `transformers`' GPT-2 of the same sizes, with exact GELU and an untied head as our gpt,
+but with biases. It runs eagerly and with `torch.compile`, both with PyTorch's fused attention
+(SDPA) and fused AdamW; in bfloat16, with autocast. Each peer runs in a process of its own, because
+our commands change how their process allocates memory (smallgpt_jax/devices/host_memory.py). A peer
+that takes longer than --peer_seconds is left out.
 
-All models train on one device, with the same AdamW, gradient clipping and batch of random tokens. They are timed in
-turn: in each round, each runs --steps steps without waiting between steps. The benchmark fails if a loss does not fall.
+All models train on one device, with the same AdamW, gradient clipping and batch of random tokens.
+They are timed in turn: in each round, each runs --steps steps without waiting between steps. The
+benchmark fails if a loss does not fall.
 
 Columns of the table:
 
 - compile s: seconds for compilation and the first step; neither is part of a round
 - tokens/s: median over rounds
-- ours/PyTorch's: the model's tokens/s divided by those of the faster peer, median and range over rounds
+- ours/PyTorch's: the model's tokens/s divided by those of the faster peer, median and range over
+  rounds
 - MFU, if the chip's peak is known
-- of roofline: tokens/s relative to the estimate of `plan --topology=h100:1` for the compiled program, on GPUs that
-  `plan` knows
-- memory MB: for our models, the memory of the compiled program; for a peer, the peak allocation (on GPUs only)
+- of roofline: tokens/s relative to the estimate of `plan --topology=h100:1` for the compiled
+  program, on GPUs that `plan` knows
+- memory MB: for our models, the memory of the compiled program; for a peer, the peak allocation (on
+  GPUs only)
 - loss: first and last loss
 """
 
@@ -61,26 +65,54 @@ CPU_SIZES = {  # --sizes → (blocks, heads, width of the model); the head width
 SIZES = (*CPU_SIZES, "recipe")
 PEERS = {"PyTorch": False, "PyTorch, compiled": True}  # name → whether torch.compile is used
 DTYPES = ("float32", "bfloat16")
-PLAIN_GPT = dict(architecture="gpt", norm="layer", norm_position="pre", mlp="dense", activation="gelu",
-                 position="learned", num_kv_heads=0, qk_norm=False, attention_windows=())
+PLAIN_GPT = dict(
+    architecture="gpt",
+    norm="layer",
+    norm_position="pre",
+    mlp="dense",
+    activation="gelu",
+    position="learned",
+    num_kv_heads=0,
+    qk_norm=False,
+    attention_windows=(),
+)
 WARM_UP_STEPS = 2
 
 _CONFIG = cli.define_config()
 _ARCHITECTURES = flags.DEFINE_list(
-    "architectures", None, "Recipes in configs/ to measure if --config is not set. Default: gpt on a CPU, gpt and pgpt "
-    "on accelerators.")
+    "architectures",
+    None,
+    "Recipes in configs/ to measure if --config is not set. Default: gpt on a CPU, gpt and pgpt "
+    "on accelerators.",
+)
 _SIZES = flags.DEFINE_list(
-    "sizes", None, f"Sizes of the models. {', '.join(CPU_SIZES)}: 8 blocks of this width, context 256, vocabulary "
-    "8,192. recipe: the sizes in the config. Default: recipe on accelerators, the other sizes on a CPU.")
+    "sizes",
+    None,
+    f"Sizes of the models. {', '.join(CPU_SIZES)}: 8 blocks of this width, context 256, vocabulary "
+    "8,192. recipe: the sizes in the config. Default: recipe on accelerators, the other sizes on "
+    "a CPU.",
+)
 _DTYPES = flags.DEFINE_list(
-    "dtypes", None, f"Compute dtypes: {', '.join(DTYPES)}. Default: float32 with the sizes "
-    f"{', '.join(CPU_SIZES)}, the config's dtype with --sizes=recipe.")
-_PEER = flags.DEFINE_enum("peer", "hf", ["hf", "none"], "The model to compare with: hf (transformers' GPT-2) or none.")
+    "dtypes",
+    None,
+    f"Compute dtypes: {', '.join(DTYPES)}. Default: float32 with the sizes "
+    f"{', '.join(CPU_SIZES)}, the config's dtype with --sizes=recipe.",
+)
+_PEER = flags.DEFINE_enum(
+    "peer", "hf", ["hf", "none"], "The model to compare with: hf (transformers' GPT-2) or none."
+)
 _PEER_SECONDS = flags.DEFINE_float(
-    "peer_seconds", 900, "Seconds that a peer may take for its compilation, and for a round.", lower_bound=1)
+    "peer_seconds",
+    900,
+    "Seconds that a peer may take for its compilation, and for a round.",
+    lower_bound=1,
+)
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "Sequences per step. Default: 32 with --sizes=recipe, 16 with the other sizes.",
-    lower_bound=1)
+    "batch_size",
+    None,
+    "Sequences per step. Default: 32 with --sizes=recipe, 16 with the other sizes.",
+    lower_bound=1,
+)
 _STEPS = flags.DEFINE_integer("steps", 20, "Steps per round.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds.", lower_bound=1)
 
@@ -94,7 +126,9 @@ def recipes() -> list[ConfigDict]:
 
 
 def resized(recipe: ConfigDict, size: str, dtype: str | None) -> ConfigDict:
-    """Returns a copy of the recipe for one device and a constant learning rate. `size` is one of SIZES."""
+    """Returns a copy of the recipe for one device and a constant learning rate. `size` is one of
+    SIZES.
+    """
     config = recipe.copy_and_resolve_references()
     with config.unlocked():
         if size != "recipe":
@@ -105,13 +139,19 @@ def resized(recipe: ConfigDict, size: str, dtype: str | None) -> ConfigDict:
         config.train.batch_size = _BATCH_SIZE.value or (32 if size == "recipe" else 16)
         config.train.microbatches = 1
         config.mesh.update(data=1, fsdp=1, tensor=1, path=1)
-        config.optimizer.update(learning_rate=3e-4, final_learning_rate=3e-4, warmup_steps=0, decay_steps=1)
+        config.optimizer.update(
+            learning_rate=3e-4, final_learning_rate=3e-4, warmup_steps=0, decay_steps=1
+        )
     return config
 
 
 def as_gpt(config: ConfigDict) -> models.LanguageModel:
-    """Returns a plain gpt with the config's sizes. The peer takes its sizes and its FLOPs per token from this gpt."""
-    shared = {name: value for name, value in config.model.items() if name in models.field_names("gpt")}
+    """Returns a plain gpt with the config's sizes. The peer takes its sizes and its FLOPs per token
+    from this gpt.
+    """
+    shared = {
+        name: value for name, value in config.model.items() if name in models.field_names("gpt")
+    }
     return models.build(**{**shared, **PLAIN_GPT})
 
 
@@ -119,21 +159,32 @@ class CompiledModel:
     def __init__(self, config: ConfigDict):
         self.training = Training(config)
         model = self.training.program.model
-        self.parameters, self.flops_per_token = models.num_parameters(model), train_flops_per_token(model)
+        self.parameters, self.flops_per_token = (
+            models.num_parameters(model),
+            train_flops_per_token(model),
+        )
         started = time.perf_counter()
         self.first_loss = self.run(1)
         self.compile_seconds = self.training.compile_seconds + time.perf_counter() - started
         gpu = find_gpu(jax.devices()[0].device_kind)
-        self.roofline_seconds = gpu and Roofline(HloModule(self.training.compiled.as_text()), gpu, 1).clock().total
+        self.roofline_seconds = (
+            gpu and Roofline(HloModule(self.training.compiled.as_text()), gpu, 1).clock().total
+        )
 
     def run(self, steps: int) -> float:
         return float(self.training.run(steps)["loss"])
 
     def memory_bytes(self) -> int:
-        """Returns those of the compiled program. The device's peak would include the programs that ran before."""
+        """Returns those of the compiled program. The device's peak would include the programs that
+        ran before.
+        """
         plan = self.training.compiled.memory_analysis()
-        return (plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
-                + plan.temp_size_in_bytes)
+        return (
+            plan.argument_size_in_bytes
+            + plan.output_size_in_bytes
+            - plan.alias_size_in_bytes
+            + plan.temp_size_in_bytes
+        )
 
 
 class PeerProcess:
@@ -148,7 +199,9 @@ class PeerProcess:
         self.process = context.Process(target=serve_peer, args=arguments, daemon=True)
         self.process.start()
         connection.close()  # so that `receive` notices the end of the process
-        self.parameters, self.flops_per_token, self.first_loss, self.compile_seconds = self.receive()
+        self.parameters, self.flops_per_token, self.first_loss, self.compile_seconds = (
+            self.receive()
+        )
 
     def receive(self):
         """Returns the peer's next answer. Raises TimeoutError after --peer_seconds."""
@@ -158,7 +211,9 @@ class PeerProcess:
         try:
             return self.connection.recv()
         except EOFError:
-            raise UserError("the process of PyTorch has ended; the reason is in its output above") from None
+            raise UserError(
+                "the process of PyTorch has ended; the reason is in its output above"
+            ) from None
 
     def run(self, steps: int) -> float:
         self.connection.send(steps)
@@ -169,9 +224,11 @@ class PeerProcess:
         return self.receive()[1]
 
 
-def serve_peer(connection, config: ConfigDict, tokens_BxT1, on_gpu: bool, is_compiled: bool) -> None:
-    """Runs the peer in its process. Sends size and first loss; then answers each number of steps to run with the last
-    loss and the memory in use.
+def serve_peer(
+    connection, config: ConfigDict, tokens_BxT1, on_gpu: bool, is_compiled: bool
+) -> None:
+    """Runs the peer in its process. Sends size and first loss; then answers each number of steps to
+    run with the last loss and the memory in use.
     """
     jax.config.update("jax_platforms", "cpu")  # JAX only counts the FLOPs here
     peer, loss = Transformers(config, tokens_BxT1, on_gpu, is_compiled), None
@@ -196,25 +253,48 @@ class Transformers:
         device = "cuda" if self.on_gpu else "cpu"
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        # For an attention with the name "sdpa", a compiled model builds a mask, and a mask rules out the fastest
-        # kernel. Under a new name, the same attention gets no mask and uses its argument is_causal.
+        # For an attention with the name "sdpa", a compiled model builds a mask, and a mask rules
+        # out the fastest kernel. Under a new name, the same attention gets no mask and uses its
+        # argument is_causal.
         transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
         torch.manual_seed(config.train.seed)
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=c.vocab_size, n_positions=c.context_length, n_embd=c.d_model, n_layer=c.num_layers,
-            n_head=c.num_heads, n_inner=c.mlp_width, activation_function="gelu",
-            embd_pdrop=c.dropout, resid_pdrop=c.dropout, attn_pdrop=0.0, use_cache=False,
-            tie_word_embeddings=c.tie_embeddings, bos_token_id=None, eos_token_id=None,
-            attn_implementation="sdpa_without_mask")).to(device).train()
+        model = (
+            transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(
+                    vocab_size=c.vocab_size,
+                    n_positions=c.context_length,
+                    n_embd=c.d_model,
+                    n_layer=c.num_layers,
+                    n_head=c.num_heads,
+                    n_inner=c.mlp_width,
+                    activation_function="gelu",
+                    embd_pdrop=c.dropout,
+                    resid_pdrop=c.dropout,
+                    attn_pdrop=0.0,
+                    use_cache=False,
+                    tie_word_embeddings=c.tie_embeddings,
+                    bos_token_id=None,
+                    eos_token_id=None,
+                    attn_implementation="sdpa_without_mask",
+                )
+            )
+            .to(device)
+            .train()
+        )
         self.params = list(model.parameters())
         self.parameters = sum(p.numel() for p in self.params)
         self.flops_per_token = train_flops_per_token(plain_gpt)
 
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            [{"params": [p for p in self.params if p.ndim > 1], "weight_decay": o.weight_decay},
-             {"params": [p for p in self.params if p.ndim == 1], "weight_decay": 0.0}],
-            lr=o.learning_rate, betas=(o.beta1, o.beta2), fused=True)
+            [
+                {"params": [p for p in self.params if p.ndim > 1], "weight_decay": o.weight_decay},
+                {"params": [p for p in self.params if p.ndim == 1], "weight_decay": 0.0},
+            ],
+            lr=o.learning_rate,
+            betas=(o.beta1, o.beta2),
+            fused=True,
+        )
         self.clip_norm = o.clip_norm or math.inf
         tokens_BxT1 = torch.tensor(tokens_BxT1, dtype=torch.int64, device=device)
         inputs_BxT, targets_R = tokens_BxT1[:, :-1].contiguous(), tokens_BxT1[:, 1:].flatten()
@@ -245,21 +325,29 @@ class Transformers:
 
 
 def check_peer(configs: list[ConfigDict]) -> None:
-    """Raises UserError if `transformers`' GPT-2 cannot be run with these configs on this machine. Compiles nothing."""
+    """Raises UserError if `transformers`' GPT-2 cannot be run with these configs on this machine.
+    Compiles nothing.
+    """
     try:
         import torch
         import transformers  # noqa: F401
     except ImportError:
-        raise UserError(f"PyTorch or transformers is not installed; run {install_command('bench')}, or use --peer=none"
-                        ) from None
+        raise UserError(
+            f"PyTorch or transformers is not installed; run {install_command('bench')}, or use "
+            "--peer=none"
+        ) from None
     backend = jax.default_backend()
     if backend != "cpu" and not (backend == "gpu" and torch.cuda.is_available()):
-        raise UserError(f"PyTorch cannot use the {jax.devices()[0].device_kind}; run with --peer=none")
+        raise UserError(
+            f"PyTorch cannot use the {jax.devices()[0].device_kind}; run with --peer=none"
+        )
     if backend == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
         raise UserError("torch.compile needs a C++ compiler; install g++, or run with --peer=none")
     if any(config.optimizer.name != "adamw" for config in configs):
-        raise UserError("config.optimizer.name: only adamw can be compared with PyTorch; change it, or run with "
-                        "--peer=none")
+        raise UserError(
+            "config.optimizer.name: only adamw can be compared with PyTorch; change it, or run "
+            "with --peer=none"
+        )
 
 
 def measure(configs: list[ConfigDict]) -> list[dict]:
@@ -272,33 +360,58 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
             contenders[name] = PeerProcess(configs[0], tokens_BxT1, is_compiled)
     seconds, losses = time_in_turn(contenders)
     chip = chips.find_chip(jax.devices()[0].device_kind)
-    best_peer = min(PEERS.keys() & contenders, key=lambda name: statistics.median(seconds[name]), default=None)
+    best_peer = min(
+        PEERS.keys() & contenders, key=lambda name: statistics.median(seconds[name]), default=None
+    )
     rows = []
     for name, contender in contenders.items():
         if not losses[name] < contender.first_loss:  # also true for NaN
-            raise UserError(f"{name}: the loss does not fall: {contender.first_loss} at the first step, {losses[name]} "
-                            "at the last")
+            raise UserError(
+                f"{name}: the loss does not fall: {contender.first_loss} at the first step, "
+                f"{losses[name]} at the last"
+            )
         speeds = [_STEPS.value * batch * c.context_length / s for s in seconds[name]]
         speed = statistics.median(speeds)
-        roofline = contender.roofline_seconds and batch * c.context_length / contender.roofline_seconds
-        ratios = [] if name in PEERS else [
-            of_peer / own for of_peer, own in zip(seconds.get(best_peer, []), seconds[name])]
-        rows.append({
-            "model": name, "blocks": c.num_layers, "width": c.d_model, "batch": batch,
-            "context": c.context_length, "vocabulary": c.vocab_size, "dtype": c.dtype,
-            "parameters": contender.parameters, "compile_seconds": contender.compile_seconds,
-            "tokens_per_second": speed, "tokens_per_second_of_rounds": speeds,
-            "mfu": chip and speed * contender.flops_per_token / chip.flops,
-            "roofline_tokens_per_second": roofline, "of_roofline": roofline and speed / roofline,
-            "memory_bytes": contender.memory_bytes(), "best_peer": best_peer,
-            "ratio": statistics.median(ratios) if ratios else None, "ratio_of_rounds": ratios,
-            "first_loss": contender.first_loss, "last_loss": losses[name]})
+        roofline = (
+            contender.roofline_seconds and batch * c.context_length / contender.roofline_seconds
+        )
+        ratios = (
+            []
+            if name in PEERS
+            else [of_peer / own for of_peer, own in zip(seconds.get(best_peer, []), seconds[name])]
+        )
+        rows.append(
+            {
+                "model": name,
+                "blocks": c.num_layers,
+                "width": c.d_model,
+                "batch": batch,
+                "context": c.context_length,
+                "vocabulary": c.vocab_size,
+                "dtype": c.dtype,
+                "parameters": contender.parameters,
+                "compile_seconds": contender.compile_seconds,
+                "tokens_per_second": speed,
+                "tokens_per_second_of_rounds": speeds,
+                "mfu": chip and speed * contender.flops_per_token / chip.flops,
+                "roofline_tokens_per_second": roofline,
+                "of_roofline": roofline and speed / roofline,
+                "memory_bytes": contender.memory_bytes(),
+                "best_peer": best_peer,
+                "ratio": statistics.median(ratios) if ratios else None,
+                "ratio_of_rounds": ratios,
+                "first_loss": contender.first_loss,
+                "last_loss": losses[name],
+            }
+        )
         print(table_row(cells(rows[-1])), file=sys.stderr, flush=True)
     return rows
 
 
 def time_in_turn(contenders: dict) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Returns {name: seconds of each round} and {name: last loss}. Removes peers that time out from `contenders`."""
+    """Returns {name: seconds of each round} and {name: last loss}. Removes peers that time out from
+    `contenders`.
+    """
     seconds, losses = {name: [] for name in contenders}, {}
     for round_ in range(_ROUNDS.value + 1):  # the first round is a warm-up
         for name, contender in list(contenders.items()):
@@ -318,11 +431,27 @@ def left_out(name: str, contenders: dict):
         yield
     except TimeoutError:
         contenders.pop(name, None)
-        print(f"{name}: left out; not finished after {_PEER_SECONDS.value:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{name}: left out; not finished after {_PEER_SECONDS.value:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
-HEAD = ("model", "width × blocks", "dtype", "parameters", "batch", "compile s", "tokens/s", "ours/PyTorch's (range)",
-        "MFU", "of roofline", "memory MB", "loss")
+HEAD = (
+    "model",
+    "width × blocks",
+    "dtype",
+    "parameters",
+    "batch",
+    "compile s",
+    "tokens/s",
+    "ours/PyTorch's (range)",
+    "MFU",
+    "of roofline",
+    "memory MB",
+    "loss",
+)
 
 
 def cells(row: dict) -> tuple:
@@ -330,31 +459,54 @@ def cells(row: dict) -> tuple:
         return "–" if row[key] is None else text(row[key])
 
     rounds = row["ratio_of_rounds"]
-    return (row["model"], f"{row['width']} × {row['blocks']}", row["dtype"], f"{row['parameters']:,}",
-            f"{row['batch']} × {row['context']}", f"{row['compile_seconds']:.1f}", f"{row['tokens_per_second']:,.0f}",
-            known("ratio", lambda ratio: f"{ratio:.2f} ({min(rounds):.2f} to {max(rounds):.2f})"),
-            known("mfu", "{:.1%}".format), known("of_roofline", "{:.2f}".format),
-            known("memory_bytes", lambda size: f"{size / 1e6:,.0f}"),
-            f"{row['first_loss']:.3f} → {row['last_loss']:.3f}")
+    return (
+        row["model"],
+        f"{row['width']} × {row['blocks']}",
+        row["dtype"],
+        f"{row['parameters']:,}",
+        f"{row['batch']} × {row['context']}",
+        f"{row['compile_seconds']:.1f}",
+        f"{row['tokens_per_second']:,.0f}",
+        known("ratio", lambda ratio: f"{ratio:.2f} ({min(rounds):.2f} to {max(rounds):.2f})"),
+        known("mfu", "{:.1%}".format),
+        known("of_roofline", "{:.2f}".format),
+        known("memory_bytes", lambda size: f"{size / 1e6:,.0f}"),
+        f"{row['first_loss']:.3f} → {row['last_loss']:.3f}",
+    )
 
 
 def main() -> None:
-    # With the cache, programs of earlier runs would not be compiled again, and the compilation times would be wrong.
+    # With the cache, programs of earlier runs would not be compiled again, and the compilation
+    # times would be wrong.
     jax.config.update("jax_enable_compilation_cache", False)
     sizes = _SIZES.value or (list(CPU_SIZES) if jax.default_backend() == "cpu" else ["recipe"])
     require_known("--sizes", sizes, SIZES)
     require_known("--dtypes", _DTYPES.value or (), DTYPES)
-    measured = [[resized(recipe, size, dtype) for recipe in recipes()]
-                for size in sizes for dtype in _DTYPES.value or [None]]
+    measured = [
+        [resized(recipe, size, dtype) for recipe in recipes()]
+        for size in sizes
+        for dtype in _DTYPES.value or [None]
+    ]
     if _PEER.value != "none":
         check_peer(measured[0])
     rows = [row for configs in measured for row in measure(configs)]
     print(table(HEAD, map(cells, rows)))
     libraries = ["jax", "flax"] + ([] if _PEER.value == "none" else ["torch", "transformers"])
-    print(json.dumps({
-        "device": chips.device_name(jax.devices()[0]), "cores": os.cpu_count(), "machine": platform.machine(),
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in libraries}},
-        "steps": _STEPS.value, "rows": rows}))
+    print(
+        json.dumps(
+            {
+                "device": chips.device_name(jax.devices()[0]),
+                "cores": os.cpu_count(),
+                "machine": platform.machine(),
+                "versions": {
+                    "python": platform.python_version(),
+                    **{name: metadata.version(name) for name in libraries},
+                },
+                "steps": _STEPS.value,
+                "rows": rows,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

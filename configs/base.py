@@ -2,7 +2,8 @@
 
 Its fields, and their values at size `paper`, are declared and documented in
 
-- `model`: smallgpt_jax/models/config.py; fields of one architecture: pgpt.py, lgpt.py, cgpt.py beside it
+- `model`: smallgpt_jax/models/config.py; fields of one architecture: pgpt.py, lgpt.py, cgpt.py
+  beside it
 - `data`: smallgpt_jax/data/config.py
 - `mesh`: smallgpt_jax/devices/sharding.py
 - `optimizer`, `train`: smallgpt_jax/run/config.py
@@ -11,8 +12,8 @@ A recipe (`gpt.py`, `pgpt.py`, `lgpt.py`, `cgpt.py`, or your own) changes some o
 `--config=configs/pgpt.py:quickstart`, the word after the colon is the size:
 
 - `paper`: the full recipe of arXiv 2404.14462, with 10B tokens of FineWeb-Edu, for GPUs or TPUs.
-- `quickstart`: a small model, trained on the source code of Python's standard library. Takes minutes on two CPU cores
-  and downloads nothing.
+- `quickstart`: a small model, trained on the source code of Python's standard library. Takes
+  minutes on two CPU cores and downloads nothing.
 - `tiny`: a smaller model, trained in seconds, for testing a change or a machine.
 """
 
@@ -28,7 +29,9 @@ FOLLOW_STEPS = {"warmup_steps": -1, "decay_steps": -1, "final_learning_rate": -1
 
 
 def get_config(size: str, architecture: str = "gpt") -> ConfigDict:
-    """Returns the fields of all groups, with the values of a size. `architecture` may have fields of its own."""
+    """Returns the fields of all groups, with the values of a size. `architecture` may have fields
+    of its own.
+    """
     groups = GROUPS | {"model": models.find_architecture(architecture).Config}
     config = ConfigDict({name: group.config_dict() for name, group in groups.items()})
     config.model.architecture = architecture

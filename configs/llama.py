@@ -3,9 +3,9 @@
     python -m smallgpt_jax.prepare --config=configs/llama.py
     python -m smallgpt_jax.main --config=configs/llama.py --workdir=runs/llama
 
-The model has the sizes of configs/gpt.py, except that its MLP has width 8/3 · d_model. The three matrices of the gated
-MLP then have as many parameters as the two matrices of gpt's MLP. This is not a published model, and this project has
-not trained it at full size.
+The model has the sizes of configs/gpt.py, except that its MLP has width 8/3 · d_model. The three
+matrices of the gated MLP then have as many parameters as the two matrices of gpt's MLP. This is not
+a published model, and this project has not trained it at full size.
 
 The quickstart size takes minutes on two CPU cores and downloads nothing:
 

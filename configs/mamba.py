@@ -3,9 +3,9 @@
     python -m smallgpt_jax.prepare --config=configs/mamba.py
     python -m smallgpt_jax.main --config=configs/mamba.py --workdir=runs/mamba
 
-The blocks are those of configs/llama.py with another mixer, so unlike in the paper (arXiv 2405.21060) they have MLPs.
-Nothing encodes positions, and the state does not grow with the context. This is not a published model, and this project
-has not trained it at full size.
+The blocks are those of configs/llama.py with another mixer, so unlike in the paper (arXiv
+2405.21060) they have MLPs. Nothing encodes positions, and the state does not grow with the context.
+This is not a published model, and this project has not trained it at full size.
 
 The quickstart size takes minutes on two CPU cores and downloads nothing:
 

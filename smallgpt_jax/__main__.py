@@ -2,8 +2,8 @@
 
     python -m smallgpt_jax
 
-Also defines the scripts that pip installs. `smallgpt-train` runs `python -m smallgpt_jax.main`. For every other command
-NAME, `smallgpt-NAME` runs `python -m smallgpt_jax.NAME`.
+Also defines the scripts that pip installs. `smallgpt-train` runs `python -m smallgpt_jax.main`. For
+every other command NAME, `smallgpt-NAME` runs `python -m smallgpt_jax.NAME`.
 """
 
 import ast
@@ -15,30 +15,49 @@ from pathlib import Path
 
 from smallgpt_jax.errors import exit_on_interrupt
 
-COMMANDS = ("main", "prepare", "generate", "plan", "evaluate", "convert", "compare", "choose", "diagnose")
+COMMANDS = (
+    "main",
+    "prepare",
+    "generate",
+    "plan",
+    "evaluate",
+    "convert",
+    "compare",
+    "choose",
+    "diagnose",
+)
 
 
 def run_script(command: str) -> None:
     exit_on_interrupt()
-    if not sys.flags.safe_path:  # like `python -m`, makes modules in the working directory importable
+    if (
+        not sys.flags.safe_path
+    ):  # like `python -m`, makes modules in the working directory importable
         sys.path.insert(0, os.getcwd())
     runpy.run_module(f"smallgpt_jax.{command}", run_name="__main__", alter_sys=True)
 
 
 # The functions that setup.py names in console_scripts.
 train, prepare, generate, plan, evaluate, convert, compare, choose, diagnose = (
-    functools.partial(run_script, command) for command in COMMANDS)
+    functools.partial(run_script, command) for command in COMMANDS
+)
 
 
 def main() -> None:
     if sys.argv[1:] and sys.argv[1] not in ("--help", "-h"):
-        hint = f"python -m smallgpt_jax.{sys.argv[1]}" if sys.argv[1] in COMMANDS else "python -m smallgpt_jax.COMMAND"
+        hint = (
+            f"python -m smallgpt_jax.{sys.argv[1]}"
+            if sys.argv[1] in COMMANDS
+            else "python -m smallgpt_jax.COMMAND"
+        )
         print(f"error: {sys.argv[1]!r}: unexpected argument; use {hint}", file=sys.stderr)
         sys.exit(2)
     for command in COMMANDS:
         print(f"python -m smallgpt_jax.{command:8}  {first_line(command)}")
-    print("\nEach command lists its flags with --help. pip also installs the commands as smallgpt-train (main), "
-          "smallgpt-prepare, …")
+    print(
+        "\nEach command lists its flags with --help. pip also installs the commands as "
+        "smallgpt-train (main), smallgpt-prepare, …"
+    )
 
 
 def first_line(command: str) -> str:

@@ -20,9 +20,9 @@ import sys
 import traceback
 from collections.abc import Callable
 
-# Before the other imports: imports and tracing allocate many objects and free few of them. With Python's thresholds,
-# searching these objects for garbage takes a quarter of the time of the imports. The thresholds apply to the whole
-# process.
+# Before the other imports: imports and tracing allocate many objects and free few of them. With
+# Python's thresholds, searching these objects for garbage takes a quarter of the time of the
+# imports. The thresholds apply to the whole process.
 gc.set_threshold(50_000, 20, 50)
 
 import absl.logging
@@ -38,21 +38,31 @@ from smallgpt_jax.storage import object_storage
 # {part of absl's message for a flag value of the wrong type: description of the right type}
 EXPECTED = {"int()": "an integer", "to float": "a number", "boolean": "true or false"}
 
-flags.disclaim_key_flags()  # so that --help lists --config as a flag of the command, not of this module
+# so that --help lists --config as a flag of the command, not of this module
+flags.disclaim_key_flags()
 
 
 def define_config():
-    """Defines --config, whose value is a ConfigDict with all overrides applied, and --trust_custom_code."""
+    """Defines --config, whose value is a ConfigDict with all overrides applied, and
+    --trust_custom_code.
+    """
     define_trust()
     return config_flags.DEFINE_config_file(
-        "config", None, "A recipe: its name or path, such as gpt, gpt:SIZE or configs/gpt.py:SIZE. Override any field "
-        "with --config.group.field=value; configs/base.py documents the fields. run:WORKDIR is the config of an "
-        "existing run.")
+        "config",
+        None,
+        "A recipe: its name or path, such as gpt, gpt:SIZE or configs/gpt.py:SIZE. Override any "
+        "field with --config.group.field=value; configs/base.py documents the fields. run:WORKDIR "
+        "is the config of an existing run.",
+    )
 
 
 def define_trust():
-    return flags.DEFINE_bool("trust_custom_code", False, "Import the module of a custom architecture that a workdir or "
-                             "an export names. This runs its code.")
+    return flags.DEFINE_bool(
+        "trust_custom_code",
+        False,
+        "Import the module of a custom architecture that a workdir or "
+        "an export names. This runs its code.",
+    )
 
 
 def run(main: Callable[[], None]) -> None:
@@ -63,16 +73,21 @@ def run(main: Callable[[], None]) -> None:
             fail(f"{argv[1]!r}: unexpected argument; flags start with --", status=2)
         run_command(main)
 
-    with best_effort("stderr"):  # if standard error cannot be written, the exit status must stay the same
+    with best_effort(
+        "stderr"
+    ):  # if standard error cannot be written, the exit status must stay the same
         app.run(main_without_traceback, flags_parser=parse)
 
 
 def run_command(main: Callable[[], None]) -> None:
-    # Print characters missing from the terminal's encoding as escapes; accept input that is not UTF-8.
+    # Print characters missing from the terminal's encoding as escapes; accept input that is not
+    # UTF-8.
     for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "surrogateescape")):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors=errors)
-    logging.getLogger("huggingface_hub").propagate = False  # it prints its messages itself; absl would repeat them
+    logging.getLogger(
+        "huggingface_hub"
+    ).propagate = False  # it prints its messages itself; absl would repeat them
     try:
         raise_on_interrupt()
         compilation_cache.configure()
@@ -110,7 +125,9 @@ def parse(argv: list[str]) -> list[str]:
     try:
         if "config" in flags.FLAGS:
             recipes.make_importable()
-        sys.argv = quote_run_names(find_config_file(argv))  # ml_collections reads the overrides from sys.argv
+        sys.argv = quote_run_names(
+            find_config_file(argv)
+        )  # ml_collections reads the overrides from sys.argv
         return flags.FLAGS(sys.argv)
     except UserError as error:
         fail(str(error), status=2)
@@ -120,33 +137,47 @@ def parse(argv: list[str]) -> list[str]:
         sys.argv = arguments
 
 
-# An override of one run of a comparison: --config.runs.NAME.GROUP.FIELD=VALUE, where NAME may be any text.
-RUN_OVERRIDE = re.compile(r"(--?(?:no)?config\.runs)\.(.+?)(\.[a-z]\w*\.[a-z]\w*(?:=.*)?)", re.DOTALL)
+# An override of one run of a comparison: --config.runs.NAME.GROUP.FIELD=VALUE, where NAME may be
+# any text.
+RUN_OVERRIDE = re.compile(
+    r"(--?(?:no)?config\.runs)\.(.+?)(\.[a-z]\w*\.[a-z]\w*(?:=.*)?)", re.DOTALL
+)
 
 
 def quote_run_names(argv: list[str]) -> list[str]:
-    """Returns a copy of `argv` with quotes around each NAME in --config.runs.NAME.… that is not an identifier.
+    """Returns a copy of `argv` with quotes around each NAME in --config.runs.NAME.… that is not an
+    identifier.
 
     ml_collections expects such names as Python strings. For the run "lr 0.1", the argument
     '--config.runs.lr 0.1.model.d_model=8' becomes
     --config.runs["lr\\U000000200\\U0000002e1"].model.d_model=8.
     """
+
     def quoted(name: str) -> str:
         if name.isidentifier() and not keyword.iskeyword(name):
             return f".{name}"
-        return '["' + "".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in name) + '"]'
+        return (
+            '["'
+            + "".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in name)
+            + '"]'
+        )
 
     found = [(arg, RUN_OVERRIDE.fullmatch(arg)) for arg in argv]
     return [match[1] + quoted(match[2]) + match[3] if match else arg for arg, match in found]
 
 
 def unquote_run_names(text: str) -> str:
-    return re.sub(r'(?<=\bruns)\["((?:\w|\\U[0-9a-f]{8})*)"\]',
-                  lambda match: "." + ast.literal_eval(f'"{match[1]}"'), text)
+    return re.sub(
+        r'(?<=\bruns)\["((?:\w|\\U[0-9a-f]{8})*)"\]',
+        lambda match: "." + ast.literal_eval(f'"{match[1]}"'),
+        text,
+    )
 
 
 def find_config_file(argv: list[str]) -> list[str]:
-    """Returns a copy of `argv` with the recipe of --config replaced by its path; see `find_recipe`."""
+    """Returns a copy of `argv` with the recipe of --config replaced by its path; see
+    `find_recipe`.
+    """
     found = list(argv)
     for i, arg in enumerate(argv):
         if arg in ("--config", "-config") and i + 1 < len(argv):
@@ -188,7 +219,9 @@ def unknown_field_message(error: Exception) -> str:
 
 
 def fields_named(flag: str) -> str:
-    """Returns what an unknown flag may mean, or "": --steps and --train.steps → "--config.train.steps"."""
+    """Returns what an unknown flag may mean, or "": --steps and --train.steps →
+    "--config.train.steps".
+    """
     if "config" not in flags.FLAGS:
         return ""
     if "." in flag:
@@ -196,18 +229,27 @@ def fields_named(flag: str) -> str:
     config, name = flags.FLAGS["config"].value, flag.replace("-", "_")
     if not isinstance(config, ConfigDict):  # --config is not given, or an override has an error
         from configs import base
+
         config = base.get_config("paper")
-    return " or ".join(f"--config.{group}.{name}" for group, fields in config.items()
-                       if isinstance(fields, ConfigDict) and name in fields)
+    return " or ".join(
+        f"--config.{group}.{name}"
+        for group, fields in config.items()
+        if isinstance(fields, ConfigDict) and name in fields
+    )
 
 
 def error_location(error: Exception) -> str:
-    """Returns 'FILE, line N: ' for the innermost stack frame in the user's code, or '' if there is none."""
+    """Returns 'FILE, line N: ' for the innermost stack frame in the user's code, or '' if there is
+    none.
+    """
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: "
     ours = (__file__, "/site-packages/", "<frozen")
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if not any(part in frame.filename for part in ours)]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(part in frame.filename for part in ours)
+    ]
     frames = [frame for frame in frames if not frame.filename.startswith(sys.prefix)]
     return f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
 

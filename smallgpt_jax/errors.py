@@ -1,4 +1,6 @@
-"""Exceptions that commands print as a message, without a traceback; Ctrl-C while a command imports its libraries."""
+"""Exceptions that commands print as a message, without a traceback; Ctrl-C while a command imports
+its libraries.
+"""
 
 import difflib
 import os
@@ -23,18 +25,26 @@ def command_line(module: str, *arguments: str) -> str:
 def config_arguments() -> list[str]:
     found = []
     for previous, argument in zip(sys.argv, sys.argv[1:]):
-        if re.match(r"--?(no)?config\b", argument) or re.fullmatch(r"--?config(\.[^=]*)?", previous):
+        if re.match(r"--?(no)?config\b", argument) or re.fullmatch(
+            r"--?config(\.[^=]*)?", previous
+        ):
             found.append(argument)
     return found
 
 
 def install_command(extra: str) -> str:
     is_clone = (Path(__file__).parents[1] / "setup.py").exists()
-    return f"pip install -c constraints.txt -e '.[{extra}]'" if is_clone else f"pip install 'smallgpt_jax[{extra}]'"
+    return (
+        f"pip install -c constraints.txt -e '.[{extra}]'"
+        if is_clone
+        else f"pip install 'smallgpt_jax[{extra}]'"
+    )
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean 'x'?" with the known name most similar to `name`; "" if none is similar."""
+    """Returns "; did you mean 'x'?" with the known name most similar to `name`; "" if none is
+    similar.
+    """
     near = difflib.get_close_matches(name, filter(None, known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -42,7 +52,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 class UserError(Exception):
     """An error that a user can cause and fix; commands print the message and exit with status 1.
 
-    In one or two lines, the message says where the error is (flag, field, file, line), what is wrong and what to do.
+    In one or two lines, the message says where the error is (flag, field, file, line), what is
+    wrong and what to do.
     """
 
 
@@ -71,8 +82,12 @@ class StoppedError(Exception):
 
 
 def exit_on_interrupt() -> None:
-    """On Ctrl-C, prints a message and exits with status 130, as `cli` does later. For the seconds of the imports."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if the caller ignores Ctrl-C
+    """On Ctrl-C, prints a message and exits with status 130, as `cli` does later. For the seconds
+    of the imports.
+    """
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # not if the caller ignores Ctrl-C
         signal.signal(signal.SIGINT, _exit)
 
 
@@ -83,6 +98,8 @@ def raise_on_interrupt() -> None:
 
 
 def _exit(*_) -> None:
-    """Does not raise, because libraries turn a KeyboardInterrupt in their imports into other errors."""
+    """Does not raise, because libraries turn a KeyboardInterrupt in their imports into other
+    errors.
+    """
     os.write(2, b"error: stopped\n")
     os._exit(130)

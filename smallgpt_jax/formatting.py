@@ -18,20 +18,29 @@ def duration(seconds: float) -> str:
 
 
 def millions(count: int) -> str:
-    """Formats a count in millions: 3704321 → '3.70 M'. Counts below 100,000 are written in full: 3704 → '3,704'."""
+    """Formats a count in millions: 3704321 → '3.70 M'. Counts below 100,000 are written in full:
+    3704 → '3,704'.
+    """
     return f"{count:,}" if count < 100_000 else f"{count / 1e6:,.2f} M"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Returns at most `width` bars. Each shows the mean of a few consecutive values: [9, 5, 2, 1] → '█▅▂▁'."""
+    """Returns at most `width` bars. Each shows the mean of a few consecutive values: [9, 5, 2, 1] →
+    '█▅▂▁'.
+    """
     count = min(width, len(values))
-    means = [statistics.fmean(values[i * len(values) // count:(i + 1) * len(values) // count]) for i in range(count)]
+    means = [
+        statistics.fmean(values[i * len(values) // count : (i + 1) * len(values) // count])
+        for i in range(count)
+    ]
     low, spread = min(means), (max(means) - min(means)) or 1
     return "".join(BARS[round((mean - low) / spread * (len(BARS) - 1))] for mean in means)
 
 
 def short_reason(error: Exception) -> str:
-    """Returns the operating system's message for an error with an errno, and the first line of any other error."""
+    """Returns the operating system's message for an error with an errno, and the first line of any
+    other error.
+    """
     if number := find_errno(error):
         return os.strerror(number)
     text = str(error).strip() or type(error).__name__
@@ -52,7 +61,9 @@ def parameter_count(total: int, active: int) -> str:
 def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligns the first column on the left, all others on the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
 
 
 def safe_name(text: str) -> str:

@@ -4,8 +4,9 @@
     python -m smallgpt_jax.generate --workdir=runs/pgpt --interactive
     python -m smallgpt_jax.generate --workdir=runs/tuned --chat
 
-Repeat --prompt for several prompts. Several texts are generated as one batch and printed when all are finished; a
-single text is printed while it is generated. When the model's context is full, its older half is dropped.
+Repeat --prompt for several prompts. Several texts are generated as one batch and printed when all
+are finished; a single text is printed while it is generated. When the model's context is full, its
+older half is dropped.
 """
 
 import sys
@@ -21,27 +22,50 @@ NEW_TOKENS = 200
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 _TRUST = cli.define_trust()
 _PROMPT = flags.DEFINE_multi_string(
-    "prompt", None, "Text to continue; repeatable. By default, the model begins a new document.")
-_INTERACTIVE = flags.DEFINE_bool("interactive", False, "Let the model continue the conversation after each input line.")
-_CHAT = flags.DEFINE_bool("chat", False, "Like --interactive, but each line is a message of the user, and the model's "
-                          "chat template writes the conversation.")
+    "prompt", None, "Text to continue; repeatable. By default, the model begins a new document."
+)
+_INTERACTIVE = flags.DEFINE_bool(
+    "interactive", False, "Let the model continue the conversation after each input line."
+)
+_CHAT = flags.DEFINE_bool(
+    "chat",
+    False,
+    "Like --interactive, but each line is a message of the user, and the model's "
+    "chat template writes the conversation.",
+)
 _MAX_NEW_TOKENS = flags.DEFINE_integer(
-    "max_new_tokens", None, f"Maximum number of new tokens. Default: {NEW_TOKENS}; with --interactive and --chat, "
-    "the default is at most a quarter of the context.")
+    "max_new_tokens",
+    None,
+    f"Maximum number of new tokens. Default: {NEW_TOKENS}; with --interactive and --chat, "
+    "the default is at most a quarter of the context.",
+)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Texts per prompt.")
 _TEMPERATURE = flags.DEFINE_float("temperature", TEMPERATURE, "Sampling temperature; 0: greedy.")
-_TOP_K = flags.DEFINE_integer("top_k", None, "Sample only from the top_k most likely tokens. Default: all.")
+_TOP_K = flags.DEFINE_integer(
+    "top_k", None, "Sample only from the top_k most likely tokens. Default: all."
+)
 _TOP_P = flags.DEFINE_float(
-    "top_p", None, "Sample only from the smallest set of most likely tokens whose total probability is at least "
-    "top_p.")
+    "top_p",
+    None,
+    "Sample only from the smallest set of most likely tokens whose total probability is at least "
+    "top_p.",
+)
 _REPETITION_PENALTY = flags.DEFINE_float(
-    "repetition_penalty", None, "Values above 1 make tokens that are in the context less likely. Default: no penalty.")
+    "repetition_penalty",
+    None,
+    "Values above 1 make tokens that are in the context less likely. Default: no penalty.",
+)
 _STOP = flags.DEFINE_multi_string("stop", [], "End the text before this string; repeatable.")
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed.", lower_bound=0, upper_bound=2**32 - 1)
 _PATHS = flags.DEFINE_string(
-    "paths", "all", "If the model is a pgpt, the paths to use: all, best (the path with the largest weight), or "
-    "indices such as 0,1.")
-_SKIP_BLOCKS = flags.DEFINE_list("skip_blocks", [], "Numbers of blocks to leave out, such as 3,4; see docs/inside.md.")
+    "paths",
+    "all",
+    "If the model is a pgpt, the paths to use: all, best (the path with the largest weight), or "
+    "indices such as 0,1.",
+)
+_SKIP_BLOCKS = flags.DEFINE_list(
+    "skip_blocks", [], "Numbers of blocks to leave out, such as 3,4; see docs/inside.md."
+)
 _STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint to load. Default: the newest.")
 flags.mark_flag_as_required("workdir")
 
@@ -50,22 +74,35 @@ def main() -> None:
     if "" in (_PROMPT.value or ()):
         raise UserError("--prompt: is empty; leave it out to begin a new document")
     prompts = _PROMPT.value or [""]
-    model = inference.load(_WORKDIR.value, _STEP.value, _PATHS.value, _TRUST.value, _SKIP_BLOCKS.value)
+    model = inference.load(
+        _WORKDIR.value, _STEP.value, _PATHS.value, _TRUST.value, _SKIP_BLOCKS.value
+    )
     new_tokens = _MAX_NEW_TOKENS.value
     is_conversation = _INTERACTIVE.value or _CHAT.value
     if new_tokens is None:
         quarter = max(1, model.model.config.context_length // 4)
         new_tokens = min(NEW_TOKENS, quarter) if is_conversation else NEW_TOKENS
     settings = dict(
-        max_new_tokens=new_tokens, temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value,
-        repetition_penalty=_REPETITION_PENALTY.value, stop=_STOP.value)
+        max_new_tokens=new_tokens,
+        temperature=_TEMPERATURE.value,
+        top_k=_TOP_K.value,
+        top_p=_TOP_P.value,
+        repetition_penalty=_REPETITION_PENALTY.value,
+        stop=_STOP.value,
+    )
     if is_conversation:
         if _PROMPT.value or _SAMPLES.value != 1 or (_INTERACTIVE.value and _CHAT.value):
             flag = "--chat" if _CHAT.value else "--interactive"
-            raise UserError(f"{flag}: cannot be combined with --prompt, --samples or the other of --interactive and "
-                            "--chat; omit them")
+            raise UserError(
+                f"{flag}: cannot be combined with --prompt, --samples or the other of "
+                "--interactive and --chat; omit them"
+            )
         if _CHAT.value:
-            chat(model.chat(inference.load_chat_template(_WORKDIR.value), _SEED.value), settings, as_messages=True)
+            chat(
+                model.chat(inference.load_chat_template(_WORKDIR.value), _SEED.value),
+                settings,
+                as_messages=True,
+            )
         else:
             chat(model.conversation(_SEED.value), settings)
     elif len(prompts) > 1 or _SAMPLES.value != 1:
@@ -93,8 +130,11 @@ def print_stream(prompt: str, pieces) -> str:
 def chat(conversation, settings: dict, as_messages: bool = False) -> None:
     """With `as_messages`, a line is a message of its own, without a newline at its end."""
     if sys.stdin.isatty():
-        print("Enter a line; the model continues the conversation by up to --max_new_tokens tokens. Press Ctrl-D to "
-              "exit. Earlier turns stay in the context until it is full.", flush=True)
+        print(
+            "Enter a line; the model continues the conversation by up to --max_new_tokens tokens. "
+            "Press Ctrl-D to exit. Earlier turns stay in the context until it is full.",
+            flush=True,
+        )
     dropped, line_end = 0, ""
     while True:
         try:
@@ -106,7 +146,9 @@ def chat(conversation, settings: dict, as_messages: bool = False) -> None:
                 raise
             return
         try:
-            answer = print_stream("", conversation.say(line if as_messages else f"{line_end}{line}\n", **settings))
+            answer = print_stream(
+                "", conversation.say(line if as_messages else f"{line_end}{line}\n", **settings)
+            )
             line_end = "" if answer.endswith("\n") else "\n"
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)

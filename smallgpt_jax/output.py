@@ -1,4 +1,6 @@
-"""Best-effort standard output and standard error: a command ignores write errors and does not wait for readers."""
+"""Best-effort standard output and standard error: a command ignores write errors and does not wait
+for readers.
+"""
 
 import contextlib
 import io
@@ -18,7 +20,8 @@ MAX_PENDING = 1 << 20  # bytes that are kept for a slow reader
 class BestEffortStream:
     """Drops text that cannot be written.
 
-    A write to a full pipe or to a paused terminal would block the run. So a thread writes, if the stream is a file.
+    A write to a full pipe or to a paused terminal would block the run. So a thread writes, if the
+    stream is a file.
     """
 
     def __init__(self, stream):
@@ -64,18 +67,24 @@ class BackgroundWriter:
 
     def write(self, data: bytes) -> None:
         with self._changed:
-            if not self._thread.ident:  # not earlier: host_memory.configure has to precede all threads
+            if (
+                not self._thread.ident
+            ):  # not earlier: host_memory.configure has to precede all threads
                 self._thread.start()
             if len(self._pending) < MAX_PENDING:
                 self._pending += data
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Waits until everything is written, or until the reader has taken nothing for PATIENCE_SECONDS."""
+        """Waits until everything is written, or until the reader has taken nothing for
+        PATIENCE_SECONDS.
+        """
         with self._changed:
             while self._pending and not self._is_blocked:
                 before = self._num_written
-                self._is_blocked = not self._changed.wait_for(lambda: self._num_written > before, PATIENCE_SECONDS)
+                self._is_blocked = not self._changed.wait_for(
+                    lambda: self._num_written > before, PATIENCE_SECONDS
+                )
 
     def close(self) -> bool:
         """Returns whether everything is written."""
@@ -107,7 +116,9 @@ class BackgroundWriter:
 
 @contextlib.contextmanager
 def best_effort(name: str) -> Iterator[None]:
-    """Ignores write errors of the stream sys.`name`. If a reader does not read, drops all later output."""
+    """Ignores write errors of the stream sys.`name`. If a reader does not read, drops all later
+    output.
+    """
     stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(stream, BestEffortStream):
         yield
@@ -122,7 +133,9 @@ def best_effort(name: str) -> Iterator[None]:
 
 
 def drop_unwritable(name: str) -> None:
-    """Python flushes sys.stdout and sys.stderr at exit, and would exit with status 120 if that failed."""
+    """Python flushes sys.stdout and sys.stderr at exit, and would exit with status 120 if that
+    failed.
+    """
     try:
         getattr(sys, name).flush()
     except OSError:

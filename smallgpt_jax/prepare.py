@@ -2,9 +2,10 @@
 
     python -m smallgpt_jax.prepare --config=configs/pgpt.py:quickstart
 
-`smallgpt_jax.main` prepares a missing store itself if the source is local and under 1 GB. Use this command for larger
-and remote sources. Configs with the same data settings share one store. After an interruption, rerun the same
-command to resume. Parquet, Zstandard, hf: and tfds: sources need: pip install -c constraints.txt -e '.[data]'
+`smallgpt_jax.main` prepares a missing store itself if the source is local and under 1 GB. Use this
+command for larger and remote sources. Configs with the same data settings share one store. After an
+interruption, rerun the same command to resume. Parquet, Zstandard, hf: and tfds: sources need: pip
+install -c constraints.txt -e '.[data]'
 """
 
 from absl import flags
@@ -16,8 +17,11 @@ from smallgpt_jax.output import best_effort
 
 _CONFIG = cli.define_config()
 _WORKERS = flags.DEFINE_integer(
-    "workers", None, "Number of tokenizer threads. Default: one per core. Does not affect the store.",
-    lower_bound=1)
+    "workers",
+    None,
+    "Number of tokenizer threads. Default: one per core. Does not affect the store.",
+    lower_bound=1,
+)
 flags.mark_flag_as_required("config")
 
 

@@ -1,27 +1,45 @@
-"""Settings for all tests (eight CPU devices, one cache folder per session), shared fixtures, and helper functions."""
+"""Settings for all tests (eight CPU devices, one cache folder per session), shared fixtures, and
+helper functions.
+"""
 
 import os
 from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Compiling the programs of the tests takes far longer than running them, so they are compiled without optimization.
-OWN_FLAGS = ["--xla_backend_optimization_level=0", "--xla_force_host_platform_device_count={devices}"]
+# Compiling the programs of the tests takes far longer than running them, so they are compiled
+# without optimization.
+OWN_FLAGS = [
+    "--xla_backend_optimization_level=0",
+    "--xla_force_host_platform_device_count={devices}",
+]
 if version("jaxlib").startswith("0.10."):  # later versions reject the first of these flags
-    # Compilation is four times as fast. Generating code in one thread, since all cores run tests, saves another fifth.
+    # Compilation is four times as fast. Generating code in one thread, since all cores run tests,
+    # saves another fifth.
     OWN_FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
-OWN_NAMES = {flag.partition("=")[0] for flag in OWN_FLAGS}  # pytest-xdist's workers inherit these flags
-CALLERS_FLAGS = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.partition("=")[0] not in OWN_NAMES]
+OWN_NAMES = {
+    flag.partition("=")[0] for flag in OWN_FLAGS
+}  # pytest-xdist's workers inherit these flags
+CALLERS_FLAGS = [
+    flag
+    for flag in os.environ.get("XLA_FLAGS", "").split()
+    if flag.partition("=")[0] not in OWN_NAMES
+]
 XLA_FLAGS = " ".join(CALLERS_FLAGS + OWN_FLAGS)
 os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices=8)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-# Other threads of PyTorch and NumPy would take the cores from the other workers, and spin while they wait for them.
+# Other threads of PyTorch and NumPy would take the cores from the other workers, and spin while
+# they wait for them.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Without this, `host_memory.configure` would keep freed memory, which is too much in hundreds of tests.
+# Without this, `host_memory.configure` would keep freed memory, which is too much in hundreds of
+# tests.
 os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"  # glibc's default
-# Programs that compile sooner are rarely used again, and storing them takes longer than compiling them.
+# Programs that compile sooner are rarely used again, and storing them takes longer than compiling
+# them.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # turns off requests that the emulator does not support
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = (
+    "false"  # turns off requests that the emulator does not support
+)
 
 import atexit
 import contextlib
@@ -42,8 +60,8 @@ import traceback
 import warnings
 from pathlib import Path
 
-# transformers copies the code of exported models into the folder HF_MODULES_CACHE and imports the code from there. Each
-# process has its own folder.
+# transformers copies the code of exported models into the folder HF_MODULES_CACHE and imports the
+# code from there. Each process has its own folder.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="exported-code-")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
@@ -70,12 +88,16 @@ from smallgpt_jax.training import train
 from smallgpt_jax.training.program import RECENT_STEPS
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-gc.set_threshold(50_000, 20, 50)  # as in commands (smallgpt_jax/cli.py): a third of the time of tracing otherwise
+gc.set_threshold(
+    50_000, 20, 50
+)  # as in commands (smallgpt_jax/cli.py): a third of the time of tracing otherwise
 gc.freeze()  # the objects of imported modules are never garbage
 
 ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
-ARCHITECTURES = sorted(models.ARCHITECTURES)  # tests that use this list cover every registered architecture
+ARCHITECTURES = sorted(
+    models.ARCHITECTURES
+)  # tests that use this list cover every registered architecture
 
 
 def pytest_collection_finish():
@@ -96,7 +118,9 @@ def shared_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(shared_folder):
-    """Sets the cache folder of token stores and compiled programs, shared by all workers and their subprocesses."""
+    """Sets the cache folder of token stores and compiled programs, shared by all workers and their
+    subprocesses.
+    """
     folder = shared_folder / "cache"
     folder.mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)
@@ -106,7 +130,9 @@ def cache_folder(shared_folder):
 
 @pytest.fixture(autouse=True)
 def no_steps_from_other_code(request):
-    """Runs of several tests share compiled steps, except where a test replaces a part of the code."""
+    """Runs of several tests share compiled steps, except where a test replaces a part of the
+    code.
+    """
     if "monkeypatch" not in request.fixturenames:
         yield
         return
@@ -122,11 +148,12 @@ def empty_image(format: str) -> bytes:
     return file.getvalue()
 
 
-# In the test process, one device writes each small array. Otherwise, each device would write a part, and compiling the
-# slices of all shapes takes a second in tiny runs on eight devices.
+# In the test process, one device writes each small array. Otherwise, each device would write a
+# part, and compiling the slices of all shapes takes a second in tiny runs on eight devices.
 ocp.type_handlers.get_type_handler(jax.Array)._min_slice_bytes_for_replica_parallel = 2**20
 
-# Figures are made, but drawn only in tests marked `draws`, because drawing takes half the time of a report.
+# Figures are made, but drawn only in tests marked `draws`, because drawing takes half the time of a
+# report.
 RENDER = plotting.render
 plotting.render = lambda figure, format, **options: empty_image(format)
 
@@ -149,14 +176,20 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def emulated_storage():
-    """Starts an emulator of Google Cloud Storage, which this process and its subprocesses use from then on.
+    """Starts an emulator of Google Cloud Storage, which this process and its subprocesses use from
+    then on.
 
     Returns the path of its only bucket.
     """
     for library in ("gcsfs", "gcp_storage_emulator"):
         pytest.importorskip(library, reason=f"needs {library}")
-    emulator = subprocess.Popen([sys.executable, ROOT / "tests" / "gcs_emulator.py"], stdin=subprocess.PIPE,
-                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    emulator = subprocess.Popen(
+        [sys.executable, ROOT / "tests" / "gcs_emulator.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     url = f"http://localhost:{int(emulator.stdout.readline())}"
     os.environ.update(STORAGE_EMULATOR_HOST=url, TENSORSTORE_GCS_HTTP_URL=url)
     object_storage.file_system()  # configures gcsfs
@@ -171,7 +204,9 @@ def bucket(emulated_storage, tmp_path) -> Path:
 
 
 def load_config(architecture: str, size: str = "tiny", **fields):
-    """Returns a shipped config with some fields overridden: model__num_layers=2 sets model.num_layers."""
+    """Returns a shipped config with some fields overridden: model__num_layers=2 sets
+    model.num_layers.
+    """
     config = importlib.import_module(f"configs.{architecture}").get_config(size)
     for name, value in fields.items():
         group, field = name.split("__")
@@ -180,7 +215,9 @@ def load_config(architecture: str, size: str = "tiny", **fields):
 
 
 def build(name: str, **fields) -> models.LanguageModel:
-    """Returns the model of a shipped tiny config, with some fields of its `model` group overridden."""
+    """Returns the model of a shipped tiny config, with some fields of its `model` group
+    overridden.
+    """
     config = load_config(name)
     config.model.update(fields)
     return models.build(**config.model)
@@ -189,12 +226,19 @@ def build(name: str, **fields) -> models.LanguageModel:
 def init(model, seed: int = 0):
     """Returns random parameters with nonzero biases and with norm scales other than 1.
 
-    The parameters are about as large as initial ones. NumPy draws them, since compiling `model.init` takes seconds.
+    The parameters are about as large as initial ones. NumPy draws them, since compiling
+    `model.init` takes seconds.
     """
     rng = np.random.default_rng(seed)
 
     def draw(p):
-        centers = {"scale": 1.0, "path_logits": 0.5, "residual_scales": 1.0, "input_mix": 0.7, "strength": 0.8}
+        centers = {
+            "scale": 1.0,
+            "path_logits": 0.5,
+            "residual_scales": 1.0,
+            "input_mix": 0.7,
+            "strength": 0.8,
+        }
         center = centers.get(p.name, 0.0)
         return jax.device_put(np.float32(center + 0.06 * rng.standard_normal(p.shape)))
 
@@ -209,33 +253,53 @@ def forward(model, params, tokens_BxT, model_state=None):
 
 @functools.cache
 def spaced_tokenizer(remove_extra_whitespaces: bool):
-    """Returns a SentencePiece tokenizer that adds a space before each text (add_dummy_prefix, the default)."""
+    """Returns a SentencePiece tokenizer that adds a space before each text (add_dummy_prefix, the
+    default).
+    """
     import sentencepiece
 
     from smallgpt_jax.data.tokenizers import SentencePiece
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the model is trained on text", "a cat sat on the text of models"] * 20),
-        model_writer=model, vocab_size=60, hard_vocab_limit=False, model_type="bpe", minloglevel=2,
-        add_dummy_prefix=True, remove_extra_whitespaces=remove_extra_whitespaces)
+        sentence_iterator=iter(
+            ["the model is trained on text", "a cat sat on the text of models"] * 20
+        ),
+        model_writer=model,
+        vocab_size=60,
+        hard_vocab_limit=False,
+        model_type="bpe",
+        minloglevel=2,
+        add_dummy_prefix=True,
+        remove_extra_whitespaces=remove_extra_whitespaces,
+    )
     return SentencePiece(model.getvalue())
 
 
 def spaced_model(tokenizer, **fields):
-    """Returns a gpt with one layer, and parameters with which it prefers tokens that begin with a space."""
+    """Returns a gpt with one layer, and parameters with which it prefers tokens that begin with a
+    space.
+    """
     model = build("gpt", num_layers=1, **fields)
     params, first = init(model), tokenizer.encode(["a"])[0].tolist()
-    has_space_V = [i < tokenizer.vocab_size and tokenizer.decode([*first, i]).startswith("a ")
-                   for i in range(model.config.vocab_size)]
-    return model, {**params, "head": params["head"] * np.where(has_space_V, 1.0, 0.01)[:, None].astype(np.float32)}
+    has_space_V = [
+        i < tokenizer.vocab_size and tokenizer.decode([*first, i]).startswith("a ")
+        for i in range(model.config.vocab_size)
+    ]
+    return model, {
+        **params,
+        "head": params["head"] * np.where(has_space_V, 1.0, 0.01)[:, None].astype(np.float32),
+    }
 
 
 @pytest.fixture(scope="session")
 def text_file(shared_folder) -> Path:
-    """Returns the path of a text of forty thousand words with learnable patterns, shared by all workers."""
-    words = ("the cat sat on a mat while some dog ran to its warm house and slept there "
-             "till it was dark").split()
+    """Returns the path of a text of forty thousand words with learnable patterns, shared by all
+    workers.
+    """
+    words = (
+        "the cat sat on a mat while some dog ran to its warm house and slept there till it was dark"
+    ).split()
     lines = []
     for i in range(4000):
         lines.append(" ".join(words[(i * j + j) % len(words)] for j in range(1, 11)) + ".")
@@ -258,12 +322,15 @@ def token_store(text_file, tmp_path_factory) -> store.TokenStore:
 def trained_run(text_file, shared_folder):
     """Returns a function (architecture, **fields) → the workdir of a tiny run on `text_file`.
 
-    Each run is trained once per session and shared by all workers. Tests may read or copy it, but not change it.
+    Each run is trained once per session and shared by all workers. Tests may read or copy it, but
+    not change it.
     """
 
     def get(architecture: str = "gpt", **fields) -> Path:
         config = load_config(architecture, **{"data__source": str(text_file), **fields})
-        name = hashlib.sha256(json.dumps([architecture, fields], sort_keys=True).encode()).hexdigest()[:16]
+        name = hashlib.sha256(
+            json.dumps([architecture, fields], sort_keys=True).encode()
+        ).hexdigest()[:16]
         workdir = shared_folder / "runs" / name
         workdir.parent.mkdir(exist_ok=True)
         with file_lock(workdir.with_suffix(".lock"), wait=True):
@@ -278,20 +345,38 @@ def trained_run(text_file, shared_folder):
 
 @pytest.fixture
 def copy_of(trained_run, tmp_path):
-    """Returns a function (architecture, **fields) → tmp_path/run, a copy of a `trained_run` that tests may change."""
-    return lambda *arguments, **fields: shutil.copytree(trained_run(*arguments, **fields), tmp_path / "run")
+    """Returns a function (architecture, **fields) → tmp_path/run, a copy of a `trained_run` that
+    tests may change.
+    """
+    return lambda *arguments, **fields: shutil.copytree(
+        trained_run(*arguments, **fields), tmp_path / "run"
+    )
 
 
 def save_run(folder: Path, config, params, ema=()) -> Path:
-    """Writes the workdir of a finished run with the given parameters and validation loss 4.125. Returns `folder`."""
+    """Writes the workdir of a finished run with the given parameters and validation loss 4.125.
+    Returns `folder`.
+    """
     corpus, steps = load_or_prepare(config.data), config.train.steps
     folder.mkdir(parents=True)
     initialize_workdir(folder, config, corpus)
-    (folder / METRICS_FILE).write_text(json.dumps(
-        {"step": steps, "split": "eval", "loss": 4.125, "bits_per_byte": 4.125 / math.log(2),
-         "targets": 64}) + "\n")
+    (folder / METRICS_FILE).write_text(
+        json.dumps(
+            {
+                "step": steps,
+                "split": "eval",
+                "loss": 4.125,
+                "bits_per_byte": 4.125 / math.log(2),
+                "targets": 64,
+            }
+        )
+        + "\n"
+    )
     checkpoints = Checkpoints(folder / CHECKPOINT_FOLDER, keep=1)
-    checkpoints.save(steps, TrainState(jax.numpy.int32(steps), params, {"count": jax.numpy.int32(steps)}, ema=ema))
+    checkpoints.save(
+        steps,
+        TrainState(jax.numpy.int32(steps), params, {"count": jax.numpy.int32(steps)}, ema=ema),
+    )
     checkpoints.close()
     return folder
 
@@ -300,7 +385,9 @@ app.define_help_flags()
 ABSL_FLAGS = copy.deepcopy(flags.FLAGS.__dict__)  # absl's own flags, without those of any command
 
 
-def call(command: str, *arguments, cwd: Path = ROOT, input: str = "") -> subprocess.CompletedProcess:
+def call(
+    command: str, *arguments, cwd: Path = ROOT, input: str = ""
+) -> subprocess.CompletedProcess:
     """Runs `python -m smallgpt_jax.COMMAND …` in this process, on its eight devices.
 
     This is seconds faster than `run`, which starts a process.
@@ -311,7 +398,11 @@ def call(command: str, *arguments, cwd: Path = ROOT, input: str = "") -> subproc
     try:
         os.chdir(cwd)
         sys.argv, sys.stdin = [command, *map(str, arguments)], io.StringIO(input)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            warnings.catch_warnings(),
+        ):
             warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
             runpy.run_module(f"smallgpt_jax.{command}", run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -326,10 +417,16 @@ def call(command: str, *arguments, cwd: Path = ROOT, input: str = "") -> subproc
     return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 
-def run(*command, devices: int = 1, cwd: Path = ROOT, input: str | None = None,
-        **environment) -> subprocess.CompletedProcess:
+def run(
+    *command, devices: int = 1, cwd: Path = ROOT, input: str | None = None, **environment
+) -> subprocess.CompletedProcess:
     """Runs `python -m smallgpt_jax.COMMAND …` in a subprocess, on `devices` CPU devices."""
     return subprocess.run(
         [sys.executable, "-m", f"smallgpt_jax.{command[0]}", *map(str, command[1:])],
-        cwd=cwd, env={**os.environ, "XLA_FLAGS": XLA_FLAGS.format(devices=devices), **environment},
-        capture_output=True, text=True, input=input, timeout=600)
+        cwd=cwd,
+        env={**os.environ, "XLA_FLAGS": XLA_FLAGS.format(devices=devices), **environment},
+        capture_output=True,
+        text=True,
+        input=input,
+        timeout=600,
+    )

@@ -33,8 +33,14 @@ def write_jsonl(path: Path, texts) -> Path:
     return path
 
 
-def read(source, invalid_utf8="refuse", text_field="text", invalid_items="refuse", max_document_bytes=10**8,
-         text_endings=".txt") -> list[str]:
+def read(
+    source,
+    invalid_utf8="refuse",
+    text_field="text",
+    invalid_items="refuse",
+    max_document_bytes=10**8,
+    text_endings=".txt",
+) -> list[str]:
     rules = Rules(text_field, invalid_utf8, invalid_items, max_document_bytes)
     return list(Source(str(source), text_endings).documents(rules))
 
@@ -48,11 +54,17 @@ def prepare_store(folder: Path, source, workers=None, log=lambda _: None, **chan
 def random_store(folder: Path, lengths, letters: bytes = b"abcdefgh") -> TokenStore:
     """Returns a store of random documents with the given lengths in bytes."""
     rng = np.random.default_rng(0)
-    texts = [bytes(rng.choice(list(letters), length).astype(np.uint8)).decode() for length in lengths]
+    texts = [
+        bytes(rng.choice(list(letters), length).astype(np.uint8)).decode() for length in lengths
+    ]
     folder.parent.mkdir(exist_ok=True)
     return prepare_store(folder, write_jsonl(folder.with_name(f"{folder.name}.jsonl"), texts))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """Returns the content of every file in a folder, by relative path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

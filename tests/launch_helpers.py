@@ -37,7 +37,9 @@ exec(program)
 
 
 class Machine:
-    """Runs scripts with fake programs and records their calls. The folder of the fakes comes first in PATH."""
+    """Runs scripts with fake programs and records their calls. The folder of the fakes comes first
+    in PATH.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -51,17 +53,31 @@ class Machine:
         (self.folder / f"{name}.py").write_text(program)
 
     def environment(self, **more) -> dict:
-        kept = {key: value for key, value in os.environ.items()
-                if not key.startswith(("JAX_", "XLA_", "SLURM_", "PYTHON"))}
-        return {**kept, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "POLL_SECONDS": "0.01", **more}
+        kept = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("JAX_", "XLA_", "SLURM_", "PYTHON"))
+        }
+        return {
+            **kept,
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "POLL_SECONDS": "0.01",
+            **more,
+        }
 
     def start(self, script: Path, *args, cwd: Path = ROOT, **more) -> subprocess.Popen:
         return subprocess.Popen(
-            ["bash", script, *args], cwd=cwd, env=self.environment(**more), text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            # If pytest runs in the background, pytest and its child processes ignore SIGINT. Bash cannot trap a signal
-            # that was ignored when bash was started.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+            ["bash", script, *args],
+            cwd=cwd,
+            env=self.environment(**more),
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # If pytest runs in the background, pytest and its child processes ignore SIGINT. Bash
+            # cannot trap a signal that was ignored when bash was started.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
 
     def run(self, script: Path, *args, **more) -> subprocess.CompletedProcess:
         process = self.start(script, *args, **more)

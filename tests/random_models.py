@@ -1,4 +1,6 @@
-"""Random model configs, and the checks that any of them must pass: one draw of fields tests how they work together."""
+"""Random model configs, and the checks that any of them must pass: one draw of fields tests how
+they work together.
+"""
 
 import dataclasses
 import random
@@ -20,48 +22,115 @@ from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.context import Context
 
 TIME, VOCABULARY = 24, 40
-# The rows of a batch: lengths of their documents. Rows 1 and 2 begin with the first and the second document of row 0.
+# The rows of a batch: lengths of their documents. Rows 1 and 2 begin with the first and the second
+# document of row 0.
 ROWS = ((5, 12, 7), (5, 19), (12, 12), (24,))
 TOLERANCE = dict(rtol=1e-3, atol=2e-4)
 FIELDS = {  # field → values; the first is drawn as often as all others together
-    "d_model": (16, 32), "num_heads": (4, 2), "num_kv_heads": (0, 1, 2), "head_dim": (0, 6, 10),
-    "qk_norm": (False, True), "attention_windows": ((), (5,), (4, 0), (3, 0, 7), (9, 9, 2)),
-    "norm": ("layer", "rms"), "norm_position": ("pre", "post", "deepnorm"), "norm_epsilon": (1e-5, 1e-2),
-    "mlp": ("dense", "gated", "moe"), "mlp_ratio": (2.0, 1.0, 2.625), "rank_ratio": (0.0, 0.0, 0.5),
-    "activation": ("gelu", "gelu_tanh", "silu", "relu2"), "position": ("rope", "learned", "alibi", "none"),
-    "rope_base": (1e4, 100.0), "use_bias": (False, True), "tie_embeddings": (False, True),
-    "scan_layers": (False, True), "remat": ("none", "full", "dots"), "num_experts": (5, 4, 8),
-    "experts_per_token": (2, 1, 3), "num_shared_experts": (1, 0, 2), "expert_mlp": ("dense", "gated"),
-    "expert_scale": (1.0, 2.5), "grouped_matmul": ("blocks", "ragged"),
+    "d_model": (16, 32),
+    "num_heads": (4, 2),
+    "num_kv_heads": (0, 1, 2),
+    "head_dim": (0, 6, 10),
+    "qk_norm": (False, True),
+    "attention_windows": ((), (5,), (4, 0), (3, 0, 7), (9, 9, 2)),
+    "norm": ("layer", "rms"),
+    "norm_position": ("pre", "post", "deepnorm"),
+    "norm_epsilon": (1e-5, 1e-2),
+    "mlp": ("dense", "gated", "moe"),
+    "mlp_ratio": (2.0, 1.0, 2.625),
+    "rank_ratio": (0.0, 0.0, 0.5),
+    "activation": ("gelu", "gelu_tanh", "silu", "relu2"),
+    "position": ("rope", "learned", "alibi", "none"),
+    "rope_base": (1e4, 100.0),
+    "use_bias": (False, True),
+    "tie_embeddings": (False, True),
+    "scan_layers": (False, True),
+    "remat": ("none", "full", "dots"),
+    "num_experts": (5, 4, 8),
+    "experts_per_token": (2, 1, 3),
+    "num_shared_experts": (1, 0, 2),
+    "expert_mlp": ("dense", "gated"),
+    "expert_scale": (1.0, 2.5),
+    "grouped_matmul": ("blocks", "ragged"),
 }
 OWN_FIELDS = {
     "gpt": {"num_layers": (2, 1, 3, 4)},
     "pgpt": {"num_layers": (4, 2), "num_paths": (2, 1, 4), "path_weights": ("learned", "equal")},
-    "lgpt": {"num_layers": (2, 4), "blocks_per_stage": (1, 2, 4), "compress_last_stage": (True, False),
-             "stage_heads": ("fixed", "scaled")}}
-MIXER_FIELDS = {  # drawn last, so that the other fields of a seed are those from before these existed
-    "mixers": (("attention",), ("delta", "attention"), ("delta",), ("delta", "delta", "attention"), ("mamba",),
-               ("mamba", "attention"), ("mamba", "delta"), ("conv", "attention"), ("conv", "delta")),
-    "delta_head_dim": (0, 3), "delta_value_ratio": (2, 1), "mamba_state": (5, 8), "mamba_expand": (2, 1),
-    "conv_taps": (3, 2)}
-OPTION_FIELDS = {  # drawn after all others, for the same reason; a repeated default is drawn more often
-    "logit_softcap": (0.0, 2.0), "value_embeddings": ((), (1,), (0, 1), (1, 1, 0)), "input_mix": (False, True),
-    "residual_scales": (False, True), "parallel_block": (False, True), "attention_gate": (False, True),
-    "canon_taps": (0, 0, 3), "smear": (False, False, True), "loops": (1, 1, 2)}
-NOT_EXPORTED = {"canon_taps": 0, "smear": False, "loops": 1, "rank_ratio": 0.0}  # in the order of refusals
+    "lgpt": {
+        "num_layers": (2, 4),
+        "blocks_per_stage": (1, 2, 4),
+        "compress_last_stage": (True, False),
+        "stage_heads": ("fixed", "scaled"),
+    },
+}
+# drawn last, so that the other fields of a seed are those from before these existed
+MIXER_FIELDS = {
+    "mixers": (
+        ("attention",),
+        ("delta", "attention"),
+        ("delta",),
+        ("delta", "delta", "attention"),
+        ("mamba",),
+        ("mamba", "attention"),
+        ("mamba", "delta"),
+        ("conv", "attention"),
+        ("conv", "delta"),
+    ),
+    "delta_head_dim": (0, 3),
+    "delta_value_ratio": (2, 1),
+    "mamba_state": (5, 8),
+    "mamba_expand": (2, 1),
+    "conv_taps": (3, 2),
+}
+# drawn after all others, for the same reason; a repeated default is drawn more often
+OPTION_FIELDS = {
+    "logit_softcap": (0.0, 2.0),
+    "value_embeddings": ((), (1,), (0, 1), (1, 1, 0)),
+    "input_mix": (False, True),
+    "residual_scales": (False, True),
+    "parallel_block": (False, True),
+    "attention_gate": (False, True),
+    "canon_taps": (0, 0, 3),
+    "smear": (False, False, True),
+    "loops": (1, 1, 2),
+}
+NOT_EXPORTED = {
+    "canon_taps": 0,
+    "smear": False,
+    "loops": 1,
+    "rank_ratio": 0.0,
+}  # in the order of refusals
 OWN_FIELDS["cgpt"] = OWN_FIELDS["lgpt"] | {"conv_kernel": (3, 1, 5)}
-MESHES = (dict(data=4), dict(fsdp=4), dict(data=2, tensor=2), dict(fsdp=2, tensor=2), dict(data=2, fsdp=2))
+MESHES = (
+    dict(data=4),
+    dict(fsdp=4),
+    dict(data=2, tensor=2),
+    dict(fsdp=2, tensor=2),
+    dict(data=2, fsdp=2),
+)
 
 
 def random_fields(seed: int) -> dict:
-    """Returns the `model` group of a valid config. Four consecutive seeds have the four architectures."""
+    """Returns the `model` group of a valid config. Four consecutive seeds have the four
+    architectures.
+    """
     rng = random.Random(seed)
     architecture = sorted(OWN_FIELDS)[seed % len(OWN_FIELDS)]
     while True:
-        drawn = {name: rng.choice((values[0], rng.choice(values[1:])))
-                 for name, values in (FIELDS | OWN_FIELDS[architecture] | MIXER_FIELDS | OPTION_FIELDS).items()}
-        fields = {**load_config(architecture).model, **drawn, "architecture": architecture, "context_length": TIME,
-                  "vocab_size": VOCABULARY, "dtype": "float32"}
+        drawn = {
+            name: rng.choice((values[0], rng.choice(values[1:])))
+            for name, values in (
+                FIELDS | OWN_FIELDS[architecture] | MIXER_FIELDS | OPTION_FIELDS
+            ).items()
+        }
+        fields = {
+            **load_config(architecture).model,
+            **drawn,
+            "architecture": architecture,
+            "context_length": TIME,
+            "vocab_size": VOCABULARY,
+            "dtype": "float32",
+        }
         try:
             models.build(**fields)
         except UserError:  # these values do not go together
@@ -70,21 +139,44 @@ def random_fields(seed: int) -> dict:
 
 
 def check(seed: int, folder: Path) -> None:
-    """Checks the model of a seed: float64 formulas, packed rows, decoding with a cache, four devices, PyTorch."""
+    """Checks the model of a seed: float64 formulas, packed rows, decoding with a cache, four
+    devices, PyTorch.
+    """
     fields, rng = random_fields(seed), np.random.default_rng(seed)
     model = models.build(**fields)
     params = init(model, seed)
     state = jax.tree.map(
-        lambda x: np.float32(rng.uniform(0, 0.3, x.shape) if x.name == "bias" else np.zeros(x.shape)),
-        models.abstract_model_state(model))
-    documents = [rng.integers(0, VOCABULARY, length) for length in (*ROWS[0], *ROWS[1][1:], *ROWS[2][1:], *ROWS[3])]
-    rows = [documents[:3], [documents[0], documents[3]], [documents[1], documents[4]], [documents[5]]]
+        lambda x: np.float32(
+            rng.uniform(0, 0.3, x.shape) if x.name == "bias" else np.zeros(x.shape)
+        ),
+        models.abstract_model_state(model),
+    )
+    documents = [
+        rng.integers(0, VOCABULARY, length)
+        for length in (*ROWS[0], *ROWS[1][1:], *ROWS[2][1:], *ROWS[3])
+    ]
+    rows = [
+        documents[:3],
+        [documents[0], documents[3]],
+        [documents[1], documents[4]],
+        [documents[5]],
+    ]
     tokens = np.stack([np.concatenate(row) for row in rows]).astype(np.int32)
-    segments = np.stack([np.repeat(np.arange(1, len(row) + 1), list(map(len, row))) for row in rows]).astype(np.int32)
+    segments = np.stack(
+        [np.repeat(np.arange(1, len(row) + 1), list(map(len, row))) for row in rows]
+    ).astype(np.int32)
     expected = [plain_logits(model.config, params, document, state) for document in documents]
-    expected_rows = np.stack([np.concatenate([next(
-        logits for other, logits in zip(documents, expected) if other is document) for document in row])
-        for row in rows])
+    expected_rows = np.stack(
+        [
+            np.concatenate(
+                [
+                    next(logits for other, logits in zip(documents, expected) if other is document)
+                    for document in row
+                ]
+            )
+            for row in rows
+        ]
+    )
 
     check_packed_rows(model, params, state, (tokens, segments), expected_rows, seed)
     check_decoding(model, params, state, [documents[5], documents[1]], [expected[5], expected[1]])
@@ -93,32 +185,48 @@ def check(seed: int, folder: Path) -> None:
             with pytest.raises(UserError, match=f"config.model.{field}="):
                 export(folder, model, params)
             return
-    theirs = load_in_torch(export(folder, model, params, model_state=jax.tree.map(jnp.asarray, state)))
+    theirs = load_in_torch(
+        export(folder, model, params, model_state=jax.tree.map(jnp.asarray, state))
+    )
     with torch.no_grad():
-        np.testing.assert_allclose(theirs(torch.tensor(documents[5][None])).logits[0], expected[5], **TOLERANCE)
+        np.testing.assert_allclose(
+            theirs(torch.tensor(documents[5][None])).logits[0], expected[5], **TOLERANCE
+        )
 
 
 def check_packed_rows(model, params, state, rows, expected, seed):
     """Each document has the same logits in a packed row on four devices as alone in NumPy."""
-    by_path = [dict(path=2, data=2), dict(path=2, tensor=2)] if getattr(model.config, "num_paths", 1) % 2 == 0 else []
+    by_path = (
+        [dict(path=2, data=2), dict(path=2, tensor=2)]
+        if getattr(model.config, "num_paths", 1) % 2 == 0
+        else []
+    )
     lengths = random.Random(seed).choice([*MESHES, *by_path])
     mesh = sharding.make_mesh(sharding.MeshConfig(**{"data": 1, **lengths}), jax.devices()[:4])
 
     @jax.jit
     def forward(params, tokens, segments):
-        return model.apply({"params": params, "state": state}, tokens, Context(segment_ids_BxT=segments))
+        return model.apply(
+            {"params": params, "state": state}, tokens, Context(segment_ids_BxT=segments)
+        )
 
     with sharding.use_mesh(mesh):
         shardings = sharding.stored_shardings(mesh, models.abstract_params(model))
-        found = forward(jax.device_put(jax.device_get(params), shardings),
-                        *jax.device_put(rows, sharding.batch_sharding(mesh)))
+        found = forward(
+            jax.device_put(jax.device_get(params), shardings),
+            *jax.device_put(rows, sharding.batch_sharding(mesh)),
+        )
     np.testing.assert_allclose(found, expected, **TOLERANCE, err_msg=f"on a mesh {lengths}")
 
 
 def check_decoding(model, params, state, texts, expected):
-    """Decoding with a cache gives the logits of the whole texts; prompts of 14 and 9 tokens, then single tokens."""
+    """Decoding with a cache gives the logits of the whole texts; prompts of 14 and 9 tokens, then
+    single tokens.
+    """
     weights = layout.pack(model, jax.device_get(params), state)
-    session = decoder.DecodeSession(model, weights, model.config.vocab_size, [text[:1].tolist() for text in texts])
+    session = decoder.DecodeSession(
+        model, weights, model.config.vocab_size, [text[:1].tolist() for text in texts]
+    )
     for lengths in ((14, 9), (15, 10), (16, 11)):
         session.ids = [text[:length].tolist() for text, length in zip(texts, lengths)]
         _, logits = session.sample_with_logits(Sampling(temperature=None))
@@ -129,5 +237,8 @@ def check_decoding(model, params, state, texts, expected):
 def describe(seed: int) -> str:
     """Returns the fields of a seed's config that differ from their defaults."""
     config = models.build(**random_fields(seed)).config
-    return ", ".join(f"{field.name}={getattr(config, field.name)!r}" for field in dataclasses.fields(config)
-                     if getattr(config, field.name) != field.default)
+    return ", ".join(
+        f"{field.name}={getattr(config, field.name)!r}"
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default
+    )

@@ -10,7 +10,13 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.run import metrics
 from smallgpt_jax.run.checkpoint import Checkpoints
 
-SMALL = dict(model__d_model=16, model__num_heads=2, model__num_layers=2, model__context_length=32, train__loss_chunks=1)
+SMALL = dict(
+    model__d_model=16,
+    model__num_heads=2,
+    model__num_layers=2,
+    model__context_length=32,
+    train__loss_chunks=1,
+)
 
 
 def config_for(text_file, architecture="gpt", **fields):
@@ -21,8 +27,12 @@ def config_for(text_file, architecture="gpt", **fields):
 def state_of(workdir, step):
     """Returns the parameters and the optimizer state saved at a step."""
     with ocp.CheckpointManager(workdir / "checkpoints") as checkpoints:
-        tree = checkpoints.restore(step, args=ocp.args.Composite(
-            params=ocp.args.StandardRestore(), opt_state=ocp.args.StandardRestore()))
+        tree = checkpoints.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(), opt_state=ocp.args.StandardRestore()
+            ),
+        )
     return jax.tree.map(np.asarray, (tree["params"], tree["opt_state"]))
 
 
@@ -33,29 +43,39 @@ def assert_equal(one, other):
 
 def assert_bitwise_equal(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
-    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes()
-               for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
+    assert all(
+        np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other))
+    )
 
 
 def read_untimed_metrics(workdir) -> list[dict]:
     """Returns the lines of metrics.jsonl without times and speeds."""
-    return [{name: value for name, value in line.items()
-             if name not in ("time", "tokens_per_second") and not name.endswith("_seconds")}
-            for line in metrics.read_lines(workdir / "metrics.jsonl")]
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if name not in ("time", "tokens_per_second") and not name.endswith("_seconds")
+        }
+        for line in metrics.read_lines(workdir / "metrics.jsonl")
+    ]
 
 
 def start_from(program, params):
-    """Returns a state before the first step, in which all but the parameters is zero: what the model's state and those
-    of the usual optimizers start from. Compiling `program.initial_state` takes as long as compiling a training step.
+    """Returns a state before the first step, in which all but the parameters is zero: what the
+    model's state and those of the usual optimizers start from. Compiling `program.initial_state`
+    takes as long as compiling a training step.
     """
-    zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), program.abstract_state)
+    zeros = jax.tree.map(
+        lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), program.abstract_state
+    )
     # From NumPy's arrays, since JAX compiles the slices that it puts on several devices.
     return zeros._replace(params=jax.device_put(jax.device_get(params), program.shardings.params))
 
 
 def train_three_steps(program, tokens_BxT1, folder, initial) -> tuple[list, list]:
-    """Returns the losses and the states after 0 to 3 steps on one batch. The state is saved after two steps; restored,
-    it continues bit for bit.
+    """Returns the losses and the states after 0 to 3 steps on one batch. The state is saved after
+    two steps; restored, it continues bit for bit.
     """
     state = jax.device_put(jax.device_get(initial), program.shardings)
     step, checkpoints = program.bind(program.compile_train_step()), Checkpoints(folder, keep=1)
@@ -81,5 +101,8 @@ def flip_a_bit(path) -> None:
 
 
 def losses_in(workdir, split="train", metric="loss"):
-    return {line["step"]: line[metric] for line in metrics.read_lines(workdir / "metrics.jsonl")
-            if line["split"] == split}
+    return {
+        line["step"]: line[metric]
+        for line in metrics.read_lines(workdir / "metrics.jsonl")
+        if line["split"] == split
+    }

@@ -1,9 +1,10 @@
 """A simulation of processes that share a bucket, with a fake clock and faults.
 
-Each thread of a process is a fiber: a thread that runs only while the simulation waits for it. A fiber gives up its
-turn in each request and each sleep. In some periods, the service is faulty: requests arrive late, in another order than
-sent, or never; they are refused; their answers are lost. Processes are suspended as a whole; half of their requests
-that are under way still arrive, and half are sent when the process continues.
+Each thread of a process is a fiber: a thread that runs only while the simulation waits for it. A
+fiber gives up its turn in each request and each sleep. In some periods, the service is faulty:
+requests arrive late, in another order than sent, or never; they are refused; their answers are
+lost. Processes are suspended as a whole; half of their requests that are under way still arrive,
+and half are sent when the process continues.
 """
 
 import heapq
@@ -13,7 +14,13 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from google.api_core.exceptions import Forbidden, NotFound, PreconditionFailed, ServiceUnavailable, TooManyRequests
+from google.api_core.exceptions import (
+    Forbidden,
+    NotFound,
+    PreconditionFailed,
+    ServiceUnavailable,
+    TooManyRequests,
+)
 
 
 class Ended(BaseException):
@@ -24,10 +31,17 @@ class Simulation:
     """The clock, the objects of the bucket, and the events to come."""
 
     def __init__(self, seed: int, is_faulty: bool):
-        self.random, self.time, self._healthy_until, self._faulty_until = random.Random(seed), 0.0, 0.0, 0.0
+        self.random, self.time, self._healthy_until, self._faulty_until = (
+            random.Random(seed),
+            0.0,
+            0.0,
+            0.0,
+        )
         self._has_faults, self.error = is_faulty, None
         self.objects: dict[str, tuple[int, bytes]] = {}  # name → generation, content
-        self.on_send = self.on_write = lambda name, content: None  # called before a write is sent, and after it arrives
+        self.on_send = self.on_write = lambda name, content: (
+            None
+        )  # called before a write is sent, and after it arrives
         self.current: Fiber | None = None
         self._events, self._numbers, self._generations = [], itertools.count(), itertools.count(1)
 
@@ -47,7 +61,9 @@ class Simulation:
         fiber.pause()
 
     def request(self, action: Callable[[], object], timeout: float):
-        """Sends a request of the current fiber and waits for its answer: a result or an exception."""
+        """Sends a request of the current fiber and waits for its answer: a result or an
+        exception.
+        """
         fiber, answers = self.current, []
 
         def answer(outcome):
@@ -66,7 +82,9 @@ class Simulation:
                 self.at(self.time + self.delay(), lambda: answer(outcome))
 
         if self.happens(0.4):
-            refusal = self.random.choice((Forbidden, TooManyRequests, ServiceUnavailable))("refused")
+            refusal = self.random.choice((Forbidden, TooManyRequests, ServiceUnavailable))(
+                "refused"
+            )
             self.at(self.time + self.delay(), lambda: answer(refusal))
         elif not self.happens(0.2):  # or else the request is lost
             self.at(self.time + self.delay(), arrive)
@@ -81,7 +99,11 @@ class Simulation:
         if self.time > self._faulty_until:
             self._healthy_until = self.time + self.random.uniform(10, 150)
             self._faulty_until = self._healthy_until + self.random.uniform(5, 100)
-        return self._has_faults and self.time > self._healthy_until and self.random.random() < probability
+        return (
+            self._has_faults
+            and self.time > self._healthy_until
+            and self.random.random() < probability
+        )
 
     def delay(self) -> float:
         return self.random.uniform(5, 100) if self.happens(0.3) else self.random.uniform(0.01, 0.5)
@@ -120,7 +142,9 @@ class Fiber:
         self._over.release()
 
     def resume(self) -> None:
-        """Runs the fiber until it pauses. Called by the simulation. If the process is suspended, does so later."""
+        """Runs the fiber until it pauses. Called by the simulation. If the process is suspended,
+        does so later.
+        """
         if self.process.suspended_until > self._simulation.time:
             return self._simulation.at(self.process.suspended_until, self.resume)
         if not self.is_done:
@@ -136,7 +160,9 @@ class Fiber:
 
 
 class Process:
-    """`clock_stops` tells whether its clock stands still while it is suspended, as that of a paused virtual machine."""
+    """`clock_stops` tells whether its clock stands still while it is suspended, as that of a paused
+    virtual machine.
+    """
 
     def __init__(self, simulation: Simulation, clock_stops: bool):
         self._simulation, self._clock_stops = simulation, clock_stops
@@ -173,7 +199,9 @@ class Lock:
 
 
 class Bucket:
-    """Has those methods of a bucket of Google's library that locks use. Retries only if there is no `retry`."""
+    """Has those methods of a bucket of Google's library that locks use. Retries only if there is no
+    `retry`.
+    """
 
     def __init__(self, simulation: Simulation):
         self._simulation = simulation
@@ -194,15 +222,19 @@ class Bucket:
             return content
 
         generation, _ = self._send(lambda: self._simulation.read(name), **options)
-        blob = SimpleNamespace(generation=generation, download_as_text=lambda **options: self._send(
-            read, **options).decode())
+        blob = SimpleNamespace(
+            generation=generation,
+            download_as_text=lambda **options: self._send(read, **options).decode(),
+        )
         return blob if generation else None
 
     def blob(self, name: str):
         def upload(content, if_generation_match=None, **options):
             content = content.encode() if isinstance(content, str) else content
             self._simulation.on_send(name, content)
-            blob.generation = self._send(lambda: self._simulation.write(name, content, if_generation_match), **options)
+            blob.generation = self._send(
+                lambda: self._simulation.write(name, content, if_generation_match), **options
+            )
 
         def delete(if_generation_match):
             self._send(lambda: self._simulation.write(name, None, if_generation_match))

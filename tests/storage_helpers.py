@@ -62,10 +62,13 @@ def faults(emulated_storage):
 def hold_lock(path, *options: str) -> Iterator[subprocess.Popen]:
     """Yields a process that holds the lock at `path`; kills it on exit.
 
-    With the option "unreachable", it cannot renew the lock. With "writes", it writes the object `file` all the time.
+    With the option "unreachable", it cannot renew the lock. With "writes", it writes the object
+    `file` all the time.
     """
     command = [sys.executable, "-c", HOLD_LOCK, str(path), *options]
-    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         assert process.stdout.readline() == "held\n"
         yield process

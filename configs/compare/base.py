@@ -8,16 +8,17 @@ A comparison is a config that its runs share, with two additional groups:
 This example compares three widths:
 
     def get_config(size="quickstart"):
-        common = base.recipe("gpt", size)
-        return base.comparison(common, {f"width {d}": {"model": {"d_model": d}} for d in (64, 128, 256)})
+        common = base.recipe("gpt", size) return base.comparison(common, {f"width {d}": {"model":
+        {"d_model": d}} for d in (64, 128, 256)})
 
 To compare three learning rates instead, replace the last line:
 
-        return base.comparison(common, {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (1e-3, 3e-3, 1e-2)})
+        return base.comparison(common, {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in
+        (1e-3, 3e-3, 1e-2)})
 
 On the command line, --config.runs.NAME.GROUP.FIELD=VALUE sets any field of one run. For example,
-'--config.runs.lr 0.003.optimizer.warmup_steps=100' sets a field of the run "lr 0.003". A run's fields are None where it
-has the value of the common config.
+'--config.runs.lr 0.003.optimizer.warmup_steps=100' sets a field of the run "lr 0.003". A run's
+fields are None where it has the value of the common config.
 """
 
 import copy
@@ -45,10 +46,19 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
 
 
 def with_placeholders(own: dict[str, dict], common: ConfigDict) -> dict[str, dict]:
-    """Returns the fields of a run, and None for the other fields of the common config, so that flags can set them."""
-    return {**own, **{
-        group: {**{field: config_dict.placeholder(fields.get_type(field)) for field in fields}, **own.get(group, {})}
-        for group, fields in common.items()}}
+    """Returns the fields of a run, and None for the other fields of the common config, so that
+    flags can set them.
+    """
+    return {
+        **own,
+        **{
+            group: {
+                **{field: config_dict.placeholder(fields.get_type(field)) for field in fields},
+                **own.get(group, {}),
+            }
+            for group, fields in common.items()
+        },
+    }
 
 
 def recipe(name: str, size: str) -> ConfigDict:
@@ -57,14 +67,25 @@ def recipe(name: str, size: str) -> ConfigDict:
 
 
 def differences(config: ConfigDict, common: ConfigDict) -> dict[str, dict]:
-    """Returns the fields of `config` that `common` lacks or has with another value, {group: {field: value}}."""
-    found = {group: {field: value for field, value in fields.items()
-                     if field not in common[group] or value != common[group][field]}
-             for group, fields in config.to_dict().items()}
+    """Returns the fields of `config` that `common` lacks or has with another value, {group: {field:
+    value}}.
+    """
+    found = {
+        group: {
+            field: value
+            for field, value in fields.items()
+            if field not in common[group] or value != common[group][field]
+        }
+        for group, fields in config.to_dict().items()
+    }
     return {group: fields for group, fields in found.items() if fields}
 
 
 def recipes(names, size: str, **compare) -> ConfigDict:
-    """Returns the config of a comparison with one run per recipe. The first recipe is the common config."""
+    """Returns the config of a comparison with one run per recipe. The first recipe is the common
+    config.
+    """
     common = recipe(names[0], size)
-    return comparison(common, {name: differences(recipe(name, size), common) for name in names}, **compare)
+    return comparison(
+        common, {name: differences(recipe(name, size), common) for name in names}, **compare
+    )

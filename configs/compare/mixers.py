@@ -2,16 +2,18 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/mixers.py --output=runs/mixers
 
-Names are MODEL@SIZE, and sizes, text, schedule and learning rates are those of configs/compare/scaling.py. "attention"
-has attention with rotary positions in all blocks; all others change one thing:
+Names are MODEL@SIZE, and sizes, text, schedule and learning rates are those of
+configs/compare/scaling.py. "attention" has attention with rotary positions in all blocks; all
+others change one thing:
 
-- mixers: "windows" has attention windows of 32 positions in three of four blocks; "hybrid" has Gated DeltaNet in these
-  blocks. "delta", "mamba" and "conv" have their mixer in all blocks, without positions. Mixers have about as many
-  parameters as attention, and the states of "delta" and "mamba" are equal within 12%.
+- mixers: "windows" has attention windows of 32 positions in three of four blocks; "hybrid" has
+  Gated DeltaNet in these blocks. "delta", "mamba" and "conv" have their mixer in all blocks,
+  without positions. Mixers have about as many parameters as attention, and the states of "delta"
+  and "mamba" are equal within 12%.
 - options: one field of `model` or `train` each.
 
-A second size shows whether an option's gain shrinks. "loops" and "value embeddings" need more FLOPs, or parameters; the
-report compares all models at equal FLOPs. The presets, after a colon, are
+A second size shows whether an option's gain shrinks. "loops" and "value embeddings" need more
+FLOPs, or parameters; the report compares all models at equal FLOPs. The presets, after a colon, are
 
 - `tiny`: a few seconds per run, for tests
 - `small`: 45k and 0.2M parameters of gpt, 10 tokens per parameter
@@ -22,7 +24,11 @@ from configs.compare import base, scaling
 from smallgpt_jax.errors import UserError
 
 # Preset → sizes, tokens per parameter of gpt.
-PRESETS = {"tiny": (("20k", "45k"), 1), "small": (("45k", "0.2M"), 10), "medium": (("0.2M", "1.3M"), 20)}
+PRESETS = {
+    "tiny": (("20k", "45k"), 1),
+    "small": (("45k", "0.2M"), 10),
+    "medium": (("0.2M", "1.3M"), 20),
+}
 OPTIONS = {
     "x0": {"model": {"input_mix": True}},
     "residual scales": {"model": {"residual_scales": True}},
@@ -42,7 +48,11 @@ def get_config(preset: str = "small"):
         raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
     sizes, tokens_per_parameter = PRESETS[preset]
     common = scaling.common_config(preset)
-    common.model.update(base.differences(base.recipe("llama", "quickstart"), base.recipe("gpt", "quickstart"))["model"])
+    common.model.update(
+        base.differences(base.recipe("llama", "quickstart"), base.recipe("gpt", "quickstart"))[
+            "model"
+        ]
+    )
     common.model.update(num_heads=2, num_kv_heads=0)
     runs = {}
     for size in sizes:
@@ -51,10 +61,20 @@ def get_config(preset: str = "small"):
         for model, fields in {**mixers(width), **OPTIONS}.items():
             own = scaling.size_fields(size, steps)
             runs[f"{model}@{size}"] = {
-                **own, "model": {"d_model": width, **fields.get("model", {})},
-                "train": {**own["train"], **fields.get("train", {})}}
-    return base.comparison(common, runs, budget="own", reference=f"attention@{sizes[0]}", horizons=(0.25, 0.5, 1.0),
-                           seeds=2 if preset == "tiny" else 3, learning_rates=(0.5, 1.0, 2.0), decoding=False)
+                **own,
+                "model": {"d_model": width, **fields.get("model", {})},
+                "train": {**own["train"], **fields.get("train", {})},
+            }
+    return base.comparison(
+        common,
+        runs,
+        budget="own",
+        reference=f"attention@{sizes[0]}",
+        horizons=(0.25, 0.5, 1.0),
+        seeds=2 if preset == "tiny" else 3,
+        learning_rates=(0.5, 1.0, 2.0),
+        decoding=False,
+    )
 
 
 def mixers(width: int) -> dict[str, dict]:

@@ -2,9 +2,9 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper
 
-Trains the four quickstart recipes on the same number of tokens, with two seeds each, and writes runs/paper/report.html.
-Takes half an hour to an hour on two CPU cores. To use another budget (flops, parameters or seconds), set it on the
-command line:
+Trains the four quickstart recipes on the same number of tokens, with two seeds each, and writes
+runs/paper/report.html. Takes half an hour to an hour on two CPU cores. To use another budget
+(flops, parameters or seconds), set it on the command line:
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --config.compare.budget=flops --output=runs/flops
 
@@ -16,5 +16,7 @@ from configs.compare import base
 
 def get_config(size: str = "quickstart"):
     config = base.recipes(("gpt", "pgpt", "lgpt", "cgpt"), size)
-    config.runs.cgpt.model.conv_kernel = 1  # the paper's value; at the quickstart size, the cgpt recipe has 3
+    config.runs.cgpt.model.conv_kernel = (
+        1  # the paper's value; at the quickstart size, the cgpt recipe has 3
+    )
     return config

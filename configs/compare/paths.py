@@ -1,11 +1,12 @@
-"""Comparison of GPT and ParallelGPT, with one, two or four paths and with learned or equal path weights.
+"""Comparison of GPT and ParallelGPT, with one, two or four paths and with learned or equal path
+weights.
 
     python -m smallgpt_jax.compare --config=configs/compare/paths.py --output=runs/paths
 
 All runs have the same number of blocks:
 
-- ParallelGPT with one, two and four paths, and learned path weights. With one path, it is GPT with a dense layer before
-  the blocks.
+- ParallelGPT with one, two and four paths, and learned path weights. With one path, it is GPT with
+  a dense layer before the blocks.
 - ParallelGPT with two paths and equal path weights.
 - GPT.
 """

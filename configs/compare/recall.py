@@ -2,10 +2,11 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/recall.py --output=runs/recall
 
-Sequences have up to 16 pairs of a key and a value, and the report contains the answers for 4, 8 and 16 pairs. The
-models have two blocks and, within 3%, equal numbers of parameters. The states of "delta" and "mamba" have 1,152 numbers
-per block. In "delta narrow", a head has 4 numbers per key in place of 24, so that it cannot tell many keys apart. The
-mixer of "conv" has no state. "hybrid" has a block with delta, then one with attention.
+Sequences have up to 16 pairs of a key and a value, and the report contains the answers for 4, 8 and
+16 pairs. The models have two blocks and, within 3%, equal numbers of parameters. The states of
+"delta" and "mamba" have 1,152 numbers per block. In "delta narrow", a head has 4 numbers per key in
+place of 24, so that it cannot tell many keys apart. The mixer of "conv" has no state. "hybrid" has
+a block with delta, then one with attention.
 
 The size tiny trains for 40 steps; quickstart and paper are the same.
 """
@@ -30,4 +31,6 @@ def get_config(size: str = "quickstart"):
     common = probes.task("recall", length=16, min_length=1, test_lengths=(4, 8))
     common.model.update(num_layers=2, position="none")
     common.train.steps = 40 if size == "tiny" else 1500
-    return base.comparison(common, {name: {"model": fields} for name, fields in RUNS.items()}, seeds=1, decoding=False)
+    return base.comparison(
+        common, {name: {"model": fields} for name, fields in RUNS.items()}, seeds=1, decoding=False
+    )

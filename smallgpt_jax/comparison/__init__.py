@@ -1,1 +1,3 @@
-"""Compares models: plans runs (budget.py), measures them (measure.py, results.py), reports (figures.py, report.py)."""
+"""Compares models: plans runs (budget.py), measures them (measure.py, results.py), reports
+(figures.py, report.py).
+"""

@@ -1,4 +1,6 @@
-"""Aggregates of runs: means and quartiles over seeds, the ranking, and the config fields that runs share."""
+"""Aggregates of runs: means and quartiles over seeds, the ranking, and the config fields that runs
+share.
+"""
 
 import dataclasses
 import itertools
@@ -43,7 +45,9 @@ def quartiles(values: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
-    """Returns the spread over the ends of the runs; None if their last steps differ or a value is missing."""
+    """Returns the spread over the ends of the runs; None if their last steps differ or a value is
+    missing.
+    """
     if len({run.last and run.last.step for run in runs}) != 1 or not runs[0].last:
         return None
     return spread([run.final(field) for run in runs])
@@ -51,8 +55,11 @@ def final_spread(runs: Sequence[Run], field: str) -> Spread | None:
 
 def last_losses(groups: Mapping[str, list[Run]]) -> dict[str, dict[int, float]]:
     """Returns {name: {seed: loss at the end}} of the models whose runs are all finished."""
-    return {name: {run.seed: run.final("loss") for run in group} for name, group in groups.items()
-            if all(run.is_finished for run in group) and final_spread(group, "loss")}
+    return {
+        name: {run.seed: run.final("loss") for run in group}
+        for name, group in groups.items()
+        if all(run.is_finished for run in group) and final_spread(group, "loss")
+    }
 
 
 def common_seeds(losses: Mapping[str, Mapping[int, float]]) -> set[int]:
@@ -60,24 +67,30 @@ def common_seeds(losses: Mapping[str, Mapping[int, float]]) -> set[int]:
 
 
 def mean_losses(groups: Mapping[str, list[Run]]) -> dict[str, float]:
-    """Returns {name: mean loss at the end} in ascending order of the loss, or {} if the losses are not comparable.
+    """Returns {name: mean loss at the end} in ascending order of the loss, or {} if the losses are
+    not comparable.
 
-    Runs with the same seed read the same batches, so the means are over the common seeds, if there are any.
+    Runs with the same seed read the same batches, so the means are over the common seeds, if there
+    are any.
     """
     losses = last_losses(groups)
     runs = [run for name in losses for run in groups[name]]
     if differ_in_targets(runs) or len(objectives_of(runs)) > 1:
         return {}
     seeds = common_seeds(losses)
-    means = {name: float(np.mean([own[seed] for seed in seeds or own])) for name, own in losses.items()}
+    means = {
+        name: float(np.mean([own[seed] for seed in seeds or own])) for name, own in losses.items()
+    }
     return {name: means[name] for name in sorted(means, key=means.get)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranking:
-    """The finished models in ascending order of their mean loss, with paired differences over seeds.
+    """The finished models in ascending order of their mean loss, with paired differences over
+    seeds.
 
-    The losses choose `neighbors` and `not_distinguishable`, so their p-values are corrected for all pairs of models.
+    The losses choose `neighbors` and `not_distinguishable`, so their p-values are corrected for all
+    pairs of models.
     """
 
     means: dict[str, float]
@@ -91,7 +104,9 @@ class Ranking:
 
 
 def rank(groups: Mapping[str, list[Run]], reference: str | None) -> Ranking:
-    """Returns the ranking of the models whose runs are all finished; empty if their losses are not comparable."""
+    """Returns the ranking of the models whose runs are all finished; empty if their losses are not
+    comparable.
+    """
     losses, means = last_losses(groups), mean_losses(groups)
     if not means:
         return Ranking({}, None, (), (), ())
@@ -101,43 +116,62 @@ def rank(groups: Mapping[str, list[Run]], reference: str | None) -> Ranking:
     pairs = [(second, first) for first, second in itertools.combinations(order, 2)]
     by_pair = dict(zip(pairs, statistics.compare_pairs(losses, pairs)))
     return Ranking(
-        means, reference, tuple(statistics.compare_pairs(losses, to_reference)),
+        means,
+        reference,
+        tuple(statistics.compare_pairs(losses, to_reference)),
         tuple(by_pair[second, first] for first, second in itertools.pairwise(order)),
-        tuple(name for name in order[1:] if by_pair[name, order[0]].verdict != "higher"))
+        tuple(name for name in order[1:] if by_pair[name, order[0]].verdict != "higher"),
+    )
 
 
 def ranking_facts(ranking: Ranking) -> dict[str, Any]:
     def facts(differences: tuple[Difference, ...]) -> list[dict]:
-        return [{**dataclasses.asdict(row), "verdict": row.verdict, "seeds_needed": row.seeds_needed}
-                for row in differences]
+        return [
+            {**dataclasses.asdict(row), "verdict": row.verdict, "seeds_needed": row.seeds_needed}
+            for row in differences
+        ]
 
-    return {"means": ranking.means, "not_distinguishable": list(ranking.not_distinguishable),
-            "against_reference": facts(ranking.against_reference), "neighbors": facts(ranking.neighbors)}
+    return {
+        "means": ranking.means,
+        "not_distinguishable": list(ranking.not_distinguishable),
+        "against_reference": facts(ranking.against_reference),
+        "neighbors": facts(ranking.neighbors),
+    }
 
 
 def mean_curve(runs: Sequence[Run], axis: str) -> list[tuple[float, Spread]]:
     """Returns [(mean of `axis`, spread of the loss)] over seeds, with one pair per step.
 
-    The steps are those at which all seeds were evaluated. Ignores evaluations with another number of targets than the
-    run's last evaluation.
+    The steps are those at which all seeds were evaluated. Ignores evaluations with another number
+    of targets than the run's last evaluation.
     """
-    at = [{point.step: point for point in run.curve if point.targets == run.last.targets} for run in runs]
+    at = [
+        {point.step: point for point in run.curve if point.targets == run.last.targets}
+        for run in runs
+    ]
     curve = []
     for step in sorted(set.intersection(*map(set, at))):
-        losses, places = (spread([getattr(points[step], field) for points in at]) for field in ("loss", axis))
+        losses, places = (
+            spread([getattr(points[step], field) for points in at]) for field in ("loss", axis)
+        )
         if losses and places:
             curve.append((places.mean, losses))
     return curve
 
 
 def differ_in_targets(runs: Sequence[Run]) -> bool:
-    """Whether the last losses are means over different rows: over numbers of targets that differ by over 1%."""
+    """Whether the last losses are means over different rows: over numbers of targets that differ by
+    over 1%.
+    """
     targets = [run.last.targets for run in runs if run.last]
     return bool(targets) and max(targets) > 1.01 * min(targets)
 
 
 def objectives_of(runs: Sequence[Run]) -> list[str]:
-    """Returns the objectives, and "answers" for runs on prompts, whose targets are the answers in all objectives."""
+    """Returns the objectives, and "answers" for runs on prompts, whose targets are the answers in
+    all objectives.
+    """
+
     def objective(config: dict) -> str:
         is_text = config.get("data.format", DataConfig.format) == "text"
         return config.get("train.objective", TrainConfig.objective) if is_text else "answers"
@@ -146,29 +180,47 @@ def objectives_of(runs: Sequence[Run]) -> list[str]:
 
 
 def bits_by_context(runs: Sequence[Run], text: str) -> dict[int, Spread]:
-    measured = grouped((row for run in runs for row in run.texts if row["text"] == text),
-                       lambda row: row["context_length"])
-    return {length: bits for length, rows in sorted(measured.items())
-            if (bits := spread([row["bits_per_byte"] for row in rows]))}
+    measured = grouped(
+        (row for run in runs for row in run.texts if row["text"] == text),
+        lambda row: row["context_length"],
+    )
+    return {
+        length: bits
+        for length, rows in sorted(measured.items())
+        if (bits := spread([row["bits_per_byte"] for row in rows]))
+    }
 
 
 def answers(runs: Sequence[Run]) -> dict[str, Spread]:
     """Returns {measure of a probe's answers: its spread over the finished runs}."""
     last = [run.last.answers for run in runs if run.is_finished]
-    return {measure: spread([found[measure] for found in last if measure in found])
-            for measure in dict.fromkeys(measure for found in last for measure in found)}
+    return {
+        measure: spread([found[measure] for found in last if measure in found])
+        for measure in dict.fromkeys(measure for found in last for measure in found)
+    }
 
 
 def shared_fields(runs: Sequence[Run], fields: Sequence[str]) -> dict[str, Any]:
     first, *others = (run.config for run in runs)
-    return {field: first.get(field) for field in fields
-            if all(repr(other.get(field)) == repr(first.get(field)) for other in others)}
+    return {
+        field: first.get(field)
+        for field in fields
+        if all(repr(other.get(field)) == repr(first.get(field)) for other in others)
+    }
 
 
 def different_fields(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Returns {field: {run name: value}} for the fields in which the runs differ, except the seed."""
+    """Returns {field: {run name: value}} for the fields in which the runs differ, except the
+    seed.
+    """
     groups = group_by_name(runs)
     fields = dict.fromkeys(field for run in runs for field in run.config)
-    table = {field: {name: group[0].config.get(field) for name, group in groups.items()} for field in fields}
-    return {field: values for field, values in table.items()
-            if field != "train.seed" and len(set(map(repr, values.values()))) > 1}
+    table = {
+        field: {name: group[0].config.get(field) for name, group in groups.items()}
+        for field in fields
+    }
+    return {
+        field: values
+        for field, values in table.items()
+        if field != "train.seed" and len(set(map(repr, values.values()))) > 1
+    }

@@ -112,24 +112,36 @@ def to_html(title: str, blocks: Sequence) -> str:
                 return f"<pre>{html.escape(text)}</pre>"
             case Plot(_, figure, caption):
                 image = base64.b64encode(plotting.svg(figure)).decode()
-                return (f'<figure><img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{image}">'
-                        f"<figcaption>{html.escape(caption)}</figcaption></figure>")
+                return (
+                    f'<figure><img alt="{html.escape(caption)}" '
+                    f'src="data:image/svg+xml;base64,{image}">'
+                    f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+                )
             case Table(head, rows, best):
                 sentences = [max(map(len, column)) > MAX_VALUE for column in zip(head, *rows)]
-                lines = [line("th", head, sentences),
-                         *(line("td", row, sentences, i == best) for i, row in enumerate(rows))]
+                lines = [
+                    line("th", head, sentences),
+                    *(line("td", row, sentences, i == best) for i, row in enumerate(rows)),
+                ]
                 return '<div class="table"><table>\n' + "\n".join(lines) + "\n</table></div>"
 
-    def line(tag: str, cells: Sequence[str], sentences: Sequence[bool], is_best: bool = False) -> str:
-        inner = "".join(f"<{tag}{' class=sentence' * is_sentence}>{html.escape(cell)}</{tag}>"
-                        for cell, is_sentence in zip(cells, sentences))
+    def line(
+        tag: str, cells: Sequence[str], sentences: Sequence[bool], is_best: bool = False
+    ) -> str:
+        inner = "".join(
+            f"<{tag}{' class=sentence' * is_sentence}>{html.escape(cell)}</{tag}>"
+            for cell, is_sentence in zip(cells, sentences)
+        )
         return f"<tr{' class=best' * is_best}>{inner}</tr>"
 
     parts = []
     for is_plot, group in itertools.groupby(blocks, lambda block: isinstance(block, Plot)):
         inner = "\n".join(map(text, group))
         parts.append(f'<div class="plots">\n{inner}\n</div>' if is_plot else inner)
-    return (f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
-            f'content="width=device-width, initial-scale=1">\n<title>{html.escape(title)}</title>\n'
-            f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{html.escape(title)}</h1>\n"
-            + "\n".join(parts) + "\n</body>\n</html>\n")
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
+        f'content="width=device-width, initial-scale=1">\n<title>{html.escape(title)}</title>\n'
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{html.escape(title)}</h1>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
+    )

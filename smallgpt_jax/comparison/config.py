@@ -14,9 +14,10 @@ BUDGETS = ("tokens", "flops", "parameters", "seconds", "own")
 class CompareConfig(ConfigGroup):
     GROUP: ClassVar[str] = "compare"
 
-    # the quantity that is equal for all runs: training "tokens" | training "flops" | training "seconds" | "parameters".
-    # With "parameters", the models get widths at which their numbers of parameters are equal within 2%. All runs are
-    # then trained on the same number of tokens. "own": nothing is equal; each run is trained for its own train.steps
+    # the quantity that is equal for all runs: training "tokens" | training "flops" | training
+    # "seconds" | "parameters". With "parameters", the models get widths at which their numbers of
+    # parameters are equal within 2%. All runs are then trained on the same number of tokens. "own":
+    # nothing is equal; each run is trained for its own train.steps
     budget: str = "tokens"
     # names of the runs to train, in this order, separated by commas
     names: str = ""
@@ -26,30 +27,34 @@ class CompareConfig(ConfigGroup):
     seconds: float = 0.0
     # number of seeds that each run is trained with: train.seed, train.seed + 1, …
     seeds: int = 2
-    # multiples of each run's learning_rate and final_learning_rate, for example (0.5, 1, 2). Runs with the seed
-    # train.seed - 1 are trained at all multiples and choose the best one, which has the lowest validation loss at the
-    # end. The seeds of the comparison are trained only at the best one. (): only the runs' own rates. Runs named
-    # MODEL@SIZE share the grid of their MODEL's first name in `names`: its best multiple is used at all sizes
+    # multiples of each run's learning_rate and final_learning_rate, for example (0.5, 1, 2). Runs
+    # with the seed train.seed - 1 are trained at all multiples and choose the best one, which has
+    # the lowest validation loss at the end. The seeds of the comparison are trained only at the
+    # best one. (): only the runs' own rates. Runs named MODEL@SIZE share the grid of their MODEL's
+    # first name in `names`: its best multiple is used at all sizes
     learning_rates: tuple[float, ...] = ()
-    # maximum number of multiples that are added per run. As long as the best multiple is the lowest or the highest, the
-    # next one beyond it is added
+    # maximum number of multiples that are added per run. As long as the best multiple is the lowest
+    # or the highest, the next one beyond it is added
     max_added_learning_rates: int = 4
-    # multiples of each run's number of steps, in ascending order, for example (0.25, 0.5, 1). The run of horizon 1 is
-    # trained first; each shorter run starts from its checkpoint where its own decay starts, and equals a run that was
-    # trained alone. Needs the schedule "wsd" or "wsd_linear". Grids of learning rates have only horizon 1. (): only 1
+    # multiples of each run's number of steps, in ascending order, for example (0.25, 0.5, 1). The
+    # run of horizon 1 is trained first; each shorter run starts from its checkpoint where its own
+    # decay starts, and equals a run that was trained alone. Needs the schedule "wsd" or
+    # "wsd_linear". Grids of learning rates have only horizon 1. (): only 1
     horizons: tuple[float, ...] = ()
-    # SIZE of the runs named MODEL@SIZE that are trained last, such as "5M"; "": none. Before the first of them starts,
-    # scaling laws of all other runs predict their losses. The predictions are written to predictions.json, once
+    # SIZE of the runs named MODEL@SIZE that are trained last, such as "5M"; "": none. Before the
+    # first of them starts, scaling laws of all other runs predict their losses. The predictions are
+    # written to predictions.json, once
     held_out: str = ""
     # False: the comparison ends before the first held-out run, with predictions.json written
     train_held_out: bool = True
-    # number of runs of one model, with different seeds or learning rates, that are trained at the same time: their
-    # updates are computed by one program. For tiny models on a GPU; on CPUs, it is slower (docs/comparison.md). 1: one
-    # run after another
+    # number of runs of one model, with different seeds or learning rates, that are trained at the
+    # same time: their updates are computed by one program. For tiny models on a GPU; on CPUs, it is
+    # slower (docs/comparison.md). 1: one run after another
     stack: int = 1
     # False: no run is trained or measured; the report and results.json contain the runs so far
     train: bool = True
-    # the loss of a run is the mean over this number of its last evaluations. 1: the evaluation after the last step
+    # the loss of a run is the mean over this number of its last evaluations. 1: the evaluation
+    # after the last step
     averaged_evaluations: int = 1
     # finished runs are also evaluated at these multiples of their context length
     contexts: tuple[int, ...] = (1,)
@@ -67,7 +72,9 @@ class CompareConfig(ConfigGroup):
             self.refuse("seconds", "must be above 0 with budget 'seconds'")
         if self.budget != "seconds" and self.seconds:
             self.refuse("seconds", "needs config.compare.budget='seconds'")
-        if not self.contexts or not all(type(times) is int and times >= 1 for times in self.contexts):
+        if not self.contexts or not all(
+            type(times) is int and times >= 1 for times in self.contexts
+        ):
             self.refuse("contexts", "must be integers, at least 1")
         self.validate_learning_rates()
         self.validate_horizons()
@@ -79,17 +86,31 @@ class CompareConfig(ConfigGroup):
         if not all(type(horizon) in (int, float) and horizon > 0 for horizon in horizons):
             self.refuse("horizons", "must be numbers above 0")
         if horizons[-1] != 1 or any(other <= one for one, other in itertools.pairwise(horizons)):
-            self.refuse("horizons", "must be in ascending order and end in 1, for example 0.25,0.5,1")
+            self.refuse(
+                "horizons", "must be in ascending order and end in 1, for example 0.25,0.5,1"
+            )
 
     def validate_learning_rates(self) -> None:
         rates = self.learning_rates
         for rate in rates:
-            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
-                self.refuse("learning_rates", f"{rate!r} is not a positive, finite number; give multiples of the runs' "
-                            "own learning rates, for example 0.5,1,2")
+            if (
+                isinstance(rate, bool)
+                or not isinstance(rate, int | float)
+                or not 0 < rate < math.inf
+            ):
+                self.refuse(
+                    "learning_rates",
+                    f"{rate!r} is not a positive, finite number; give multiples of the runs' "
+                    "own learning rates, for example 0.5,1,2",
+                )
         if duplicates := [rate for number, rate in enumerate(rates) if rate in rates[:number]]:
-            self.refuse("learning_rates", f"{duplicates[0]!r} is listed twice; list each multiple once")
+            self.refuse(
+                "learning_rates", f"{duplicates[0]!r} is listed twice; list each multiple once"
+            )
         if len(rates) == 1:
-            self.refuse("learning_rates", "a grid has at least two multiples; to train at a single learning rate, set "
-                        "config.optimizer.learning_rate")
+            self.refuse(
+                "learning_rates",
+                "a grid has at least two multiples; to train at a single learning rate, set "
+                "config.optimizer.learning_rate",
+            )
         self.validate_range("max_added_learning_rates")

@@ -1,4 +1,6 @@
-"""Measures what inference with a finished run costs: the time of prefill and of decoding steps, and the cache."""
+"""Measures what inference with a finished run costs: the time of prefill and of decoding steps, and
+the cache.
+"""
 
 import json
 from collections.abc import Callable
@@ -40,7 +42,9 @@ def measure_inference(folder: Path, log=print) -> None:
 
 
 def inference_cost(text_model: inference.TextModel, log=print) -> dict[str, Any]:
-    """Returns the content of inference.json (docs/comparison.md), without what does not fit in memory."""
+    """Returns the content of inference.json (docs/comparison.md), without what does not fit in
+    memory.
+    """
     context = text_model.model.config.context_length
     cache_bytes = [num_cache_bytes(text_model.model, length) for length in (1, 2, context)]
     prefill_ms = quartiles(lambda: time_prefills(text_model))
@@ -48,13 +52,21 @@ def inference_cost(text_model: inference.TextModel, log=print) -> dict[str, Any]
     decoding = []
     for batch in DECODING_BATCHES:
         for cache in ("empty", "full"):
-            step_ms = quartiles(lambda batch=batch, cache=cache: time_steps(text_model, batch, cache))
+            step_ms = quartiles(
+                lambda batch=batch, cache=cache: time_steps(text_model, batch, cache)
+            )
             log(f"decoding step, batch {batch}, {cache} cache: {describe(step_ms)}")
             if step_ms:
                 decoding.append({"batch": batch, "cache": cache, "step_ms": step_ms})
-    return {"device": device_name(jax.devices()[0]), "dtype": text_model.model.config.dtype, "context_length": context,
-            "cache_bytes": cache_bytes[2], "cache_bytes_per_token": cache_bytes[1] - cache_bytes[0],
-            "prefill_ms": prefill_ms, "decoding": decoding}
+    return {
+        "device": device_name(jax.devices()[0]),
+        "dtype": text_model.model.config.dtype,
+        "context_length": context,
+        "cache_bytes": cache_bytes[2],
+        "cache_bytes_per_token": cache_bytes[1] - cache_bytes[0],
+        "prefill_ms": prefill_ms,
+        "decoding": decoding,
+    }
 
 
 def num_cache_bytes(model: models.LanguageModel, length: int) -> int:
@@ -63,7 +75,9 @@ def num_cache_bytes(model: models.LanguageModel, length: int) -> int:
 
 
 def quartiles(timings: Callable[[], list[float]]) -> dict[str, float] | None:
-    """Returns the median and the quartiles of the timings, or None if the program does not fit in memory."""
+    """Returns the median and the quartiles of the timings, or None if the program does not fit in
+    memory.
+    """
     try:
         found = timings()
     except jax.errors.JaxRuntimeError as error:
@@ -80,16 +94,18 @@ def describe(milliseconds: dict[str, float] | None) -> str:
 def time_prefills(text_model: inference.TextModel) -> list[float]:
     """Returns the milliseconds of prefills of one text as long as the context."""
     prompt = random_tokens(text_model, text_model.model.config.context_length)
-    seconds = [timing.time_prefill(start_session(text_model, prompt))[1] for _ in range(PREFILLS + 1)]
+    seconds = [
+        timing.time_prefill(start_session(text_model, prompt))[1] for _ in range(PREFILLS + 1)
+    ]
     return [1000 * value for value in seconds[1:]]  # the first call compiles
 
 
 def time_steps(text_model: inference.TextModel, batch: int, cache: str) -> list[float]:
     """Returns milliseconds per decoding step of `batch` texts, one value per call of the decoder.
 
-    The steps are those after the first token, or the last ones before the context is full. All texts have the same
-    prompt, which is prefilled once. The time does not depend on the tokens, not even in a mixture of experts, whose
-    products have static sizes.
+    The steps are those after the first token, or the last ones before the context is full. All
+    texts have the same prompt, which is prefilled once. The time does not depend on the tokens, not
+    even in a mixture of experts, whose products have static sizes.
     """
     context = text_model.model.config.context_length
     steps = min(STEPS, context // 2)
@@ -107,7 +123,9 @@ def time_steps(text_model: inference.TextModel, batch: int, cache: str) -> list[
 
 
 def start_session(text_model: inference.TextModel, prompt: list[int]) -> decoder.DecodeSession:
-    return decoder.DecodeSession(text_model.model, text_model.weights, text_model.tokenizer.vocab_size, [prompt])
+    return decoder.DecodeSession(
+        text_model.model, text_model.weights, text_model.tokenizer.vocab_size, [prompt]
+    )
 
 
 def random_tokens(text_model: inference.TextModel, count: int) -> list[int]:

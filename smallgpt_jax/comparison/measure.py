@@ -1,4 +1,6 @@
-"""Measures the loss of finished runs on further texts and with longer contexts, and observes them inside."""
+"""Measures the loss of finished runs on further texts and with longer contexts, and observes them
+inside.
+"""
 
 import functools
 import json
@@ -38,20 +40,28 @@ def parse_texts(texts: str) -> dict[str, str]:
     for item in filter(None, texts.split(",")):
         name, separator, source = item.strip().partition("=")
         if not separator or not name or not source:
-            raise UserError(f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE; give each text a "
-                            "name and a source")
+            raise UserError(
+                f"config.compare.texts={texts!r}: {item.strip()!r} is not NAME=SOURCE; give each "
+                "text a name and a source"
+            )
         if name == OWN_TEXT:
-            raise UserError(f"config.compare.texts={texts!r}: the name {name!r} is reserved for the runs' training "
-                            "text; use another name")
+            raise UserError(
+                f"config.compare.texts={texts!r}: the name {name!r} is reserved for the runs' "
+                "training text; use another name"
+            )
         if name in found:
-            raise UserError(f"config.compare.texts={texts!r}: two texts are named {name!r}; use different names")
+            raise UserError(
+                f"config.compare.texts={texts!r}: two texts are named {name!r}; use different names"
+            )
         refuse_url("config.compare.texts", source)  # accepts hf:NAME and tfds:NAME
         found[name] = source
     return found
 
 
 def open_texts(config: Config, texts: dict[str, str]) -> dict[str, Corpus]:
-    """Returns {name: corpus} of a run's own text and of `texts`, {name: source}, with the run's tokenizer."""
+    """Returns {name: corpus} of a run's own text and of `texts`, {name: source}, with the run's
+    tokenizer.
+    """
     own = load_or_prepare(config.data)
     name = tokenizers.fingerprint(own.tokenizer)[:16]
     tokenizer = cache_folder() / "tokenizers" / name  # runs with equal tokenizers share this path
@@ -64,78 +74,114 @@ def open_texts(config: Config, texts: dict[str, str]) -> dict[str, Corpus]:
     found = {OWN_TEXT: own}
     for text, source in texts.items():
         found[text] = load_or_prepare(
-            config.data.replace(source=source, store="", mixture="", tokenizer=str(tokenizer)))
+            config.data.replace(source=source, store="", mixture="", tokenizer=str(tokenizer))
+        )
     return found
 
 
 class TextSample:
-    """A random sample of a validation split. It can be cut into rows of several lengths, all with the same tokens.
+    """A random sample of a validation split. It can be cut into rows of several lengths, all with
+    the same tokens.
 
-    `contexts` gives the row lengths as multiples of the config's context length. The sample consists of windows. Every
-    row length divides the length of a window. The sample has as many tokens as an evaluation during training. In a
-    mixture, each token store is sampled in proportion to its weight.
+    `contexts` gives the row lengths as multiples of the config's context length. The sample
+    consists of windows. Every row length divides the length of a window. The sample has as many
+    tokens as an evaluation during training. In a mixture, each token store is sampled in proportion
+    to its weight.
 
-    Raises UserError if a validation split is shorter than one window. The error message calls the text `name`.
+    Raises UserError if a validation split is shorter than one window. The error message calls the
+    text `name`.
     """
 
     def __init__(self, corpus: Corpus, config: Config, contexts: Sequence[int], name: str):
         if max(contexts) > 1 and is_synthetic(config.data):
-            raise UserError(f"config.compare.contexts={tuple(contexts)}: probes have no longer contexts; set further "
-                            "lengths in config.data.probe_test_lengths")
+            raise UserError(
+                f"config.compare.contexts={tuple(contexts)}: probes have no longer contexts; set "
+                "further lengths in config.data.probe_test_lengths"
+            )
         self._corpus, self._separate = corpus, config.data.separate_documents
         self.context_length = config.model.context_length
         self.window_multiple = math.lcm(*contexts)
         self._windows = self._rows(self.window_multiple)
         if not all(packing.num_rows for packing in self._windows.packings):
-            raise UserError(f"config.compare.contexts={tuple(contexts)}: the validation split of the text {name!r} is "
-                            f"shorter than {self.window_multiple * self.context_length:,} + 1 tokens; use more text or "
-                            "shorter contexts")
+            raise UserError(
+                f"config.compare.contexts={tuple(contexts)}: the validation split of the text "
+                f"{name!r} is shorter than {self.window_multiple * self.context_length:,} + 1 "
+                "tokens; use more text or shorter contexts"
+            )
         self.bytes_per_token = corpus.bytes_per_token("validation")
         wanted = config.train.eval_steps * config.train.batch_size
-        self._window_numbers = batches.sample_rows(self._windows, -(-wanted // self.window_multiple))
+        self._window_numbers = batches.sample_rows(
+            self._windows, -(-wanted // self.window_multiple)
+        )
 
     def _rows(self, multiple: int) -> batches.Mixture:
-        return self._corpus.pack("validation", "concat", self._separate, multiple * self.context_length)
+        return self._corpus.pack(
+            "validation", "concat", self._separate, multiple * self.context_length
+        )
 
     def batches(self, multiple: int, batch_size: int) -> Iterator[Batch]:
-        """Yields the sample in batches. The rows are `multiple` times as long as the context length."""
+        """Yields the sample in batches. The rows are `multiple` times as long as the context
+        length.
+        """
         rows_per_window, rows = self.window_multiple // multiple, self._rows(multiple)
         packing_of = self._windows.packing_of(self._window_numbers)
-        windows = self._window_numbers - self._windows.first_rows[packing_of]  # window numbers within each packing
+        windows = (
+            self._window_numbers - self._windows.first_rows[packing_of]
+        )  # window numbers within each packing
         first_rows = rows.first_rows[packing_of] + rows_per_window * windows
         row_numbers = (first_rows[:, None] + np.arange(rows_per_window)[None]).ravel()
         return iter(batches.masked_batches(rows, row_numbers, batch_size))
 
 
 def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], log=print) -> None:
-    """Writes evaluations/texts.json: a run's loss on the validation splits of its training text and of `texts`.
+    """Writes evaluations/texts.json: a run's loss on the validation splits of its training text and
+    of `texts`.
 
-    The loss is measured at several row lengths, which `contexts` gives as multiples of the run's context length.
-    Results in an existing file are reused if the checkpoint, the content of the text and the settings are the same.
+    The loss is measured at several row lengths, which `contexts` gives as multiples of the run's
+    context length. Results in an existing file are reused if the checkpoint, the content of the
+    text and the settings are the same.
     """
     if not texts and set(contexts) == {1}:
         return
     path, config = folder / EVALUATION_FOLDER / TEXTS_FILE, read_config(folder)
     if config.train.objective == "masked" or config.data.format != "text":
         what = "masked tokens" if config.train.objective == "masked" else "answers"
-        log(f"{folder.name}: further texts and contexts are not measured: its loss is that of {what}")
+        log(
+            f"{folder.name}: further texts and contexts are not measured: its loss is that of "
+            f"{what}"
+        )
         return
-    is_learned = config.model.position == "learned"  # then rows cannot be longer than the context length
+    is_learned = (
+        config.model.position == "learned"
+    )  # then rows cannot be longer than the context length
     found = open_texts(config, texts)
     if text_changes(read_identity(folder), identity_of(found[OWN_TEXT])):
-        raise UserError(f"{folder}: the training text has changed since the run; restore the text to measure the run")
-    common = {"step": config.train.steps, "contexts": list(contexts), "eval_steps": config.train.eval_steps}
+        raise UserError(
+            f"{folder}: the training text has changed since the run; restore the text to measure "
+            "the run"
+        )
+    common = {
+        "step": config.train.steps,
+        "contexts": list(contexts),
+        "eval_steps": config.train.eval_steps,
+    }
     before, rows = read_json_or_none(path, TEXTS) or [], []
     for name, corpus in found.items():
         sample = TextSample(corpus, config, contexts, name)
         for multiple in (1,) if is_learned else contexts:
-            wanted = {**common, "text": name, "fingerprint": corpus.fingerprint("validation"),
-                      "context_length": multiple * config.model.context_length}
+            wanted = {
+                **common,
+                "text": name,
+                "fingerprint": corpus.fingerprint("validation"),
+                "context_length": multiple * config.model.context_length,
+            }
             row = next((row for row in before if wanted.items() <= row.items()), None)
             if row is None:
                 row = {**wanted, **measure_loss(folder, sample, multiple)}
-                log(f"{folder.name}: {name}, context {row['context_length']:,}: {row['bits_per_byte']:.4f} bits "
-                    "per byte")
+                log(
+                    f"{folder.name}: {name}, context {row['context_length']:,}: "
+                    f"{row['bits_per_byte']:.4f} bits per byte"
+                )
             rows.append({**row, "source": texts.get(name, config.data.source)})
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps(rows, indent=2) + "\n")
@@ -143,33 +189,57 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
 
 def observe(folder: Path, log=print) -> None:
     """Writes diagnosis/diagnose.json and its plots, unless they exist for the last step."""
-    from smallgpt_jax.evaluation.inside import diagnosis  # here, because it imports matplotlib, which takes time
+    from smallgpt_jax.evaluation.inside import (
+        diagnosis,
+    )  # here, because it imports matplotlib, which takes time
 
     steps = read_config(folder).train.steps
     if read_summary(folder, steps):
         return
     try:
-        diagnosis.diagnose(str(folder), steps, [], WINDOWS, 0, log=lambda message: log(f"{folder.name}: {message}"))
+        diagnosis.diagnose(
+            str(folder), steps, [], WINDOWS, 0, log=lambda message: log(f"{folder.name}: {message}")
+        )
     except UserError as error:  # a custom architecture, or a masked model
         log(f"{folder.name}: not observed: {error}")
 
 
 def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, float]:
-    """Returns "loss" (nats per token), "bits_per_byte" and "tokens" (targets) at `multiple` context lengths."""
+    """Returns "loss" (nats per token), "bits_per_byte" and "tokens" (targets) at `multiple` context
+    lengths.
+    """
     trained, config = inference.load_trained(folder), read_config(folder)
-    config = config.replace(model={"context_length": multiple * config.model.context_length},
-                            data={"packing": "concat"},  # the packing that TextSample uses
-                            optimizer={"lora_rank": 0, "train_only": ""})  # the loaded weights have them merged
+    config = config.replace(
+        model={"context_length": multiple * config.model.context_length},
+        data={"packing": "concat"},  # the packing that TextSample uses
+        optimizer={"lora_rank": 0, "train_only": ""},
+    )  # the loaded weights have them merged
     shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh))
-    # To fit in memory, a batch has at most as many tokens as a training microbatch. The minimum is one row per device.
+    # To fit in memory, a batch has at most as many tokens as a training microbatch. The minimum is
+    # one row per device.
     rows_per_device = config.train.batch_size // (config.train.microbatches * shards * multiple)
-    config = config.replace(train={"batch_size": max(1, rows_per_device) * shards, "microbatches": 1})
+    config = config.replace(
+        train={"batch_size": max(1, rows_per_device) * shards, "microbatches": 1}
+    )
     program = shared_program(config)
     eval_step = program.runnable(program.compile_eval_step())
-    params, model_state = (jax.device_put(*pair) for pair in (
-        (trained.params, program.shardings.params), (trained.model_state, program.shardings.model_state)))
+    params, model_state = (
+        jax.device_put(*pair)
+        for pair in (
+            (trained.params, program.shardings.params),
+            (trained.model_state, program.shardings.model_state),
+        )
+    )
     batch_sharding = sharding.batch_sharding(program.mesh)
-    found = evaluate(functools.partial(eval_step, params, model_state), (
-        jax.device_put(batch, batch_sharding) for batch in sample.batches(multiple, config.train.batch_size)))
-    return {"loss": found.loss, "bits_per_byte": found.loss / math.log(2) / sample.bytes_per_token,
-            "tokens": found.targets}
+    found = evaluate(
+        functools.partial(eval_step, params, model_state),
+        (
+            jax.device_put(batch, batch_sharding)
+            for batch in sample.batches(multiple, config.train.batch_size)
+        ),
+    )
+    return {
+        "loss": found.loss,
+        "bits_per_byte": found.loss / math.log(2) / sample.bytes_per_token,
+        "tokens": found.targets,
+    }

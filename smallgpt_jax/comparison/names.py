@@ -1,4 +1,6 @@
-"""Names that the readers of a comparison share, and groups by them. Imports little, so that `choose` starts fast."""
+"""Names that the readers of a comparison share, and groups by them. Imports little, so that
+`choose` starts fast.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,4 +1,6 @@
-"""Changes the widths of the models of a comparison, so that all have the same number of parameters."""
+"""Changes the widths of the models of a comparison, so that all have the same number of
+parameters.
+"""
 
 import bisect
 import functools
@@ -12,12 +14,15 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 
 PARAMETER_TOLERANCE = 0.02
-# All runs get about the same number of parameters as the reference run. This is the largest relative difference.
+# All runs get about the same number of parameters as the reference run. This is the largest
+# relative difference.
 MAX_PARAMETER_CHANGE = 0.1
 
 
 # Cached, because counting traces the model.
-_num_parameters, _num_active_parameters = map(functools.cache, (models.num_parameters, models.num_active_parameters))
+_num_parameters, _num_active_parameters = map(
+    functools.cache, (models.num_parameters, models.num_active_parameters)
+)
 
 
 def num_parameters(config: ConfigDict | Config) -> int:
@@ -34,13 +39,16 @@ def scanned_model(config: ConfigDict | Config) -> models.LanguageModel:
 
 
 def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str, ConfigDict]:
-    """Returns the runs with new widths, so that their numbers of parameters are within 2% of each other.
+    """Returns the runs with new widths, so that their numbers of parameters are within 2% of each
+    other.
 
-    All runs have the same target for their number of parameters. It is `wanted` at first. Each run gets the width that
-    comes nearest to the target. If the runs then differ by more than 2%, this is repeated with a new target: the number
-    of parameters of the run that is farthest from the old target.
+    All runs have the same target for their number of parameters. It is `wanted` at first. Each run
+    gets the width that comes nearest to the target. If the runs then differ by more than 2%, this
+    is repeated with a new target: the number of parameters of the run that is farthest from the old
+    target.
 
-    Raises UserError if a target is more than 10% away from `wanted`, or if len(runs) + 1 targets are not enough.
+    Raises UserError if a target is more than 10% away from `wanted`, or if len(runs) + 1 targets
+    are not enough.
     """
     target = wanted
     for _ in range(len(runs) + 1):
@@ -53,20 +61,25 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
         if abs(target / wanted - 1) > MAX_PARAMETER_CHANGE:
             break
     model = found[worst].model
-    raise UserError(f"config.compare.budget='parameters': {worst} has no width that gives {missed:,} parameters "
-                    f"within {PARAMETER_TOLERANCE:.0%}; the nearest width gives {target:,} "
-                    f"({target / missed - 1:+.1%}), with model.d_model={model.d_model}, model.num_heads="
-                    f"{model.num_heads}. Change config.model.d_model of the reference, or config.runs.{worst}.model")
+    raise UserError(
+        f"config.compare.budget='parameters': {worst} has no width that gives {missed:,} "
+        f"parameters within {PARAMETER_TOLERANCE:.0%}; the nearest width gives {target:,} "
+        f"({target / missed - 1:+.1%}), with model.d_model={model.d_model}, "
+        f"model.num_heads={model.num_heads}. Change config.model.d_model of the reference, or "
+        f"config.runs.{worst}.model"
+    )
 
 
 def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     """Returns `config` with the width that brings the number of parameters nearest to `target`.
 
-    Each number of heads allows only certain widths. The config's own number of heads is tried first. If none of its
-    widths comes within 2% of `target`, other numbers of heads are tried, the nearest first, until one has such a width.
-    The head width (width / number of heads) then changes by less than a factor of two.
+    Each number of heads allows only certain widths. The config's own number of heads is tried
+    first. If none of its widths comes within 2% of `target`, other numbers of heads are tried, the
+    nearest first, until one has such a width. The head width (width / number of heads) then changes
+    by less than a factor of two.
 
-    If config.model.head_dim is set, the number of parameters depends on the number of heads, which is therefore kept.
+    If config.model.head_dim is set, the number of parameters depends on the number of heads, which
+    is therefore kept.
     """
     start, heads = config.model.d_model, config.model.num_heads
     # The number of parameters grows at most quadratically and at least linearly with the width.
@@ -74,42 +87,62 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     fields = config.model.to_dict()
 
     def valid_widths(num_heads: int) -> list[int]:
-        return [width for width in range(num_heads, widest, num_heads)
-                if (num_heads == heads or 1 / 2 < width / num_heads / (start / heads) < 2)
-                and is_valid_model({**fields, "d_model": width, "num_heads": num_heads})]
+        return [
+            width
+            for width in range(num_heads, widest, num_heads)
+            if (num_heads == heads or 1 / 2 < width / num_heads / (start / heads) < 2)
+            and is_valid_model({**fields, "d_model": width, "num_heads": num_heads})
+        ]
 
-    numbers = [heads] if config.model.get("head_dim") else sorted(range(1, 2 * heads + 1), key=lambda n: abs(n - heads))
+    numbers = (
+        [heads]
+        if config.model.get("head_dim")
+        else sorted(range(1, 2 * heads + 1), key=lambda n: abs(n - heads))
+    )
     widths_of = {num_heads: valid_widths(num_heads) for num_heads in numbers}
-    num_heads_of = {width: num_heads for num_heads in reversed(numbers) for width in widths_of[num_heads]}
+    num_heads_of = {
+        width: num_heads for num_heads in reversed(numbers) for width in widths_of[num_heads]
+    }
 
-    # Counting parameters takes seconds for deep models. The number of heads does not change the count, so each width is
-    # counted only once. The count grows with the width, so one search over the widths covers all numbers of heads.
+    # Counting parameters takes seconds for deep models. The number of heads does not change the
+    # count, so each width is counted only once. The count grows with the width, so one search over
+    # the widths covers all numbers of heads.
     @functools.cache
     def count(width: int) -> int:
         return num_parameters(resize(config, width, num_heads_of[width]))
 
     widths = sorted(num_heads_of)
-    least, most = (first_at_least(widths, start, (1 + sign * PARAMETER_TOLERANCE) * target, count) for sign in (-1, 1))
-    near = widths[least:most + (count(widths[most]) <= (1 + PARAMETER_TOLERANCE) * target)]
-    candidates = ([width for width in widths_of[num_heads] if width in near] for num_heads in numbers)
+    least, most = (
+        first_at_least(widths, start, (1 + sign * PARAMETER_TOLERANCE) * target, count)
+        for sign in (-1, 1)
+    )
+    near = widths[least : most + (count(widths[most]) <= (1 + PARAMETER_TOLERANCE) * target)]
+    candidates = (
+        [width for width in widths_of[num_heads] if width in near] for num_heads in numbers
+    )
     width = nearest_width(next(filter(None, candidates), widths), start, target, count)
     return resize(config, width, num_heads_of[width])
 
 
-def first_at_least(widths: list[int], start: int, target: float, count: Callable[[int], int]) -> int:
-    """Returns the index of the first width with at least `target` parameters, or the last index if there is none."""
+def first_at_least(
+    widths: list[int], start: int, target: float, count: Callable[[int], int]
+) -> int:
+    """Returns the index of the first width with at least `target` parameters, or the last index if
+    there is none.
+    """
     low, high, guess = 0, len(widths) - 1, bisect.bisect_left(widths, start)
     while low < high:
         i = min(max(guess, low), high - 1)
         low, high = (low, i) if count(widths[i]) >= target else (i + 1, high)
-        # The number of parameters grows almost quadratically with the width, so this guess is close.
+        # The number of parameters grows almost quadratically with the width, so this guess is
+        # close.
         guess = bisect.bisect_left(widths, widths[i] * math.sqrt(target / count(widths[i])))
     return low
 
 
 def nearest_width(widths: list[int], start: int, target: int, count: Callable[[int], int]) -> int:
     i = first_at_least(widths, start, target, count)
-    return min(widths[max(0, i - 1):i + 1], key=lambda width: abs(count(width) - target))
+    return min(widths[max(0, i - 1) : i + 1], key=lambda width: abs(count(width) - target))
 
 
 def resize(config: ConfigDict, d_model: int, num_heads: int) -> ConfigDict:

@@ -1,8 +1,9 @@
-"""The fit of L = E + A/N^α + B/D^β (Hoffmann et al., arXiv 2203.15556): loss L, parameters N, training tokens D.
+"""The fit of L = E + A/N^α + B/D^β (Hoffmann et al., arXiv 2203.15556): loss L, parameters N,
+training tokens D.
 
-Given α and β, the best E, A, B ≥ 0 are a linear least-squares problem of three columns. Only α and β are searched
-(variable projection, arXiv 2603.22339), for many samples of the data at once: a bootstrap of thousands of fits takes
-less than a second.
+Given α and β, the best E, A, B ≥ 0 are a linear least-squares problem of three columns. Only α and
+β are searched (variable projection, arXiv 2603.22339), for many samples of the data at once: a
+bootstrap of thousands of fits takes less than a second.
 """
 
 import itertools
@@ -15,7 +16,9 @@ STARTS = (0.1, 0.3, 0.6, 1.2)  # of α and β
 MAX_STEPS = 60
 TOLERANCE = 1e-9  # relative decrease of the squared error at which a fit ends
 # Active sets of the columns 1, N^-α, D^-β. The first with the smallest error is used.
-COLUMN_SETS = [list(columns) for size in (3, 2, 1) for columns in itertools.combinations(range(3), size)]
+COLUMN_SETS = [
+    list(columns) for size in (3, 2, 1) for columns in itertools.combinations(range(3), size)
+]
 
 
 class Law(NamedTuple):
@@ -28,13 +31,19 @@ class Law(NamedTuple):
     token_exponent: np.ndarray
 
     def loss(self, sizes, tokens) -> np.ndarray:
-        """Returns the loss at each pair of `sizes` and `tokens`; of bootstrap samples, with shape (samples, pairs)."""
-        e, a, b, alpha, beta = (np.expand_dims(constant, -1) if np.ndim(constant) else constant for constant in self)
+        """Returns the loss at each pair of `sizes` and `tokens`; of bootstrap samples, with shape
+        (samples, pairs).
+        """
+        e, a, b, alpha, beta = (
+            np.expand_dims(constant, -1) if np.ndim(constant) else constant for constant in self
+        )
         return e + a * np.asarray(sizes, float) ** -alpha + b * np.asarray(tokens, float) ** -beta
 
 
 class Data(NamedTuple):
-    """Points to fit. `sizes` and `tokens` are divided by their geometric means, so that all columns are near 1."""
+    """Points to fit. `sizes` and `tokens` are divided by their geometric means, so that all columns
+    are near 1.
+    """
 
     sizes: np.ndarray  # (points,)
     tokens: np.ndarray  # (points,)
@@ -50,7 +59,9 @@ def fit(sizes, tokens, losses) -> Law:
 
 
 def bootstrap(law: Law, sizes, tokens, losses, weights: np.ndarray) -> Law:
-    """Returns one law per row of `weights`, (samples, points): how often each point is in the sample."""
+    """Returns one law per row of `weights`, (samples, points): how often each point is in the
+    sample.
+    """
     data, scales = _scaled(sizes, tokens, losses)
     starts = np.tile([law.size_exponent, law.token_exponent], (len(weights), 1))
     exponents, constants, _ = _search(starts, data, np.asarray(weights, float))
@@ -64,14 +75,20 @@ def _scaled(sizes, tokens, losses) -> tuple[Data, np.ndarray]:
 
 
 def _unscaled(exponents: np.ndarray, constants: np.ndarray, scales: np.ndarray) -> Law:
-    factors = constants[..., 1:] * scales ** exponents
-    return Law(constants[..., 0], factors[..., 0], factors[..., 1], exponents[..., 0], exponents[..., 1])
+    factors = constants[..., 1:] * scales**exponents
+    return Law(
+        constants[..., 0], factors[..., 0], factors[..., 1], exponents[..., 0], exponents[..., 1]
+    )
 
 
-def _search(starts: np.ndarray, data: Data, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (exponents, constants, squared errors) of one fit per row of `weights`, by Levenberg-Marquardt steps.
+def _search(
+    starts: np.ndarray, data: Data, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (exponents, constants, squared errors) of one fit per row of `weights`, by
+    Levenberg-Marquardt steps.
 
-    The steps of ln α and ln β are those of all five parameters. After each, the constants are solved for exactly.
+    The steps of ln α and ln β are those of all five parameters. After each, the constants are
+    solved for exactly.
     """
     bounds = np.log(EXPONENTS)
     logs = np.log(np.clip(starts, *EXPONENTS))
@@ -80,8 +97,15 @@ def _search(starts: np.ndarray, data: Data, weights: np.ndarray) -> tuple[np.nda
     for _ in range(MAX_STEPS):
         if not len(active):
             break
-        step = _step(logs[active], data, weights[active], columns[active], constants[active], residuals[active],
-                     damping[active])
+        step = _step(
+            logs[active],
+            data,
+            weights[active],
+            columns[active],
+            constants[active],
+            residuals[active],
+            damping[active],
+        )
         new_logs = np.clip(logs[active] + np.clip(step, -1, 1), *bounds)
         found = _project(new_logs, data, weights[active])
         before, is_better = errors[active], found[-1] < errors[active]
@@ -97,7 +121,7 @@ def _search(starts: np.ndarray, data: Data, weights: np.ndarray) -> tuple[np.nda
 def _project(logs: np.ndarray, data: Data, weights: np.ndarray):
     """Returns (columns 1, N^-α, D^-β; the best E, A, B ≥ 0; residuals; weighted squared errors)."""
     alpha, beta = np.exp(logs).T[..., None]
-    powers = data.sizes ** -alpha, data.tokens ** -beta
+    powers = data.sizes**-alpha, data.tokens**-beta
     columns = np.stack([np.ones_like(powers[0]), *powers], -1)
     weighted = np.swapaxes(columns * weights[..., None], 1, 2)
     constants = _nonnegative(weighted @ columns, weighted @ data.losses)
@@ -106,7 +130,9 @@ def _project(logs: np.ndarray, data: Data, weights: np.ndarray):
 
 
 def _nonnegative(gram: np.ndarray, moments: np.ndarray) -> np.ndarray:
-    """Returns, for each sample, the x ≥ 0 with the smallest xᵀ·gram·x − 2·moments·x. Tries all sets of columns."""
+    """Returns, for each sample, the x ≥ 0 with the smallest xᵀ·gram·x − 2·moments·x. Tries all sets
+    of columns.
+    """
     best, gains = np.zeros_like(moments), np.full(len(moments), -np.inf)
     for columns in COLUMN_SETS:
         part = gram[:, columns][:, :, columns]
@@ -119,11 +145,22 @@ def _nonnegative(gram: np.ndarray, moments: np.ndarray) -> np.ndarray:
     return best
 
 
-def _step(logs: np.ndarray, data: Data, weights: np.ndarray, columns: np.ndarray, constants: np.ndarray,
-          residuals: np.ndarray, damping: np.ndarray) -> np.ndarray:
-    """Returns the damped Gauss-Newton steps of ln α and ln β. Constants at their bound 0 stay there."""
+def _step(
+    logs: np.ndarray,
+    data: Data,
+    weights: np.ndarray,
+    columns: np.ndarray,
+    constants: np.ndarray,
+    residuals: np.ndarray,
+    damping: np.ndarray,
+) -> np.ndarray:
+    """Returns the damped Gauss-Newton steps of ln α and ln β. Constants at their bound 0 stay
+    there.
+    """
     shape = residuals.shape
-    log_data = np.stack([np.broadcast_to(np.log(axis), shape) for axis in (data.sizes, data.tokens)], -1)
+    log_data = np.stack(
+        [np.broadcast_to(np.log(axis), shape) for axis in (data.sizes, data.tokens)], -1
+    )
     by_exponent = -(constants[:, None] * columns)[..., 1:] * log_data * np.exp(logs)[:, None]
     jacobian = np.concatenate([columns * (constants > 0)[:, None], by_exponent], -1)
     weighted = np.swapaxes(jacobian * weights[..., None], 1, 2)

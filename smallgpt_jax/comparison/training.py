@@ -26,17 +26,22 @@ from smallgpt_jax.training.learning_rate import decay_start
 from smallgpt_jax.training.program import RECENT_STEPS
 from smallgpt_jax.training.stack import can_be_stacked, train_stack
 
-# Models whose other seeds do not compile again. On CPUs, the programs that measure inference take 0.2 GB per model.
+# Models whose other seeds do not compile again. On CPUs, the programs that measure inference take
+# 0.2 GB per model.
 MAX_COMPILED = 4
 
 
-def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable[[PlannedRun], None],
-                     command: str = "") -> dict[Path, float]:
+def train_comparison(
+    comparison: Comparison,
+    text: Corpus,
+    measure_run: Callable[[PlannedRun], None],
+    command: str = "",
+) -> dict[Path, float]:
     """Trains the runs of a comparison. Returns {folder: loss} of the finished runs.
 
-    Skips runs that another process is training, but waits for those of grids, whose losses determine which runs
-    follow, for the trunks of shorter runs, and for all other runs before the first held-out one, whose losses are then
-    predicted. `command` repeats the comparison.
+    Skips runs that another process is training, but waits for those of grids, whose losses
+    determine which runs follow, for the trunks of shorter runs, and for all other runs before the
+    first held-out one, whose losses are then predicted. `command` repeats the comparison.
     """
     held_out.require_enough_runs(comparison)
     # The seeds of a model are not trained one after another.
@@ -45,12 +50,18 @@ def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable
     measured, busy, is_predicted, compiled = set(), set(), not comparison.held_out, set()
     while True:
         planned = comparison.runs(losses)
-        ready = [run for run in planned
-                 if run.folder not in busy and run.folder not in (losses if run.in_grid else measured)
-                 and (run.trunk is None or run.trunk in losses)]
+        ready = [
+            run
+            for run in planned
+            if run.folder not in busy
+            and run.folder not in (losses if run.in_grid else measured)
+            and (run.trunk is None or run.trunk in losses)
+        ]
         run = ready[0] if ready else None
         if run is None or (run.is_held_out and not is_predicted):
-            if awaited := next(awaited_folders(planned, busy, before_held_out=not is_predicted), None):
+            if awaited := next(
+                awaited_folders(planned, busy, before_held_out=not is_predicted), None
+            ):
                 print(f"waiting for {awaited}, which another process is training", flush=True)
                 with file_lock(awaited / LOCK_FILE, wait=True):
                     busy.remove(awaited)
@@ -65,7 +76,9 @@ def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable
             folders = list(dict.fromkeys(other.folder for other in planned))
             together = runs_to_train(ready, losses, comparison, text)
             for other in together:
-                print_headline(other, f"[{folders.index(other.folder) + 1}/{comparison.num_runs(losses)}]")
+                print_headline(
+                    other, f"[{folders.index(other.folder) + 1}/{comparison.num_runs(losses)}]"
+                )
             found = train_runs(together, comparison, text) if together else {}
             busy |= {folder for folder, loss in found.items() if loss is None}
             losses |= {folder: loss for folder, loss in found.items() if loss is not None}
@@ -77,7 +90,8 @@ def train_comparison(comparison: Comparison, text: Corpus, measure_run: Callable
 
 
 def free_programs(model: ModelConfig, compiled: set[ModelConfig]) -> None:
-    """Frees compiled programs, except those that `shared_program` keeps, if `model` is one more than MAX_COMPILED.
+    """Frees compiled programs, except those that `shared_program` keeps, if `model` is one more
+    than MAX_COMPILED.
 
     `compiled` are the models whose programs JAX may still have.
     """
@@ -87,26 +101,38 @@ def free_programs(model: ModelConfig, compiled: set[ModelConfig]) -> None:
     compiled.add(model)
 
 
-def awaited_folders(planned: Sequence[PlannedRun], busy: Set[Path], before_held_out: bool) -> Iterator[Path]:
-    """Returns the busy runs that others depend on: those of grids, and trunks of runs that no process is training.
+def awaited_folders(
+    planned: Sequence[PlannedRun], busy: Set[Path], before_held_out: bool
+) -> Iterator[Path]:
+    """Returns the busy runs that others depend on: those of grids, and trunks of runs that no
+    process is training.
 
     With `before_held_out`, also all runs that are not held out.
     """
     trunks = {run.trunk for run in planned if run.folder not in busy}
-    return (run.folder for run in planned if run.folder in busy
-            and (run.in_grid or run.folder in trunks or (before_held_out and not run.is_held_out)))
+    return (
+        run.folder
+        for run in planned
+        if run.folder in busy
+        and (run.in_grid or run.folder in trunks or (before_held_out and not run.is_held_out))
+    )
 
 
-def runs_to_train(ready: Sequence[PlannedRun], losses: dict[Path, float], comparison: Comparison,
-                  text: Corpus) -> list[PlannedRun]:
-    """Returns the first ready run and those to train together with it; [] if it is finished or in a record.
+def runs_to_train(
+    ready: Sequence[PlannedRun], losses: dict[Path, float], comparison: Comparison, text: Corpus
+) -> list[PlannedRun]:
+    """Returns the first ready run and those to train together with it; [] if it is finished or in a
+    record.
 
     Adds the losses of such runs to `losses`.
     """
     first, found = ready[0], []
     for run in ready:
-        if run.folder in losses or run.is_held_out != first.is_held_out or (
-                run is not first and not can_be_stacked(run.config, first.config)):
+        if (
+            run.folder in losses
+            or run.is_held_out != first.is_held_out
+            or (run is not first and not can_be_stacked(run.config, first.config))
+        ):
             continue
         check_existing(run, comparison.output, text)
         if (loss := known_loss(run, comparison, text)) is None:
@@ -119,14 +145,20 @@ def runs_to_train(ready: Sequence[PlannedRun], losses: dict[Path, float], compar
 
 
 def print_headline(run: PlannedRun, number: str) -> None:
-    rate = f", learning rate × {format_multiple(run.multiple)}" if run.in_grid or run.multiple != 1 else ""
+    rate = (
+        f", learning rate × {format_multiple(run.multiple)}"
+        if run.in_grid or run.multiple != 1
+        else ""
+    )
     horizon = f", horizon × {format_multiple(run.horizon)}" if run.trunk else ""
     print(f"\n{number} {run.name}, seed {run.config.train.seed}{rate}{horizon}", flush=True)
 
 
-def train_runs(runs: Sequence[PlannedRun], comparison: Comparison, text: Corpus) -> dict[Path, float | None]:
-    """Trains one run, or several in a stack. Returns {folder: loss}: inf if the run has diverged, None if another
-    process trains it.
+def train_runs(
+    runs: Sequence[PlannedRun], comparison: Comparison, text: Corpus
+) -> dict[Path, float | None]:
+    """Trains one run, or several in a stack. Returns {folder: loss}: inf if the run has diverged,
+    None if another process trains it.
     """
     configs = {run.folder: with_available_trunk(run) for run in runs}
     errors: dict[Path, BaseException | None] = {}
@@ -141,7 +173,9 @@ def train_runs(runs: Sequence[PlannedRun], comparison: Comparison, text: Corpus)
     return {run.folder: loss_after(run, errors.get(run.folder), comparison) for run in runs}
 
 
-def loss_after(run: PlannedRun, error: BaseException | None, comparison: Comparison) -> float | None:
+def loss_after(
+    run: PlannedRun, error: BaseException | None, comparison: Comparison
+) -> float | None:
     """Returns the loss of a run that has ended, as `train_runs` does. Raises other errors."""
     if error is None:
         return comparison.result(run).score
@@ -161,8 +195,11 @@ def known_loss(run: PlannedRun, comparison: Comparison, text: Corpus) -> float |
     if (loss := comparison.recorded_loss(run)) is not None:
         return loss
     if has_diverged(run.folder):
-        print(f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can continue the run)",
-              flush=True)
+        print(
+            f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can "
+            "continue the run)",
+            flush=True,
+        )
         return math.inf
     return comparison.result(run).score if is_finished(run.folder, run.config, text) else None
 
@@ -170,8 +207,11 @@ def known_loss(run: PlannedRun, comparison: Comparison, text: Corpus) -> float |
 def known_losses(comparison: Comparison, text: Corpus) -> dict[Path, float]:
     """Returns {folder: loss} as `train_comparison` does, without training."""
     losses: dict[Path, float] = {}
-    while found := {run.folder: loss for run in comparison.runs(losses) if run.folder not in losses
-                    and (loss := known_loss(run, comparison, text)) is not None}:
+    while found := {
+        run.folder: loss
+        for run in comparison.runs(losses)
+        if run.folder not in losses and (loss := known_loss(run, comparison, text)) is not None
+    }:
         losses |= found  # the losses of a grid determine further runs
     return losses
 
@@ -179,11 +219,14 @@ def known_losses(comparison: Comparison, text: Corpus) -> dict[Path, float]:
 def with_available_trunk(run: PlannedRun) -> Config:
     """Returns the run's config, without its trunk if a new run cannot start from it.
 
-    A trunk that was finished before the horizon was added, or that has diverged, may lack the checkpoint. The run then
-    starts from step 0, with the same results.
+    A trunk that was finished before the horizon was added, or that has diverged, may lack the
+    checkpoint. The run then starts from step 0, with the same results.
     """
-    if (run.trunk is None or saved_steps(run.folder / CHECKPOINT_FOLDER)
-            or decay_start(run.config.optimizer) in saved_steps(run.trunk / CHECKPOINT_FOLDER)):
+    if (
+        run.trunk is None
+        or saved_steps(run.folder / CHECKPOINT_FOLDER)
+        or decay_start(run.config.optimizer) in saved_steps(run.trunk / CHECKPOINT_FOLDER)
+    ):
         return run.config
     return run.config.replace(train={"trunk": ""})
 
@@ -193,5 +236,7 @@ def check_existing(run: PlannedRun, output: Path, text: Corpus) -> None:
         check_workdir(run.folder, run.config)
         check_same_text(run.folder, text)
     except UserError as error:
-        message = str(error).removeprefix("--workdir=").replace("another --workdir", "another --output")
+        message = (
+            str(error).removeprefix("--workdir=").replace("another --workdir", "another --output")
+        )
         raise UserError(f"--output={output}: {message}") from None

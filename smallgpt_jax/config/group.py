@@ -7,11 +7,12 @@
         # number of training steps
         steps: int = free(19_073)
 
-A field has a type (one of TYPES), a comment, and its value in the recipe `paper`. The rest derives from these lines:
-the ConfigDict of recipes and flags, messages for wrong fields, and what may change when a run is resumed.
+A field has a type (one of TYPES), a comment, and its value in the recipe `paper`. The rest derives
+from these lines: the ConfigDict of recipes and flags, messages for wrong fields, and what may
+change when a run is resumed.
 
-A config.json without a field was written before the field existed. The field then has its default, so the default of a
-new field must not change what older runs compute.
+A config.json without a field was written before the field existed. The field then has its default,
+so the default of a new field must not change what older runs compute.
 """
 
 import contextlib
@@ -26,9 +27,15 @@ from ml_collections import ConfigDict, config_dict
 
 from smallgpt_jax.errors import UserError, suggestion
 
-TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string",
-              tuple[int, ...]: "integers, separated by commas", tuple[str, ...]: "strings, separated by commas",
-              tuple[float, ...]: "numbers, separated by commas"}
+TYPE_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    tuple[int, ...]: "integers, separated by commas",
+    tuple[str, ...]: "strings, separated by commas",
+    tuple[float, ...]: "numbers, separated by commas",
+}
 TYPES = (int, float, bool, str, tuple)  # of fields; their values can be hashed
 AT_START = -1  # value of fields that the start of a run determines
 AUTO = "auto"  # the same, of fields of text
@@ -38,37 +45,48 @@ NOT_COMPILED = {"compiled": False}  # metadata; see `not_compiled`
 
 
 def per_run(default, **metadata) -> Any:
-    """Returns a field of `model` that is fixed by a run, but not by the weights of a trained model."""
+    """Returns a field of `model` that is fixed by a run, but not by the weights of a trained
+    model.
+    """
     return dataclasses.field(default=default, metadata={"fixed_by": "run", **metadata})
 
 
 def free(default, **metadata) -> Any:
-    """Returns a field that may change when a run is resumed. It affects results through rounding, or not at all."""
+    """Returns a field that may change when a run is resumed. It affects results through rounding,
+    or not at all.
+    """
     return dataclasses.field(default=default, metadata={"fixed_by": None, **metadata})
 
 
 def not_compiled(default) -> Any:
-    """Returns a field whose value the compiled steps of a run do not contain: it is an input of theirs, or is read only
-    between them. Runs that differ only in such fields share the compiled steps.
+    """Returns a field whose value the compiled steps of a run do not contain: it is an input of
+    theirs, or is read only between them. Runs that differ only in such fields share the compiled
+    steps.
     """
     return dataclasses.field(default=default, metadata=NOT_COMPILED)
 
 
 def at_start(default, **metadata) -> Any:
-    """Returns a field whose value AT_START is replaced when the run starts. A resumed run keeps the value."""
+    """Returns a field whose value AT_START is replaced when the run starts. A resumed run keeps the
+    value.
+    """
     return dataclasses.field(default=default, metadata=REPLACED_AT_START | metadata)
 
 
 def in_decay(default) -> Any:
-    """Returns a field that affects only the steps from the start of the learning rate's decay on, not even by rounding.
+    """Returns a field that affects only the steps from the start of the learning rate's decay on,
+    not even by rounding.
 
-    Runs that differ in such fields have the earlier steps in common, if their schedule has a constant phase.
+    Runs that differ in such fields have the earlier steps in common, if their schedule has a
+    constant phase.
     """
     return dataclasses.field(default=default, metadata=IN_DECAY | NOT_COMPILED)
 
 
 def in_store(default, relaxable: bool = False) -> Any:
-    """Returns a field that fixes a token store. `relaxable`: may go from "refuse" to another value on resumption."""
+    """Returns a field that fixes a token store. `relaxable`: may go from "refuse" to another value
+    on resumption.
+    """
     return dataclasses.field(default=default, metadata={"in_store": True, "relaxable": relaxable})
 
 
@@ -79,14 +97,16 @@ def of_probe(default) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NotCompiled:
-    """Takes the place of a value in `ConfigGroup.compiled_part`. Arithmetic, order and tests raise TypeError;
-    it equals no value.
+    """Takes the place of a value in `ConfigGroup.compiled_part`. Arithmetic, order and tests raise
+    TypeError; it equals no value.
     """
 
     field: str
 
     def __bool__(self):
-        raise TypeError(f"{self.field} has no value in the compiled steps (config.group.not_compiled)")
+        raise TypeError(
+            f"{self.field} has no value in the compiled steps (config.group.not_compiled)"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,17 +124,23 @@ class ConfigGroup:
 
     @classmethod
     def from_fields(cls, fields: Mapping) -> Self:
-        """Missing fields have their defaults. Raises UserError for unknown fields and invalid values."""
+        """Missing fields have their defaults. Raises UserError for unknown fields and invalid
+        values.
+        """
         field_types(cls)  # a declaration may be wrong
         known = {field.name: field for field in dataclasses.fields(cls)}
         owner = f"{fields['architecture']} " if "architecture" in fields else ""
         for name, value in fields.items():
             if name not in known:
-                raise UserError(f"config.{cls.GROUP}.{name}={value!r}: {owner and f'{owner}has '}no such field"
-                                + (suggestion(name, known) or "; remove it"))
+                raise UserError(
+                    f"config.{cls.GROUP}.{name}={value!r}: {owner and f'{owner}has '}no such field"
+                    + (suggestion(name, known) or "; remove it")
+                )
         for name, field in known.items():
             if field.default is dataclasses.MISSING and name not in fields:
-                raise UserError(f"config.{cls.GROUP}.{name}: {owner}needs a value for this field; set it")
+                raise UserError(
+                    f"config.{cls.GROUP}.{name}: {owner}needs a value for this field; set it"
+                )
         group = cls(**fields)
         group.validate_types()
         group.validate()
@@ -124,13 +150,21 @@ class ConfigGroup:
     def config_dict(cls) -> ConfigDict:
         """Fields without a default are placeholders."""
         types = field_types(cls)
-        return ConfigDict({
-            field.name: config_dict.placeholder(_kind(types[field.name])) if field.default is dataclasses.MISSING
-            else field.default for field in dataclasses.fields(cls)})
+        return ConfigDict(
+            {
+                field.name: config_dict.placeholder(_kind(types[field.name]))
+                if field.default is dataclasses.MISSING
+                else field.default
+                for field in dataclasses.fields(cls)
+            }
+        )
 
     @classmethod
     def names(cls, **metadata) -> tuple[str, ...]:
-        """Returns the names of the fields with this metadata. `fixed_by` is the group `model` or "run" by default."""
+        """Returns the names of the fields with this metadata. `fixed_by` is the group `model` or
+        "run" by default.
+        """
+
         def matches(field: dataclasses.Field) -> bool:
             marks = {"fixed_by": "model" if cls.GROUP == "model" else "run", **field.metadata}
             return all(marks.get(name) == value for name, value in metadata.items())
@@ -142,7 +176,12 @@ class ConfigGroup:
 
     def compiled_part(self) -> Self:
         """Groups with equal parts have equal compiled steps."""
-        return self.replace(**{name: NotCompiled(f"config.{self.GROUP}.{name}") for name in self.names(compiled=False)})
+        return self.replace(
+            **{
+                name: NotCompiled(f"config.{self.GROUP}.{name}")
+                for name in self.names(compiled=False)
+            }
+        )
 
     def validate(self) -> None:
         """Raises UserError for invalid values."""
@@ -160,40 +199,61 @@ class ConfigGroup:
 
     def validate_choice(self, field: str, allowed: Iterable[str]) -> None:
         if (value := getattr(self, field)) not in allowed:
-            self.refuse(field, f"must be one of {', '.join(name or repr('') for name in allowed)}"
-                        + suggestion(str(value), allowed))
+            self.refuse(
+                field,
+                f"must be one of {', '.join(name or repr('') for name in allowed)}"
+                + suggestion(str(value), allowed),
+            )
 
     def validate_range(self, *fields: str, least: float = 0, above: bool = False) -> None:
         """Also refuses values that are not finite."""
         for field in fields:
             value = getattr(self, field)
             if not (least < value if above else least <= value) or not value < math.inf:
-                finite = ("a finite number" + " " * above + ", " * (not above)) if isinstance(value, float) else ""
+                finite = (
+                    ("a finite number" + " " * above + ", " * (not above))
+                    if isinstance(value, float)
+                    else ""
+                )
                 self.refuse(field, f"must be {finite}{'above' if above else 'at least'} {least:g}")
 
     def validate_fraction(self, *fields: str, above: bool = False, below: bool = True) -> None:
-        """Raises UserError for values outside [0, 1). `above` excludes 0; without `below`, 1 is valid."""
+        """Raises UserError for values outside [0, 1). `above` excludes 0; without `below`, 1 is
+        valid.
+        """
         for field in fields:
             value = getattr(self, field)
             if not ((value > 0 if above else value >= 0) and (value < 1 if below else value <= 1)):
-                self.refuse(field, f"must be {'above' if above else 'at least'} 0 and "
-                            f"{'below' if below else 'at most'} 1")
+                self.refuse(
+                    field,
+                    f"must be {'above' if above else 'at least'} 0 and "
+                    f"{'below' if below else 'at most'} 1",
+                )
 
 
 @functools.cache
 def field_types(group: type[ConfigGroup]) -> dict[str, Any]:
-    """Returns {field: declared type}. Users declare fields, too; raises UserError for unsupported declarations."""
-    fields, hints = {field.name: field for field in dataclasses.fields(group)}, typing.get_type_hints(group)
+    """Returns {field: declared type}. Users declare fields, too; raises UserError for unsupported
+    declarations.
+    """
+    fields, hints = (
+        {field.name: field for field in dataclasses.fields(group)},
+        typing.get_type_hints(group),
+    )
     for name, declared in hints.items():
         where = f"config.{group.GROUP}.{name}: {group.__name__}"
         if _kind(declared) in (ClassVar, dataclasses.KW_ONLY):
             continue
         if name not in fields:
-            raise UserError(f"{where} is not a dataclass with this field; decorate it with "
-                            "@dataclasses.dataclass(frozen=True, kw_only=True)")
+            raise UserError(
+                f"{where} is not a dataclass with this field; decorate it with "
+                "@dataclasses.dataclass(frozen=True, kw_only=True)"
+            )
         if _kind(declared) not in TYPES:
-            raise UserError(f"{where} declares another type than int, float, bool, str or a tuple such as "
-                            "tuple[int, ...]; declare one of them, with a value such as 0 or '' for none")
+            raise UserError(
+                f"{where} declares another type than int, float, bool, str or a tuple such as "
+                "tuple[int, ...]; declare one of them, with a value such as 0 or '' for none"
+            )
         if fields[name].default_factory is not dataclasses.MISSING:
             raise UserError(f"{where} declares a default_factory; declare a default value")
     return {name: hints[name] for name in fields}

@@ -1,9 +1,9 @@
 """Exports models as GGUF files, which llama.cpp and the programs built on it run.
 
-llama.cpp has its own code for each architecture. A gpt with the block of Llama or Qwen3 (conversion/llama.py) is
-exported; other models are refused. Tokenizers are exported if llama.cpp has their algorithm. As in `generate`, a text
-begins with the begin-of-text token, and rows of the embedding and the head without a token are never sampled: the file
-does not contain them.
+llama.cpp has its own code for each architecture. A gpt with the block of Llama or Qwen3
+(conversion/llama.py) is exported; other models are refused. Tokenizers are exported if llama.cpp
+has their algorithm. As in `generate`, a text begins with the begin-of-text token, and rows of the
+embedding and the head without a token are never sampled: the file does not contain them.
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,22 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
 
 # Our names of the dtypes → GGUF's names of the dtype of matrices and of the type of the file.
-DTYPES = {"float32": ("F32", "ALL_F32"), "float16": ("F16", "MOSTLY_F16"), "q8_0": ("Q8_0", "MOSTLY_Q8_0")}
+DTYPES = {
+    "float32": ("F32", "ALL_F32"),
+    "float16": ("F16", "MOSTLY_F16"),
+    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
+}
 Q8_BLOCK = 32  # numbers of a row that share a scale
 EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")  # one row per token
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens, in GGUF as in SentencePiece
 
 
-def write(path: Path, name: str, model: models.LanguageModel, params, tokenizer: Tokenizer, dtype: str) -> str:
-    """`dtype` is one of DTYPES and applies to matrices; vectors are float32. Returns a description of the file."""
+def write(
+    path: Path, name: str, model: models.LanguageModel, params, tokenizer: Tokenizer, dtype: str
+) -> str:
+    """`dtype` is one of DTYPES and applies to matrices; vectors are float32. Returns a description
+    of the file.
+    """
     config, (_, file_type) = model.config, DTYPES[dtype]
     require_support(config, tokenizer)
     gguf = import_library("gguf", "gguf")
@@ -42,7 +50,10 @@ def write(path: Path, name: str, model: models.LanguageModel, params, tokenizer:
     writer.add_eos_token_id(tokenizer.end_of_text)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
-    theirs, num_wider = llama_cpp_tensors(gguf, config, tensors.from_params(model, params), tokenizer.vocab_size), 0
+    theirs, num_wider = (
+        llama_cpp_tensors(gguf, config, tensors.from_params(model, params), tokenizer.vocab_size),
+        0,
+    )
     for their_name, x in theirs.items():
         stored = dtype if x.ndim > 1 else "float32"
         if stored == "q8_0" and x.shape[-1] % Q8_BLOCK:
@@ -53,7 +64,10 @@ def write(path: Path, name: str, model: models.LanguageModel, params, tokenizer:
     writer.write_tensors_to_file()
     writer.close()
     return f"{architecture(config)} in {dtype}" + (
-        f" ({num_wider} matrices in float16, because {Q8_BLOCK} does not divide their rows)" if num_wider else "")
+        f" ({num_wider} matrices in float16, because {Q8_BLOCK} does not divide their rows)"
+        if num_wider
+        else ""
+    )
 
 
 def architecture(config: ModelConfig) -> str:
@@ -64,11 +78,17 @@ def architecture(config: ModelConfig) -> str:
 def require_support(config: ModelConfig, tokenizer: Tokenizer) -> None:
     if other := first_other(config, llama.FIXED, llama.FREE):
         field, needed = other
-        config.refuse(field, f"llama.cpp's llama and qwen3 differ; --to=gguf needs {needed!r}, as in configs/llama.py")
+        config.refuse(
+            field,
+            f"llama.cpp's llama and qwen3 differ; --to=gguf needs {needed!r}, as in "
+            "configs/llama.py",
+        )
     if tokenizer.kind not in TOKENIZERS:
         raise UserError(
-            f"--to=gguf: the run's tokenizer is of the kind {tokenizer.kind!r}, supported are {', '.join(TOKENIZERS)}; "
-            "use --to=hf, and llama.cpp's convert_hf_to_gguf.py, which knows some published tokenizers")
+            f"--to=gguf: the run's tokenizer is of the kind {tokenizer.kind!r}, supported are "
+            f"{', '.join(TOKENIZERS)}; use --to=hf, and llama.cpp's convert_hf_to_gguf.py, which "
+            "knows some published tokenizers"
+        )
 
 
 def add_sizes(writer, config: ModelConfig) -> None:
@@ -85,33 +105,50 @@ def add_sizes(writer, config: ModelConfig) -> None:
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
 
 
-def llama_cpp_tensors(gguf, config: ModelConfig, ours: Mapping[str, np.ndarray], vocab_size: int) -> dict:
+def llama_cpp_tensors(
+    gguf, config: ModelConfig, ours: Mapping[str, np.ndarray], vocab_size: int
+) -> dict:
     """Returns {llama.cpp's name: tensor}. Linear weights have the shape (outputs, inputs)."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture(config).upper()], config.num_layers)
+    names = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH[architecture(config).upper()], config.num_layers
+    )
     theirs = {}
     for name, x in llama.to_hugging_face(config, ours).items():
         if name in EMBEDDINGS:
             x = x[:vocab_size]
         if architecture(config) == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            # We rotate the entries i and i + K/2 of each head (models/positions.py), and so does llama.cpp's qwen3; its
-            # llama rotates 2i and 2i + 1.
-            x = x.reshape(-1, 2, config.head_width // 2, x.shape[-1]).swapaxes(1, 2).reshape(x.shape)
+            # We rotate the entries i and i + K/2 of each head (models/positions.py), and so does
+            # llama.cpp's qwen3; its llama rotates 2i and 2i + 1.
+            x = (
+                x.reshape(-1, 2, config.head_width // 2, x.shape[-1])
+                .swapaxes(1, 2)
+                .reshape(x.shape)
+            )
         theirs[names.get_name(name, try_suffixes=(".weight",))] = x
     return theirs
 
 
 def add_tensor(gguf, writer, name: str, x: np.ndarray, dtype: str) -> None:
     if not np.isfinite(x).all():
-        raise UserError(f"{name}: has infinite or NaN weights; export an earlier checkpoint (--step)")
-    limit = {"float32": np.inf, "float16": 65504, "q8_0": 127 * 65504}[dtype]  # the scales of q8_0 are float16
+        raise UserError(
+            f"{name}: has infinite or NaN weights; export an earlier checkpoint (--step)"
+        )
+    limit = {"float32": np.inf, "float16": 65504, "q8_0": 127 * 65504}[
+        dtype
+    ]  # the scales of q8_0 are float16
     if np.abs(x).max() > limit:
-        raise UserError(f"--dtype: {name} has weights beyond {limit:,}, the limit of {dtype}; use --dtype=float32")
+        raise UserError(
+            f"--dtype: {name} has weights beyond {limit:,}, the limit of {dtype}; use "
+            "--dtype=float32"
+        )
     kind = gguf.GGMLQuantizationType[DTYPES[dtype][0]]
     writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(x), kind), raw_dtype=kind)
 
 
 def add_byte_pairs(writer, tokenizer: Tokenizer) -> None:
-    """A file must have a merge. One of two end-of-text tokens never applies, because merging begins with characters."""
+    """A file must have a merge. One of two end-of-text tokens never applies, because merging begins
+    with characters.
+    """
     ids, merges = byte_pairs(tokenizer)
     tokens = sorted(ids, key=ids.get)
     writer.add_tokenizer_model("gpt2")
@@ -122,7 +159,9 @@ def add_byte_pairs(writer, tokenizer: Tokenizer) -> None:
 
 
 def add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
-    """llama.cpp merges pieces by score, encodes other characters as bytes, and normalizes nothing but spaces."""
+    """llama.cpp merges pieces by score, encodes other characters as bytes, and normalizes nothing
+    but spaces.
+    """
     from sentencepiece.sentencepiece_model_pb2 import TrainerSpec
 
     spec = sentencepiece_spec(tokenizer)
@@ -133,10 +172,13 @@ def add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
         "normalizes characters": rules.precompiled_charsmap,
         "removes spaces (remove_extra_whitespaces)": rules.remove_extra_whitespaces,
         "has treat_whitespace_as_suffix": trainer.treat_whitespace_as_suffix,
-        "has user-defined pieces": any(piece.type == USER_DEFINED for piece in spec.pieces)}  # it finds others first
+        "has user-defined pieces": any(piece.type == USER_DEFINED for piece in spec.pieces),
+    }  # it finds others first
     if found := [what for what, applies in unsupported.items() if applies]:
-        raise UserError(f"--to=gguf: llama.cpp cannot encode as the run's SentencePiece model, which {found[0]}; use "
-                        "--to=hf")
+        raise UserError(
+            "--to=gguf: llama.cpp cannot encode as the run's SentencePiece model, which "
+            f"{found[0]}; use --to=hf"
+        )
     writer.add_tokenizer_model("llama")
     writer.add_token_list([piece.piece for piece in spec.pieces])
     writer.add_token_types([piece.type for piece in spec.pieces])

@@ -1,7 +1,7 @@
 """Names and layouts of tensors in Hugging Face's GPT2LMHeadModel.
 
-Its linear weights have the shape (inputs, outputs). nanoGPT and the paper's code use the same names within a block, but
-their linear weights have the shape (outputs, inputs), as usual in PyTorch.
+Its linear weights have the shape (inputs, outputs). nanoGPT and the paper's code use the same names
+within a block, but their linear weights have the shape (outputs, inputs), as usual in PyTorch.
 """
 
 import re
@@ -15,19 +15,41 @@ from smallgpt_jax.models import ModelConfig
 MODEL_TYPES = ("gpt2",)
 CODE = ()  # no files: transformers contains the code of this model
 BLOCK_NAMES = {
-    "attention_norm": "ln_1", "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj",
-    "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
 OTHER_NAMES = {
-    "token_embedding.weight": "transformer.wte.weight", "position_embedding.weight": "transformer.wpe.weight",
-    "final_norm.weight": "transformer.ln_f.weight", "final_norm.bias": "transformer.ln_f.bias",
-    "head.weight": "lm_head.weight"}
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-               "gelu_fast": "gelu_tanh"}  # GPT-2's name: our name
-FIXED = dict(architecture="gpt", use_bias=True, tie_embeddings=True, activation="gelu_tanh", position="learned")
+    "token_embedding.weight": "transformer.wte.weight",
+    "position_embedding.weight": "transformer.wpe.weight",
+    "final_norm.weight": "transformer.ln_f.weight",
+    "final_norm.bias": "transformer.ln_f.bias",
+    "head.weight": "lm_head.weight",
+}
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}  # GPT-2's name: our name
+FIXED = dict(
+    architecture="gpt",
+    use_bias=True,
+    tie_embeddings=True,
+    activation="gelu_tanh",
+    position="learned",
+)
 FREE = ("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio")
 # For these fields of GPT-2's config, our model supports only these values.
-SUPPORTED_VALUES = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-                    "add_cross_attention": False}
+SUPPORTED_VALUES = {
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
 
 
 def hugging_face_name(name: str) -> str:
@@ -37,7 +59,9 @@ def hugging_face_name(name: str) -> str:
 
 
 def heads_first(x: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorders axis 0 of `x`, the outputs of a QKV projection, from (3, H, K) to (H, 3, K): H heads of width K."""
+    """Reorders axis 0 of `x`, the outputs of a QKV projection, from (3, H, K) to (H, 3, K): H heads
+    of width K.
+    """
     return x.reshape(3, num_heads, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
@@ -53,7 +77,9 @@ def class_name(config: ModelConfig) -> str:
     return "GPT2LMHeadModel"
 
 
-def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def to_hugging_face(
+    config: ModelConfig, tensors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     theirs = {}
     for name, x in tensors.items():
         if ".qkv." in name:
@@ -63,8 +89,12 @@ def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> d
     return theirs
 
 
-def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Accepts tensors of a GPT2Model, too. Tensors without a counterpart in `names`, our model's, keep their names."""
+def from_hugging_face(
+    config: ModelConfig, names, tensors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Accepts tensors of a GPT2Model, too. Tensors without a counterpart in `names`, our model's,
+    keep their names.
+    """
     ours = {hugging_face_name(name): name for name in names}
     renamed = {}
     for name, x in tensors.items():
@@ -85,21 +115,43 @@ def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarr
 
 def to_config(config: ModelConfig) -> dict:
     return {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": config.vocab_size,
-        "n_positions": config.context_length, "n_embd": config.d_model, "n_layer": config.num_layers,
-        "n_head": config.num_heads, "n_inner": config.mlp_width,
-        "activation_function": "gelu_new", "embd_pdrop": config.dropout, "resid_pdrop": config.dropout,
-        "attn_pdrop": 0.0, "tie_word_embeddings": True, **SUPPORTED_VALUES}
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocab_size,
+        "n_positions": config.context_length,
+        "n_embd": config.d_model,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_inner": config.mlp_width,
+        "activation_function": "gelu_new",
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": True,
+        **SUPPORTED_VALUES,
+    }
 
 
 def from_config(theirs: ConfigJson) -> dict:
     theirs.require(SUPPORTED_VALUES)
     activation = theirs.fields.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        theirs.refuse("activation_function", activation, f"not supported; must be one of {', '.join(ACTIVATIONS)}")
+        theirs.refuse(
+            "activation_function",
+            activation,
+            f"not supported; must be one of {', '.join(ACTIVATIONS)}",
+        )
     width = theirs.size("n_embd", "hidden_size")
     return dict(
-        architecture="gpt", vocab_size=theirs.size("vocab_size"), context_length=theirs.size("n_positions", "n_ctx"),
-        num_layers=theirs.size("n_layer", "num_hidden_layers"), num_heads=theirs.size("n_head", "num_attention_heads"),
-        d_model=width, mlp_ratio=theirs.size("n_inner", default=4 * width) / width, position="learned",
-        activation=ACTIVATIONS[activation], use_bias=True, tie_embeddings=theirs.flag("tie_word_embeddings", True))
+        architecture="gpt",
+        vocab_size=theirs.size("vocab_size"),
+        context_length=theirs.size("n_positions", "n_ctx"),
+        num_layers=theirs.size("n_layer", "num_hidden_layers"),
+        num_heads=theirs.size("n_head", "num_attention_heads"),
+        d_model=width,
+        mlp_ratio=theirs.size("n_inner", default=4 * width) / width,
+        position="learned",
+        activation=ACTIVATIONS[activation],
+        use_bias=True,
+        tie_embeddings=theirs.flag("tie_word_embeddings", True),
+    )

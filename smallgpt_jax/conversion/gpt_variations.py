@@ -1,9 +1,11 @@
-"""Imports models of all four architectures from `.pt` files of the paper's released code (SkAndMl/gpt-variations).
+"""Imports models of all four architectures from `.pt` files of the paper's released code
+(SkAndMl/gpt-variations).
 
-A file contains a dictionary with the keys "model" (the tensors), "config" (an instance of the released code's class
-models.GPTConfig), "step" and "val_loss". The number of heads is read from the config, because no tensor's shape depends
-on it. All other sizes are inferred from the tensors: the config of an lgpt or cgpt has the wrong width, because the
-released code overwrites the width with that of the last stage.
+A file contains a dictionary with the keys "model" (the tensors), "config" (an instance of the
+released code's class models.GPTConfig), "step" and "val_loss". The number of heads is read from the
+config, because no tensor's shape depends on it. All other sizes are inferred from the tensors: the
+config of an lgpt or cgpt has the wrong width, because the released code overwrites the width with
+that of the last stage.
 """
 
 import re
@@ -30,8 +32,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     saved = torch_file.read_torch_file(path, records=(CONFIG_CLASS,))
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise UserError(f"{path}: not a checkpoint of the paper's code (no 'model' entry)")
-    theirs = {name.removeprefix("_orig_mod."): x
-              for name, x in torch_file.require_tensors(saved["model"], path).items()}
+    theirs = {
+        name.removeprefix("_orig_mod."): x
+        for name, x in torch_file.require_tensors(saved["model"], path).items()
+    }
     config = saved.get("config")
     num_heads = config.attributes.get("n_head") if isinstance(config, torch_file.Record) else None
     if type(num_heads) is not int:
@@ -47,7 +51,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     named = {our_names.get(name, name): x for name, x in theirs.items()}
     renamed = {name: to_our_layout(name, x, num_heads) for name, x in named.items()}
     params = tensors.to_params(model, renamed, lambda name: names.get(name, name), str(path))
-    facts = {name: saved[name] for name in ("step", "val_loss") if isinstance(saved.get(name), int | float)}
+    facts = {
+        name: saved[name]
+        for name in ("step", "val_loss")
+        if isinstance(saved.get(name), int | float)
+    }
     return Checkpoint(model, params, facts)
 
 
@@ -57,30 +65,61 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
 
     try:
         (vocab_size, width), (context_length, _) = (
-            theirs[f"transformer.{name}.weight"].shape for name in ("wte", "wpe"))
+            theirs[f"transformer.{name}.weight"].shape for name in ("wte", "wpe")
+        )
         first_mlp = next(x for name, x in theirs.items() if name.endswith(".mlp.c_fc.weight"))
         mlp_ratio = first_mlp.shape[0] / first_mlp.shape[1]
         num_taps = theirs.get("transformer.h.0.conv_layer.weight", np.zeros((1, 1, 1))).shape[2]
     except (KeyError, ValueError, IndexError, ZeroDivisionError, StopIteration):
-        raise UserError(f"{path}: not a checkpoint of the paper's code (no transformer.wte, transformer.wpe or "
-                        "MLP tensor)") from None
+        raise UserError(
+            f"{path}: not a checkpoint of the paper's code (no transformer.wte, transformer.wpe or "
+            "MLP tensor)"
+        ) from None
     num_layers = sum(name.endswith(".ln_1.weight") for name in theirs)
     fields = dict(
-        vocab_size=vocab_size, context_length=context_length, d_model=width, mlp_ratio=mlp_ratio,
-        num_heads=num_heads, num_layers=num_layers, dropout=0.0, use_bias=False, tie_embeddings=False,
-        activation="gelu", position="learned", dtype="float32", scan_layers=False)
+        vocab_size=vocab_size,
+        context_length=context_length,
+        d_model=width,
+        mlp_ratio=mlp_ratio,
+        num_heads=num_heads,
+        num_layers=num_layers,
+        dropout=0.0,
+        use_bias=False,
+        tie_embeddings=False,
+        activation="gelu",
+        position="learned",
+        dtype="float32",
+        scan_layers=False,
+    )
     dense = r"transformer\.h\.\d+\.weight"
     if "transformer.wt" in theirs:
-        return dict(fields, architecture="pgpt", num_paths=count(r"transformer\.lin_\d+"), path_weights="learned")
+        return dict(
+            fields,
+            architecture="pgpt",
+            num_paths=count(r"transformer\.lin_\d+"),
+            path_weights="learned",
+        )
     if num_compressions := count(dense):
-        own = dict(architecture="lgpt", blocks_per_stage=min(
-            int(name.split(".")[2]) for name in theirs if re.fullmatch(dense, name)))
+        own = dict(
+            architecture="lgpt",
+            blocks_per_stage=min(
+                int(name.split(".")[2]) for name in theirs if re.fullmatch(dense, name)
+            ),
+        )
     elif num_compressions := count(r"transformer\.h\.\d+\.conv_layer"):
-        own = dict(architecture="cgpt", blocks_per_stage=count(r"transformer\.h\.0\.blocks\.\d+"), conv_kernel=num_taps)
+        own = dict(
+            architecture="cgpt",
+            blocks_per_stage=count(r"transformer\.h\.0\.blocks\.\d+"),
+            conv_kernel=num_taps,
+        )
     else:
         return dict(fields, architecture="gpt")
-    return dict(fields, **own, stage_heads="fixed",
-                compress_last_stage=num_compressions * own["blocks_per_stage"] == num_layers)
+    return dict(
+        fields,
+        **own,
+        stage_heads="fixed",
+        compress_last_stage=num_compressions * own["blocks_per_stage"] == num_layers,
+    )
 
 
 def gpt_variations_name(name: str, config: models.ModelConfig) -> str:
@@ -88,7 +127,9 @@ def gpt_variations_name(name: str, config: models.ModelConfig) -> str:
         return gpt2.OTHER_NAMES[name]
     if name == "trunk.path_logits":
         return "transformer.wt"
-    place, part, leaf = re.fullmatch(r"trunk\.([a-z]+(?:\.\d+)+(?:\.blocks\.\d+)?)\.?(.*)\.(\w+)", name).groups()
+    place, part, leaf = re.fullmatch(
+        r"trunk\.([a-z]+(?:\.\d+)+(?:\.blocks\.\d+)?)\.?(.*)\.(\w+)", name
+    ).groups()
     kind, *numbers = re.findall(r"[a-z]+|\d+", place.replace(".blocks", ""))
     numbers = [int(number) for number in numbers]
     per_stage = getattr(config, "blocks_per_stage", 0)

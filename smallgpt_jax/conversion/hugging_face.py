@@ -1,15 +1,19 @@
 """Exports models to Hugging Face folders and imports models from them.
 
-A gpt that is equal to a GPT-2, Llama or Qwen3 is exported as a native model (`NATIVE`). All other models are exported
-with this project's PyTorch code (`exported/`), which transformers runs with `trust_remote_code=True`.
+A gpt that is equal to a GPT-2, Llama or Qwen3 is exported as a native model (`NATIVE`). All other
+models are exported with this project's PyTorch code (`exported/`), which transformers runs with
+`trust_remote_code=True`.
 
 A format is a module with these members:
 
 - `MODEL_TYPES`: the values of `model_type` in config.json
 - `CODE`: the files of PyTorch code that an export contains
-- `supports(config)`: whether the format's model computes the same function as ours (only in `NATIVE`)
-- `class_name`, `to_config`, `to_hugging_face`: the class, config.json and tensors of an exported model
-- `from_config`, `from_hugging_face`, `hugging_face_name`: the fields, tensors and tensor names of an imported model
+- `supports(config)`: whether the format's model computes the same function as ours (only in
+  `NATIVE`)
+- `class_name`, `to_config`, `to_hugging_face`: the class, config.json and tensors of an exported
+  model
+- `from_config`, `from_hugging_face`, `hugging_face_name`: the fields, tensors and tensor names of
+  an imported model
 """
 
 import json
@@ -49,30 +53,55 @@ def find_format(config: models.ModelConfig):
     return next((form for form in NATIVE if form.supports(config)), smallgpt)
 
 
-def export_folder(folder: Path, model: models.LanguageModel, params, tokenizer: Tokenizer | None, card: str,
-                  model_state=None, chat_template: str = "") -> None:
+def export_folder(
+    folder: Path,
+    model: models.LanguageModel,
+    params,
+    tokenizer: Tokenizer | None,
+    card: str,
+    model_state=None,
+    chat_template: str = "",
+) -> None:
     """`card` becomes README.md. `model_state` is needed only for mixtures of experts."""
     config, form = model.config, find_format(model.config)
     described = form.to_config(config)
     theirs = form.to_hugging_face(config, tensors.from_params(model, params, model_state))
     import_library("safetensors.numpy").save_file(
-        {name: np.ascontiguousarray(x) for name, x in theirs.items()}, folder / "model.safetensors",
-        metadata={"format": "pt"})
+        {name: np.ascontiguousarray(x) for name, x in theirs.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     (folder / "model.safetensors").chmod(0o666 & ~current_umask())  # safetensors ignores the umask
-    begin_of_text, end_of_text = (tokenizer.begin_of_text, tokenizer.end_of_text) if tokenizer else (None, None)
-    special = {"bos_token_id": begin_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
-    write_json(folder / "config.json", {**described, **special, "dtype": "float32", "use_cache": True})
-    # The embedding may have more rows than the tokenizer has ids; generation must not sample the unused rows.
+    begin_of_text, end_of_text = (
+        (tokenizer.begin_of_text, tokenizer.end_of_text) if tokenizer else (None, None)
+    )
+    special = {
+        "bos_token_id": begin_of_text,
+        "eos_token_id": end_of_text,
+        "pad_token_id": end_of_text,
+    }
+    write_json(
+        folder / "config.json", {**described, **special, "dtype": "float32", "use_cache": True}
+    )
+    # The embedding may have more rows than the tokenizer has ids; generation must not sample the
+    # unused rows.
     unused = list(range(tokenizer.vocab_size, config.vocab_size)) if tokenizer else []
     if config.attention_mask != "bidirectional":
-        write_json(folder / "generation_config.json", {
-            **special, "max_length": config.context_length, **({"suppress_tokens": unused} if unused else {})})
+        write_json(
+            folder / "generation_config.json",
+            {
+                **special,
+                "max_length": config.context_length,
+                **({"suppress_tokens": unused} if unused else {}),
+            },
+        )
     for name in form.CODE:
         source = resources.files("smallgpt_jax.conversion.exported") / name
         (folder / name).write_text(source.read_text())
     if tokenizer:
         for name, content in tokenizer_files.hugging_face_files(
-                tokenizer, config.context_length, bool(chat_template)).items():
+            tokenizer, config.context_length, bool(chat_template)
+        ).items():
             (folder / name).write_text(content)
         tokenizers.save(tokenizer, folder)  # the original tokenizer files, which read_folder reads
         save_template(chat_template, folder)
@@ -83,20 +112,27 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def read_folder(source: str, with_tokenizer: bool = True, trust_custom_code: bool = False) -> Imported:
-    """`source` is a local folder, or a name on the hub. `trust_custom_code` lets config.json name a module."""
+def read_folder(
+    source: str, with_tokenizer: bool = True, trust_custom_code: bool = False
+) -> Imported:
+    """`source` is a local folder, or a name on the hub. `trust_custom_code` lets config.json name a
+    module.
+    """
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else download_folder(source)
     path = folder / "config.json"
     described = read_json(path, OBJECT, "expected a model config")
     model_type = described.get("model_type")
     if not isinstance(model_type, str) or model_type not in FORMATS:
-        raise UserError(f"{path}: model_type={reprlib.repr(model_type)}: not supported; must be one of "
-                        + ", ".join(FORMATS))
+        raise UserError(
+            f"{path}: model_type={reprlib.repr(model_type)}: not supported; must be one of "
+            + ", ".join(FORMATS)
+        )
     form, files = FORMATS[model_type], open_weights(folder)
     num_weights = sum(math.prod(shape) for shape in files.shapes.values())
     fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | form.from_config(
-        ConfigJson(described, path, num_weights))
+        ConfigJson(described, path, num_weights)
+    )
     models.refuse_custom_code(fields, path, trust_custom_code)
     try:
         config = models.make_config(**fields)
@@ -109,8 +145,13 @@ def read_folder(source: str, with_tokenizer: bool = True, trust_custom_code: boo
     except UserError as error:
         raise UserError(f"{files.path}: {error}") from None
     params = tensors.to_params(model, weights, form.hugging_face_name, str(files.path))
-    return Imported(model, params, read_tokenizer(folder) if with_tokenizer else None,
-                    tensors.to_model_state(model, weights), own_template(folder))
+    return Imported(
+        model,
+        params,
+        read_tokenizer(folder) if with_tokenizer else None,
+        tensors.to_model_state(model, weights),
+        own_template(folder),
+    )
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
@@ -119,19 +160,35 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     try:
         return tokenizers.load(folder)
     except UserError as error:
-        raise UserError(f"{folder}: unsupported tokenizer ({error}); name an equivalent tokenizer with --tokenizer"
-                        ) from None
+        raise UserError(
+            f"{folder}: unsupported tokenizer ({error}); name an equivalent tokenizer with "
+            "--tokenizer"
+        ) from None
 
 
 def download_folder(name: str) -> Path:
     hub = import_library("huggingface_hub")
     try:
-        folder = Path(hub.snapshot_download(name, allow_patterns=[
-            "config.json", "*.safetensors", "*.safetensors.index.json", "vocab.json", "merges.txt",
-            "tokenizer*", "special_tokens_map.json", TEMPLATE_FILE]))
+        folder = Path(
+            hub.snapshot_download(
+                name,
+                allow_patterns=[
+                    "config.json",
+                    "*.safetensors",
+                    "*.safetensors.index.json",
+                    "vocab.json",
+                    "merges.txt",
+                    "tokenizer*",
+                    "special_tokens_map.json",
+                    TEMPLATE_FILE,
+                ],
+            )
+        )
         if not any(folder.glob("*.safetensors")):
             hub.snapshot_download(name, allow_patterns=["pytorch_model.bin"])
         return folder
     except Exception as error:  # errors of the hub or the network
-        raise UserError(f"--input={name}: not a local folder, and cannot be downloaded from the Hugging Face hub "
-                        f"({short_reason(error)})") from None
+        raise UserError(
+            f"--input={name}: not a local folder, and cannot be downloaded from the Hugging Face "
+            f"hub ({short_reason(error)})"
+        ) from None

@@ -1,7 +1,8 @@
 """Names and layouts of tensors in Hugging Face's LlamaForCausalLM and Qwen3ForCausalLM.
 
-Qwen3 also normalizes the queries and keys of each head, before the rotation. Queries, keys and values have separate
-matrices; our `attention.qkv` combines the three in one matrix, grouped by key–value head.
+Qwen3 also normalizes the queries and keys of each head, before the rotation. Queries, keys and
+values have separate matrices; our `attention.qkv` combines the three in one matrix, grouped by
+key–value head.
 """
 
 import re
@@ -16,25 +17,57 @@ from smallgpt_jax.models import ModelConfig
 MODEL_TYPES = ("llama", "qwen3")
 CODE = ()  # no files: transformers contains the code of these models
 BLOCK_NAMES = {
-    "attention_norm": "input_layernorm", "attention.out": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm", "mlp_norm": "post_attention_layernorm", "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj", "attention.qkv": "self_attn.{q,k,v}_proj"}
-OTHER_NAMES = {"token_embedding.weight": "model.embed_tokens.weight", "final_norm.weight": "model.norm.weight",
-               "head.weight": "lm_head.weight"}
-FIXED = dict(architecture="gpt", position="rope", norm="rms", mlp="gated", activation="silu", use_bias=False)
-FREE = ("vocab_size", "context_length", "num_layers", "num_heads", "num_kv_heads", "d_model", "head_dim", "mlp_ratio",
-        "norm_epsilon", "rope_base", "qk_norm", "tie_embeddings")
+    "attention_norm": "input_layernorm",
+    "attention.out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "attention.qkv": "self_attn.{q,k,v}_proj",
+}
+OTHER_NAMES = {
+    "token_embedding.weight": "model.embed_tokens.weight",
+    "final_norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+FIXED = dict(
+    architecture="gpt", position="rope", norm="rms", mlp="gated", activation="silu", use_bias=False
+)
+FREE = (
+    "vocab_size",
+    "context_length",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "d_model",
+    "head_dim",
+    "mlp_ratio",
+    "norm_epsilon",
+    "rope_base",
+    "qk_norm",
+    "tie_embeddings",
+)
 # For these fields of the config, our model supports only these values.
-SUPPORTED_VALUES = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
-                    "quantization_config": None}
+SUPPORTED_VALUES = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
 # Used if config.json lacks the field. Other models: hidden size / heads, and the number of heads.
 DEFAULT_HEAD_DIM = {"qwen3": 128}
 DEFAULT_KV_HEADS = {"qwen3": 32}  # not if the field is null; then it is the number of heads
 
 
 def supports(config: ModelConfig) -> bool:
-    # Llama's config refuses a width that is not a multiple of the number of heads, even if head_dim is given.
-    return not first_other(config, FIXED, FREE) and (config.qk_norm or config.d_model % config.num_heads == 0)
+    # Llama's config refuses a width that is not a multiple of the number of heads, even if head_dim
+    # is given.
+    return not first_other(config, FIXED, FREE) and (
+        config.qk_norm or config.d_model % config.num_heads == 0
+    )
 
 
 def class_name(config: ModelConfig) -> str:
@@ -42,7 +75,9 @@ def class_name(config: ModelConfig) -> str:
 
 
 def hugging_face_name(name: str) -> str:
-    """Returns the name of one of our tensors in transformers; for attention.qkv, a pattern that matches three names."""
+    """Returns the name of one of our tensors in transformers; for attention.qkv, a pattern that
+    matches three names.
+    """
     if block := re.fullmatch(r"trunk\.blocks\.(\d+)\.(.*)\.weight", name):
         return f"model.layers.{block[1]}.{BLOCK_NAMES[block[2]]}.weight"
     return OTHER_NAMES.get(name, name)
@@ -52,23 +87,34 @@ def projection_names(name: str) -> list[str]:
     return [hugging_face_name(name).replace("{q,k,v}", part) for part in "qkv"]
 
 
-def to_hugging_face(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def to_hugging_face(
+    config: ModelConfig, tensors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     theirs = {}
     for name, x in tensors.items():
         if ".qkv." in name:
             x_GxJxKxD = x.reshape(config.kv_heads, -1, config.head_width, config.d_model)
             parts = x_GxJxKxD[:, :-2], x_GxJxKxD[:, -2], x_GxJxKxD[:, -1]
-            theirs |= {their_name: part.reshape(-1, config.d_model)
-                       for their_name, part in zip(projection_names(name), parts)}
+            theirs |= {
+                their_name: part.reshape(-1, config.d_model)
+                for their_name, part in zip(projection_names(name), parts)
+            }
         else:
             theirs[hugging_face_name(name)] = x
     return theirs
 
 
-def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Also accepts a LlamaModel, which omits `model.`. Tensors without a counterpart in `names` (ours) keep theirs."""
-    tensors = {name if name.startswith(("model.", "lm_head.")) else f"model.{name}": x for name, x in tensors.items()
-               if not name.endswith("rotary_emb.inv_freq")}  # in old files
+def from_hugging_face(
+    config: ModelConfig, names, tensors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Also accepts a LlamaModel, which omits `model.`. Tensors without a counterpart in `names`
+    (ours) keep theirs.
+    """
+    tensors = {
+        name if name.startswith(("model.", "lm_head.")) else f"model.{name}": x
+        for name, x in tensors.items()
+        if not name.endswith("rotary_emb.inv_freq")
+    }  # in old files
     if config.tie_embeddings:
         tensors.pop("lm_head.weight", None)  # a copy of the tied embedding
     ours = {}
@@ -81,57 +127,95 @@ def from_hugging_face(config: ModelConfig, names, tensors: Mapping[str, np.ndarr
 
 
 def fuse(config: ModelConfig, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Returns our attention.qkv. `parts` contains the query, key and value matrices, in this order."""
+    """Returns our attention.qkv. `parts` contains the query, key and value matrices, in this
+    order.
+    """
     groups, width = config.kv_heads, config.head_width
     for (name, x), heads in zip(parts.items(), (config.num_heads, groups, groups)):
         if x.shape != (expected := (heads * width, config.d_model)):
             raise UserError(f"wrong shapes: {name} {x.shape}, expected {expected}")
-    return np.concatenate([x.reshape(groups, -1, width, config.d_model) for x in parts.values()], axis=1).reshape(
-        -1, config.d_model)
+    return np.concatenate(
+        [x.reshape(groups, -1, width, config.d_model) for x in parts.values()], axis=1
+    ).reshape(-1, config.d_model)
 
 
 def to_config(config: ModelConfig) -> dict:
-    """transformers 5 reads `rope_parameters` and `dtype`; older versions read `rope_theta` and `torch_dtype`."""
+    """transformers 5 reads `rope_parameters` and `dtype`; older versions read `rope_theta` and
+    `torch_dtype`.
+    """
     return {
-        "model_type": "qwen3" if config.qk_norm else "llama", "architectures": [class_name(config)],
-        "vocab_size": config.vocab_size, "max_position_embeddings": config.context_length,
-        "hidden_size": config.d_model, "intermediate_size": config.mlp_width, "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width, "hidden_act": "silu", "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rope_base, "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
-        "attention_bias": False, **({} if config.qk_norm else {"mlp_bias": False}), "attention_dropout": 0.0,
-        "tie_word_embeddings": config.tie_embeddings, "torch_dtype": "float32"}
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "architectures": [class_name(config)],
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context_length,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+        "attention_bias": False,
+        **({} if config.qk_norm else {"mlp_bias": False}),
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": "float32",
+    }
 
 
 def from_config(theirs: ConfigJson) -> dict:
     theirs.require(SUPPORTED_VALUES)
     layer_types = theirs.fields.get("layer_types")
     if layer_types is not None and (
-            not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)):
+        not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
+    ):
         theirs.refuse("layer_types", layer_types, "not supported; all must be 'full_attention'")
     model_type, width, num_heads = (
-        theirs.fields["model_type"], theirs.size("hidden_size"), theirs.size("num_attention_heads"))
+        theirs.fields["model_type"],
+        theirs.size("hidden_size"),
+        theirs.size("num_attention_heads"),
+    )
     default_head_dim = DEFAULT_HEAD_DIM.get(model_type, max(1, width // num_heads))
     default_kv_heads = num_heads
     if "num_key_value_heads" not in theirs.fields:
         default_kv_heads = DEFAULT_KV_HEADS.get(model_type, num_heads)
     head_dim, num_kv_heads = (
-        theirs.size("head_dim", default=default_head_dim), theirs.size("num_key_value_heads", default=default_kv_heads))
+        theirs.size("head_dim", default=default_head_dim),
+        theirs.size("num_key_value_heads", default=default_kv_heads),
+    )
     return dict(
-        vocab_size=theirs.size("vocab_size"), context_length=theirs.positions("max_position_embeddings"),
-        num_layers=theirs.size("num_hidden_layers"), d_model=width, num_heads=num_heads,
+        vocab_size=theirs.size("vocab_size"),
+        context_length=theirs.positions("max_position_embeddings"),
+        num_layers=theirs.size("num_hidden_layers"),
+        d_model=width,
+        num_heads=num_heads,
         num_kv_heads=0 if num_kv_heads == num_heads else num_kv_heads,
         head_dim=0 if head_dim * num_heads == width else head_dim,
-        mlp_ratio=theirs.size("intermediate_size") / width, norm_epsilon=theirs.number("rms_norm_eps", 1e-6),
-        rope_base=rope_base(theirs), qk_norm=model_type == "qwen3",
-        tie_embeddings=theirs.flag("tie_word_embeddings", False), **FIXED)
+        mlp_ratio=theirs.size("intermediate_size") / width,
+        norm_epsilon=theirs.number("rms_norm_eps", 1e-6),
+        rope_base=rope_base(theirs),
+        qk_norm=model_type == "qwen3",
+        tie_embeddings=theirs.flag("tie_word_embeddings", False),
+        **FIXED,
+    )
 
 
 def rope_base(theirs: ConfigJson) -> float:
-    """Refuses a rotation that is scaled, covers only part of a head, or depends on the type of a layer."""
-    name = next((name for name in ("rope_scaling", "rope_parameters") if theirs.fields.get(name)), "rope_parameters")
+    """Refuses a rotation that is scaled, covers only part of a head, or depends on the type of a
+    layer.
+    """
+    name = next(
+        (name for name in ("rope_scaling", "rope_parameters") if theirs.fields.get(name)),
+        "rope_parameters",
+    )
     rope = theirs.fields.get(name) or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
+    if (
+        not isinstance(rope, dict)
+        or rope.get("rope_type", rope.get("type", "default")) != "default"
+    ):
         theirs.refuse(name, rope, "not supported; the rope_type must be 'default'")
     if any(isinstance(value, dict) for value in rope.values()):
         theirs.refuse(name, rope, "not supported; must not depend on the type of a layer")

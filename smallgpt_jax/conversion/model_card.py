@@ -13,77 +13,152 @@ DESCRIPTIONS = {
     "gpt": "a GPT: {num_layers} blocks of width {d_model}",
     "pgpt": "a ParallelGPT: {num_layers} blocks of width {d_model} on {num_paths} parallel paths",
     "lgpt": "a LinearGPT: {num_layers} blocks, with a width of {d_model} that dense layers halve after every "
-            "{blocks_per_stage}",
+    "{blocks_per_stage}",
     "cgpt": "a ConvGPT: {num_layers} blocks, with a width of {d_model} that convolutions of kernel size {conv_kernel} "
-            "halve after every {blocks_per_stage}"}
+    "halve after every {blocks_per_stage}",
+}
 
 
-def format_model_card(folder: Path, name: str, model: models.LanguageModel, step: int, has_code: bool,
-                      paths: str, adds_begin: bool = False) -> str:
-    """`paths` is the value of --paths; `adds_begin`: the tokenizer puts its begin-of-text token before each text."""
+def format_model_card(
+    folder: Path,
+    name: str,
+    model: models.LanguageModel,
+    step: int,
+    has_code: bool,
+    paths: str,
+    adds_begin: bool = False,
+) -> str:
+    """`paths` is the value of --paths; `adds_begin`: the tokenizer puts its begin-of-text token
+    before each text.
+    """
     config = model.config
-    described = DESCRIPTIONS.get(config.architecture, "a {architecture}: {num_layers} blocks of width {d_model}")
+    described = DESCRIPTIONS.get(
+        config.architecture, "a {architecture}: {num_layers} blocks of width {d_model}"
+    )
     facts = training_facts(folder, step)
     if paths != "all":
-        facts = [("exported paths of the trained model", paths),
-                 *(fact for fact in facts if fact[0] != "validation loss")]
+        facts = [
+            ("exported paths of the trained model", paths),
+            *(fact for fact in facts if fact[0] != "validation loss"),
+        ]
     is_encoder = config.attention_mask == "bidirectional"
     trust = ", trust_remote_code=True" if has_code else ""
     task = "fill-mask" if is_encoder else "text-generation"
-    what = ("An encoder, trained to predict masked tokens. It" if is_encoder else
-            "A base language model: it continues text, does not follow instructions, and")
-    return "\n".join([
-        "---", "library_name: transformers", f"pipeline_tag: {task}", "tags:", "- smallgpt_jax", "---",
-        "", f"# {name}", "",
-        f"This is {described.format(**vars(config))}; {models.num_parameters(model):,} parameters, context "
-        f"length {config.context_length:,}, vocabulary size {config.vocab_size:,}. {what} reproduces the errors and "
-        "biases of its training text. Trained with smallgpt_jax (ParallelGPT, LinearGPT and ConvGPT: arXiv "
-        "2404.14462).", "",
-        "```python", "import torch", *example(name, trust, is_encoder, adds_begin), "```", "",
-        *(["| training | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
-          if facts else []),
-        ("" if adds_begin else "In training, an end-of-text token precedes every document. The tokenizer does not add "
-         "this token, so the example adds it. ")
-        + "The tokenizer encodes `<|endoftext|>` in a text as ordinary text.", ""])
+    what = (
+        "An encoder, trained to predict masked tokens. It"
+        if is_encoder
+        else "A base language model: it continues text, does not follow instructions, and"
+    )
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            f"pipeline_tag: {task}",
+            "tags:",
+            "- smallgpt_jax",
+            "---",
+            "",
+            f"# {name}",
+            "",
+            f"This is {described.format(**vars(config))}; {models.num_parameters(model):,} "
+            f"parameters, context length {config.context_length:,}, vocabulary size "
+            f"{config.vocab_size:,}. {what} reproduces the errors and biases of its training "
+            "text. Trained with smallgpt_jax (ParallelGPT, LinearGPT and ConvGPT: arXiv "
+            "2404.14462).",
+            "",
+            "```python",
+            "import torch",
+            *example(name, trust, is_encoder, adds_begin),
+            "```",
+            "",
+            *(
+                [
+                    "| training | |",
+                    "|---|---|",
+                    *(f"| {name} | {value} |" for name, value in facts),
+                    "",
+                ]
+                if facts
+                else []
+            ),
+            (
+                ""
+                if adds_begin
+                else "In training, an end-of-text token precedes every document. The tokenizer does not add "
+                "this token, so the example adds it. "
+            )
+            + "The tokenizer encodes `<|endoftext|>` in a text as ordinary text.",
+            "",
+        ]
+    )
 
 
 def example(name: str, trust: str, is_encoder: bool, adds_begin: bool) -> list[str]:
     kind = "AutoModelForMaskedLM" if is_encoder else "AutoModelForCausalLM"
     begin = "" if adds_begin else "tokenizer.eos_token_id, "
     lines = [
-        f"from transformers import {kind}, AutoTokenizer", "",
+        f"from transformers import {kind}, AutoTokenizer",
+        "",
         f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})',
         f'model = {kind}.from_pretrained("{name}"{trust})',
-        f'tokens = torch.tensor([[{begin}*tokenizer.encode("Once upon a time")]])']
+        f'tokens = torch.tensor([[{begin}*tokenizer.encode("Once upon a time")]])',
+    ]
     if is_encoder:  # the mask token has an id, but no text
-        return [*lines, "tokens[0, 2] = model.config.mask_token_id",
-                "print(tokenizer.decode(model(tokens).logits[0, 2].argmax()))"]
-    return [*lines, "print(tokenizer.decode(model.generate(tokens, max_length=50, do_sample=True)[0]))"]
+        return [
+            *lines,
+            "tokens[0, 2] = model.config.mask_token_id",
+            "print(tokenizer.decode(model(tokens).logits[0, 2].argmax()))",
+        ]
+    return [
+        *lines,
+        "print(tokenizer.decode(model.generate(tokens, max_length=50, do_sample=True)[0]))",
+    ]
 
 
 def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
     facts = []
     origin = folder / ORIGIN_FILE
     if origin.is_file():
-        facts += [(f"weights from: {key}", str(value)) for key, value in read_json(
-            origin, OBJECT, "replace it by {}").items()]
+        facts += [
+            (f"weights from: {key}", str(value))
+            for key, value in read_json(origin, OBJECT, "replace it by {}").items()
+        ]
     if not (config := saved_config(folder)):  # an imported model that has not been trained
         return facts
     data, train, optimizer = config.data, config.train, config.optimizer
     tokens = step * train.batch_size * config.model.context_length
     facts += [
-        ("text", data.mixture or data.source), ("tokenizer", data.tokenizer),
-        ("steps", f"{step:,} of {train.batch_size} × {config.model.context_length} tokens, "
-         f"{millions(tokens)} in total"),
+        ("text", data.mixture or data.source),
+        ("tokenizer", data.tokenizer),
+        (
+            "steps",
+            f"{step:,} of {train.batch_size} × {config.model.context_length} tokens, "
+            f"{millions(tokens)} in total",
+        ),
         ("packing", data.packing + (", documents separated" if data.separate_documents else "")),
-        ("optimizer", f"{optimizer.name}, learning rate {optimizer.learning_rate:g} to "
-         f"{optimizer.final_learning_rate:g}, weight decay {optimizer.weight_decay:g}"),
-        ("compute dtype", config.model.dtype), ("seed", str(train.seed))]
+        (
+            "optimizer",
+            f"{optimizer.name}, learning rate {optimizer.learning_rate:g} to "
+            f"{optimizer.final_learning_rate:g}, weight decay {optimizer.weight_decay:g}",
+        ),
+        ("compute dtype", config.model.dtype),
+        ("seed", str(train.seed)),
+    ]
     if config.model.rank_ratio:
         facts.append(("rank ratio", f"{config.model.rank_ratio:g}"))
-    evaluated = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"
-                 and line["step"] == step and None not in (line["loss"], line.get("bits_per_byte"))]
+    evaluated = [
+        line
+        for line in read_lines(folder / METRICS_FILE)
+        if line["split"] == "eval"
+        and line["step"] == step
+        and None not in (line["loss"], line.get("bits_per_byte"))
+    ]
     if evaluated:
-        facts.append(("validation loss", f"{evaluated[-1]['loss']:.4f} nats per token, "
-                      f"{evaluated[-1]['bits_per_byte']:.4f} bits per byte"))
+        facts.append(
+            (
+                "validation loss",
+                f"{evaluated[-1]['loss']:.4f} nats per token, "
+                f"{evaluated[-1]['bits_per_byte']:.4f} bits per byte",
+            )
+        )
     return facts

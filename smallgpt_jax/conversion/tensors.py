@@ -1,9 +1,11 @@
-"""Converts parameters to and from a flat dictionary of tensors, with the names and layouts of PyTorch modules.
+"""Converts parameters to and from a flat dictionary of tensors, with the names and layouts of
+PyTorch modules.
 
-Stacked layers and paths become separate, numbered tensors (`trunk.paths.0.blocks.1.mlp.up.weight`). Linear weights have
-the shape (outputs, inputs), and convolution weights the shape (outputs, inputs, taps). The outputs of `attention.qkv`
-are, for each key–value head in turn, its query heads, its key and its value. The matrices of routed experts keep their
-shape (experts, inputs, outputs). Of the model state, only the routers' biases are converted.
+Stacked layers and paths become separate, numbered tensors (`trunk.paths.0.blocks.1.mlp.up.weight`).
+Linear weights have the shape (outputs, inputs), and convolution weights the shape (outputs, inputs,
+taps). The outputs of `attention.qkv` are, for each key–value head in turn, its query heads, its key
+and its value. The matrices of routed experts keep their shape (experts, inputs, outputs). Of the
+model state, only the routers' biases are converted.
 """
 
 import functools
@@ -23,7 +25,12 @@ from smallgpt_jax.models.block import block_numbers, layer_configs
 from smallgpt_jax.models.router import ROUTER_AXES
 
 MAX_LISTED = 3  # maximum number of tensor names in an error message
-TABLES = ("token_embedding", "position_embedding", "value_embedding", "head")  # parameters without an own module
+TABLES = (
+    "token_embedding",
+    "position_embedding",
+    "value_embedding",
+    "head",
+)  # parameters without an own module
 
 
 class TensorSlot(NamedTuple):
@@ -37,21 +44,37 @@ class TensorSlot(NamedTuple):
 
 
 def from_params(model: models.LanguageModel, params, model_state=None) -> dict[str, np.ndarray]:
-    """Returns {name: float32 tensor} in PyTorch's layouts. `model_state` is needed for mixtures of experts."""
-    params, model_state = (flatten_dict(jax.device_get(tree)) for tree in (params, model_state or {}))
-    return {slot.name: to_torch(np.asarray(tree[slot.path][slot.index], np.float32), slot) for tree, slots in (
-        (params, tensor_slots(model)), (model_state, router_bias_slots(model))) for slot in slots}
+    """Returns {name: float32 tensor} in PyTorch's layouts. `model_state` is needed for mixtures of
+    experts.
+    """
+    params, model_state = (
+        flatten_dict(jax.device_get(tree)) for tree in (params, model_state or {})
+    )
+    return {
+        slot.name: to_torch(np.asarray(tree[slot.path][slot.index], np.float32), slot)
+        for tree, slots in ((params, tensor_slots(model)), (model_state, router_bias_slots(model)))
+        for slot in slots
+    }
 
 
 def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
-    return {slot.name: jax.eval_shape(lambda x, slot=slot: to_torch(x, slot),
-                                      jax.ShapeDtypeStruct(slot.shape, "float32")).shape
-            for slot in (*tensor_slots(model), *router_bias_slots(model))}
+    return {
+        slot.name: jax.eval_shape(
+            lambda x, slot=slot: to_torch(x, slot), jax.ShapeDtypeStruct(slot.shape, "float32")
+        ).shape
+        for slot in (*tensor_slots(model), *router_bias_slots(model))
+    }
 
 
-def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
-              their_name: Callable[[str], str] = str, where: str = ""):
-    """Inverts `from_params`. For errors, `where` is the imported file, and `their_name` maps our names to its names."""
+def to_params(
+    model: models.LanguageModel,
+    tensors: Mapping[str, np.ndarray],
+    their_name: Callable[[str], str] = str,
+    where: str = "",
+):
+    """Inverts `from_params`. For errors, `where` is the imported file, and `their_name` maps our
+    names to its names.
+    """
     wanted = shapes(model)
 
     def refuse(what: str, names: list[str]):
@@ -62,10 +85,16 @@ def to_params(model: models.LanguageModel, tensors: Mapping[str, np.ndarray],
         refuse("missing tensors", missing)
     if extra := [their_name(name) for name in tensors if name not in wanted]:
         refuse("unexpected tensors", extra)
-    if misshapen := [f"{their_name(name)} {tensors[name].shape}, expected {shape}"
-                     for name, shape in wanted.items() if tensors[name].shape != shape]:
+    if misshapen := [
+        f"{their_name(name)} {tensors[name].shape}, expected {shape}"
+        for name, shape in wanted.items()
+        if tensors[name].shape != shape
+    ]:
         refuse("wrong shapes", misshapen)
-    arrays = {path: np.empty(x.shape, np.float32) for path, x in flatten_dict(models.abstract_params(model)).items()}
+    arrays = {
+        path: np.empty(x.shape, np.float32)
+        for path, x in flatten_dict(models.abstract_params(model)).items()
+    }
     for slot in tensor_slots(model):
         arrays[slot.path][slot.index] = from_torch(np.asarray(tensors[slot.name], np.float32), slot)
     return unflatten_dict(arrays)
@@ -81,25 +110,45 @@ def to_model_state(model: models.LanguageModel, tensors: Mapping[str, np.ndarray
 
 
 def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
-    """The biases have the path of the router's kernel, but in the model state and with the last key "bias"."""
-    return tuple(TensorSlot(slot.name.removesuffix("weight") + "bias", (*slot.path[:-1], "bias"), slot.index,
-                            slot.axes[1:], slot.shape[1:])
-                 for slot in tensor_slots(model) if slot.axes == ROUTER_AXES)
+    """The biases have the path of the router's kernel, but in the model state and with the last key
+    "bias".
+    """
+    return tuple(
+        TensorSlot(
+            slot.name.removesuffix("weight") + "bias",
+            (*slot.path[:-1], "bias"),
+            slot.index,
+            slot.axes[1:],
+            slot.shape[1:],
+        )
+        for slot in tensor_slots(model)
+        if slot.axes == ROUTER_AXES
+    )
 
 
 @functools.cache
 def tensor_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
     slots = []
     for name, part in models.abstract_params(model).items():
-        modules = {("trunk", child): tree for child, tree in part.items()} if name == "trunk" else {(name,): part}
+        modules = (
+            {("trunk", child): tree for child, tree in part.items()}
+            if name == "trunk"
+            else {(name,): part}
+        )
         for path, tree in modules.items():
             slots += _tensor_slots(model.config, tree, path, (), "")
     return tuple(slots)
 
 
-def _tensor_slots(config, tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str) -> Iterator[TensorSlot]:
-    """Yields the slots of the subtree at `path`. `index` selects a layer or path along each of its leading axes."""
-    stacks = {p.axes[len(index)] if len(index) < p.module_stacks else None for p in jax.tree.leaves(tree)}
+def _tensor_slots(
+    config, tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str
+) -> Iterator[TensorSlot]:
+    """Yields the slots of the subtree at `path`. `index` selects a layer or path along each of its
+    leading axes.
+    """
+    stacks = {
+        p.axes[len(index)] if len(index) < p.module_stacks else None for p in jax.tree.leaves(tree)
+    }
     # A number after "_" becomes a part of its own: blocks_1 → blocks.1.
     own_name = re.sub(r"_(?=\d)", ".", ".".join(path[-1:] if prefix else path))
     name = f"{prefix}.{own_name}" if prefix else own_name
@@ -112,25 +161,39 @@ def _tensor_slots(config, tree, path: tuple[str, ...], index: tuple[int, ...], p
 
 def _children(config, tree, path, index, name) -> Iterator[TensorSlot]:
     if isinstance(tree, Parameter):
-        yield TensorSlot(tensor_name(path[-1], name), path, index, tree.axes[len(index):], tree.shape[len(index):])
+        yield TensorSlot(
+            tensor_name(path[-1], name),
+            path,
+            index,
+            tree.axes[len(index) :],
+            tree.shape[len(index) :],
+        )
         return
     for child, part in tree.items():
         yield from _tensor_slots(config, part, (*path, child), index, name)
 
 
-def stacked_modules(config, tree, path, axis: int) -> Iterator[tuple[int, Any, tuple[str, ...], int]]:
-    """Yields (number, stack, path of the stack, index in the stack) of each module that is stacked along `axis`.
+def stacked_modules(
+    config, tree, path, axis: int
+) -> Iterator[tuple[int, Any, tuple[str, ...], int]]:
+    """Yields (number, stack, path of the stack, index in the stack) of each module that is stacked
+    along `axis`.
 
-    `tree` is usually one stack. If blocks have different attention windows, it contains several; see models/block.py.
+    `tree` is usually one stack. If blocks have different attention windows, it contains several;
+    see models/block.py.
     """
     if not all(child.isdigit() for child in tree):
         yield from ((i, tree, path, i) for i in range(jax.tree.leaves(tree)[0].shape[axis]))
         return
     length = sum(jax.tree.leaves(stack)[0].shape[axis] for stack in tree.values())
-    stage = re.search(r"_(\d+)$", path[-1])  # all stages of an lgpt or cgpt have the same number of blocks
+    stage = re.search(
+        r"_(\d+)$", path[-1]
+    )  # all stages of an lgpt or cgpt have the same number of blocks
     configs = layer_configs(config, length, first=int(stage[1]) * length if stage else 0)
     for child, numbers in enumerate(block_numbers(configs)):
-        yield from ((number, tree[str(child)], (*path, str(child)), i) for i, number in enumerate(numbers))
+        yield from (
+            (number, tree[str(child)], (*path, str(child)), i) for i, number in enumerate(numbers)
+        )
 
 
 def tensor_name(leaf: str, name: str) -> str:
@@ -147,7 +210,7 @@ def to_torch(x, slot: TensorSlot):
         case "kernel", ("conv_time", *_):
             return x.T
         case "kernel", axes:
-            return x.reshape(math.prod(x.shape[:num_inputs(axes)]), -1).T
+            return x.reshape(math.prod(x.shape[: num_inputs(axes)]), -1).T
     return x
 
 

@@ -11,104 +11,176 @@ from smallgpt_jax.errors import UserError
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's symbol for a space
 # Texts on which an exported tokenizer is compared with the original tokenizer.
 PROBES = [
-    "Hello world, it's 3.14159!  Two  spaces, a\ttab\nand\n\nlines \n", "  leading and trailing  ",
-    "def f(x):\n    return {'a': [x ** 2, -1]}  # code\n", "Grüße, naïve café, Ὅμηρος, Привет, こんにちは世界, 你好",
-    "emoji 🙂👩‍👩‍👧 and math ∑∫√ and \x00\x01 control", "aaaaaaaaaaaaaaaaaaaa 1111111111 ---------- ______",
-    f"the mark {END_OF_TEXT} as text, and {SPACE}{SPACE} too", "ﬁne Ｆｕｌｌ width, Å and Å, half\u00a0space", ""]
+    "Hello world, it's 3.14159!  Two  spaces, a\ttab\nand\n\nlines \n",
+    "  leading and trailing  ",
+    "def f(x):\n    return {'a': [x ** 2, -1]}  # code\n",
+    "Grüße, naïve café, Ὅμηρος, Привет, こんにちは世界, 你好",
+    "emoji 🙂👩‍👩‍👧 and math ∑∫√ and \x00\x01 control",
+    "aaaaaaaaaaaaaaaaaaaa 1111111111 ---------- ______",
+    f"the mark {END_OF_TEXT} as text, and {SPACE}{SPACE} too",
+    "ﬁne Ｆｕｌｌ width, Å and Å, half\u00a0space",
+    "",
+]
 
 
-def hugging_face_files(tokenizer: Tokenizer, context_length: int, is_chat: bool = False) -> dict[str, str]:
-    """Returns {file name: content}. Exported tokenizers encode `<|endoftext|>` in a text as ordinary text; those of
-    chat models as the special token, because transformers encodes what a template writes like any text.
+def hugging_face_files(
+    tokenizer: Tokenizer, context_length: int, is_chat: bool = False
+) -> dict[str, str]:
+    """Returns {file name: content}. Exported tokenizers encode `<|endoftext|>` in a text as
+    ordinary text; those of chat models as the special token, because transformers encodes what a
+    template writes like any text.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        files = {"tokenizer_config.json": settings(
-            tokenizer.begin_of_text_token, tokenizer.end_of_text_token, context_length, is_chat)}
+        files = {
+            "tokenizer_config.json": settings(
+                tokenizer.begin_of_text_token, tokenizer.end_of_text_token, context_length, is_chat
+            )
+        }
         return {name: content for name, content in files.items() if name not in tokenizer.files()}
     if tokenizer.kind == SYMBOLS:
-        raise UserError("the symbols of a probe cannot be exported as a tokenizer; use --tokenizer=skip to export "
-                        "without it")
+        raise UserError(
+            "the symbols of a probe cannot be exported as a tokenizer; use --tokenizer=skip to "
+            "export without it"
+        )
     library = import_library("tokenizers")
     build = sentencepiece_tokenizer if tokenizer.kind == "sentencepiece" else byte_level_tokenizer
     converted, end_of_text = build(library, tokenizer)
     begin_of_text = converted.id_to_token(tokenizer.begin_of_text)
-    converted.add_special_tokens([library.AddedToken(token, special=True, normalized=False)
-                                  for token in dict.fromkeys((end_of_text, begin_of_text))])
+    converted.add_special_tokens(
+        [
+            library.AddedToken(token, special=True, normalized=False)
+            for token in dict.fromkeys((end_of_text, begin_of_text))
+        ]
+    )
     converted.encode_special_tokens = True
     for text in PROBES:
-        theirs, ours = converted.encode(text, add_special_tokens=False).ids, tokenizer.encode([text])[0].tolist()
+        theirs, ours = (
+            converted.encode(text, add_special_tokens=False).ids,
+            tokenizer.encode([text])[0].tolist(),
+        )
         if theirs != ours:
             raise UserError(
-                f"this {tokenizer.kind} tokenizer cannot be exported, because the tokenizer.json would encode "
-                f"{text[:20]!r} as {theirs[:5]}… instead of {ours[:5]}… (the libraries split and normalize text "
-                "differently); use --tokenizer=skip to export without it")
+                f"this {tokenizer.kind} tokenizer cannot be exported, because the tokenizer.json "
+                f"would encode {text[:20]!r} as {theirs[:5]}… instead of {ours[:5]}… (the "
+                "libraries split and normalize text differently); use --tokenizer=skip to export "
+                "without it"
+            )
     more = {}
     if tokenizer.kind == "sentencepiece":  # llama.cpp's converter reads this setting
         more["add_prefix_space"] = sentencepiece_spec(tokenizer).normalizer_spec.add_dummy_prefix
     if begin_of_text == end_of_text:
-        more["add_bos_token"] = False  # llama.cpp would otherwise put it before a text; transformers does not
+        more["add_bos_token"] = (
+            False  # llama.cpp would otherwise put it before a text; transformers does not
+        )
     else:
         converted.post_processor = library.processors.TemplateProcessing(
-            single=f"{begin_of_text} $A", special_tokens=[(begin_of_text, tokenizer.begin_of_text)])
-    return {"tokenizer.json": converted.to_str(),
-            "tokenizer_config.json": settings(begin_of_text, end_of_text, context_length, is_chat, **more)}
+            single=f"{begin_of_text} $A", special_tokens=[(begin_of_text, tokenizer.begin_of_text)]
+        )
+    return {
+        "tokenizer.json": converted.to_str(),
+        "tokenizer_config.json": settings(
+            begin_of_text, end_of_text, context_length, is_chat, **more
+        ),
+    }
 
 
-def settings(begin_of_text: str, end_of_text: str, context_length: int, is_chat: bool, **more) -> str:
-    return json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin_of_text, "eos_token": end_of_text,
-        "pad_token": end_of_text, "unk_token": None, "model_max_length": context_length, "padding_side": "left",
-        "clean_up_tokenization_spaces": False, "split_special_tokens": not is_chat, **more}, indent=2) + "\n"
+def settings(
+    begin_of_text: str, end_of_text: str, context_length: int, is_chat: bool, **more
+) -> str:
+    return (
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": begin_of_text,
+                "eos_token": end_of_text,
+                "pad_token": end_of_text,
+                "unk_token": None,
+                "model_max_length": context_length,
+                "padding_side": "left",
+                "clean_up_tokenization_spaces": False,
+                "split_special_tokens": not is_chat,
+                **more,
+            },
+            indent=2,
+        )
+        + "\n"
+    )
 
 
 def byte_level_tokenizer(library, tokenizer: Tokenizer):
     ids, merges = byte_pairs(tokenizer)
-    converted = library.Tokenizer(library.models.BPE(ids, [tuple(merge.split(" ")) for merge in merges]))
+    converted = library.Tokenizer(
+        library.models.BPE(ids, [tuple(merge.split(" ")) for merge in merges])
+    )
     converted.pre_tokenizer = library.pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=tokenizer.kind == "gpt2")
+        add_prefix_space=False, use_regex=tokenizer.kind == "gpt2"
+    )
     converted.decoder = library.decoders.ByteLevel()
     return converted, END_OF_TEXT
 
 
 def byte_pairs(tokenizer: Tokenizer) -> tuple[dict[str, int], list[str]]:
-    """Returns the ids of GPT-2's or the bytes' tokens, in GPT-2's characters for bytes, and the merges in their order,
-    whose two parts are separated by a space.
+    """Returns the ids of GPT-2's or the bytes' tokens, in GPT-2's characters for bytes, and the
+    merges in their order, whose two parts are separated by a space.
     """
     if tokenizer.kind == "bytes":
         return {**gpt2_bytes(), END_OF_TEXT: tokenizer.end_of_text}, []
     files = tokenizer.files()
     return json.loads(files["vocab.json"]), [
-        line for line in files["merges.txt"].decode().splitlines() if line and not line.startswith("#version")]
+        line
+        for line in files["merges.txt"].decode().splitlines()
+        if line and not line.startswith("#version")
+    ]
 
 
 def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
     from sentencepiece import sentencepiece_model_pb2
 
     spec = sentencepiece_spec(tokenizer)
-    pieces, normal = [piece.piece for piece in spec.pieces], sentencepiece_model_pb2.ModelProto.SentencePiece.NORMAL
+    pieces, normal = (
+        [piece.piece for piece in spec.pieces],
+        sentencepiece_model_pb2.ModelProto.SentencePiece.NORMAL,
+    )
     unknown = pieces[tokenizer.unknown]
     if spec.trainer_spec.model_type == sentencepiece_model_pb2.TrainerSpec.UNIGRAM:
         model = library.models.Unigram(
-            [(piece.piece, piece.score) for piece in spec.pieces], unk_id=tokenizer.unknown,
-            byte_fallback=spec.trainer_spec.byte_fallback)
+            [(piece.piece, piece.score) for piece in spec.pieces],
+            unk_id=tokenizer.unknown,
+            byte_fallback=spec.trainer_spec.byte_fallback,
+        )
     else:
         ids = {piece: i for i, piece in enumerate(pieces)}
         mergeable = {piece.piece: piece.score for piece in spec.pieces if piece.type == normal}
-        model = library.models.BPE(ids, merges(mergeable), unk_token=unknown, fuse_unk=True,
-                                   byte_fallback=spec.trainer_spec.byte_fallback)
+        model = library.models.BPE(
+            ids,
+            merges(mergeable),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=spec.trainer_spec.byte_fallback,
+        )
     converted = library.Tokenizer(model)
     rules = spec.normalizer_spec
     steps = []
     if rules.precompiled_charsmap:
         steps.append(library.normalizers.Precompiled(rules.precompiled_charsmap))
     if rules.remove_extra_whitespaces:
-        steps += [library.normalizers.Strip(), library.normalizers.Replace(library.Regex(" {2,}"), " ")]
+        steps += [
+            library.normalizers.Strip(),
+            library.normalizers.Replace(library.Regex(" {2,}"), " "),
+        ]
     if rules.add_dummy_prefix:
         steps.append(library.normalizers.Prepend(SPACE))
-    converted.normalizer = library.normalizers.Sequence([*steps, library.normalizers.Replace(" ", SPACE)])
-    converted.decoder = library.decoders.Sequence([
-        library.decoders.Replace(SPACE, " "), library.decoders.ByteFallback(), library.decoders.Fuse(),
-        *([library.decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else [])])
+    converted.normalizer = library.normalizers.Sequence(
+        [*steps, library.normalizers.Replace(" ", SPACE)]
+    )
+    converted.decoder = library.decoders.Sequence(
+        [
+            library.decoders.Replace(SPACE, " "),
+            library.decoders.ByteFallback(),
+            library.decoders.Fuse(),
+            *([library.decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []),
+        ]
+    )
     return converted, pieces[tokenizer.end_of_text]
 
 
@@ -119,7 +191,16 @@ def sentencepiece_spec(tokenizer: Tokenizer):
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """SentencePiece stores scores of pieces, but no merges. A split of a piece in two is a merge with its score."""
-    splits = [(score, piece[:cut], piece[cut:]) for piece, score in scores.items() for cut in range(1, len(piece))]
-    return [(left, right) for _, left, right in sorted(splits, key=lambda split: -split[0])
-            if left in scores and right in scores]
+    """SentencePiece stores scores of pieces, but no merges. A split of a piece in two is a merge
+    with its score.
+    """
+    splits = [
+        (score, piece[:cut], piece[cut:])
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
+    ]
+    return [
+        (left, right)
+        for _, left, right in sorted(splits, key=lambda split: -split[0])
+        if left in scores and right in scores
+    ]

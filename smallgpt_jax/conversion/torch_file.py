@@ -1,12 +1,13 @@
 """Reads files written by `torch.save`, without PyTorch and without running code in the files.
 
-A `.pt` file is a zip archive: a pickle of the saved object, and one member per storage, to which its tensors refer. A
-pickle is a program: it can call any function by name, and even without calls, it can work for years (a tuple that
-contains a tuple twice, forty levels deep, takes 2⁴⁰ steps to hash). So Python's unpickler is not used. `_Interpreter`
-executes the opcodes that tensors need, in a bounded number of steps each.
+A `.pt` file is a zip archive: a pickle of the saved object, and one member per storage, to which
+its tensors refer. A pickle is a program: it can call any function by name, and even without calls,
+it can work for years (a tuple that contains a tuple twice, forty levels deep, takes 2⁴⁰ steps to
+hash). So Python's unpickler is not used. `_Interpreter` executes the opcodes that tensors need, in
+a bounded number of steps each.
 
-Sizes in the file are not trusted either. Tensors are views of the bytes read. The memory is therefore at most a few
-times the file's size, plus a few hundred bytes per opcode.
+Sizes in the file are not trusted either. Tensors are views of the bytes read. The memory is
+therefore at most a few times the file's size, plus a few hundred bytes per opcode.
 """
 
 import math
@@ -22,22 +23,56 @@ import numpy as np
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 
-DTYPES = {f"torch.{name}Storage": np.dtype(dtype) for name, dtype in {
-    "Float": np.float32, "Double": np.float64, "Half": np.float16, "BFloat16": ml_dtypes.bfloat16, "Long": np.int64,
-    "Int": np.int32, "Short": np.int16, "Char": np.int8, "Byte": np.uint8, "Bool": np.bool_}.items()}
+DTYPES = {
+    f"torch.{name}Storage": np.dtype(dtype)
+    for name, dtype in {
+        "Float": np.float32,
+        "Double": np.float64,
+        "Half": np.float16,
+        "BFloat16": ml_dtypes.bfloat16,
+        "Long": np.int64,
+        "Int": np.int32,
+        "Short": np.int16,
+        "Char": np.int8,
+        "Byte": np.uint8,
+        "Bool": np.bool_,
+    }.items()
+}
 MAX_PICKLE_BYTES = 2**22  # a tensor takes about 150 bytes of the pickle
 MAX_OPCODES = 2**19  # a tensor takes about 30 opcodes
 MAX_KEY = 256  # characters in a key of a dictionary, such as the name of a tensor
 MAX_AXES = 32
-# The maximum total size of a file's tensors, as a multiple of the file size. In a valid file, it can be up to 2,
-# because tied weights are stored once but count as two tensors.
+# The maximum total size of a file's tensors, as a multiple of the file size. In a valid file, it
+# can be up to 2, because tied weights are stored once but count as two tensors.
 MAX_SHARING = 8
 
 # Opcodes that push their argument, or a constant.
-VALUES = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING",
-          "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
-CONSTANTS = {"NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_TUPLE": tuple,
-             "EMPTY_LIST": list, "EMPTY_DICT": dict}
+VALUES = {
+    "INT",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG",
+    "LONG1",
+    "LONG4",
+    "FLOAT",
+    "BINFLOAT",
+    "STRING",
+    "BINSTRING",
+    "SHORT_BINSTRING",
+    "UNICODE",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+}
+CONSTANTS = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+}
 SKIPPED = {"PROTO", "FRAME", "STOP"}
 PUTS, GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
 TUPLE_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
@@ -51,12 +86,18 @@ class Record:
 
 
 class Global(NamedTuple):
-    """Stand-in for a function or class: one of FUNCTIONS or DTYPES, or a class whose instances are `Record`s."""
+    """Stand-in for a function or class: one of FUNCTIONS or DTYPES, or a class whose instances are
+    `Record`s.
+    """
 
     name: str
 
 
-FUNCTIONS = ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter")
+FUNCTIONS = (
+    "collections.OrderedDict",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_parameter",
+)
 
 
 class Storage(NamedTuple):
@@ -70,7 +111,8 @@ class Storage(NamedTuple):
 
 
 class Members:
-    """Reads uncompressed members of a zip archive, as torch.save writes them, in total at most the archive's size.
+    """Reads uncompressed members of a zip archive, as torch.save writes them, in total at most the
+    archive's size.
 
     This bounds the memory even if an archive declares false sizes or overlapping members.
     """
@@ -92,7 +134,9 @@ class Members:
 
 
 def read_torch_file(path: Path, records: Collection[str] = ()):
-    """Returns the saved object, with NumPy arrays. Instances of the classes in `records` become `Record`s."""
+    """Returns the saved object, with NumPy arrays. Instances of the classes in `records` become
+    `Record`s.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
@@ -107,38 +151,51 @@ def read_torch_file(path: Path, records: Collection[str] = ()):
             if members.size(pickles[0]) > MAX_PICKLE_BYTES:
                 raise ValueError(f"{pickles[0]} is larger than {MAX_PICKLE_BYTES:,} bytes")
             program = members.read(pickles[0])
-            return _Interpreter(path, members, root, records, MAX_SHARING * archive_bytes).run(program)
+            return _Interpreter(path, members, root, records, MAX_SHARING * archive_bytes).run(
+                program
+            )
     except zipfile.BadZipFile as error:
-        raise UserError(f"{path}: not written by torch.save (PyTorch 1.6 or later), or truncated "
-                        f"({short_reason(error)})") from None
+        raise UserError(
+            f"{path}: not written by torch.save (PyTorch 1.6 or later), or truncated "
+            f"({short_reason(error)})"
+        ) from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
     except UserError:
         raise
     except Exception as error:  # a broken pickle can lead to any error
-        raise UserError(f"{path}: damaged, or not a checkpoint ({type(error).__name__}: {short_reason(error)})"
-                        ) from None
+        raise UserError(
+            f"{path}: damaged, or not a checkpoint ({type(error).__name__}: {short_reason(error)})"
+        ) from None
 
 
 def is_key(value) -> bool:
-    """Whether a value may be the key of a dictionary. Hashing and comparing other values could take forever."""
-    return len(value) <= MAX_KEY if type(value) is str else type(value) is int and 0 <= value < 2**31
+    """Whether a value may be the key of a dictionary. Hashing and comparing other values could take
+    forever.
+    """
+    return (
+        len(value) <= MAX_KEY if type(value) is str else type(value) is int and 0 <= value < 2**31
+    )
 
 
 def require_tensors(saved, path: Path) -> dict[str, np.ndarray]:
     if not isinstance(saved, dict) or not all(
-            isinstance(name, str) and isinstance(x, np.ndarray) for name, x in saved.items()):
+        isinstance(name, str) and isinstance(x, np.ndarray) for name, x in saved.items()
+    ):
         raise UserError(f"{path}: not a checkpoint (expected a dictionary of named tensors)")
     return dict(saved)
 
 
 class _Interpreter:
-    """Executes a pickle. Each opcode takes a number of steps that does not depend on the values made before it.
+    """Executes a pickle. Each opcode takes a number of steps that does not depend on the values
+    made before it.
 
     So nothing is copied, compared or hashed, except short keys of dictionaries.
     """
 
-    def __init__(self, path: Path, members: Members, root: str, records: Collection[str], tensor_bytes: int):
+    def __init__(
+        self, path: Path, members: Members, root: str, records: Collection[str], tensor_bytes: int
+    ):
         self._path, self._members, self._root, self._records = path, members, root, records
         self._tensor_bytes_left, self._storages = tensor_bytes, {}
         self._stack, self._marks, self._memo = [], [], {}
@@ -184,8 +241,10 @@ class _Interpreter:
         elif name in ("REDUCE", "NEWOBJ"):
             stack.append(self._call(*self._pop_items(2)))
         elif name == "BUILD":
-            state, = self._pop_items(1)
-            if type(state) is dict and type(stack[-1]) is Record:  # torch's attributes of dictionaries are ignored
+            (state,) = self._pop_items(1)
+            if (
+                type(state) is dict and type(stack[-1]) is Record
+            ):  # torch's attributes of dictionaries are ignored
                 stack[-1].attributes = state
         elif name == "BINPERSID":
             stack.append(self._storage(*self._pop_items(1)))
@@ -193,7 +252,9 @@ class _Interpreter:
             raise ValueError(f"its pickle has the opcode {name}, which no checkpoint needs")
 
     def _pop_items(self, count: int | None) -> list:
-        """Removes the last `count` values from the stack, or with None, all values after the last mark."""
+        """Removes the last `count` values from the stack, or with None, all values after the last
+        mark.
+        """
         start = len(self._stack) - count if count else self._marks.pop()
         if not (self._marks[-1] if self._marks else 0) <= start <= len(self._stack):
             raise ValueError("its pickle takes values that it has not made")
@@ -209,8 +270,10 @@ class _Interpreter:
     def _find_global(self, module: str, name: str):
         full = f"{module}.{name}"
         if full not in (*FUNCTIONS, *DTYPES, *self._records):
-            raise UserError(f"{self._path}: refused: its pickle names {full[:100]}, which no checkpoint needs; no code "
-                            "was run")
+            raise UserError(
+                f"{self._path}: refused: its pickle names {full[:100]}, which no checkpoint "
+                "needs; no code was run"
+            )
         return Global(full)
 
     def _call(self, function, arguments):
@@ -236,7 +299,10 @@ class _Interpreter:
         if key not in self._storages:
             name = f"{self._root}data/{key}"
             if self._members.size(name) != size * dtype.itemsize:
-                raise ValueError(f"data/{key} has {self._members.size(name):,} bytes, not {size * dtype.itemsize:,}")
+                raise ValueError(
+                    f"data/{key} has {self._members.size(name):,} bytes, not "
+                    f"{size * dtype.itemsize:,}"
+                )
             self._storages[key] = Storage(self._members.read(name), dtype)
         return self._storages[key]
 
@@ -248,11 +314,19 @@ class _Interpreter:
         return x
 
 
-def view_storage(storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """Returns a read-only view. The arguments come from the file unchecked; `offset` and `strides` are in elements."""
-    is_valid = (type(storage) is Storage and type(shape) is tuple and type(strides) is tuple
-                and len(shape) == len(strides) <= MAX_AXES
-                and all(type(number) is int and number >= 0 for number in (offset, *shape, *strides)))
+def view_storage(
+    storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> np.ndarray:
+    """Returns a read-only view. The arguments come from the file unchecked; `offset` and `strides`
+    are in elements.
+    """
+    is_valid = (
+        type(storage) is Storage
+        and type(shape) is tuple
+        and type(strides) is tuple
+        and len(shape) == len(strides) <= MAX_AXES
+        and all(type(number) is int and number >= 0 for number in (offset, *shape, *strides))
+    )
     if not is_valid:
         raise ValueError("invalid tensor arguments")
     if 0 in shape:
@@ -261,5 +335,10 @@ def view_storage(storage: Storage, offset: int, shape: tuple[int, ...], strides:
     if last >= len(storage) or math.prod(shape) > len(storage):
         raise ValueError("a tensor reaches beyond its storage")
     itemsize = storage.dtype.itemsize
-    return np.ndarray(shape, storage.dtype, storage.content, offset * itemsize,
-                      [stride * itemsize for stride in strides])
+    return np.ndarray(
+        shape,
+        storage.dtype,
+        storage.content,
+        offset * itemsize,
+        [stride * itemsize for stride in strides],
+    )

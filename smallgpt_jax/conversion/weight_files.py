@@ -1,4 +1,6 @@
-"""Reads the weight files of Hugging Face folders: one or several safetensors files, or a `pytorch_model.bin`."""
+"""Reads the weight files of Hugging Face folders: one or several safetensors files, or a
+`pytorch_model.bin`.
+"""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -12,8 +14,15 @@ from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.json_files import Each, Kind, read_json
 
-FILE_NAME = Kind("the name of a safetensors file in the same folder", lambda name: (
-    isinstance(name, str) and len(name) < 256 and name == Path(name).name and name.endswith(".safetensors")))
+FILE_NAME = Kind(
+    "the name of a safetensors file in the same folder",
+    lambda name: (
+        isinstance(name, str)
+        and len(name) < 256
+        and name == Path(name).name
+        and name.endswith(".safetensors")
+    ),
+)
 SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 
@@ -25,7 +34,9 @@ class WeightFiles(NamedTuple):
 
 def open_weights(folder: Path) -> WeightFiles:
     if (folder / INDEX).is_file():
-        return open_safetensors(folder / INDEX, [folder / name for name in indexed_names(folder / INDEX)])
+        return open_safetensors(
+            folder / INDEX, [folder / name for name in indexed_names(folder / INDEX)]
+        )
     if (folder / SINGLE).is_file():
         return open_safetensors(folder / SINGLE, [folder / SINGLE])
     path = folder / PICKLED
@@ -52,12 +63,19 @@ def open_safetensors(path: Path, files: list[Path]) -> WeightFiles:
             try:
                 with safe_open(file, framework="numpy") as tensors:
                     found |= {name: read(tensors, name) for name in tensors.keys()}  # noqa: SIM118
-            except Exception as error:  # SafetensorError, OSError, or KeyError for a dtype that NumPy lacks
-                raise UserError(f"{file}: damaged, or not in the safetensors format ({short_reason(error)})") from None
+            except (
+                Exception
+            ) as error:  # SafetensorError, OSError, or KeyError for a dtype that NumPy lacks
+                raise UserError(
+                    f"{file}: damaged, or not in the safetensors format ({short_reason(error)})"
+                ) from None
         return found
 
-    return WeightFiles(path, load(lambda tensors, name: tuple(tensors.get_slice(name).get_shape())),
-                       lambda: load(lambda tensors, name: tensors.get_tensor(name)))
+    return WeightFiles(
+        path,
+        load(lambda tensors, name: tuple(tensors.get_slice(name).get_shape())),
+        lambda: load(lambda tensors, name: tensors.get_tensor(name)),
+    )
 
 
 def import_library(name: str, extra: str = "hf"):
@@ -65,4 +83,6 @@ def import_library(name: str, extra: str = "hf"):
     try:
         return import_module(name)
     except ImportError:
-        raise UserError(f"{name.split('.')[0]} is not installed; run {install_command(extra)}") from None
+        raise UserError(
+            f"{name.split('.')[0]} is not installed; run {install_command(extra)}"
+        ) from None

@@ -1,8 +1,8 @@
 """Batches of tokens as a pure function of (seed, step).
 
-Each epoch has a new random order of the row numbers; step n reads the n-th group of batch_size numbers. Any batch can
-therefore be read without reading the earlier batches. The rows of several token stores are interleaved in proportion to
-the weights of the stores.
+Each epoch has a new random order of the row numbers; step n reads the n-th group of batch_size
+numbers. Any batch can therefore be read without reading the earlier batches. The rows of several
+token stores are interleaved in proportion to the weights of the stores.
 """
 
 from collections.abc import Iterator
@@ -17,67 +17,105 @@ READ_AHEAD = 8  # batches
 
 
 def shuffled(mixture: Mixture, seed: int) -> grain.MapDataset:
-    """Returns an endless dataset of row numbers. Every pass over the rows of a packing has a new order."""
-    orders = [grain.MapDataset.range(first, first + packing.num_rows).seed(seed + i).shuffle().repeat()
-              for i, (first, packing) in enumerate(zip(mixture.first_rows, mixture.packings))]
+    """Returns an endless dataset of row numbers. Every pass over the rows of a packing has a new
+    order.
+    """
+    orders = [
+        grain.MapDataset.range(first, first + packing.num_rows).seed(seed + i).shuffle().repeat()
+        for i, (first, packing) in enumerate(zip(mixture.first_rows, mixture.packings))
+    ]
     return grain.MapDataset.mix(orders, mixture.weights) if len(orders) > 1 else orders[0]
 
 
 def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
-    """Returns an endless dataset. Item i contains the row numbers of the batch of step i + 1, (B,)."""
+    """Returns an endless dataset. Item i contains the row numbers of the batch of step i + 1,
+    (B,).
+    """
     for packing, weight in zip(mixture.packings, mixture.weights):
         if packing.num_rows < batch_size * weight:
             raise UserError(
-                f"config.train.batch_size: one batch takes {batch_size * weight:g} rows of {packing.context_length} + "
-                f"1 tokens, but the training split has {packing.num_rows:,} rows ({packing.split.tokens:,} tokens); "
-                "use more text, or a smaller config.train.batch_size or config.model.context_length")
+                f"config.train.batch_size: one batch takes {batch_size * weight:g} rows of "
+                f"{packing.context_length} + 1 tokens, but the training split has "
+                f"{packing.num_rows:,} rows ({packing.split.tokens:,} tokens); use more text, or "
+                "a smaller config.train.batch_size or config.model.context_length"
+            )
     return shuffled(mixture, seed).batch(batch_size, drop_remainder=True)
 
 
-def train_batches(mixture: Mixture, batch_size: int, seed: int, rows: slice | np.ndarray = slice(None),
-                  ) -> grain.MapDataset:
-    """Returns an endless dataset of training batches. Item i is this process's `rows` of the batch of step i + 1.
+def train_batches(
+    mixture: Mixture,
+    batch_size: int,
+    seed: int,
+    rows: slice | np.ndarray = slice(None),
+) -> grain.MapDataset:
+    """Returns an endless dataset of training batches. Item i is this process's `rows` of the batch
+    of step i + 1.
 
     Raises UserError if one batch needs more rows from a store than the store has.
     """
-    return row_numbers(mixture, batch_size, seed).map(lambda numbers_B: mixture.read_rows(numbers_B[rows]))
+    return row_numbers(mixture, batch_size, seed).map(
+        lambda numbers_B: mixture.read_rows(numbers_B[rows])
+    )
 
 
 def read_ahead(batches: grain.MapDataset, first: int, workers: int) -> Iterator[Batch]:
-    options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=READ_AHEAD if workers else 0)
+    options = grain.ReadOptions(
+        num_threads=workers, prefetch_buffer_size=READ_AHEAD if workers else 0
+    )
     return iter(batches[first:].to_iter_dataset(options))
 
 
-def validation_batches(mixture: Mixture, batch_size: int, limit: int, rows: slice | np.ndarray = slice(None),
-                       ) -> grain.MapDataset:
+def validation_batches(
+    mixture: Mixture,
+    batch_size: int,
+    limit: int,
+    rows: slice | np.ndarray = slice(None),
+) -> grain.MapDataset:
     """Returns at most `limit` batches of a validation split, or all if `limit` is 0."""
     for packing in mixture.packings:
         if not packing.num_rows:
             raise UserError(
-                f"config.data.validation_fraction: the validation split has {packing.split.tokens:,} tokens, but "
-                f"one row needs {packing.context_length} + 1; use more text, or a larger fraction")
+                "config.data.validation_fraction: the validation split has "
+                f"{packing.split.tokens:,} tokens, but one row needs {packing.context_length} + "
+                "1; use more text, or a larger fraction"
+            )
     return masked_batches(mixture, sample_rows(mixture, limit * batch_size), batch_size, rows)
 
 
 def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
-    """Returns at most `limit` distinct row numbers, or all if `limit` is 0, in a fixed random order.
+    """Returns at most `limit` distinct row numbers, or all if `limit` is 0, in a fixed random
+    order.
 
     Each store contributes rows in proportion to its weight.
     """
-    most = int(min(packing.num_rows / weight for packing, weight in zip(mixture.packings, mixture.weights)))
+    most = int(
+        min(packing.num_rows / weight for packing, weight in zip(mixture.packings, mixture.weights))
+    )
     total = min(limit, most) if limit else most
-    counts = np.diff(np.round(total * np.cumsum([0, *mixture.weights])).astype(int))  # their sum is `total`
-    order = np.concatenate([
-        first + np.random.default_rng(0).permutation(packing.num_rows)[:count]
-        for first, packing, count in zip(mixture.first_rows, mixture.packings, counts)])
+    counts = np.diff(
+        np.round(total * np.cumsum([0, *mixture.weights])).astype(int)
+    )  # their sum is `total`
+    order = np.concatenate(
+        [
+            first + np.random.default_rng(0).permutation(packing.num_rows)[:count]
+            for first, packing, count in zip(mixture.first_rows, mixture.packings, counts)
+        ]
+    )
     return np.random.default_rng(0).permutation(order) if len(mixture.packings) > 1 else order
 
 
-def masked_batches(mixture: Mixture, row_numbers_R: np.ndarray, batch_size: int,
-                   rows: slice | np.ndarray = slice(None)) -> grain.MapDataset:
-    """Returns batches with loss masks. The last batch is filled with rows that its loss mask excludes."""
+def masked_batches(
+    mixture: Mixture,
+    row_numbers_R: np.ndarray,
+    batch_size: int,
+    rows: slice | np.ndarray = slice(None),
+) -> grain.MapDataset:
+    """Returns batches with loss masks. The last batch is filled with rows that its loss mask
+    excludes.
+    """
+
     def read(first: int) -> Batch:
-        numbers = row_numbers_R[first:first + batch_size]
+        numbers = row_numbers_R[first : first + batch_size]
         is_included_B = np.arange(batch_size) < len(numbers)
         batch = mixture.read_rows(np.resize(numbers, batch_size)[rows])
         all_targets = np.ones(batch.tokens_BxT1[:, 1:].shape, bool)

@@ -1,7 +1,9 @@
-"""Chat templates: Jinja templates that write the messages of a conversation as one text, as in transformers.
+"""Chat templates: Jinja templates that write the messages of a conversation as one text, as in
+transformers.
 
-A template gets `messages`, `add_generation_prompt`, `bos_token` and `eos_token`. The last two are written as characters
-that no text contains, so that a message cannot contain them; `examples.encode_chat` turns them into ids.
+A template gets `messages`, `add_generation_prompt`, `bos_token` and `eos_token`. The last two are
+written as characters that no text contains, so that a message cannot contain them;
+`examples.encode_chat` turns them into ids.
 """
 
 import functools
@@ -32,7 +34,8 @@ class ChatTemplate:
             raise jinja2.TemplateError(message)
 
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = raise_exception
         try:
             self._template = environment.from_string(source)
@@ -46,48 +49,82 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
         """Raises ValueError if the template fails."""
-        if any(mark in str(value) for message in messages for value in message.values() for mark in MARKS):
+        if any(
+            mark in str(value)
+            for message in messages
+            for value in message.values()
+            for mark in MARKS
+        ):
             raise ValueError("a message contains U+FDD0 or U+FDD1, which stand for special tokens")
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt,
-                                         bos_token=BEGIN, eos_token=END)
-        except (self._error, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                bos_token=BEGIN,
+                eos_token=END,
+            )
+        except (
+            self._error,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+        ) as error:
             raise ValueError(short_reason(error)) from None
 
-    def pieces(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> list[tuple[str, bool]]:
-        """Returns (text, whether it is an answer). An answer is what an assistant's message adds to the generation
-        prompt. Text after the last answer is left out, unless `add_generation_prompt` asks for another answer.
+    def pieces(
+        self, messages: Sequence[Mapping], add_generation_prompt: bool = False
+    ) -> list[tuple[str, bool]]:
+        """Returns (text, whether it is an answer). An answer is what an assistant's message adds to
+        the generation prompt. Text after the last answer is left out, unless
+        `add_generation_prompt` asks for another answer.
 
-        Raises ValueError if the template does not write a longer conversation by appending to a shorter one.
+        Raises ValueError if the template does not write a longer conversation by appending to a
+        shorter one.
         """
         pieces, written = [], ""
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                prompt, answered = self.render(messages[:i], True), self.render(messages[:i + 1])
-                if not prompt.startswith(written) or not answered.startswith(prompt) or answered == prompt:
-                    raise ValueError(f"message {i + 1} is not appended to the generation prompt before it")
-                pieces += [(prompt[len(written):], False), (answered[len(prompt):], True)]
+                prompt, answered = self.render(messages[:i], True), self.render(messages[: i + 1])
+                if (
+                    not prompt.startswith(written)
+                    or not answered.startswith(prompt)
+                    or answered == prompt
+                ):
+                    raise ValueError(
+                        f"message {i + 1} is not appended to the generation prompt before it"
+                    )
+                pieces += [(prompt[len(written) :], False), (answered[len(prompt) :], True)]
                 written = answered
         if add_generation_prompt:
             prompt = self.render(messages, True)
             if not prompt.startswith(written):
                 raise ValueError("the last message is not appended to the text before it")
-            pieces.append((prompt[len(written):], False))
+            pieces.append((prompt[len(written) :], False))
         return pieces
 
 
 def find_template(field: str, tokenizer_folder: Path) -> str:
-    """Returns the template in the file `field`, config.data.chat_template; if it is "", that of the tokenizer."""
+    """Returns the template in the file `field`, config.data.chat_template; if it is "", that of the
+    tokenizer.
+    """
     if field:
         try:
-            return checked(Path(field).expanduser().read_text(), f"config.data.chat_template={field!r}")
+            return checked(
+                Path(field).expanduser().read_text(), f"config.data.chat_template={field!r}"
+            )
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"config.data.chat_template={field!r}: cannot be read ({short_reason(error)}); expected a "
-                            "file with a Jinja template") from None
+            raise UserError(
+                f"config.data.chat_template={field!r}: cannot be read ({short_reason(error)}); "
+                "expected a file with a Jinja template"
+            ) from None
     if own := own_template(tokenizer_folder):
         return checked(own, f"{tokenizer_folder}: chat template")
-    raise UserError(f"config.data.chat_template: the tokenizer has no chat template (neither {TEMPLATE_FILE} nor a "
-                    f"chat_template in {SETTINGS_FILES[0]}); name a file with a Jinja template")
+    raise UserError(
+        f"config.data.chat_template: the tokenizer has no chat template (neither {TEMPLATE_FILE} "
+        f"nor a chat_template in {SETTINGS_FILES[0]}); name a file with a Jinja template"
+    )
 
 
 def own_template(tokenizer_folder: Path) -> str:
@@ -96,16 +133,28 @@ def own_template(tokenizer_folder: Path) -> str:
         try:
             return own.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{own}: cannot be read ({short_reason(error)}); restore or delete it") from None
-    found = (read_json_or_none(tokenizer_folder / SETTINGS_FILES[0], OBJECT) or {}).get("chat_template")
+            raise UserError(
+                f"{own}: cannot be read ({short_reason(error)}); restore or delete it"
+            ) from None
+    found = (read_json_or_none(tokenizer_folder / SETTINGS_FILES[0], OBJECT) or {}).get(
+        "chat_template"
+    )
     if isinstance(found, list):  # several templates, by name
-        found = next((entry.get("template") for entry in found
-                      if isinstance(entry, dict) and entry.get("name") == "default"), None)
+        found = next(
+            (
+                entry.get("template")
+                for entry in found
+                if isinstance(entry, dict) and entry.get("name") == "default"
+            ),
+            None,
+        )
     return found if isinstance(found, str) else ""
 
 
 def save_template(source: str, tokenizer_folder: Path) -> None:
-    if source and own_template(tokenizer_folder) != source:  # else the folder's own file may have further templates
+    if (
+        source and own_template(tokenizer_folder) != source
+    ):  # else the folder's own file may have further templates
         write_atomically(tokenizer_folder / TEMPLATE_FILE, source)
 
 

@@ -16,51 +16,56 @@ SYMBOLS = "symbols"  # the tokenizer of probes
 class DataConfig(ConfigGroup):
     GROUP: ClassVar[str] = "data"
 
-    # python_stdlib | python_packages | hf:NAME[:CONFIG] | tfds:NAME | path or glob of .txt, .jsonl or .parquet files,
-    # which may be compressed (.gz, .bz2, .zst) or on gs://. Commas separate several sources. Instead of text,
-    # synthetic:PROBE: the examples of a probe of data/probes.py, with tokenizer "symbols", store "", packing "concat"
+    # python_stdlib | python_packages | hf:NAME[:CONFIG] | tfds:NAME | path or glob of .txt, .jsonl
+    # or .parquet files, which may be compressed (.gz, .bz2, .zst) or on gs://. Commas separate
+    # several sources. Instead of text, synthetic:PROBE: the examples of a probe of data/probes.py,
+    # with tokenizer "symbols", store "", packing "concat"
     source: str = in_store("hf:HuggingFaceFW/fineweb-edu:sample-10BT")
-    # endings of the files in a folder that are read as plain text, such as .txt,.md,.rst. Files of JSON lines and
-    # Parquet files are always read; of a glob, all files are read
+    # endings of the files in a folder that are read as plain text, such as .txt,.md,.rst. Files of
+    # JSON lines and Parquet files are always read; of a glob, all files are read
     text_endings: str = in_store(".txt")
     # JSON field or Parquet column that contains the text
     text_field: str = in_store("text")
-    # "text": the text of text_field. From JSON lines or hf: datasets, for fine-tuning on answers (docs/tuning.md):
-    # "completion": the fields prompt and completion | "messages": the field messages, a conversation
+    # "text": the text of text_field. From JSON lines or hf: datasets, for fine-tuning on answers
+    # (docs/tuning.md): "completion": the fields prompt and completion | "messages": the field
+    # messages, a conversation
     format: str = in_store("text")
-    # with "messages": file with a Jinja template that writes conversations as text; "": the tokenizer's own template
+    # with "messages": file with a Jinja template that writes conversations as text; "": the
+    # tokenizer's own template
     chat_template: str = in_store("")
     # if a file is not valid UTF-8: "refuse" it | "replace" the invalid bytes
     invalid_utf8: str = in_store("refuse", relaxable=True)
-    # if lines or rows are invalid, too long or lack a field, or if text files are not UTF-8: "refuse" the source |
-    # "skip" them
+    # if lines or rows are invalid, too long or lack a field, or if text files are not UTF-8:
+    # "refuse" the source | "skip" them
     invalid_items: str = in_store("refuse", relaxable=True)
     # a longer JSON line or row is invalid
     max_document_bytes: int = in_store(100_000_000, relaxable=True)
-    # sentencepiece:SIZE | gpt2 | bytes | path of a tokenizer: a SentencePiece model, a tokenizer.json of Hugging Face,
-    # or a folder | symbols (only for probes)
+    # sentencepiece:SIZE | gpt2 | bytes | path of a tokenizer: a SentencePiece model, a
+    # tokenizer.json of Hugging Face, or a folder | symbols (only for probes)
     tokenizer: str = in_store("gpt2")
     # fraction of documents for validation, selected by a hash of their text
     validation_fraction: float = in_store(0.01)
-    # folder of the token store, local or gs://; an existing store is used unchanged. "": a store in the cache folder,
-    # rebuilt when the source changes
+    # folder of the token store, local or gs://; an existing store is used unchanged. "": a store in
+    # the cache folder, rebuilt when the source changes
     store: str = free("data/fineweb-edu")
-    # existing token stores and their weights: "FOLDER=WEIGHT,FOLDER=WEIGHT,…". If set, it replaces the fields source,
-    # tokenizer and store
+    # existing token stores and their weights: "FOLDER=WEIGHT,FOLDER=WEIGHT,…". If set, it replaces
+    # the fields source, tokenizer and store
     mixture: str = free("")
-    # "concat": join all documents and cut the result into rows | "best_fit": put whole documents into rows where they
-    # fit; cuts fewer documents, but needs some padding
+    # "concat": join all documents and cut the result into rows | "best_fit": put whole documents
+    # into rows where they fit; cuts fewer documents, but needs some padding
     packing: str = "concat"
     # True: a token attends only to its own document, not to others in the row
     separate_documents: bool = False
-    # of a probe: length of its examples. What it counts depends on the probe, for example the pairs of synthetic:recall
+    # of a probe: length of its examples. What it counts depends on the probe, for example the pairs
+    # of synthetic:recall
     probe_length: int = of_probe(8)
-    # of a probe: training examples have all lengths from this one to probe_length, equally often; 0: only probe_length
+    # of a probe: training examples have all lengths from this one to probe_length, equally often;
+    # 0: only probe_length
     probe_min_length: int = of_probe(0)
     # of a probe: further lengths at which each evaluation measures the answers
     probe_test_lengths: tuple[int, ...] = of_probe(())
-    # of a probe: number of different symbols in its examples, for example of keys and values together in
-    # synthetic:recall; 0: the probe's default
+    # of a probe: number of different symbols in its examples, for example of keys and values
+    # together in synthetic:recall; 0: the probe's default
     probe_symbols: int = of_probe(0)
     # of synthetic:inverse: scratch tokens per item of the permutation
     probe_scratch: int = of_probe(0)
@@ -84,10 +89,20 @@ class DataConfig(ConfigGroup):
     def validate_synthetic(self) -> None:
         name = self.source.removeprefix(SYNTHETIC)
         if name not in PROBES:
-            self.refuse("source", f"no probe {name!r}; choose from {', '.join(PROBES)}{suggestion(name, PROBES)}")
+            self.refuse(
+                "source",
+                f"no probe {name!r}; choose from {', '.join(PROBES)}{suggestion(name, PROBES)}",
+            )
         if self.tokenizer != SYMBOLS:
-            self.refuse("tokenizer", f"cannot write the examples of {self.source}; set it to {SYMBOLS!r}")
-        for field, value in (("store", ""), ("packing", "concat"), ("separate_documents", False), ("format", "text")):
+            self.refuse(
+                "tokenizer", f"cannot write the examples of {self.source}; set it to {SYMBOLS!r}"
+            )
+        for field, value in (
+            ("store", ""),
+            ("packing", "concat"),
+            ("separate_documents", False),
+            ("format", "text"),
+        ):
             if getattr(self, field) != value:
                 self.refuse(field, f"cannot be combined with {self.source}; set it to {value!r}")
         self.validate_probe(PROBES[name])
@@ -96,12 +111,19 @@ class DataConfig(ConfigGroup):
         least, tests = probe.least_length, self.probe_test_lengths
         self.validate_range("probe_length", least=least)
         if self.probe_min_length and not least <= self.probe_min_length <= self.probe_length:
-            self.refuse("probe_min_length", f"must be 0, or at least {least} and at most config.data.probe_length="
-                        f"{self.probe_length}")
-        if (not all(type(length) is int and length >= least for length in tests)
-                or len({self.probe_length, *tests}) <= len(tests)):
-            self.refuse("probe_test_lengths", f"must be different integers of at least {least}, other than "
-                        "config.data.probe_length")
+            self.refuse(
+                "probe_min_length",
+                f"must be 0, or at least {least} and at most config.data.probe_length="
+                f"{self.probe_length}",
+            )
+        if not all(type(length) is int and length >= least for length in tests) or len(
+            {self.probe_length, *tests}
+        ) <= len(tests):
+            self.refuse(
+                "probe_test_lengths",
+                f"must be different integers of at least {least}, other than "
+                "config.data.probe_length",
+            )
         if self.probe_symbols and not probe.default_symbols:
             self.refuse("probe_symbols", f"{self.source} does not have this field; set it to 0")
         if self.probe_symbols and self.probe_symbols < probe.least_symbols:

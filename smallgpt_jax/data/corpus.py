@@ -1,4 +1,5 @@
-"""The text of a run: one token store, or a weighted mixture of several stores with the same tokenizer.
+"""The text of a run: one token store, or a weighted mixture of several stores with the same
+tokenizer.
 
 A run on a probe has a `ProbeCorpus` in its place.
 """
@@ -23,7 +24,9 @@ from smallgpt_jax.errors import UserError, command_line, config_arguments
 from smallgpt_jax.storage.json_files import POSITIVE
 from smallgpt_jax.storage.paths import as_path
 
-PREPARE_LIMIT = 1_000_000_000  # bytes of text; training does not prepare the stores of larger sources
+PREPARE_LIMIT = (
+    1_000_000_000  # bytes of text; training does not prepare the stores of larger sources
+)
 # The schema of `Corpus.description`.
 DESCRIPTION = (probe_corpus.DESCRIPTION, {"mixture": [{"weight": POSITIVE, **METADATA}]}, METADATA)
 
@@ -32,7 +35,9 @@ DESCRIPTION = (probe_corpus.DESCRIPTION, {"mixture": [{"weight": POSITIVE, **MET
 class Corpus:
     stores: tuple[TokenStore, ...]
     weights: tuple[float, ...] = (1.0,)  # their sum is 1
-    _packed: dict[tuple, Mixture] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _packed: dict[tuple, Mixture] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -43,29 +48,45 @@ class Corpus:
         """Returns the metadata and weights of the stores, as written to store.json in a workdir."""
         if len(self.stores) == 1:
             return self.stores[0].metadata
-        return {"mixture": [{"weight": weight, **store.metadata}
-                            for store, weight in zip(self.stores, self.weights)]}
+        return {
+            "mixture": [
+                {"weight": weight, **store.metadata}
+                for store, weight in zip(self.stores, self.weights)
+            ]
+        }
 
     def fingerprint(self, split: str) -> str:
-        """Returns a hash that covers the sampling weights of all stores and the content of `split` in each store."""
+        """Returns a hash that covers the sampling weights of all stores and the content of `split`
+        in each store.
+        """
         if len(self.stores) == 1:
             return self.stores[0].fingerprint(split)
-        parts = [(weight, store.fingerprint(split)) for weight, store in zip(self.weights, self.stores)]
+        parts = [
+            (weight, store.fingerprint(split)) for weight, store in zip(self.weights, self.stores)
+        ]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def bytes_per_token(self, split: str) -> float:
-        return float(np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores]))
+        return float(
+            np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores])
+        )
 
     def pack(self, split: str, packing: str, separate: bool, context_length: int) -> Mixture:
         """Packs once, because runs that read the same corpus mostly pack it in the same way."""
         if packing != "best_fit" and any(store.train.has_answers for store in self.stores):
-            raise UserError(f"config.data.packing={packing!r}: cuts examples, which have a prompt and an answer; set "
-                            "--config.data.packing=best_fit")
+            raise UserError(
+                f"config.data.packing={packing!r}: cuts examples, which have a prompt and an "
+                "answer; set --config.data.packing=best_fit"
+            )
         arguments = (split, packing, separate, context_length)
         if arguments not in self._packed:
-            self._packed[arguments] = Mixture([
-                PACKINGS[packing](getattr(store, split), context_length, separate) for store in self.stores],
-                self.weights)
+            self._packed[arguments] = Mixture(
+                [
+                    PACKINGS[packing](getattr(store, split), context_length, separate)
+                    for store in self.stores
+                ],
+                self.weights,
+            )
         return self._packed[arguments]
 
     def test_rows(self, context_length: int) -> dict[int, Mixture]:
@@ -74,15 +95,23 @@ class Corpus:
 
 
 def same_text(one: dict, other: dict) -> bool:
-    """Returns whether two `Corpus.description`s describe the same tokens. The sources of the tokens may differ."""
+    """Returns whether two `Corpus.description`s describe the same tokens. The sources of the tokens
+    may differ.
+    """
     content, other_content = (
-        [(store.get("weight"), store["splits"], store["fingerprints"])
-         for store in description.get("mixture", [description])] for description in (one, other))
+        [
+            (store.get("weight"), store["splits"], store["fingerprints"])
+            for store in description.get("mixture", [description])
+        ]
+        for description in (one, other)
+    )
     return content == other_content
 
 
 def open_existing(data, spec: StoreSpec | None = None) -> Corpus | ProbeCorpus | None:
-    """Returns None if the token store does not exist. Raises UserError if its source or settings differ from `data`."""
+    """Returns None if the token store does not exist. Raises UserError if its source or settings
+    differ from `data`.
+    """
     if is_synthetic(data):
         return ProbeCorpus.of(data)
     if data.mixture:
@@ -92,22 +121,29 @@ def open_existing(data, spec: StoreSpec | None = None) -> Corpus | ProbeCorpus |
 
 
 def load_or_prepare(data) -> Corpus | ProbeCorpus:
-    """Prepares a missing store if its source is local and under 1 GB; else raises UserError with the command."""
+    """Prepares a missing store if its source is local and under 1 GB; else raises UserError with
+    the command.
+    """
     spec = StoreSpec.of(data)
     if corpus := open_existing(data, spec):
         return corpus
     if not spec.source.is_local or spec.source.num_bytes > PREPARE_LIMIT:
         raise UserError(
-            f"config.data.store: no token store of {spec.source.value!r} in {str(spec.folder)!r}; prepare it first: "
-            + command_line("prepare", *(config_arguments() or ["--config=…"])))
+            f"config.data.store: no token store of {spec.source.value!r} in {str(spec.folder)!r}; "
+            "prepare it first: " + command_line("prepare", *(config_arguments() or ["--config=…"]))
+        )
     return Corpus((prepare_store(spec),))
 
 
 def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus, bool]:
-    """Returns the corpus, and whether its store is new. Prepares a missing store, or resumes its preparation."""
+    """Returns the corpus, and whether its store is new. Prepares a missing store, or resumes its
+    preparation.
+    """
     if is_synthetic(data):
-        raise UserError(f"config.data.source={data.source!r}: a probe has no token store, because its examples are "
-                        "made during training; start the training")
+        raise UserError(
+            f"config.data.source={data.source!r}: a probe has no token store, because its "
+            "examples are made during training; start the training"
+        )
     spec = StoreSpec.of(data)
     if corpus := open_existing(data, spec):
         return corpus, False
@@ -115,19 +151,29 @@ def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus
 
 
 def require_room(data, corpus: Corpus | ProbeCorpus, context_length: int) -> None:
-    """Raises UserError for examples that do not fit into the context, unless config.data.invalid_items skips them."""
-    splits = [split for store in corpus.stores for split in (store.train, store.validation) if split.has_answers]
+    """Raises UserError for examples that do not fit into the context, unless
+    config.data.invalid_items skips them.
+    """
+    splits = [
+        split
+        for store in corpus.stores
+        for split in (store.train, store.validation)
+        if split.has_answers
+    ]
     count = sum(int(np.sum(split.lengths > context_length)) for split in splits)
     if count and data.invalid_items != "skip":
         raise UserError(
             f"{find_long_example(data, corpus.tokenizer, context_length)}, more than the "
             f"config.model.context_length={context_length}, as {count:,} of "
-            f"{sum(split.documents for split in splits):,} examples; shorten them, or skip them with "
-            "--config.data.invalid_items=skip")
+            f"{sum(split.documents for split in splits):,} examples; shorten them, or skip them "
+            "with --config.data.invalid_items=skip"
+        )
 
 
 def find_long_example(data, tokenizer: Tokenizer, context_length: int) -> str:
-    """Returns the first example of the source that does not fit into the context: its place and length."""
+    """Returns the first example of the source that does not fit into the context: its place and
+    length.
+    """
     spec = StoreSpec.of(data)
     for example in spec.source.documents(spec.rules) if not data.mixture else ():
         if len(encode_example(example, tokenizer)[0]) > context_length:
@@ -138,7 +184,8 @@ def find_long_example(data, tokenizer: Tokenizer, context_length: int) -> str:
 def open_mixture(text: str) -> Corpus:
     """Returns the corpus of the mixture "FOLDER=WEIGHT,FOLDER=WEIGHT,…".
 
-    Raises UserError if the stores have different tokenizers, or if one trains on validation documents of another.
+    Raises UserError if the stores have different tokenizers, or if one trains on validation
+    documents of another.
     """
     stores, weights = [], []
     for item in text.split(","):
@@ -148,33 +195,39 @@ def open_mixture(text: str) -> Corpus:
         except ValueError:
             weights.append(0.0)
         if not folder or not 0 < weights[-1] < float("inf"):
-            raise UserError(f"config.data.mixture={text!r}: {item.strip()!r} is not FOLDER=WEIGHT with a "
-                            "weight above 0")
+            raise UserError(
+                f"config.data.mixture={text!r}: {item.strip()!r} is not FOLDER=WEIGHT with a "
+                "weight above 0"
+            )
         stores.append(open_store(as_path("config.data.mixture", folder)))
         fingerprints = [tokenizers.fingerprint(store.tokenizer) for store in stores]
         if fingerprints[-1] != fingerprints[0]:
             raise UserError(
-                f"config.data.mixture={text!r}: the stores {str(stores[0].folder)!r} and {folder!r} have "
-                "different tokenizers; prepare both with the same one: --config.data.tokenizer="
-                f"{stores[0].folder / 'tokenizer'}")
+                f"config.data.mixture={text!r}: the stores {str(stores[0].folder)!r} and "
+                f"{folder!r} have different tokenizers; prepare both with the same one: "
+                f"--config.data.tokenizer={stores[0].folder / 'tokenizer'}"
+            )
     refuse_leaks(f"config.data.mixture={text!r}", stores)
     return Corpus(tuple(stores), tuple(weight / sum(weights) for weight in weights))
 
 
 def refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
-    """Raises UserError if one of `stores`, which have the same tokenizer, trains on validation documents of another.
+    """Raises UserError if one of `stores`, which have the same tokenizer, trains on validation
+    documents of another.
 
-    A document is for validation if its hash is below the store's validation_fraction. So stores with the same fraction
-    agree, but one with a smaller fraction may train on validation documents of another.
+    A document is for validation if its hash is below the store's validation_fraction. So stores
+    with the same fraction agree, but one with a smaller fraction may train on validation documents
+    of another.
     """
     fractions = [store.metadata["made_from"]["validation_fraction"] for store in stores]
     for one, fraction in zip(stores, fractions):
         for other, other_fraction in zip(stores, fractions):
             if fraction < other_fraction and (leaked := count_leaks(one.train, other.validation)):
                 raise UserError(
-                    f"{field}: {leaked:,} of the {one.train.documents:,} training documents of {str(one.folder)!r} are "
-                    f"validation documents of {str(other.folder)!r}; prepare all stores with the same "
-                    "config.data.validation_fraction")
+                    f"{field}: {leaked:,} of the {one.train.documents:,} training documents of "
+                    f"{str(one.folder)!r} are validation documents of {str(other.folder)!r}; "
+                    "prepare all stores with the same config.data.validation_fraction"
+                )
 
 
 def count_leaks(train: Split, validation: Split) -> int:
@@ -186,5 +239,5 @@ def count_leaks(train: Split, validation: Split) -> int:
 def document_hashes(split: Split, lengths: np.ndarray) -> Iterator[bytes]:
     found = np.isin(split.lengths, lengths)
     for start, length in zip(split.starts[found].tolist(), split.lengths[found].tolist()):
-        ids = split.stream[start:start + length].astype(np.uint32)
+        ids = split.stream[start : start + length].astype(np.uint32)
         yield hashlib.blake2b(ids, digest_size=16).digest()

@@ -1,4 +1,6 @@
-"""Reads Hugging Face and TensorFlow datasets as lists of `Part`s. Requires the optional dependencies `[data]`."""
+"""Reads Hugging Face and TensorFlow datasets as lists of `Part`s. Requires the optional
+dependencies `[data]`.
+"""
 
 import contextlib
 import dataclasses
@@ -25,10 +27,16 @@ def name_source_in_errors(source: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # the libraries, the network and a dataset's own code raise errors of many types
+    except (
+        Exception
+    ) as error:  # the libraries, the network and a dataset's own code raise errors of many types
         why = short_reason(error)
-        fix = ("; convert the dataset to TFRecord or array_record files (tfds build --file_format=array_record), or "
-               "its text to Parquet files" if source.startswith("tfds:") and "file format" in why.lower() else "")
+        fix = (
+            "; convert the dataset to TFRecord or array_record files (tfds build "
+            "--file_format=array_record), or its text to Parquet files"
+            if source.startswith("tfds:") and "file format" in why.lower()
+            else ""
+        )
         raise UserError(f"config.data.source={source!r}: {why.rstrip('.')}{fix}") from None
 
 
@@ -41,20 +49,28 @@ def hugging_face_parts(source: str) -> list[Part]:
 
     def read(shard: int, rules: Rules):
         with name_source_in_errors(source):
-            for number, row in enumerate(stream.shard(num_shards=stream.num_shards, index=shard), 1):
+            for number, row in enumerate(
+                stream.shard(num_shards=stream.num_shards, index=shard), 1
+            ):
                 yield extract_document(row, f"{source}, shard {shard}, row {number}", rules), 0.0
 
-    return [Part(f"{source}, shard {shard}", 0, functools.partial(read, shard), has_fields=True)
-            for shard in range(stream.num_shards)]
+    return [
+        Part(f"{source}, shard {shard}", 0, functools.partial(read, shard), has_fields=True)
+        for shard in range(stream.num_shards)
+    ]
 
 
 def tfds_parts(source: str) -> list[Part]:
-    """Returns one `Part` per TFRecord shard of `tfds:NAME`, or a single `Part` for other formats."""
+    """Returns one `Part` per TFRecord shard of `tfds:NAME`, or a single `Part` for other
+    formats.
+    """
     tfds = import_library("tensorflow_datasets", f"config.data.source={source!r}")
     name = source.removeprefix("tfds:")
     with name_source_in_errors(source):
         builder = tfds.builder(name)
-        if builder.is_prepared() and builder.info.available_file_formats() == {tfds.core.FileFormat.TFRECORD}:
+        if builder.is_prepared() and builder.info.available_file_formats() == {
+            tfds.core.FileFormat.TFRECORD
+        }:
             split = builder.info.splits["train"]
             return list(map(tfrecord_part, split.filepaths, split.shard_lengths))
         return [indexed_part(source, tfds.data_source(name, split="train"))]
@@ -78,12 +94,23 @@ def tfrecord_part(path, count: int) -> Part:
                     fields = tf_example_pb2.Example.FromString(record).features.feature
                 except DecodeError:
                     raise ValueError(f"record {number} is not a tf.train.Example") from None
-                texts = fields[rules.text_field].bytes_list.value if rules.text_field in fields else ()
-                yield extract_text(texts[0] if len(texts) == 1 else None, f"{path}, record {number}",
-                                   sorted(fields), rules), min(number / max(count, 1), 1.0)
+                texts = (
+                    fields[rules.text_field].bytes_list.value if rules.text_field in fields else ()
+                )
+                yield (
+                    extract_text(
+                        texts[0] if len(texts) == 1 else None,
+                        f"{path}, record {number}",
+                        sorted(fields),
+                        rules,
+                    ),
+                    min(number / max(count, 1), 1.0),
+                )
         if number != count:
-            raise UserError(f"{path}: has {number} records, but dataset_info.json lists {count}; download this shard "
-                            "again")
+            raise UserError(
+                f"{path}: has {number} records, but dataset_info.json lists {count}; download "
+                "this shard again"
+            )
 
     return Part(str(path), stat.length, read, (stat.mtime,))
 
@@ -91,9 +118,10 @@ def tfrecord_part(path, count: int) -> Part:
 def read_records(file: BinaryIO, size: int) -> Iterator[bytes]:
     """Yields the records of a TFRecord file. Reading does not need TensorFlow.
 
-    A record consists of the length of its data in bytes (uint64), a checksum of the length (uint32), the data, and a
-    checksum of the data (uint32), all little-endian. Raises ValueError if a record is truncated or its length does not
-    match the checksum. The checksum of the data is not verified, because that takes longer in Python than tokenizing.
+    A record consists of the length of its data in bytes (uint64), a checksum of the length
+    (uint32), the data, and a checksum of the data (uint32), all little-endian. Raises ValueError if
+    a record is truncated or its length does not match the checksum. The checksum of the data is not
+    verified, because that takes longer in Python than tokenizing.
     """
     with without_torch():
         from tensorboardX.record_writer import masked_crc32c
@@ -116,12 +144,16 @@ def indexed_part(source: str, rows) -> Part:
     def read(rules: Rules):
         for number in range(len(rows)):
             row = rows[number]
-            yield extract_text(row.get(rules.text_field), f"{source}, item {number}", row, rules), number / len(rows)
+            yield (
+                extract_text(row.get(rules.text_field), f"{source}, item {number}", row, rules),
+                number / len(rows),
+            )
 
     return Part(source, 0, read)
 
 
-# Prefix of a dataset's name in `config.data.source` → function that returns its `Part`s. A new kind is a line here.
+# Prefix of a dataset's name in `config.data.source` → function that returns its `Part`s. A new kind
+# is a line here.
 DATASETS = {"hf:": hugging_face_parts, "tfds:": tfds_parts}
 
 
@@ -136,4 +168,6 @@ class Dataset(Member):
         return [self.name]
 
     def parts(self, passage: int) -> list[Part]:
-        return next(parts for prefix, parts in DATASETS.items() if self.name.startswith(prefix))(self.name)
+        return next(parts for prefix, parts in DATASETS.items() if self.name.startswith(prefix))(
+            self.name
+        )

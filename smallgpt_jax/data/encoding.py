@@ -20,13 +20,17 @@ LONG_TEXT = 1_000_000  # characters; longer documents are split before tokenizat
 
 
 def is_validation(text: str, fraction: float) -> bool:
-    """Depends only on a hash of the text, so the order of documents has no effect and duplicates share a split."""
+    """Depends only on a hash of the text, so the order of documents has no effect and duplicates
+    share a split.
+    """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
 
 class TrainingTexts:
-    """The documents of `batches` that are not for validation. `end`: where those read so far end; None: at the end."""
+    """The documents of `batches` that are not for validation. `end`: where those read so far end;
+    None: at the end.
+    """
 
     def __init__(self, batches: Iterable[DocumentBatch], validation_fraction: float):
         self._batches, self._fraction = batches, validation_fraction
@@ -43,49 +47,84 @@ class EncodedBatch(NamedTuple):
     tokens: np.ndarray  # (tokens,), with the tokenizer's marks around each document
     lengths: np.ndarray  # (documents,), in tokens, including the marks
     text_bytes: int
-    counted: np.ndarray | None = None  # (tokens,) bool: whether the loss counts the token after it; None: text
+    counted: np.ndarray | None = (
+        None  # (tokens,) bool: whether the loss counts the token after it; None: text
+    )
 
 
-def encode_batch(batch: DocumentBatch, *, tokenizer: Tokenizer, dtype, validation_fraction: float,
-                 ) -> dict[str, EncodedBatch]:
+def encode_batch(
+    batch: DocumentBatch,
+    *,
+    tokenizer: Tokenizer,
+    dtype,
+    validation_fraction: float,
+) -> dict[str, EncodedBatch]:
     """Returns a batch per split. A batch with examples has no other texts."""
     are_examples = any(isinstance(text, Example) for text in batch.texts)
     if are_examples:
-        documents = [((ids,), counted) for ids, counted in (encode_example(text, tokenizer) for text in batch.texts)]
+        documents = [
+            ((ids,), counted)
+            for ids, counted in (encode_example(text, tokenizer) for text in batch.texts)
+        ]
     else:
-        begin, end = np.array([tokenizer.begin_of_text], dtype), np.array([tokenizer.end_of_text], dtype)
-        marked_end = () if begin == end else (end,)  # if equal, the beginning of the next document marks the end
+        begin, end = (
+            np.array([tokenizer.begin_of_text], dtype),
+            np.array([tokenizer.end_of_text], dtype),
+        )
+        marked_end = (
+            () if begin == end else (end,)
+        )  # if equal, the beginning of the next document marks the end
         documents = [((begin, ids, *marked_end), ()) for ids in encode(batch.texts, tokenizer)]
     chosen = {name: [] for name in SPLITS}
     for text, document in zip(batch.texts, documents):
         name = "validation" if is_validation(text, validation_fraction) else "train"
         chosen[name].append((len(text.encode()), *document))
-    return {name: EncodedBatch(
-        np.concatenate([part for _, parts, _ in found for part in parts] or [[]], dtype=dtype, casting="unsafe"),
-        np.array([sum(map(len, parts)) for _, parts, _ in found], np.int64),
-        sum(text_bytes for text_bytes, _, _ in found),
-        np.concatenate([counted for _, _, counted in found] or [[]]).astype(bool) if are_examples else None)
-        for name, found in chosen.items()}
+    return {
+        name: EncodedBatch(
+            np.concatenate(
+                [part for _, parts, _ in found for part in parts] or [[]],
+                dtype=dtype,
+                casting="unsafe",
+            ),
+            np.array([sum(map(len, parts)) for _, parts, _ in found], np.int64),
+            sum(text_bytes for text_bytes, _, _ in found),
+            np.concatenate([counted for _, _, counted in found] or [[]]).astype(bool)
+            if are_examples
+            else None,
+        )
+        for name, found in chosen.items()
+    }
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Returns the token ids of each text. Long texts are encoded in pieces, to limit the memory use."""
+    """Returns the token ids of each text. Long texts are encoded in pieces, to limit the memory
+    use.
+    """
     if all(len(text) <= LONG_TEXT for text in texts):
         return tokenizer.encode(texts)
-    return [np.concatenate([tokenizer.encode([piece])[0] for piece in split_long_text(text)]) for text in texts]
+    return [
+        np.concatenate([tokenizer.encode([piece])[0] for piece in split_long_text(text)])
+        for text in texts
+    ]
 
 
 def split_long_text(text: str) -> Iterator[str]:
-    """Splits a text into pieces of at most LONG_TEXT characters, if possible in front of a space between two words.
+    """Splits a text into pieces of at most LONG_TEXT characters, if possible in front of a space
+    between two words.
 
-    No byte-pair token crosses such a split, so the pieces together have the same ids as the whole text. The ids can
-    differ if there is no such space, or if a SentencePiece model prepends a space to each piece.
+    No byte-pair token crosses such a split, so the pieces together have the same ids as the whole
+    text. The ids can differ if there is no such space, or if a SentencePiece model prepends a space
+    to each piece.
     """
     start = 0
     while len(text) - start > LONG_TEXT:
         end = start + LONG_TEXT
         for place in range(end, end - LONG_TEXT // 2, -1):
-            if text[place] == " " and text[place - 1].isalnum() and text[place + 1:place + 2].isalnum():
+            if (
+                text[place] == " "
+                and text[place - 1].isalnum()
+                and text[place + 1 : place + 2].isalnum()
+            ):
                 end = place
                 break
         yield text[start:end]
@@ -94,10 +133,11 @@ def split_long_text(text: str) -> Iterator[str]:
 
 
 def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
-    """Yields (item, function(item)) for each item, in order. `workers` threads compute the function.
+    """Yields (item, function(item)) for each item, in order. `workers` threads compute the
+    function.
 
-    If `items` raises an error, the results of the preceding items are yielded first. Threads suffice because the
-    tokenizers release the GIL.
+    If `items` raises an error, the results of the preceding items are yielded first. Threads
+    suffice because the tokenizers release the GIL.
     """
     items, end = iter(items), None
     with ThreadPoolExecutor(workers) as pool:
@@ -119,8 +159,12 @@ def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[
         raise end
 
 
-def log_progress(batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]], first: float, log) -> Iterator:
-    """Yields `batches`. Logs progress from the fraction `first` on, speed and remaining time every PROGRESS_SECONDS."""
+def log_progress(
+    batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]], first: float, log
+) -> Iterator:
+    """Yields `batches`. Logs progress from the fraction `first` on, speed and remaining time every
+    PROGRESS_SECONDS.
+    """
     started = logged = time.monotonic()
     tokens = 0
     for batch, encoded in batches:
@@ -130,5 +174,7 @@ def log_progress(batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]
             logged = time.monotonic()
             seconds = logged - started
             left = seconds * (1 - batch.done) / (batch.done - first) if batch.done > first else None
-            log(f"  {batch.done:4.0%}   {millions(tokens)} tokens, {tokens / seconds:,.0f} tokens/s"
-                + (f", {duration(left)} left" if left is not None else ""))
+            log(
+                f"  {batch.done:4.0%}   {millions(tokens)} tokens, {tokens / seconds:,.0f} tokens/s"
+                + (f", {duration(left)} left" if left is not None else "")
+            )

@@ -1,4 +1,6 @@
-"""The files of a path in a text source. They are listed once per `FileSet`, when they are first needed."""
+"""The files of a path in a text source. They are listed once per `FileSet`, when they are first
+needed.
+"""
 
 import abc
 import dataclasses
@@ -22,14 +24,27 @@ from smallgpt_jax.data.text_files import (
     local_file,
 )
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.object_storage import RemoteFile, is_remote, list_files, name_path_in_errors
+from smallgpt_jax.storage.object_storage import (
+    RemoteFile,
+    is_remote,
+    list_files,
+    name_path_in_errors,
+)
 from smallgpt_jax.storage.paths import as_path
 
 STANDARD_LIBRARY = "python_stdlib"
-# Folders of the standard library that are not read: tests (many Python distributions omit them), generated tables, and
-# installed packages.
-STDLIB_EXCLUDED = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages",
-                   "dist-packages", "__pycache__"}
+# Folders of the standard library that are not read: tests (many Python distributions omit them),
+# generated tables, and installed packages.
+STDLIB_EXCLUDED = {
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +56,9 @@ class FileSet(Member):
     """
 
     name: str
-    endings: tuple[str, ...]  # of the files in a folder that are read; an ending of compressed files may follow
+    endings: tuple[
+        str, ...
+    ]  # of the files in a folder that are read; an ending of compressed files may follow
 
     @cached_property
     def path(self) -> Path:
@@ -56,8 +73,10 @@ class FileSet(Member):
         """Returns the files that are read, sorted. Raises UserError if there are none."""
         files = self.find()
         if refused := [file.path for file in files if file.path.suffix.lower() in ARCHIVE_SUFFIXES]:
-            raise UserError(f"{refused[0]}: {refused[0].suffix} archives are not supported; unpack it, or compress "
-                            f"single files as {', '.join(COMPRESSED_SUFFIXES)}")
+            raise UserError(
+                f"{refused[0]}: {refused[0].suffix} archives are not supported; unpack it, or "
+                f"compress single files as {', '.join(COMPRESSED_SUFFIXES)}"
+            )
         return files
 
     @property
@@ -68,26 +87,41 @@ class FileSet(Member):
         return [file_part(file, passage) for file in self.files]
 
     def message(self) -> str:
-        """Returns how many files of a folder are read and how many are not, by ending; "" if it is no folder."""
+        """Returns how many files of a folder are read and how many are not, by ending; "" if it is
+        no folder.
+        """
         if not self.is_folder:
             return ""
-        read, other = (", ".join(f"{count:,} {ending or 'without ending'}"
-                                 for ending, count in self.count_endings().most_common()
-                                 if (ending in self.endings) == is_read) for is_read in (True, False))
+        read, other = (
+            ", ".join(
+                f"{count:,} {ending or 'without ending'}"
+                for ending, count in self.count_endings().most_common()
+                if (ending in self.endings) == is_read
+            )
+            for is_read in (True, False)
+        )
         return f"{self.name}: files read: {read or 'none'}; files not read: {other or 'none'}{self.suggest_endings()}"
 
     def count_endings(self) -> Counter:
         """Ignores hidden files and files in hidden folders."""
-        return Counter(content_suffix(path) for path in self.paths
-                       if not any(part.startswith(".") for part in path.relative_to(self.path).parts))
+        return Counter(
+            content_suffix(path)
+            for path in self.paths
+            if not any(part.startswith(".") for part in path.relative_to(self.path).parts)
+        )
 
     def suggest_endings(self) -> str:
-        counts = {ending: count for ending, count in self.count_endings().items()
-                  if ending not in ("", *self.endings, *ARCHIVE_SUFFIXES)}
+        counts = {
+            ending: count
+            for ending, count in self.count_endings().items()
+            if ending not in ("", *self.endings, *ARCHIVE_SUFFIXES)
+        }
         if not counts:
             return ""
         ending = max(counts, key=counts.get)
-        texts = ",".join([*(ending for ending in self.endings if ending not in ROW_SUFFIXES), ending])
+        texts = ",".join(
+            [*(ending for ending in self.endings if ending not in ROW_SUFFIXES), ending]
+        )
         return f"; to read its {counts[ending]:,} {ending} files as text, set --config.data.text_endings={texts}"
 
 
@@ -105,18 +139,29 @@ class LocalFiles(FileSet):
     @cached_property
     def paths(self) -> list[Path]:
         if self.is_folder:
-            return sorted(path for parent, names in self.folders for name in names
-                          if (path := Path(parent, name)).is_file())
+            return sorted(
+                path
+                for parent, names in self.folders
+                for name in names
+                if (path := Path(parent, name)).is_file()
+            )
         if self.path.is_file():
             return [self.path]
         matches = map(Path, glob.glob(str(self.path), recursive=True))
         return drop_linked_duplicates(sorted(match for match in matches if match.is_file()))
 
     def find(self) -> list[TextFile]:
-        read = [path for path in self.paths if not self.is_folder or content_suffix(path) in self.endings]
+        read = [
+            path
+            for path in self.paths
+            if not self.is_folder or content_suffix(path) in self.endings
+        ]
         if not read:
-            why = (f"folder contains no {', '.join(self.endings)} file{self.suggest_endings()}" if self.is_folder
-                   else "no such file")
+            why = (
+                f"folder contains no {', '.join(self.endings)} file{self.suggest_endings()}"
+                if self.is_folder
+                else "no such file"
+            )
             raise UserError(f"config.data.source={self.name!r}: {why}")
         return list(map(local_file, read))
 
@@ -124,7 +169,10 @@ class LocalFiles(FileSet):
         if is_remote(path):
             return None
         around = set(path.resolve().parents)
-        return next((folder for found, _ in self.folders if (folder := Path(found).resolve()) in around), None)
+        return next(
+            (folder for found, _ in self.folders if (folder := Path(found).resolve()) in around),
+            None,
+        )
 
     def absolute_name(self) -> str:
         return str(self.path.absolute())
@@ -150,11 +198,16 @@ class RemoteFiles(FileSet):
 
     def find(self) -> list[TextFile]:
         # Beside an object, there can be a folder of the same name.
-        read = [TextFile(path, str(path), *entry) for path, entry in self.paths.items()
-                if self.is_pattern or path == self.path or content_suffix(path) in self.endings]
+        read = [
+            TextFile(path, str(path), *entry)
+            for path, entry in self.paths.items()
+            if self.is_pattern or path == self.path or content_suffix(path) in self.endings
+        ]
         if not read:
-            raise UserError(f"config.data.source={self.name!r}: no such file, and no folder with "
-                            f"{', '.join(self.endings)} files" + self.suggest_endings())
+            raise UserError(
+                f"config.data.source={self.name!r}: no such file, and no folder with "
+                f"{', '.join(self.endings)} files" + self.suggest_endings()
+            )
         return sorted(read)
 
     def enclosing_folder(self, path: Path) -> Path | None:
@@ -170,8 +223,11 @@ class StandardLibrary(LocalFiles):
 
     @cached_property
     def paths(self) -> list[Path]:
-        return sorted(path for path in self.path.rglob("*.py")
-                      if not STDLIB_EXCLUDED & set(path.relative_to(self.path).parts))
+        return sorted(
+            path
+            for path in self.path.rglob("*.py")
+            if not STDLIB_EXCLUDED & set(path.relative_to(self.path).parts)
+        )
 
     @property
     def identity(self) -> list:
@@ -182,9 +238,11 @@ class StandardLibrary(LocalFiles):
 
 
 def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yields `root` and each folder below it, with the names of the files in it. Follows symbolic links to folders.
+    """Yields `root` and each folder below it, with the names of the files in it. Follows symbolic
+    links to folders.
 
-    A folder reached through several links is yielded once, so the function returns even if links form a cycle.
+    A folder reached through several links is yielded once, so the function returns even if links
+    form a cycle.
     """
     seen, waiting = set(), [str(root)]
     for start in waiting:  # the loop body appends to `waiting`
@@ -195,13 +253,17 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
                 continue
             seen.add(real)
             names.sort()
-            waiting += [link for name in names if os.path.islink(link := os.path.join(folder, name))]
+            waiting += [
+                link for name in names if os.path.islink(link := os.path.join(folder, name))
+            ]
             yield folder, files
 
 
 def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
     """If links give a folder several paths, keeps only its files under the shortest path."""
-    folders = sorted({path.parent for path in paths}, key=lambda folder: (len(folder.parts), folder))
+    folders = sorted(
+        {path.parent for path in paths}, key=lambda folder: (len(folder.parts), folder)
+    )
     real = {folder: os.path.realpath(folder) for folder in folders}
     shortest = {real[folder]: folder for folder in reversed(folders)}
     return [path for path in paths if shortest[real[path.parent]] == path.parent]

@@ -1,8 +1,9 @@
 """Packs documents into rows of context_length + 1 tokens.
 
-A row's inputs are its first context_length tokens, and its targets are its last, unless the batch has `targets_BxT`.
-With `separate_documents`, each token has a segment id: its document's number in the row, from 1, or 0 for padding.
-Attention and ConvGPT's convolutions then do not cross documents, and positions restart at each document.
+A row's inputs are its first context_length tokens, and its targets are its last, unless the batch
+has `targets_BxT`. With `separate_documents`, each token has a segment id: its document's number in
+the row, from 1, or 0 for padding. Attention and ConvGPT's convolutions then do not cross documents,
+and positions restart at each document.
 """
 
 import dataclasses
@@ -17,8 +18,12 @@ from smallgpt_jax.data.store import Split
 
 class Batch(NamedTuple):
     tokens_BxT1: np.ndarray  # int32
-    segment_ids_BxT: np.ndarray | None = None  # int32; None: tokens also attend to earlier documents in the row
-    loss_mask_BxT: np.ndarray | None = None  # bool: whether the loss includes the target; None: all targets
+    segment_ids_BxT: np.ndarray | None = (
+        None  # int32; None: tokens also attend to earlier documents in the row
+    )
+    loss_mask_BxT: np.ndarray | None = (
+        None  # bool: whether the loss includes the target; None: all targets
+    )
     targets_BxT: np.ndarray | None = None  # int32; None: tokens_BxT1[:, 1:]
 
 
@@ -39,7 +44,9 @@ class Mixture:
     """The packed rows of one or several token stores, numbered consecutively from 0."""
 
     packings: Sequence[Packing]  # the rows of each store
-    weights: Sequence[float]  # fraction of the training rows that come from each store; their sum is 1
+    weights: Sequence[
+        float
+    ]  # fraction of the training rows that come from each store; their sum is 1
 
     @property
     def num_rows(self) -> int:
@@ -60,11 +67,17 @@ class Mixture:
         if len(self.packings) == 1:
             return self.packings[0].read_rows(rows_B)
         packing_of = self.packing_of(rows_B)
-        parts = [packing.read_rows(rows_B[packing_of == i] - self.first_rows[i])
-                 for i, packing in enumerate(self.packings)]
+        parts = [
+            packing.read_rows(rows_B[packing_of == i] - self.first_rows[i])
+            for i, packing in enumerate(self.packings)
+        ]
         order = np.argsort(np.argsort(packing_of, kind="stable"))  # restores the order of rows_B
-        return Batch(*(None if arrays[0] is None else np.concatenate(arrays)[order]
-                      for arrays in zip(*parts)))
+        return Batch(
+            *(
+                None if arrays[0] is None else np.concatenate(arrays)[order]
+                for arrays in zip(*parts)
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +91,21 @@ class SplitRows:
         split = self.split
         if split.has_answers:
             long = int(np.sum(split.lengths > self.context_length))
-            rest = (f"{split.documents - long:,} examples, {np.mean(split.counted):.0%} of the tokens are answers"
-                    + (f"; {long:,} too long examples are left out" if long else ""))
+            rest = (
+                f"{split.documents - long:,} examples, {np.mean(split.counted):.0%} of the tokens "
+                "are answers" + (f"; {long:,} too long examples are left out" if long else "")
+            )
         else:
             rest = f"{self.cut_documents:.0%} of the documents split"
         return f"{split.folder.name}, {self.name}: {self.padding:.2%} padding, {rest}"
 
 
 class Concat(SplitRows):
-    """Concatenates documents and cuts the result into rows. The last target of a row is the first input of the next.
+    """Concatenates documents and cuts the result into rows. The last target of a row is the first
+    input of the next.
 
-    The tokens after the last full row are dropped. All others, except the first, are targets once per epoch.
+    The tokens after the last full row are dropped. All others, except the first, are targets once
+    per epoch.
     """
 
     name = "concat"
@@ -108,7 +125,7 @@ class Concat(SplitRows):
         stream, length = self.split.stream, self.context_length + 1
         tokens_BxT1 = np.empty((len(rows_B), length), np.int32)
         for row, start in zip(tokens_BxT1, rows_B.astype(np.int64) * self.context_length):
-            row[:] = stream[start:start + length]
+            row[:] = stream[start : start + length]
         self.split.check_ids(tokens_BxT1)
         if not self.separate:
             return Batch(tokens_BxT1)
@@ -120,10 +137,11 @@ class Concat(SplitRows):
 class BestFit(SplitRows):
     """Packs whole documents into rows by best-fit decreasing (Ding et al., arXiv 2404.10830).
 
-    Only documents longer than context_length tokens are cut. Every token of the split is an input once per epoch. The
-    target of a token is the next token of the same document; the target of a document's last token is begin-of-text.
-    Of a split of examples, those longer than context_length are left out, and the loss counts only answers.
-    Packing needs about 130 bytes of memory per document. About 30 of these bytes stay in use after packing.
+    Only documents longer than context_length tokens are cut. Every token of the split is an input
+    once per epoch. The target of a token is the next token of the same document; the target of a
+    document's last token is begin-of-text. Of a split of examples, those longer than context_length
+    are left out, and the loss counts only answers. Packing needs about 130 bytes of memory per
+    document. About 30 of these bytes stay in use after packing.
     """
 
     name = "best_fit"
@@ -138,7 +156,11 @@ class BestFit(SplitRows):
 
     @property
     def cut_documents(self) -> float:
-        return 0.0 if self.split.has_answers else float(np.mean(self.split.lengths > self.context_length))
+        return (
+            0.0
+            if self.split.has_answers
+            else float(np.mean(self.split.lengths > self.context_length))
+        )
 
     @cached_property
     def _pieces(self) -> "RowPieces":
@@ -149,45 +171,59 @@ class BestFit(SplitRows):
         return pack_best_fit(starts_D, lengths_D, self.context_length)
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
-        stream, begin_of_text, context_length = self.split.stream, self.split.begin_of_text, self.context_length
+        stream, begin_of_text, context_length = (
+            self.split.stream,
+            self.split.begin_of_text,
+            self.context_length,
+        )
         tokens_BxT1 = np.full((len(rows_B), context_length + 1), begin_of_text, np.int32)
         targets_BxT = np.full((len(rows_B), context_length), begin_of_text, np.int32)
         segment_ids_BxT = np.zeros((len(rows_B), context_length), np.int32)
         loss_mask_BxT, counted = np.zeros(segment_ids_BxT.shape, bool), self.split.counted
         for tokens, targets, segments, mask, row in zip(
-                tokens_BxT1, targets_BxT, segment_ids_BxT, loss_mask_BxT, rows_B):
-            first, last = self._pieces.first_piece[row:row + 2]
+            tokens_BxT1, targets_BxT, segment_ids_BxT, loss_mask_BxT, rows_B
+        ):
+            first, last = self._pieces.first_piece[row : row + 2]
             offset = 0
             row_pieces = zip(self._pieces.starts[first:last], self._pieces.lengths[first:last])
             for number, (start, length) in enumerate(row_pieces, start=1):
-                # `text` is the piece and the token after it, the target of the piece's last token. If the piece ends
-                # a document, this token is the begin-of-text of the next document. At the end of the split, no token
-                # follows, and the target keeps its initial value, begin-of-text.
-                text = stream[start:start + length + 1]
-                tokens[offset:offset + len(text)] = text
-                targets[offset:offset + len(text) - 1] = text[1:]
-                segments[offset:offset + length] = number
-                mask[offset:offset + length] = True if counted is None else counted[start:start + length]
+                # `text` is the piece and the token after it, the target of the piece's last token.
+                # If the piece ends a document, this token is the begin-of-text of the next
+                # document. At the end of the split, no token follows, and the target keeps its
+                # initial value, begin-of-text.
+                text = stream[start : start + length + 1]
+                tokens[offset : offset + len(text)] = text
+                targets[offset : offset + len(text) - 1] = text[1:]
+                segments[offset : offset + length] = number
+                mask[offset : offset + length] = (
+                    True if counted is None else counted[start : start + length]
+                )
                 offset += length
         self.split.check_ids(tokens_BxT1)
         self.split.check_ids(targets_BxT)
-        return Batch(tokens_BxT1, segment_ids_BxT if self.separate else None, loss_mask_BxT, targets_BxT)
+        return Batch(
+            tokens_BxT1, segment_ids_BxT if self.separate else None, loss_mask_BxT, targets_BxT
+        )
 
 
 class RowPieces(NamedTuple):
-    """Pieces sorted by row. A piece is a whole document, or at most context_length tokens of a longer one."""
+    """Pieces sorted by row. A piece is a whole document, or at most context_length tokens of a
+    longer one.
+    """
 
     starts: np.ndarray  # (pieces,) int64, the offset of each piece in the split's stream, in tokens
     lengths: np.ndarray  # (pieces,) int64, in tokens
-    first_piece: np.ndarray  # (rows + 1,), index of each row's first piece; last entry: number of pieces
+    first_piece: (
+        np.ndarray
+    )  # (rows + 1,), index of each row's first piece; last entry: number of pieces
 
 
 def pack_best_fit(starts_D: np.ndarray, lengths_D: np.ndarray, row_length: int) -> RowPieces:
     """Returns the assignment of documents to rows of `row_length` tokens by best-fit decreasing.
 
-    The longest pieces are placed first, each into the fullest row that has room for it. Of equally full rows, the one
-    that became so full first is chosen. Pieces of the same length are placed together: the Python loop runs over
-    lengths, not over pieces.
+    The longest pieces are placed first, each into the fullest row that has room for it. Of equally
+    full rows, the one that became so full first is chosen. Pieces of the same length are placed
+    together: the Python loop runs over lengths, not over pieces.
     """
     pieces_D = -(-lengths_D // row_length)
     document = np.repeat(np.arange(len(starts_D)), pieces_D)
@@ -218,13 +254,15 @@ def pack_best_fit(starts_D: np.ndarray, lengths_D: np.ndarray, row_length: int) 
                     rows_by_room[room] = rows[used:]
                     rows = rows[:used]
             count = min(last - first, len(rows) * pieces_per_row)
-            row_of[first:first + count] = np.repeat(rows, pieces_per_row)[:count]
+            row_of[first : first + count] = np.repeat(rows, pieces_per_row)[:count]
             first += count
             pieces_in_last = count - (len(rows) - 1) * pieces_per_row
             for pieces, filled in ((pieces_per_row, rows[:-1]), (pieces_in_last, rows[-1:])):
                 if len(filled) and room > pieces * length:
                     remaining = room - pieces * length
-                    rows_by_room[remaining] = np.concatenate([rows_by_room.get(remaining, filled[:0]), filled])
+                    rows_by_room[remaining] = np.concatenate(
+                        [rows_by_room.get(remaining, filled[:0]), filled]
+                    )
     by_row = np.argsort(row_of, kind="stable")
     order = by_length[by_row]
     first_piece = np.searchsorted(row_of[by_row], np.arange(num_rows + 1))

@@ -1,7 +1,8 @@
 """Reads the documents of a text source.
 
-A source consists of parts (files or shards), and a part consists of items, such as JSON lines or Parquet rows. An item
-with valid, non-empty text is a document. Reading can resume at any `Place` in the source.
+A source consists of parts (files or shards), and a part consists of items, such as JSON lines or
+Parquet rows. An item with valid, non-empty text is a document. Reading can resume at any `Place` in
+the source.
 """
 
 import abc
@@ -24,11 +25,14 @@ TOO_LONG = "too long"
 class Skipped(NamedTuple):
     reason: str
 
+
 Item = str | Skipped
 
 
 class Place(NamedTuple):
-    """A position in a source: after `parts` whole parts, and then `items` items of the next part."""
+    """A position in a source: after `parts` whole parts, and then `items` items of the next
+    part.
+    """
 
     parts: int = 0
     items: int = 0
@@ -46,26 +50,37 @@ class Rules:
     def refuse_or_skip(self, where: str, why: str, fix: str) -> Skipped:
         if self.invalid_items == "skip":
             return Skipped(why.split(":")[0])
-        raise UserError(f"{where}: {why}; {fix}, or skip such items with --config.data.invalid_items=skip")
+        raise UserError(
+            f"{where}: {why}; {fix}, or skip such items with --config.data.invalid_items=skip"
+        )
 
     def refuse_or_skip_long(self, where: str) -> Skipped:
-        return self.refuse_or_skip(where, f"{TOO_LONG}: more than {self.max_document_bytes:,} bytes",
-                                   "increase config.data.max_document_bytes")
+        return self.refuse_or_skip(
+            where,
+            f"{TOO_LONG}: more than {self.max_document_bytes:,} bytes",
+            "increase config.data.max_document_bytes",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One file or shard. `read` yields its items, always in the same order, with the fraction read so far, 0 to 1."""
+    """One file or shard. `read` yields its items, always in the same order, with the fraction read
+    so far, 0 to 1.
+    """
 
     name: str
     size: int  # bytes; 0 if unknown
     read: Callable[[Rules], Iterator[tuple[Item, float]]]
     version: tuple = ()  # changes when the items change; () if changes cannot be detected
-    has_fields: bool = False  # whether items are rows that may have a prompt and a completion, or messages
+    has_fields: bool = (
+        False  # whether items are rows that may have a prompt and a completion, or messages
+    )
 
 
 class Member(abc.ABC):
-    """The files or the dataset that a name in config.data.source names. Nothing is read before the parts are needed."""
+    """The files or the dataset that a name in config.data.source names. Nothing is read before the
+    parts are needed.
+    """
 
     is_local: bool
     name: str  # in config.data.source
@@ -92,27 +107,40 @@ class Member(abc.ABC):
 
 
 def extract_text(text, where: str, fields, rules: Rules, field: str = "") -> Item:
-    """Returns `text` as a valid string; if it is invalid, returns a Skipped or raises UserError, depending on `rules`.
+    """Returns `text` as a valid string; if it is invalid, returns a Skipped or raises UserError,
+    depending on `rules`.
 
-    The message contains `where` and `fields`, the names of the item's fields. `field`: "" means `text_field`.
+    The message contains `where` and `fields`, the names of the item's fields. `field`: "" means
+    `text_field`.
     """
     if isinstance(text, bytes):
         try:
             text = text.decode(errors="replace" if rules.invalid_utf8 == "replace" else "strict")
         except UnicodeDecodeError as error:
-            return rules.refuse_or_skip(where, f"not UTF-8: byte {error.start}",
-                                "set --config.data.invalid_utf8=replace")
+            return rules.refuse_or_skip(
+                where, f"not UTF-8: byte {error.start}", "set --config.data.invalid_utf8=replace"
+            )
     if not isinstance(text, str):
         return rules.refuse_or_skip(
-            where, f"no string in the field {field or rules.text_field!r}: the item's fields are named "
-            f"{', '.join(fields)}", "correct the line" if field else "set --config.data.text_field")
+            where,
+            f"no string in the field {field or rules.text_field!r}: the item's fields are named "
+            f"{', '.join(fields)}",
+            "correct the line" if field else "set --config.data.text_field",
+        )
     try:
-        return rules.refuse_or_skip_long(where) if len(text.encode()) > rules.max_document_bytes else text
+        return (
+            rules.refuse_or_skip_long(where)
+            if len(text.encode()) > rules.max_document_bytes
+            else text
+        )
     except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, such as \ud800
         if rules.invalid_utf8 == "replace":
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return rules.refuse_or_skip(where, f"half a surrogate pair: character {error.start}",
-                            "set --config.data.invalid_utf8=replace")
+        return rules.refuse_or_skip(
+            where,
+            f"half a surrogate pair: character {error.start}",
+            "set --config.data.invalid_utf8=replace",
+        )
 
 
 class DocumentBatch(NamedTuple):
@@ -126,7 +154,9 @@ class DocumentBatch(NamedTuple):
 
 
 class Digest:
-    """Covers name, size and version of the parts that were read completely, and the items read of the current part."""
+    """Covers name, size and version of the parts that were read completely, and the items read of
+    the current part.
+    """
 
     def __init__(self, parts: Iterable[Part] = ()):
         self._parts, self._items = hashlib.sha256(), hashlib.sha256()
@@ -148,23 +178,36 @@ class Digest:
 
 
 def digest_before(parts: list[Part], rules: Rules, place: Place) -> str:
-    """Returns the digest of a source up to `place`. Raises UserError for invalid items before `place`."""
-    digest = Digest(parts[:place.parts])
-    for part in parts[place.parts:place.parts + 1]:
+    """Returns the digest of a source up to `place`. Raises UserError for invalid items before
+    `place`.
+    """
+    digest = Digest(parts[: place.parts])
+    for part in parts[place.parts : place.parts + 1]:
         for item, _ in itertools.islice(part.read(rules), place.items):
             digest.add(item)
     return digest.hexdigest()
 
 
-def document_batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0), size: int | None = None,  # noqa: B008
-                     ) -> Iterator[DocumentBatch]:
-    """Yields the documents from `start` on, in batches of about `size` characters (default: BATCH_CHARACTERS)."""
+def document_batches(
+    parts: list[Part],
+    rules: Rules,
+    start: Place = Place(0, 0),  # noqa: B008
+    size: int | None = None,
+) -> Iterator[DocumentBatch]:
+    """Yields the documents from `start` on, in batches of about `size` characters (default:
+    BATCH_CHARACTERS).
+    """
     size = size or BATCH_CHARACTERS
-    weights = [part.size for part in parts] if any(part.size for part in parts) else [1] * len(parts)
-    total, before = sum(weights), sum(weights[:start.parts])  # `before`: weight of the parts that end before `start`
-    digest = Digest(parts[:start.parts])
+    weights = (
+        [part.size for part in parts] if any(part.size for part in parts) else [1] * len(parts)
+    )
+    total, before = (
+        sum(weights),
+        sum(weights[: start.parts]),
+    )  # `before`: weight of the parts that end before `start`
+    digest = Digest(parts[: start.parts])
     texts, skipped, characters = [], Counter(), 0
-    for number, part in enumerate(parts[start.parts:], start.parts):
+    for number, part in enumerate(parts[start.parts :], start.parts):
         first = start.items if number == start.parts else 0
         for count, (item, done) in enumerate(part.read(rules), 1):
             digest.add(item)
@@ -176,8 +219,13 @@ def document_batches(parts: list[Part], rules: Rules, start: Place = Place(0, 0)
             else:
                 skipped[item.reason if item else "empty"] += 1
             if characters >= size:
-                yield DocumentBatch(texts, skipped, Place(number, count),
-                            (before + weights[number] * done) / total, digest.hexdigest())
+                yield DocumentBatch(
+                    texts,
+                    skipped,
+                    Place(number, count),
+                    (before + weights[number] * done) / total,
+                    digest.hexdigest(),
+                )
                 texts, skipped, characters = [], Counter(), 0
         digest.end_part(part)
         before += weights[number]

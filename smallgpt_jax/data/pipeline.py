@@ -1,4 +1,6 @@
-"""Makes the batches of a run: packs a corpus into rows, shuffles the rows, and places batches on the mesh's devices."""
+"""Makes the batches of a run: packs a corpus into rows, shuffles the rows, and places batches on
+the mesh's devices.
+"""
 
 import dataclasses
 import json
@@ -25,44 +27,73 @@ class DataPipeline:
     train_batches: Any  # item i: this process's rows of the batch for step i + 1
     validation_batches: Any
     test_batches: dict[int, Any]  # {further length of a probe: validation batches}
-    row_numbers: Any  # item i: the numbers of the rows in the batch for step i + 1; they index `train`
+    row_numbers: (
+        Any  # item i: the numbers of the rows in the batch for step i + 1; they index `train`
+    )
     to_devices: Callable  # this process's rows → the global batch
 
     def row_numbers_at(self, step: int) -> list[int]:
         return list(self.row_numbers[step - 1])
 
 
-def open_pipeline(data, mesh: jax.sharding.Mesh, *, context_length: int, vocab_size: int, batch_size: int,
-                  eval_steps: int, seed: int, corpus: Corpus | None = None) -> DataPipeline:
-    """`corpus` is that of `data`; None opens it. Process 0 prepares a missing token store first. The others then open
-    it, or prepare their own copy if they do not share its file system. Raises UserError if the text is missing, too
-    short, or not the same in all processes.
+def open_pipeline(
+    data,
+    mesh: jax.sharding.Mesh,
+    *,
+    context_length: int,
+    vocab_size: int,
+    batch_size: int,
+    eval_steps: int,
+    seed: int,
+    corpus: Corpus | None = None,
+) -> DataPipeline:
+    """`corpus` is that of `data`; None opens it. Process 0 prepares a missing token store first.
+    The others then open it, or prepare their own copy if they do not share its file system. Raises
+    UserError if the text is missing, too short, or not the same in all processes.
     """
-    corpus = corpus or distributed.run_on_primary(lambda: load_or_prepare(data)) or load_or_prepare(data)
+    corpus = (
+        corpus or distributed.run_on_primary(lambda: load_or_prepare(data)) or load_or_prepare(data)
+    )
     if corpus.tokenizer.vocab_size > vocab_size:
-        raise UserError(f"config.model.vocab_size={vocab_size}: must be at least {corpus.tokenizer.vocab_size}, the "
-                        "vocabulary size of the tokenizer")
+        raise UserError(
+            f"config.model.vocab_size={vocab_size}: must be at least "
+            f"{corpus.tokenizer.vocab_size}, the vocabulary size of the tokenizer"
+        )
     require_room(data, corpus, context_length)
     distributed.require_equal("the training text", json.dumps(corpus.description))
-    train, validation = (corpus.pack(split, data.packing, data.separate_documents, context_length)
-                         for split in ("train", "validation"))
+    train, validation = (
+        corpus.pack(split, data.packing, data.separate_documents, context_length)
+        for split in ("train", "validation")
+    )
     tests = corpus.test_rows(context_length)
     rows = sharding.local_rows(mesh, batch_size)
 
     def to_devices(batch: Batch) -> Batch:
-        return jax.tree.map(lambda local: sharding.global_batch(mesh, rows, batch_size, local), batch)
+        return jax.tree.map(
+            lambda local: sharding.global_batch(mesh, rows, batch_size, local), batch
+        )
 
     return DataPipeline(
-        corpus, train, batch_size * context_length * (1 - train.padding),
+        corpus,
+        train,
+        batch_size * context_length * (1 - train.padding),
         batches.train_batches(train, batch_size, seed, rows),
         batches.validation_batches(validation, batch_size, eval_steps, rows),
-        {length: batches.validation_batches(test, batch_size, eval_steps, rows) for length, test in tests.items()},
-        batches.row_numbers(train, batch_size, seed), to_devices)
+        {
+            length: batches.validation_batches(test, batch_size, eval_steps, rows)
+            for length, test in tests.items()
+        },
+        batches.row_numbers(train, batch_size, seed),
+        to_devices,
+    )
 
 
-def num_validation_targets(corpus: Corpus, data, *, context_length: int, batch_size: int,
-                           eval_steps: int) -> int:
+def num_validation_targets(
+    corpus: Corpus, data, *, context_length: int, batch_size: int, eval_steps: int
+) -> int:
     """Returns the number of target tokens in one evaluation, summed over all processes."""
     validation = corpus.pack("validation", data.packing, data.separate_documents, context_length)
-    return sum(int(np.sum(batch.loss_mask_BxT))
-               for batch in batches.validation_batches(validation, batch_size, eval_steps))
+    return sum(
+        int(np.sum(batch.loss_mask_BxT))
+        for batch in batches.validation_batches(validation, batch_size, eval_steps)
+    )

@@ -1,8 +1,8 @@
 """Prepares token stores from text. An interrupted preparation can be resumed.
 
-A store is written to the folder STORE.partial, which is renamed to STORE on completion. A store in object storage is
-prepared in the cache folder and then uploaded. Threads tokenize; the main thread appends tokens in the order of the
-source.
+A store is written to the folder STORE.partial, which is renamed to STORE on completion. A store in
+object storage is prepared in the cache folder and then uploaded. Threads tokenize; the main thread
+appends tokens in the order of the source.
 """
 
 import contextlib
@@ -48,9 +48,10 @@ from smallgpt_jax.storage.object_storage import is_remote, upload_folder
 def prepare_store(spec: StoreSpec, workers: int | None = None, log=print) -> TokenStore:
     """Prepares the token store of `spec`, or resumes its preparation (see unfinished_store.py).
 
-    `workers` is the number of tokenizer threads (None: one per core); the content of the store does not depend on it.
-    The preparation needs about 10 MB of memory per worker, plus a few times the size of the longest document. Raises
-    UserError if another process has made a store with another source or settings meanwhile.
+    `workers` is the number of tokenizer threads (None: one per core); the content of the store does
+    not depend on it. The preparation needs about 10 MB of memory per worker, plus a few times the
+    size of the longest document. Raises UserError if another process has made a store with another
+    source or settings meanwhile.
     """
     spec.check()
     folder, partial = spec.real_folder, spec.partial
@@ -78,12 +79,19 @@ def name_store_in_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename2 and error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY):  # of `rename`
+        if error.filename2 and error.errno in (
+            errno.EEXIST,
+            errno.ENOTDIR,
+            errno.ENOTEMPTY,
+        ):  # of `rename`
             raise UserError(NOT_FREE.format(str(folder))) from None
         if error.filename and folder.parent not in Path(error.filename).parents:
-            raise  # the file named in the error belongs to the source or the tokenizer, not to the store
-        raise UserError(f"config.data.store: cannot write to {error.filename or folder.parent}: "
-                        f"{error.strerror}; rerun the same command to resume") from None
+            # the file named in the error belongs to the source or the tokenizer, not to the store
+            raise
+        raise UserError(
+            f"config.data.store: cannot write to {error.filename or folder.parent}: "
+            f"{error.strerror}; rerun the same command to resume"
+        ) from None
 
 
 def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
@@ -91,8 +99,12 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
     for message in spec.source.messages():
         log(message)
     parts, rules, fraction = spec.source.parts, spec.rules, spec.made_from["validation_fraction"]
-    identity = {"format": FORMAT, "made_from": spec.made_from, "texts": spec.source.fingerprint,
-                "tokenizer": spec.tokenizer.fingerprint}
+    identity = {
+        "format": FORMAT,
+        "made_from": spec.made_from,
+        "texts": spec.source.fingerprint,
+        "tokenizer": spec.tokenizer.fingerprint,
+    }
     if journal := resume_journal(partial, identity, parts, rules, log):
         log(f"resuming {partial}: {journal.latest.done:.0%} done")
         tokenizer = tokenizers.load(partial / "tokenizer")
@@ -107,24 +119,40 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
 
     started = time.monotonic()
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    encode = functools.partial(encode_batch, tokenizer=tokenizer, dtype=dtype, validation_fraction=fraction)
+    encode = functools.partial(
+        encode_batch, tokenizer=tokenizer, dtype=dtype, validation_fraction=fraction
+    )
     batches = document_batches(parts, rules, journal.latest.place)
     encoded = log_progress(map_in_order(encode, batches, workers), journal.latest.done, log)
-    writers = {name: SplitWriter(partial, name, dtype, rules.format != "text", counts)
-               for name, counts in journal.latest.splits.items()}
+    writers = {
+        name: SplitWriter(partial, name, dtype, rules.format != "text", counts)
+        for name, counts in journal.latest.splits.items()
+    }
     try:
         write_documents(partial, journal, writers, encoded)
         require_documents(journal)
     except UserError:
-        if journal.latest.place in (Place(), Place(len(parts))):  # nothing was read, or nothing is left to read
+        if journal.latest.place in (
+            Place(),
+            Place(len(parts)),
+        ):  # nothing was read, or nothing is left to read
             shutil.rmtree(partial)
         raise
     splits = journal.latest.splits
     metadata = {
-        "format": FORMAT, "made_from": spec.made_from, "vocab_size": tokenizer.vocab_size,
-        "end_of_text": tokenizer.end_of_text, "begin_of_text": tokenizer.begin_of_text, "dtype": dtype.name,
-        "skipped": dict(sorted(journal.latest.skipped.items())), "splits": splits,
-        "fingerprints": {name: fingerprint(partial, name, counts["text_bytes"]) for name, counts in splits.items()}}
+        "format": FORMAT,
+        "made_from": spec.made_from,
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+        "begin_of_text": tokenizer.begin_of_text,
+        "dtype": dtype.name,
+        "skipped": dict(sorted(journal.latest.skipped.items())),
+        "splits": splits,
+        "fingerprints": {
+            name: fingerprint(partial, name, counts["text_bytes"])
+            for name, counts in splits.items()
+        },
+    }
     write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
     log(size_message(partial, metadata, time.monotonic() - started))
 
@@ -135,8 +163,13 @@ def remove_partial(partial: Path, log) -> None:
         return
     ours = {*STORE_FILES, JOURNAL_FILE, f".{JOURNAL_FILE}.partial", f".{METADATA_FILE}.partial"}
     if not partial.is_dir() or {path.name for path in partial.iterdir()} - ours:
-        raise UserError(f"{partial}: is reserved for the unfinished store, but contains other files; move it, or "
-                        "choose another config.data.store")
+        raise UserError(
+            f"{partial}: is reserved for the unfinished store, but contains other files; move it, "
+            "or choose another config.data.store"
+        )
     if (partial / JOURNAL_FILE).exists():
-        log(f"{partial}: cannot resume, because the text or the settings have changed; starting over")
+        log(
+            f"{partial}: cannot resume, because the text or the settings have changed; starting "
+            "over"
+        )
     shutil.rmtree(partial)

@@ -1,7 +1,8 @@
 """The corpus of a run on a probe: rows of examples, which are made when a batch is read.
 
-The example in a row depends only on the row's number. The order of the rows, and with it resumption and the rows of
-each process, is that of text (batches.py). There are so many training rows that runs do not repeat any.
+The example in a row depends only on the row's number. The order of the rows, and with it resumption
+and the rows of each process, is that of text (batches.py). There are so many training rows that
+runs do not repeat any.
 """
 
 import dataclasses
@@ -23,14 +24,25 @@ NUM_ROWS = {"train": 2**30, "validation": 2**14}
 STREAMS = {"train": 1, "validation": 2}  # of random numbers
 FINGERPRINT_ROWS = 64
 LENGTHS_STREAM = 3  # of the lengths of training examples
-DESCRIPTION = {"probe": {"name": TEXT, "length": integer(1), "min_length": integer(1), "max_length": integer(1),
-                         "symbols": integer(0), "scratch": integer(0)},
-               "splits": Each({"rows": integer(1)}), "fingerprints": Each(TEXT)}
+DESCRIPTION = {
+    "probe": {
+        "name": TEXT,
+        "length": integer(1),
+        "min_length": integer(1),
+        "max_length": integer(1),
+        "symbols": integer(0),
+        "scratch": integer(0),
+    },
+    "splits": Each({"rows": integer(1)}),
+    "fingerprints": Each(TEXT),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class ExampleRows:
-    """A `Packing` with one example per row. All lengths from `min_length` to `length` are equally frequent."""
+    """A `Packing` with one example per row. All lengths from `min_length` to `length` are equally
+    frequent.
+    """
 
     name: str  # of the probe
     probe: Probe
@@ -47,12 +59,16 @@ class ExampleRows:
 
     @cached_property
     def padding(self) -> float:
-        inputs = [self.probe.num_inputs(length) for length in range(self.min_length, self.length + 1)]
+        inputs = [
+            self.probe.num_inputs(length) for length in range(self.min_length, self.length + 1)
+        ]
         return 1 - float(np.mean(inputs)) / self.context_length
 
     @property
     def summary(self) -> str:
-        lengths = f"{self.min_length} to {self.length}" if self.min_length < self.length else self.length
+        lengths = (
+            f"{self.min_length} to {self.length}" if self.min_length < self.length else self.length
+        )
         return f"{SYNTHETIC}{self.name}, {lengths} {self.probe.unit}: {self.padding:.2%} padding"
 
     def lengths(self, rows_B: np.ndarray) -> np.ndarray:
@@ -65,9 +81,11 @@ class ExampleRows:
         lengths_B = self.lengths(rows_B)
         for length in np.unique(lengths_B):
             has_length_B = lengths_B == length
-            inputs, answers = self.probe.examples(RowNumbers(rows_B[has_length_B], STREAMS[self.split]), int(length))
-            tokens_BxT1[has_length_B, :inputs.shape[1]] = inputs
-            answers_BxT[has_length_B, :inputs.shape[1]] = answers
+            inputs, answers = self.probe.examples(
+                RowNumbers(rows_B[has_length_B], STREAMS[self.split]), int(length)
+            )
+            tokens_BxT1[has_length_B, : inputs.shape[1]] = inputs
+            answers_BxT[has_length_B, : inputs.shape[1]] = answers
         is_answer_BxT = answers_BxT != NO_ANSWER
         return Batch(tokens_BxT1, None, is_answer_BxT, np.where(is_answer_BxT, answers_BxT, 0))
 
@@ -91,10 +109,17 @@ class ProbeCorpus:
         kind, lengths = PROBES[name], (data.probe_length, *data.probe_test_lengths)
         probe = kind(data.probe_symbols or kind.default_symbols, data.probe_scratch, max(lengths))
         if problem := probe.problem():
-            raise UserError(f"config.data.probe_symbols={probe.num_symbols}: {problem}; increase it, or decrease "
-                            "config.data.probe_length")
-        return cls(name, probe, data.probe_min_length or data.probe_length, data.probe_length,
-                   tuple(data.probe_test_lengths))
+            raise UserError(
+                f"config.data.probe_symbols={probe.num_symbols}: {problem}; increase it, or "
+                "decrease config.data.probe_length"
+            )
+        return cls(
+            name,
+            probe,
+            data.probe_min_length or data.probe_length,
+            data.probe_length,
+            tuple(data.probe_test_lengths),
+        )
 
     @cached_property
     def tokenizer(self) -> Symbols:
@@ -103,13 +128,23 @@ class ProbeCorpus:
     @cached_property
     def description(self) -> dict:
         probe = self.probe
-        return {"probe": {"name": self.name, "length": self.length, "min_length": self.min_length,
-                          "max_length": probe.max_length, "symbols": probe.num_symbols, "scratch": probe.scratch},
-                "splits": {split: {"rows": rows} for split, rows in NUM_ROWS.items()},
-                "fingerprints": {split: self.fingerprint(split) for split in NUM_ROWS}}
+        return {
+            "probe": {
+                "name": self.name,
+                "length": self.length,
+                "min_length": self.min_length,
+                "max_length": probe.max_length,
+                "symbols": probe.num_symbols,
+                "scratch": probe.scratch,
+            },
+            "splits": {split: {"rows": rows} for split, rows in NUM_ROWS.items()},
+            "fingerprints": {split: self.fingerprint(split) for split in NUM_ROWS},
+        }
 
     def fingerprint(self, split: str) -> str:
-        """Returns a hash of the first examples, which a change of the options or of the probe's code changes."""
+        """Returns a hash of the first examples, which a change of the options or of the probe's
+        code changes.
+        """
         rows = self._rows(split, self.length, self.probe.num_inputs(self.length))
         batch = rows.read_rows(np.arange(FINGERPRINT_ROWS))
         digest = hashlib.blake2b(json.dumps(self.probe.symbols).encode(), digest_size=16)
@@ -125,14 +160,18 @@ class ProbeCorpus:
 
     def test_rows(self, context_length: int) -> dict[int, Mixture]:
         """Returns {length: validation rows} for the further lengths."""
-        return {length: Mixture([self._rows("validation", length, context_length)], [1.0])
-                for length in self.test_lengths}
+        return {
+            length: Mixture([self._rows("validation", length, context_length)], [1.0])
+            for length in self.test_lengths
+        }
 
     def _rows(self, split: str, length: int, context_length: int) -> ExampleRows:
         if (needed := self.probe.num_inputs(length)) > context_length:
             field = "probe_length" if length == self.length else "probe_test_lengths"
-            raise UserError(f"config.data.{field}: an example of {length} {self.probe.unit} has {needed:,} tokens, "
-                            f"more than config.model.context_length={context_length}; use a longer context or shorter "
-                            "examples")
+            raise UserError(
+                f"config.data.{field}: an example of {length} {self.probe.unit} has {needed:,} "
+                f"tokens, more than config.model.context_length={context_length}; use a longer "
+                "context or shorter examples"
+            )
         min_length = self.min_length if split == "train" else length
         return ExampleRows(self.name, self.probe, split, min_length, length, context_length)

@@ -1,8 +1,8 @@
 """Probes: synthetic tasks with exact answers. docs/data.md describes them.
 
-A probe makes any number of examples at once from the random numbers of their rows. An example consists of its inputs
-and of the answer at each input, or NO_ANSWER. Id 0 is the end-of-text token, with which every example begins; the
-symbols of a probe have the ids from 1 on.
+A probe makes any number of examples at once from the random numbers of their rows. An example
+consists of its inputs and of the answer at each input, or NO_ANSWER. Id 0 is the end-of-text token,
+with which every example begins; the symbols of a probe have the ids from 1 on.
 """
 
 import dataclasses
@@ -17,9 +17,11 @@ NO_ANSWER = -1
 
 
 class RowNumbers:
-    """Random numbers that depend only on a stream and on the number of a row: SplitMix64 (Steele et al., 2014).
+    """Random numbers that depend only on a stream and on the number of a row: SplitMix64 (Steele et
+    al., 2014).
 
-    Unlike NumPy's generators, it draws for all rows at once, and gives the same numbers in all versions.
+    Unlike NumPy's generators, it draws for all rows at once, and gives the same numbers in all
+    versions.
     """
 
     def __init__(self, rows_B: np.ndarray, stream: int):
@@ -49,25 +51,38 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def next_tokens(sequences_BxL: np.ndarray, is_answer_L: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
+def next_tokens(
+    sequences_BxL: np.ndarray, is_answer_L: Sequence[bool]
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the inputs and answers of sequences in which each answer is the next token."""
-    return sequences_BxL[:, :-1], np.where(np.asarray(is_answer_L)[1:], sequences_BxL[:, 1:], NO_ANSWER)
+    return sequences_BxL[:, :-1], np.where(
+        np.asarray(is_answer_L)[1:], sequences_BxL[:, 1:], NO_ANSWER
+    )
 
 
 def join(*parts: np.ndarray | int) -> np.ndarray:
-    """Returns a sequence per row: the end-of-text token and the parts. Integers are tokens that all rows share."""
+    """Returns a sequence per row: the end-of-text token and the parts. Integers are tokens that all
+    rows share.
+    """
     rows = next(len(part) for part in parts if not isinstance(part, int))
-    return np.concatenate([np.full((rows, 1), part) if isinstance(part, int) else part for part in (0, *parts)], axis=1)
+    return np.concatenate(
+        [np.full((rows, 1), part) if isinstance(part, int) else part for part in (0, *parts)],
+        axis=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    default_symbols: ClassVar[int] = 0  # of config.data.probe_symbols; 0: the probe does not have this field
+    default_symbols: ClassVar[int] = (
+        0  # of config.data.probe_symbols; 0: the probe does not have this field
+    )
     least_symbols: ClassVar[int] = 2
     least_length: ClassVar[int] = 1
     has_scratch: ClassVar[bool] = False
     unit: ClassVar[str]  # what the length counts
-    symbols: ClassVar[tuple[str, ...]]  # spelling of the ids from 1 on; a property, if it depends on the fields
+    symbols: ClassVar[
+        tuple[str, ...]
+    ]  # spelling of the ids from 1 on; a property, if it depends on the fields
 
     num_symbols: int
     scratch: int
@@ -86,8 +101,9 @@ class Probe:
 
 
 class Recall(Probe):
-    """Multi-query associative recall (after Arora et al., arXiv 2312.04927): key–value pairs, then as many of the keys,
-    drawn at random. The answer is the key's value. If each key came once, the values that are left would tell much.
+    """Multi-query associative recall (after Arora et al., arXiv 2312.04927): key–value pairs, then
+    as many of the keys, drawn at random. The answer is the key's value. If each key came once, the
+    values that are left would tell much.
     """
 
     default_symbols = 64
@@ -110,8 +126,11 @@ class Recall(Probe):
         return next_tokens(sequences, [False] * (1 + 2 * length) + [False, True] * length)
 
     def problem(self):
-        return (f"{self.max_length} pairs need {2 * self.max_length} symbols, half of them keys"
-                if 2 * self.max_length > self.num_symbols else "")
+        return (
+            f"{self.max_length} pairs need {2 * self.max_length} symbols, half of them keys"
+            if 2 * self.max_length > self.num_symbols
+            else ""
+        )
 
 
 class Copy(Probe):
@@ -129,13 +148,17 @@ class Copy(Probe):
 
     def examples(self, numbers, length):
         text = 1 + numbers.integers(self.num_symbols, length)
-        return next_tokens(join(text, 1 + self.num_symbols, text), [False] * (length + 2) + [True] * length)
+        return next_tokens(
+            join(text, 1 + self.num_symbols, text), [False] * (length + 2) + [True] * length
+        )
 
 
 class Inverse(Probe):
-    """A permutation, scratch tokens, and at the last inputs the inverse permutation (after arXiv 2509.24125).
+    """A permutation, scratch tokens, and at the last inputs the inverse permutation (after arXiv
+    2509.24125).
 
-    Without scratch tokens, the answer at an input often depends on later inputs, which a causal model cannot see.
+    Without scratch tokens, the answer at an input often depends on later inputs, which a causal
+    model cannot see.
     """
 
     has_scratch = True
@@ -158,10 +181,12 @@ class Inverse(Probe):
 
 
 class Boolean(Probe):
-    """Points and the values of a random conjunction at these points (after Bhattamishra et al., arXiv 2310.03016).
+    """Points and the values of a random conjunction at these points (after Bhattamishra et al.,
+    arXiv 2310.03016).
 
-    Each variable is in the conjunction, negated in it, or absent. Half of the points are drawn so that they satisfy it.
-    The values at the first half of the points are not counted: they do not yet determine the conjunction.
+    Each variable is in the conjunction, negated in it, or absent. Half of the points are drawn so
+    that they satisfy it. The values at the first half of the points are not counted: they do not
+    yet determine the conjunction.
     """
 
     default_symbols = 4
@@ -174,19 +199,25 @@ class Boolean(Probe):
 
     def examples(self, numbers, length):
         variables = self.num_symbols
-        literals = numbers.integers(3, variables)[:, None]  # 0: negated, 1: in the conjunction, 2: absent
+        literals = numbers.integers(3, variables)[
+            :, None
+        ]  # 0: negated, 1: in the conjunction, 2: absent
         points = numbers.integers(2, length * variables).reshape(-1, length, variables)
         satisfies = numbers.integers(2, length)[:, :, None].astype(bool)
         points = np.where(satisfies & (literals < 2), literals, points)
         values = ((points == literals) | (literals == 2)).all(axis=2, keepdims=True)
         marks = np.full_like(values, 3, int)
-        sequences = join(np.concatenate([1 + points, marks, 1 + values], axis=2).reshape(len(points), -1))
+        sequences = join(
+            np.concatenate([1 + points, marks, 1 + values], axis=2).reshape(len(points), -1)
+        )
         is_answer = [[False] * (variables + 1) + [2 * i >= length - 1] for i in range(length)]
         return next_tokens(sequences, [False, *itertools.chain(*is_answer)])
 
 
 class Life(Probe):
-    """A board of Conway's Life on a torus, a separator, and the board one generation later (after arXiv 2409.12182)."""
+    """A board of Conway's Life on a torus, a separator, and the board one generation later (after
+    arXiv 2409.12182).
+    """
 
     least_length = 3
     unit = "rows and columns"
@@ -199,17 +230,24 @@ class Life(Probe):
         density = numbers.fractions(1)  # so that sparse and dense boards are as frequent as others
         board = (numbers.fractions(length**2) < density).astype(int)
         after = next_generation(board.reshape(-1, length, length)).reshape(board.shape)
-        return next_tokens(join(1 + board, 3, 1 + after), [False] * (length**2 + 2) + [True] * length**2)
+        return next_tokens(
+            join(1 + board, 3, 1 + after), [False] * (length**2 + 2) + [True] * length**2
+        )
 
 
 def next_generation(boards_BxHxW: np.ndarray) -> np.ndarray:
-    neighbors = sum(np.roll(boards_BxHxW, shift, axis=(1, 2))
-                    for shift in itertools.product((-1, 0, 1), repeat=2) if shift != (0, 0))
+    neighbors = sum(
+        np.roll(boards_BxHxW, shift, axis=(1, 2))
+        for shift in itertools.product((-1, 0, 1), repeat=2)
+        if shift != (0, 0)
+    )
     return ((neighbors == 3) | (boards_BxHxW == 1) & (neighbors == 2)).astype(int)
 
 
 class Addition(Probe):
-    """Two numbers and their sum. Digits are written from the least significant on, so carries go to the right."""
+    """Two numbers and their sum. Digits are written from the least significant on, so carries go to
+    the right.
+    """
 
     default_symbols = 10
     unit = "digits"
@@ -234,10 +272,14 @@ class Addition(Probe):
 
 
 class StateTracking(Probe):
-    """Elements of a group. The answer at each of them is the product of all up to it, the first one applied first."""
+    """Elements of a group. The answer at each of them is the product of all up to it, the first one
+    applied first.
+    """
 
     unit = "elements"
-    products: ClassVar[np.ndarray]  # (G, G): the element that applies the row's element, then the column's
+    products: ClassVar[
+        np.ndarray
+    ]  # (G, G): the element that applies the row's element, then the column's
 
     def num_inputs(self, length):
         return 1 + length
@@ -260,7 +302,9 @@ class Parity(StateTracking):
 
 
 class S5(StateTracking):
-    """Permutations of five items, and at each of them the permutation that all up to it make together."""
+    """Permutations of five items, and at each of them the permutation that all up to it make
+    together.
+    """
 
     unit = "permutations"
     symbols = tuple("".join(map(str, items)) for items in itertools.permutations(range(1, 6)))
@@ -269,8 +313,18 @@ class S5(StateTracking):
     def products(self):
         elements = list(itertools.permutations(range(5)))
         number = {element: i for i, element in enumerate(elements)}
-        return np.array([[number[tuple(second[i] for i in first)] for second in elements] for first in elements])
+        return np.array(
+            [[number[tuple(second[i] for i in first)] for second in elements] for first in elements]
+        )
 
 
-PROBES = {"recall": Recall, "copy": Copy, "inverse": Inverse, "boolean": Boolean, "life": Life, "addition": Addition,
-          "parity": Parity, "s5": S5}
+PROBES = {
+    "recall": Recall,
+    "copy": Copy,
+    "inverse": Inverse,
+    "boolean": Boolean,
+    "life": Life,
+    "addition": Addition,
+    "parity": Parity,
+    "s5": S5,
+}

@@ -1,7 +1,9 @@
-"""The built-in source `python_packages`: Python files of the distributions that constraints.txt pins.
+"""The built-in source `python_packages`: Python files of the distributions that constraints.txt
+pins.
 
-All machines read the same text. `MANIFEST` lists the distributions with a hash of their files. They are installed from
-wheels for all platforms and Python versions (py3-none-any); other wheels contain files that depend on the machine.
+All machines read the same text. `MANIFEST` lists the distributions with a hash of their files. They
+are installed from wheels for all platforms and Python versions (py3-none-any); other wheels contain
+files that depend on the machine.
 """
 
 import base64
@@ -20,12 +22,19 @@ from smallgpt_jax.storage.atomic import write_atomically
 PYTHON_PACKAGES = "python_packages"
 MANIFEST = Path(__file__).with_name("python_packages.txt")
 EXCLUDED_DISTRIBUTIONS = {
-    "chardet", "idna", "tzdata",  # mostly tables of numbers, or empty files
+    "chardet",
+    "idna",
+    "tzdata",  # mostly tables of numbers, or empty files
     "gguf",  # newer than the text, which published results need unchanged
-    "promise", "rouge_score", "sqlitedict", "word2number"}  # have no wheel: they are built on each machine
+    "promise",
+    "rouge_score",
+    "sqlitedict",
+    "word2number",
+}  # have no wheel: they are built on each machine
 # Tests, test data and benchmarks. ".." leads out of site-packages, to scripts.
 EXCLUDED_FOLDERS = {"test", "tests", "internal_test_util", "benchmarks", ".."}
-# The files of this folder are near copies of each other: a validation document would have copies in the training split.
+# The files of this folder are near copies of each other: a validation document would have copies in
+# the training split.
 EXCLUDED_PREFIX = "transformers/models/"
 MAX_NAMED = 4  # distributions in a command
 
@@ -44,15 +53,28 @@ class PythonPackages(Member):
 
     @cached_property
     def files(self) -> list[TextFile]:
-        """Raises UserError if a distribution is missing or differs from the manifest. Reads no Python file."""
+        """Raises UserError if a distribution is missing or differs from the manifest. Reads no
+        Python file.
+        """
         pins = {line.split()[0]: line for line in self.manifest.splitlines()}  # "name==version"
-        if differences := {pin: why for pin, line in pins.items() if (why := difference(pin, line))}:
+        if differences := {
+            pin: why for pin, line in pins.items() if (why := difference(pin, line))
+        }:
             first, *others = differences
-            count = f" ({len(others)} more of the {len(pins)} distributions differ)" if others else ""
-            advice = (install_command("test") if len(differences) > MAX_NAMED
-                      else f"pip install --force-reinstall --no-deps {' '.join(differences)}")
-            raise UserError(f"config.data.source={self.name!r}: {differences[first]}{count}; run {advice}")
-        files = [file for pin in pins for file in files_of(metadata.distribution(pin.split("==")[0]))]
+            count = (
+                f" ({len(others)} more of the {len(pins)} distributions differ)" if others else ""
+            )
+            advice = (
+                install_command("test")
+                if len(differences) > MAX_NAMED
+                else f"pip install --force-reinstall --no-deps {' '.join(differences)}"
+            )
+            raise UserError(
+                f"config.data.source={self.name!r}: {differences[first]}{count}; run {advice}"
+            )
+        files = [
+            file for pin in pins for file in files_of(metadata.distribution(pin.split("==")[0]))
+        ]
         of_hash = {file.version: file for file in reversed(files) if file.size}
         return [of_hash[content_hash] for content_hash in sorted(of_hash)]
 
@@ -66,27 +88,41 @@ class PythonPackages(Member):
 
 
 def files_of(distribution: metadata.Distribution) -> list[TextFile]:
-    """Returns the files that are read, from RECORD. Location: name in site-packages; version: hash of the content."""
+    """Returns the files that are read, from RECORD. Location: name in site-packages; version: hash
+    of the content.
+    """
     rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
-    return [TextFile(Path(distribution.locate_file(name)), name, int(size or 0), content_hash)
-            for name, content_hash, size in rows if is_read(name)]
+    return [
+        TextFile(Path(distribution.locate_file(name)), name, int(size or 0), content_hash)
+        for name, content_hash, size in rows
+        if is_read(name)
+    ]
 
 
 def is_read(name: str) -> bool:
-    return (name.endswith(".py") and not name.startswith(EXCLUDED_PREFIX)
-            and not EXCLUDED_FOLDERS & set(PurePosixPath(name).parts))
+    return (
+        name.endswith(".py")
+        and not name.startswith(EXCLUDED_PREFIX)
+        and not EXCLUDED_FOLDERS & set(PurePosixPath(name).parts)
+    )
 
 
 def describe(distribution: metadata.Distribution, name: str) -> str:
-    """Returns a line of `MANIFEST`: name==version, number of files and bytes, hash of the files' names and hashes."""
+    """Returns a line of `MANIFEST`: name==version, number of files and bytes, hash of the files'
+    names and hashes.
+    """
     files = sorted(files_of(distribution), key=lambda file: file.location)
     lines = "".join(f"{file.location} {file.version}\n" for file in files)
-    return (f"{name}=={distribution.version} {len(files)} {sum(file.size for file in files)} "
-            f"{hashlib.sha256(lines.encode()).hexdigest()}")
+    return (
+        f"{name}=={distribution.version} {len(files)} {sum(file.size for file in files)} "
+        f"{hashlib.sha256(lines.encode()).hexdigest()}"
+    )
 
 
 def difference(pin: str, line: str) -> str:
-    """Returns what differs between the installed distribution and the `line` of `MANIFEST`; "" if nothing does."""
+    """Returns what differs between the installed distribution and the `line` of `MANIFEST`; "" if
+    nothing does.
+    """
     name, version = pin.split("==")
     try:
         installed = metadata.distribution(name)
@@ -94,31 +130,48 @@ def difference(pin: str, line: str) -> str:
         return f"{pin} is not installed"
     if installed.version != version:
         return f"{name} {installed.version} is installed, but the text has {version}"
-    return "" if describe(installed, name) == line else f"{pin} is installed with other files than those of its wheel"
+    return (
+        ""
+        if describe(installed, name) == line
+        else f"{pin} is installed with other files than those of its wheel"
+    )
 
 
 def part_of(file: TextFile) -> Part:
     """Reading raises UserError if the content of the file is not that of its wheel."""
+
     def read(rules: Rules):
         try:
             content = file.path.read_bytes()
         except OSError as error:
             raise UserError(f"{file.path}: {error.strerror}; reinstall its distribution") from None
         if record_hash(content) != file.version:
-            raise UserError(f"{file.path}: was changed after its installation; reinstall its distribution")
+            raise UserError(
+                f"{file.path}: was changed after its installation; reinstall its distribution"
+            )
         yield content.decode(errors="replace"), 1.0
 
     return Part(file.location, file.size, read, (file.version,))
 
 
 def record_hash(content: bytes) -> str:
-    """Returns the hash in the format of RECORD files (packaging.python.org, "Recording installed projects")."""
-    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+    """Returns the hash in the format of RECORD files (packaging.python.org, "Recording installed
+    projects").
+    """
+    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip(
+        "="
+    )
 
 
 def make_manifest(constraints: str) -> str:
-    """Returns the manifest for the text of a constraints.txt. All its distributions must be installed."""
-    pins = [line.split("==") for line in constraints.splitlines() if "==" in line and not line.startswith("#")]
+    """Returns the manifest for the text of a constraints.txt. All its distributions must be
+    installed.
+    """
+    pins = [
+        line.split("==")
+        for line in constraints.splitlines()
+        if "==" in line and not line.startswith("#")
+    ]
     lines = []
     for name, version in sorted(pins, key=lambda pin: pin[0].lower()):
         if name in EXCLUDED_DISTRIBUTIONS:
@@ -127,7 +180,9 @@ def make_manifest(constraints: str) -> str:
         if "Tag: py3-none-any" not in (distribution.read_text("WHEEL") or ""):
             continue
         if distribution.version != version:
-            raise UserError(f"{name} {distribution.version} is installed, but constraints.txt has {version}")
+            raise UserError(
+                f"{name} {distribution.version} is installed, but constraints.txt has {version}"
+            )
         if files_of(distribution):
             lines.append(describe(distribution, name) + "\n")
     return "".join(lines)

@@ -23,7 +23,10 @@ from smallgpt_jax.data.text_files import ARCHIVE_SUFFIXES, COMPRESSED_SUFFIXES, 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.object_storage import is_remote
 
-PASSAGE_CHARACTERS = (1024, 16_384)  # text files are split into passages; the length limit is in this range
+PASSAGE_CHARACTERS = (
+    1024,
+    16_384,
+)  # text files are split into passages; the length limit is in this range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +39,16 @@ class Source:
     @cached_property
     def members(self) -> list[Member]:
         if not self.value.strip():
-            raise UserError("config.data.source: is empty; expected a file, folder, glob, hf:NAME or tfds:NAME")
+            raise UserError(
+                "config.data.source: is empty; expected a file, folder, glob, hf:NAME or tfds:NAME"
+            )
         # A path that contains commas is allowed if it is the only source.
         is_path = Path(self.value).expanduser().exists()
-        names = [self.value] if is_path else [name.strip() for name in self.value.split(",") if name.strip()]
+        names = (
+            [self.value]
+            if is_path
+            else [name.strip() for name in self.value.split(",") if name.strip()]
+        )
         return [parse_name(name, parse_endings(self.text_endings)) for name in names]
 
     @cached_property
@@ -53,7 +62,9 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Returns a hash of the files' paths, sizes and times or generations. Of a dataset, it covers only the name."""
+        """Returns a hash of the files' paths, sizes and times or generations. Of a dataset, it
+        covers only the name.
+        """
         described = [entry for member in self.members for entry in member.identity]
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
@@ -63,7 +74,9 @@ class Source:
         return [part for member in self.members for part in member.parts(passage)]
 
     def documents(self, rules: Rules) -> Iterator[str]:
-        """Yields the non-empty texts. Raises UserError for an invalid item, unless `rules` skip or repair it."""
+        """Yields the non-empty texts. Raises UserError for an invalid item, unless `rules` skip or
+        repair it.
+        """
         for batch in document_batches(self.parts, rules):
             yield from batch.texts
 
@@ -71,7 +84,9 @@ class Source:
         return [message for member in self.members if (message := member.message())]
 
     def enclosing_folder(self, path: Path) -> Path | None:
-        """Returns a folder of the source that contains `path`, or None. Files at `path` could be read as text."""
+        """Returns a folder of the source that contains `path`, or None. Files at `path` could be
+        read as text.
+        """
         folders = (member.enclosing_folder(path) for member in self.members)
         return next((folder for folder in folders if folder), None)
 
@@ -80,8 +95,10 @@ def parse_name(name: str, endings: tuple[str, ...]) -> Member:
     if name.startswith(tuple(DATASETS)):
         return Dataset(name)
     if name.startswith(SYNTHETIC):
-        raise UserError(f"config.data.source: {name!r} is a probe, which has no text and cannot be combined with other "
-                        "sources; use it alone")
+        raise UserError(
+            f"config.data.source: {name!r} is a probe, which has no text and cannot be combined "
+            "with other sources; use it alone"
+        )
     if name == STANDARD_LIBRARY:
         return StandardLibrary(name, endings)
     if name == PYTHON_PACKAGES:
@@ -90,13 +107,19 @@ def parse_name(name: str, endings: tuple[str, ...]) -> Member:
 
 
 def parse_endings(text_endings: str) -> tuple[str, ...]:
-    """Returns the endings of the files in a folder that are read. An ending of compressed files may follow them."""
+    """Returns the endings of the files in a folder that are read. An ending of compressed files may
+    follow them.
+    """
     endings = tuple(filter(None, (ending.strip().lower() for ending in text_endings.split(","))))
     for ending in endings:
         if not re.fullmatch(r"\.[^./\\\s]+", ending):
-            raise UserError(f"config.data.text_endings={text_endings!r}: {ending!r} is no ending; expected endings "
-                            "such as .txt,.md,.rst")
+            raise UserError(
+                f"config.data.text_endings={text_endings!r}: {ending!r} is no ending; expected "
+                "endings such as .txt,.md,.rst"
+            )
         if ending in (*ROW_SUFFIXES, *COMPRESSED_SUFFIXES, *ARCHIVE_SUFFIXES):
-            raise UserError(f"config.data.text_endings={text_endings!r}: {ending} files are not plain text; remove this"
-                            " ending")
+            raise UserError(
+                f"config.data.text_endings={text_endings!r}: {ending} files are not plain text; "
+                "remove this ending"
+            )
     return (*endings, *ROW_SUFFIXES)

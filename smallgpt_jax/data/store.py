@@ -3,14 +3,17 @@
 A store is a folder with:
 
 - `metadata.json` and `tokenizer/`
-- one file `SPLIT.bin` per split: token ids of all documents (little-endian uint16, or uint32 for large vocabularies)
-- one file `SPLIT.documents.bin` per split: the offset of each document in `SPLIT.bin` (int64, in tokens)
-- in a store of examples, one file `SPLIT.counted.bin` per split: for each token, whether the loss counts the prediction
-  of the token after it (uint8)
+- one file `SPLIT.bin` per split: token ids of all documents (little-endian uint16, or uint32 for
+  large vocabularies)
+- one file `SPLIT.documents.bin` per split: the offset of each document in `SPLIT.bin` (int64, in
+  tokens)
+- in a store of examples, one file `SPLIT.counted.bin` per split: for each token, whether the loss
+  counts the prediction of the token after it (uint8)
 
-A document is the tokenizer's begin-of-text id followed by the ids of its text. The end-of-text id follows if it is
-another one; `metadata.json` then has the field `begin_of_text`, too. The `.bin` files are flat arrays. Random access to
-them needs no library. They can be truncated at any token, so that an interrupted preparation can resume.
+A document is the tokenizer's begin-of-text id followed by the ids of its text. The end-of-text id
+follows if it is another one; `metadata.json` then has the field `begin_of_text`, too. The `.bin`
+files are flat arrays. Random access to them needs no library. They can be truncated at any token,
+so that an interrupted preparation can resume.
 """
 
 import dataclasses
@@ -42,24 +45,51 @@ FORMAT = 3
 METADATA_FILE = "metadata.json"
 SPLITS = ("train", "validation")
 MADE_FROM = {
-    "source": TEXT, "tokenizer": TEXT, "text_field": TEXT, "text_endings": TEXT, "max_document_bytes": integer(1),
-    "invalid_utf8": TEXT, "invalid_items": TEXT, "validation_fraction": NUMBER,
-    "format": Optional(TEXT), "chat_template": Optional(TEXT)}
-# Fields that were added later, with their defaults; these do not change the names of stores in the cache.
+    "source": TEXT,
+    "tokenizer": TEXT,
+    "text_field": TEXT,
+    "text_endings": TEXT,
+    "max_document_bytes": integer(1),
+    "invalid_utf8": TEXT,
+    "invalid_items": TEXT,
+    "validation_fraction": NUMBER,
+    "format": Optional(TEXT),
+    "chat_template": Optional(TEXT),
+}
+# Fields that were added later, with their defaults; these do not change the names of stores in the
+# cache.
 ADDED = (("format", "text"), ("chat_template", ""))
 METADATA = {
-    "format": one_of(FORMAT), "made_from": MADE_FROM, "vocab_size": integer(1), "end_of_text": integer(0),
-    "begin_of_text": integer(0), "dtype": one_of("uint16", "uint32"), "skipped": Each(integer(1)),
-    "splits": {name: {"tokens": integer(1), "documents": integer(1), "text_bytes": integer(1)} for name in SPLITS},
-    "fingerprints": {name: TEXT for name in SPLITS}}
+    "format": one_of(FORMAT),
+    "made_from": MADE_FROM,
+    "vocab_size": integer(1),
+    "end_of_text": integer(0),
+    "begin_of_text": integer(0),
+    "dtype": one_of("uint16", "uint32"),
+    "skipped": Each(integer(1)),
+    "splits": {
+        name: {"tokens": integer(1), "documents": integer(1), "text_bytes": integer(1)}
+        for name in SPLITS
+    },
+    "fingerprints": {name: TEXT for name in SPLITS},
+}
 SAMPLES, SAMPLE_TOKENS = 50, 2000  # of each split; its ids are checked when the store is opened
 FIX = "remove the folder and rerun smallgpt_jax.prepare"
-TOKENS, DOCUMENTS, COUNTED = ".bin", ".documents.bin", ".counted.bin"  # endings of the files of a split
-STORE_FILES = (METADATA_FILE, "tokenizer", *(
-    f"{split}{ending}" for split in SPLITS for ending in (TOKENS, DOCUMENTS, COUNTED)))
+TOKENS, DOCUMENTS, COUNTED = (
+    ".bin",
+    ".documents.bin",
+    ".counted.bin",
+)  # endings of the files of a split
+STORE_FILES = (
+    METADATA_FILE,
+    "tokenizer",
+    *(f"{split}{ending}" for split in SPLITS for ending in (TOKENS, DOCUMENTS, COUNTED)),
+)
 
 
-def file_sizes(dtype: str | np.dtype, has_answers: bool, tokens: int, documents: int) -> dict[str, int]:
+def file_sizes(
+    dtype: str | np.dtype, has_answers: bool, tokens: int, documents: int
+) -> dict[str, int]:
     """Returns {ending: size in bytes} of the files of a split."""
     sizes = {TOKENS: tokens * np.dtype(dtype).itemsize, DOCUMENTS: documents * 8}
     return sizes | {COUNTED: tokens} if has_answers else sizes
@@ -95,8 +125,14 @@ class Split:
 
     @cached_property
     def counted(self) -> np.ndarray | None:
-        """Returns whether the loss counts the token after each token, (tokens,) bool; None: it counts all."""
-        return np.memmap(self.folder / f"{self.name}{COUNTED}", bool, "r") if self.has_answers else None
+        """Returns whether the loss counts the token after each token, (tokens,) bool; None: it
+        counts all.
+        """
+        return (
+            np.memmap(self.folder / f"{self.name}{COUNTED}", bool, "r")
+            if self.has_answers
+            else None
+        )
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -105,25 +141,36 @@ class Split:
 
     def check_files(self) -> None:
         """Raises UserError for invalid files. Reads only a sample of the ids."""
-        for ending, length in file_sizes(self.dtype, self.has_answers, self.tokens, self.documents).items():
+        for ending, length in file_sizes(
+            self.dtype, self.has_answers, self.tokens, self.documents
+        ).items():
             name, path = f"{self.name}{ending}", self.folder / f"{self.name}{ending}"
             if not path.is_file():
                 raise UserError(f"{self.shown / name}: file of the token store is missing; {FIX}")
             if path.stat().st_size != length:
-                raise UserError(f"{self.shown / name}: damaged, has {path.stat().st_size:,} bytes, expected {length:,};"
-                                f" {FIX}")
+                raise UserError(
+                    f"{self.shown / name}: damaged, has {path.stat().st_size:,} bytes, expected "
+                    f"{length:,}; {FIX}"
+                )
         starts = self.starts
         if starts[0] or starts[-1] >= self.tokens or not np.all(starts[1:] > starts[:-1]):
-            raise UserError(f"{self.shown / self.name}{DOCUMENTS}: damaged, the documents are not in order; {FIX}")
+            raise UserError(
+                f"{self.shown / self.name}{DOCUMENTS}: damaged, the documents are not in order; "
+                f"{FIX}"
+            )
         for start in range(0, self.tokens, max(self.tokens // SAMPLES, SAMPLE_TOKENS)):
-            self.check_ids(self.stream[start:start + SAMPLE_TOKENS].astype(np.uint32))
+            self.check_ids(self.stream[start : start + SAMPLE_TOKENS].astype(np.uint32))
 
     def check_ids(self, ids: np.ndarray) -> None:
-        """Raises UserError if a 32-bit id is not in the vocabulary: its loss would not be finite."""
+        """Raises UserError if a 32-bit id is not in the vocabulary: its loss would not be
+        finite.
+        """
         largest = int(np.max(ids.view(np.uint32), initial=0))
         if largest >= self.vocab_size:
-            raise UserError(f"{self.shown / self.name}{TOKENS}: damaged, has the id {largest}, but its vocabulary "
-                            f"has only {self.vocab_size}; {FIX}")
+            raise UserError(
+                f"{self.shown / self.name}{TOKENS}: damaged, has the id {largest}, but its "
+                f"vocabulary has only {self.vocab_size}; {FIX}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +185,10 @@ class TokenStore:
         found = tokenizers.load(self.train.folder / "tokenizer")
         for field in ("vocab_size", "end_of_text", "begin_of_text"):
             if getattr(found, field) != self.metadata[field]:
-                raise UserError(f"{self.folder / METADATA_FILE}: {field}: {self.metadata[field]}, but the store's "
-                                f"tokenizer has {getattr(found, field)}; {FIX}")
+                raise UserError(
+                    f"{self.folder / METADATA_FILE}: {field}: {self.metadata[field]}, but the "
+                    f"store's tokenizer has {getattr(found, field)}; {FIX}"
+                )
         return found
 
     def fingerprint(self, split: str) -> str:
@@ -158,16 +207,20 @@ def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
 def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
     """Opens the store in `folder`. A store in object storage is first copied to the cache folder.
 
-    Raises UserError if the store's format is not FORMAT, if a file is missing or has the wrong size, or if the source
-    or a setting is not that of `made_from`; None: any.
+    Raises UserError if the store's format is not FORMAT, if a file is missing or has the wrong
+    size, or if the source or a setting is not that of `made_from`; None: any.
     """
     path = folder / METADATA_FILE
     if not path.exists():
-        raise UserError(f"{folder}: no token store (no {METADATA_FILE}); prepare it with smallgpt_jax.prepare")
+        raise UserError(
+            f"{folder}: no token store (no {METADATA_FILE}); prepare it with smallgpt_jax.prepare"
+        )
     metadata = read_json(path, {"format": ANYTHING}, FIX)
     if metadata["format"] != FORMAT:
-        raise UserError(f"{folder}: token store of format {str(metadata['format'])[:40]}, expected format {FORMAT}; "
-                        f"{FIX}")
+        raise UserError(
+            f"{folder}: token store of format {str(metadata['format'])[:40]}, expected format "
+            f"{FORMAT}; {FIX}"
+        )
     if mismatch := find_mismatch(metadata, METADATA):
         raise UserError(f"{path}: {mismatch}; {FIX}")
     found = {**dict(ADDED), **metadata["made_from"]}
@@ -175,13 +228,24 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
         raise UserError(
             f"config.data.store={str(folder)!r}: was made with "
             + ", ".join(f"{field}={found[field]!r}" for field in different)
-            + ", but this config has " + ", ".join(f"{field}={made_from[field]!r}" for field in different)
-            + "; choose another folder, or use the same settings")
+            + ", but this config has "
+            + ", ".join(f"{field}={made_from[field]!r}" for field in different)
+            + "; choose another folder, or use the same settings"
+        )
     local = local_copy(folder)
-    splits = {name: Split(local, folder, name, **metadata["splits"][name], dtype=metadata["dtype"],
-                          begin_of_text=metadata["begin_of_text"], vocab_size=metadata["vocab_size"],
-                          has_answers=found["format"] != "text")
-              for name in SPLITS}
+    splits = {
+        name: Split(
+            local,
+            folder,
+            name,
+            **metadata["splits"][name],
+            dtype=metadata["dtype"],
+            begin_of_text=metadata["begin_of_text"],
+            vocab_size=metadata["vocab_size"],
+            has_answers=found["format"] != "text",
+        )
+        for name in SPLITS
+    }
     for split in splits.values():
         split.check_files()
     return TokenStore(folder, metadata, **splits)
@@ -189,17 +253,21 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
 
 def size_message(folder: Path, metadata: dict, seconds: float) -> str:
     splits = metadata["splits"]
-    starts = [np.append(np.fromfile(folder / f"{name}{DOCUMENTS}", np.int64), splits[name]["tokens"])
-              for name in SPLITS]
+    starts = [
+        np.append(np.fromfile(folder / f"{name}{DOCUMENTS}", np.int64), splits[name]["tokens"])
+        for name in SPLITS
+    ]
     lengths = np.concatenate([np.diff(s) for s in starts])
     median, most, longest = (int(x) for x in np.quantile(lengths, (0.5, 0.95, 1), method="nearest"))
     tokens = sum(split["tokens"] for split in splits.values())
     text_bytes = sum(split["text_bytes"] for split in splits.values())
-    lines = [f"{metadata['made_from']['source']}: {len(lengths):,} documents, "
-             f"{millions(splits['train']['tokens'])} tokens for training, "
-             f"{millions(splits['validation']['tokens'])} for validation, "
-             f"{text_bytes / tokens:.2f} bytes per token ({duration(seconds)})",
-             f"tokens per document: median {median:,}, 95% at most {most:,}, longest {longest:,}"]
+    lines = [
+        f"{metadata['made_from']['source']}: {len(lengths):,} documents, "
+        f"{millions(splits['train']['tokens'])} tokens for training, "
+        f"{millions(splits['validation']['tokens'])} for validation, "
+        f"{text_bytes / tokens:.2f} bytes per token ({duration(seconds)})",
+        f"tokens per document: median {median:,}, 95% at most {most:,}, longest {longest:,}",
+    ]
     if metadata["skipped"]:
         lines.append(f"skipped: {format_skipped(metadata['skipped'])}")
     return "\n".join(lines)

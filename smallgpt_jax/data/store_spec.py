@@ -12,7 +12,14 @@ from smallgpt_jax.data.chat_template import find_template
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
-from smallgpt_jax.data.store import ADDED, MADE_FROM, METADATA_FILE, STORE_FILES, TokenStore, open_store
+from smallgpt_jax.data.store import (
+    ADDED,
+    MADE_FROM,
+    METADATA_FILE,
+    STORE_FILES,
+    TokenStore,
+    open_store,
+)
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.cache import cache_folder
@@ -24,7 +31,9 @@ NOT_FREE = "config.data.store={!r}: exists and is not a token store; choose anot
 
 @dataclasses.dataclass(frozen=True)
 class StoreSpec:
-    """The token store that a config's `data` group describes. Nothing is read or checked before it is needed."""
+    """The token store that a config's `data` group describes. Nothing is read or checked before it
+    is needed.
+    """
 
     store: str  # config.data.store; "": in the cache folder
     source: Source
@@ -33,22 +42,31 @@ class StoreSpec:
 
     @classmethod
     def of(cls, data) -> "StoreSpec":
-        """Reads the chat template, if the format needs one: a store has the template itself, not its path."""
-        tokenizer, made_from = TokenizerSource(data.tokenizer), {name: getattr(data, name) for name in MADE_FROM}
+        """Reads the chat template, if the format needs one: a store has the template itself, not
+        its path.
+        """
+        tokenizer, made_from = (
+            TokenizerSource(data.tokenizer),
+            {name: getattr(data, name) for name in MADE_FROM},
+        )
         if data.format == "messages" and not data.mixture:
             made_from["chat_template"] = find_template(data.chat_template, tokenizer.folder)
         return cls(data.store, Source(data.source, data.text_endings), tokenizer, made_from)
 
     @cached_property
     def rules(self) -> Rules:
-        return Rules(**{field.name: self.made_from[field.name] for field in dataclasses.fields(Rules)})
+        return Rules(
+            **{field.name: self.made_from[field.name] for field in dataclasses.fields(Rules)}
+        )
 
     @cached_property
     def folder(self) -> Path:
         """In the cache, its name depends on the source and on all settings."""
         if self.store:
             return as_path("config.data.store", self.store)
-        return self._cached([self.source.fingerprint, self.tokenizer.fingerprint, *self._settings()])
+        return self._cached(
+            [self.source.fingerprint, self.tokenizer.fingerprint, *self._settings()]
+        )
 
     @property
     def real_folder(self) -> Path:
@@ -59,32 +77,51 @@ class StoreSpec:
     def partial(self) -> Path:
         """Returns the folder of the unfinished store.
 
-        In the cache, its name stays the same if the content of the source or the handling of invalid items changes, so
-        that preparation can resume.
+        In the cache, its name stays the same if the content of the source or the handling of
+        invalid items changes, so that preparation can resume.
         """
         names = [member.absolute_name() for member in self.source.members]
-        name = self.real_folder.name if self.store else self._cached([names, *self._settings(relaxable=False)]).name
+        name = (
+            self.real_folder.name
+            if self.store
+            else self._cached([names, *self._settings(relaxable=False)]).name
+        )
         return self.real_folder.with_name(f"{name}.partial")
 
     def check(self) -> None:
-        """Raises UserError for an invalid source, if the store would be inside of it, and if its folder is not free."""
+        """Raises UserError for an invalid source, if the store would be inside of it, and if its
+        folder is not free.
+        """
         folder = self.real_folder
         require_free(folder)
         for part in self.source.parts:
             if self.rules.format != "text" and not part.has_fields:
-                raise UserError(f"config.data.format={self.rules.format!r}: {part.name} is plain text or Parquet; use "
-                                "JSON lines or an hf: dataset")
+                raise UserError(
+                    f"config.data.format={self.rules.format!r}: {part.name} is plain text or "
+                    "Parquet; use JSON lines or an hf: dataset"
+                )
         if enclosing := self.source.enclosing_folder(folder):
-            raise UserError(f"config.data.store={str(folder)!r}: is inside {enclosing}, a folder of the source; choose "
-                            "a folder outside of it")
+            raise UserError(
+                f"config.data.store={str(folder)!r}: is inside {enclosing}, a folder of the "
+                "source; choose a folder outside of it"
+            )
 
     def open(self) -> TokenStore | None:
-        """Returns None if the store does not exist. Raises UserError if its source or settings differ."""
-        return open_store(self.folder, self.made_from) if (self.folder / METADATA_FILE).is_file() else None
+        """Returns None if the store does not exist. Raises UserError if its source or settings
+        differ.
+        """
+        return (
+            open_store(self.folder, self.made_from)
+            if (self.folder / METADATA_FILE).is_file()
+            else None
+        )
 
     def _settings(self, **marks) -> list:
-        return [self.made_from[name] for name in DataConfig.names(in_store=True, **marks)
-                if (name, self.made_from[name]) not in ADDED]
+        return [
+            self.made_from[name]
+            for name in DataConfig.names(in_store=True, **marks)
+            if (name, self.made_from[name]) not in ADDED
+        ]
 
     def _cached(self, identity: list) -> Path:
         digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
@@ -103,8 +140,10 @@ def require_free(folder: Path) -> None:
     elif (folder / METADATA_FILE).is_file() or not os.path.lexists(folder):
         return
     elif os.path.ismount(folder):
-        raise UserError(f"config.data.store={str(folder)!r}: is a mount point, which a finished store cannot replace; "
-                        f"choose a subfolder: --config.data.store={folder / 'store'}")
+        raise UserError(
+            f"config.data.store={str(folder)!r}: is a mount point, which a finished store cannot "
+            f"replace; choose a subfolder: --config.data.store={folder / 'store'}"
+        )
     else:
         is_free = folder.is_dir() and not any(folder.iterdir())
     if not is_free:
@@ -115,5 +154,5 @@ def readable_name(source: str) -> str:
     """Returns a name for the store of a source: texts/**/*.md → texts_md."""
     parts = Path(source).parts
     pattern = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
-    name = Path(source).stem if pattern is None else "_".join(parts[max(pattern - 1, 0):])
+    name = Path(source).stem if pattern is None else "_".join(parts[max(pattern - 1, 0) :])
     return re.sub(r"[\W_]+", "_", name).strip("_")[:60] or "text"

@@ -1,4 +1,6 @@
-"""Text files as `Part`s: plain text, JSON lines and Parquet, optionally compressed; local or in object storage."""
+"""Text files as `Part`s: plain text, JSON lines and Parquet, optionally compressed; local or in
+object storage.
+"""
 
 import bz2
 import codecs
@@ -46,7 +48,9 @@ def local_file(path: Path) -> TextFile:
 
 
 def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
-    """Plain text is split into passages of at most `passage` characters. With `is_code`, the file is one document."""
+    """Plain text is split into passages of at most `passage` characters. With `is_code`, the file
+    is one document.
+    """
     path, suffix = file.path, content_suffix(file.path)
 
     def read(rules: Rules):
@@ -60,14 +64,26 @@ def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
                 items = parse_json_lines(read_lines(content, rules.max_document_bytes), path, rules)
             elif is_code:
                 items = iter([content.read().decode(errors="replace")])
-            elif rules.invalid_items == "skip" and rules.invalid_utf8 == "refuse" and not is_utf8(path):
+            elif (
+                rules.invalid_items == "skip"
+                and rules.invalid_utf8 == "refuse"
+                and not is_utf8(path)
+            ):
                 items = iter([Skipped("not UTF-8 (whole file)")])
             else:
-                items = split_passages(decode_utf8(read_pieces(content), path, rules.invalid_utf8), passage)
+                items = split_passages(
+                    decode_utf8(read_pieces(content), path, rules.invalid_utf8), passage
+                )
             for item in items:
                 yield item, min(raw.tell() / max(file.size, 1), 1.0)
 
-    return Part(str(path), file.size, read, (file.location, file.version, passage), has_fields=suffix in JSON_SUFFIXES)
+    return Part(
+        str(path),
+        file.size,
+        read,
+        (file.location, file.version, passage),
+        has_fields=suffix in JSON_SUFFIXES,
+    )
 
 
 def open_binary(path: Path):
@@ -81,8 +97,12 @@ def decompress(path: Path, raw) -> io.BufferedIOBase:
     if suffix == ".bz2":
         return bz2.open(raw)
     if suffix == ".zst":
-        return io.BufferedReader(import_library("pyarrow", str(path)).input_stream(raw, compression="zstd"))
-    return io.BufferedReader(raw) if isinstance(raw, io.RawIOBase) else raw  # a raw file's readline reads single bytes
+        return io.BufferedReader(
+            import_library("pyarrow", str(path)).input_stream(raw, compression="zstd")
+        )
+    return (
+        io.BufferedReader(raw) if isinstance(raw, io.RawIOBase) else raw
+    )  # a raw file's readline reads single bytes
 
 
 @contextlib.contextmanager
@@ -90,12 +110,17 @@ def name_file_in_errors(path: Path):
     """Raises a UserError that begins with `path` if reading fails in the `with` block."""
     try:
         yield
-    # gzip raises OSError, EOFError and zlib.error; pyarrow raises ValueError and NotImplementedError.
+    # gzip raises OSError, EOFError and zlib.error; pyarrow raises ValueError and
+    # NotImplementedError.
     except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
-        if isinstance(error, OSError) and error.errno:  # an error from the operating system; the file is not damaged
+        if (
+            isinstance(error, OSError) and error.errno
+        ):  # an error from the operating system; the file is not damaged
             raise UserError(f"{path}: {error.strerror}") from None
-        raise UserError(f"{path}: damaged, or of another type than its suffix ({short_reason(error).rstrip('.')}); "
-                        "download it again, or remove it") from None
+        raise UserError(
+            f"{path}: damaged, or of another type than its suffix "
+            f"({short_reason(error).rstrip('.')}); download it again, or remove it"
+        ) from None
 
 
 def read_pieces(file) -> Iterator[bytes]:
@@ -133,7 +158,7 @@ def decode_utf8(pieces: Iterator[bytes], path: Path, invalid_utf8: str) -> Itera
     for piece in itertools.chain(pieces, [b""]):
         data = rest + piece
         if offset == 0 and data.startswith(codecs.BOM_UTF8):
-            data, offset = data[len(codecs.BOM_UTF8):], len(codecs.BOM_UTF8)
+            data, offset = data[len(codecs.BOM_UTF8) :], len(codecs.BOM_UTF8)
         try:
             text, used = codecs.utf_8_decode(data, errors, not piece)
         except UnicodeDecodeError as error:
@@ -144,23 +169,29 @@ def decode_utf8(pieces: Iterator[bytes], path: Path, invalid_utf8: str) -> Itera
 
 
 def not_utf8(path: Path, byte: int, line: int) -> UserError:
-    return UserError(f"{path}: not UTF-8 at byte {byte} (line {line}); convert the file, set "
-                     "--config.data.invalid_utf8=replace, or skip it with --config.data.invalid_items=skip")
+    return UserError(
+        f"{path}: not UTF-8 at byte {byte} (line {line}); convert the file, set "
+        "--config.data.invalid_utf8=replace, or skip it with --config.data.invalid_items=skip"
+    )
 
 
 def split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
-    """Splits a text into documents of at most `max_characters` characters, preferably at blank lines.
+    """Splits a text into documents of at most `max_characters` characters, preferably at blank
+    lines.
 
-    Otherwise a long book would be one document, entirely in one split. Costs one more end-of-text token per document.
-    `Source.parts` chooses `max_characters` so that a source of 0.1 to 1.6 MB becomes about a hundred documents.
+    Otherwise a long book would be one document, entirely in one split. Costs one more end-of-text
+    token per document. `Source.parts` chooses `max_characters` so that a source of 0.1 to 1.6 MB
+    becomes about a hundred documents.
     """
     text = ""
     for piece in pieces:
         text, start = text + piece, 0
         while len(text) - start > max_characters:
             half = start + max_characters // 2
-            cuts = (text.rfind(separator, half, start + max_characters) + len(separator)
-                    for separator in ("\n\n", "\n", " "))
+            cuts = (
+                text.rfind(separator, half, start + max_characters) + len(separator)
+                for separator in ("\n\n", "\n", " ")
+            )
             end = next((cut for cut in cuts if cut > half), start + max_characters)
             yield text[start:end]
             start = end
@@ -183,7 +214,9 @@ def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Ru
     if offset == 0:
         line = line.removeprefix(codecs.BOM_UTF8)
     try:
-        decoded_line = line.decode(errors="replace" if rules.invalid_utf8 == "replace" else "strict")
+        decoded_line = line.decode(
+            errors="replace" if rules.invalid_utf8 == "replace" else "strict"
+        )
     except UnicodeDecodeError as error:
         if rules.invalid_items == "skip":
             return Skipped("not UTF-8")
@@ -193,9 +226,13 @@ def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Ru
     except RecursionError:
         return rules.refuse_or_skip(where, "not JSON: nested too deeply", "fix the line")
     except ValueError as error:  # json.loads also raises it for integers with thousands of digits
-        return rules.refuse_or_skip(where, f"not JSON: {getattr(error, 'msg', error)}", "fix the line")
+        return rules.refuse_or_skip(
+            where, f"not JSON: {getattr(error, 'msg', error)}", "fix the line"
+        )
     if not isinstance(item, dict):
-        return rules.refuse_or_skip(where, f"not a JSON object: a {type(item).__name__}", "fix the line")
+        return rules.refuse_or_skip(
+            where, f"not a JSON object: a {type(item).__name__}", "fix the line"
+        )
     return extract_document(item, where, rules)
 
 
@@ -204,12 +241,15 @@ def read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
     file = parquet.ParquetFile(open_binary(path) if is_remote(path) else path)
     columns = file.schema_arrow.names
     if rules.text_field not in columns:
-        raise UserError(f"{path}: no column {rules.text_field!r}, its columns are {', '.join(columns)}; set "
-                        "--config.data.text_field")
+        raise UserError(
+            f"{path}: no column {rules.text_field!r}, its columns are {', '.join(columns)}; set "
+            "--config.data.text_field"
+        )
     rows, before = file.metadata.num_rows, 0
     for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
         column = batch.column(0)
-        # pyarrow does not check that strings are valid UTF-8. `extract_text` checks this if it receives bytes.
+        # pyarrow does not check that strings are valid UTF-8. `extract_text` checks this if it
+        # receives bytes.
         if types.is_string(column.type) or types.is_large_string(column.type):
             column = column.cast("binary" if types.is_string(column.type) else "large_binary")
         for number, text in enumerate(column.to_pylist(), before + 1):
@@ -222,4 +262,6 @@ def import_library(name: str, what: str):
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise UserError(f"{what}: requires extra libraries; run {install_command('data')}") from None
+        raise UserError(
+            f"{what}: requires extra libraries; run {install_command('data')}"
+        ) from None

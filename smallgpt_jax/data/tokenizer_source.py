@@ -54,8 +54,11 @@ class TokenizerSource:
         """Returns a hash of the tokenizer's files, without its weights; "" if there are none."""
         if not self.path.exists():
             return ""
-        names = TOKENIZER_FILES if self.path.is_dir() else {
-            self.path.name, *(SETTINGS_FILES if self.path.suffix == ".json" else ())}
+        names = (
+            TOKENIZER_FILES
+            if self.path.is_dir()
+            else {self.path.name, *(SETTINGS_FILES if self.path.suffix == ".json" else ())}
+        )
         digest = hashlib.sha256()
         for file in sorted(self.folder / name for name in names if (self.folder / name).is_file()):
             digest.update(file.name.encode() + file.read_bytes())
@@ -67,12 +70,16 @@ class TokenizerSource:
         if kind == "bytes":
             return Bytes()
         if kind == SYMBOLS:
-            raise UserError(f"config.data.tokenizer={self.value!r}: writes only probes "
-                            "(config.data.source=synthetic:PROBE); choose another one for text")
+            raise UserError(
+                f"config.data.tokenizer={self.value!r}: writes only probes "
+                "(config.data.source=synthetic:PROBE); choose another one for text"
+            )
         if kind == "sentencepiece":
             if not size.isdecimal() or int(size) < 300:
-                raise UserError(f"config.data.tokenizer={self.value!r}: expected sentencepiece:SIZE, where SIZE is the "
-                                "number of pieces, at least 300 (256 of them are bytes)")
+                raise UserError(
+                    f"config.data.tokenizer={self.value!r}: expected sentencepiece:SIZE, where "
+                    "SIZE is the number of pieces, at least 300 (256 of them are bytes)"
+                )
             return train_sentencepiece(texts, int(size))
         if kind == "gpt2":
             return GPT2(*(download(name) for name in GPT2_FILES.values()))
@@ -80,10 +87,15 @@ class TokenizerSource:
         if path.is_dir():
             return tokenizers.load(path)
         if path.is_file():
-            return (hugging_face_tokenizer.read_files(path) if path.suffix == ".json"
-                    else tokenizers.read_sentencepiece(path))
-        raise UserError(f"config.data.tokenizer={self.value!r}: expected sentencepiece:SIZE, gpt2, bytes, or an "
-                        "existing file or folder")
+            return (
+                hugging_face_tokenizer.read_files(path)
+                if path.suffix == ".json"
+                else tokenizers.read_sentencepiece(path)
+            )
+        raise UserError(
+            f"config.data.tokenizer={self.value!r}: expected sentencepiece:SIZE, gpt2, bytes, or "
+            "an existing file or folder"
+        )
 
 
 def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
@@ -98,7 +110,10 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
         try:
             for text in texts:
                 for line in text.split("\n"):
-                    yield from (line[i:i + MAX_LINE_CHARACTERS] for i in range(0, len(line), MAX_LINE_CHARACTERS))
+                    yield from (
+                        line[i : i + MAX_LINE_CHARACTERS]
+                        for i in range(0, len(line), MAX_LINE_CHARACTERS)
+                    )
                 read += len(text)
                 if read > MAX_TRAINING_CHARACTERS:
                     return
@@ -109,16 +124,32 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(), model_writer=model, vocab_size=size, model_type="bpe",
-            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-            add_dummy_prefix=False, allow_whitespace_only_pieces=True, hard_vocab_limit=False,
-            max_sentence_length=4 * MAX_LINE_CHARACTERS, unk_id=0, eos_id=1, eos_piece=END_OF_TEXT, bos_id=-1,
-            pad_id=-1, num_threads=os.cpu_count(), minloglevel=2)
+            sentence_iterator=lines(),
+            model_writer=model,
+            vocab_size=size,
+            model_type="bpe",
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            hard_vocab_limit=False,
+            max_sentence_length=4 * MAX_LINE_CHARACTERS,
+            unk_id=0,
+            eos_id=1,
+            eos_piece=END_OF_TEXT,
+            bos_id=-1,
+            pad_id=-1,
+            num_threads=os.cpu_count(),
+            minloglevel=2,
+        )
     except RuntimeError as error:
         if unreadable:
             raise unreadable[0] from None
-        raise UserError(f"config.data.tokenizer='sentencepiece:{size}': cannot be trained on this text "
-                        f"({str(error).split(']')[-1].strip() or 'it is empty'}); use more text") from None
+        raise UserError(
+            f"config.data.tokenizer='sentencepiece:{size}': cannot be trained on this text "
+            f"({str(error).split(']')[-1].strip() or 'it is empty'}); use more text"
+        ) from None
     return SentencePiece(model.getvalue())
 
 
@@ -130,6 +161,7 @@ def download(name: str) -> bytes:
         return tiktoken.load.read_file_cached(GPT2_URL + name, GPT2_SHA256[name])
     except (OSError, ValueError) as error:  # no network, or a file with another checksum
         raise UserError(
-            f"config.data.tokenizer='gpt2': {name} could not be downloaded ({type(error).__name__}); "
-            "put encoder.json and vocab.bpe (or vocab.json and merges.txt) into a folder and set "
-            "--config.data.tokenizer=FOLDER") from None
+            f"config.data.tokenizer='gpt2': {name} could not be downloaded "
+            f"({type(error).__name__}); put encoder.json and vocab.bpe (or vocab.json and "
+            "merges.txt) into a folder and set --config.data.tokenizer=FOLDER"
+        ) from None

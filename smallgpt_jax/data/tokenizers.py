@@ -1,11 +1,13 @@
-"""Tokenizers: SentencePiece, GPT-2's byte-pair encoding, bytes, and those of Hugging Face's `tokenizers` library.
+"""Tokenizers: SentencePiece, GPT-2's byte-pair encoding, bytes, and those of Hugging Face's
+`tokenizers` library.
 
-A tokenizer's folder has the files that other tools expect: `tokenizer.model` for SentencePiece, `vocab.json` and
-`merges.txt` for GPT-2, `tokenizer.json` for Hugging Face. `symbols.json` for probes. `tokenizer_kind.json` contains
-the kind.
+A tokenizer's folder has the files that other tools expect: `tokenizer.model` for SentencePiece,
+`vocab.json` and `merges.txt` for GPT-2, `tokenizer.json` for Hugging Face. `symbols.json` for
+probes. `tokenizer_kind.json` contains the kind.
 
-Each document begins with the end-of-text id. If a tokenizer has an id of its own for the beginning, as those of Llama
-have, each document begins with that id and ends with the end-of-text id. No text is encoded as one of these ids.
+Each document begins with the end-of-text id. If a tokenizer has an id of its own for the beginning,
+as those of Llama have, each document begins with that id and ends with the end-of-text id. No text
+is encoded as one of these ids.
 """
 
 import functools
@@ -20,7 +22,11 @@ import sentencepiece
 
 from smallgpt_jax.data import hugging_face_tokenizer
 from smallgpt_jax.data.config import SYMBOLS
-from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES, TOKENIZER_JSON, HuggingFaceTokenizer
+from smallgpt_jax.data.hugging_face_tokenizer import (
+    SETTINGS_FILES,
+    TOKENIZER_JSON,
+    HuggingFaceTokenizer,
+)
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.atomic import write_atomically
@@ -29,22 +35,36 @@ from smallgpt_jax.storage.json_files import TEXT, Each, integer, parse_json, rea
 KIND_FILE, SYMBOLS_FILE = "tokenizer_kind.json", "symbols.json"
 END_OF_TEXT = "<|endoftext|>"
 SHORT_TEXT = 10_000  # characters
-GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # name in a tokenizer folder → OpenAI's name
+GPT2_FILES = {
+    "vocab.json": "encoder.json",
+    "merges.txt": "vocab.bpe",
+}  # name in a tokenizer folder → OpenAI's name
 GPT2_SHA256 = {  # in the order of GPT2_FILES
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
 # Names of all files that `load` reads.
-TOKENIZER_FILES = {KIND_FILE, SYMBOLS_FILE, "tokenizer.model", TOKENIZER_JSON, *SETTINGS_FILES, *GPT2_FILES,
-                   *GPT2_FILES.values()}
+TOKENIZER_FILES = {
+    KIND_FILE,
+    SYMBOLS_FILE,
+    "tokenizer.model",
+    TOKENIZER_JSON,
+    *SETTINGS_FILES,
+    *GPT2_FILES,
+    *GPT2_FILES.values(),
+}
 
 
 class Tokenizer(Protocol):
     kind: str
     vocab_size: int
     end_of_text: int
-    begin_of_text: int  # equal to end_of_text, unless the tokenizer has an id of its own for the beginning
-    unknown: int | None  # id of characters that are not in the vocabulary; None if every text can be encoded
+    begin_of_text: (
+        int  # equal to end_of_text, unless the tokenizer has an id of its own for the beginning
+    )
+    unknown: (
+        int | None
+    )  # id of characters that are not in the vocabulary; None if every text can be encoded
     special_tokens: dict[str, int] = {}  # noqa: RUF012 — ids of the names that a chat template may contain
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -98,8 +118,10 @@ class Symbols(Tokenizer):
     def _id(self, symbol: str) -> int:
         if symbol not in self._ids:
             more = " …" if len(self._symbols) > 20 else ""
-            raise UserError(f"{symbol!r}: not a symbol of this probe; use {' '.join(self._symbols[:20])}{more}, "
-                            "separated by spaces")
+            raise UserError(
+                f"{symbol!r}: not a symbol of this probe; use "
+                f"{' '.join(self._symbols[:20])}{more}, separated by spaces"
+            )
         return self._ids[symbol]
 
     def decode(self, ids):
@@ -122,18 +144,27 @@ class SentencePiece(Tokenizer):
         self.vocab_size = self._processor.vocab_size()
         self.unknown = self._processor.unk_id()
         marks = (self._processor.piece_to_id(END_OF_TEXT), self._processor.eos_id())
-        # Text is never encoded as a control piece, so the end-of-text piece must be a control piece.
-        self.end_of_text = next((i for i in marks if i >= 0 and self._processor.is_control(i)), None)
+        # Text is never encoded as a control piece, so the end-of-text piece must be a control
+        # piece.
+        self.end_of_text = next(
+            (i for i in marks if i >= 0 and self._processor.is_control(i)), None
+        )
         if self.end_of_text is None:
-            raise UserError(f"config.data.tokenizer: the SentencePiece model has neither {END_OF_TEXT} nor an "
-                            "end-of-sentence piece to mark documents; use another model")
+            raise UserError(
+                f"config.data.tokenizer: the SentencePiece model has neither {END_OF_TEXT} nor an "
+                "end-of-sentence piece to mark documents; use another model"
+            )
         begin = self._processor.bos_id()
-        self.begin_of_text = begin if begin >= 0 and self._processor.is_control(begin) else self.end_of_text
+        self.begin_of_text = (
+            begin if begin >= 0 and self._processor.is_control(begin) else self.end_of_text
+        )
 
     def encode(self, texts):
         if len(texts) == 1 and len(texts[0]) < SHORT_TEXT:  # a list costs the start of a thread
             return [np.array(self._processor.encode(texts[0]), np.int32)]
-        return [np.array(ids, np.int32) for ids in self._processor.encode(list(texts), num_threads=1)]
+        return [
+            np.array(ids, np.int32) for ids in self._processor.encode(list(texts), num_threads=1)
+        ]
 
     def encode_continuation(self, text):
         # Most models prepend a space to each text (add_dummy_prefix) and drop leading spaces
@@ -146,12 +177,16 @@ class SentencePiece(Tokenizer):
 
     @functools.cached_property
     def _for_continuations(self) -> list[sentencepiece.SentencePieceProcessor]:
-        """Returns two processors: the first prepends no space to texts, the second prepends one space."""
+        """Returns two processors: the first prepends no space to texts, the second prepends one
+        space.
+        """
         from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
         model, processors = ModelProto.FromString(self._model), []
         for model.normalizer_spec.add_dummy_prefix in (False, True):
-            processors.append(sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString()))
+            processors.append(
+                sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+            )
         return processors
 
     def decode(self, ids):
@@ -174,14 +209,20 @@ class GPT2(Tokenizer):
         if sorted(ids.values()) != list(range(len(ids))) or not byte_of.keys() <= ids.keys():
             raise ValueError("the ids have gaps, or bytes without an id")
         self.end_of_text = self.begin_of_text = ids.pop(END_OF_TEXT)
-        # tiktoken merges pairs in the order of their ids, so the ids must be in the order of merges.txt.
-        merges = [line for line in merges_txt.decode().splitlines() if not line.startswith("#version")]
+        # tiktoken merges pairs in the order of their ids, so the ids must be in the order of
+        # merges.txt.
+        merges = [
+            line for line in merges_txt.decode().splitlines() if not line.startswith("#version")
+        ]
         if any(ids[merge.replace(" ", "")] != 256 + i for i, merge in enumerate(merges)):
             raise ValueError("the ids are not in the order of the merges")
         ranks = {bytes(byte_of[c] for c in token): i for token, i in ids.items()}
         self._encoding = tiktoken.Encoding(
-            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
-            special_tokens={END_OF_TEXT: self.end_of_text})
+            "gpt2",
+            pat_str=r50k_pat_str,
+            mergeable_ranks=ranks,
+            special_tokens={END_OF_TEXT: self.end_of_text},
+        )
         self.vocab_size = self._encoding.n_vocab
 
     def encode(self, texts):
@@ -198,7 +239,8 @@ class GPT2(Tokenizer):
 def gpt2_bytes() -> dict[str, int]:
     """Returns the byte that each character in GPT-2's files represents.
 
-    Printable Latin-1 characters represent their code points, those from U+0100 on the other 68 bytes, ascending.
+    Printable Latin-1 characters represent their code points, those from U+0100 on the other 68
+    bytes, ascending.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
@@ -209,7 +251,11 @@ def load(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise UserError(f"{folder}: tokenizer folder is missing")
     files = {path.name: path for path in folder.iterdir()}
-    kind = read_json(files[KIND_FILE], {"kind": TEXT}, "restore it")["kind"] if KIND_FILE in files else None
+    kind = (
+        read_json(files[KIND_FILE], {"kind": TEXT}, "restore it")["kind"]
+        if KIND_FILE in files
+        else None
+    )
     if kind == "bytes":
         return Bytes()
     if kind == SYMBOLS:
@@ -218,20 +264,28 @@ def load(folder: Path) -> Tokenizer:
         return read_sentencepiece(files["tokenizer.model"])
     # GPT-2's two files, under the names that Hugging Face or OpenAI uses.
     pair = [files.get(name) or files.get(openai_name) for name, openai_name in GPT2_FILES.items()]
-    # Folders of other models contain a vocab.json and merges.txt too, but only their tokenizer.json is complete.
+    # Folders of other models contain a vocab.json and merges.txt too, but only their tokenizer.json
+    # is complete.
     if TOKENIZER_JSON in files and kind != GPT2.kind and not (all(pair) and is_gpt2(pair)):
         return hugging_face_tokenizer.read_files(files[TOKENIZER_JSON])
     if not all(pair):
-        raise UserError(f"{folder}: contains no tokenizer; expected tokenizer.model (SentencePiece), tokenizer.json "
-                        "(Hugging Face), or vocab.json and merges.txt, or encoder.json and vocab.bpe (GPT-2)")
+        raise UserError(
+            f"{folder}: contains no tokenizer; expected tokenizer.model (SentencePiece), "
+            "tokenizer.json (Hugging Face), or vocab.json and merges.txt, or encoder.json and "
+            "vocab.bpe (GPT-2)"
+        )
     try:
         return GPT2(*(path.read_bytes() for path in pair))
     except (OSError, ValueError, KeyError, RecursionError) as error:
-        raise UserError(f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {short_reason(error)})") from None
+        raise UserError(
+            f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {short_reason(error)})"
+        ) from None
 
 
 def is_gpt2(pair: Sequence[Path]) -> bool:
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in pair] == list(GPT2_SHA256.values())
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in pair] == list(
+        GPT2_SHA256.values()
+    )
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:

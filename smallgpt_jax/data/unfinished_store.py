@@ -1,13 +1,16 @@
-"""The files and the journal of an unfinished token store, from which an interrupted preparation resumes.
+"""The files and the journal of an unfinished token store, from which an interrupted preparation
+resumes.
 
-An interruption must not change a single byte of the finished store. A preparation therefore resumes only if:
+An interruption must not change a single byte of the finished store. A preparation therefore resumes
+only if:
 
-- The settings are unchanged. Two exceptions: if invalid items were refused before the interruption, they may now be
-  skipped or repaired, since the text read so far contains none; and the limit of the documents' length may now be
-  higher, unless the text read so far contains documents that were too long.
-- The text read so far is unchanged. Parts (files or shards) that were read completely are compared by name, size and
-  modification time. A part that was read partially is compared by a digest of the items read. The rest of the source
-  may change: for example, lines may be corrected or files added.
+- The settings are unchanged. Two exceptions: if invalid items were refused before the interruption,
+  they may now be skipped or repaired, since the text read so far contains none; and the limit of
+  the documents' length may now be higher, unless the text read so far contains documents that were
+  too long.
+- The text read so far is unchanged. Parts (files or shards) that were read completely are compared
+  by name, size and modification time. A part that was read partially is compared by a digest of the
+  items read. The rest of the source may change: for example, lines may be corrected or files added.
 - If the rest of the source has changed, the tokenizer was not trained on the rest.
 """
 
@@ -25,7 +28,16 @@ import numpy as np
 
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.encoding import EncodedBatch
-from smallgpt_jax.data.parts import NOT_UTF8, TOO_LONG, Digest, DocumentBatch, Part, Place, Rules, digest_before
+from smallgpt_jax.data.parts import (
+    NOT_UTF8,
+    TOO_LONG,
+    Digest,
+    DocumentBatch,
+    Part,
+    Place,
+    Rules,
+    digest_before,
+)
 from smallgpt_jax.data.store import COUNTED, DOCUMENTS, SPLITS, TOKENS, file_sizes, format_skipped
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.atomic import write_atomically
@@ -44,17 +56,27 @@ class Entry(NamedTuple):
     splits: dict[str, dict]  # split → {"tokens": number, "documents": number, "text_bytes": number}
 
 
-START = Entry(Place(), Digest().hexdigest(), 0.0, {}, {
-    name: {"tokens": 0, "documents": 0, "text_bytes": 0} for name in SPLITS})
+START = Entry(
+    Place(),
+    Digest().hexdigest(),
+    0.0,
+    {},
+    {name: {"tokens": 0, "documents": 0, "text_bytes": 0} for name in SPLITS},
+)
 
 
 @dataclasses.dataclass
 class Journal:
-    identity: dict  # keys: "format", "made_from" (settings), "texts" (hash of the source), "tokenizer" (hash of files)
-    tokenizer_text_end: Place | None  # where the tokenizer's training text ends; None: at the end of the source
+    # keys: "format", "made_from" (settings), "texts" (hash of the source), "tokenizer" (hash of
+    # files)
+    identity: dict
+    tokenizer_text_end: (
+        Place | None
+    )  # where the tokenizer's training text ends; None: at the end of the source
     latest: Entry = START
-    # `latest` was recorded while one part of the source was being read. `earlier` is the last entry before that
-    # part. If that part has changed, preparation resumes from `earlier` instead of `latest`.
+    # `latest` was recorded while one part of the source was being read. `earlier` is the last entry
+    # before that part. If that part has changed, preparation resumes from `earlier` instead of
+    # `latest`.
     earlier: Entry | None = None
 
     def add(self, entry: Entry) -> None:
@@ -63,9 +85,16 @@ class Journal:
         self.latest = entry
 
     def write(self, folder: Path) -> None:
-        fields = {"version": VERSION, "identity": self.identity, "learned": self.tokenizer_text_end,
-                  **self.latest._asdict(), "earlier": self.earlier and self.earlier._asdict()}
-        write_atomically(folder / JOURNAL_FILE, json.dumps({**fields, "checksum": checksum(fields)}))
+        fields = {
+            "version": VERSION,
+            "identity": self.identity,
+            "learned": self.tokenizer_text_end,
+            **self.latest._asdict(),
+            "earlier": self.earlier and self.earlier._asdict(),
+        }
+        write_atomically(
+            folder / JOURNAL_FILE, json.dumps({**fields, "checksum": checksum(fields)})
+        )
 
 
 def checksum(fields: dict) -> str:
@@ -74,29 +103,55 @@ def checksum(fields: dict) -> str:
 
 def read_journal(folder: Path) -> Journal | None:
     """Returns None if the journal is missing, damaged or of another version."""
+
     def entry(fields: dict) -> Entry:
-        return Entry(**{**{name: fields[name] for name in Entry._fields}, "place": Place(*fields["place"])})
+        return Entry(
+            **{**{name: fields[name] for name in Entry._fields}, "place": Place(*fields["place"])}
+        )
 
     fields = read_json_or_none(folder / JOURNAL_FILE, {"checksum": TEXT})
     # A changed place or count would make another store, so no part of a changed journal is used.
-    if fields is None or fields.pop("checksum") != checksum(fields) or fields.get("version") != VERSION:
+    if (
+        fields is None
+        or fields.pop("checksum") != checksum(fields)
+        or fields.get("version") != VERSION
+    ):
         return None
-    return Journal(fields["identity"], fields["learned"] and Place(*fields["learned"]), entry(fields),
-                   fields["earlier"] and entry(fields["earlier"]))
+    return Journal(
+        fields["identity"],
+        fields["learned"] and Place(*fields["learned"]),
+        entry(fields),
+        fields["earlier"] and entry(fields["earlier"]),
+    )
 
 
-def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules, log) -> Journal | None:
-    """Returns the journal from whose `latest` entry preparation can resume, or None if it has to start over."""
+def resume_journal(
+    folder: Path, identity: dict, parts: list[Part], rules: Rules, log
+) -> Journal | None:
+    """Returns the journal from whose `latest` entry preparation can resume, or None if it has to
+    start over.
+    """
     journal = read_journal(folder)
     if not journal or not can_resume(journal, identity):
         return None
-    # A change of settings can matter, too: in a text file that is now skipped, passages may have been read.
+    # A change of settings can matter, too: in a text file that is now skipped, passages may have
+    # been read.
     if any(journal.identity[key] != identity[key] for key in ("texts", "made_from")):
-        log(f"{folder}: the source or a setting has changed; checking whether the text read so far is the same")
-        same = next((entry for entry in (journal.latest, journal.earlier)
-                     if entry and journal.tokenizer_text_end is not None
-                     and journal.tokenizer_text_end <= entry.place
-                     and digest_before(parts, rules, entry.place) == entry.digest), None)
+        log(
+            f"{folder}: the source or a setting has changed; checking whether the text read so "
+            "far is the same"
+        )
+        same = next(
+            (
+                entry
+                for entry in (journal.latest, journal.earlier)
+                if entry
+                and journal.tokenizer_text_end is not None
+                and journal.tokenizer_text_end <= entry.place
+                and digest_before(parts, rules, entry.place) == entry.digest
+            ),
+            None,
+        )
         if not same:
             return None
         journal.latest = same
@@ -106,22 +161,39 @@ def resume_journal(folder: Path, identity: dict, parts: list[Part], rules: Rules
 def can_resume(journal: Journal, identity: dict) -> bool:
     before, now = journal.identity["made_from"], identity["made_from"]
     may_change = {field for field in DataConfig.names(relaxable=True) if before[field] == "refuse"}
-    if TOO_LONG not in journal.latest.skipped and now["max_document_bytes"] >= before["max_document_bytes"]:
+    if (
+        TOO_LONG not in journal.latest.skipped
+        and now["max_document_bytes"] >= before["max_document_bytes"]
+    ):
         may_change.add("max_document_bytes")
     return (
-        all(journal.identity[key] == identity[key] for key in identity.keys() - {"made_from", "texts"})
+        all(
+            journal.identity[key] == identity[key]
+            for key in identity.keys() - {"made_from", "texts"}
+        )
         and all(before[field] == now[field] for field in now.keys() - may_change)
-        # A change of invalid_utf8 to "replace" would turn items that were skipped as invalid UTF-8 into documents.
-        and (before["invalid_utf8"] == now["invalid_utf8"] or not NOT_UTF8 & journal.latest.skipped.keys()))
+        # A change of invalid_utf8 to "replace" would turn items that were skipped as invalid UTF-8
+        # into documents.
+        and (
+            before["invalid_utf8"] == now["invalid_utf8"]
+            or not NOT_UTF8 & journal.latest.skipped.keys()
+        )
+    )
 
 
-def write_documents(folder: Path, journal: Journal, splits: dict[str, "SplitWriter"],
-                    batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]]) -> None:
-    """Appends `batches` to the files of `splits`, which `journal` describes, and records them in the journal.
+def write_documents(
+    folder: Path,
+    journal: Journal,
+    splits: dict[str, "SplitWriter"],
+    batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]],
+) -> None:
+    """Appends `batches` to the files of `splits`, which `journal` describes, and records them in
+    the journal.
 
-    The journal is written after the other files, so it never records more tokens than they contain. If `batches` raise
-    a UserError or are interrupted, what was read before is written.
+    The journal is written after the other files, so it never records more tokens than they contain.
+    If `batches` raise a UserError or are interrupted, what was read before is written.
     """
+
     def flush() -> float:
         for split in splits.values():
             split.flush()
@@ -134,11 +206,21 @@ def write_documents(folder: Path, journal: Journal, splits: dict[str, "SplitWrit
             for name, split in splits.items():
                 split.add(encoded[name])
             skipped = Counter(journal.latest.skipped) + batch.skipped
-            journal.add(Entry(batch.place, batch.digest, batch.done, dict(skipped),
-                              {name: split.counts for name, split in splits.items()}))
+            journal.add(
+                Entry(
+                    batch.place,
+                    batch.digest,
+                    batch.done,
+                    dict(skipped),
+                    {name: split.counts for name, split in splits.items()},
+                )
+            )
             if time.monotonic() - flushed > JOURNAL_SECONDS:
                 flushed = flush()
-    except (UserError, KeyboardInterrupt):  # after a failed sync, another could succeed without the lost tokens
+    except (
+        UserError,
+        KeyboardInterrupt,
+    ):  # after a failed sync, another could succeed without the lost tokens
         flush()
         raise
     flush()
@@ -147,26 +229,41 @@ def write_documents(folder: Path, journal: Journal, splits: dict[str, "SplitWrit
 
 
 def require_documents(journal: Journal) -> None:
-    made_from, splits, skipped = journal.identity["made_from"], journal.latest.splits, journal.latest.skipped
+    made_from, splits, skipped = (
+        journal.identity["made_from"],
+        journal.latest.splits,
+        journal.latest.skipped,
+    )
     total = sum(counts["documents"] for counts in splits.values())
     if not total:
-        raise UserError(f"config.data.source={made_from['source']!r}: contains no text"
-                        + (f" (skipped: {format_skipped(skipped)})" if skipped else ""))
+        raise UserError(
+            f"config.data.source={made_from['source']!r}: contains no text"
+            + (f" (skipped: {format_skipped(skipped)})" if skipped else "")
+        )
     for name, counts in splits.items():
         if not counts["documents"]:
             raise UserError(
-                f"config.data.source={made_from['source']!r}: none of its {total} documents is in the {name} split "
-                f"(config.data.validation_fraction={made_from['validation_fraction']}); use more text, or another "
-                "fraction")
+                f"config.data.source={made_from['source']!r}: none of its {total} documents is in "
+                f"the {name} split "
+                f"(config.data.validation_fraction={made_from['validation_fraction']}); use more "
+                "text, or another fraction"
+            )
 
 
 class SplitWriter:
-    """Truncates the files of one split to the sizes recorded in the journal, then appends documents to the files."""
+    """Truncates the files of one split to the sizes recorded in the journal, then appends documents
+    to the files.
+    """
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype, has_answers: bool, counts: dict[str, int]):
+    def __init__(
+        self, folder: Path, name: str, dtype: np.dtype, has_answers: bool, counts: dict[str, int]
+    ):
         self.counts = counts  # {"tokens": number, "documents": number, "text_bytes": number}
         sizes = file_sizes(dtype, has_answers, counts["tokens"], counts["documents"])
-        self._files = {ending: open_truncated(folder / f"{name}{ending}", size) for ending, size in sizes.items()}
+        self._files = {
+            ending: open_truncated(folder / f"{name}{ending}", size)
+            for ending, size in sizes.items()
+        }
 
     def add(self, encoded: EncodedBatch) -> None:
         starts = self.counts["tokens"] + np.cumsum(encoded.lengths) - encoded.lengths
@@ -174,7 +271,11 @@ class SplitWriter:
         self._files[DOCUMENTS].write(starts.tobytes())
         if encoded.counted is not None:
             self._files[COUNTED].write(encoded.counted.tobytes())
-        added = {"tokens": len(encoded.tokens), "documents": len(encoded.lengths), "text_bytes": encoded.text_bytes}
+        added = {
+            "tokens": len(encoded.tokens),
+            "documents": len(encoded.lengths),
+            "text_bytes": encoded.text_bytes,
+        }
         self.counts = {name: count + added[name] for name, count in self.counts.items()}
 
     def flush(self) -> None:
@@ -188,10 +289,14 @@ class SplitWriter:
 
 
 def open_truncated(path: Path, length: int):
-    """Opens a file for appending, truncated to `length` bytes. Raises UserError if it is shorter."""
+    """Opens a file for appending, truncated to `length` bytes. Raises UserError if it is
+    shorter.
+    """
     file = path.open("ab")
     if file.tell() < length:
-        raise UserError(f"{path}: damaged, has {file.tell():,} bytes, but the journal beside it records {length:,}; "
-                        f"remove {path.parent} and rerun smallgpt_jax.prepare")
+        raise UserError(
+            f"{path}: damaged, has {file.tell():,} bytes, but the journal beside it records "
+            f"{length:,}; remove {path.parent} and rerun smallgpt_jax.prepare"
+        )
     file.truncate(length)
     return file

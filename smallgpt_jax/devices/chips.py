@@ -15,20 +15,26 @@ class Chip:
     hbm: float  # bytes of memory
     hertz: float | None = None  # clock rate of TPUs, in Hz
     cores: int = 1  # per JAX device
-    bandwidth: float | None = None  # bytes/s of the memory of TPUs; those of GPUs are in estimation/gpus.py
+    bandwidth: float | None = (
+        None  # bytes/s of the memory of TPUs; those of GPUs are in estimation/gpus.py
+    )
 
 
 # A TPU's or GeForce's key is JAX's device_kind; another GPU's key is a prefix of the device_kind.
 #
-# TPUs: the figures are from cloud.google.com/tpu/docs/system-architecture-tpu-vm. The clock rate is computed from the
-# peak speed and the number of matrix units. For v5e, 4 units × 128² × 2 × 1.5 GHz = 197 TFLOP/s.
+# TPUs: the figures are from cloud.google.com/tpu/docs/system-architecture-tpu-vm. The clock rate is
+# computed from the peak speed and the number of matrix units. For v5e, 4 units × 128² × 2 × 1.5 GHz
+# = 197 TFLOP/s.
 #
-# GPUs: the figures are from NVIDIA's data sheets and architecture white papers: dense, with sums in float32. Where a
-# sheet gives only the speed with sparsity, such as 1,513 TFLOP/s for H100 PCIe, they are half of that.
+# GPUs: the figures are from NVIDIA's data sheets and architecture white papers: dense, with sums in
+# float32. Where a sheet gives only the speed with sparsity, such as 1,513 TFLOP/s for H100 PCIe,
+# they are half of that.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GiB, 1.05e9, cores=2, bandwidth=1.2e12),
     **dict.fromkeys(("TPU v5 lite", "TPU v5e"), Chip(197e12, 16 * GiB, 1.5e9, bandwidth=819e9)),
-    **dict.fromkeys(("TPU v5", "TPU v5p"), Chip(459e12, 95 * GiB, 1.75e9, cores=2, bandwidth=2765e9)),
+    **dict.fromkeys(
+        ("TPU v5", "TPU v5p"), Chip(459e12, 95 * GiB, 1.75e9, cores=2, bandwidth=2765e9)
+    ),
     **dict.fromkeys(("TPU v6 lite", "TPU v6e"), Chip(918e12, 32 * GiB, 1.75e9, bandwidth=1.6e12)),
     "NVIDIA A100": Chip(312e12, 80e9),
     **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), Chip(312e12, 40e9)),
@@ -48,10 +54,18 @@ CHIPS = {
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """Returns the chip of a `jax.Device.device_kind`; None if unknown. The longest matching prefix counts."""
-    has_variants = "GeForce" not in device_kind  # other GPUs have the name of a GeForce and "D" or "Laptop GPU"
-    matching = [name for name in CHIPS if device_kind == name
-                or (name.startswith("NVIDIA") and has_variants and device_kind.startswith(name))]
+    """Returns the chip of a `jax.Device.device_kind`; None if unknown. The longest matching prefix
+    counts.
+    """
+    has_variants = (
+        "GeForce" not in device_kind
+    )  # other GPUs have the name of a GeForce and "D" or "Laptop GPU"
+    matching = [
+        name
+        for name in CHIPS
+        if device_kind == name
+        or (name.startswith("NVIDIA") and has_variants and device_kind.startswith(name))
+    ]
     return CHIPS[max(matching, key=len)] if matching else None
 
 

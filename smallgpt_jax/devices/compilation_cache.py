@@ -1,6 +1,7 @@
 """The folder of JAX's persistent compilation cache, which several processes and machines can share.
 
-XLA compiles for the host's instruction set, which JAX's cache keys lack, so each kind of processor has a subfolder.
+XLA compiles for the host's instruction set, which JAX's cache keys lack, so each kind of processor
+has a subfolder.
 """
 
 import hashlib
@@ -16,16 +17,24 @@ from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.paths import as_path
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-PROCESSOR_FIELDS = ("model name", "flags", "CPU part", "Features")  # of /proc/cpuinfo, on x86 and ARM
+PROCESSOR_FIELDS = (
+    "model name",
+    "flags",
+    "CPU part",
+    "Features",
+)  # of /proc/cpuinfo, on x86 and ARM
 
 
 def configure() -> None:
-    """Keeps a folder that the calling program has set. Sets none if VARIABLE is the empty string."""
+    """Keeps a folder that the calling program has set. Sets none if VARIABLE is the empty
+    string.
+    """
     given = os.environ.get(VARIABLE)
     if given != "" and jax.config.jax_compilation_cache_dir in (None, given):
         jax.config.update("jax_compilation_cache_dir", str(folder()))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        # JAX's default is 1 s. A run compiles several programs that take between 0.1 s and 1 s on an idle CPU.
+        # JAX's default is 1 s. A run compiles several programs that take between 0.1 s and 1 s on
+        # an idle CPU.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     # If the cache cannot be read or written, programs are compiled again. No warning is needed.
     warnings.filterwarnings("ignore", "Error .* persistent compilation cache")
@@ -37,7 +46,11 @@ def folder() -> Path:
 
 
 def processor_kind() -> str:
-    """Returns a name that is the same on machines with the same kind of processor, such as x86_64-1f3b09c2."""
+    """Returns a name that is the same on machines with the same kind of processor, such as
+    x86_64-1f3b09c2.
+    """
     fields = processor() or {"name": platform.processor()}
-    described = repr([(name, fields[name]) for name in sorted(fields) if name in ("name", *PROCESSOR_FIELDS)])
+    described = repr(
+        [(name, fields[name]) for name in sorted(fields) if name in ("name", *PROCESSOR_FIELDS)]
+    )
     return f"{platform.machine()}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"

@@ -1,7 +1,8 @@
-"""Functions for multi-process runs: initialization, communication, and handling of failed processes.
+"""Functions for multi-process runs: initialization, communication, and handling of failed
+processes.
 
-All processes run the same program on the same config. Only process 0, the primary process, writes files and prints.
-Functions marked "(collective)" must be called by all processes.
+All processes run the same program on the same config. Only process 0, the primary process, writes
+files and prints. Functions marked "(collective)" must be called by all processes.
 """
 
 import contextlib
@@ -31,17 +32,27 @@ Result = TypeVar("Result")
 HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process counts as dead
 
 
-def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
-    """Connects this process to the others within `timeout` seconds, and silences the output of all but process 0.
+def initialize(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int
+) -> None:
+    """Connects this process to the others within `timeout` seconds, and silences the output of all
+    but process 0.
 
-    Call it before JAX initializes its devices. If `coordinator` (HOST:PORT of process 0), `num_processes` and
-    `process_id` are None, JAX detects them on TPU VMs and in Slurm steps of several tasks; others run one process.
+    Call it before JAX initializes its devices. If `coordinator` (HOST:PORT of process 0),
+    `num_processes` and `process_id` are None, JAX detects them on TPU VMs and in Slurm steps of
+    several tasks; others run one process.
     """
-    given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
+    given = {
+        "--coordinator": coordinator,
+        "--num_processes": num_processes,
+        "--process_id": process_id,
+    }
     missing = [flag for flag, value in given.items() if value is None]
     if 0 < len(missing) < 3:
-        raise UserError(f"{' and '.join(missing)}: missing; a multi-process run needs --coordinator, "
-                        "--num_processes and --process_id")
+        raise UserError(
+            f"{' and '.join(missing)}: missing; a multi-process run needs --coordinator, "
+            "--num_processes and --process_id"
+        )
     if not missing and not 0 <= process_id < num_processes:
         raise UserError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
     if coordinator and not re.fullmatch(r".+:\d+", coordinator):
@@ -51,8 +62,12 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
 
     def give_up():
         others = f"--coordinator={coordinator}" if coordinator else "other processes of this job"
-        print(f"error: {others}: no answer within {timeout} seconds (--join_timeout); start all processes "
-              "at about the same time, with the same flags except --process_id", file=sys.stderr, flush=True)
+        print(
+            f"error: {others}: no answer within {timeout} seconds (--join_timeout); start all "
+            "processes at about the same time, with the same flags except --process_id",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
 
     jax.config.update("jax_enable_preemption_service", False)  # preemption.py handles the signals
@@ -62,29 +77,46 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
     watchdog.start()
     try:
         jax.distributed.initialize(
-            coordinator, num_processes, process_id, initialization_timeout=10 * timeout,
-            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT, shutdown_timeout_seconds=HEARTBEAT_TIMEOUT)
+            coordinator,
+            num_processes,
+            process_id,
+            initialization_timeout=10 * timeout,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+            shutdown_timeout_seconds=HEARTBEAT_TIMEOUT,
+        )
     except Exception as error:
         if not coordinator and not in_slurm_step():
-            return  # on a TPU VM that runs no multi-host job (for example, a notebook), the run has one process
-        raise UserError(f"multi-process run: cannot be initialized: {short_reason(error)}") from None
+            # on a TPU VM that runs no multi-host job (for example, a notebook), the run has one
+            # process
+            return
+        raise UserError(
+            f"multi-process run: cannot be initialized: {short_reason(error)}"
+        ) from None
     finally:
         watchdog.cancel()
-    faulthandler.disable()  # stack traces of this process do not explain the failure of another process
+    # stack traces of this process do not explain the failure of another process
+    faulthandler.disable()
     if not is_primary():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 @contextlib.contextmanager
 def exit_on_peer_failure() -> Iterator[None]:
-    """Exits with status 1 if another process has died. If an operation hangs, JAX aborts after HEARTBEAT_TIMEOUT."""
+    """Exits with status 1 if another process has died. If an operation hangs, JAX aborts after
+    HEARTBEAT_TIMEOUT.
+    """
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises either
         if is_single_process() or (isinstance(error, ValueError) and "Gloo" not in str(error)):
             raise
-        print(f"error: another process of this run has exited or is unreachable ({short_reason(error)}).\n"
-              "Restart all processes to resume from the newest checkpoint", file=sys.stderr, flush=True)
+        print(
+            "error: another process of this run has exited or is unreachable "
+            f"({short_reason(error)}).\n"
+            "Restart all processes to resume from the newest checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)  # a regular exit would wait for the other processes
 
 
@@ -96,12 +128,18 @@ def on_tpu_vm() -> bool:
     if jax.config.jax_platforms and "tpu" not in jax.config.jax_platforms:
         return False
     devices = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
-    vendors = {Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")}
-    return bool(devices and "0x1ae0" in vendors and importlib.util.find_spec("libtpu"))  # 0x1ae0: Google
+    vendors = {
+        Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")
+    }
+    return bool(
+        devices and "0x1ae0" in vendors and importlib.util.find_spec("libtpu")
+    )  # 0x1ae0: Google
 
 
 def skip_tpu_search() -> None:
-    """Keeps JAX from searching for a TPU, and logging errors, where libtpu is installed only for `plan`."""
+    """Keeps JAX from searching for a TPU, and logging errors, where libtpu is installed only for
+    `plan`.
+    """
     others = jax.config.jax_platforms or importlib.util.find_spec("jax_plugins")
     if importlib.util.find_spec("libtpu") and not others and not on_tpu_vm():
         jax.config.update("jax_platforms", "cpu")
@@ -116,18 +154,29 @@ def is_single_process() -> bool:
 
 
 def start_any_process(condition: bool) -> jax.Array:
-    """Computes whether any process has `condition` (collective). On accelerators, only bool() of the result waits."""
+    """Computes whether any process has `condition` (collective). On accelerators, only bool() of
+    the result waits.
+    """
     shardings, program = _compiled_any()
-    conditions = jax.make_array_from_process_local_data(shardings, np.full(jax.local_device_count(), condition))
-    # On CPUs, wait here, because programs on simulated devices can deadlock (see program.Program.runnable).
-    return jax.block_until_ready(program(conditions)) if jax.default_backend() == "cpu" else program(conditions)
+    conditions = jax.make_array_from_process_local_data(
+        shardings, np.full(jax.local_device_count(), condition)
+    )
+    # On CPUs, wait here, because programs on simulated devices can deadlock (see
+    # program.Program.runnable).
+    return (
+        jax.block_until_ready(program(conditions))
+        if jax.default_backend() == "cpu"
+        else program(conditions)
+    )
 
 
 @functools.cache
 def _compiled_any():
     mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
-    return (NamedSharding(mesh, PartitionSpec("all")),
-            jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec())))
+    return (
+        NamedSharding(mesh, PartitionSpec("all")),
+        jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec())),
+    )
 
 
 def any_process(condition: bool) -> bool:
@@ -136,14 +185,16 @@ def any_process(condition: bool) -> bool:
 
 
 def run_on_primary(action: Callable[[], Result]) -> Result | None:
-    """Runs `action` on process 0 while the others wait (collective). If it raises an error, all processes do."""
+    """Runs `action` on process 0 while the others wait (collective). If it raises an error, all
+    processes do.
+    """
     result = failure = None
     try:
         if is_primary():
             result = action()
     except Exception as error:
         failure = error
-    failed, = broadcast_from_primary((failure is not None,))
+    (failed,) = broadcast_from_primary((failure is not None,))
     if failed:
         raise failure or UserError("process 0 has failed; see its message")
     return result
@@ -157,10 +208,14 @@ def broadcast_from_primary(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def require_equal(what: str, text: str) -> None:
-    """Raises UserError in all processes if `text`, called `what`, differs between processes (collective)."""
+    """Raises UserError in all processes if `text`, called `what`, differs between processes
+    (collective).
+    """
     if is_single_process():
         return
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)
     all_digests = multihost_utils.process_allgather(digest)
     if others := [i for i, other in enumerate(all_digests) if (other != all_digests[0]).any()]:
-        raise UserError(f"process {others[0]}: {what} differs from process 0's; use the same in all processes")
+        raise UserError(
+            f"process {others[0]}: {what} differs from process 0's; use the same in all processes"
+        )

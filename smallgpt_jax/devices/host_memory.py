@@ -14,13 +14,18 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def configure() -> None:
-    """Makes glibc keep freed memory, if JAX runs on the CPU. Call it before threads exist: they have their own arenas.
+    """Makes glibc keep freed memory, if JAX runs on the CPU. Call it before threads exist: they
+    have their own arenas.
 
-    By default, glibc returns a program's temporary memory after each call, and the next training step maps and zeroes
-    it again: 26% of the CPU time of a step of gpt:quickstart with batch size 32, 16% at width 256 (two cores of an AMD
-    EPYC, a virtual machine, 2026-11-22). A process that keeps its memory needs about twice as much.
+    By default, glibc returns a program's temporary memory after each call, and the next training
+    step maps and zeroes it again: 26% of the CPU time of a step of gpt:quickstart with batch size
+    32, 16% at width 256 (two cores of an AMD EPYC, a virtual machine, 2026-11-22). A process that
+    keeps its memory needs about twice as much.
     """
-    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ) or not runs_on_cpu():
+    if (
+        any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+        or not runs_on_cpu()
+    ):
         return
     with contextlib.suppress(AttributeError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,6 @@
-"""The platform for which the function being traced will be compiled, and the processor of this machine."""
+"""The platform for which the function being traced will be compiled, and the processor of this
+machine.
+"""
 
 import contextlib
 import functools
@@ -8,22 +10,25 @@ import jax
 
 
 def platform(mesh=None) -> str:
-    """Returns "cpu", "gpu" or "tpu": of `mesh`, by default the current one, whose devices may be those of another
-    machine; without a mesh, JAX's default.
+    """Returns "cpu", "gpu" or "tpu": of `mesh`, by default the current one, whose devices may be
+    those of another machine; without a mesh, JAX's default.
     """
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
     return device.platform if device else jax.default_backend()
 
 
 def exchange_dtype(dtype: str) -> str:
-    """Gradients are exchanged over `data` in float32 on CPUs: under a shard_map over some mesh axes, XLA's CPU compiler
-    aborts on sums of bfloat16 arrays (jaxlib 0.10.2: "Invalid binary instruction opcode copy").
+    """Gradients are exchanged over `data` in float32 on CPUs: under a shard_map over some mesh
+    axes, XLA's CPU compiler aborts on sums of bfloat16 arrays (jaxlib 0.10.2: "Invalid binary
+    instruction opcode copy").
     """
     return "float32" if platform() == "cpu" else dtype
 
 
 def faster_dtype() -> str:
-    """On CPUs, returns "bfloat16" only where it was measured to be faster (docs/speed.md); AMX was not measured."""
+    """On CPUs, returns "bfloat16" only where it was measured to be faster (docs/speed.md); AMX was
+    not measured.
+    """
     flags = processor_flags()
     wins = platform() != "cpu" or ("avx512_bf16" in flags and "amx_bf16" not in flags)
     return "bfloat16" if wins else "float32"
@@ -40,8 +45,13 @@ def processor_flags() -> list[str]:
 
 
 def processor() -> dict[str, str]:
-    """Returns the fields of this machine's first processor in /proc/cpuinfo, or {} on systems without /proc."""
+    """Returns the fields of this machine's first processor in /proc/cpuinfo, or {} on systems
+    without /proc.
+    """
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-        return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        return {
+            name.strip(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines)
+        }
     return {}

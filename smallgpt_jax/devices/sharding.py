@@ -1,4 +1,6 @@
-"""The device mesh and the shardings of arrays on it. RULES maps the logical names of axes to mesh axes."""
+"""The device mesh and the shardings of arrays on it. RULES maps the logical names of axes to mesh
+axes.
+"""
 
 import contextlib
 import dataclasses
@@ -18,8 +20,8 @@ from smallgpt_jax.config.group import ConfigGroup, free
 from smallgpt_jax.devices.platform import platform
 from smallgpt_jax.errors import UserError
 
-# Logical axis → mesh axes. Logical axes without a rule, and dimensions that the mesh does not divide evenly, are
-# replicated.
+# Logical axis → mesh axes. Logical axes without a rule, and dimensions that the mesh does not
+# divide evenly, are replicated.
 RULES = (
     ("batch", ("data", "fsdp")),
     ("embed", "fsdp"),
@@ -29,10 +31,12 @@ RULES = (
     ("path_embed", "tensor"),
     ("path", "path"),
 )
-# Whole rows of a weight are gathered in place; parts of rows are copied after they are gathered. With gpt on v5e:2x4,
-# sharding rows takes 8% fewer cycles, and gradients are summed by reduce-scatters instead of all-reduces.
+# Whole rows of a weight are gathered in place; parts of rows are copied after they are gathered.
+# With gpt on v5e:2x4, sharding rows takes 8% fewer cycles, and gradients are summed by
+# reduce-scatters instead of all-reduces.
 BEFORE_EMBED = {"heads", "mlp", "vocab"}
-# The rules inside `sum_over_data_shards`, where a function gets the rows of only one shard of the mesh axis `data`.
+# The rules inside `sum_over_data_shards`, where a function gets the rows of only one shard of the
+# mesh axis `data`.
 RULES_IN_DATA_SHARD = tuple((name, "fsdp" if name == "batch" else axes) for name, axes in RULES)
 
 
@@ -40,11 +44,12 @@ RULES_IN_DATA_SHARD = tuple((name, "fsdp" if name == "batch" else axes) for name
 class MeshConfig(ConfigGroup):
     GROUP: ClassVar[str] = "mesh"
 
-    # data parallelism: number of parts of the batch, each with whole weights; -1: number of devices / (fsdp · tensor ·
-    # path). Where fsdp is 1, each device stores and updates a part of the weights, and gathers the others in each step
+    # data parallelism: number of parts of the batch, each with whole weights; -1: number of devices
+    # / (fsdp · tensor · path). Where fsdp is 1, each device stores and updates a part of the
+    # weights, and gathers the others in each step
     data: int = free(-1)
-    # FSDP: number of shards of weights, optimizer state and batch. With model.remat "dots" or "full", no device holds
-    # the weights of all blocks at the same time
+    # FSDP: number of shards of weights, optimizer state and batch. With model.remat "dots" or
+    # "full", no device holds the weights of all blocks at the same time
     fsdp: int = free(1)
     # tensor parallelism: number of shards of heads, MLP width and vocabulary
     tensor: int = free(1)
@@ -53,26 +58,42 @@ class MeshConfig(ConfigGroup):
 
 
 def make_mesh(config: MeshConfig, devices=None) -> Mesh:
-    """Raises UserError if the lengths do not multiply to the number of devices, or do not fit a slice of TPUs."""
+    """Raises UserError if the lengths do not multiply to the number of devices, or do not fit a
+    slice of TPUs.
+    """
     devices = jax.devices() if devices is None else devices
     lengths = dataclasses.asdict(config)
     requested = ", ".join(f"{axis}={length}" for axis, length in lengths.items())
     left_over = [axis for axis, length in lengths.items() if length == -1]
     if len(left_over) > 1 or any(length == 0 or length < -1 for length in lengths.values()):
-        raise UserError(f"config.mesh: {requested}: lengths must be at least 1; one of them may be -1")
+        raise UserError(
+            f"config.mesh: {requested}: lengths must be at least 1; one of them may be -1"
+        )
     fixed = math.prod(length for length in lengths.values() if length != -1)
     if left_over and len(devices) % fixed == 0:
         lengths[left_over[0]] = len(devices) // fixed
     if math.prod(lengths.values()) != len(devices):
-        raise UserError(f"config.mesh: {requested}: the lengths must multiply to the number of devices, "
-                        f"which is {len(devices)}")
+        raise UserError(
+            f"config.mesh: {requested}: the lengths must multiply to the number of devices, "
+            f"which is {len(devices)}"
+        )
     try:
-        return jax.make_mesh(tuple(lengths.values()), tuple(lengths),
-                             axis_types=(AxisType.Auto,) * len(lengths), devices=devices)
-    except NotImplementedError:  # only on v5e, JAX splits a side of a slice of TPUs between two axes
-        sides = "×".join(str(len(set(side))) for side in zip(*(device.coords for device in devices)))
-        raise UserError(f"config.mesh: {requested}: does not fit the {sides} chips of the slice; each length must be "
-                        "1 or a product of sides of the slice, and no side may be used twice") from None
+        return jax.make_mesh(
+            tuple(lengths.values()),
+            tuple(lengths),
+            axis_types=(AxisType.Auto,) * len(lengths),
+            devices=devices,
+        )
+    except (
+        NotImplementedError
+    ):  # only on v5e, JAX splits a side of a slice of TPUs between two axes
+        sides = "×".join(
+            str(len(set(side))) for side in zip(*(device.coords for device in devices))
+        )
+        raise UserError(
+            f"config.mesh: {requested}: does not fit the {sides} chips of the slice; each length "
+            "must be 1 or a product of sides of the slice, and no side may be used twice"
+        ) from None
 
 
 def num_batch_shards(mesh: Mesh | None = None) -> int:
@@ -81,7 +102,9 @@ def num_batch_shards(mesh: Mesh | None = None) -> int:
 
 
 def use_mesh(mesh: Mesh):
-    """Returns a context manager in which logical axis names are mapped to `mesh`; trace jitted functions inside it."""
+    """Returns a context manager in which logical axis names are mapped to `mesh`; trace jitted
+    functions inside it.
+    """
     stack = contextlib.ExitStack()
     stack.enter_context(jax.set_mesh(mesh))
     stack.enter_context(nn.logical_axis_rules(RULES))
@@ -97,8 +120,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def param_shardings(mesh: Mesh, params):
-    """Returns the shardings of weights in computations. The leaves of `params` have a `shape` and logical `axes`."""
-    return jax.tree.map(lambda p: NamedSharding(mesh, divisible_spec(mesh, p.axes, p.shape)), params)
+    """Returns the shardings of weights in computations. The leaves of `params` have a `shape` and
+    logical `axes`.
+    """
+    return jax.tree.map(
+        lambda p: NamedSharding(mesh, divisible_spec(mesh, p.axes, p.shape)), params
+    )
 
 
 def stored_shardings(mesh: Mesh, params):
@@ -111,21 +138,31 @@ def stored_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> Partiti
 
 
 def storage_axis(mesh) -> str:
-    """Returns the mesh axis along which devices divide the train state. Without `fsdp`, this is `data`: otherwise, all
-    of its devices would store and update the same weights (ZeRO: Rajbhandari et al., arXiv 1910.02054).
+    """Returns the mesh axis along which devices divide the train state. Without `fsdp`, this is
+    `data`: otherwise, all of its devices would store and update the same weights (ZeRO: Rajbhandari
+    et al., arXiv 1910.02054).
     """
-    return "data" if mesh.shape["fsdp"] == 1 < mesh.shape["data"] and "data" in auto_axes(mesh) else "fsdp"
+    return (
+        "data"
+        if mesh.shape["fsdp"] == 1 < mesh.shape["data"] and "data" in auto_axes(mesh)
+        else "fsdp"
+    )
 
 
 def gather_stored(weights, params, dtype: str):
-    """Gathers weights that are divided along `data`, once for all microbatches. Those that the model only reads cast to
-    its compute dtype are gathered in `dtype`.
+    """Gathers weights that are divided along `data`, once for all microbatches. Those that the
+    model only reads cast to its compute dtype are gathered in `dtype`.
     """
     mesh = current_mesh()
     if not mesh or storage_axis(mesh) != "data":
         return weights
-    return jax.tree.map(lambda p, x: jax.lax.with_sharding_constraint(
-        x.astype(dtype) if p.is_cast else x, divisible_spec(mesh, p.axes, p.shape)), params, weights)
+    return jax.tree.map(
+        lambda p, x: jax.lax.with_sharding_constraint(
+            x.astype(dtype) if p.is_cast else x, divisible_spec(mesh, p.axes, p.shape)
+        ),
+        params,
+        weights,
+    )
 
 
 def scatter_gradients(gradients, params):
@@ -133,51 +170,77 @@ def scatter_gradients(gradients, params):
     mesh = current_mesh()
     if not mesh or storage_axis(mesh) != "data":
         return gradients
-    return jax.tree.map(lambda p, x: jax.lax.with_sharding_constraint(
-        x, stored_spec(mesh, p.axes, p.shape)), params, gradients)
+    return jax.tree.map(
+        lambda p, x: jax.lax.with_sharding_constraint(x, stored_spec(mesh, p.axes, p.shape)),
+        params,
+        gradients,
+    )
 
 
-def divisible_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...], shards: str = "fsdp") -> PartitionSpec:
+def divisible_spec(
+    mesh, names: tuple[str, ...], shape: tuple[int, ...], shards: str = "fsdp"
+) -> PartitionSpec:
     """An axis is replicated if its length is not divisible by the number of shards."""
     axes_of = ruled_axes(mesh, names, shape, shards)
     lengths = (math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes)) for axes in axes_of)
-    return PartitionSpec(*(axes if size % length == 0 else None
-                           for axes, size, length in zip(axes_of, shape, lengths)))
+    return PartitionSpec(
+        *(
+            axes if size % length == 0 else None
+            for axes, size, length in zip(axes_of, shape, lengths)
+        )
+    )
 
 
-def ruled_axes(mesh, names: tuple[str, ...], shape: tuple[int, ...],
-               shards: str = "fsdp") -> list[str | tuple[str, ...] | None]:
-    """Returns the mesh axes of each axis by RULES, with `shards` as that of "embed". In place of "embed", it shards an
-    earlier axis in BEFORE_EMBED that it divides, if `tensor` has length 1.
+def ruled_axes(
+    mesh, names: tuple[str, ...], shape: tuple[int, ...], shards: str = "fsdp"
+) -> list[str | tuple[str, ...] | None]:
+    """Returns the mesh axes of each axis by RULES, with `shards` as that of "embed". In place of
+    "embed", it shards an earlier axis in BEFORE_EMBED that it divides, if `tensor` has length 1.
     """
     rules = RULES if "data" in auto_axes(mesh) else RULES_IN_DATA_SHARD
     axes_of = [shards if axes == "fsdp" else axes for axes in nn.logical_to_mesh_axes(names, rules)]
-    if "embed" in names and axes_of[embed := names.index("embed")] == shards and mesh.shape["tensor"] == 1:
+    if (
+        "embed" in names
+        and axes_of[embed := names.index("embed")] == shards
+        and mesh.shape["tensor"] == 1
+    ):
         looks_up_columns = shards == "fsdp" and platform(mesh) != "tpu"  # see `look_up`
         before = BEFORE_EMBED - {"vocab"} if looks_up_columns else BEFORE_EMBED
-        moved = next((i for i in range(embed) if names[i] in before and shape[i] % mesh.shape[shards] == 0), embed)
+        moved = next(
+            (i for i in range(embed) if names[i] in before and shape[i] % mesh.shape[shards] == 0),
+            embed,
+        )
         axes_of[embed], axes_of[moved] = None, shards
     return axes_of
 
 
 def replicated_dimensions(mesh: Mesh, params) -> list[str]:
-    """Returns one message per weight axis that is replicated because the mesh does not divide it evenly."""
+    """Returns one message per weight axis that is replicated because the mesh does not divide it
+    evenly.
+    """
     lines = {}
     for p in jax.tree.leaves(params):
         ruled, actual = ruled_axes(mesh, p.axes, p.shape), divisible_spec(mesh, p.axes, p.shape)
         for name, size, axis, actual_axis in zip(p.axes, p.shape, ruled, actual):
             if axis != actual_axis:
-                lines[f"{name} = {size} is replicated: config.mesh.{axis}={mesh.shape[axis]} does not divide it"] = None
+                lines[
+                    f"{name} = {size} is replicated: config.mesh.{axis}={mesh.shape[axis]} does "
+                    "not divide it"
+                ] = None
     return list(lines)
 
 
 def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, params):
-    """Shards an array like the parameter whose path is a part of its own; others, such as counts, are replicated."""
+    """Shards an array like the parameter whose path is a part of its own; others, such as counts,
+    are replicated.
+    """
     by_path = {p.path: p for p in jax.tree.leaves(params)}
 
     def place(path, array):
         keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        parts = (tuple(keys[start:end]) for start, end in itertools.combinations(range(len(keys) + 1), 2))
+        parts = (
+            tuple(keys[start:end]) for start, end in itertools.combinations(range(len(keys) + 1), 2)
+        )
         param = next((by_path[part] for part in parts if part in by_path), None)
         return param_state_sharding(mesh, param, array.shape) if param else replicated(mesh)
 
@@ -185,69 +248,94 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, par
 
 
 def param_state_sharding(mesh: Mesh, param, shape: tuple[int, ...]) -> NamedSharding:
-    """A dimension as long as the parameter's at the same position is sharded like it. If none is "embed", the first
-    other dimension that can be divided is: the matrices of an optimizer can be larger than the weights.
+    """A dimension as long as the parameter's at the same position is sharded like it. If none is
+    "embed", the first other dimension that can be divided is: the matrices of an optimizer can be
+    larger than the weights.
     """
     if shape == param.shape:
         return NamedSharding(mesh, stored_spec(mesh, param.axes, shape))
-    names = [name if size == length else None
-             for size, length, name in itertools.zip_longest(shape, param.shape, param.axes)][:len(shape)]
-    free = [i for i, size in enumerate(shape) if names[i] is None and size % mesh.shape[storage_axis(mesh)] == 0]
+    names = [
+        name if size == length else None
+        for size, length, name in itertools.zip_longest(shape, param.shape, param.axes)
+    ][: len(shape)]
+    free = [
+        i
+        for i, size in enumerate(shape)
+        if names[i] is None and size % mesh.shape[storage_axis(mesh)] == 0
+    ]
     if free and "embed" not in names:
         names[free[0]] = "embed"
     return NamedSharding(mesh, stored_spec(mesh, tuple(names), shape))
 
 
 def auto_axes(mesh) -> set[str]:
-    """Returns the mesh axes over which the compiler shards arrays. Inside shard_map, these are the unmapped axes."""
+    """Returns the mesh axes over which the compiler shards arrays. Inside shard_map, these are the
+    unmapped axes.
+    """
     return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto}
 
 
 def current_mesh():
-    """Returns None if there is nothing to partition: on one device, or inside a shard_map over all axes."""
+    """Returns None if there is nothing to partition: on one device, or inside a shard_map over all
+    axes.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if mesh.size > 1 and auto_axes(mesh) else None  # size 0: no mesh
 
 
 def gather_weight(weight, names: tuple[str, ...]):
-    """Without it, the compiler splits products into parts too small to be fast, and exchanges shards between them. A
-    weight that `gather_stored` returned stays as it is.
+    """Without it, the compiler splits products into parts too small to be fast, and exchanges
+    shards between them. A weight that `gather_stored` returned stays as it is.
     """
     mesh = current_mesh()
     if not mesh:
         return weight
     parts = stored_spec(mesh, names, weight.shape)
-    whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in divisible_spec(mesh, names, weight.shape)))
+    whole = PartitionSpec(
+        *(None if axis == "fsdp" else axis for axis in divisible_spec(mesh, names, weight.shape))
+    )
     if is_partitioned_for_tpus():
         return jax.lax.with_sharding_constraint(weight, whole)
     return _reshard(weight, parts, whole)
 
 
 def is_partitioned_for_tpus() -> bool:
-    """For GPUs, `fsdp` sums gradients with reduce-scatters, and `look_up` exchanges rows. For TPUs, the compiler splits
-    the products of such gradients into rings of collective-permutes: 10% more cycles (gpt of 2 blocks, v5e:2x4).
+    """For GPUs, `fsdp` sums gradients with reduce-scatters, and `look_up` exchanges rows. For TPUs,
+    the compiler splits the products of such gradients into rings of collective-permutes: 10% more
+    cycles (gpt of 2 blocks, v5e:2x4).
     """
     return platform() == "tpu"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _reshard(x, before: PartitionSpec, after: PartitionSpec):
-    """The gradient is sharded like `x` at once: otherwise, an all-reduce would send twice as much."""
+    """The gradient is sharded like `x` at once: otherwise, an all-reduce would send twice as
+    much.
+    """
     return jax.lax.with_sharding_constraint(x, after)
 
 
-_reshard.defvjp(lambda x, before, after: (_reshard(x, before, after), None),
-                lambda before, after, _, d_x: (jax.lax.with_sharding_constraint(d_x, before),))
+_reshard.defvjp(
+    lambda x, before, after: (_reshard(x, before, after), None),
+    lambda before, after, _, d_x: (jax.lax.with_sharding_constraint(d_x, before),),
+)
 
 
 def look_up(table_VxD, names: tuple[str, str], indices_BxT, dtype: str):
-    """Returns rows of a table, (B, T, D). Along `fsdp`, each device looks up its columns for the indices of all; then
-    the devices exchange the rows, and their gradients, which are smaller than the whole table and its gradient.
+    """Returns rows of a table, (B, T, D). Along `fsdp`, each device looks up its columns for the
+    indices of all; then the devices exchange the rows, and their gradients, which are smaller than
+    the whole table and its gradient.
     """
     mesh = current_mesh()
     columns = mesh and divisible_spec(mesh, (None, names[1]), table_VxD.shape)
     rows = mesh and divisible_spec(mesh, ("batch", None), indices_BxT.shape)
-    if not mesh or mesh.shape["fsdp"] == 1 or columns[1] is None or rows[0] is None or is_partitioned_for_tpus():
+    if (
+        not mesh
+        or mesh.shape["fsdp"] == 1
+        or columns[1] is None
+        or rows[0] is None
+        or is_partitioned_for_tpus()
+    ):
         return jnp.take(gather_weight(table_VxD, names), indices_BxT, axis=0).astype(dtype)
 
     def on_one_device(table_VxC, indices_bxT):
@@ -255,13 +343,19 @@ def look_up(table_VxD, names: tuple[str, str], indices_BxT, dtype: str):
         found_BxTxC = jnp.take(table_VxC, indices_BxT, axis=0).astype(dtype)
         return jax.lax.all_to_all(found_BxTxC, "fsdp", split_axis=0, concat_axis=2, tiled=True)
 
-    return jax.shard_map(on_one_device, in_specs=(columns, rows), out_specs=rows,
-                         axis_names={"data", "fsdp"} & auto_axes(mesh), check_vma=False)(table_VxD, indices_BxT)
+    return jax.shard_map(
+        on_one_device,
+        in_specs=(columns, rows),
+        out_specs=rows,
+        axis_names={"data", "fsdp"} & auto_axes(mesh),
+        check_vma=False,
+    )(table_VxD, indices_BxT)
 
 
 def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str | None = None):
-    """Returns `function` under shard_map, which kernels need, because the compiler cannot partition them. The result is
-    sharded like the first argument, and summed over the devices along the logical axis `summed`.
+    """Returns `function` under shard_map, which kernels need, because the compiler cannot partition
+    them. The result is sharded like the first argument, and summed over the devices along the
+    logical axis `summed`.
     """
     mesh = current_mesh()
     if not mesh:
@@ -269,15 +363,24 @@ def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str 
 
     def mapped(*arguments):
         specs = tuple(divisible_spec(mesh, axes, x.shape) for axes, x in zip(names, arguments))
-        summed_axes = {axis for axes, spec in zip(names, specs)
-                       for name, axis in zip(axes, spec) if name == summed and axis is not None}
+        summed_axes = {
+            axis
+            for axes, spec in zip(names, specs)
+            for name, axis in zip(axes, spec)
+            if name == summed and axis is not None
+        }
 
         def on_one_device(*shards):
             y = function(*shards)
             return jax.lax.psum(y, tuple(summed_axes)) if summed_axes else y
 
         return jax.shard_map(
-            on_one_device, in_specs=specs, out_specs=specs[0], axis_names=auto_axes(mesh), check_vma=False)(*arguments)
+            on_one_device,
+            in_specs=specs,
+            out_specs=specs[0],
+            axis_names=auto_axes(mesh),
+            check_vma=False,
+        )(*arguments)
 
     return mapped
 
@@ -288,43 +391,65 @@ def has_data_shards() -> bool:
 
 
 def sum_over_data_shards(function, params, dtype):
-    """Returns `function`(weights, model state, batch) → ((loss, gradients, further sums over rows), model state)
-    under shard_map over `data`. The sums are added once, matrices of floats as `dtype`, and gradients are scattered
-    like the stored weights; otherwise, the compiler would add gradients in every iteration of a loop. The model state
-    must not depend on the rows.
+    """Returns `function`(weights, model state, batch) → ((loss, gradients, further sums over rows),
+    model state) under shard_map over `data`. The sums are added once, matrices of floats as
+    `dtype`, and gradients are scattered like the stored weights; otherwise, the compiler would add
+    gradients in every iteration of a loop. The model state must not depend on the rows.
     """
     mesh, everywhere = current_mesh(), PartitionSpec()
     # Only `data` is manual; the compiler places the other axes.
-    gradient_specs = jax.tree.map(lambda p: PartitionSpec(
-        *(axes if axes == "data" else None for axes in stored_spec(mesh, p.axes, p.shape))), params)
+    gradient_specs = jax.tree.map(
+        lambda p: PartitionSpec(
+            *(axes if axes == "data" else None for axes in stored_spec(mesh, p.axes, p.shape))
+        ),
+        params,
+    )
 
     def total(x, spec=everywhere):
         sent = x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
         if "data" in spec:
             return jax.lax.psum_scatter(
-                sent, "data", scatter_dimension=spec.index("data"), tiled=True).astype(x.dtype)
+                sent, "data", scatter_dimension=spec.index("data"), tiled=True
+            ).astype(x.dtype)
         return jax.lax.psum(sent, "data").astype(x.dtype)
 
     def mapped(*arguments):
         with nn.logical_axis_rules(RULES_IN_DATA_SHARD):
             (loss, gradients, further), model_state = function(*arguments)
-            sums = total(loss), jax.tree.map(total, gradients, gradient_specs), jax.tree.map(total, further)
+            sums = (
+                total(loss),
+                jax.tree.map(total, gradients, gradient_specs),
+                jax.tree.map(total, further),
+            )
             return sums, model_state
 
-    return jax.shard_map(mapped, in_specs=(everywhere, everywhere, PartitionSpec("data")),
-                         out_specs=((everywhere, gradient_specs, everywhere), everywhere), axis_names={"data"},
-                         check_vma=False)
+    return jax.shard_map(
+        mapped,
+        in_specs=(everywhere, everywhere, PartitionSpec("data")),
+        out_specs=((everywhere, gradient_specs, everywhere), everywhere),
+        axis_names={"data"},
+        check_vma=False,
+    )
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
-    """Returns the sorted indices of the batch rows on this process's devices; the indices may have gaps."""
+    """Returns the sorted indices of the batch rows on this process's devices; the indices may have
+    gaps.
+    """
     parts = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
-    return np.unique(np.concatenate([np.arange(batch_size)[rows] for rows, in parts]))
+    return np.unique(np.concatenate([np.arange(batch_size)[rows] for (rows,) in parts]))
 
 
 def global_batch(mesh: Mesh, rows: np.ndarray, batch_size: int, local) -> jax.Array:
-    """Returns the global (batch, …) array; `local` contains this process's rows, and `rows` contains their indices."""
+    """Returns the global (batch, …) array; `local` contains this process's rows, and `rows`
+    contains their indices.
+    """
+
     def part(index):
-        return local[index if len(local) == batch_size else np.searchsorted(rows, np.arange(batch_size)[index[0]])]
+        return local[
+            index
+            if len(local) == batch_size
+            else np.searchsorted(rows, np.arange(batch_size)[index[0]])
+        ]
 
     return jax.make_array_from_callback((batch_size, *local.shape[1:]), batch_sharding(mesh), part)

@@ -1,5 +1,5 @@
-"""Compiles programs for an estimate. What is read of a compiled program is stored in the cache folder, and read again
-by later estimates of the same program.
+"""Compiles programs for an estimate. What is read of a compiled program is stored in the cache
+folder, and read again by later estimates of the same program.
 """
 
 import contextlib
@@ -24,10 +24,15 @@ from smallgpt_jax.storage.atomic import atomic_file
 from smallgpt_jax.storage.cache import cache_folder
 
 MAX_STORED_BYTES = 200 * 2**20  # a program of 12 blocks takes about 0.5 MB
-# On a GPU, XLA times cuBLASLt and Triton for each product and takes the faster. Without one, all Triton products would
-# have the same tiles.
+# On a GPU, XLA times cuBLASLt and Triton for each product and takes the faster. Without one, all
+# Triton products would have the same tiles.
 OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
-VARIABLES = ("JAX_", "LIBTPU_", "TPU_", "XLA_")  # names of environment variables with options begin with these
+VARIABLES = (
+    "JAX_",
+    "LIBTPU_",
+    "TPU_",
+    "XLA_",
+)  # names of environment variables with options begin with these
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 
@@ -44,8 +49,12 @@ class CompiledProgram:
         return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
 
 
-SCHEMA = {**dict.fromkeys(("argument_bytes", "temp_bytes", "output_bytes", "alias_bytes"), json_files.integer(0)),
-          "text": (json_files.TEXT, json_files.NULL)}
+SCHEMA = {
+    **dict.fromkeys(
+        ("argument_bytes", "temp_bytes", "output_bytes", "alias_bytes"), json_files.integer(0)
+    ),
+    "text": (json_files.TEXT, json_files.NULL),
+}
 
 
 class Compiler:
@@ -67,12 +76,24 @@ class Compiler:
 
     def _fingerprint(self, lowered: jax.stages.Lowered) -> str:
         """Returns a name for everything that determines the result of `compile`."""
-        devices = [(repr(device), device.device_kind, device.process_index) for device in self._devices]
+        devices = [
+            (repr(device), device.device_kind, device.process_index) for device in self._devices
+        ]
         variables = sorted(item for item in os.environ.items() if item[0].startswith(VARIABLES))
-        versions = [(found.name, found.version) for name in PACKAGES
-                    for found in importlib.metadata.distributions(name=name)]
-        parts = (lowered.as_text(), devices, variables, self._devices[0].client.platform_version, versions,
-                 processor_kind(), code_fingerprint())
+        versions = [
+            (found.name, found.version)
+            for name in PACKAGES
+            for found in importlib.metadata.distributions(name=name)
+        ]
+        parts = (
+            lowered.as_text(),
+            devices,
+            variables,
+            self._devices[0].client.platform_version,
+            versions,
+            processor_kind(),
+            code_fingerprint(),
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -82,15 +103,21 @@ def run_compiler(lowered: jax.stages.Lowered, platform: str) -> CompiledProgram:
         compiled = lowered.compile(OPTIONS.get(platform, {}) | dumping)
         text = read_hlo(compiled, Path(dump))
     memory = compiled.memory_analysis()
-    return CompiledProgram(memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes,
-                           memory.alias_size_in_bytes, text)
+    return CompiledProgram(
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        text,
+    )
 
 
 def read_hlo(compiled: jax.stages.Compiled, dump: Path) -> str | None:
-    """Returns the HLO of a program from the TPU compiler's dump, else from `as_text()`; None if unreadable.
+    """Returns the HLO of a program from the TPU compiler's dump, else from `as_text()`; None if
+    unreadable.
 
-    `as_text()` can fail for TPU v5p and v6e, with a stack trace on standard error (libtpu 0.0.51, jaxlib 0.10.2:
-    "async-update instruction should have 1 operands but sees 3").
+    `as_text()` can fail for TPU v5p and v6e, with a stack trace on standard error (libtpu 0.0.51,
+    jaxlib 0.10.2: "async-update instruction should have 1 operands but sees 3").
     """
     # The dump also contains single-kernel programs, which the compiler uses for autotuning.
     if dumped := next(dump.glob("*.jit_*.after_codegen.txt"), None):
@@ -126,15 +153,21 @@ def load(path: Path) -> CompiledProgram | None:
 
 
 def store(path: Path, program: CompiledProgram) -> None:
-    with contextlib.suppress(OSError):  # a full or read-only disk: the program is compiled again next time
+    with contextlib.suppress(
+        OSError
+    ):  # a full or read-only disk: the program is compiled again next time
         with atomic_file(path) as partial:
-            partial.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(program)).encode(), 6, mtime=0))
+            partial.write_bytes(
+                gzip.compress(json.dumps(dataclasses.asdict(program)).encode(), 6, mtime=0)
+            )
         remove_oldest(path.parent)
 
 
 def remove_oldest(folder: Path) -> None:
     """Keeps the files that were used last, of MAX_STORED_BYTES in sum."""
-    found = sorted(((file, file.stat()) for file in folder.iterdir()), key=lambda item: -item[1].st_mtime)
+    found = sorted(
+        ((file, file.stat()) for file in folder.iterdir()), key=lambda item: -item[1].st_mtime
+    )
     for (file, _), total in zip(found, itertools.accumulate(status.st_size for _, status in found)):
         if total > MAX_STORED_BYTES:
             file.unlink(missing_ok=True)

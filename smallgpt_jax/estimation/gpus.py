@@ -1,21 +1,32 @@
-"""GPUs that programs can be compiled for without a GPU, as the compiler and the roofline need them."""
+"""GPUs that programs can be compiled for without a GPU, as the compiler and the roofline need
+them.
+"""
 
 import dataclasses
 
 from smallgpt_jax.devices.chips import Chip, find_chip
 
 KiB, MiB = 2**10, 2**20
-# Compute capability → (float32 lanes per core, bytes of shared memory per core, threads per core), from the CUDA C++
-# programming guide, section "Compute Capabilities". A core is a streaming multiprocessor.
-CORES = {(8, 0): (64, 164 * KiB, 2048), (8, 6): (128, 100 * KiB, 1536), (8, 9): (128, 100 * KiB, 1536),
-         (9, 0): (128, 228 * KiB, 2048), (10, 0): (128, 228 * KiB, 2048), (12, 0): (128, 100 * KiB, 1536)}
+# Compute capability → (float32 lanes per core, bytes of shared memory per core, threads per core),
+# from the CUDA C++ programming guide, section "Compute Capabilities". A core is a streaming
+# multiprocessor.
+CORES = {
+    (8, 0): (64, 164 * KiB, 2048),
+    (8, 6): (128, 100 * KiB, 1536),
+    (8, 9): (128, 100 * KiB, 1536),
+    (9, 0): (128, 228 * KiB, 2048),
+    (10, 0): (128, 228 * KiB, 2048),
+    (12, 0): (128, 100 * KiB, 1536),
+}
 CUDNN = (9, 10)  # major and minor version for which programs are compiled
 PCIE_4, PCIE_5 = 32e9, 64e9  # bytes/s of 16 lanes, per direction
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Published properties of a GPU. Rates are bytes per second; those of links are per direction."""
+    """Published properties of a GPU. Rates are bytes per second; those of links are per
+    direction.
+    """
 
     kind: str  # JAX's device_kind
     capability: tuple[int, int]
@@ -24,7 +35,9 @@ class Gpu:
     cache: int  # bytes of the level 2 cache
     bandwidth: float  # of the memory
     link: float  # to the GPUs of the same host: NVLink, or PCIe
-    network: float | None = None  # to other hosts, per GPU, in NVIDIA's DGX machines; None if not published
+    network: float | None = (
+        None  # to other hosts, per GPU, in NVIDIA's DGX machines; None if not published
+    )
 
     @property
     def chip(self) -> Chip:
@@ -32,7 +45,9 @@ class Gpu:
 
     @property
     def vector_flops(self) -> float:
-        """Peak FLOP/s of float32 without matrix units; a multiplication and an addition per lane and cycle."""
+        """Peak FLOP/s of float32 without matrix units; a multiplication and an addition per lane
+        and cycle.
+        """
         return 2 * self.cores * CORES[self.capability][0] * self.hertz
 
 
@@ -59,11 +74,14 @@ def target_config(gpu: Gpu) -> str:
     """Returns the compiler's description of a GPU, a GpuTargetConfigProto as text (openxla/xla,
     stream_executor/device_description.proto).
 
-    The limits of a block are equal for all GPUs. A block can use all shared memory of a core but 1 KiB.
+    The limits of a block are equal for all GPUs. A block can use all shared memory of a core but 1
+    KiB.
     """
     lanes, shared, threads = CORES[gpu.capability]
     major, minor = gpu.capability
-    has_extensions = major >= 9  # instructions that exist on this capability only, such as Hopper's products (sm_90a)
+    has_extensions = (
+        major >= 9
+    )  # instructions that exist on this capability only, such as Hopper's products (sm_90a)
     return f"""
         gpu_device_info {{
           threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}

@@ -1,6 +1,8 @@
-"""Collectives and cycle estimates of a compiled program, parsed from the HLO text of `jax.stages.Compiled.as_text()`.
+"""Collectives and cycle estimates of a compiled program, parsed from the HLO text of
+`jax.stages.Compiled.as_text()`.
 
-The text is a sequence of computations with one instruction per line. Those in a loop's body count per iteration.
+The text is a sequence of computations with one instruction per line. Those in a loop's body count
+per iteration.
 """
 
 import dataclasses
@@ -54,7 +56,9 @@ class Instruction:
 
     @property
     def backend_config(self) -> dict:
-        """The settings that the GPU compiler chose for the instruction, as JSON; {} if there are none."""
+        """The settings that the GPU compiler chose for the instruction, as JSON; {} if there are
+        none.
+        """
         text = self.line.partition("backend_config=")[2]
         return json.JSONDecoder().raw_decode(text)[0] if text else {}
 
@@ -69,13 +73,17 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's cycle estimate for the instruction; 0 for custom kernels and collectives, which have none."""
+        """The compiler's cycle estimate for the instruction; 0 for custom kernels and collectives,
+        which have none.
+        """
         found = re.search(r'"estimated_cycles":"(\d+)"', self.line)
         return int(found[1]) if found else 0
 
     @property
     def channel(self) -> str:
-        """The channel id, or `line` if there is none. All instructions of an asynchronous collective share the id."""
+        """The channel id, or `line` if there is none. All instructions of an asynchronous
+        collective share the id.
+        """
         found = re.search(r"channel_id=(\d+)", self.line)
         return found[1] if found else self.line
 
@@ -83,33 +91,44 @@ class Instruction:
     def group(self) -> list[int]:
         """The devices of a collective's first replica group; [] if all devices are one group.
 
-        The texts of the groups (0, 1) and (2, 3) are {{0,1},{2,3}}, [2,2]<=[4] and mesh['x'=2,'y'=2] {'y'}, those of
-        the groups (0, 2) and (1, 3) are {{0,2},{1,3}}, [2,2]<=[2,2]T(1,0) and mesh['x'=2,'y'=2] {'x'}.
+        The texts of the groups (0, 1) and (2, 3) are {{0,1},{2,3}}, [2,2]<=[4] and
+        mesh['x'=2,'y'=2] {'y'}, those of the groups (0, 2) and (1, 3) are {{0,2},{1,3}},
+        [2,2]<=[2,2]T(1,0) and mesh['x'=2,'y'=2] {'x'}.
         """
         if found := re.search(r"replica_groups=\{\{([\d,]+)\}", self.line):
             return [int(device) for device in found[1].split(",")]
-        if found := re.search(r"replica_groups=\[[\d,]*?(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.line):
+        if found := re.search(
+            r"replica_groups=\[[\d,]*?(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.line
+        ):
             size, lengths = int(found[1]), [int(length) for length in found[2].split(",")]
             order = [int(axis) for axis in found[3].split(",")] if found[3] else range(len(lengths))
         elif found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.line):
-            names, lengths = zip(*((name, int(length)) for name, length in re.findall(r"'(\w+)'=(\d+)", found[1])))
+            names, lengths = zip(
+                *((name, int(length)) for name, length in re.findall(r"'(\w+)'=(\d+)", found[1]))
+            )
             inside = [names.index(name) for name in re.findall(r"'(\w+)'", found[2])]
             size = math.prod(lengths[axis] for axis in inside)
             order = [axis for axis in range(len(names)) if axis not in inside] + inside
         else:
             return []
-        return np.arange(math.prod(lengths)).reshape(lengths).transpose(order).ravel()[:size].tolist()
+        return (
+            np.arange(math.prod(lengths)).reshape(lengths).transpose(order).ravel()[:size].tolist()
+        )
 
     @property
     def is_reduce_scatter(self) -> bool:
-        """Whether the instruction is a reduce-scatter on a TPU: a fusion of an all-reduce and a slice."""
+        """Whether the instruction is a reduce-scatter on a TPU: a fusion of an all-reduce and a
+        slice.
+        """
         return self.opcode == "fusion" and any("all-reduce-scatter" in name for name in self.calls)
 
     @property
     def arrays(self) -> list[Array]:
         """The result's arrays."""
-        return [Array(dtype, tuple(int(length) for length in lengths.split(",") if length))
-                for dtype, lengths in _ARRAY.findall(self.shape)]
+        return [
+            Array(dtype, tuple(int(length) for length in lengths.split(",") if length))
+            for dtype, lengths in _ARRAY.findall(self.shape)
+        ]
 
     @property
     def result_bytes(self) -> int:
@@ -133,19 +152,24 @@ class HloModule:
                 self.instructions[instruction.name] = instruction
 
     def collectives(self) -> dict[str, dict[str, int]]:
-        """Returns {kind: {"count": executions, "bytes": of all results}}, without groups of a single device."""
-        # {(channel, shape of the result): {name: collective}}. Instructions inside fusions, which are parts of one
-        # asynchronous collective, get the name None, and count once, or not at all beside others with the same key.
-        # Those are collectives of their own; the channel does not tell, since all collectives of a shard_map share it.
+        """Returns {kind: {"count": executions, "bytes": of all results}}, without groups of a
+        single device.
+        """
+        # {(channel, shape of the result): {name: collective}}. Instructions inside fusions, which
+        # are parts of one asynchronous collective, get the name None, and count once, or not at all
+        # beside others with the same key. Those are collectives of their own; the channel does not
+        # tell, since all collectives of a shard_map share it.
         unfused = {instruction.name for _, instruction in self.executed(fused=False)}
         channels = {}
         for times, instruction in self.executed():
-            # Counts the "-done" instruction of an asynchronous collective. The result of its "-start" instruction also
-            # includes the operands.
+            # Counts the "-done" instruction of an asynchronous collective. The result of its
+            # "-start" instruction also includes the operands.
             kind = instruction.opcode.removesuffix("-done")
             if instruction.is_reduce_scatter:
                 kind = "reduce-scatter"
-            if kind in COLLECTIVES and len(self.started(instruction).group) != 1:  # one device only copies
+            if (
+                kind in COLLECTIVES and len(self.started(instruction).group) != 1
+            ):  # one device only copies
                 name = instruction.name if instruction.name in unfused else None
                 instructions = channels.setdefault((instruction.channel, instruction.shape), {})
                 instructions[name] = kind, times, times * instruction.result_bytes
@@ -159,24 +183,31 @@ class HloModule:
         return found
 
     def started(self, instruction: Instruction) -> Instruction:
-        """Returns the "-start" instruction of a GPU's "-done" instruction, which does not state the groups itself."""
+        """Returns the "-start" instruction of a GPU's "-done" instruction, which does not state the
+        groups itself.
+        """
         is_done = instruction.opcode.endswith("-done") and "replica_groups" not in instruction.line
         return self.instructions[instruction.operands[0]] if is_done else instruction
 
     def cycles(self) -> int:
-        """Returns the compiler's cycle estimate, without custom kernels and without waiting for collectives."""
+        """Returns the compiler's cycle estimate, without custom kernels and without waiting for
+        collectives.
+        """
         return sum(times * instruction.cycles for times, instruction in self.executed(fused=False))
 
     def kernels(self) -> list[tuple[int, Instruction]]:
         """Returns the calls of Pallas kernels as pairs (number of executions, instruction)."""
         return [(times, i) for times, i in self.executed() if i.is_kernel]
 
-    def executed(self, fused: bool = True, name: str | None = None,
-                 times: int = 1) -> Iterator[tuple[int, Instruction]]:
-        """Yields (number of executions, instruction) for each instruction of a computation and of those it calls.
+    def executed(
+        self, fused: bool = True, name: str | None = None, times: int = 1
+    ) -> Iterator[tuple[int, Instruction]]:
+        """Yields (number of executions, instruction) for each instruction of a computation and of
+        those it calls.
 
-        `name` is the computation's name. The default is the entry of the module. `times` is the number of executions
-        of the computation itself. With `fused`, instructions inside fusions are included.
+        `name` is the computation's name. The default is the entry of the module. `times` is the
+        number of executions of the computation itself. With `fused`, instructions inside fusions
+        are included.
         """
         for instruction in self.computations[name or self.entry]:
             yield times, instruction
@@ -189,7 +220,9 @@ class HloModule:
                     yield from self.executed(fused, called, times)
 
     def trip_count(self, loop: Instruction) -> int:
-        """Returns a loop's iterations, from the compiler's annotation or else the constant in its condition."""
+        """Returns a loop's iterations, from the compiler's annotation or else the constant in its
+        condition.
+        """
         if annotation := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(annotation[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.line)[1]

@@ -1,4 +1,6 @@
-"""Time of the custom kernels in a TPU program: mostly, of their matrix products at the chip's peak speed."""
+"""Time of the custom kernels in a TPU program: mostly, of their matrix products at the chip's peak
+speed.
+"""
 
 import math
 import re
@@ -7,30 +9,43 @@ from smallgpt_jax.devices.chips import Chip
 from smallgpt_jax.ops.flash_attention import block_length, blocks_in_reach, is_short
 from smallgpt_jax.ops.recurrence_kernel import LENGTH
 
-# {kernel: number of matrix products}. Each product has as many FLOPs as (attention weights) × (values).
-# "online-softmax" is the TPU compiler's kernel for plain attention. Its first operand is the scores. It computes the
-# attention weights from them and multiplies the weights by the values.
-KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "online-softmax": 1}
+# {kernel: number of matrix products}. Each product has as many FLOPs as (attention weights) ×
+# (values). "online-softmax" is the TPU compiler's kernel for plain attention. Its first operand is
+# the scores. It computes the attention weights from them and multiplies the weights by the values.
+KERNEL_PRODUCTS = {
+    "splash_mha_fwd": 2,
+    "splash_mha_dq": 3,
+    "splash_mha_dkv": 4,
+    "online-softmax": 1,
+}
 
-# {kernel of ops/flash_attention.py: (number of products that compute scores, number of products that use scores, cycles
-# of the vector unit per 1024 scores, the same with a short attention window)}. Heads are padded to 128 in products that
-# compute scores, but not in those that use scores. The cycles are from the TPU compiler's schedules for v5e and v6e
-# (libtpu 0.0.51). They are higher with a short window, because blocks are shorter and most of them are masked.
-FLASH_KERNELS = {"flash_attention_forward": (1, 1, 3, 3.5), "flash_attention_gradient": (2, 3, 4, 5)}
+# {kernel of ops/flash_attention.py: (number of products that compute scores, number of products
+# that use scores, cycles of the vector unit per 1024 scores, the same with a short attention
+# window)}. Heads are padded to 128 in products that compute scores, but not in those that use
+# scores. The cycles are from the TPU compiler's schedules for v5e and v6e (libtpu 0.0.51). They are
+# higher with a short window, because blocks are shorter and most of them are masked.
+FLASH_KERNELS = {
+    "flash_attention_forward": (1, 1, 3, 3.5),
+    "flash_attention_gradient": (2, 3, 4, 5),
+}
 
-# {kernel of ops/recurrence_kernel.py: (cycles per chunk and head, the same per unit of keys' width, of values' width)}.
-# The cycles are fitted to the TPU compiler's schedules for v5e (libtpu 0.0.51), for widths of 16 + 32 to 128 + 256,
-# state_space to 128 + 384. They include 62 for a chunk's and head's part in a step of the grid, but no time for waiting
-# for memory.
+# {kernel of ops/recurrence_kernel.py: (cycles per chunk and head, the same per unit of keys' width,
+# of values' width)}. The cycles are fitted to the TPU compiler's schedules for v5e (libtpu 0.0.51),
+# for widths of 16 + 32 to 128 + 256, state_space to 128 + 384. They include 62 for a chunk's and
+# head's part in a step of the grid, but no time for waiting for memory.
 RECURRENCE_KERNELS = {
-    "gated_delta_forward": (1160, 0.85, 0.85), "gated_delta_gradient": (1540, 2.85, 2.85),
-    "state_space_forward": (247, 0.33, 0.86), "state_space_gradient": (460, 0.32, 1.62)}
+    "gated_delta_forward": (1160, 0.85, 0.85),
+    "gated_delta_gradient": (1540, 2.85, 2.85),
+    "state_space_forward": (247, 0.33, 0.86),
+    "state_space_gradient": (460, 0.32, 1.62),
+}
 
 
 def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
     """Returns the seconds of the kernel that an HLO line calls; None for an unknown kernel.
 
-    Ignores memory traffic, which takes less time than the products, except in "online-softmax", which reads the scores.
+    Ignores memory traffic, which takes less time than the products, except in "online-softmax",
+    which reads the scores.
     """
     operands = line.partition("operand_layout_constraints=")[2]
     if "ragged-dot-metadata" in line:  # computes the groups of each tile, without matrix products
@@ -43,45 +58,63 @@ def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
     if name := next((name for name in RECURRENCE_KERNELS if name in line), None):
         return recurrence_seconds(name, operands, chip)
     name = next((name for name in KERNEL_PRODUCTS if name in line), None)
-    return name and KERNEL_PRODUCTS[name] * attention_product_flops(name, operands, positions) / chip.flops
+    return (
+        name
+        and KERNEL_PRODUCTS[name] * attention_product_flops(name, operands, positions) / chip.flops
+    )
 
 
 def flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) -> float:
     """Returns the seconds of a kernel of ops/flash_attention.py.
 
-    While the matrix unit computes a block of scores, the vector unit processes the previous block. The slower of the
-    two determines the time. The time of the products that use the scores is added.
+    While the matrix unit computes a block of scores, the vector unit processes the previous block.
+    The slower of the two determines the time. The time of the products that use the scores is
+    added.
     """
     to_scores, with_scores, vector_cycles, vector_cycles_if_short = FLASH_KERNELS[name]
     if is_short(window):
         vector_cycles = vector_cycles_if_short
-    *rows_and_heads, width, positions = map(int, re.search(r"\w+\[(\d+(?:,\d+){3,})\]", operands)[1].split(","))
+    *rows_and_heads, width, positions = map(
+        int, re.search(r"\w+\[(\d+(?:,\d+){3,})\]", operands)[1].split(",")
+    )
     length = block_length(positions, window)
     blocks = sum(min(i, blocks_in_reach(positions, window)) + 1 for i in range(positions // length))
     scores = math.prod(rows_and_heads) * blocks * length**2
-    of_scores = max(to_scores * 2 * max(width, 128) / chip.flops, vector_cycles / 1024 / (chip.cores * chip.hertz))
+    of_scores = max(
+        to_scores * 2 * max(width, 128) / chip.flops,
+        vector_cycles / 1024 / (chip.cores * chip.hertz),
+    )
     return scores * (of_scores + with_scores * 2 * max(width, 16) / chip.flops)
 
 
 def recurrence_seconds(name: str, operands: str, chip: Chip) -> float:
-    """Returns the seconds of a kernel of ops/recurrence_kernel.py; its operands begin with queries, keys and values."""
-    _, keys, values = (tuple(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", operands)[:3])
+    """Returns the seconds of a kernel of ops/recurrence_kernel.py; its operands begin with queries,
+    keys and values.
+    """
+    _, keys, values = (
+        tuple(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", operands)[:3]
+    )
     per_chunk, per_key_width, per_value_width = RECURRENCE_KERNELS[name]
     *rows_and_heads, value_width, time = values
     chunks = math.prod(rows_and_heads) * time // LENGTH
-    return chunks * (per_chunk + per_key_width * keys[-2] + per_value_width * value_width) / (chip.cores * chip.hertz)
+    return (
+        chunks
+        * (per_chunk + per_key_width * keys[-2] + per_value_width * value_width)
+        / (chip.cores * chip.hertz)
+    )
 
 
 def attention_product_flops(name: str, operands: str, positions: int) -> float:
-    """Returns the FLOPs of one matrix product of an attention kernel, as the matrix unit computes it.
+    """Returns the FLOPs of one matrix product of an attention kernel, as the matrix unit computes
+    it.
 
-    Heads are padded to a width of 128. Splash attention skips a block of (queries × keys) if the mask excludes all of
-    it, and computes all scores of the other blocks.
+    Heads are padded to a width of 128. Splash attention skips a block of (queries × keys) if the
+    mask excludes all of it, and computes all scores of the other blocks.
     """
     is_splash = name != "online-softmax"
     shapes = re.findall(r"\w+\[(\d+(?:,\d+){3,})\]", operands)
-    # The last two axes of the operand are the head width and the number of positions. They may be in the other order,
-    # so only their product is used.
+    # The last two axes of the operand are the head width and the number of positions. They may be
+    # in the other order, so only their product is used.
     *rows_and_heads, width, length = map(int, shapes[0 if is_splash else 1].split(","))
     head_width = width * length // positions
     computed = computed_blocks(operands) if is_splash else 1
@@ -91,23 +124,27 @@ def attention_product_flops(name: str, operands: str, positions: int) -> float:
 def ragged_dot_flops(line: str, operands: str) -> float:
     """Returns the FLOPs of the TPU compiler's kernel for `jax.lax.ragged_dot` and its gradients.
 
-    A tile of rows is computed once for each group in it: at most rows / tile + groups − 1 products, which one operand
-    lists.
+    A tile of rows is computed once for each group in it: at most rows / tile + groups − 1 products,
+    which one operand lists.
     """
     tile = int(re.search(r'ragged_dot_tiling="(\d+),', line)[1])
     tiles = max(int(length) for length in re.findall(r"s32\[(\d+)\]", operands))
-    left, right = (tuple(map(int, shape.split(","))) for shape in re.findall(r"[a-z]+\d+\[(\d+(?:,\d+)+)\]", operands))
-    # Usually, the right operand has three axes: one matrix per group. In the kernel for the matrices' gradient, it has
-    # two axes, and as many rows as the left operand.
+    left, right = (
+        tuple(map(int, shape.split(",")))
+        for shape in re.findall(r"[a-z]+\d+\[(\d+(?:,\d+)+)\]", operands)
+    )
+    # Usually, the right operand has three axes: one matrix per group. In the kernel for the
+    # matrices' gradient, it has two axes, and as many rows as the left operand.
     return 2 * tiles * tile * (math.prod(right[-2:]) if len(right) > 2 else left[-1] * right[-1])
 
 
 def computed_blocks(operands: str) -> float:
     """Returns the fraction of the blocks of scores that a splash kernel computes.
 
-    `operands` is HLO text with the types of the operands. The first operand contains n lists of at most m blocks each.
-    List i contains the blocks of keys to compute for the i-th block of queries. In the kernel "dkv", keys and queries
-    change places. The operand's shape is (1, n, m), in "dkv" (1, m, n). Without an attention window, m = n.
+    `operands` is HLO text with the types of the operands. The first operand contains n lists of at
+    most m blocks each. List i contains the blocks of keys to compute for the i-th block of queries.
+    In the kernel "dkv", keys and queries change places. The operand's shape is (1, n, m), in "dkv"
+    (1, m, n). Without an attention window, m = n.
 
     The mask is causal, so the lengths of the lists are min(i + 1, m), for i from 0 to n − 1.
     """

@@ -12,9 +12,21 @@ from smallgpt_jax.devices.chips import CHIPS
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.estimation.gpus import CUDNN, GPUS, target_config
 
-# Generation → slices that Google Cloud offers. The TPU compiler also knows slices of other shapes, such as v4:1x1x1.
+# Generation → slices that Google Cloud offers. The TPU compiler also knows slices of other shapes,
+# such as v4:1x1x1.
 FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-DEEP_SLICES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
+DEEP_SLICES = (
+    "2x2x1",
+    "2x2x2",
+    "2x2x4",
+    "2x4x4",
+    "4x4x4",
+    "4x4x8",
+    "4x8x8",
+    "8x8x8",
+    "8x8x16",
+    "8x16x16",
+)
 TPU_SLICES = {"v4": DEEP_SLICES, "v5e": FLAT_SLICES, "v5p": DEEP_SLICES, "v6e": FLAT_SLICES}
 TPU_SHAPE = r"[1-9]\d*(x[1-9]\d*){1,2}"
 GPUS_PER_HOST = 8  # at most, in NVIDIA's DGX machines
@@ -24,17 +36,25 @@ CUDNN_VERSION = 10_000 * CUDNN[0] + 100 * CUDNN[1]
 
 
 def topology_devices(topology: str) -> list[jax.Device]:
-    """Returns the devices of a topology such as "v5e:4x4", "h100:8", "h200:2x8" (two hosts) or "cpu:8".
+    """Returns the devices of a topology such as "v5e:4x4", "h100:8", "h200:2x8" (two hosts) or
+    "cpu:8".
 
-    Programs can be compiled for the TPUs and GPUs of a topology, but not run. Must be called before JAX initializes
-    its backends. Raises UserError for an unknown topology, or if its compiler is not installed.
+    Programs can be compiled for the TPUs and GPUs of a topology, but not run. Must be called before
+    JAX initializes its backends. Raises UserError for an unknown topology, or if its compiler is
+    not installed.
     """
     kind, _, shape = topology.partition(":")
     is_cpu = kind == "cpu" and re.fullmatch(r"[1-9]\d*", shape)
-    is_gpu = kind in GPUS and re.fullmatch(GPU_SHAPE, shape) and ("x" not in shape or GPUS[kind].network)
+    is_gpu = (
+        kind in GPUS and re.fullmatch(GPU_SHAPE, shape) and ("x" not in shape or GPUS[kind].network)
+    )
     if not (is_cpu or is_gpu or (kind in TPU_SLICES and re.fullmatch(TPU_SHAPE, shape))):
-        raise UserError(f"--topology={topology}: unknown; choose {', '.join(similar_topologies(topology))}")
-    jax.config.update("jax_enable_compilation_cache", False)  # the cache cannot hold programs for absent devices
+        raise UserError(
+            f"--topology={topology}: unknown; choose {', '.join(similar_topologies(topology))}"
+        )
+    jax.config.update(
+        "jax_enable_compilation_cache", False
+    )  # the cache cannot hold programs for absent devices
     jax.config.update("jax_platforms", "cpu")  # compiling for TPUs and GPUs needs neither
     if is_cpu:
         jax.config.update("jax_num_cpu_devices", int(shape))
@@ -43,23 +63,37 @@ def topology_devices(topology: str) -> list[jax.Device]:
 
 
 def similar_topologies(text: str) -> list[str]:
-    """Returns the topologies that a text may stand for: "v5e-16" and "v5litepod-16" → ["v5e:4x4"]."""
+    """Returns the topologies that a text may stand for: "v5e-16" and "v5litepod-16" →
+    ["v5e:4x4"].
+    """
     kind, _, shape = text.lower().partition(":")
     named = max((name for name in GPUS if kind.startswith(name)), key=len, default=None)
     if gpus := [named] if named else [name for name in GPUS if kind and name.startswith(kind)]:
         return [f"{name}:{of_gpus}" for name in gpus for of_gpus in similar_shapes(name, shape)]
     generation, rest = re.sub("lite(pod)?", "e", text.lower()), ""
     if found := re.search("|".join(TPU_SLICES), generation):
-        generation, rest = found[0], generation[found.end():]
+        generation, rest = found[0], generation[found.end() :]
     if generation not in TPU_SLICES:
-        return [*(f"{name}:{'4x4' if '4x4' in slices else slices[0]}" for name, slices in TPU_SLICES.items()),
-                *(f"{name}:{GPUS_PER_HOST}" for name in GPUS), "cpu:N"]
+        return [
+            *(
+                f"{name}:{'4x4' if '4x4' in slices else slices[0]}"
+                for name, slices in TPU_SLICES.items()
+            ),
+            *(f"{name}:{GPUS_PER_HOST}" for name in GPUS),
+            "cpu:N",
+        ]
     sides = re.findall(r"\d+", rest)
     number = math.prod(map(int, sides)) if sides else 0
     if rest.startswith("-"):
-        number //= CHIPS[f"TPU {generation}"].cores  # Google Cloud's names, such as "v4-8", count cores
+        number //= CHIPS[
+            f"TPU {generation}"
+        ].cores  # Google Cloud's names, such as "v4-8", count cores
     slices = TPU_SLICES[generation]
-    equal = [shape for shape in slices if math.prod(map(int, shape.split("x"))) == number and rest != f":{shape}"]
+    equal = [
+        shape
+        for shape in slices
+        if math.prod(map(int, shape.split("x"))) == number and rest != f":{shape}"
+    ]
     return [f"{generation}:{shape}" for shape in equal or slices]
 
 
@@ -74,35 +108,59 @@ def similar_shapes(gpu: str, shape: str) -> list[str]:
 
 def gpu_devices(kind: str, shape: str) -> list[jax.Device]:
     if not any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
-        raise UserError(f"--topology: the GPU compiler is not installed; run {install_command('plan-gpu')}, in an "
-                        "environment of its own: with it, each JAX program warns that there is no GPU")
-    from jax._src.cudnn import fused_attention_stablehlo  # not public: a change of JAX must not affect TPUs
+        raise UserError(
+            f"--topology: the GPU compiler is not installed; run {install_command('plan-gpu')}, "
+            "in an environment of its own: with it, each JAX program warns that there is no GPU"
+        )
+    from jax._src.cudnn import (
+        fused_attention_stablehlo,
+    )  # not public: a change of JAX must not affect TPUs
 
-    # Makes JAX compile calls of cuDNN without cuDNN. JAX asks for nothing but its version; the package and that of
-    # cuBLAS, which it needs, are a download of more than 1 GB.
+    # Makes JAX compile calls of cuDNN without cuDNN. JAX asks for nothing but its version; the
+    # package and that of cuBLAS, which it needs, are a download of more than 1 GB.
     fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION
     hosts, _, per_host = shape.rpartition("x")
     try:
-        return list(topologies.get_topology_desc(
-            platform="cuda", target_config=target_config(GPUS[kind]), topology=f"1x{hosts or 1}x{per_host}").devices)
+        return list(
+            topologies.get_topology_desc(
+                platform="cuda",
+                target_config=target_config(GPUS[kind]),
+                topology=f"1x{hosts or 1}x{per_host}",
+            ).devices
+        )
     except NotImplementedError as error:  # JAX does not load a plugin of another version
-        raise UserError(f"--topology: JAX cannot load the GPU compiler ({str(error).splitlines()[0]}); it must "
-                        f"have the version of jax: {install_command('plan-gpu')}") from None
+        raise UserError(
+            f"--topology: JAX cannot load the GPU compiler ({str(error).splitlines()[0]}); it must "
+            f"have the version of jax: {install_command('plan-gpu')}"
+        ) from None
 
 
 def tpu_devices(topology: str) -> list[jax.Device]:
     if not importlib.util.find_spec("libtpu"):
-        raise UserError(f"--topology: the TPU compiler is not installed; run {install_command('plan')}")
+        raise UserError(
+            f"--topology: the TPU compiler is not installed; run {install_command('plan')}"
+        )
     kind, _, shape = topology.partition(":")
-    # With these variables, libtpu sends no queries to the metadata server, writes no log, and can run in several
-    # processes at a time.
-    os.environ.update({
-        "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": f"{kind}-{math.prod(map(int, shape.split('x')))}",
-        "TPU_STDERR_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"})
+    # With these variables, libtpu sends no queries to the metadata server, writes no log, and can
+    # run in several processes at a time.
+    os.environ.update(
+        {
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_ACCELERATOR_TYPE": f"{kind}-{math.prod(map(int, shape.split('x')))}",
+            "TPU_STDERR_LOG_LEVEL": "3",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
+    )
     one_device_per_chip = {"chip_config_name": "megacore"} if kind == "v4" else {}
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **one_device_per_chip).devices)
+        return list(
+            topologies.get_topology_desc(
+                platform="tpu", topology_name=topology, **one_device_per_chip
+            ).devices
+        )
     except Exception as error:
-        raise UserError(f"--topology={topology}: the TPU compiler has no such slice "
-                        f"({str(error).splitlines()[0]}); choose {', '.join(similar_topologies(topology))}") from None
+        raise UserError(
+            f"--topology={topology}: the TPU compiler has no such slice "
+            f"({str(error).splitlines()[0]}); choose {', '.join(similar_topologies(topology))}"
+        ) from None

@@ -22,15 +22,24 @@ OTHER_SETTINGS = {"until", "max_gen_toks", "do_sample"}
 
 
 class SmallGPT(TemplateLM):
-    """A model for lm-evaluation-harness. It behaves like the harness's `hf` backend with a causal language model.
+    """A model for lm-evaluation-harness. It behaves like the harness's `hf` backend with a causal
+    language model.
 
-    The token that begins documents replaces an empty context. It is prepended to other contexts only if the tokenizer
-    has one of its own for the beginning, as those of Llama have. Contexts are truncated on the left, texts to score
-    never. `progress` is called with a label, the number of finished texts and the total number of texts.
+    The token that begins documents replaces an empty context. It is prepended to other contexts
+    only if the tokenizer has one of its own for the beginning, as those of Llama have. Contexts are
+    truncated on the left, texts to score never. `progress` is called with a label, the number of
+    finished texts and the total number of texts.
     """
 
-    def __init__(self, scorer: Scorer, params, tokenizer: Tokenizer, progress: Callable[[str, int, int], Any],
-                 seed: int = 0, model_state=None):
+    def __init__(
+        self,
+        scorer: Scorer,
+        params,
+        tokenizer: Tokenizer,
+        progress: Callable[[str, int, int], Any],
+        seed: int = 0,
+        model_state=None,
+    ):
         super().__init__()
         self._scorer, self._params, self._tokenizer = scorer, params, tokenizer
         self._model_state = model_state
@@ -40,7 +49,9 @@ class SmallGPT(TemplateLM):
     @cached_property
     def _text_model(self) -> TextModel:
         """Building it copies the weights, so it is built only for tasks that generate text."""
-        return build_text_model(self._scorer.model, self._params, self._tokenizer, self._model_state)
+        return build_text_model(
+            self._scorer.model, self._params, self._tokenizer, self._model_state
+        )
 
     @property
     def eot_token_id(self) -> int:
@@ -57,41 +68,68 @@ class SmallGPT(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         ids = self._tokenizer.encode([string])[0].tolist()
         has_own = self._tokenizer.begin_of_text != self._tokenizer.end_of_text
-        return [self._tokenizer.begin_of_text, *ids] if has_own and add_special_tokens is not False else ids
+        return (
+            [self._tokenizer.begin_of_text, *ids]
+            if has_own and add_special_tokens is not False
+            else ids
+        )
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm=True)
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests, disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
         """A request is ((context, continuation), context tokens, continuation tokens)."""
         jobs = []
         for text, context, continuation in requests:
             if not continuation:
-                raise UserError(f"nothing to score in {text!r}: the continuation has no tokens; check the task's data")
+                raise UserError(
+                    f"nothing to score in {text!r}: the continuation has no tokens; check the "
+                    "task's data"
+                )
             context = context or [self.prefix_token_id]  # a context of only spaces has no tokens
-            jobs.append(split_into_sequences([*context, *continuation], len(context), self.max_length))
+            jobs.append(
+                split_into_sequences([*context, *continuation], len(context), self.max_length)
+            )
         keys = [text for text, _, _ in requests]
         return [tuple(score) for score in self._score("loglikelihood", keys, jobs)]
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        texts = [[self.prefix_token_id, *self.tok_encode(request.args[0], add_special_tokens=False)]
-                 for request in requests]
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        texts = [
+            [self.prefix_token_id, *self.tok_encode(request.args[0], add_special_tokens=False)]
+            for request in requests
+        ]
         jobs = [split_into_sequences(tokens, 1, self.max_length) for tokens in texts]
         keys = [request.args for request in requests]
         return [score.log_likelihood for score in self._score("loglikelihood_rolling", keys, jobs)]
 
-    def _score(self, kind: str, keys: Sequence[tuple], jobs: Sequence[Sequence[TokenSequence]]) -> list[Score]:
-        """Returns the score of each job, a text that is split into sequences. Caches that of jobs[i] under keys[i]."""
+    def _score(
+        self, kind: str, keys: Sequence[tuple], jobs: Sequence[Sequence[TokenSequence]]
+    ) -> list[Score]:
+        """Returns the score of each job, a text that is split into sequences. Caches that of
+        jobs[i] under keys[i].
+        """
         sequences = [(job, sequence) for job, parts in enumerate(jobs) for sequence in parts]
         left, total = [len(parts) for parts in jobs], [Score(0.0, True)] * len(jobs)
         done = sum(not parts for parts in jobs)
         for index, score in self._scorer.score([sequence for _, sequence in sequences]):
             job = sequences[index][0]
-            total[job] = Score(total[job].log_likelihood + score.log_likelihood,
-                               total[job].is_greedy and score.is_greedy)
+            total[job] = Score(
+                total[job].log_likelihood + score.log_likelihood,
+                total[job].is_greedy and score.is_greedy,
+            )
             left[job] -= 1
             if not left[job]:
-                result = total[job].log_likelihood if kind == "loglikelihood_rolling" else tuple(total[job])
+                result = (
+                    total[job].log_likelihood
+                    if kind == "loglikelihood_rolling"
+                    else tuple(total[job])
+                )
                 self.cache_hook.add_partial(kind, keys[job], result)
                 done += 1
                 self._progress("texts scored", done, len(jobs))
@@ -100,18 +138,28 @@ class SmallGPT(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Requests with equal settings are batched, longest contexts first."""
         texts: list[str] = [""] * len(requests)
-        contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
-        order = sorted(range(len(requests)), key=lambda i: (repr(requests[i].args[1]), -len(contexts[i])))
+        contexts = [
+            self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests
+        ]
+        order = sorted(
+            range(len(requests)), key=lambda i: (repr(requests[i].args[1]), -len(contexts[i]))
+        )
         seen, samples = Counter(), []
-        for request in requests:  # identical requests get different numbers, hence different random samples
+        for (
+            request
+        ) in requests:  # identical requests get different numbers, hence different random samples
             samples.append(seen[repr(request.args)])
             seen[repr(request.args)] += 1
         done = 0
         while done < len(order):
             settings = requests[order[done]].args[1]
-            batch = [i for i in order[done:done + BATCH_ROWS] if requests[i].args[1] == settings]
-            continuations = self._generate([requests[i].args[0] for i in batch], [contexts[i] for i in batch],
-                                           [samples[i] for i in batch], settings)
+            batch = [i for i in order[done : done + BATCH_ROWS] if requests[i].args[1] == settings]
+            continuations = self._generate(
+                [requests[i].args[0] for i in batch],
+                [contexts[i] for i in batch],
+                [samples[i] for i in batch],
+                settings,
+            )
             for i, text in zip(batch, continuations):
                 texts[i] = text
                 self.cache_hook.add_partial("generate_until", requests[i].args, text)
@@ -119,22 +167,36 @@ class SmallGPT(TemplateLM):
             self._progress("texts generated", done, len(order))
         return texts
 
-    def _generate(self, prompts: list[str], contexts: list[list[int]], samples: list[int], settings: dict) -> list[str]:
-        """`contexts` are the tokens of `prompts`. Each of `samples` selects a random stream for its prompt."""
+    def _generate(
+        self, prompts: list[str], contexts: list[list[int]], samples: list[int], settings: dict
+    ) -> list[str]:
+        """`contexts` are the tokens of `prompts`. Each of `samples` selects a random stream for its
+        prompt.
+        """
         settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
         if unknown := settings.keys() - SAMPLING_SETTINGS - OTHER_SETTINGS:
-            raise UserError(f"--gen_kwargs: {', '.join(sorted(unknown))} not supported; use "
-                            f"{', '.join(sorted(SAMPLING_SETTINGS | OTHER_SETTINGS))}")
+            raise UserError(
+                f"--gen_kwargs: {', '.join(sorted(unknown))} not supported; use "
+                f"{', '.join(sorted(SAMPLING_SETTINGS | OTHER_SETTINGS))}"
+            )
         new_tokens = settings["max_gen_toks"]
         # A temperature of 0 selects greedy decoding. For the other settings, 0 means unset.
-        chosen = {name: settings[name] for name in SAMPLING_SETTINGS & settings.keys()
-                  if settings[name] or name == "temperature"}
+        chosen = {
+            name: settings[name]
+            for name in SAMPLING_SETTINGS & settings.keys()
+            if settings[name] or name == "temperature"
+        }
         sampling = Sampling(**chosen if settings["do_sample"] else {"temperature": 0.0}).validated()
         room = max(self.max_length - new_tokens, self.max_length // 2, 1)  # tokens of context
-        session = self._text_model.session([context[-room:] for context in contexts], self._seed, samples)
+        session = self._text_model.session(
+            [context[-room:] for context in contexts], self._seed, samples
+        )
         return self._text_model.complete(session, prompts, new_tokens, settings["until"], sampling)
 
     def get_model_info(self) -> dict:
         config = self._scorer.model.config
-        return {"architecture": config.architecture, "context_length": config.context_length,
-                "products_in": config.dtype}
+        return {
+            "architecture": config.architecture,
+            "context_length": config.context_length,
+            "products_in": config.dtype,
+        }

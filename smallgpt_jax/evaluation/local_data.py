@@ -1,7 +1,7 @@
 """Reads benchmark data from the benchmarks' original files, for machines without a network.
 
-Each reader returns rows in the format of the Hugging Face dataset that the harness's task uses. Each task has a single
-split; few-shot examples are also taken from this split.
+Each reader returns rows in the format of the Hugging Face dataset that the harness's task uses.
+Each task has a single split; few-shot examples are also taken from this split.
 """
 
 import json
@@ -17,7 +17,9 @@ class LocalTask(NamedTuple):
     files: tuple[str, ...]  # paths in --data_dir
     read: Callable[..., list[dict]]  # maps the contents of the files to rows
     source: str  # URL of the files
-    overrides: tuple[tuple[str, object], ...] = ()  # (field, value) pairs to set in the harness's task config
+    overrides: tuple[
+        tuple[str, object], ...
+    ] = ()  # (field, value) pairs to set in the harness's task config
 
 
 def json_rows(text: str) -> list[dict]:
@@ -25,30 +27,57 @@ def json_rows(text: str) -> list[dict]:
 
 
 def hellaswag(text: str) -> list[dict]:
-    """`preprocess` removes WikiHow's markup in brackets from choices, and from queries made of label and context."""
+    """`preprocess` removes WikiHow's markup in brackets from choices, and from queries made of
+    label and context.
+    """
     from lm_eval.tasks.hellaswag.utils import preprocess
 
     def query(row: dict) -> str:
-        return row.get("query") or preprocess(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+        return row.get("query") or preprocess(
+            f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+        )
 
-    return [{"query": query(row), "choices": [preprocess(ending) for ending in row["endings"]],
-             "label": int(row["label"])} for row in json_rows(text)]
+    return [
+        {
+            "query": query(row),
+            "choices": [preprocess(ending) for ending in row["endings"]],
+            "label": int(row["label"]),
+        }
+        for row in json_rows(text)
+    ]
 
 
 def piqa(items: str, labels: str) -> list[dict]:
-    return [{**row, "label": int(label)} for row, label in zip(json_rows(items), labels.split(), strict=True)]
+    return [
+        {**row, "label": int(label)}
+        for row, label in zip(json_rows(items), labels.split(), strict=True)
+    ]
 
 
 def multiple_choice(text: str) -> list[dict]:
     """Returns the rows of ARC or CommonsenseQA, whose files have AI2's format."""
-    return [{"question": row["question"]["stem"], "answerKey": row["answerKey"],
-             "choices": {key: [choice[key] for choice in row["question"]["choices"]] for key in ("label", "text")}}
-            for row in json_rows(text)]
+    return [
+        {
+            "question": row["question"]["stem"],
+            "answerKey": row["answerKey"],
+            "choices": {
+                key: [choice[key] for choice in row["question"]["choices"]]
+                for key in ("label", "text")
+            },
+        }
+        for row in json_rows(text)
+    ]
 
 
 def anli(text: str) -> list[dict]:
-    return [{"premise": row["context"], "hypothesis": row["hypothesis"], "label": "enc".index(row["label"])}
-            for row in json_rows(text)]
+    return [
+        {
+            "premise": row["context"],
+            "hypothesis": row["hypothesis"],
+            "label": "enc".index(row["label"]),
+        }
+        for row in json_rows(text)
+    ]
 
 
 def wikitext(text: str) -> list[dict]:
@@ -58,43 +87,80 @@ def wikitext(text: str) -> list[dict]:
 
 
 TASKS = {
-    "hellaswag": LocalTask(("hellaswag_val.jsonl",), hellaswag, "https://github.com/rowanz/hellaswag",
-                           (("process_docs", None),)),
-    "winogrande": LocalTask(("winogrande_xl_dev.jsonl",), json_rows, "https://winogrande.allenai.org"),
-    "commonsense_qa": LocalTask(("commonsense_qa_dev.jsonl",), multiple_choice,
-                                "https://www.tau-nlp.sites.tau.ac.il/commonsenseqa"),
-    "anli_r1": LocalTask(("anli_v1.0/R1/test.jsonl",), anli, "https://dl.fbaipublicfiles.com/anli/anli_v1.0.zip"),
-    "piqa": LocalTask(("piqa_valid.jsonl", "piqa_valid-labels.lst"), piqa, "https://yonatanbisk.com/piqa"),
+    "hellaswag": LocalTask(
+        ("hellaswag_val.jsonl",),
+        hellaswag,
+        "https://github.com/rowanz/hellaswag",
+        (("process_docs", None),),
+    ),
+    "winogrande": LocalTask(
+        ("winogrande_xl_dev.jsonl",), json_rows, "https://winogrande.allenai.org"
+    ),
+    "commonsense_qa": LocalTask(
+        ("commonsense_qa_dev.jsonl",),
+        multiple_choice,
+        "https://www.tau-nlp.sites.tau.ac.il/commonsenseqa",
+    ),
+    "anli_r1": LocalTask(
+        ("anli_v1.0/R1/test.jsonl",), anli, "https://dl.fbaipublicfiles.com/anli/anli_v1.0.zip"
+    ),
+    "piqa": LocalTask(
+        ("piqa_valid.jsonl", "piqa_valid-labels.lst"), piqa, "https://yonatanbisk.com/piqa"
+    ),
     "copa": LocalTask(("copa_val.jsonl",), json_rows, "https://super.gluebenchmark.com/tasks"),
     "arc_easy": LocalTask(("arc_easy_dev.jsonl",), multiple_choice, "https://allenai.org/data/arc"),
-    "lambada_openai": LocalTask(("lambada_openai_test.jsonl",), json_rows,
-                                "https://huggingface.co/datasets/EleutherAI/lambada_openai"),
-    "wikitext": LocalTask(("wikitext2_valid.txt",), wikitext,
-                          "https://huggingface.co/datasets/Salesforce/wikitext"),
+    "lambada_openai": LocalTask(
+        ("lambada_openai_test.jsonl",),
+        json_rows,
+        "https://huggingface.co/datasets/EleutherAI/lambada_openai",
+    ),
+    "wikitext": LocalTask(
+        ("wikitext2_valid.txt",), wikitext, "https://huggingface.co/datasets/Salesforce/wikitext"
+    ),
 }
 
 
 def require_files(names: Sequence[str], folder: Path) -> None:
     if unknown := [name for name in names if name not in TASKS]:
-        raise UserError(f"--data_dir: does not support {', '.join(unknown)}, only {', '.join(TASKS)}; leave the flag "
-                        "out to download the data from the Hugging Face hub")
-    if missing := [f"{file} ({name}, {TASKS[name].source})" for name in names for file in TASKS[name].files
-                   if not (folder / file).is_file()]:
-        raise UserError(f"--data_dir={folder}: missing {', '.join(missing)}; add them under these names")
+        raise UserError(
+            f"--data_dir: does not support {', '.join(unknown)}, only {', '.join(TASKS)}; leave "
+            "the flag out to download the data from the Hugging Face hub"
+        )
+    if missing := [
+        f"{file} ({name}, {TASKS[name].source})"
+        for name in names
+        for file in TASKS[name].files
+        if not (folder / file).is_file()
+    ]:
+        raise UserError(
+            f"--data_dir={folder}: missing {', '.join(missing)}; add them under these names"
+        )
 
 
 def task_config(name: str, config: dict, folder: Path) -> dict:
-    """Returns the harness's `config` of a task, changed so that the harness reads the rows from files in `folder`."""
+    """Returns the harness's `config` of a task, changed so that the harness reads the rows from
+    files in `folder`.
+    """
     task = TASKS[name]
     try:
         rows = task.read(*((folder / file).read_text(encoding="utf-8") for file in task.files))
         if not rows:
             raise ValueError("no rows")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / task.files[0]}: not the data of {name} ({type(error).__name__}: {error}); "
-                        f"download it again from {task.source}") from None
+        raise UserError(
+            f"{folder / task.files[0]}: not the data of {name} ({type(error).__name__}: {error}); "
+            f"download it again from {task.source}"
+        ) from None
     from datasets import Dataset
 
     split = Dataset.from_list(rows)
-    return {**config, **dict(task.overrides), "task": name, "custom_dataset": lambda **_: {"here": split},
-            "training_split": None, "validation_split": "here", "test_split": None, "fewshot_split": None}
+    return {
+        **config,
+        **dict(task.overrides),
+        "task": name,
+        "custom_dataset": lambda **_: {"here": split},
+        "training_split": None,
+        "validation_split": "here",
+        "test_split": None,
+        "fewshot_split": None,
+    }

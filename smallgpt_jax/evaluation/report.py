@@ -1,36 +1,66 @@
-"""Markdown table of evaluation results: scores, standard errors, chance levels, and the scores of arXiv 2404.14462."""
+"""Markdown table of evaluation results: scores, standard errors, chance levels, and the scores of
+arXiv 2404.14462.
+"""
 
 import math
 
-TASKS = ("hellaswag", "winogrande", "commonsense_qa", "anli_r1", "piqa", "copa", "arc_easy")  # the columns below
+TASKS = (
+    "hellaswag",
+    "winogrande",
+    "commonsense_qa",
+    "anli_r1",
+    "piqa",
+    "copa",
+    "arc_easy",
+)  # the columns below
 # Accuracy of choosing one of a question's options at random.
 CHANCE = dict(zip(TASKS, (1 / 4, 1 / 2, 1 / 5, 1 / 3, 1 / 2, 1 / 2, 1 / 4)))
 # Accuracies logged by the authors of arXiv 2404.14462.
-LOGGED = {model: dict(zip(TASKS, accuracies)) for model, accuracies in {
-    "gpt": (.3043, .4933, .1179, .335, .5000, .51, .2228),
-    "pgpt": (.2790, .4862, .1310, .334, .5000, .54, .2246),
-    "pgpt, one path": (.2734, .4886, .1450, .336, .5098, .59, .2456),
-    "lgpt": (.2512, .4870, .1532, .334, .5141, .52, .2456),
-    "cgpt": (.2492, .4949, .1564, .340, .5326, .51, .2561)}.items()}
-LOGGED_METRIC = {"hellaswag": "acc_norm"}  # metric of each task's scores in LOGGED; for tasks not listed here: acc
+LOGGED = {
+    model: dict(zip(TASKS, accuracies))
+    for model, accuracies in {
+        "gpt": (0.3043, 0.4933, 0.1179, 0.335, 0.5000, 0.51, 0.2228),
+        "pgpt": (0.2790, 0.4862, 0.1310, 0.334, 0.5000, 0.54, 0.2246),
+        "pgpt, one path": (0.2734, 0.4886, 0.1450, 0.336, 0.5098, 0.59, 0.2456),
+        "lgpt": (0.2512, 0.4870, 0.1532, 0.334, 0.5141, 0.52, 0.2456),
+        "cgpt": (0.2492, 0.4949, 0.1564, 0.340, 0.5326, 0.51, 0.2561),
+    }.items()
+}
+LOGGED_METRIC = {
+    "hellaswag": "acc_norm"
+}  # metric of each task's scores in LOGGED; for tasks not listed here: acc
 FOOTNOTE = (
-    "¹ Logged by the authors of arXiv 2404.14462 for models of the paper's full size. Only HellaSwag is comparable. "
-    "For the other six tasks, their code sums the log-probabilities of the whole vocabulary at every position and "
-    "never looks up the option's own tokens. Their accuracies are near or below chance and do not rank models. Here, "
-    "as in lm-evaluation-harness, `acc` scores an option by the log-likelihood of its tokens given the question; "
-    "`acc_norm` divides this log-likelihood by the option's length in characters.")
+    "¹ Logged by the authors of arXiv 2404.14462 for models of the paper's full size. Only "
+    "HellaSwag is comparable. For the other six tasks, their code sums the log-probabilities of "
+    "the whole vocabulary at every position and never looks up the option's own tokens. Their "
+    "accuracies are near or below chance and do not rank models. Here, as in "
+    "lm-evaluation-harness, `acc` scores an option by the log-likelihood of its tokens given the "
+    "question; `acc_norm` divides this log-likelihood by the option's length in characters."
+)
 
 
 def examples_table(results: dict[str, dict[str, float]], count: int) -> str:
-    return "\n".join(["| metric | examples | value |", "|---|---|---|", *(
-        f"| {name} | {count:,} | {found['mean']:.4f} ± {found['standard_error']:.4f} |"
-        for name, found in results.items())]) + "\n"
+    return (
+        "\n".join(
+            [
+                "| metric | examples | value |",
+                "|---|---|---|",
+                *(
+                    f"| {name} | {count:,} | {found['mean']:.4f} ± {found['standard_error']:.4f} |"
+                    for name, found in results.items()
+                ),
+            ]
+        )
+        + "\n"
+    )
 
 
 def results_table(results: dict, model_name: str) -> str:
     logged = LOGGED.get(model_name, {})
-    lines = [f"| task | examples | shots | metric | value | chance | paper's {model_name}¹ |",
-             "|---|---|---|---|---|---|---|"]
+    lines = [
+        f"| task | examples | shots | metric | value | chance | paper's {model_name}¹ |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, values in results["results"].items():
         examples = values.get("sample_len", "")
         shots = results["n-shot"].get(name, "")
@@ -39,12 +69,15 @@ def results_table(results: dict, model_name: str) -> str:
             if not filter_name or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             error = values.get(f"{metric}_stderr,{filter_name}")
-            shown = f"{value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) and math.isfinite(error) else "")
+            shown = f"{value:.4f}" + (
+                f" ± {error:.4f}" if isinstance(error, float) and math.isfinite(error) else ""
+            )
             is_accuracy = metric in ("acc", "acc_norm")
             paper = logged.get(name) if metric == LOGGED_METRIC.get(name, "acc") else None
             lines.append(
-                f"| {name} | {f'{examples:,}' if examples else ''} | {shots} | {metric} | {shown} | "
-                f"{f'{CHANCE[name]:.4f}' if is_accuracy and name in CHANCE else ''} | "
-                f"{'' if paper is None else f'{paper:.4f}'} |")
+                f"| {name} | {f'{examples:,}' if examples else ''} | {shots} | {metric} | {shown} "
+                f"| {f'{CHANCE[name]:.4f}' if is_accuracy and name in CHANCE else ''} | "
+                f"{'' if paper is None else f'{paper:.4f}'} |"
+            )
     is_compared = any(name in logged for name in results["results"])
     return "\n".join([*lines, "", FOOTNOTE if is_compared else ""]).strip() + "\n"

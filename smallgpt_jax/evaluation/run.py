@@ -14,34 +14,52 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data
 from smallgpt_jax.formatting import short_reason
 
-# The tasks of arXiv 2404.14462, in the order of its table 2. The number of examples there shows that the paper used the
-# validation split of ARC-Easy. The harness prefers a task's test split, so PAPER_SPLITS removes this test split.
+# The tasks of arXiv 2404.14462, in the order of its table 2. The number of examples there shows
+# that the paper used the validation split of ARC-Easy. The harness prefers a task's test split, so
+# PAPER_SPLITS removes this test split.
 PAPER = ("hellaswag", "winogrande", "commonsense_qa", "anli_r1", "piqa", "copa", "arc_easy")
 PAPER_SPLITS = {"arc_easy": {"test_split": None}}
-# The harness's folder of each task. Only the folders of the requested tasks are read, because reading all folders takes
-# six seconds.
-FOLDERS = {"hellaswag": "hellaswag", "winogrande": "winogrande", "commonsense_qa": "commonsense_qa",
-           "anli_r1": "anli", "piqa": "piqa", "copa": "super_glue/copa", "arc_easy": "arc",
-           "lambada_openai": "lambada", "wikitext": "wikitext"}
+# The harness's folder of each task. Only the folders of the requested tasks are read, because
+# reading all folders takes six seconds.
+FOLDERS = {
+    "hellaswag": "hellaswag",
+    "winogrande": "winogrande",
+    "commonsense_qa": "commonsense_qa",
+    "anli_r1": "anli",
+    "piqa": "piqa",
+    "copa": "super_glue/copa",
+    "arc_easy": "arc",
+    "lambada_openai": "lambada",
+    "wikitext": "wikitext",
+}
 
 
-def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | None = None,
-             cache: Path | None = None, **settings) -> dict:
+def evaluate(
+    model: Callable[[], Any],
+    tasks: Sequence[str],
+    data_dir: Path | None = None,
+    cache: Path | None = None,
+    **settings,
+) -> dict:
     """Returns lm-evaluation-harness's results.
 
     Args:
-      model: returns the `lm_eval` model; called after tasks and data are loaded.
-      tasks: the harness's task names; `paper` stands for the tasks in PAPER.
-      data_dir: folder with the benchmarks' original files (see `local_data`). None: data comes from the hub.
-      cache: path at which scores are stored. An interrupted evaluation resumes from the stored scores.
-      settings: arguments of `lm_eval.simple_evaluate`.
+      model: returns the `lm_eval` model; called after tasks and data are loaded. tasks: the
+      harness's task names; `paper` stands for the tasks in PAPER. data_dir: folder with the
+      benchmarks' original files (see `local_data`). None: data comes from the hub. cache: path at
+      which scores are stored. An interrupted evaluation resumes from the stored scores. settings:
+      arguments of `lm_eval.simple_evaluate`.
     """
     with quiet_logging():
         import lm_eval
 
-        names = list(dict.fromkeys(name for task in tasks for name in (PAPER if task == "paper" else [task])))
+        names = list(
+            dict.fromkeys(name for task in tasks for name in (PAPER if task == "paper" else [task]))
+        )
         if not names:
-            raise UserError("--tasks: is empty; give the name of at least one task, or use --tasks=paper")
+            raise UserError(
+                "--tasks: is empty; give the name of at least one task, or use --tasks=paper"
+            )
         manager = task_manager(names)
         require_known_tasks(names, manager.all_tasks)
         if data_dir:
@@ -52,17 +70,26 @@ def evaluate(model: Callable[[], Any], tasks: Sequence[str], data_dir: Path | No
         with contextlib.redirect_stdout(io.StringIO()):  # hides the harness's prints
             try:
                 return lm_eval.simple_evaluate(
-                    lm, tasks=loaded, task_manager=manager, use_cache=cache and str(cache), **settings)
+                    lm,
+                    tasks=loaded,
+                    task_manager=manager,
+                    use_cache=cache and str(cache),
+                    **settings,
+                )
             except ValueError as error:
                 if "larger than population" not in str(error):  # random.sample's message
                     raise
-                raise UserError(f"--num_fewshot={settings.get('num_fewshot')}: a task has fewer examples to "
-                                "choose from; use a smaller number") from None
+                raise UserError(
+                    f"--num_fewshot={settings.get('num_fewshot')}: a task has fewer examples to "
+                    "choose from; use a smaller number"
+                ) from None
 
 
 @contextlib.contextmanager
 def quiet_logging():
-    """Hides Python warnings in a context, and sets the libraries' log level to ERROR, permanently."""
+    """Hides Python warnings in a context, and sets the libraries' log level to ERROR,
+    permanently.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("lm_eval", "datasets", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -77,19 +104,25 @@ def task_manager(names: Sequence[str]):
     if not set(names) <= FOLDERS.keys():
         return tasks.TaskManager()
     root = Path(tasks.__file__).parent
-    return tasks.TaskManager(include_defaults=False, include_path=[root / FOLDERS[name] for name in names])
+    return tasks.TaskManager(
+        include_defaults=False, include_path=[root / FOLDERS[name] for name in names]
+    )
 
 
 def require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, ["paper", *known], n=3)
-            raise UserError(f"--tasks: lm-evaluation-harness has no task {name!r}"
-                            + (f"; did you mean {' or '.join(near)}?" if near else ""))
+            raise UserError(
+                f"--tasks: lm-evaluation-harness has no task {name!r}"
+                + (f"; did you mean {' or '.join(near)}?" if near else "")
+            )
 
 
 def task_spec(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | dict:
-    """Returns the argument of `TaskManager.load`: the task's name, or its config if the config must be changed."""
+    """Returns the argument of `TaskManager.load`: the task's name, or its config if the config must
+    be changed.
+    """
     from lm_eval.tasks._yaml_loader import load_yaml
 
     changes = PAPER_SPLITS.get(name, {}) if of_paper else {}
@@ -111,7 +144,11 @@ def load_tasks(specs: Sequence[str | dict], manager, data_dir: Path | None) -> l
         except Exception as error:  # from the hub, the network or a task's own code
             raise UserError(
                 f"--tasks: cannot load the data of {name!r} ({short_reason(error)})"
-                + ("" if data_dir else "; without a network, set --data_dir to a folder with the benchmark's files")
+                + (
+                    ""
+                    if data_dir
+                    else "; without a network, set --data_dir to a folder with the benchmark's files"
+                )
             ) from None
         tasks += [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
     return tasks

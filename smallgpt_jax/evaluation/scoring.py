@@ -1,6 +1,7 @@
 """Computes log-likelihoods of token sequences, on all devices.
 
-Sequences are sorted by length and padded to one of a few static lengths, with one compiled program each.
+Sequences are sorted by length and padded to one of a few static lengths, with one compiled program
+each.
 """
 
 import functools
@@ -24,7 +25,9 @@ CHUNK = 256  # each device computes the logits of this many positions at a time
 
 
 class TokenSequence(NamedTuple):
-    """A sequence of tokens. Only the last `scored` tokens are scored, each given all tokens before it."""
+    """A sequence of tokens. Only the last `scored` tokens are scored, each given all tokens before
+    it.
+    """
 
     tokens: Sequence[int]
     scored: int
@@ -49,14 +52,25 @@ class Scorer:
     `batch_tokens` limits the number of token positions per device in a batch, padding included.
     """
 
-    def __init__(self, model: models.LanguageModel, params, batch_tokens: int = 8192, devices=None, model_state=None):
+    def __init__(
+        self,
+        model: models.LanguageModel,
+        params,
+        batch_tokens: int = 8192,
+        devices=None,
+        model_state=None,
+    ):
         self.model, self._batch_tokens = model, batch_tokens
         self.mesh = sharding.make_mesh(sharding.MeshConfig(), devices)
-        self._variables = jax.device_put({"params": params, "state": model_state or {}}, sharding.replicated(self.mesh))
+        self._variables = jax.device_put(
+            {"params": params, "state": model_state or {}}, sharding.replicated(self.mesh)
+        )
 
     def score(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[int, Score]]:
         """Yields (index, score) for each sequence, batch by batch, longest sequences first."""
-        pending = None  # the previous batch: its results are read after the next batch is dispatched
+        pending = (
+            None  # the previous batch: its results are read after the next batch is dispatched
+        )
         for batch in self.batches(sequences):
             results = self.run(batch)
             if pending:
@@ -74,58 +88,82 @@ class Scorer:
         while first < len(order):
             length = next(length for length in lengths if length >= needed[order[first]])
             rows = max(1, self._batch_tokens // length) * self.mesh.size
-            indices = order[first:first + rows]
+            indices = order[first : first + rows]
             tokens_BxT1 = np.zeros((rows, length + 1), np.int32)
             scored_BxT = np.zeros((rows, length), bool)
             for tokens, is_scored, index in zip(tokens_BxT1, scored_BxT, indices):
                 end = len(sequences[index].tokens)
                 tokens[:end] = sequences[index].tokens
-                is_scored[end - 1 - sequences[index].scored:end - 1] = True
+                is_scored[end - 1 - sequences[index].scored : end - 1] = True
             yield ScoringBatch(indices, tokens_BxT1, scored_BxT)
             first += len(indices)
 
     def run(self, batch: ScoringBatch):
         put = functools.partial(jax.device_put, device=sharding.batch_sharding(self.mesh))
-        return _run(self._variables, put(batch.tokens_BxT1), put(batch.scored_BxT), self.model, self.mesh)
+        return _run(
+            self._variables, put(batch.tokens_BxT1), put(batch.scored_BxT), self.model, self.mesh
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("model", "mesh"))
 def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, mesh):
     rows = PartitionSpec(("data", "fsdp"))
     return jax.shard_map(
-        functools.partial(log_probabilities, model=model), mesh=mesh, in_specs=(PartitionSpec(), rows, rows),
-        out_specs=(rows, rows), check_vma=False)(variables, tokens_BxT1, scored_BxT)
+        functools.partial(log_probabilities, model=model),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), rows, rows),
+        out_specs=(rows, rows),
+        check_vma=False,
+    )(variables, tokens_BxT1, scored_BxT)
 
 
 def log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.LanguageModel):
-    """Returns two (B, T) arrays: the log-probability of each next token, and whether it is the most likely token.
+    """Returns two (B, T) arrays: the log-probability of each next token, and whether it is the most
+    likely token.
 
-    Computed only at scored positions, CHUNK at a time. Elsewhere, the first array is 0 and the second is True. The
-    prefix of a prefix language model is what comes before the scored tokens.
+    Computed only at scored positions, CHUNK at a time. Elsewhere, the first array is 0 and the
+    second is True. The prefix of a prefix language model is what comes before the scored tokens.
     """
     batch, time = scored_BxT.shape
     is_prefix = model.config.attention_mask == "prefix"
-    context = Context(prefix_BxT=jnp.cumsum(scored_BxT, axis=1) <= scored_BxT if is_prefix else None)
+    context = Context(
+        prefix_BxT=jnp.cumsum(scored_BxT, axis=1) <= scored_BxT if is_prefix else None
+    )
     x_BxTxW, head_VxW = model.apply(
-        variables, method=lambda model: (model.hidden(tokens_BxT1[:, :-1], context), model.head_weight()))
+        variables,
+        method=lambda model: (model.hidden(tokens_BxT1[:, :-1], context), model.head_weight()),
+    )
     x_RxW, targets_R = x_BxTxW.reshape(batch * time, -1), tokens_BxT1[:, 1:].reshape(-1)
     size = -(-batch * time // CHUNK) * CHUNK
-    scored_S, = jnp.nonzero(scored_BxT.reshape(-1), size=size, fill_value=batch * time)
+    (scored_S,) = jnp.nonzero(scored_BxT.reshape(-1), size=size, fill_value=batch * time)
 
     def add_chunk(carry):
         first, log_p_S, is_best_S = carry
         positions_C = jax.lax.dynamic_slice(scored_S, (first,), (CHUNK,))
-        x_CxW, targets_C = x_RxW.at[positions_C].get(mode="clip"), targets_R.at[positions_C].get(mode="clip")
-        logits_CxV = cap(jnp.dot(x_CxW, head_VxW.T, preferred_element_type=jnp.float32), model.config.logit_softcap)
+        x_CxW, targets_C = (
+            x_RxW.at[positions_C].get(mode="clip"),
+            targets_R.at[positions_C].get(mode="clip"),
+        )
+        logits_CxV = cap(
+            jnp.dot(x_CxW, head_VxW.T, preferred_element_type=jnp.float32),
+            model.config.logit_softcap,
+        )
         target_C = jnp.take_along_axis(logits_CxV, targets_C[:, None], axis=1)[:, 0]
         log_p_C = target_C - jax.nn.logsumexp(logits_CxV, axis=1)
-        return (first + CHUNK, jax.lax.dynamic_update_slice(log_p_S, log_p_C, (first,)),
-                jax.lax.dynamic_update_slice(is_best_S, jnp.argmax(logits_CxV, axis=1) == targets_C, (first,)))
+        return (
+            first + CHUNK,
+            jax.lax.dynamic_update_slice(log_p_S, log_p_C, (first,)),
+            jax.lax.dynamic_update_slice(
+                is_best_S, jnp.argmax(logits_CxV, axis=1) == targets_C, (first,)
+            ),
+        )
 
     count = jnp.sum(scored_BxT)
     _, log_p_S, is_best_S = jax.lax.while_loop(
-        lambda carry: carry[0] < count, add_chunk,
-        (jnp.int32(0), jnp.zeros(size, jnp.float32), jnp.zeros(size, bool)))
+        lambda carry: carry[0] < count,
+        add_chunk,
+        (jnp.int32(0), jnp.zeros(size, jnp.float32), jnp.zeros(size, bool)),
+    )
     log_p_R = jnp.zeros(batch * time).at[scored_S].set(log_p_S, mode="drop")
     is_best_R = jnp.ones(batch * time, bool).at[scored_S].set(is_best_S, mode="drop")
     return log_p_R.reshape(batch, time), is_best_R.reshape(batch, time)
@@ -139,26 +177,48 @@ def _scores(batch: ScoringBatch, results) -> Iterator[tuple[int, Score]]:
 
 
 def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
-    """Returns at most STATIC_LENGTHS ascending lengths ≤ `longest`, with the least total padding."""
+    """Returns at most STATIC_LENGTHS ascending lengths ≤ `longest`, with the least total
+    padding.
+    """
+
     def rounded(length: int) -> int:
         return min(longest, -(-max(1, length) // LENGTH_STEP) * LENGTH_STEP)
 
     candidates, counts = np.unique([rounded(length) for length in needed], return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts)])
-    # best[i] is the best solution for the sequences that belong to the first i candidates. It is a pair: the total
-    # number of positions, padding included, and the list of static lengths. Each round of the loop allows one more
-    # static length.
+    # best[i] is the best solution for the sequences that belong to the first i candidates. It is a
+    # pair: the total number of positions, padding included, and the list of static lengths. Each
+    # round of the loop allows one more static length.
     best = [(0, [])] + [(math.inf, [])] * len(candidates)
     for _ in range(STATIC_LENGTHS):
-        best = [min([best[end], *((best[start][0] + int(before[end] - before[start]) * int(candidates[end - 1]),
-                                   [*best[start][1], int(candidates[end - 1])]) for start in range(end))],
-                    key=lambda option: option[0])
-                for end in range(len(best))]
+        best = [
+            min(
+                [
+                    best[end],
+                    *(
+                        (
+                            best[start][0]
+                            + int(before[end] - before[start]) * int(candidates[end - 1]),
+                            [*best[start][1], int(candidates[end - 1])],
+                        )
+                        for start in range(end)
+                    ),
+                ],
+                key=lambda option: option[0],
+            )
+            for end in range(len(best))
+        ]
     return best[-1][1]
 
 
-def split_into_sequences(tokens: Sequence[int], first: int, context_length: int) -> list[TokenSequence]:
-    """Splits a text into as few sequences as possible; each token of tokens[first:] is scored exactly once."""
-    return [TokenSequence(tokens[max(0, end - 1 - context_length):end], end - start)
-            for start in range(first, len(tokens), context_length)
-            for end in [min(start + context_length, len(tokens))]]
+def split_into_sequences(
+    tokens: Sequence[int], first: int, context_length: int
+) -> list[TokenSequence]:
+    """Splits a text into as few sequences as possible; each token of tokens[first:] is scored
+    exactly once.
+    """
+    return [
+        TokenSequence(tokens[max(0, end - 1 - context_length) : end], end - start)
+        for start in range(first, len(tokens), context_length)
+        for end in [min(start + context_length, len(tokens))]
+    ]

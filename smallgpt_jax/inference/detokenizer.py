@@ -12,12 +12,18 @@ DECODED_CONTEXT = 16
 class Detokenizer:
     """Converts tokens to text, one token at a time. The text ends before the first stop string.
 
-    The last DECODED_CONTEXT tokens of `before` are decoded together with the new tokens, because some tokenizers drop
-    the leading space of a text's first token. `prompt` is the text that `before` encodes, or its end.
+    The last DECODED_CONTEXT tokens of `before` are decoded together with the new tokens, because
+    some tokenizers drop the leading space of a text's first token. `prompt` is the text that
+    `before` encodes, or its end.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = (),
-                 prompt: str = ""):
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        stop: Sequence[str] = (),
+        before: Sequence[int] = (),
+        prompt: str = "",
+    ):
         self.text, self.is_done = "", False
         self._tokenizer, self._stop = tokenizer, [s for s in stop if s]
         self._ids, self._shown = list(before[-DECODED_CONTEXT:]), 0
@@ -32,22 +38,26 @@ class Detokenizer:
             return self.flush()
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        # If a character begins in `before` and ends in a new token, the new text begins before len(self._before).
-        self.text = text[common_prefix_length(self._before, text):]
+        # If a character begins in `before` and ends in a new token, the new text begins before
+        # len(self._before).
+        self.text = text[common_prefix_length(self._before, text) :]
         if starts := [start for s in self._stop if (start := self.text.find(s)) >= 0]:
             self.is_done = True
-            self.text = self.text[:min(starts)]
+            self.text = self.text[: min(starts)]
             return self.flush()
-        # Hold back an incomplete character, and a suffix that may be the beginning of a stop string.
+        # Hold back an incomplete character, and a suffix that may be the beginning of a stop
+        # string.
         complete = self.text.rstrip(REPLACEMENT_CHARACTER)
-        held_back = max((n for s in self._stop for n in range(1, len(s)) if complete.endswith(s[:n])), default=0)
+        held_back = max(
+            (n for s in self._stop for n in range(1, len(s)) if complete.endswith(s[:n])), default=0
+        )
         return self._show(len(complete) - held_back)
 
     def flush(self) -> str:
         return self._show(len(self.text))
 
     def _show(self, end: int) -> str:
-        piece = self.text[self._shown:end]
+        piece = self.text[self._shown : end]
         self._shown = max(self._shown, end)
         return piece
 

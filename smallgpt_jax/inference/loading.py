@@ -28,21 +28,32 @@ from smallgpt_jax.storage.object_storage import is_remote, require_bucket
 from smallgpt_jax.storage.paths import as_path
 
 
-def load(folder: str | Path, step: int | None = None, paths: str | Sequence[int] = "all",
-         trust_custom_code: bool = False, skip_blocks: Sequence[str | int] = ()) -> TextModel:
+def load(
+    folder: str | Path,
+    step: int | None = None,
+    paths: str | Sequence[int] = "all",
+    trust_custom_code: bool = False,
+    skip_blocks: Sequence[str | int] = (),
+) -> TextModel:
     """Returns the model of a workdir, on the default device.
 
-    `step` is the checkpoint's; None: the newest. `paths` selects paths of a pgpt: "all", "best" (the one with the
-    largest weight), or indices such as "0,1". Without `trust_custom_code`, custom modules must already be imported.
-    `skip_blocks` are the numbers of blocks to leave out (see `single_blocks`), counted in the chosen paths.
+    `step` is the checkpoint's; None: the newest. `paths` selects paths of a pgpt: "all", "best"
+    (the one with the largest weight), or indices such as "0,1". Without `trust_custom_code`, custom
+    modules must already be imported. `skip_blocks` are the numbers of blocks to leave out (see
+    `single_blocks`), counted in the chosen paths.
     """
-    trained = load_trained(folder, step, trust_custom_code).with_paths(paths).without_blocks(skip_blocks)
+    trained = (
+        load_trained(folder, step, trust_custom_code).with_paths(paths).without_blocks(skip_blocks)
+    )
     return build_text_model(trained.model, trained.params, trained.tokenizer, trained.model_state)
 
 
-def build_text_model(model: models.LanguageModel, params, tokenizer: tokenizers.Tokenizer,
-                     model_state=None) -> TextModel:
-    """`params` and `model_state` are in the training layout. Checks the decoding of custom architectures and mixers."""
+def build_text_model(
+    model: models.LanguageModel, params, tokenizer: tokenizers.Tokenizer, model_state=None
+) -> TextModel:
+    """`params` and `model_state` are in the training layout. Checks the decoding of custom
+    architectures and mixers.
+    """
     require_next_tokens(model)
     weights = layout.pack(model, params, model_state)
     if models.custom_classes(model.config):
@@ -53,8 +64,11 @@ def build_text_model(model: models.LanguageModel, params, tokenizer: tokenizers.
 def require_next_tokens(model: models.LanguageModel) -> None:
     """Raises UserError for a masked language model."""
     if model.config.attention_mask == "bidirectional":
-        raise UserError("config.train.objective='masked': the model predicts masked tokens, not the next one, so it "
-                        "cannot generate or score text; export it as an encoder with smallgpt_jax.convert --to=hf")
+        raise UserError(
+            "config.train.objective='masked': the model predicts masked tokens, not the next one, "
+            "so it cannot generate or score text; export it as an encoder with "
+            "smallgpt_jax.convert --to=hf"
+        )
 
 
 class TrainedModel(NamedTuple):
@@ -68,8 +82,14 @@ class TrainedModel(NamedTuple):
         if paths == "all":
             return self
         config, params, model_state = with_paths(
-            self.model.config, self.params, self.model_state, select_paths(self.model, self.params, paths))
-        return self._replace(model=models.LanguageModel(config), params=params, model_state=model_state)
+            self.model.config,
+            self.params,
+            self.model_state,
+            select_paths(self.model, self.params, paths),
+        )
+        return self._replace(
+            model=models.LanguageModel(config), params=params, model_state=model_state
+        )
 
     def without_blocks(self, numbers: Sequence[str | int]) -> "TrainedModel":
         if numbers:
@@ -77,13 +97,19 @@ class TrainedModel(NamedTuple):
         return self._replace(model=without_blocks(self.model, numbers))
 
 
-def load_trained(folder: str | Path, step: int | None = None, trust_custom_code: bool = False,
-                 merge_lora: bool = True) -> TrainedModel:
+def load_trained(
+    folder: str | Path,
+    step: int | None = None,
+    trust_custom_code: bool = False,
+    merge_lora: bool = True,
+) -> TrainedModel:
     """Returns the model of a workdir in the training layout. See `load` for the arguments.
 
-    Of a run with LoRA, the weights have its matrices merged, or with merge_lora=False are those from before the run.
+    Of a run with LoRA, the weights have its matrices merged, or with merge_lora=False are those
+    from before the run.
     """
-    distributed.skip_tpu_search()  # commands call this earlier; other programs that load a model do not
+    # commands call this earlier; other programs that load a model do not
+    distributed.skip_tpu_search()
     folder = as_path("--workdir", folder)
     if is_remote(folder):
         require_bucket("--workdir", folder)
@@ -93,36 +119,61 @@ def load_trained(folder: str | Path, step: int | None = None, trust_custom_code:
     model = models.LanguageModel(config.model)
     step = find_checkpoint(folder, step)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    is_adapted = step and config.optimizer.lora_rank  # the checkpoint of step 0 is that of an imported model
-    pairs = {lora.NAME: lora.abstract_pairs(models.abstract_params(model), config.optimizer.lora_rank,
-                                            config.optimizer.train_only)} if is_adapted else {}
+    is_adapted = (
+        step and config.optimizer.lora_rank
+    )  # the checkpoint of step 0 is that of an imported model
+    pairs = (
+        {
+            lora.NAME: lora.abstract_pairs(
+                models.abstract_params(model),
+                config.optimizer.lora_rank,
+                config.optimizer.train_only,
+            )
+        }
+        if is_adapted
+        else {}
+    )
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
-        (models.abstract_params(model), models.abstract_model_state(model), pairs))
+        (models.abstract_params(model), models.abstract_model_state(model), pairs),
+    )
     checkpoints = Checkpoints(folder / CHECKPOINT_FOLDER)
     params, model_state, heads = checkpoints.restore_model(step, *abstract)
     if checkpoints.has_average(step):
-        print(f"{folder}: step {step}, the moving average of the weights (config.train.ema)", file=sys.stderr)
+        print(
+            f"{folder}: step {step}, the moving average of the weights (config.train.ema)",
+            file=sys.stderr,
+        )
     checkpoints.close()
     if is_adapted and merge_lora:
-        params = lora.merge(models.abstract_params(model), params, heads[lora.NAME], config.optimizer.lora_scale)
-    return TrainedModel(model, params, model_state, tokenizers.load(folder / TOKENIZER_FOLDER), step)
+        params = lora.merge(
+            models.abstract_params(model), params, heads[lora.NAME], config.optimizer.lora_scale
+        )
+    return TrainedModel(
+        model, params, model_state, tokenizers.load(folder / TOKENIZER_FOLDER), step
+    )
 
 
 def load_chat_template(folder: str | Path) -> ChatTemplate:
     path = as_path("--workdir", folder)
     source = training_format(path)[1] or own_template(path / TOKENIZER_FOLDER)
     if not source:
-        raise UserError(f"{folder}: no chat template: the run did not train on conversations (config.data.format="
-                        "'messages'), and its tokenizer has none")
+        raise UserError(
+            f"{folder}: no chat template: the run did not train on conversations "
+            "(config.data.format='messages'), and its tokenizer has none"
+        )
     try:
         return ChatTemplate.of(source)
     except ValueError as error:
-        raise UserError(f"{folder}: its chat template is no Jinja template ({error}); correct it") from None
+        raise UserError(
+            f"{folder}: its chat template is no Jinja template ({error}); correct it"
+        ) from None
 
 
 def portable_chat_template(folder: str | Path, tokenizer: tokenizers.Tokenizer) -> str:
-    """Returns the template for other programs, which put no begin-of-text token before what it writes, or ""."""
+    """Returns the template for other programs, which put no begin-of-text token before what it
+    writes, or "".
+    """
     path = as_path("--workdir", folder)
     trained = training_format(path)[1]
     return with_begin(trained, tokenizer) if trained else own_template(path / TOKENIZER_FOLDER)
@@ -131,14 +182,22 @@ def portable_chat_template(folder: str | Path, tokenizer: tokenizers.Tokenizer) 
 def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:
     c = model.config
     if c.architecture != "pgpt":
-        raise UserError(f"paths={paths!r}: only pgpt has paths, this model is a {c.architecture}; use 'all'")
+        raise UserError(
+            f"paths={paths!r}: only pgpt has paths, this model is a {c.architecture}; use 'all'"
+        )
     if paths == "best":
         return [int(np.argmax(path_weights(params)))]
     try:
         indices = [int(index) for index in (paths.split(",") if isinstance(paths, str) else paths)]
     except ValueError:
         indices = []
-    if not indices or len(set(indices)) < len(indices) or not set(indices) <= set(range(c.num_paths)):
-        raise UserError(f"paths={paths!r}: expected all, best, or distinct indices from 0 to {c.num_paths - 1}, "
-                        "separated by commas")
+    if (
+        not indices
+        or len(set(indices)) < len(indices)
+        or not set(indices) <= set(range(c.num_paths))
+    ):
+        raise UserError(
+            f"paths={paths!r}: expected all, best, or distinct indices from 0 to "
+            f"{c.num_paths - 1}, separated by commas"
+        )
     return indices

@@ -13,17 +13,26 @@ RULES = {  # {field: (is valid, message if not)}
     "temperature": (lambda x: 0 <= x < math.inf, "must be a number, at least 0"),
     "top_k": (lambda x: x >= 1, "must be at least 1"),
     "top_p": (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
-    "repetition_penalty": (lambda x: 0 < x < math.inf, "must be a number above 0")}
+    "repetition_penalty": (lambda x: 0 < x < math.inf, "must be a number above 0"),
+}
 
 
 @flax.struct.dataclass
 class Sampling:
-    """The order is: repetition penalty, temperature, top-k, top-p. Settings that are None are disabled."""
+    """The order is: repetition penalty, temperature, top-k, top-p. Settings that are None are
+    disabled.
+    """
 
     temperature: float | None = 1.0  # samples from softmax(logits / temperature); None or 0: greedy
-    top_k: int | None = flax.struct.field(pytree_node=False, default=None)  # samples only from the k likeliest tokens
-    top_p: float | None = None  # samples only from the smallest set of tokens with at least this total probability
-    repetition_penalty: float | None = None  # above 1: tokens in the context become less likely; 1: no penalty
+    top_k: int | None = flax.struct.field(
+        pytree_node=False, default=None
+    )  # samples only from the k likeliest tokens
+    top_p: float | None = (
+        None  # samples only from the smallest set of tokens with at least this total probability
+    )
+    repetition_penalty: float | None = (
+        None  # above 1: tokens in the context become less likely; 1: no penalty
+    )
 
     def validated(self) -> "Sampling":
         """Replaces a temperature of 0 and all settings without effect by None."""
@@ -32,12 +41,16 @@ class Sampling:
             if value is not None and not is_valid(value):
                 raise UserError(f"{field}={value}: {rule}")
         return self.replace(
-            temperature=self.temperature or None, top_p=None if self.top_p == 1 else self.top_p,
-            repetition_penalty=None if self.repetition_penalty == 1 else self.repetition_penalty)
+            temperature=self.temperature or None,
+            top_p=None if self.top_p == 1 else self.top_p,
+            repetition_penalty=None if self.repetition_penalty == 1 else self.repetition_penalty,
+        )
 
 
 def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
-    """Returns one token per row, (B,) int32. `seen_BxV` (bool) marks the tokens in each row's context."""
+    """Returns one token per row, (B,) int32. `seen_BxV` (bool) marks the tokens in each row's
+    context.
+    """
     logits_BxV = filter_logits(logits_BxV, seen_BxV, sampling)
     if sampling.temperature is not None:  # Gumbel-max trick
         logits_BxV += jax.vmap(lambda key: jax.random.gumbel(key, logits_BxV.shape[1:]))(key_B)
@@ -45,17 +58,21 @@ def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
 
 
 def greedy(logits_BxV):
-    """Returns the most likely token per row, (B,) int32; for a row with NaN, V − 1. XLA's argmax is slow on CPUs."""
+    """Returns the most likely token per row, (B,) int32; for a row with NaN, V − 1. XLA's argmax is
+    slow on CPUs.
+    """
     last = logits_BxV.shape[1] - 1
     is_largest_BxV = logits_BxV == jnp.max(logits_BxV, axis=1, keepdims=True)
-    return jnp.min(jnp.where(is_largest_BxV, jnp.arange(last + 1)[None], last), axis=1).astype(jnp.int32)
+    return jnp.min(jnp.where(is_largest_BxV, jnp.arange(last + 1)[None], last), axis=1).astype(
+        jnp.int32
+    )
 
 
 def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
     """Returns the logits to sample from. The logits of excluded tokens are −∞.
 
-    The repetition penalty is that of Keskar et al. (arXiv 1909.05858, section 4.1), extended to negative logits. Top-p
-    is that of Holtzman et al. (arXiv 1904.09751, section 3.1).
+    The repetition penalty is that of Keskar et al. (arXiv 1909.05858, section 4.1), extended to
+    negative logits. Top-p is that of Holtzman et al. (arXiv 1904.09751, section 3.1).
     """
     if (penalty := sampling.repetition_penalty) is not None:
         penalized = jnp.where(logits_BxV > 0, logits_BxV / penalty, logits_BxV * penalty)
@@ -71,6 +88,8 @@ def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
         sorted_BxV = jnp.sort(logits_BxV, axis=1, descending=True)
         probabilities = jax.nn.softmax(sorted_BxV)
         before = jnp.cumsum(probabilities, axis=1) - probabilities
-        least = jnp.min(jnp.where(before < sampling.top_p, sorted_BxV, jnp.inf), axis=1, keepdims=True)
+        least = jnp.min(
+            jnp.where(before < sampling.top_p, sorted_BxV, jnp.inf), axis=1, keepdims=True
+        )
         logits_BxV = jnp.where(logits_BxV < least, -jnp.inf, logits_BxV)
     return logits_BxV

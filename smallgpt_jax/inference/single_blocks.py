@@ -1,8 +1,9 @@
-"""Forward passes in which every block is called by itself, so that blocks can be observed, changed or left out.
+"""Forward passes in which every block is called by itself, so that blocks can be observed, changed
+or left out.
 
-Training scans over stacked blocks. Decoding calls them one by one, and a prefill computes the same function as the
-forward pass. Blocks have the numbers of these calls, from 0 on: in a pgpt, those of path 0 come first; a block that is
-applied twice has two numbers.
+Training scans over stacked blocks. Decoding calls them one by one, and a prefill computes the same
+function as the forward pass. Blocks have the numbers of these calls, from 0 on: in a pgpt, those of
+path 0 come first; a block that is applied twice has two numbers.
 """
 
 import contextlib
@@ -28,23 +29,34 @@ def replaced_blocks(replacement: Callable):
         if not isinstance(method.module, Block) or method.method_name != "__call__":
             return call(*arguments, **keywords)
         x_BxTxD, *others = arguments
-        return replacement(next(numbers), lambda x_BxTxD: call(x_BxTxD, *others, **keywords), x_BxTxD)
+        return replacement(
+            next(numbers), lambda x_BxTxD: call(x_BxTxD, *others, **keywords), x_BxTxD
+        )
 
     with nn.intercept_methods(intercept):
         yield
 
 
 def prefill(model: LanguageModel, variables, tokens_BxT, method="__call__", prefix_BxT=None):
-    """Returns what `model.apply` with `method`, a function of (tokens, context), returns, up to rounding."""
+    """Returns what `model.apply` with `method`, a function of (tokens, context), returns, up to
+    rounding.
+    """
     batch, time = tokens_BxT.shape
-    context = Context(cache_length=time, start_B=jnp.zeros(batch, jnp.int32), length_B=jnp.full(batch, time),
-                      prefix_BxT=prefix_BxT)
+    context = Context(
+        cache_length=time,
+        start_B=jnp.zeros(batch, jnp.int32),
+        length_B=jnp.full(batch, time),
+        prefix_BxT=prefix_BxT,
+    )
     return model.apply(variables, tokens_BxT, context, method=method, mutable=["cache", "calls"])[0]
 
 
 def num_blocks(model: LanguageModel) -> int:
     """Returns the number of calls of `models.block.Block`; other classes of blocks do not count."""
-    calls, variables = [], abstract_variables(model)  # before the replacement, because initialization calls blocks, too
+    calls, variables = (
+        [],
+        abstract_variables(model),
+    )  # before the replacement, because initialization calls blocks, too
 
     def count(number, block, x_BxTxD):
         calls.append(number)
@@ -52,12 +64,16 @@ def num_blocks(model: LanguageModel) -> int:
 
     with replaced_blocks(count):
         tokens = jax.ShapeDtypeStruct((1, 1), "int32")
-        jax.eval_shape(lambda variables, tokens: prefill(model, variables, tokens), variables, tokens)
+        jax.eval_shape(
+            lambda variables, tokens: prefill(model, variables, tokens), variables, tokens
+        )
     return len(calls)
 
 
 class WithoutBlocks(LanguageModel):
-    """A model without the blocks that have these numbers: x stays as it is. They need neither time nor a cache."""
+    """A model without the blocks that have these numbers: x stays as it is. They need neither time
+    nor a cache.
+    """
 
     left_out: tuple[int, ...] = ()
 
@@ -67,8 +83,12 @@ class WithoutBlocks(LanguageModel):
         if not context.decode:
             if context.segment_ids_BxT is not None:
                 raise ValueError("several documents in a row: a prefill has one text per row")
-            return prefill(self.clone(parent=None), self.variables, tokens_BxT, "hidden", context.prefix_BxT)
-        with replaced_blocks(lambda number, block, x_BxTxD: x_BxTxD if number in self.left_out else block(x_BxTxD)):
+            return prefill(
+                self.clone(parent=None), self.variables, tokens_BxT, "hidden", context.prefix_BxT
+            )
+        with replaced_blocks(
+            lambda number, block, x_BxTxD: x_BxTxD if number in self.left_out else block(x_BxTxD)
+        ):
             return super().hidden(tokens_BxT, context)
 
 
@@ -77,6 +97,12 @@ def without_blocks(model: LanguageModel, numbers: Sequence[str | int]) -> Langua
         return model
     chosen, count = {str(number).strip() for number in numbers}, num_blocks(model)
     if unknown := sorted(chosen - set(map(str, range(count)))):
-        raise UserError(f"skip_blocks={','.join(map(str, numbers))}: no block {', '.join(unknown)}; " + (
-            f"choose from 0 to {count - 1}" if count else "only models of this package's blocks can skip some"))
+        raise UserError(
+            f"skip_blocks={','.join(map(str, numbers))}: no block {', '.join(unknown)}; "
+            + (
+                f"choose from 0 to {count - 1}"
+                if count
+                else "only models of this package's blocks can skip some"
+            )
+        )
     return WithoutBlocks(model.config, tuple(sorted(map(int, chosen))))

@@ -11,14 +11,19 @@ GREEDY = Sampling(temperature=None)
 
 
 def time_prefill(session: DecodeSession) -> tuple[np.ndarray, float]:
-    """Returns the token after each prompt, (B, 1) int32, and the seconds from the prompts to these tokens."""
+    """Returns the token after each prompt, (B, 1) int32, and the seconds from the prompts to these
+    tokens.
+    """
     started = time.perf_counter()
     sampled_Bx1 = session.sample_steps(GREEDY, 1)
     return sampled_Bx1, time.perf_counter() - started
 
 
-def time_decoding(session: DecodeSession, sampled_Bx1: np.ndarray, steps: int) -> list[tuple[int, float]]:
-    """Returns (steps, seconds) of each call of the compiled program in `steps` decoding steps after `sampled_Bx1`.
+def time_decoding(
+    session: DecodeSession, sampled_Bx1: np.ndarray, steps: int
+) -> list[tuple[int, float]]:
+    """Returns (steps, seconds) of each call of the compiled program in `steps` decoding steps after
+    `sampled_Bx1`.
 
     Continues past end-of-text tokens.
     """

@@ -1,6 +1,11 @@
 """Model architectures, and the language model that wraps an architecture."""
 
-from smallgpt_jax.models.architectures import ARCHITECTURES, field_names, find_architecture, make_config
+from smallgpt_jax.models.architectures import (
+    ARCHITECTURES,
+    field_names,
+    find_architecture,
+    make_config,
+)
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.custom_code import custom_classes, foreign_classes, refuse_custom_code
 from smallgpt_jax.models.language_model import LanguageModel, build
@@ -16,7 +21,24 @@ from smallgpt_jax.models.parameters import (
     require_factors,
 )
 
-__all__ = ["ARCHITECTURES", "LanguageModel", "ModelConfig", "Parameter", "abstract_model_state", "abstract_params",
-           "abstract_variables", "build", "custom_classes", "field_names", "find_architecture", "foreign_classes",
-           "init_variables", "make_config", "named_parts", "num_active_parameters", "num_parameters",
-           "refuse_custom_code", "require_factors"]
+__all__ = [
+    "ARCHITECTURES",
+    "LanguageModel",
+    "ModelConfig",
+    "Parameter",
+    "abstract_model_state",
+    "abstract_params",
+    "abstract_variables",
+    "build",
+    "custom_classes",
+    "field_names",
+    "find_architecture",
+    "foreign_classes",
+    "init_variables",
+    "make_config",
+    "named_parts",
+    "num_active_parameters",
+    "num_parameters",
+    "refuse_custom_code",
+    "require_factors",
+]

@@ -1,8 +1,8 @@
 """The built-in architectures, and the lookup of custom architectures by `package.module:Class`.
 
-An architecture is the Linen module between the embedding and the final norm. It is called with (B, T, d_model)
-activations and a `Context`, and returns (B, T, config.output_width). The class attribute `Config` is the class of its
-field `config`: `ModelConfig` or a subclass.
+An architecture is the Linen module between the embedding and the final norm. It is called with (B,
+T, d_model) activations and a `Context`, and returns (B, T, config.output_width). The class
+attribute `Config` is the class of its field `config`: `ModelConfig` or a subclass.
 """
 
 import dataclasses
@@ -30,8 +30,10 @@ def find_architecture(name: str):
     trunk = find_class(name, ARCHITECTURES, where)
     config_class = getattr(trunk, "Config", None)
     if not (isinstance(config_class, type) and issubclass(config_class, ModelConfig)):
-        raise UserError(f"{where}: the class needs a class attribute Config; set it to smallgpt_jax.models.ModelConfig "
-                        "or a subclass of it")
+        raise UserError(
+            f"{where}: the class needs a class attribute Config; set it to "
+            "smallgpt_jax.models.ModelConfig or a subclass of it"
+        )
     return trunk
 
 
@@ -40,7 +42,8 @@ def field_names(architecture: str) -> tuple[str, ...]:
 
 
 def make_config(**fields) -> ModelConfig:
-    """Returns the validated config, its dtype never "auto". Raises UserError for unknown, missing and invalid fields.
+    """Returns the validated config, its dtype never "auto". Raises UserError for unknown, missing
+    and invalid fields.
     """
     architecture = fields.get("architecture")
     config_class = find_architecture(architecture).Config
@@ -53,7 +56,10 @@ def make_config(**fields) -> ModelConfig:
         find_mixer(name)
     refuse_unread_fields(config)
     if config.tie_embeddings and config.output_width != config.d_model:
-        config.refuse("tie_embeddings", f"the trunk of {architecture} has output width {config.output_width}, but the "
-                      f"embedding has width {config.d_model}, so head and embedding cannot share a matrix; set "
-                      "config.model.tie_embeddings to False")
+        config.refuse(
+            "tie_embeddings",
+            f"the trunk of {architecture} has output width {config.output_width}, but the "
+            f"embedding has width {config.d_model}, so head and embedding cannot share a matrix; "
+            "set config.model.tie_embeddings to False",
+        )
     return config

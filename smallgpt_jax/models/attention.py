@@ -11,12 +11,26 @@ import numpy as np
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context, cache_variable
-from smallgpt_jax.models.layers import INIT_STD, Dense, deepnorm_gain, normal, project, residual_std, rms_norm, zeros
+from smallgpt_jax.models.layers import (
+    INIT_STD,
+    Dense,
+    deepnorm_gain,
+    normal,
+    project,
+    residual_std,
+    rms_norm,
+    zeros,
+)
 from smallgpt_jax.models.positions import alibi_slopes, apply_rope
 from smallgpt_jax.ops import bfloat16
 from smallgpt_jax.ops.attention import attention
 from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.ops.key_value_cache import cached_attention, rolling_positions, update_cache, update_rolling_cache
+from smallgpt_jax.ops.key_value_cache import (
+    cached_attention,
+    rolling_positions,
+    update_cache,
+    update_rolling_cache,
+)
 from smallgpt_jax.ops.matmul import merging_heads_is_faster, one_product_is_faster
 from smallgpt_jax.ops.xla_attention import QUERIES
 
@@ -24,8 +38,9 @@ TABLE_AXES = ("vocab", "embed")  # as of the token embedding
 
 
 class QKVProjection(Dense):
-    """Projects to queries (B, H, T, K), keys and values (B, G, T, K). The kernel is (D, G, H/G + 2, K), or (D, r) and
-    (r, G, H/G + 2, K): each group has H/G query heads, one key head and one value head. A mesh can shard G.
+    """Projects to queries (B, H, T, K), keys and values (B, G, T, K). The kernel is (D, G, H/G + 2,
+    K), or (D, r) and (r, G, H/G + 2, K): each group has H/G query heads, one key head and one value
+    head. A mesh can shard G.
     """
 
     value_gain: float = 1.0
@@ -35,14 +50,18 @@ class QKVProjection(Dense):
         if self.value_gain == 1:
             return initializer
         return lambda *arguments: jax.tree.map(
-            lambda kernel_DxGxJxK: kernel_DxGxJxK.at[:, :, -1].multiply(self.value_gain), initializer(*arguments))
+            lambda kernel_DxGxJxK: kernel_DxGxJxK.at[:, :, -1].multiply(self.value_gain),
+            initializer(*arguments),
+        )
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         if one_product_is_faster(context.decode):
             y_BxTxGxJxK = bfloat16.sliceable(super().__call__(x_BxTxD, context))
             return tuple(part.astype(self.dtype) for part in split_heads(y_BxTxGxJxK))
-        *first_factor, kernel_IxGxJxK = self.kernels(x_BxTxD.shape[2:])  # I is D, or the rank of two factors
+        *first_factor, kernel_IxGxJxK = self.kernels(
+            x_BxTxD.shape[2:]
+        )  # I is D, or the rank of two factors
         x_BxTxI = x_BxTxD.astype(self.dtype)
         for factor_DxI in first_factor:
             x_BxTxI = project(x_BxTxI, factor_DxI, context)
@@ -59,7 +78,7 @@ class QKVProjection(Dense):
 
 
 def merge_axes(x, axis: int):
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2:])
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 def split_heads(y_BxTxGxJxK):
@@ -67,20 +86,27 @@ def split_heads(y_BxTxGxJxK):
     if parts == 3:
         return tuple(jnp.moveaxis(y_BxTxGxJxK, (3, 2), (0, 2)))
     q_BxTxGxRxK, k_BxTxGxK, v_BxTxGxK = (
-        y_BxTxGxJxK[:, :, :, :-2], y_BxTxGxJxK[:, :, :, -2], y_BxTxGxJxK[:, :, :, -1])
+        y_BxTxGxJxK[:, :, :, :-2],
+        y_BxTxGxJxK[:, :, :, -2],
+        y_BxTxGxJxK[:, :, :, -1],
+    )
     q_BxTxHxK = q_BxTxGxRxK.reshape(batch, time, groups * (parts - 2), head_width)
     return tuple(jnp.swapaxes(x, 1, 2) for x in (q_BxTxHxK, k_BxTxGxK, v_BxTxGxK))
 
 
 class OutputProjection(Dense):
-    """The projection of the heads' outputs to the model width: (B, H, T, K) → (B, T, D), kernel (H, K, D)."""
+    """The projection of the heads' outputs to the model width: (B, H, T, K) → (B, T, D), kernel (H,
+    K, D).
+    """
 
     @nn.compact
     def __call__(self, x_BxHxTxK, context: Context):
         if merging_heads_is_faster(context.decode, self.dtype):
             return super().__call__(jnp.swapaxes(x_BxHxTxK, 1, 2), context)
         _, heads, _, head_width = x_BxHxTxK.shape
-        kernel_HxKxO, *second_factor = self.kernels((heads, head_width))  # O is D, or the rank of two factors
+        kernel_HxKxO, *second_factor = self.kernels(
+            (heads, head_width)
+        )  # O is D, or the rank of two factors
         y_BxTxO = jnp.einsum("bhtk,hko->bto", x_BxHxTxK.astype(self.dtype), kernel_HxKxO)
         for factor_OxD in second_factor:
             y_BxTxO = project(y_BxTxO, factor_OxD, context)
@@ -96,8 +122,15 @@ class Attention(nn.Module):
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
         q, k, v = QKVProjection(
-            (c.kv_heads, c.num_heads // c.kv_heads + 2, c.head_width), ("embed", "heads", "qkv", "head_width"),
-            INIT_STD, c.use_bias, c.dtype, c.rank_ratio, value_gain=deepnorm_gain(c), name="qkv")(x_BxTxD, context)
+            (c.kv_heads, c.num_heads // c.kv_heads + 2, c.head_width),
+            ("embed", "heads", "qkv", "head_width"),
+            INIT_STD,
+            c.use_bias,
+            c.dtype,
+            c.rank_ratio,
+            value_gain=deepnorm_gain(c),
+            name="qkv",
+        )(x_BxTxD, context)
         if c.qk_norm:
             q, k = rms_norm(c, "q_norm")(q), rms_norm(c, "k_norm")(k)
         if any(c.value_embeddings):
@@ -107,32 +140,56 @@ class Attention(nn.Module):
             q, k = (apply_rope(x, positions_BxT, c.rope_base) for x in (q, k))
         slopes_H = alibi_slopes(c.num_heads) if c.position == "alibi" else None
         mask = AttentionMask(
-            c.window, context.segment_ids_BxT, context.prefix_BxT, is_causal=c.attention_mask != "bidirectional")
+            c.window,
+            context.segment_ids_BxT,
+            context.prefix_BxT,
+            is_causal=c.attention_mask != "bidirectional",
+        )
         if context.decode:
             y_BxHxTxK = self.attend_with_cache(q, k, v, mask, slopes_H, context)
         else:
             y_BxHxTxK = attention(q, k, v, mask, slopes_H, backend=c.attention)
         if c.attention_gate:
-            gate_BxTxH = Dense((c.num_heads,), ("embed", "heads"), INIT_STD, False, c.dtype, name="gate")(
-                x_BxTxD, context)
+            gate_BxTxH = Dense(
+                (c.num_heads,), ("embed", "heads"), INIT_STD, False, c.dtype, name="gate"
+            )(x_BxTxD, context)
             y_BxHxTxK *= jnp.swapaxes(nn.sigmoid(gate_BxTxH), 1, 2)[..., None]
-        return OutputProjection((c.d_model,), ("heads", "head_width", "embed"), residual_std(c), c.use_bias, c.dtype,
-                                c.rank_ratio, name="out")(y_BxHxTxK, context)
+        return OutputProjection(
+            (c.d_model,),
+            ("heads", "head_width", "embed"),
+            residual_std(c),
+            c.use_bias,
+            c.dtype,
+            c.rank_ratio,
+            name="out",
+        )(y_BxHxTxK, context)
 
     def value_embeddings(self, context: Context):
-        """Returns what is added to the values, (B, G, T, K): the rows of the tokens in a table (V, G·K)."""
+        """Returns what is added to the values, (B, G, T, K): the rows of the tokens in a table (V,
+        G·K).
+        """
         c = self.config
         table_VxE = self.param(
-            "value_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.kv_heads * c.head_width))
-        # Not `sharding.look_up`: the paths of a pgpt are vmapped, and XLA cannot partition its shard_map there.
-        rows_BxTxE = jnp.take(sharding.gather_weight(table_VxE, TABLE_AXES), context.tokens_BxT, axis=0).astype(c.dtype)
-        return jnp.swapaxes(rows_BxTxE.reshape(*context.tokens_BxT.shape, c.kv_heads, c.head_width), 1, 2)
+            "value_embedding",
+            normal(INIT_STD, *TABLE_AXES),
+            (c.vocab_size, c.kv_heads * c.head_width),
+        )
+        # Not `sharding.look_up`: the paths of a pgpt are vmapped, and XLA cannot partition its
+        # shard_map there.
+        rows_BxTxE = jnp.take(
+            sharding.gather_weight(table_VxE, TABLE_AXES), context.tokens_BxT, axis=0
+        ).astype(c.dtype)
+        return jnp.swapaxes(
+            rows_BxTxE.reshape(*context.tokens_BxT.shape, c.kv_heads, c.head_width), 1, 2
+        )
 
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
-        """Returns the attention over the whole cache, (B, H, T, K), after appending the new keys and values to it.
+        """Returns the attention over the whole cache, (B, H, T, K), after appending the new keys
+        and values to it.
 
-        The padding of shorter rows is stored too, and overwritten before it is read; a rolling cache drops it. Batch
-        and heads are one axis, because with two XLA's CPU compiler would copy the whole cache for every token.
+        The padding of shorter rows is stored too, and overwritten before it is read; a rolling
+        cache drops it. Batch and heads are one axis, because with two XLA's CPU compiler would copy
+        the whole cache for every token.
         """
         batch, groups, time, head_width = k_BxGxTxK.shape
         heads = q_BxHxTxK.shape[1]
@@ -144,23 +201,38 @@ class Attention(nn.Module):
         k, v = (x.reshape(batch * groups, time, head_width) for x in (k_BxGxTxK, v_BxGxTxK))
         slopes = None if slopes_H is None else np.tile(slopes_H, batch).reshape(batch * groups, -1)
         starts, counts, positions = (
-            jnp.repeat(x, groups, axis=0) for x in (context.start_B, context.length_B, context.positions(time)))
+            jnp.repeat(x, groups, axis=0)
+            for x in (context.start_B, context.length_B, context.positions(time))
+        )
         is_rolling = slots < context.cache_length
 
         def write(cache, x):
-            return (update_rolling_cache(cache.value, x, starts, counts) if is_rolling else
-                    update_cache(cache.value, x, starts))
+            return (
+                update_rolling_cache(cache.value, x, starts, counts)
+                if is_rolling
+                else update_cache(cache.value, x, starts)
+            )
 
         if is_new and mask.prefix_BxT is not None:
             y = attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, backend="xla")
         elif is_new:
             parts = []
-            for start in range(0, time, QUERIES):  # each chunk of queries reads only the keys that it attends to
+            for start in range(
+                0, time, QUERIES
+            ):  # each chunk of queries reads only the keys that it attends to
                 first = max(0, start - mask.window + 1) if mask.window else 0
                 end = min(start + QUERIES, time)
-                parts.append(cached_attention(
-                    q[:, :, start:end], k[:, first:end], v[:, first:end], jnp.arange(start, end)[None], mask, slopes,
-                    jnp.arange(first, end)[None]))
+                parts.append(
+                    cached_attention(
+                        q[:, :, start:end],
+                        k[:, first:end],
+                        v[:, first:end],
+                        jnp.arange(start, end)[None],
+                        mask,
+                        slopes,
+                        jnp.arange(first, end)[None],
+                    )
+                )
             y = jnp.concatenate(parts, axis=2)
         if is_new and is_rolling:
             keys.value, values.value = write(keys, k), write(values, v)
@@ -168,14 +240,30 @@ class Attention(nn.Module):
             room = ((0, 0), (0, slots - time), (0, 0))
             keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
         elif is_rolling and time > 1:
-            # Writing to the cache overwrites the oldest positions. Attention is computed first, because the first new
-            # tokens attend to these positions.
+            # Writing to the cache overwrites the oldest positions. Attention is computed first,
+            # because the first new tokens attend to these positions.
             key_positions = jnp.concatenate([rolling_positions(starts, slots), positions], axis=1)
-            y = cached_attention(q, *(jnp.concatenate([cache.value, x], axis=1) for cache, x in (
-                (keys, k), (values, v))), positions, mask, slopes, key_positions)
+            y = cached_attention(
+                q,
+                *(
+                    jnp.concatenate([cache.value, x], axis=1)
+                    for cache, x in ((keys, k), (values, v))
+                ),
+                positions,
+                mask,
+                slopes,
+                key_positions,
+            )
             keys.value, values.value = write(keys, k), write(values, v)
         else:
             keys.value, values.value = write(keys, k), write(values, v)
-            y = cached_attention(q, keys.value, values.value, positions, mask, slopes,
-                                 rolling_positions(starts + 1, slots) if is_rolling else None)
+            y = cached_attention(
+                q,
+                keys.value,
+                values.value,
+                positions,
+                mask,
+                slopes,
+                rolling_positions(starts + 1, slots) if is_rolling else None,
+            )
         return y.reshape(batch, heads, time, head_width)

@@ -23,19 +23,29 @@ from smallgpt_jax.models.layers import MLPS, norm
 from smallgpt_jax.models.mixers import make_mixer
 from smallgpt_jax.ops.flash_attention import OUTPUT
 
-# Value of config.model.remat → policy. A policy selects the intermediate results that a block saves for the backward
-# pass. The backward pass recomputes all other results.
+# Value of config.model.remat → policy. A policy selects the intermediate results that a block saves
+# for the backward pass. The backward pass recomputes all other results.
 REMAT = {
     "none": None,  # no rematerialization: saves everything
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(OUTPUT)),
+        jax.checkpoint_policies.save_only_these_names(OUTPUT),
+    ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-# Variable collection → axis along which layers are stacked. "state" is part of TrainState. "losses" are added to the
-# training loss. "metrics" are averaged over layers and logged; "layer_metrics" are logged per layer. "loads" of routers
-# are sums over rows; they are logged, and move the biases. "features" are compared with those of a teacher.
-PER_LAYER = {"params": 0, "state": 0, "losses": 0, "metrics": 0, "layer_metrics": 0, "loads": 0, "features": 0}
+# Variable collection → axis along which layers are stacked. "state" is part of TrainState. "losses"
+# are added to the training loss. "metrics" are averaged over layers and logged; "layer_metrics" are
+# logged per layer. "loads" of routers are sums over rows; they are logged, and move the biases.
+# "features" are compared with those of a teacher.
+PER_LAYER = {
+    "params": 0,
+    "state": 0,
+    "losses": 0,
+    "metrics": 0,
+    "layer_metrics": 0,
+    "loads": 0,
+    "features": 0,
+}
 
 
 class Block(nn.Module):
@@ -50,7 +60,9 @@ class Block(nn.Module):
 
         def branch(number: int, part: nn.Module, x_BxTxD):
             y_BxTxD = part(x_BxTxD, context)
-            return dropout(y_BxTxD if scales is None else (scales[number] * y_BxTxD).astype(y_BxTxD.dtype))
+            return dropout(
+                y_BxTxD if scales is None else (scales[number] * y_BxTxD).astype(y_BxTxD.dtype)
+            )
 
         mix, transform = functools.partial(branch, 0, mixer), functools.partial(branch, 1, mlp)
         if c.input_mix:
@@ -65,8 +77,8 @@ class Block(nn.Module):
         return x_BxTxD
 
     def add(self, x_BxTxD, name: str, f: Callable, context: Context):
-        """Returns x + f(norm(x)), norm(x + f(x)), or DeepNorm's norm(α·x + f(x)) with α = (2N)^¼ for N blocks in
-        sequence (Wang et al., arXiv 2203.00555, decoder-only models).
+        """Returns x + f(norm(x)), norm(x + f(x)), or DeepNorm's norm(α·x + f(x)) with α = (2N)^¼
+        for N blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only models).
         """
         c = self.config
         normalize, before = norm(c, f"{name}_norm"), lambda x: x
@@ -83,23 +95,40 @@ class Block(nn.Module):
         return skipped_BxTxD + change_BxTxD
 
     def with_stack_input(self, x_BxTxD, context: Context):
-        """Returns a·x + b·x0 (github.com/KellerJordan/modded-nanogpt); at first, a is 1 and b is 0."""
-        a, b = self.param("input_mix", nn.with_logical_partitioning(lambda *_: jnp.array([1.0, 0.0]), ("branch",)))
+        """Returns a·x + b·x0 (github.com/KellerJordan/modded-nanogpt); at first, a is 1 and b
+        is 0.
+        """
+        a, b = self.param(
+            "input_mix", nn.with_logical_partitioning(lambda *_: jnp.array([1.0, 0.0]), ("branch",))
+        )
         return (a * x_BxTxD + b * context.stack_input_BxTxD).astype(x_BxTxD.dtype)
 
 
 def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:
-    """Returns the configs of `length` blocks from block `first` on. They differ in mixer, window, value embeddings."""
+    """Returns the configs of `length` blocks from block `first` on. They differ in mixer, window,
+    value embeddings.
+    """
     mixers, windows = config.mixers, config.attention_windows or (0,)
     tables = config.value_embeddings or (0,)
-    own = [(mixers[i % len(mixers)], windows[i % len(windows)], tables[i % len(tables)])
-           for i in range(first, first + length)]
-    return [dataclasses.replace(config, mixers=(mixer,), attention_windows=(window,) if window else (),
-                                value_embeddings=(1,) if table else ()) for mixer, window, table in own]
+    own = [
+        (mixers[i % len(mixers)], windows[i % len(windows)], tables[i % len(tables)])
+        for i in range(first, first + length)
+    ]
+    return [
+        dataclasses.replace(
+            config,
+            mixers=(mixer,),
+            attention_windows=(window,) if window else (),
+            value_embeddings=(1,) if table else (),
+        )
+        for mixer, window, table in own
+    ]
 
 
 def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "blocks", block=Block):
-    """Returns a function, (B, T, D) → (B, T, D), that applies all blocks `loops` times. Call it in a compact method."""
+    """Returns a function, (B, T, D) → (B, T, D), that applies all blocks `loops` times. Call it in
+    a compact method.
+    """
     period = period_of(configs)
     if period == 1:
         stack = functools.partial(apply_stack, block(configs[0], name=name), len(configs))
@@ -127,9 +156,14 @@ def block_numbers(configs: list[ModelConfig]) -> list[range]:
 
 
 def period_of(configs: Sequence[ModelConfig]) -> int:
-    """Returns the period with which the configs repeat; the number of configs if they do not repeat."""
-    return next(p for p in range(1, len(configs) + 1)
-                if len(configs) % p == 0 and configs == configs[:p] * (len(configs) // p))
+    """Returns the period with which the configs repeat; the number of configs if they do not
+    repeat.
+    """
+    return next(
+        p
+        for p in range(1, len(configs) + 1)
+        if len(configs) % p == 0 and configs == configs[:p] * (len(configs) // p)
+    )
 
 
 def runs_of_equal_configs(configs: Sequence[ModelConfig]) -> list[tuple[int, int]]:
@@ -170,7 +204,9 @@ class BlockRuns(nn.Module):
 def apply_stack(block: nn.Module, length: int, x_BxTxD, context: Context):
     """Applies `length` copies of `block`, stacked along `layers`."""
     if context.decode:
-        return functools.reduce(lambda x_BxTxD, i: apply_slice(block, i, x_BxTxD, context), range(length), x_BxTxD)
+        return functools.reduce(
+            lambda x_BxTxD, i: apply_slice(block, i, x_BxTxD, context), range(length), x_BxTxD
+        )
     config = block.config
 
     def step(block, x_BxTxD):
@@ -181,18 +217,27 @@ def apply_stack(block: nn.Module, length: int, x_BxTxD, context: Context):
     # Initialization runs only once, so unrolling it would only cost compile time.
     unroll = 1 if config.scan_layers or block.is_initializing() else length
     scanned = nn.scan(
-        step, length=length, unroll=unroll,
-        variable_axes=PER_LAYER, split_rngs={"params": True, "dropout": True},
-        metadata_params={nn.PARTITION_NAME: "layers"})
+        step,
+        length=length,
+        unroll=unroll,
+        variable_axes=PER_LAYER,
+        split_rngs={"params": True, "dropout": True},
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
     return scanned(block, x_BxTxD)[0]
 
 
 def apply_slice(module: nn.Module, i: int, x_BxTxD, context: Context):
-    """Calls the module with slice i of its stacks, which are arrays or, in decoding, tuples with one array per slice
-    (see `inference.layout`), because slicing an array would copy the weights for every token.
+    """Calls the module with slice i of its stacks, which are arrays or, in decoding, tuples with
+    one array per slice (see `inference.layout`), because slicing an array would copy the weights
+    for every token.
     """
+
     def pick(variables):
-        return jax.tree.map(lambda stack: stack[i], variables, is_leaf=lambda x: isinstance(x, tuple))
+        return jax.tree.map(
+            lambda stack: stack[i], variables, is_leaf=lambda x: isinstance(x, tuple)
+        )
 
     return nn.map_variables(
-        lambda module, x: module(x, context), ["params", "state"], trans_in_fn=pick)(module, x_BxTxD)
+        lambda module, x: module(x, context), ["params", "state"], trans_in_fn=pick
+    )(module, x_BxTxD)

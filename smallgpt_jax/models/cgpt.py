@@ -1,4 +1,6 @@
-"""ConvGPT (arXiv 2404.14462, section 3.3): LinearGPT with causal convolutions instead of its dense layers."""
+"""ConvGPT (arXiv 2404.14462, section 3.3): LinearGPT with causal convolutions instead of its dense
+layers.
+"""
 
 import dataclasses
 
@@ -11,13 +13,17 @@ from smallgpt_jax.models.lgpt import LGPT, LGPTConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CGPTConfig(LGPTConfig):
-    # taps of each convolution. With 1, as in the paper, it is a dense layer, and ConvGPT equals LinearGPT
+    # taps of each convolution. With 1, as in the paper, it is a dense layer, and ConvGPT equals
+    # LinearGPT
     conv_kernel: int = 1
 
     def validate(self) -> None:
         super().validate()
         if not 1 <= self.conv_kernel <= self.context_length:
-            self.refuse("conv_kernel", f"must be from 1 to config.model.context_length={self.context_length}")
+            self.refuse(
+                "conv_kernel",
+                f"must be from 1 to config.model.context_length={self.context_length}",
+            )
 
 
 class CGPT(LGPT):
@@ -26,4 +32,6 @@ class CGPT(LGPT):
     Config = CGPTConfig
 
     def compress(self, stage: ModelConfig, name: str) -> nn.Module:
-        return CausalConvolution(stage.d_model // 2, self.config.conv_kernel, stage.dtype, name=name)
+        return CausalConvolution(
+            stage.d_model // 2, self.config.conv_kernel, stage.dtype, name=name
+        )

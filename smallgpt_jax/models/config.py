@@ -37,16 +37,19 @@ class ModelConfig(ConfigGroup):
     head_dim: int = 0
     # apply RMSNorm to each head's queries and keys
     qk_norm: bool = False
-    # positions that attention sees: the earlier ones ("causal") | also later ones of the text's prefix ("prefix") | all
-    # ("bidirectional"). It follows from config.train.objective, which is causal, prefix or masked
+    # positions that attention sees: the earlier ones ("causal") | also later ones of the text's
+    # prefix ("prefix") | all ("bidirectional"). It follows from config.train.objective, which is
+    # causal, prefix or masked
     attention_mask: str = "causal"
-    # attention window of each block, in positions; 0 or an empty list: full attention. Fewer windows than blocks are
-    # repeated: (256, 0) means 256, 0, 256, 0, …
+    # attention window of each block, in positions; 0 or an empty list: full attention. Fewer
+    # windows than blocks are repeated: (256, 0) means 256, 0, 256, 0, …
     attention_windows: tuple[int, ...] = ()
-    # mixer of each block: attention | delta (Gated DeltaNet) | mamba (Mamba-2) | conv (gated short convolution) |
-    # package.module:Class. Fewer mixers than blocks are repeated, as windows are: ("delta", "delta", "attention")
+    # mixer of each block: attention | delta (Gated DeltaNet) | mamba (Mamba-2) | conv (gated short
+    # convolution) | package.module:Class. Fewer mixers than blocks are repeated, as windows are:
+    # ("delta", "delta", "attention")
     mixers: tuple[str, ...] = ("attention",)
-    # "delta": width of each head's queries and keys; 0: as in attention. If set, all stages of lgpt and cgpt use it
+    # "delta": width of each head's queries and keys; 0: as in attention. If set, all stages of lgpt
+    # and cgpt use it
     delta_head_dim: int = 0
     # "delta": (width of each head's values) / (width of its keys)
     delta_value_ratio: int = 2
@@ -60,28 +63,33 @@ class ModelConfig(ConfigGroup):
     norm: str = "layer"
     # "pre": x + f(norm(x)) | "post": norm(x + f(x)) | "deepnorm": norm(α·x + f(x))
     norm_position: str = "pre"
-    # each block begins with x ← a·x + b·x0, where x0 is the first block's input, and a and b are learned numbers
+    # each block begins with x ← a·x + b·x0, where x0 is the first block's input, and a and b are
+    # learned numbers
     input_mix: bool = False
     # multiply the outputs of mixer and MLP by a learned number each
     residual_scales: bool = False
-    # mixer and MLP have the same input: x + mixer(norm(x)) + MLP(norm(x)), and so with the other norm_position
+    # mixer and MLP have the same input: x + mixer(norm(x)) + MLP(norm(x)), and so with the other
+    # norm_position
     parallel_block: bool = False
-    # taps of causal convolutions per channel, added to the inputs of mixer and MLP (Canon layers A and C); 0: none
+    # taps of causal convolutions per channel, added to the inputs of mixer and MLP (Canon layers A
+    # and C); 0: none
     canon_taps: int = 0
     # add a learned, gated part of the previous token's embedding to each embedding
     smear: bool = False
     # "attention": multiply each head's output by sigmoid(x·w), with a learned vector w per head
     attention_gate: bool = False
-    # "attention": 1: each token has a learned vector, a row of the block's own table, which is added to its values |
-    # 0: none. Fewer numbers than blocks are repeated, as windows are: (0, 1)
+    # "attention": 1: each token has a learned vector, a row of the block's own table, which is
+    # added to its values | 0: none. Fewer numbers than blocks are repeated, as windows are: (0, 1)
     value_embeddings: tuple[int, ...] = ()
-    # times that the blocks (of a path, or a stage) are applied, one pass after the other, with the same weights
+    # times that the blocks (of a path, or a stage) are applied, one pass after the other, with the
+    # same weights
     loops: int = 1
     # logits z become c·tanh(z/c), with this c; 0: no cap
     logit_softcap: float = 0.0
     # ε of all norms, which is added to the variance
     norm_epsilon: float = 1e-5
-    # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down | "moe": mixture of such experts
+    # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down | "moe": mixture of
+    # such experts
     mlp: str = "dense"
     # (width of the MLP's inner layer) / d_model. With "moe": (width of one expert) / d_model
     mlp_ratio: float = 4.0
@@ -101,16 +109,18 @@ class ModelConfig(ConfigGroup):
     balance_loss: float = 0.0
     # "moe": backend of the experts' matrix products: auto | ragged (TPU) | blocks
     grouped_matmul: str = free("auto")
-    # 0: full matrices. Between 0 and 1: each (m, n) matrix of mixer and MLP is the product of two factors, (m, r)
-    # and (r, n), with the rank r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1. The factors then have at most rank_ratio·m·n
-    # parameters together. Routed experts, and narrow matrices of delta and mamba, are full
+    # 0: full matrices. Between 0 and 1: each (m, n) matrix of mixer and MLP is the product of two
+    # factors, (m, r) and (r, n), with the rank r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1. The
+    # factors then have at most rank_ratio·m·n parameters together. Routed experts, and narrow
+    # matrices of delta and mamba, are full
     rank_ratio: float = 0.0
     # dropout rate on the embeddings and on the outputs of attention and MLP
     dropout: float = per_run(0.0)
     # activation of the MLP: "gelu" (exact) | "gelu_tanh" (GPT-2's) | "silu" | "relu2"
     activation: str = "gelu"
-    # position encoding: "learned" | "rope" | "alibi" (only with XLA's attention) | "none". With "learned", no sequence
-    # can be longer than context_length, and a trained model keeps its context_length (docs/conversion.md)
+    # position encoding: "learned" | "rope" | "alibi" (only with XLA's attention) | "none". With
+    # "learned", no sequence can be longer than context_length, and a trained model keeps its
+    # context_length (docs/conversion.md)
     position: str = "learned"
     # base of RoPE's frequencies, base^(−2i/head width)
     rope_base: float = 10_000.0
@@ -118,16 +128,17 @@ class ModelConfig(ConfigGroup):
     use_bias: bool = False
     # share one matrix between token embedding and head
     tie_embeddings: bool = False
-    # dtype of matrix products and activations: float32 | bfloat16 | auto: bfloat16 on TPUs, GPUs and CPUs with
-    # AVX512-BF16 without AMX, otherwise float32; a resumed run keeps its dtype. Weights are float32
+    # dtype of matrix products and activations: float32 | bfloat16 | auto: bfloat16 on TPUs, GPUs
+    # and CPUs with AVX512-BF16 without AMX, otherwise float32; a resumed run keeps its dtype.
+    # Weights are float32
     dtype: str = per_run("bfloat16", **REPLACED_AT_START)
-    # attention backend: auto | flash (TPU) | splash (TPU) | cudnn (NVIDIA) | xla (anywhere). With xla, delta and mamba
-    # have no kernel on TPUs either
+    # attention backend: auto | flash (TPU) | splash (TPU) | cudnn (NVIDIA) | xla (anywhere). With
+    # xla, delta and mamba have no kernel on TPUs either
     attention: str = free("auto")
     # scan over the blocks: compiles faster, but steps are slower and need more memory
     scan_layers: bool = free(False)
-    # rematerialization: "none" | "dots": the backward pass recomputes all but products with weights | "full": it
-    # recomputes everything
+    # rematerialization: "none" | "dots": the backward pass recomputes all but products with weights
+    # | "full": it recomputes everything
     remat: str = free("none")
 
     @property
@@ -152,7 +163,9 @@ class ModelConfig(ConfigGroup):
 
     @property
     def window(self) -> int:
-        """A block's attention window, 0: unlimited. Of a whole model's config, the window of the first block."""
+        """A block's attention window, 0: unlimited. Of a whole model's config, the window of the
+        first block.
+        """
         return self.attention_windows[0] if self.attention_windows else 0
 
     @property
@@ -179,17 +192,37 @@ class ModelConfig(ConfigGroup):
         return self.d_model
 
     def validate(self) -> None:
-        """Raises UserError for invalid values. Overriding methods call `super().validate()` first."""
-        self.validate_range("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "loops",
-                            "delta_value_ratio", "mamba_state", "mamba_expand", least=1)
+        """Raises UserError for invalid values. Overriding methods call `super().validate()`
+        first.
+        """
+        self.validate_range(
+            "vocab_size",
+            "context_length",
+            "num_layers",
+            "num_heads",
+            "d_model",
+            "loops",
+            "delta_value_ratio",
+            "mamba_state",
+            "mamba_expand",
+            least=1,
+        )
         self.validate_fraction("dropout")
         for field, allowed in (
-                ("dtype", ("float32", "bfloat16", AUTO)), ("activation", ACTIVATIONS), ("position", POSITIONS),
-                ("norm_position", NORM_POSITIONS), ("attention_mask", ATTENTION_MASKS), ("attention", BACKENDS)):
+            ("dtype", ("float32", "bfloat16", AUTO)),
+            ("activation", ACTIVATIONS),
+            ("position", POSITIONS),
+            ("norm_position", NORM_POSITIONS),
+            ("attention_mask", ATTENTION_MASKS),
+            ("attention", BACKENDS),
+        ):
             self.validate_choice(field, allowed)
         self.validate_range("norm_epsilon", "rope_base", "mlp_ratio", above=True)
         if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):
-            self.refuse("attention_windows", "must be integers of at least 0, in positions; 0 means full attention")
+            self.refuse(
+                "attention_windows",
+                "must be integers of at least 0, in positions; 0 means full attention",
+            )
         if not set(self.value_embeddings) <= {0, 1}:
             self.refuse("value_embeddings", "must be 0 or 1 for each block")
         if self.canon_taps < 0 or self.canon_taps == 1:
@@ -198,10 +231,16 @@ class ModelConfig(ConfigGroup):
         if not self.mixers:
             self.refuse("mixers", "must have at least one name")
         if not 0 <= self.rank_ratio < 1:
-            self.refuse("rank_ratio", "must be at least 0 and below 1; 0 means full matrices. Two factors with as many "
-                        "parameters as their matrix, or more, save nothing")
-        for field, default in (("num_kv_heads", "num_heads"), ("head_dim", "d_model / num_heads"),
-                               ("delta_head_dim", "head_dim")):
+            self.refuse(
+                "rank_ratio",
+                "must be at least 0 and below 1; 0 means full matrices. Two factors with as many "
+                "parameters as their matrix, or more, save nothing",
+            )
+        for field, default in (
+            ("num_kv_heads", "num_heads"),
+            ("head_dim", "d_model / num_heads"),
+            ("delta_head_dim", "head_dim"),
+        ):
             if getattr(self, field) < 0:
                 self.refuse(field, f"must be at least 0; 0 means config.model.{default}")
         self.validate_range("conv_taps", least=2)  # with one tap, nothing moves between positions
@@ -212,27 +251,46 @@ class ModelConfig(ConfigGroup):
     def validate_experts(self) -> None:
         self.validate_range("num_experts", least=1)
         if not 1 <= self.experts_per_token <= self.num_experts:
-            self.refuse("experts_per_token",
-                        f"must be at least 1 and at most config.model.num_experts={self.num_experts}")
+            self.refuse(
+                "experts_per_token",
+                f"must be at least 1 and at most config.model.num_experts={self.num_experts}",
+            )
         self.validate_range("num_shared_experts", "expert_bias_rate", "balance_loss")
         self.validate_range("expert_scale", above=True)
         if self.use_bias:
-            self.refuse("use_bias", "must be False with config.model.mlp='moe', because experts have no biases")
+            self.refuse(
+                "use_bias",
+                "must be False with config.model.mlp='moe', because experts have no biases",
+            )
         self.validate_choice("expert_mlp", ("dense", "gated"))
         self.validate_choice("grouped_matmul", grouped_matmul.BACKENDS)
 
     def validate_block(self) -> None:
         """Checks what depends on the width of a block, which can differ between stages."""
         if not self.head_dim and self.d_model % self.num_heads:
-            self.refuse("num_heads", f"must divide config.model.d_model={self.d_model}, unless config.model.head_dim "
-                        "is set")
+            self.refuse(
+                "num_heads",
+                f"must divide config.model.d_model={self.d_model}, unless config.model.head_dim "
+                "is set",
+            )
         if self.num_heads % self.kv_heads:
             self.refuse("num_kv_heads", f"must divide config.model.num_heads={self.num_heads}")
         if self.position == "rope" and self.head_width % 2:
-            self.refuse("position", f"needs an even head width, but heads in blocks of width {self.d_model} have "
-                        f"{self.head_width}; change config.model.{'head_dim' if self.head_dim else 'num_heads'}")
+            self.refuse(
+                "position",
+                f"needs an even head width, but heads in blocks of width {self.d_model} have "
+                f"{self.head_width}; change "
+                f"config.model.{'head_dim' if self.head_dim else 'num_heads'}",
+            )
         if self.mlp_width < 1:
-            self.refuse("mlp_ratio", f"rounds to an MLP width of 0 in blocks of width {self.d_model}; increase it")
-        width = min(self.d_model, self.num_heads * self.head_width)  # no matrix has fewer rows or columns
-        if self.rank_ratio and width < 3:  # a W × W matrix has W² parameters, and two factors have at least 2·W
+            self.refuse(
+                "mlp_ratio",
+                f"rounds to an MLP width of 0 in blocks of width {self.d_model}; increase it",
+            )
+        width = min(
+            self.d_model, self.num_heads * self.head_width
+        )  # no matrix has fewer rows or columns
+        if (
+            self.rank_ratio and width < 3
+        ):  # a W × W matrix has W² parameters, and two factors have at least 2·W
             self.refuse("rank_ratio", f"saves nothing for matrices of width {width}; set it to 0")

@@ -1,4 +1,6 @@
-"""The `Context` that all modules of a model get in a forward pass, and variables of the decoding cache."""
+"""The `Context` that all modules of a model get in a forward pass, and variables of the decoding
+cache.
+"""
 
 import flax
 import flax.linen as nn
@@ -8,21 +10,31 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class Context:
-    """In training and evaluation, a row is one text from position 0 on, or several texts with `segment_ids_BxT`. In
-    decoding, it is a text's new tokens, padded at the end; the collection "cache" stores the earlier ones.
+    """In training and evaluation, a row is one text from position 0 on, or several texts with
+    `segment_ids_BxT`. In decoding, it is a text's new tokens, padded at the end; the collection
+    "cache" stores the earlier ones.
     """
 
     train: bool = flax.struct.field(pytree_node=False, default=False)  # applies dropout
     # The number of positions that a new cache can hold; None in training and evaluation.
     cache_length: int | None = flax.struct.field(pytree_node=False, default=None)
     start_B: jax.Array | None = None  # in decoding, the position of each row's first new token
-    length_B: jax.Array | None = None  # in decoding, the number of new tokens per row, without padding
-    segment_ids_BxT: jax.Array | None = None  # None in decoding; positions with equal ids belong to one text
-    # bool; positions in their text's bidirectional prefix (prefix LM). In decoding, only with a new cache
+    length_B: jax.Array | None = (
+        None  # in decoding, the number of new tokens per row, without padding
+    )
+    segment_ids_BxT: jax.Array | None = (
+        None  # None in decoding; positions with equal ids belong to one text
+    )
+    # bool; positions in their text's bidirectional prefix (prefix LM). In decoding, only with a new
+    # cache
     prefix_BxT: jax.Array | None = None
     tokens_BxT: jax.Array | None = None  # the model's inputs, for value embeddings
-    stack_input_BxTxD: jax.Array | None = None  # the first block's input, x0, with config.model.input_mix
-    loss_mask_BxT: jax.Array | None = None  # False at padding and where the loss counts no target; None: all True
+    stack_input_BxTxD: jax.Array | None = (
+        None  # the first block's input, x0, with config.model.input_mix
+    )
+    loss_mask_BxT: jax.Array | None = (
+        None  # False at padding and where the loss counts no target; None: all True
+    )
 
     @property
     def decode(self) -> bool:
@@ -40,8 +52,8 @@ class Context:
 
     @property
     def is_text_BxT(self):
-        """False at the padding, which ends a row after its last counted target. Prompts, which the loss does not count,
-        are text: they are a load for experts. None: all True.
+        """False at the padding, which ends a row after its last counted target. Prompts, which the
+        loss does not count, are text: they are a load for experts. None: all True.
         """
         if self.loss_mask_BxT is None:
             return None
@@ -52,7 +64,9 @@ EVALUATION = Context()
 
 
 def cache_variable(module: nn.Module, name: str, shape: tuple[int, ...], dtype):
-    """Returns a variable of "cache", zero at first, and whether it is new. Each call of a shared layer has its own."""
+    """Returns a variable of "cache", zero at first, and whether it is new. Each call of a shared
+    layer has its own.
+    """
     calls = module.get_variable("calls", name, 0)
     module.put_variable("calls", name, calls + 1)
     is_new = not module.has_variable("cache", f"{name}_{calls}")

@@ -1,4 +1,6 @@
-"""Causal convolutions over time. The inputs before position 0 of a text are 0; the cache stores the last inputs."""
+"""Causal convolutions over time. The inputs before position 0 of a text are 0; the cache stores the
+last inputs.
+"""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -9,7 +11,9 @@ from smallgpt_jax.models.initializers import normal, zeros
 
 
 class ShortConvolution(nn.Module):
-    """y[t] = Σ_j taps[j]·x[t − (J − 1) + j], one filter of J taps per channel, (B, T, C) → (B, T, C), in float32."""
+    """y[t] = Σ_j taps[j]·x[t − (J − 1) + j], one filter of J taps per channel, (B, T, C) → (B, T,
+    C), in float32.
+    """
 
     num_taps: int
     axis: str  # logical name of the channels
@@ -25,8 +29,8 @@ class ShortConvolution(nn.Module):
 
 
 class CausalConvolution(nn.Module):
-    """y[t] = b + Σ_j W[j]·x[t − (J − 1) + j], (B, T, D) → (B, T, features), with J = `num_taps`; x is 0 before a text's
-    start.
+    """y[t] = b + Σ_j W[j]·x[t − (J − 1) + j], (B, T, D) → (B, T, features), with J = `num_taps`; x
+    is 0 before a text's start.
     """
 
     features: int
@@ -37,13 +41,16 @@ class CausalConvolution(nn.Module):
     def __call__(self, x_BxTxD, context: Context):
         batch, time, width = x_BxTxD.shape
         axes = ("conv_time", "embed", "embed_compressed")
-        initial = normal((self.num_taps * width)**-0.5, *axes)
+        initial = normal((self.num_taps * width) ** -0.5, *axes)
         kernel = self.param("kernel", initial, (self.num_taps, width, self.features))
         kernel = sharding.gather_weight(kernel.astype(self.dtype), axes)
         bias = self.param("bias", zeros("embed_compressed"), (self.features,))
         y = bias.reshape(1, -1).astype(self.dtype)
-        # Rows and positions are merged, because three-dimensional products are slower on CPUs (see `ops.matmul`).
-        for j, past_BxTxD in enumerate(at_taps(self, x_BxTxD.astype(self.dtype), self.num_taps, context)):
+        # Rows and positions are merged, because three-dimensional products are slower on CPUs (see
+        # `ops.matmul`).
+        for j, past_BxTxD in enumerate(
+            at_taps(self, x_BxTxD.astype(self.dtype), self.num_taps, context)
+        ):
             y += past_BxTxD.reshape(-1, width) @ kernel[j]
         return y.reshape(batch, time, self.features)
 
@@ -60,7 +67,9 @@ class Canon(nn.Module):
 
 
 class Smear(nn.Module):
-    """x[t] + λ·sigmoid(w·x[t])·x[t − 1], with λ = 0 at first (github.com/KellerJordan/modded-nanogpt)."""
+    """x[t] + λ·sigmoid(w·x[t])·x[t − 1], with λ = 0 at first
+    (github.com/KellerJordan/modded-nanogpt).
+    """
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
@@ -72,9 +81,11 @@ class Smear(nn.Module):
 
 
 def at_taps(module: nn.Module, x_BxTxD, num_taps: int, context: Context):
-    """Returns x[t − (J − 1) + j] for each of J taps j, with 0 in place of the inputs of another text."""
+    """Returns x[t − (J − 1) + j] for each of J taps j, with 0 in place of the inputs of another
+    text.
+    """
     padded, taps = with_past(module, x_BxTxD, num_taps - 1, context), range(num_taps)
-    pasts = [padded[:, j:j + x_BxTxD.shape[1]] for j in taps]
+    pasts = [padded[:, j : j + x_BxTxD.shape[1]] for j in taps]
     if context.segment_ids_BxT is None:  # `with_past` has prepended zeros
         return pasts
     positions_BxT = context.positions(x_BxTxD.shape[1])
@@ -82,7 +93,9 @@ def at_taps(module: nn.Module, x_BxTxD, num_taps: int, context: Context):
 
 
 def with_past(module: nn.Module, x_BxTxD, count: int, context: Context):
-    """Prepends the previous `count` inputs, (B, count + T, D). In decoding, `module` caches them."""
+    """Prepends the previous `count` inputs, (B, count + T, D). In decoding, `module` caches
+    them.
+    """
     batch, _, width = x_BxTxD.shape
     if not context.decode or count == 0:
         return jnp.pad(x_BxTxD, ((0, 0), (count, 0), (0, 0)))

@@ -11,36 +11,53 @@ from smallgpt_jax.models.config import ModelConfig
 
 
 def find_class(name: str, table: Mapping[str, type], where: str) -> type:
-    """Returns the class for `name`, a key of `table` or `package.module:Class`. UserErrors begin with `where`."""
+    """Returns the class for `name`, a key of `table` or `package.module:Class`. UserErrors begin
+    with `where`.
+    """
     module, colon, class_name = str(name).partition(":")
     if not module or not colon or module.startswith("."):
         if str(name) not in table:
-            raise UserError(f"{where}: must be one of {', '.join(table)}, or package.module:Class"
-                            + suggestion(str(name), table))
+            raise UserError(
+                f"{where}: must be one of {', '.join(table)}, or package.module:Class"
+                + suggestion(str(name), table)
+            )
         return table[name]
     try:
         return getattr(importlib.import_module(module), class_name)
     except ModuleNotFoundError as error:
-        raise UserError(f"{where}: no module {error.name!r}; run the command in the folder that contains it, or add "
-                        "that folder to PYTHONPATH") from None
+        raise UserError(
+            f"{where}: no module {error.name!r}; run the command in the folder that contains it, "
+            "or add that folder to PYTHONPATH"
+        ) from None
     except AttributeError:
-        raise UserError(f"{where}: the module {module} has no {class_name!r}; expected package.module:Class") from None
+        raise UserError(
+            f"{where}: the module {module} has no {class_name!r}; expected package.module:Class"
+        ) from None
 
 
 def custom_classes(model: Mapping | ModelConfig) -> list[tuple[str, str]]:
-    """Returns (field, name) of each class that is not built in. Mappings may come from a file, with any values."""
+    """Returns (field, name) of each class that is not built in. Mappings may come from a file, with
+    any values.
+    """
     fields = model if isinstance(model, Mapping) else dataclasses.asdict(model)
     mixers = fields.get("mixers")
-    named = [("architecture", fields.get("architecture")),
-             *(("mixers", name) for name in (mixers if isinstance(mixers, (list, tuple)) else ()))]
+    named = [
+        ("architecture", fields.get("architecture")),
+        *(("mixers", name) for name in (mixers if isinstance(mixers, (list, tuple)) else ())),
+    ]
     return [(field, name) for field, name in named if isinstance(name, str) and ":" in name]
 
 
 def foreign_classes(saved: Mapping, model: ModelConfig) -> dict[str, tuple]:
-    """Returns {field: (saved, now)} for custom classes that `saved` names and `model` does not. Imports no module."""
+    """Returns {field: (saved, now)} for custom classes that `saved` names and `model` does not.
+    Imports no module.
+    """
     known = custom_classes(model)
-    return {field: (saved[field], getattr(model, field)) for field, name in custom_classes(saved)
-            if (field, name) not in known}
+    return {
+        field: (saved[field], getattr(model, field))
+        for field, name in custom_classes(saved)
+        if (field, name) not in known
+    }
 
 
 def refuse_custom_code(fields: Mapping, where: Path, trust: bool) -> None:
@@ -48,5 +65,7 @@ def refuse_custom_code(fields: Mapping, where: Path, trust: bool) -> None:
     for field, name in custom_classes(fields):
         module, _, _ = name.partition(":")
         if not trust and module not in sys.modules:
-            raise UserError(f"{where}: config.model.{field}={name!r} is not built in, so loading the model would run "
-                            f"the code of {module}; add --trust_custom_code if you trust it")
+            raise UserError(
+                f"{where}: config.model.{field}={name!r} is not built in, so loading the model "
+                f"would run the code of {module}; add --trust_custom_code if you trust it"
+            )

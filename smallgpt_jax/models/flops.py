@@ -1,7 +1,8 @@
 """FLOPs of functions, counted exactly from their jaxprs, without running them.
 
-Matrix products and convolutions count as FLOPs, as in model FLOPs utilization (Chowdhery et al., arXiv 2204.02311,
-appendix B). Other arithmetic, such as that of norms, softmax and recurrences, is counted apart.
+Matrix products and convolutions count as FLOPs, as in model FLOPs utilization (Chowdhery et al.,
+arXiv 2204.02311, appendix B). Other arithmetic, such as that of norms, softmax and recurrences, is
+counted apart.
 """
 
 import dataclasses
@@ -17,16 +18,63 @@ from jax.extend import core
 from smallgpt_jax.models import LanguageModel, abstract_variables
 
 # Primitives whose FLOPs cannot be counted. They raise an error instead of counting as zero.
-UNKNOWN = ("scaled_matmul", "custom_call", "ffi_call", "pallas_call", "pure_callback", "fft", "triangular_solve")
-# Arithmetic besides products: one operation per element of the result, or, for a reduction, of the input.
-ELEMENTWISE = {"add", "add_any", "sub", "mul", "div", "neg", "max", "min", "abs", "sign", "exp", "exp2", "expm1", "log",
-               "log1p", "tanh", "logistic", "erf", "erf_inv", "sqrt", "rsqrt", "cbrt", "square", "pow", "integer_pow",
-               "sin", "cos", "tan"}
-REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "cumsum", "cumprod", "cummax", "cummin",
-              "cumlogsumexp"}
+UNKNOWN = (
+    "scaled_matmul",
+    "custom_call",
+    "ffi_call",
+    "pallas_call",
+    "pure_callback",
+    "fft",
+    "triangular_solve",
+)
+# Arithmetic besides products: one operation per element of the result, or, for a reduction, of the
+# input.
+ELEMENTWISE = {
+    "add",
+    "add_any",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "max",
+    "min",
+    "abs",
+    "sign",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log1p",
+    "tanh",
+    "logistic",
+    "erf",
+    "erf_inv",
+    "sqrt",
+    "rsqrt",
+    "cbrt",
+    "square",
+    "pow",
+    "integer_pow",
+    "sin",
+    "cos",
+    "tan",
+}
+REDUCTIONS = {
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_prod",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "cumlogsumexp",
+}
 
 
-CPU = jax.sharding.AbstractMesh((), (), abstract_device=jax.sharding.AbstractDevice("cpu", None, "cpu"))
+CPU = jax.sharding.AbstractMesh(
+    (), (), abstract_device=jax.sharding.AbstractDevice("cpu", None, "cpu")
+)
 
 
 class UnknownFlops(ValueError):
@@ -34,7 +82,9 @@ class UnknownFlops(ValueError):
 
 
 class Operations(NamedTuple):
-    """Numbers of multiplications and additions in products, and of other arithmetic operations on real numbers."""
+    """Numbers of multiplications and additions in products, and of other arithmetic operations on
+    real numbers.
+    """
 
     products: int = 0
     others: int = 0
@@ -44,48 +94,67 @@ class Cost(NamedTuple):
     """The cost of training a model on one token."""
 
     flops: float | None  # None if they cannot be counted
-    uncounted: float | None  # other arithmetic operations of the forward pass, per FLOP of the forward pass
+    uncounted: (
+        float | None
+    )  # other arithmetic operations of the forward pass, per FLOP of the forward pass
     problem: str = ""  # why the FLOPs cannot be counted
 
 
 def train_cost(model: LanguageModel, teacher: LanguageModel | None = None) -> Cost:
-    """Returns the cost of training: 3 times the FLOPs of the forward pass, because the backward pass computes two
-    products for each of its products (Kaplan et al., arXiv 2001.08361, section 2.1). A `teacher` adds its own forward
-    pass, without the head.
+    """Returns the cost of training: 3 times the FLOPs of the forward pass, because the backward
+    pass computes two products for each of its products (Kaplan et al., arXiv 2001.08361, section
+    2.1). A `teacher` adds its own forward pass, without the head.
     """
     try:
         forward = forward_operations(model)
         extra = forward_operations(teacher, "hidden").products if teacher else 0
     except UnknownFlops as error:
         return Cost(None, None, str(error))
-    return Cost((3 * forward.products + extra) / model.config.context_length, forward.others / forward.products)
+    return Cost(
+        (3 * forward.products + extra) / model.config.context_length,
+        forward.others / forward.products,
+    )
 
 
-def train_flops_per_token(model: LanguageModel, teacher: LanguageModel | None = None) -> float | None:
+def train_flops_per_token(
+    model: LanguageModel, teacher: LanguageModel | None = None
+) -> float | None:
     return train_cost(model, teacher).flops
 
 
 def forward_operations(model: LanguageModel, method: str = "__call__") -> Operations:
-    """Returns the operations on context_length tokens, equal for all backends (see `ops.xla_attention.counted`)."""
-    model = model.clone(config=dataclasses.replace(
-        model.config, attention="counted", grouped_matmul="ragged", remat="none"))
+    """Returns the operations on context_length tokens, equal for all backends (see
+    `ops.xla_attention.counted`).
+    """
+    model = model.clone(
+        config=dataclasses.replace(
+            model.config, attention="counted", grouped_matmul="ragged", remat="none"
+        )
+    )
     tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")
     variables = abstract_variables(model)
-    with jax.sharding.use_abstract_mesh(CPU):  # elsewhere, recurrent mixers compute states with more products
+    with jax.sharding.use_abstract_mesh(
+        CPU
+    ):  # elsewhere, recurrent mixers compute states with more products
         return count_operations(functools.partial(model.apply, method=method), variables, tokens)
 
 
 def update_flops(params, optimizer: optax.GradientTransformation) -> int:
-    """Returns the FLOPs of matrix products per update, which only Muon has. `params` may be shapes."""
-    update = functools.partial(optax.with_extra_args_support(optimizer).update, learning_rate=0.0, weight_decay=0.0)
+    """Returns the FLOPs of matrix products per update, which only Muon has. `params` may be
+    shapes.
+    """
+    update = functools.partial(
+        optax.with_extra_args_support(optimizer).update, learning_rate=0.0, weight_decay=0.0
+    )
     return count_operations(update, params, jax.eval_shape(optimizer.init, params), params).products
 
 
 def count_operations(function, *arguments) -> Operations:
     """Returns the operations of function(*arguments).
 
-    The arguments may be `jax.ShapeDtypeStruct`s. The body of a loop is counted once per iteration. In a conditional,
-    only the most expensive branch is counted. In a loop of unknown length, arithmetic besides products is counted once.
+    The arguments may be `jax.ShapeDtypeStruct`s. The body of a loop is counted once per iteration.
+    In a conditional, only the most expensive branch is counted. In a loop of unknown length,
+    arithmetic besides products is counted once.
 
     Raises UnknownFlops for products in a loop of unknown length, and for primitives in UNKNOWN.
     """
@@ -106,10 +175,14 @@ def _count_equation(equation) -> Operations:
         dimensions = equation.params["ragged_dot_dimension_numbers"]
         (contracted, _), _ = dimensions.dot_dimension_numbers
         if set(dimensions.lhs_ragged_dimensions) & set(contracted):
-            raise UnknownFlops("the FLOPs of a ragged_dot_general that contracts the ragged dimension cannot be "
-                               "counted")
+            raise UnknownFlops(
+                "the FLOPs of a ragged_dot_general that contracts the ragged dimension cannot be "
+                "counted"
+            )
         return Operations(2 * result.size * math.prod(inputs[0].aval.shape[i] for i in contracted))
-    if name == "conv_general_dilated":  # each output is a product with one output channel's kernel; zeros count too
+    if (
+        name == "conv_general_dilated"
+    ):  # each output is a product with one output channel's kernel; zeros count too
         channels = inputs[1].aval.shape[equation.params["dimension_numbers"].rhs_spec[0]]
         return Operations(2 * result.size * inputs[1].aval.size // channels)
     if any(word in name for word in UNKNOWN):
@@ -117,15 +190,21 @@ def _count_equation(equation) -> Operations:
     if name in ELEMENTWISE | REDUCTIONS:
         array = inputs[0].aval if name in REDUCTIONS else result
         return Operations(0, array.size if jnp.issubdtype(array.dtype, jnp.inexact) else 0)
-    inner = [_count(getattr(value, "jaxpr", value)) for parameter in equation.params.values()
-             for value in (parameter if isinstance(parameter, (tuple, list)) else [parameter])
-             if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
+    inner = [
+        _count(getattr(value, "jaxpr", value))
+        for parameter in equation.params.values()
+        for value in (parameter if isinstance(parameter, (tuple, list)) else [parameter])
+        if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
+    ]
     if name == "scan":
         return Operations(*(equation.params["length"] * number for number in _sum(inner)))
     if name == "cond":
         return max(inner)
     if name == "while" and _sum(inner).products:
-        raise UnknownFlops("matrix products in a loop of unknown length (while) cannot be counted; use jax.lax.scan")
+        raise UnknownFlops(
+            "matrix products in a loop of unknown length (while) cannot be counted; use "
+            "jax.lax.scan"
+        )
     return _sum(inner)
 
 

@@ -1,4 +1,6 @@
-"""The gated short convolution of LFM2 (arXiv 2511.23404), a mixer whose memory is its last inputs."""
+"""The gated short convolution of LFM2 (arXiv 2511.23404), a mixer whose memory is its last
+inputs.
+"""
 
 import flax.linen as nn
 
@@ -10,8 +12,8 @@ from smallgpt_jax.models.recurrence import refuse_prefix
 
 
 class GatedConvolution(nn.Module):
-    """y = W_out·(c ⊙ convolution(b ⊙ v)), where b, c and v are products of x with matrices, and the convolution has
-    `conv_taps` taps per channel. Its cache has B·(conv_taps − 1)·D elements.
+    """y = W_out·(c ⊙ convolution(b ⊙ v)), where b, c and v are products of x with matrices, and the
+    convolution has `conv_taps` taps per channel. Its cache has B·(conv_taps − 1)·D elements.
     """
 
     config: ModelConfig
@@ -21,10 +23,14 @@ class GatedConvolution(nn.Module):
         c = self.config
         refuse_prefix(c, context)
 
-        def dense(name: str, x_BxTxD, axes: tuple[str, str] = ("embed", "mlp"), std: float = INIT_STD):
+        def dense(
+            name: str, x_BxTxD, axes: tuple[str, str] = ("embed", "mlp"), std: float = INIT_STD
+        ):
             return block_dense(c, name, (c.d_model,), axes, std)(x_BxTxD, context)
 
-        v_BxTxD = dense("value", x_BxTxD, std=INIT_STD * deepnorm_gain(c)) * dense("input_gate", x_BxTxD)
+        v_BxTxD = dense("value", x_BxTxD, std=INIT_STD * deepnorm_gain(c)) * dense(
+            "input_gate", x_BxTxD
+        )
         y_BxTxD = ShortConvolution(c.conv_taps, "mlp", name="convolution")(v_BxTxD, context)
         y_BxTxD *= dense("output_gate", x_BxTxD)
         return dense("out", y_BxTxD, ("mlp", "embed"), residual_std(c))

@@ -1,4 +1,6 @@
-"""Initializers and initial stds of weights. `axes` are logical names; devices/sharding.py maps them to mesh axes."""
+"""Initializers and initial stds of weights. `axes` are logical names; devices/sharding.py maps them
+to mesh axes.
+"""
 
 import math
 
@@ -6,7 +8,8 @@ import flax.linen as nn
 
 from smallgpt_jax.models.config import ModelConfig
 
-INIT_STD = 0.02  # initial std of weights, as in GPT-2; projections into the residual stream use `residual_std`
+# initial std of weights, as in GPT-2; projections into the residual stream use `residual_std`
+INIT_STD = 0.02
 
 
 def normal(std: float, *axes: str):
@@ -22,12 +25,16 @@ def ones(*axes: str):
 
 
 def deepnorm_gain(config: ModelConfig) -> float:
-    """Returns (8N)^−¼ for N blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only models), or 1."""
+    """Returns (8N)^−¼ for N blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only
+    models), or 1.
+    """
     return (8 * config.blocks_in_sequence) ** -0.25 if config.norm_position == "deepnorm" else 1.0
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Returns 0.02/√(2N) for N pre-norm blocks: 2N projections sum to the variance of one (GPT-2, section 2.3)."""
+    """Returns 0.02/√(2N) for N pre-norm blocks: 2N projections sum to the variance of one (GPT-2,
+    section 2.3).
+    """
     if config.norm_position == "pre":
         return INIT_STD / math.sqrt(2 * config.loops * config.num_layers)
     return INIT_STD * deepnorm_gain(config)

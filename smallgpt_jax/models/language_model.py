@@ -13,9 +13,9 @@ from smallgpt_jax.ops.cross_entropy import cap
 
 TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 
-# Up to this input width, the initial std of the head's weights is 0.02. Wider heads have a smaller std, because the
-# initial logits have variance width × std². With std 0.02, the initial loss of a wider head would exceed
-# ln(vocab_size) by more than 0.05.
+# Up to this input width, the initial std of the head's weights is 0.02. Wider heads have a smaller
+# std, because the initial logits have variance width × std². With std 0.02, the initial loss of a
+# wider head would exceed ln(vocab_size) by more than 0.05.
 HEAD_WIDTH_AT_INIT_STD = 256
 
 
@@ -24,23 +24,30 @@ def head_std(width: int) -> float:
 
 
 def embed(table_VxD, tokens_BxT, dtype: str):
-    """Returns (B, T, D). The table stays float32, because the gradient of a frequent token sums too many terms for
-    bfloat16.
+    """Returns (B, T, D). The table stays float32, because the gradient of a frequent token sums too
+    many terms for bfloat16.
     """
     return sharding.look_up(table_VxD, TABLE_AXES, tokens_BxT, dtype)
 
 
 class LanguageModel(nn.Module):
-    """Build it with `models.build`, which validates. With `Context(train=True)`, `apply` needs the rng "dropout"."""
+    """Build it with `models.build`, which validates. With `Context(train=True)`, `apply` needs the
+    rng "dropout".
+    """
 
     config: ModelConfig
 
     def setup(self):
         c = self.config
-        self.token_embedding = self.param("token_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model))
+        self.token_embedding = self.param(
+            "token_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model)
+        )
         if c.position == "learned":  # attention applies the other position encodings
             self.position_embedding = self.param(
-                "position_embedding", normal(INIT_STD, "position", "embed"), (c.context_length, c.d_model))
+                "position_embedding",
+                normal(INIT_STD, "position", "embed"),
+                (c.context_length, c.d_model),
+            )
         if c.smear:
             self.smear = Smear()
         self.trunk = find_architecture(c.architecture)(c)
@@ -49,7 +56,9 @@ class LanguageModel(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def hidden(self, tokens_BxT, context: Context = EVALUATION):
-        """Returns the head's input, (B, T, W). With learned positions, T must be at most context_length."""
+        """Returns the head's input, (B, T, W). With learned positions, T must be at most
+        context_length.
+        """
         dtype = self.config.dtype
         x_BxTxD = embed(self.token_embedding, tokens_BxT, dtype)
         if self.config.smear:
@@ -61,15 +70,19 @@ class LanguageModel(nn.Module):
         x_BxTxW = self.trunk(x_BxTxD, context.replace(tokens_BxT=tokens_BxT))
         if not self.config.ends_with_norm:
             x_BxTxW = self.final_norm(x_BxTxW)
-        # Without this constraint, XLA's partitioner chooses a slow sharding for the gradient of `x_BxTxW`.
+        # Without this constraint, XLA's partitioner chooses a slow sharding for the gradient of
+        # `x_BxTxW`.
         return nn.with_logical_constraint(x_BxTxW, ("batch", "time", "embed_activation"))
 
     def position_vectors(self, time: int, context: Context):
         """Returns (B or 1, T, D)."""
         if not context.decode and context.segment_ids_BxT is None:
             return self.position_embedding[None, :time]
-        # mode="clip", because the padding of short rows can be beyond the last position of the embedding.
-        table_PxD = sharding.gather_weight(self.position_embedding, ("position", "embed"))  # as for the token embedding
+        # mode="clip", because the padding of short rows can be beyond the last position of the
+        # embedding.
+        table_PxD = sharding.gather_weight(
+            self.position_embedding, ("position", "embed")
+        )  # as for the token embedding
         return jnp.take(table_PxD, context.positions(time), axis=0, mode="clip")
 
     @nn.compact
@@ -80,7 +93,10 @@ class LanguageModel(nn.Module):
             weight = self.token_embedding
         else:
             weight = self.param(
-                "head", normal(head_std(c.output_width), *TABLE_AXES), (c.vocab_size, c.output_width))
+                "head",
+                normal(head_std(c.output_width), *TABLE_AXES),
+                (c.vocab_size, c.output_width),
+            )
         return sharding.gather_weight(weight.astype(c.dtype), TABLE_AXES)
 
     def __call__(self, tokens_BxT, context: Context = EVALUATION):
@@ -88,17 +104,25 @@ class LanguageModel(nn.Module):
         return self.logits(self.hidden(tokens_BxT, context))
 
     def next_logits(self, tokens_BxT, context: Context):
-        """Returns the logits of the token after each row's `context.length_B` tokens, (B, V) float32."""
+        """Returns the logits of the token after each row's `context.length_B` tokens, (B, V)
+        float32.
+        """
         x_BxTxW = self.hidden(tokens_BxT, context)
-        last = jnp.take_along_axis(x_BxTxW, jnp.maximum(context.length_B, 1)[:, None, None] - 1, axis=1)
+        last = jnp.take_along_axis(
+            x_BxTxW, jnp.maximum(context.length_B, 1)[:, None, None] - 1, axis=1
+        )
         return self.logits(last)[:, 0]
 
     def logits(self, x_BxTxW):
         batch, time, width = x_BxTxW.shape
-        logits_RxV = jnp.dot(x_BxTxW.reshape(-1, width), self.head_weight().T, preferred_element_type=jnp.float32)
+        logits_RxV = jnp.dot(
+            x_BxTxW.reshape(-1, width), self.head_weight().T, preferred_element_type=jnp.float32
+        )
         return cap(logits_RxV, self.config.logit_softcap).reshape(batch, time, -1)
 
 
 def build(**fields) -> LanguageModel:
-    """Returns the model for the fields of a config's `model` group; raises UserError if one is invalid."""
+    """Returns the model for the fields of a config's `model` group; raises UserError if one is
+    invalid.
+    """
     return LanguageModel(make_config(**fields))

@@ -1,11 +1,12 @@
 """The layers of blocks: dense layers, norms, MLPs.
 
-Suffixes of variable names are shapes: B batch, T time (positions), D model width, H heads, G key–value heads, K head
-width, F MLP width, L layers, V vocabulary. Weights are float32; matrix products are computed in `config.dtype`. Weights
-without logical axes, as of flax's nn.Dense, are replicated.
+Suffixes of variable names are shapes: B batch, T time (positions), D model width, H heads, G
+key–value heads, K head width, F MLP width, L layers, V vocabulary. Weights are float32; matrix
+products are computed in `config.dtype`. Weights without logical axes, as of flax's nn.Dense, are
+replicated.
 
-An entry of NORMS is a function (config, name) → module. An entry of MLPS is a module class with a field `config`,
-called with (B, T, D) activations and a `Context`.
+An entry of NORMS is a function (config, name) → module. An entry of MLPS is a module class with a
+field `config`, called with (B, T, D) activations and a `Context`.
 """
 
 import dataclasses
@@ -16,7 +17,14 @@ import flax.linen as nn
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.models.initializers import INIT_STD, deepnorm_gain, normal, ones, residual_std, zeros
+from smallgpt_jax.models.initializers import (
+    INIT_STD,
+    deepnorm_gain,
+    normal,
+    ones,
+    residual_std,
+    zeros,
+)
 from smallgpt_jax.models.router import Router
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.grouped_matmul import grouped_experts
@@ -24,7 +32,9 @@ from smallgpt_jax.ops.matmul import matmul
 
 
 def factor_rank(rank_ratio: float, inputs: int, outputs: int) -> int:
-    """Returns r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1. PELA (arXiv 2310.10700) uses c = 1 / rank_ratio."""
+    """Returns r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1. PELA (arXiv 2310.10700) uses c = 1 /
+    rank_ratio.
+    """
     return max(1, math.floor(rank_ratio * inputs * outputs / (inputs + outputs)))
 
 
@@ -34,12 +44,13 @@ def project(x, kernel, context: Context):
     kernel_IxO = kernel.reshape(math.prod(inputs), -1)
     x_BxTxI = x.reshape(*batch_and_time, len(kernel_IxO)).astype(kernel.dtype)
     y_BxTxO = matmul(x_BxTxI, kernel_IxO, context.decode)
-    return y_BxTxO.reshape(*batch_and_time, *kernel.shape[len(inputs):])
+    return y_BxTxO.reshape(*batch_and_time, *kernel.shape[len(inputs) :])
 
 
 class Dense(nn.Module):
-    """(B, T, *inputs) → (B, T, *features), with a kernel (*inputs, *features) whose axes have the logical names `axes`.
-    With a `rank_ratio`, `kernel_in` (*inputs, r) and `kernel_out` (r, *features) replace it; see `factor_rank`.
+    """(B, T, *inputs) → (B, T, *features), with a kernel (*inputs, *features) whose axes have the
+    logical names `axes`. With a `rank_ratio`, `kernel_in` (*inputs, r) and `kernel_out` (r,
+    *features) replace it; see `factor_rank`.
     """
 
     features: tuple[int, ...]
@@ -61,10 +72,16 @@ class Dense(nn.Module):
             initializer = self.kernel_init(self.init_std, self.axes)
             return [self.weight("kernel", initializer, inputs + self.features, self.axes)]
         rank = factor_rank(self.rank_ratio, math.prod(inputs), math.prod(self.features))
-        std = math.sqrt(self.init_std / math.sqrt(rank))  # entries of the product have variance rank·std⁴ = init_std²
-        axes_in, axes_out = (*self.axes[:len(inputs)], "rank"), ("rank", *self.axes[len(inputs):])
-        return [self.weight("kernel_in", normal(std, *axes_in), (*inputs, rank), axes_in),
-                self.weight("kernel_out", self.kernel_init(std, axes_out), (rank, *self.features), axes_out)]
+        std = math.sqrt(
+            self.init_std / math.sqrt(rank)
+        )  # entries of the product have variance rank·std⁴ = init_std²
+        axes_in, axes_out = (*self.axes[: len(inputs)], "rank"), ("rank", *self.axes[len(inputs) :])
+        return [
+            self.weight("kernel_in", normal(std, *axes_in), (*inputs, rank), axes_in),
+            self.weight(
+                "kernel_out", self.kernel_init(std, axes_out), (rank, *self.features), axes_out
+            ),
+        ]
 
     def weight(self, name: str, initializer, shape: tuple[int, ...], axes: tuple[str, ...]):
         return sharding.gather_weight(self.param(name, initializer, shape).astype(self.dtype), axes)
@@ -76,23 +93,35 @@ class Dense(nn.Module):
     def with_bias(self, y_BxTxO):
         if not self.use_bias:
             return y_BxTxO
-        bias = self.param("bias", zeros(*self.axes[-len(self.features):]), self.features)
+        bias = self.param("bias", zeros(*self.axes[-len(self.features) :]), self.features)
         return y_BxTxO + bias[None, None].astype(self.dtype)
 
 
-def block_dense(c: ModelConfig, name: str, features: tuple[int, ...], axes: tuple[str, ...], std: float) -> Dense:
+def block_dense(
+    c: ModelConfig, name: str, features: tuple[int, ...], axes: tuple[str, ...], std: float
+) -> Dense:
     return Dense(features, axes, std, c.use_bias, c.dtype, c.rank_ratio, name=name)
 
 
 def layer_norm(config: ModelConfig, name: str | None) -> nn.LayerNorm:
-    """The variance is E[x²] − E[x]² in float32, which takes one pass over x; E[(x − E[x])²] would take two."""
-    return nn.LayerNorm(epsilon=config.norm_epsilon, use_bias=config.use_bias, dtype=config.dtype,
-                        scale_init=ones("norm"), bias_init=zeros("norm"), name=name)
+    """The variance is E[x²] − E[x]² in float32, which takes one pass over x; E[(x − E[x])²] would
+    take two.
+    """
+    return nn.LayerNorm(
+        epsilon=config.norm_epsilon,
+        use_bias=config.use_bias,
+        dtype=config.dtype,
+        scale_init=ones("norm"),
+        bias_init=zeros("norm"),
+        name=name,
+    )
 
 
 def rms_norm(config: ModelConfig, name: str | None) -> nn.RMSNorm:
     """x/√(mean(x²) + ε)·γ in float32 (Zhang & Sennrich, arXiv 1910.07467)."""
-    return nn.RMSNorm(epsilon=config.norm_epsilon, dtype=config.dtype, scale_init=ones("norm"), name=name)
+    return nn.RMSNorm(
+        epsilon=config.norm_epsilon, dtype=config.dtype, scale_init=ones("norm"), name=name
+    )
 
 
 NORMS = {"layer": layer_norm, "rms": rms_norm}
@@ -109,14 +138,18 @@ class MLP(nn.Module):
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
         h_BxTxF = self.inner(x_BxTxD, context)
-        return block_dense(c, "down", (c.d_model,), ("mlp", "embed"), residual_std(c))(h_BxTxF, context)
+        return block_dense(c, "down", (c.d_model,), ("mlp", "embed"), residual_std(c))(
+            h_BxTxF, context
+        )
 
     def inner(self, x_BxTxD, context: Context):
         return ACTIVATIONS[self.config.activation](self.expand("up", x_BxTxD, context))
 
     def expand(self, name: str, x_BxTxD, context: Context):
         c = self.config
-        return block_dense(c, name, (c.mlp_width,), ("embed", "mlp"), INIT_STD * deepnorm_gain(c))(x_BxTxD, context)
+        return block_dense(c, name, (c.mlp_width,), ("embed", "mlp"), INIT_STD * deepnorm_gain(c))(
+            x_BxTxD, context
+        )
 
 
 class GatedMLP(MLP):
@@ -128,8 +161,9 @@ class GatedMLP(MLP):
 
 
 class MixtureOfExperts(nn.Module):
-    """y = scale · Σ gate_i · expert_i(x) + shared(x) (DeepSeek-V3, arXiv 2412.19437, equation 12). No token is dropped.
-    Tensor parallelism splits the width of each expert, so all devices have equal work.
+    """y = scale · Σ gate_i · expert_i(x) + shared(x) (DeepSeek-V3, arXiv 2412.19437, equation 12).
+    No token is dropped. Tensor parallelism splits the width of each expert, so all devices have
+    equal work.
     """
 
     config: ModelConfig
@@ -139,14 +173,25 @@ class MixtureOfExperts(nn.Module):
         c = self.config
         experts_BxTxK, gates_BxTxK = Router(c, name="router")(x_BxTxD, context)
         std = INIT_STD * deepnorm_gain(c)
-        into = [self.weights(name, (c.d_model, c.mlp_width), ("embed", "mlp"), std)
-                for name in (("gate", "up") if c.expert_mlp == "gated" else ("up",))]
+        into = [
+            self.weights(name, (c.d_model, c.mlp_width), ("embed", "mlp"), std)
+            for name in (("gate", "up") if c.expert_mlp == "gated" else ("up",))
+        ]
         out = self.weights("down", (c.mlp_width, c.d_model), ("mlp", "embed"), residual_std(c))
         y_BxTxD = grouped_experts(
-            x_BxTxD.astype(c.dtype), experts_BxTxK, gates_BxTxK, into, out, ACTIVATIONS[c.activation], c.grouped_matmul)
+            x_BxTxD.astype(c.dtype),
+            experts_BxTxK,
+            gates_BxTxK,
+            into,
+            out,
+            ACTIVATIONS[c.activation],
+            c.grouped_matmul,
+        )
         if not c.num_shared_experts:
             return y_BxTxD
-        shared = dataclasses.replace(c, mlp=c.expert_mlp, mlp_ratio=c.num_shared_experts * c.mlp_width / c.d_model)
+        shared = dataclasses.replace(
+            c, mlp=c.expert_mlp, mlp_ratio=c.num_shared_experts * c.mlp_width / c.d_model
+        )
         return y_BxTxD + MLPS[c.expert_mlp](shared, name="shared")(x_BxTxD, context)
 
     def weights(self, name: str, shape: tuple[int, int], axes: tuple[str, str], std: float):

@@ -1,4 +1,6 @@
-"""LinearGPT (arXiv 2404.14462, section 3.2): stages of blocks; every stage is half as wide as the previous one."""
+"""LinearGPT (arXiv 2404.14462, section 3.2): stages of blocks; every stage is half as wide as the
+previous one.
+"""
 
 import dataclasses
 
@@ -39,17 +41,25 @@ class LGPTConfig(ModelConfig):
         super().validate()
         self.validate_range("blocks_per_stage", least=1)
         if self.num_layers % self.blocks_per_stage:
-            self.refuse("blocks_per_stage", f"must divide config.model.num_layers={self.num_layers}")
+            self.refuse(
+                "blocks_per_stage", f"must divide config.model.num_layers={self.num_layers}"
+            )
         self.validate_choice("stage_heads", ("fixed", "scaled"))
         halvings = self.num_compressions
         if self.d_model % 2**halvings:
-            self.refuse("d_model", f"is halved {halvings} times, so 2^{halvings} must divide it; "
-                        "change it or config.model.blocks_per_stage")
+            self.refuse(
+                "d_model",
+                f"is halved {halvings} times, so 2^{halvings} must divide it; "
+                "change it or config.model.blocks_per_stage",
+            )
         smallest = 2 ** (self.num_stages - 1)
         for field in ("num_heads", "num_kv_heads"):
             if self.stage_heads == "scaled" and getattr(self, field) % smallest:
-                self.refuse(field, f"is halved after each stage but the last ({self.num_stages} stages), so "
-                            f"2^{self.num_stages - 1}={smallest} must divide it")
+                self.refuse(
+                    field,
+                    f"is halved after each stage but the last ({self.num_stages} stages), so "
+                    f"2^{self.num_stages - 1}={smallest} must divide it",
+                )
         for stage in stages(self):
             if not self.head_dim and stage.d_model % stage.num_heads:
                 self.refuse("num_heads", f"must divide {stage.d_model}, the width of a stage")
@@ -74,17 +84,27 @@ class LGPT(nn.Module):
         return x
 
     def compress(self, stage: ModelConfig, name: str) -> nn.Module:
-        """The std 1/√D preserves the variance; with 0.02, it would fall below the norms' ε in narrow stages."""
-        return Dense((stage.d_model // 2,), ("embed", "embed_compressed"), stage.d_model**-0.5,
-                     True, stage.dtype, name=name)
+        """The std 1/√D preserves the variance; with 0.02, it would fall below the norms' ε in
+        narrow stages.
+        """
+        return Dense(
+            (stage.d_model // 2,),
+            ("embed", "embed_compressed"),
+            stage.d_model**-0.5,
+            True,
+            stage.dtype,
+            name=name,
+        )
 
 
 def stages(config: LGPTConfig) -> list[LGPTConfig]:
     shrink = config.stage_heads == "scaled"
     return [
         dataclasses.replace(
-            config, d_model=config.d_model // 2**i,
+            config,
+            d_model=config.d_model // 2**i,
             num_heads=config.num_heads // 2**i if shrink else config.num_heads,
-            num_kv_heads=config.num_kv_heads // 2**i if shrink else config.num_kv_heads)
+            num_kv_heads=config.num_kv_heads // 2**i if shrink else config.num_kv_heads,
+        )
         for i in range(config.num_stages)
     ]

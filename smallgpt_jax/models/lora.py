@@ -1,9 +1,10 @@
-"""LoRA (Hu et al., arXiv 2106.09685): W + (alpha / rank)·A·B in place of W. Only A and B are trained.
+"""LoRA (Hu et al., arXiv 2106.09685): W + (alpha / rank)·A·B in place of W. Only A and B are
+trained.
 
-Each matrix of attention, MLPs and dense layers has a pair A (*stack, *inputs, rank), B (*stack, rank, *outputs), where
-`stack` are the axes along which layers and paths are stacked. So has the output head, if a pattern names it. The pairs
-are a tree beside the model's parameters, which is merged into them before the model is applied, so that layers do not
-know of it.
+Each matrix of attention, MLPs and dense layers has a pair A (*stack, *inputs, rank), B (*stack,
+rank, *outputs), where `stack` are the axes along which layers and paths are stacked. So has the
+output head, if a pattern names it. The pairs are a tree beside the model's parameters, which is
+merged into them before the model is applied, so that layers do not know of it.
 """
 
 import math
@@ -24,22 +25,34 @@ NOT_ADAPTED = {None, "vocab", "position", "router", "conv_time", *STACKS} - {*MO
 
 def is_adapted(p: Parameter, pattern: str = "") -> bool:
     is_named = bool(pattern) and p.path == HEAD
-    return p.is_matrix and (is_named or not NOT_ADAPTED & set(p.axes)) and bool(re.search(pattern, "/".join(p.path)))
+    return (
+        p.is_matrix
+        and (is_named or not NOT_ADAPTED & set(p.axes))
+        and bool(re.search(pattern, "/".join(p.path)))
+    )
 
 
 def init(params, rank: int, pattern: str, key):
-    """Returns the pairs for the parameters whose path matches `pattern`, with axis names; the products are 0."""
+    """Returns the pairs for the parameters whose path matches `pattern`, with axis names; the
+    products are 0.
+    """
     pairs = {}
     for number, p in enumerate(jax.tree.leaves(params)):
         if is_adapted(p, pattern):
             stack, (inputs, outputs) = range(p.module_stacks), p.matrix_axes
-            shape_a, axes_a = ([*(values[i] for i in (*stack, *inputs)), last]
-                               for values, last in ((p.shape, rank), (p.axes, "rank")))
-            shape_b, axes_b = ([*(values[i] for i in stack), first, *(values[i] for i in outputs)]
-                               for values, first in ((p.shape, rank), (p.axes, "rank")))
+            shape_a, axes_a = (
+                [*(values[i] for i in (*stack, *inputs)), last]
+                for values, last in ((p.shape, rank), (p.axes, "rank"))
+            )
+            shape_b, axes_b = (
+                [*(values[i] for i in stack), first, *(values[i] for i in outputs)]
+                for values, first in ((p.shape, rank), (p.axes, "rank"))
+            )
             std = 1 / math.sqrt(math.prod(p.shape[i] for i in inputs))
-            pairs[p.path] = {"a": normal(std, *axes_a)(jax.random.fold_in(key, number), tuple(shape_a)),
-                             "b": zeros(*axes_b)(key, tuple(shape_b))}
+            pairs[p.path] = {
+                "a": normal(std, *axes_a)(jax.random.fold_in(key, number), tuple(shape_a)),
+                "b": zeros(*axes_b)(key, tuple(shape_b)),
+            }
     return flax.traverse_util.unflatten_dict(pairs)
 
 
@@ -48,7 +61,9 @@ def abstract_pairs(params, rank: int, pattern: str):
 
 
 def merge(abstract, params, pairs, scale: float):
-    """Returns `params` with W + scale·A·B, in float32, for each W with a pair. `abstract` is a tree of `Parameter`."""
+    """Returns `params` with W + scale·A·B, in float32, for each W with a pair. `abstract` is a tree
+    of `Parameter`.
+    """
     weights, factors = (flax.traverse_util.flatten_dict(tree) for tree in (params, pairs))
     for p in jax.tree.leaves(abstract):
         if (*p.path, "a") in factors:
@@ -58,6 +73,9 @@ def merge(abstract, params, pairs, scale: float):
 
 def product(p: Parameter, a, b):
     """Returns A·B in the shape of `p`."""
-    stack, rank = p.shape[:p.module_stacks], a.shape[-1]
-    return jnp.matmul(a.reshape(*stack, -1, rank), b.reshape(*stack, rank, -1),
-                      precision=jax.lax.Precision.HIGHEST).reshape(p.shape)
+    stack, rank = p.shape[: p.module_stacks], a.shape[-1]
+    return jnp.matmul(
+        a.reshape(*stack, -1, rank),
+        b.reshape(*stack, rank, -1),
+        precision=jax.lax.Precision.HIGHEST,
+    ).reshape(p.shape)

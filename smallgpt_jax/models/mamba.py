@@ -18,12 +18,12 @@ LEAST_RATE = 1.0  # initial decay rates are uniform in (1, 16), as in the paper'
 
 
 class Mamba2(RecurrentMixer):
-    """The block of section 7, figure 6, with one group: all heads share B and C, (B, T, 1, N). Its cache has B·H·N·P
-    float32 elements, and B·3·(H·P + 2·N) in `dtype`.
+    """The block of section 7, figure 6, with one group: all heads share B and C, (B, T, 1, N). Its
+    cache has B·H·N·P float32 elements, and B·3·(H·P + 2·N) in `dtype`.
 
-    Values v (the paper's x), B and C pass a convolution and SiLU. With Δ = softplus(x·w + dt_bias), the state decays by
-    a = exp(−Δ·exp(A_log)) and adds B·(Δ·v)ᵀ; D·v is added to what C reads. The norm follows the gate. With a
-    `rank_ratio`, the matrices of B, C and Δ are full.
+    Values v (the paper's x), B and C pass a convolution and SiLU. With Δ = softplus(x·w + dt_bias),
+    the state decays by a = exp(−Δ·exp(A_log)) and adds B·(Δ·v)ᵀ; D·v is added to what C reads. The
+    norm follows the gate. With a `rank_ratio`, the matrices of B, C and Δ are full.
     """
 
     @nn.compact
@@ -32,20 +32,38 @@ class Mamba2(RecurrentMixer):
         refuse_prefix(c, context)
         shape = (batch, time, c.num_heads, c.mamba_head_width)
         v_BxTxHxP = self.project("value", c.mamba_head_width, x_BxTxD, context, deepnorm_gain(c))
-        v_BxTxI = ShortConvolution(TAPS, "heads", name="convolution")(v_BxTxHxP.reshape(batch, time, -1), context)
+        v_BxTxI = ShortConvolution(TAPS, "heads", name="convolution")(
+            v_BxTxHxP.reshape(batch, time, -1), context
+        )
         v_BxTxHxP = nn.silu(v_BxTxI).reshape(shape)
-        bc_BxTxJ = jnp.concatenate([self.narrow(name, c.mamba_state, "state", x_BxTxD, context)
-                                    for name in ("key", "query")], axis=-1)
-        bc_BxTxJ = nn.silu(ShortConvolution(TAPS, "state", name="key_query_convolution")(bc_BxTxJ, context))
+        bc_BxTxJ = jnp.concatenate(
+            [
+                self.narrow(name, c.mamba_state, "state", x_BxTxD, context)
+                for name in ("key", "query")
+            ],
+            axis=-1,
+        )
+        bc_BxTxJ = nn.silu(
+            ShortConvolution(TAPS, "state", name="key_query_convolution")(bc_BxTxJ, context)
+        )
         b_BxTx1xN, c_BxTx1xN = jnp.split(bc_BxTxJ[:, :, None], 2, axis=-1)
         steps_BxTxH = self.step_sizes(self.narrow("step", c.num_heads, "heads", x_BxTxD, context))
         steps_BxTxH = zero_at_padding(steps_BxTxH, context)
         rule = functools.partial(
-            state_space, c_BxTx1xN, b_BxTx1xN, steps_BxTxH[..., None] * v_BxTxHxP,
-            -self.decay_rates(LEAST_RATE) * steps_BxTxH, backend=c.attention)
-        y_BxTxHxP = self.carry_state(context, time, (batch, c.num_heads, c.mamba_state, c.mamba_head_width), rule)
+            state_space,
+            c_BxTx1xN,
+            b_BxTx1xN,
+            steps_BxTxH[..., None] * v_BxTxHxP,
+            -self.decay_rates(LEAST_RATE) * steps_BxTxH,
+            backend=c.attention,
+        )
+        y_BxTxHxP = self.carry_state(
+            context, time, (batch, c.num_heads, c.mamba_state, c.mamba_head_width), rule
+        )
         skip_H = self.param("D", ones("heads"), (c.num_heads,))
         y_BxTxHxP += skip_H[None, None, :, None] * v_BxTxHxP
-        y_BxTxHxP *= nn.silu(self.project("gate", c.mamba_head_width, x_BxTxD, context).astype(jnp.float32))
+        y_BxTxHxP *= nn.silu(
+            self.project("gate", c.mamba_head_width, x_BxTxD, context).astype(jnp.float32)
+        )
         y_BxTxI = rms_norm(c, "out_norm")(y_BxTxHxP.reshape(batch, time, -1))
         return self.out(y_BxTxI.reshape(shape), context)

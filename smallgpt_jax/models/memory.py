@@ -9,8 +9,8 @@ The symbols are similar to those of Korthikanti et al., arXiv 2205.05198:
     H  heads                               e  bytes per activation
     Q  queries per chunk of XLA's attention
 
-`fsdp` is the number of FSDP shards, Z the number of shards of the train state: fsdp or, if this is 1, `data`. `chunks`
-is config.train.loss_chunks.
+`fsdp` is the number of FSDP shards, Z the number of shards of the train state: fsdp or, if this is
+1, `data`. `chunks` is config.train.loss_chunks.
 
 A training step of a GPT needs these bytes per device:
 
@@ -27,9 +27,10 @@ A training step of a GPT needs these bytes per device:
     attention weights      L·B·S·(S + Q)/2·H·e/T, with XLA's attention and without rematerialization
     logits                 S·B·V·(4 + e)/(T·chunks)
 
-In the factor 4 + (4 + 2F)/T of the block activations, the first 4 stands for the inputs of LayerNorms and projections,
-4/T for queries, keys, values and attention outputs, and 2F/T for the MLP's GELU and its derivative. A mixer other than
-attention has no 4/T: what it saves inside is unknown.
+In the factor 4 + (4 + 2F)/T of the block activations, the first 4 stands for the inputs of
+LayerNorms and projections, 4/T for queries, keys, values and attention outputs, and 2F/T for the
+MLP's GELU and its derivative. A mixer other than attention has no 4/T: what it saves inside is
+unknown.
 """
 
 import dataclasses
@@ -47,49 +48,80 @@ from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.ops.xla_attention import QUERIES
 
 
-def memory_breakdown(model: LanguageModel, mesh, state, sequences: float, loss_chunks: int,
-                     separate_documents: bool) -> dict[str, float]:
+def memory_breakdown(
+    model: LanguageModel, mesh, state, sequences: float, loss_chunks: int, separate_documents: bool
+) -> dict[str, float]:
     """Returns the terms of this module's formula, in bytes per device.
 
-    `sequences` is the number of sequences that a device computes at a time. `state` contains shapes with shardings. The
-    sizes of weights, gradients and moments are computed from it, so they are exact for any optimizer and mesh.
+    `sequences` is the number of sequences that a device computes at a time. `state` contains shapes
+    with shardings. The sizes of weights, gradients and moments are computed from it, so they are
+    exact for any optimizer and mesh.
     """
     c = model.config
     tensor, element = mesh.shape["tensor"], 2 if c.dtype == "bfloat16" else 4
     positions = sequences * c.context_length
 
     def kept(qkv: float) -> float:
-        """Returns the saved activations per position and block, in model widths; `qkv` is 0 without attention."""
-        inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio  # gated: also the up-projection and the product
-        return {"none": 4 + (qkv + inner) / tensor, "dots": 3 + (qkv + inner / 2) / tensor, "full": 1}[c.remat]
+        """Returns the saved activations per position and block, in model widths; `qkv` is 0 without
+        attention.
+        """
+        inner = (
+            4 if c.mlp == "gated" else 2
+        ) * c.mlp_ratio  # gated: also the up-projection and the product
+        return {
+            "none": 4 + (qkv + inner) / tensor,
+            "dots": 3 + (qkv + inner / 2) / tensor,
+            "full": 1,
+        }[c.remat]
 
-    activations = sum(count * positions * width * element * kept(0) for count, width in other_mixers(model, mesh))
+    activations = sum(
+        count * positions * width * element * kept(0) for count, width in other_mixers(model, mesh)
+    )
     for layers in attention_layers(model, mesh, separate_documents):
         qkv = (2 + 2 * c.kv_heads / c.num_heads) * layers.heads * layers.head_width / layers.width
         activations += layers.count * positions * layers.width * element * kept(qkv)
         if layers.backend == "xla" and c.remat == "none":
-            mask, length = AttentionMask(layers.window, is_causal=c.attention_mask == "causal"), c.context_length
-            chunks = [mask.keys(start, min(start + QUERIES, length), length) for start in range(0, length, QUERIES)]
-            keys = sum(chunk.stop - chunk.start for chunk in chunks) / len(chunks)  # average number of keys per query
+            mask, length = (
+                AttentionMask(layers.window, is_causal=c.attention_mask == "causal"),
+                c.context_length,
+            )
+            chunks = [
+                mask.keys(start, min(start + QUERIES, length), length)
+                for start in range(0, length, QUERIES)
+            ]
+            keys = sum(chunk.stop - chunk.start for chunk in chunks) / len(
+                chunks
+            )  # average number of keys per query
             activations += layers.count * positions * keys * layers.heads * element / tensor
     if c.remat != "full":
-        ranks = sum(math.prod(p.shape[:p.module_stacks]) * p.shape[-1]
-                    for p in jax.tree.leaves(abstract_params(model)) if p.axes[-1:] == ("rank",))
+        ranks = sum(
+            math.prod(p.shape[: p.module_stacks]) * p.shape[-1]
+            for p in jax.tree.leaves(abstract_params(model))
+            if p.axes[-1:] == ("rank",)
+        )
         activations += positions * element * ranks / mesh.shape["path"]
     weights, average = bytes_on_device(state.trained), bytes_on_device(state.ema)
     whole = {axis: bytes_on_device(state.trained, gathered=axis) for axis in ("data", "fsdp")}
     gathered = max(whole["data"], whole["fsdp"] if c.remat == "none" else 0)
-    return {"weights": weights, "moments": bytes_on_device(state.opt_state), "gradients": whole["data"],
-            **({"average": average} if average else {}),
-            "gathered": gathered * element / 4 if gathered > weights else 0,
-            "activations": activations,
-            "logits": positions * c.vocab_size * (4 + element) / (tensor * loss_chunks)}
+    return {
+        "weights": weights,
+        "moments": bytes_on_device(state.opt_state),
+        "gradients": whole["data"],
+        **({"average": average} if average else {}),
+        "gathered": gathered * element / 4 if gathered > weights else 0,
+        "activations": activations,
+        "logits": positions * c.vocab_size * (4 + element) / (tensor * loss_chunks),
+    }
 
 
 def bytes_on_device(tree, gathered: str = "") -> int:
     """With `gathered`, as if the arrays were gathered along this mesh axis."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-               * (x.sharding.mesh.shape[gathered] if gathered in x.sharding.spec else 1) for x in jax.tree.leaves(tree))
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape))
+        * x.dtype.itemsize
+        * (x.sharding.mesh.shape[gathered] if gathered in x.sharding.spec else 1)
+        for x in jax.tree.leaves(tree)
+    )
 
 
 def format_bytes(size: float) -> str:
@@ -98,7 +130,9 @@ def format_bytes(size: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayers:
-    """Identical attention layers. `count` is per device; `fallback_reason` is "" unless `backend` is a fallback."""
+    """Identical attention layers. `count` is per device; `fallback_reason` is "" unless `backend`
+    is a fallback.
+    """
 
     count: int
     width: int
@@ -111,11 +145,23 @@ class AttentionLayers:
 
 
 def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> list[AttentionLayers]:
-    """Returns the attention layers of a model of any architecture, recognized by the axis names of their weights."""
+    """Returns the attention layers of a model of any architecture, recognized by the axis names of
+    their weights.
+    """
     found, c = [], model.config
-    windows = {path: mixer.config.window for path, mixer in mixers(model).items() if isinstance(mixer, Attention)}
-    segment_ids = jax.ShapeDtypeStruct((1, c.context_length), "int32") if separate_documents else None
-    prefixes = jax.ShapeDtypeStruct((1, c.context_length), "bool") if c.attention_mask == "prefix" else None
+    windows = {
+        path: mixer.config.window
+        for path, mixer in mixers(model).items()
+        if isinstance(mixer, Attention)
+    }
+    segment_ids = (
+        jax.ShapeDtypeStruct((1, c.context_length), "int32") if separate_documents else None
+    )
+    prefixes = (
+        jax.ShapeDtypeStruct((1, c.context_length), "bool")
+        if c.attention_mask == "prefix"
+        else None
+    )
     modules: dict[tuple, dict[str, int]] = {}  # {path of a module: {axis of a weight: size}}
     for p in jax.tree.leaves(abstract_params(model)):
         modules.setdefault(p.path[:-1], {}).update(zip(p.axes, p.shape))
@@ -124,28 +170,49 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
             continue
         window = windows.get(path[:-1], 0)
         backend, fallback_reason = select_backend(
-            c.attention, mesh.devices.flat[0].platform, time=c.context_length, head_width=sizes["head_width"],
-            dtype=c.dtype, mask=AttentionMask(window, segment_ids, prefixes, c.attention_mask != "bidirectional"),
-            has_alibi=c.position == "alibi", per_group=sizes["qkv"] - 2)
+            c.attention,
+            mesh.devices.flat[0].platform,
+            time=c.context_length,
+            head_width=sizes["head_width"],
+            dtype=c.dtype,
+            mask=AttentionMask(window, segment_ids, prefixes, c.attention_mask != "bidirectional"),
+            has_alibi=c.position == "alibi",
+            per_group=sizes["qkv"] - 2,
+        )
         count = c.loops * sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
         heads = sizes["heads"] * (sizes["qkv"] - 2)
-        found.append(AttentionLayers(
-            count, sizes["embed"], heads, sizes["heads"], sizes["head_width"], window, backend, fallback_reason))
+        found.append(
+            AttentionLayers(
+                count,
+                sizes["embed"],
+                heads,
+                sizes["heads"],
+                sizes["head_width"],
+                window,
+                backend,
+                fallback_reason,
+            )
+        )
     return found
 
 
 def other_mixers(model: LanguageModel, mesh) -> list[tuple[int, int]]:
-    """Returns (number per device, model width) for each group of identical mixers other than attention."""
+    """Returns (number per device, model width) for each group of identical mixers other than
+    attention.
+    """
     if set(model.config.mixers) == {"attention"}:  # tracing long contexts takes seconds
         return []
     found, params = [], jax.tree.leaves(abstract_params(model))
     for path, mixer in mixers(model).items():
         if isinstance(mixer, Attention):
             continue
-        # The mixer may have no weights, so the weights of the whole block show how many are stacked.
-        weight = next(p for p in params if p.path[:len(path) - 1] == path[:-1])
+        # The mixer may have no weights, so the weights of the whole block show how many are
+        # stacked.
+        weight = next(p for p in params if p.path[: len(path) - 1] == path[:-1])
         sizes = dict(zip(weight.axes, weight.shape))
-        count = model.config.loops * sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
+        count = (
+            model.config.loops * sizes.get("layers", 1) * sizes.get("path", 1) // mesh.shape["path"]
+        )
         found.append((count, mixer.config.d_model))
     return found
 
@@ -157,13 +224,17 @@ def mixers(model: LanguageModel) -> dict[tuple[str, ...], nn.Module]:
 
 @functools.cache
 def trace_mixers(model: LanguageModel, parts: tuple):
-    """Traces the model, because the weights show neither windows nor classes. For `parts`, see `trace_variables`."""
+    """Traces the model, because the weights show neither windows nor classes. For `parts`, see
+    `trace_variables`.
+    """
     found = {}
 
     def record(call, arguments, keywords, method):
         *outer, name = method.module.path or ("",)
         if isinstance(method.module, Attention) or (name == "mixer" and "mixer" not in outer):
-            found[method.module.path] = method.module.clone(parent=None)  # without its variables, which are tracers
+            found[method.module.path] = method.module.clone(
+                parent=None
+            )  # without its variables, which are tracers
         return call(*arguments, **keywords)
 
     tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")
@@ -173,12 +244,28 @@ def trace_mixers(model: LanguageModel, parts: tuple):
 
 
 def components(model: LanguageModel) -> dict[str, int]:
-    """Returns {component: number of parameters}; custom modules are listed under their own names."""
-    built_in = ("token embedding", "position embedding", "attention", "MLP", "head", "LayerNorms", "between blocks")
+    """Returns {component: number of parameters}; custom modules are listed under their own
+    names.
+    """
+    built_in = (
+        "token embedding",
+        "position embedding",
+        "attention",
+        "MLP",
+        "head",
+        "LayerNorms",
+        "between blocks",
+    )
     counts = dict.fromkeys(built_in, 0)
-    custom = {path: type(mixer).__name__ for path, mixer in mixers(model).items() if type(mixer) is not Attention}
+    custom = {
+        path: type(mixer).__name__
+        for path, mixer in mixers(model).items()
+        if type(mixer) is not Attention
+    }
     for p in jax.tree.leaves(abstract_params(model)):
-        mixer = next((name for prefix, name in custom.items() if p.path[:len(prefix)] == prefix), None)
+        mixer = next(
+            (name for prefix, name in custom.items() if p.path[: len(prefix)] == prefix), None
+        )
         component = mixer or component_of([re.sub(r"_\d+$", "", name) for name in p.path])
         counts[component] = counts.get(component, 0) + p.size
     return {component: count for component, count in counts.items() if count}
@@ -186,11 +273,22 @@ def components(model: LanguageModel) -> dict[str, int]:
 
 def component_of(names: list[str]) -> str:
     components = {
-        "value_embedding": "value embeddings", "residual_scales": "scalars of blocks", "input_mix": "scalars of blocks",
-        "attention_canon": "convolutions", "mixer_canon": "convolutions", "mlp_canon": "convolutions", "smear": "smear",
-        "token_embedding": "token embedding", "position_embedding": "position embedding", "attention": "attention",
-        "mlp": "MLP", "head": "head"}  # the first that is in `names`
-    if component := next((component for name, component in components.items() if name in names), None):
+        "value_embedding": "value embeddings",
+        "residual_scales": "scalars of blocks",
+        "input_mix": "scalars of blocks",
+        "attention_canon": "convolutions",
+        "mixer_canon": "convolutions",
+        "mlp_canon": "convolutions",
+        "smear": "smear",
+        "token_embedding": "token embedding",
+        "position_embedding": "position embedding",
+        "attention": "attention",
+        "mlp": "MLP",
+        "head": "head",
+    }  # the first that is in `names`
+    if component := next(
+        (component for name, component in components.items() if name in names), None
+    ):
         return component
     if any(name.endswith("_norm") or name == "LayerNorm" for name in names):
         return "LayerNorms"

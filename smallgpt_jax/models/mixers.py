@@ -1,6 +1,7 @@
 """Mixers: Linen modules that move information between positions, with a field `config`.
 
-They are called with (B, T, D) activations and a `Context`. docs/your-own.md describes decoding and separate documents.
+They are called with (B, T, D) activations and a `Context`. docs/your-own.md describes decoding and
+separate documents.
 """
 
 import dataclasses
@@ -18,9 +19,15 @@ from smallgpt_jax.models.mamba import Mamba2
 # Names in config.model.mixers
 MIXERS = {"attention": Attention, "delta": GatedDeltaNet, "mamba": Mamba2, "conv": GatedConvolution}
 # Field → its values without attention; others would have no effect
-WITHOUT_ATTENTION = {"attention": ("auto", "xla"), "position": ("learned", "none"), "qk_norm": (False,),
-                     "num_kv_heads": (0,), "attention_windows": ((),), "attention_gate": (False,),
-                     "value_embeddings": ((),)}
+WITHOUT_ATTENTION = {
+    "attention": ("auto", "xla"),
+    "position": ("learned", "none"),
+    "qk_norm": (False,),
+    "num_kv_heads": (0,),
+    "attention_windows": ((),),
+    "attention_gate": (False,),
+    "value_embeddings": ((),),
+}
 
 
 def find_mixer(name: str) -> type[nn.Module]:
@@ -28,21 +35,32 @@ def find_mixer(name: str) -> type[nn.Module]:
     if "," in str(name):
         raise UserError(f"{where}: not one name; quote each name, as in {tuple(name.split(','))!r}")
     mixer = find_class(name, MIXERS, where)
-    if not (isinstance(mixer, type) and issubclass(mixer, nn.Module)
-            and "config" in {field.name for field in dataclasses.fields(mixer)}):
-        raise UserError(f"{where}: must be a Linen module with a field config; see docs/your-own.md")
+    if not (
+        isinstance(mixer, type)
+        and issubclass(mixer, nn.Module)
+        and "config" in {field.name for field in dataclasses.fields(mixer)}
+    ):
+        raise UserError(
+            f"{where}: must be a Linen module with a field config; see docs/your-own.md"
+        )
     return mixer
 
 
 def refuse_unread_fields(config: ModelConfig) -> None:
-    """Raises UserError for values that have no effect without attention. Mixers of users may read any field."""
-    names = set(config.mixers[:config.depth])
+    """Raises UserError for values that have no effect without attention. Mixers of users may read
+    any field.
+    """
+    names = set(config.mixers[: config.depth])
     if "attention" in names or not names <= set(MIXERS):
         return
     for field, allowed in WITHOUT_ATTENTION.items():
         if getattr(config, field) not in allowed:
-            config.refuse(field, f"only attention uses it, and config.model.mixers={config.mixers!r} has no attention "
-                          f"in {config.depth} blocks; set it to {' or '.join(map(repr, allowed))}, or add attention")
+            config.refuse(
+                field,
+                f"only attention uses it, and config.model.mixers={config.mixers!r} has no "
+                f"attention in {config.depth} blocks; set it to "
+                f"{' or '.join(map(repr, allowed))}, or add attention",
+            )
 
 
 def make_mixer(config: ModelConfig) -> nn.Module:

@@ -1,4 +1,6 @@
-"""ParallelGPT (arXiv 2404.14462, section 3.1): parallel paths of blocks; a weighted sum combines their outputs."""
+"""ParallelGPT (arXiv 2404.14462, section 3.1): parallel paths of blocks; a weighted sum combines
+their outputs.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -34,22 +36,26 @@ class PGPTConfig(ModelConfig):
 
 
 class Path(nn.Module):
-    """The dense layer's std 1/√D preserves the variance of the embeddings; 0.02 would shrink them in narrow models."""
+    """The dense layer's std 1/√D preserves the variance of the embeddings; 0.02 would shrink them
+    in narrow models.
+    """
 
     config: PGPTConfig
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
-        x_BxTxD = Dense((c.d_model,), ("embed", "path_embed"), c.d_model**-0.5, True, c.dtype, name="dense")(
-            x_BxTxD, context)
+        x_BxTxD = Dense(
+            (c.d_model,), ("embed", "path_embed"), c.d_model**-0.5, True, c.dtype, name="dense"
+        )(x_BxTxD, context)
         return stack_blocks(layer_configs(c, c.depth), context)(x_BxTxD)
 
 
 class PGPT(nn.Module):
-    """A weighted sum of paths, whose parameters are stacked along a leading `path` axis. Learned weights are the
-    softmax of P logits; the last is 0, the others start at 0.5. With two paths, this is the paper's released code:
-    sigmoid(w)·path0 + (1 − sigmoid(w))·path1 with w initialized to 0.5.
+    """A weighted sum of paths, whose parameters are stacked along a leading `path` axis. Learned
+    weights are the softmax of P logits; the last is 0, the others start at 0.5. With two paths,
+    this is the paper's released code: sigmoid(w)·path0 + (1 − sigmoid(w))·path1 with w initialized
+    to 0.5.
     """
 
     config: PGPTConfig
@@ -61,12 +67,20 @@ class PGPT(nn.Module):
         num_paths = self.config.num_paths
         if context.decode:
             path = Path(self.config, name="paths")
-            y_PxBxTxD = jnp.stack([apply_slice(path, p, x_BxTxD, context) for p in range(num_paths)])
+            y_PxBxTxD = jnp.stack(
+                [apply_slice(path, p, x_BxTxD, context) for p in range(num_paths)]
+            )
         else:
             paths = nn.vmap(
-                Path, in_axes=None, out_axes=0, axis_size=num_paths, variable_axes=PER_LAYER,
-                split_rngs={"params": True, "dropout": True}, spmd_axis_name="path",
-                metadata_params={nn.PARTITION_NAME: "path"})
+                Path,
+                in_axes=None,
+                out_axes=0,
+                axis_size=num_paths,
+                variable_axes=PER_LAYER,
+                split_rngs={"params": True, "dropout": True},
+                spmd_axis_name="path",
+                metadata_params={nn.PARTITION_NAME: "path"},
+            )
             y_PxBxTxD = paths(self.config, name="paths")(x_BxTxD, context)
         if num_paths == 1:
             return y_PxBxTxD[0]
@@ -74,9 +88,11 @@ class PGPT(nn.Module):
             return jnp.mean(y_PxBxTxD, axis=0)
         initial = nn.with_logical_partitioning(nn.initializers.constant(0.5), ("path_logits",))
         logits = self.param("path_logits", initial, (num_paths - 1,))
-        # The path weights are replicated, so that devices exchange only the weighted sum of the paths.
+        # The path weights are replicated, so that devices exchange only the weighted sum of the
+        # paths.
         weights_P = nn.with_logical_constraint(
-            jax.nn.softmax(jnp.append(logits, 0.0)).astype(y_PxBxTxD.dtype), ("path_weights",))
+            jax.nn.softmax(jnp.append(logits, 0.0)).astype(y_PxBxTxD.dtype), ("path_weights",)
+        )
         return jnp.einsum("p,pbtd->btd", weights_P, y_PxBxTxD)
 
 
@@ -99,7 +115,9 @@ def with_paths(config: PGPTConfig, params, model_state, paths: Sequence[int]):
         return {**variables, "trunk": trunk} if trunk else variables
 
     params, model_state = cut(params), cut(model_state)
-    logits = params["trunk"].pop("path_logits", None)  # removed from the copy made by `cut`, not from the caller's dict
+    logits = params["trunk"].pop(
+        "path_logits", None
+    )  # removed from the copy made by `cut`, not from the caller's dict
     if logits is not None and len(chosen) > 1:
         logits = jnp.append(logits, 0.0)[chosen]
         params["trunk"]["path_logits"] = logits[:-1] - logits[-1]

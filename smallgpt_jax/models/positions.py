@@ -5,8 +5,9 @@ import numpy as np
 
 
 def apply_rope(x_BxHxTxK, positions_BxT, base: float):
-    """Rotates entries i and i + K/2 by position · base^(−2i/K), in float32 (Su et al., arXiv 2104.09864, equation 34).
-    The paper pairs adjacent entries, which is equivalent up to their order; most published models do not.
+    """Rotates entries i and i + K/2 by position · base^(−2i/K), in float32 (Su et al., arXiv
+    2104.09864, equation 34). The paper pairs adjacent entries, which is equivalent up to their
+    order; most published models do not.
     """
     half = x_BxHxTxK.shape[-1] // 2
     frequencies = np.float32(base ** (-np.arange(half) / half))
@@ -18,5 +19,7 @@ def apply_rope(x_BxHxTxK, positions_BxT, base: float):
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """Returns 2^(−8/H), 2^(−16/H), …, 2^−8, for any H, (H,) float32 (Press et al., arXiv 2108.12409, section 3)."""
+    """Returns 2^(−8/H), 2^(−16/H), …, 2^−8, for any H, (H,) float32 (Press et al., arXiv
+    2108.12409, section 3).
+    """
     return np.float32(2.0 ** (-8 * np.arange(1, heads + 1) / heads))

@@ -20,8 +20,10 @@ TAPS = 4  # of the short convolutions, as in the papers
 
 def refuse_prefix(config: ModelConfig, context: Context) -> None:
     if context.prefix_BxT is not None or config.attention_mask != "causal":
-        raise UserError(f"config.model.mixers={config.mixers[0]!r}: does not see later tokens; use attention in all "
-                        "blocks, or another config.train.objective")
+        raise UserError(
+            f"config.model.mixers={config.mixers[0]!r}: does not see later tokens; use attention "
+            "in all blocks, or another config.train.objective"
+        )
 
 
 class RecurrentMixer(nn.Module):
@@ -29,20 +31,30 @@ class RecurrentMixer(nn.Module):
 
     def project(self, name: str, width: int, x_BxTxD, context: Context, gain: float = 1.0):
         """Returns (B, T, H, width)."""
-        return block_dense(self.config, name, (self.config.num_heads, width), ("embed", "heads", "head_width"),
-                           INIT_STD * gain)(x_BxTxD, context)
+        return block_dense(
+            self.config,
+            name,
+            (self.config.num_heads, width),
+            ("embed", "heads", "head_width"),
+            INIT_STD * gain,
+        )(x_BxTxD, context)
 
     def narrow(self, name: str, width: int, axis: str, x_BxTxD, context: Context):
         """Returns (B, T, width). The matrix is full, whatever the `rank_ratio`."""
-        return Dense((width,), ("embed", axis), INIT_STD, False, self.config.dtype, name=name)(x_BxTxD, context)
+        return Dense((width,), ("embed", axis), INIT_STD, False, self.config.dtype, name=name)(
+            x_BxTxD, context
+        )
 
     def out(self, y_BxTxHxV, context: Context):
         c = self.config
-        return block_dense(c, "out", (c.d_model,), ("heads", "head_width", "embed"), residual_std(c))(
-            y_BxTxHxV, context)
+        return block_dense(
+            c, "out", (c.d_model,), ("heads", "head_width", "embed"), residual_std(c)
+        )(y_BxTxHxV, context)
 
     def carry_state(self, context: Context, time: int, shape: tuple[int, ...], rule: Callable):
-        """Returns y of `rule`(begins_BxT, state) → (y, last state). In decoding, the cache has the state."""
+        """Returns y of `rule`(begins_BxT, state) → (y, last state). In decoding, the cache has the
+        state.
+        """
         if not context.decode:
             return rule(context.positions(time) == 0, jnp.zeros(shape))[0]
         state, _ = cache_variable(self, "state", shape, jnp.float32)
@@ -51,6 +63,7 @@ class RecurrentMixer(nn.Module):
 
     def decay_rates(self, least: float):
         """Returns exp(A_log), (1, 1, H), initially uniform in (least, 16)."""
+
         def initial(key, shape, dtype=jnp.float32):
             return jnp.log(jax.random.uniform(key, shape, dtype, least, 16.0))
 
@@ -58,12 +71,17 @@ class RecurrentMixer(nn.Module):
         return jnp.exp(self.param("A_log", initial, (self.config.num_heads,)))[None, None]
 
     def step_sizes(self, x_BxTxH):
-        """Returns softplus(x + dt_bias) in float32, initially log-uniform in (0.001, 0.1) (Mamba-2)."""
+        """Returns softplus(x + dt_bias) in float32, initially log-uniform in (0.001, 0.1)
+        (Mamba-2).
+        """
+
         def initial(key, shape, dtype=jnp.float32):
             steps = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(0.001), math.log(0.1)))
             return steps + jnp.log(-jnp.expm1(-steps))  # the inverse of softplus
 
-        bias_H = self.param("dt_bias", nn.with_logical_partitioning(initial, ("heads",)), (x_BxTxH.shape[-1],))
+        bias_H = self.param(
+            "dt_bias", nn.with_logical_partitioning(initial, ("heads",)), (x_BxTxH.shape[-1],)
+        )
         return nn.softplus(x_BxTxH.astype(jnp.float32) + bias_H[None, None])
 
 

@@ -16,29 +16,41 @@ ROUTER_AXES = ("embed", "router")
 
 
 class Router(nn.Module):
-    """Chooses K = `experts_per_token` of the E routed experts for each token (DeepSeek-V3, arXiv 2412.19437).
+    """Chooses K = `experts_per_token` of the E routed experts for each token (DeepSeek-V3, arXiv
+    2412.19437).
 
-    Expert i has the score s_i = sigmoid(x·e_i). The K experts with the largest s_i + b_i are chosen; the biases b are a
-    state (see `move_biases`). Gates are the chosen scores divided by their sum (equations 13 to 16). If K is 1, the
-    gate is the score itself: s / s would be 1, and the router would have no gradient.
+    Expert i has the score s_i = sigmoid(x·e_i). The K experts with the largest s_i + b_i are
+    chosen; the biases b are a state (see `move_biases`). Gates are the chosen scores divided by
+    their sum (equations 13 to 16). If K is 1, the gate is the score itself: s / s would be 1, and
+    the router would have no gradient.
     """
 
     config: ModelConfig
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
-        """Returns the chosen experts, (B, T, K) int32, and their gates times `expert_scale`, (B, T, K) float32."""
+        """Returns the chosen experts, (B, T, K) int32, and their gates times `expert_scale`, (B, T,
+        K) float32.
+        """
         c = self.config
         scores_BxTxE = nn.sigmoid(self.products(x_BxTxD))
         bias_E = self.variable("state", "bias", jnp.zeros, (c.num_experts,)).value
         experts_BxTxK = self.choose(jax.lax.stop_gradient(scores_BxTxE) + bias_E[None, None])
         mask_BxT = context.is_text_BxT
         # a sum over rows and exact, so that the loads of devices and microbatches can be added
-        self.sow("loads", "load", jnp.sum(masked(self.one_hot(experts_BxTxK), mask_BxT), axis=(0, 1), dtype=jnp.int32))
+        self.sow(
+            "loads",
+            "load",
+            jnp.sum(masked(self.one_hot(experts_BxTxK), mask_BxT), axis=(0, 1), dtype=jnp.int32),
+        )
         if c.balance_loss:
             in_top_k_BxTxE = self.one_hot(self.choose(jax.lax.stop_gradient(scores_BxTxE)))
-            self.sow("losses", "expert_balance",
-                     c.balance_loss * sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, c.experts_per_token))
+            self.sow(
+                "losses",
+                "expert_balance",
+                c.balance_loss
+                * sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, c.experts_per_token),
+            )
         # The gradient of indexing would be a scatter, which is slow on TPUs.
         chosen_BxTxKxE = jax.nn.one_hot(experts_BxTxK, c.num_experts)
         gates_BxTxK = jnp.sum(chosen_BxTxKxE * scores_BxTxE[:, :, None], axis=-1)
@@ -48,8 +60,13 @@ class Router(nn.Module):
 
     def products(self, x_BxTxD):
         kernel_DxE = sharding.gather_weight(
-            self.param("kernel", normal(INIT_STD, *ROUTER_AXES), (x_BxTxD.shape[-1], self.config.num_experts)),
-            ROUTER_AXES)
+            self.param(
+                "kernel",
+                normal(INIT_STD, *ROUTER_AXES),
+                (x_BxTxD.shape[-1], self.config.num_experts),
+            ),
+            ROUTER_AXES,
+        )
         x_RxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]).astype(jnp.float32)
         return jnp.dot(x_RxD, kernel_DxE, precision="highest").reshape(*x_BxTxD.shape[:2], -1)
 
@@ -57,7 +74,8 @@ class Router(nn.Module):
         def on_one_device(biased_BxTxE):
             return jax.lax.top_k(biased_BxTxE, self.config.experts_per_token)[1]
 
-        # The compiler does not partition top_k. Without `per_device`, it would gather the scores of all devices.
+        # The compiler does not partition top_k. Without `per_device`, it would gather the scores of
+        # all devices.
         return sharding.per_device(on_one_device, (("batch", "time", None),))(biased_BxTxE)
 
     def one_hot(self, experts_BxTxK):
@@ -69,9 +87,9 @@ def masked(x_BxTxE, mask_BxT):
 
 
 def move_biases(state, loads, rate: float):
-    """Raises the bias of experts with less than the mean load by `rate`, and lowers the others' (arXiv 2412.19437,
-    section 2.1.2). `loads` are numbers of tokens. They have a leading axis for microbatches, and one entry per time
-    that a router is applied.
+    """Raises the bias of experts with less than the mean load by `rate`, and lowers the others'
+    (arXiv 2412.19437, section 2.1.2). `loads` are numbers of tokens. They have a leading axis for
+    microbatches, and one entry per time that a router is applied.
     """
     moved = flax.traverse_util.flatten_dict(state)
     for path, passes in flax.traverse_util.flatten_dict(loads).items():
@@ -82,22 +100,32 @@ def move_biases(state, loads, rate: float):
 
 
 def load_metrics(loads) -> dict[str, Any]:
-    """Returns the `loads` of `move_biases` relative to the mean load of a layer, averaged over microbatches: all of
-    them by the path of the router, and the largest load of a layer, averaged over layers.
+    """Returns the `loads` of `move_biases` relative to the mean load of a layer, averaged over
+    microbatches: all of them by the path of the router, and the largest load of a layer, averaged
+    over layers.
     """
     relative = {}
     for path, passes in flax.traverse_util.flatten_dict(loads).items():
         load = jnp.stack(passes)
-        mean = jnp.maximum(jnp.mean(load, axis=-1, keepdims=True), 1 / load.shape[-1])  # 1 / E if there are no tokens
+        mean = jnp.maximum(
+            jnp.mean(load, axis=-1, keepdims=True), 1 / load.shape[-1]
+        )  # 1 / E if there are no tokens
         relative["/".join(path[:-1])] = load / mean
     if not relative:
         return {}
-    return {"expert_load": {path: jnp.mean(load, axis=(0, 1)) for path, load in relative.items()},
-            "expert_load_max": jnp.mean(jnp.stack([jnp.mean(jnp.max(x, axis=-1)) for x in relative.values()]))}
+    return {
+        "expert_load": {path: jnp.mean(load, axis=(0, 1)) for path, load in relative.items()},
+        "expert_load_max": jnp.mean(
+            jnp.stack([jnp.mean(jnp.max(x, axis=-1)) for x in relative.values()])
+        ),
+    }
 
 
 def sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, experts_per_token: int):
-    """Returns Σ f_i·P_i over experts, averaged over sequences (arXiv 2412.19437, equations 17 to 20)."""
+    """Returns Σ f_i·P_i over experts, averaged over sequences (arXiv 2412.19437, equations 17 to
+    20).
+    """
+
     def mean_BxE(x_BxTxE):
         if mask_BxT is None:
             return jnp.mean(x_BxTxE, axis=1)

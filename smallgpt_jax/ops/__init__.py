@@ -1,1 +1,3 @@
-"""Platform-dependent code, kernels and compiler workarounds. All other code of the models is plain JAX."""
+"""Platform-dependent code, kernels and compiler workarounds. All other code of the models is plain
+JAX.
+"""

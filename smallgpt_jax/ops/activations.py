@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 @jax.custom_vjp
 def gelu(x):
-    """Returns x·Φ(x) (Hendrycks & Gimpel, arXiv 1606.08415). In bfloat16, 1 + erf would lose the negative tail of Φ.
-    The derivative is saved instead of x: both have the same dtype, and erf and exp are slow on CPUs.
+    """Returns x·Φ(x) (Hendrycks & Gimpel, arXiv 1606.08415). In bfloat16, 1 + erf would lose the
+    negative tail of Φ. The derivative is saved instead of x: both have the same dtype, and erf and
+    exp are slow on CPUs.
     """
     return _gelu_forward(x)[0]
 
@@ -31,4 +32,9 @@ def relu2(x):
     return jnp.square(nn.relu(x))
 
 
-ACTIVATIONS = {"gelu": gelu, "gelu_tanh": functools.partial(nn.gelu, approximate=True), "silu": nn.silu, "relu2": relu2}
+ACTIVATIONS = {
+    "gelu": gelu,
+    "gelu_tanh": functools.partial(nn.gelu, approximate=True),
+    "silu": nn.silu,
+    "relu2": relu2,
+}

@@ -1,6 +1,8 @@
-"""Products of bfloat16 matrices on CPUs with AVX512-BF16 or AMX, which are faster than in float32 (docs/speed.md).
+"""Products of bfloat16 matrices on CPUs with AVX512-BF16 or AMX, which are faster than in float32
+(docs/speed.md).
 
-XLA's CPU compiler (jax 0.10.2) uses these instructions only for a·b and a·bᵀ of bfloat16 arrays with a float32 result.
+XLA's CPU compiler (jax 0.10.2) uses these instructions only for a·b and a·bᵀ of bfloat16 arrays
+with a float32 result.
 """
 
 import jax
@@ -14,26 +16,32 @@ def applies(dtype) -> bool:
 
 
 def sliceable(x):
-    """Returns `x`, in float32 where XLA's CPU compiler is slow at gradients of bfloat16 slices; convert them back."""
+    """Returns `x`, in float32 where XLA's CPU compiler is slow at gradients of bfloat16 slices;
+    convert them back.
+    """
     return x.astype(jnp.float32) if applies(x.dtype) else x
 
 
 @jax.custom_vjp
 def product(a, b):
-    """Returns a·b in float32. Operands, also those of the gradients' products, are rounded to bfloat16."""
+    """Returns a·b in float32. Operands, also those of the gradients' products, are rounded to
+    bfloat16.
+    """
     return dot(a, b)
 
 
 def dot(a, b):
     """Returns a·b like `product`, but without gradients."""
-    return jax.lax.optimization_barrier(jnp.matmul(_barrier(a), _barrier(b), preferred_element_type=jnp.float32))
+    return jax.lax.optimization_barrier(
+        jnp.matmul(_barrier(a), _barrier(b), preferred_element_type=jnp.float32)
+    )
 
 
 def _barrier(x):
-    """XLA's bfloat16 products need row-major operands; the reshape makes `x` row-major even if it is a transposed
-    array. Without the barriers, XLA folds transpositions into the product later, and the program fails ("Unsupported
-    element type for DotThunk"). They are on the bits, because XLA computes a bfloat16 barrier and what reads it in
-    float32.
+    """XLA's bfloat16 products need row-major operands; the reshape makes `x` row-major even if it
+    is a transposed array. Without the barriers, XLA folds transpositions into the product later,
+    and the program fails ("Unsupported element type for DotThunk"). They are on the bits, because
+    XLA computes a bfloat16 barrier and what reads it in float32.
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
     bits = jax.lax.optimization_barrier(bits[..., None]).reshape(x.shape)
@@ -41,7 +49,9 @@ def _barrier(x):
 
 
 def transposed_dot(a, b):
-    """Returns aᵀ·b like `dot`. A tall result is computed as (bᵀ·a)ᵀ, because wide results are faster."""
+    """Returns aᵀ·b like `dot`. A tall result is computed as (bᵀ·a)ᵀ, because wide results are
+    faster.
+    """
     if a.shape[-1] > b.shape[-1]:
         return jnp.swapaxes(transposed_dot(b, a), -1, -2)
     return dot(jnp.swapaxes(a, -1, -2), b)

@@ -1,4 +1,5 @@
-"""Chunks of positions, the decays inside them, and the states between them, for recurrences with a state.
+"""Chunks of positions, the decays inside them, and the states between them, for recurrences with a
+state.
 
 Shapes: B batch, T time, H heads; N chunks of C positions.
 """
@@ -32,22 +33,32 @@ def joined(y_NxBxHxCxV, time: int):
 
 
 def decays_in_chunk(log_decay_NxBxHxC, begins_NxBx1xC):
-    """Returns Γ, (N, B, H, C, C), and γ and ω, (N, B, H, C), which are 0 across the beginning of a text.
+    """Returns Γ, (N, B, H, C, C), and γ and ω, (N, B, H, C), which are 0 across the beginning of a
+    text.
 
-    Γ_ij is the decay from token j to token i ≥ j, γ_i that from before the chunk to token i, and ω_j that from token j
-    to the end of the chunk. Each logarithm is a sum over the tokens between only. As a difference of two sums from the
-    start of the chunk, it would lose its last digits to a strong decay, or to another text.
+    Γ_ij is the decay from token j to token i ≥ j, γ_i that from before the chunk to token i, and
+    ω_j that from token j to the end of the chunk. Each logarithm is a sum over the tokens between
+    only. As a difference of two sums from the start of the chunk, it would lose its last digits to
+    a strong decay, or to another text.
     """
     length = log_decay_NxBxHxC.shape[-1]
     until_i, after_j = jnp.tri(length, dtype=bool), jnp.tri(length, k=-1)
     texts_NxBx1xC = jnp.cumsum(begins_NxBx1xC, axis=-1)
-    is_same = until_i[None, None, None] & (texts_NxBx1xC[..., :, None] == texts_NxBx1xC[..., None, :])
-    log_decays = product(jnp.where(until_i[None, None, None], log_decay_NxBxHxC[..., None, :], 0.0), after_j)
-    # The last row and the first column of Γ, computed apart: the gradient of a slice is a slow sum on TPUs.
+    is_same = until_i[None, None, None] & (
+        texts_NxBx1xC[..., :, None] == texts_NxBx1xC[..., None, :]
+    )
+    log_decays = product(
+        jnp.where(until_i[None, None, None], log_decay_NxBxHxC[..., None, :], 0.0), after_j
+    )
+    # The last row and the first column of Γ, computed apart: the gradient of a slice is a slow sum
+    # on TPUs.
     from_start = product(log_decay_NxBxHxC, until_i.T.astype(jnp.float32))
     to_end = product(log_decay_NxBxHxC, after_j)
-    return (jnp.where(is_same, jnp.exp(log_decays), 0.0), jnp.where(texts_NxBx1xC == 0, jnp.exp(from_start), 0.0),
-            jnp.where(texts_NxBx1xC == texts_NxBx1xC[..., -1:], jnp.exp(to_end), 0.0))
+    return (
+        jnp.where(is_same, jnp.exp(log_decays), 0.0),
+        jnp.where(texts_NxBx1xC == 0, jnp.exp(from_start), 0.0),
+        jnp.where(texts_NxBx1xC == texts_NxBx1xC[..., -1:], jnp.exp(to_end), 0.0),
+    )
 
 
 @jax.custom_vjp
@@ -77,10 +88,12 @@ states_before_chunks.defvjp(_forward, _backward)
 
 
 def run_chunks(kept, erased, added, state, reverse: bool = False):
-    """Returns what `states_before_chunks` returns; if `reverse`, of the recurrence from the last chunk to the first.
+    """Returns what `states_before_chunks` returns; if `reverse`, of the recurrence from the last
+    chunk to the first.
 
-    Except on CPUs, groups of chunks are computed side by side, each from a state of 0. A group makes of a state what a
-    chunk makes of it, so the states before the groups follow from the same recurrence.
+    Except on CPUs, groups of chunks are computed side by side, each from a state of 0. A group
+    makes of a state what a chunk makes of it, so the states before the groups follow from the same
+    recurrence.
     """
     number = len(kept)
     if number <= GROUP or platform() == "cpu":
@@ -89,8 +102,11 @@ def run_chunks(kept, erased, added, state, reverse: bool = False):
     kept_before = before(kept, reverse)[..., None, None]
     both = (added, None if erased is None else kept_before * erased)
     (added, erased), (added_by_group, erased_by_group) = scan(
-        kept, erased, both, jax.tree.map(lambda x: jnp.zeros_like(x[0]), both), reverse)
-    groups, state = run_chunks(jnp.prod(kept, axis=0), erased_by_group, added_by_group, state, reverse)
+        kept, erased, both, jax.tree.map(lambda x: jnp.zeros_like(x[0]), both), reverse
+    )
+    groups, state = run_chunks(
+        jnp.prod(kept, axis=0), erased_by_group, added_by_group, state, reverse
+    )
     added += kept_before * groups[None]
     if erased is not None:
         added -= erased @ groups[None]
@@ -106,13 +122,20 @@ def in_groups(x, padding: float = 0):
 
 
 def before(kept, reverse: bool):
-    """Returns the products of all earlier ones, or later ones if `reverse`, along the first axis."""
+    """Returns the products of all earlier ones, or later ones if `reverse`, along the first
+    axis.
+    """
     one = jnp.ones_like(kept[:1])
-    return jax.lax.cumprod(jnp.concatenate([kept[1:], one] if reverse else [one, kept[:-1]]), reverse=reverse)
+    return jax.lax.cumprod(
+        jnp.concatenate([kept[1:], one] if reverse else [one, kept[:-1]]), reverse=reverse
+    )
 
 
 def scan(kept, erased, added, state, reverse: bool):
-    """Runs the recurrence with one state, or with a tree of states; each has its tree of `added`."""
+    """Runs the recurrence with one state, or with a tree of states; each has its tree of
+    `added`.
+    """
+
     def next_chunk(state, chunk):
         kept, erased, added = chunk
 

@@ -1,12 +1,17 @@
-"""A TPU kernel for causal attention. The last axis of all arrays is for positions, not for the head width.
+"""A TPU kernel for causal attention. The last axis of all arrays is for positions, not for the head
+width.
 
-It is FlashAttention (Dao, arXiv 2307.08691): the (time, time) scores exist only in blocks of (keys × queries), in a
-core's own memory. At context lengths of a few thousand, it is faster than JAX's splash attention:
+It is FlashAttention (Dao, arXiv 2307.08691): the (time, time) scores exist only in blocks of (keys
+× queries), in a core's own memory. At context lengths of a few thousand, it is faster than JAX's
+splash attention:
 
-- Heads narrower than 128 need no padding, and products with the attention weights stream K rows per head, not T.
-- One kernel for all gradients computes the scores once; splash attention computes them in each of two kernels.
+- Heads narrower than 128 need no padding, and products with the attention weights stream K rows per
+  head, not T.
+- One kernel for all gradients computes the scores once; splash attention computes them in each of
+  two kernels.
 
-Shapes: B batch, H heads, G key–value heads, R = H/G, K head width, T time, C queries and S keys of a block.
+Shapes: B batch, H heads, G key–value heads, R = H/G, K head width, T time, C queries and S keys of
+  a block.
 """
 
 import functools
@@ -29,27 +34,34 @@ def is_short(window: int) -> bool:
 
 
 def block_length(time: int, window: int) -> int:
-    """Short blocks have fewer scores outside the window; in long blocks, a score takes less time."""
+    """Short blocks have fewer scores outside the window; in long blocks, a score takes less
+    time.
+    """
     return math.gcd(time, SHORT_BLOCK if is_short(window) else BLOCK)
 
 
 def fits(per_group: int, head_width: int, time: int, dtype: str) -> bool:
-    """Returns whether a whole head fits into the 16 MiB of a core's memory that a kernel may use by default: blocks of
-    scores need 5 MiB, and each byte of queries at most 18 for gradients: a float32 sum, and 7 arguments and results,
-    each twice, as one copy is moved while the other is used.
+    """Returns whether a whole head fits into the 16 MiB of a core's memory that a kernel may use by
+    default: blocks of scores need 5 MiB, and each byte of queries at most 18 for gradients: a
+    float32 sum, and 7 arguments and results, each twice, as one copy is moved while the other is
+    used.
     """
     return per_group * max(head_width, 16) * time * jnp.dtype(dtype).itemsize <= MAX_BYTES
 
 
 def blocks_in_reach(time: int, window: int) -> int:
-    """Keys that are d blocks before a query are at least d · length − (length − 1) positions before it."""
+    """Keys that are d blocks before a query are at least d · length − (length − 1) positions before
+    it.
+    """
     length = block_length(time, window)
     return (window + length - 2) // length if window else time // length
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def flash_attention(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window: int, interpret: bool):
-    """Returns softmax(kᵀ·q)·v over keys, (B, H, K, T). T must be a multiple of 128; a window of 0 is unlimited."""
+    """Returns softmax(kᵀ·q)·v over keys, (B, H, K, T). T must be a multiple of 128; a window of 0
+    is unlimited.
+    """
     return _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window, interpret)[0]
 
 
@@ -73,7 +85,9 @@ def _scores(k_KxS, q_KxC, blocks_apart, window: int):
 
 
 def _for_each_block(time: int, window: int, body, later: bool = False):
-    """Calls body(i, n), with n blocks in reach before i (`later`: after it); n is an int if the window is short."""
+    """Calls body(i, n), with n blocks in reach before i (`later`: after it); n is an int if the
+    window is short.
+    """
     blocks, reach = time // block_length(time, window), blocks_in_reach(time, window)
 
     def neighbors(i):
@@ -83,7 +97,9 @@ def _for_each_block(time: int, window: int, body, later: bool = False):
         jax.lax.fori_loop(0, blocks, lambda i, _: body(i, jnp.minimum(neighbors(i), reach)), None)
         return
     edge = min(reach, blocks)
-    start, stop = (0, blocks - edge) if later else (edge, blocks)  # these blocks have `reach` neighbors
+    start, stop = (
+        (0, blocks - edge) if later else (edge, blocks)
+    )  # these blocks have `reach` neighbors
     for i in range(start):
         body(i, neighbors(i))
     jax.lax.fori_loop(start, stop, lambda i, _: body(i, reach), None)
@@ -99,9 +115,14 @@ def _forward_kernel(q_KxT, k_KxT, v_KxT, y_KxT, log_sums_1xT, *, window: int):
         largest_1xC, sums_1xC, y = carry
         q = q_KxT[:, pl.ds(query_block * length, length)]
         keys = [pl.ds((query_block - apart) * length, length) for apart in blocks_apart]
-        scores = [_scores(k_KxT[:, block], q, apart, window) for block, apart in zip(keys, blocks_apart)]
+        scores = [
+            _scores(k_KxT[:, block], q, apart, window) for block, apart in zip(keys, blocks_apart)
+        ]
         new_largest_1xC = functools.reduce(
-            jnp.maximum, [jnp.max(scores_SxC, axis=0, keepdims=True) for scores_SxC in scores], largest_1xC)
+            jnp.maximum,
+            [jnp.max(scores_SxC, axis=0, keepdims=True) for scores_SxC in scores],
+            largest_1xC,
+        )
         rescale_1xC = jnp.exp(largest_1xC - new_largest_1xC)
         sums_1xC, y = sums_1xC * rescale_1xC, y * rescale_1xC
         for block, scores_SxC in zip(keys, scores):
@@ -116,8 +137,12 @@ def _forward_kernel(q_KxT, k_KxT, v_KxT, y_KxT, log_sums_1xT, *, window: int):
         if is_short(window):
             carry = add_keys(query_block, range(previous + 1), carry)
         else:
-            carry = jax.lax.fori_loop(1, previous + 1, lambda apart, carry: add_keys(query_block, [apart], carry),
-                                      add_keys(query_block, [0], carry))
+            carry = jax.lax.fori_loop(
+                1,
+                previous + 1,
+                lambda apart, carry: add_keys(query_block, [apart], carry),
+                add_keys(query_block, [0], carry),
+            )
         largest_1xC, sums_1xC, y = carry
         queries = pl.ds(query_block * length, length)
         y_KxT[:, queries] = (y / sums_1xC).astype(y_KxT.dtype)
@@ -126,22 +151,48 @@ def _forward_kernel(q_KxT, k_KxT, v_KxT, y_KxT, log_sums_1xT, *, window: int):
     _for_each_block(time, window, outputs_of_queries)
 
 
-def _gradient_kernel(q_RxKxT, k_KxT, v_KxT, dy_RxKxT, log_sums_Rx1xT, products_Rx1xT, dq_RxKxT, dk_KxT, dv_KxT,
-                     dq_sums_RxKxT, *, window: int):
-    """`products_Rx1xT` are the sums of y·dy over the head width (Dao, arXiv 2307.08691, section 3.1.2)."""
+def _gradient_kernel(
+    q_RxKxT,
+    k_KxT,
+    v_KxT,
+    dy_RxKxT,
+    log_sums_Rx1xT,
+    products_Rx1xT,
+    dq_RxKxT,
+    dk_KxT,
+    dv_KxT,
+    dq_sums_RxKxT,
+    *,
+    window: int,
+):
+    """`products_Rx1xT` are the sums of y·dy over the head width (Dao, arXiv 2307.08691, section
+    3.1.2).
+    """
     per_group, width, time = q_RxKxT.shape
     length = block_length(time, window)
     dq_sums_RxKxT[...] = jnp.zeros(dq_sums_RxKxT.shape, jnp.float32)
 
     def add_block(head, key_block, blocks_apart, carry):
         dk, dv = carry
-        keys, queries = pl.ds(key_block * length, length), pl.ds((key_block + blocks_apart) * length, length)
-        k, v, q, dy = k_KxT[:, keys], v_KxT[:, keys], q_RxKxT[head, :, queries], dy_RxKxT[head, :, queries]
-        weights_SxC = jnp.exp(_scores(k, q, blocks_apart, window) - log_sums_Rx1xT[head, :, queries])
+        keys, queries = (
+            pl.ds(key_block * length, length),
+            pl.ds((key_block + blocks_apart) * length, length),
+        )
+        k, v, q, dy = (
+            k_KxT[:, keys],
+            v_KxT[:, keys],
+            q_RxKxT[head, :, queries],
+            dy_RxKxT[head, :, queries],
+        )
+        weights_SxC = jnp.exp(
+            _scores(k, q, blocks_apart, window) - log_sums_Rx1xT[head, :, queries]
+        )
         d_scores_SxC = weights_SxC * (_dot(v, dy, (0, 0)) - products_Rx1xT[head, :, queries])
         d_scores_SxC = d_scores_SxC.astype(q.dtype)
         dq_sums_RxKxT[head, :, queries] += _dot(k, d_scores_SxC, (1, 0))
-        return dk + _dot(q, d_scores_SxC, (1, 1)), dv + _dot(dy, weights_SxC.astype(dy.dtype), (1, 1))
+        return dk + _dot(q, d_scores_SxC, (1, 1)), dv + _dot(
+            dy, weights_SxC.astype(dy.dtype), (1, 1)
+        )
 
     def gradients_of_keys(key_block, later):
         def add_head(head, carry):
@@ -169,18 +220,30 @@ def _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window: int, interpret: bool):
         return pl.BlockSpec((None, None, rows, time), lambda batch, head: (batch, head, 0, 0))
 
     def group(batch, head):
-        return batch, jax.lax.div(head, per_group), 0, 0  # `//` does not compile for devices that are not attached
+        return (
+            batch,
+            jax.lax.div(head, per_group),
+            0,
+            0,
+        )  # `//` does not compile for devices that are not attached
 
     keys = pl.BlockSpec((None, None, width, time), group)
     y_BxHxKxT, log_sums_BxHx1xT = pl.pallas_call(
-        functools.partial(_forward_kernel, window=window), name=f"flash_attention_forward_{window}",
-        grid=(batch, heads), in_specs=[queries(width), keys, keys],
+        functools.partial(_forward_kernel, window=window),
+        name=f"flash_attention_forward_{window}",
+        grid=(batch, heads),
+        in_specs=[queries(width), keys, keys],
         out_specs=[queries(width), queries(1)],
-        out_shape=[jax.ShapeDtypeStruct(q_BxHxKxT.shape, q_BxHxKxT.dtype),
-                   jax.ShapeDtypeStruct((batch, heads, 1, time), jnp.float32)],
+        out_shape=[
+            jax.ShapeDtypeStruct(q_BxHxKxT.shape, q_BxHxKxT.dtype),
+            jax.ShapeDtypeStruct((batch, heads, 1, time), jnp.float32),
+        ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        interpret=interpret)(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT)
-    y_BxHxKxT, log_sums_BxHx1xT = (checkpoint_name(x, OUTPUT) for x in (y_BxHxKxT, log_sums_BxHx1xT))
+        interpret=interpret,
+    )(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT)
+    y_BxHxKxT, log_sums_BxHx1xT = (
+        checkpoint_name(x, OUTPUT) for x in (y_BxHxKxT, log_sums_BxHx1xT)
+    )
     return y_BxHxKxT, (q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, y_BxHxKxT, log_sums_BxHx1xT)
 
 
@@ -190,19 +253,26 @@ def _backward(window: int, interpret: bool, saved, dy_BxHxKxT):
     groups = k_BxGxKxT.shape[1]
     per_group = heads // groups
     products_BxHx1xT = jnp.sum(
-        y_BxHxKxT.astype(jnp.float32) * dy_BxHxKxT.astype(jnp.float32), axis=2, keepdims=True)
+        y_BxHxKxT.astype(jnp.float32) * dy_BxHxKxT.astype(jnp.float32), axis=2, keepdims=True
+    )
 
     def spec(*block):
         return pl.BlockSpec((None, *block, time), lambda batch, group: (batch, group, 0, 0))
 
     queries, sums, keys = spec(per_group, width), spec(per_group, 1), spec(None, width)
     return pl.pallas_call(
-        functools.partial(_gradient_kernel, window=window), name=f"flash_attention_gradient_{window}",
-        grid=(batch, groups), in_specs=[queries, keys, keys, queries, sums, sums], out_specs=[queries, keys, keys],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BxHxKxT, k_BxGxKxT, v_BxGxKxT)],
+        functools.partial(_gradient_kernel, window=window),
+        name=f"flash_attention_gradient_{window}",
+        grid=(batch, groups),
+        in_specs=[queries, keys, keys, queries, sums, sums],
+        out_specs=[queries, keys, keys],
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BxHxKxT, k_BxGxKxT, v_BxGxKxT)
+        ],
         scratch_shapes=[pltpu.VMEM((per_group, width, time), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        interpret=interpret)(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, dy_BxHxKxT, log_sums_BxHx1xT, products_BxHx1xT)
+        interpret=interpret,
+    )(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, dy_BxHxKxT, log_sums_BxHx1xT, products_BxHx1xT)
 
 
 flash_attention.defvjp(_forward, _backward)

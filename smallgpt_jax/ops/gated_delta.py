@@ -1,17 +1,20 @@
 """The gated delta rule (Yang, Kautz & Hatamizadeh, arXiv 2412.06464), in chunks, in float32.
 
-Each head has a state S, (K, V), which maps keys to values. A token scales the state by its decay α, and then replaces
-the fraction β of the value that the state has for its key (equation 10, whose S is the transpose of ours):
+Each head has a state S, (K, V), which maps keys to values. A token scales the state by its decay α,
+and then replaces the fraction β of the value that the state has for its key (equation 10, whose S
+is the transpose of ours):
 
     S_t = α_t·(I − β_t·k_t·k_tᵀ)·S_(t−1) + β_t·k_t·v_tᵀ        y_t = S_tᵀ·q_t
 
-Let S be the state before a chunk of C tokens, γ_i the decay from there to token i, and Γ_ij that from token j to
-token i ≥ j. Then the state after token i is γ_i·S + Σ_(j≤i) Γ_ij·k_j·u_jᵀ, where the rows u_i of U solve
+Let S be the state before a chunk of C tokens, γ_i the decay from there to token i, and Γ_ij that
+from token j to token i ≥ j. Then the state after token i is γ_i·S + Σ_(j≤i) Γ_ij·k_j·u_jᵀ, where
+the rows u_i of U solve
 
     (I + A)·U = diag(β)·(V − diag(γ)·K·S)        A_ij = β_i·Γ_ij·(k_i·k_j) for j < i, otherwise 0
 
-(section 3.3). With (I + A)⁻¹·diag(β)·V and (I + A)⁻¹·diag(β)·diag(γ)·K, a chunk is a few matrix products, and only the
-states between chunks are computed one after another (`states_before_chunks`).
+(section 3.3). With (I + A)⁻¹·diag(β)·V and (I + A)⁻¹·diag(β)·diag(γ)·K, a chunk is a few matrix
+products, and only the states between chunks are computed one after another
+(`states_before_chunks`).
 
 Shapes: B batch, T time, H heads, K key width, V value width; N chunks of C positions.
 """
@@ -22,37 +25,68 @@ import numpy as np
 
 from smallgpt_jax.devices.platform import platform
 from smallgpt_jax.ops import recurrence_kernel
-from smallgpt_jax.ops.chunks import chunk_length, decays_in_chunk, in_chunks, joined, product, states_before_chunks
+from smallgpt_jax.ops.chunks import (
+    chunk_length,
+    decays_in_chunk,
+    in_chunks,
+    joined,
+    product,
+    states_before_chunks,
+)
 
 SMALL = 16  # products of smaller matrices cost more on CPUs than the zeros in larger ones
 
 
-def gated_delta(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV, *,
-                backend: str = "auto"):
-    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. `log_decay_BxTxH` is log α ≤ 0. Where
-    `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A token with log α = 0 and β = 0, such
-    as padding, does not change the state. With the `backend` "xla", no kernel is used.
+def gated_delta(
+    q_BxTxHxK,
+    k_BxTxHxK,
+    v_BxTxHxV,
+    log_decay_BxTxH,
+    beta_BxTxH,
+    begins_BxT,
+    state_BxHxKxV,
+    *,
+    backend: str = "auto",
+):
+    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. `log_decay_BxTxH` is
+    log α ≤ 0. Where `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A
+    token with log α = 0 and β = 0, such as padding, does not change the state. With the `backend`
+    "xla", no kernel is used.
     """
-    inputs = [x.astype(jnp.float32) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH)]
+    inputs = [
+        x.astype(jnp.float32)
+        for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH)
+    ]
     _, time, _, width = q_BxTxHxK.shape
     if time == 1:
         kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(inputs[3][:, 0]))
-        y_BxHxV, state_BxHxKxV = one_token(*(x[:, 0] for x in inputs[:3]), kept_BxH, inputs[4][:, 0], state_BxHxKxV)
+        y_BxHxV, state_BxHxKxV = one_token(
+            *(x[:, 0] for x in inputs[:3]), kept_BxH, inputs[4][:, 0], state_BxHxKxV
+        )
         return y_BxHxV[:, None], state_BxHxKxV
-    if backend != "xla" and platform() == "tpu" and recurrence_kernel.fits(time, width, v_BxTxHxV.shape[-1]):
+    if (
+        backend != "xla"
+        and platform() == "tpu"
+        and recurrence_kernel.fits(time, width, v_BxTxHxV.shape[-1])
+    ):
         return recurrence_kernel.in_kernel(inputs, begins_BxT, state_BxHxKxV)
     return in_plain_jax(*inputs, begins_BxT, state_BxHxKxV)
 
 
-def in_plain_jax(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV):
+def in_plain_jax(
+    q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV
+):
     """As `gated_delta`, of float32 arrays."""
     time = q_BxTxHxK.shape[1]
     length = chunk_length(time)
     q, k, v, log_decay, beta = (
-        in_chunks(x, length) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH))
+        in_chunks(x, length) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH)
+    )
     decays, kept, until_end = decays_in_chunk(log_decay, in_chunks(begins_BxT[:, :, None], length))
     earlier, identity = jnp.tri(length, k=-1)[None, None, None], jnp.eye(length)[None, None, None]
-    inverse = unit_lower_inverse(identity + earlier * beta[..., None] * decays * (k @ jnp.swapaxes(k, -1, -2)))
+    inverse = unit_lower_inverse(
+        identity + earlier * beta[..., None] * decays * (k @ jnp.swapaxes(k, -1, -2))
+    )
     solved = inverse @ jnp.concatenate([beta[..., None] * v, (beta * kept)[..., None] * k], axis=-1)
     keys, scores = until_end[..., None] * k, decays * (q @ jnp.swapaxes(k, -1, -2))
     split = v.shape[-1:]
@@ -74,8 +108,8 @@ def one_token(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):
 
 @jax.custom_vjp
 def unit_lower_inverse(matrix):
-    """Returns the inverse of (…, C, C) lower triangular matrices with ones on the diagonal; C is a power of two. The
-    powers of the series Σ(I − matrix)ⁿ could overflow.
+    """Returns the inverse of (…, C, C) lower triangular matrices with ones on the diagonal; C is a
+    power of two. The powers of the series Σ(I − matrix)ⁿ could overflow.
     """
     length = matrix.shape[-1]
     if length <= SMALL:
@@ -87,14 +121,18 @@ def unit_lower_inverse(matrix):
 
 
 def small_inverse(matrix):
-    """Uses the same formula for all pairs of blocks at once: R is what joins the two blocks of each pair."""
+    """Uses the same formula for all pairs of blocks at once: R is what joins the two blocks of each
+    pair.
+    """
     length = matrix.shape[-1]
     inverse = jnp.broadcast_to(jnp.eye(length), matrix.shape)
     for size in (1 << level for level in range(length.bit_length() - 1)):
         row, column = np.indices((length, length)) // size
         joins = np.where((row == column + 1) & (row % 2 == 1), np.float32(1), np.float32(0))
         r = joins.reshape((1,) * (matrix.ndim - 2) + joins.shape) * matrix
-        inverse -= r if size == 1 else product(product(inverse, r), inverse)  # at first the inverse is the identity
+        inverse -= (
+            r if size == 1 else product(product(inverse, r), inverse)
+        )  # at first the inverse is the identity
     return inverse
 
 

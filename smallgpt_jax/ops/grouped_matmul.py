@@ -1,14 +1,18 @@
 """Products of groups of rows with one matrix per group, for mixtures of experts.
 
-Rows are moved into slots: a group of n rows has ⌈n/b⌉ blocks of b slots. The number of slots is static and large enough
-for any grouping, so no row is ever dropped. Backends (`config.model.grouped_matmul`):
+Rows are moved into slots: a group of n rows has ⌈n/b⌉ blocks of b slots. The number of slots is
+static and large enough for any grouping, so no row is ever dropped. Backends
+(`config.model.grouped_matmul`):
 
-- "ragged": `jax.lax.ragged_dot`, b = 1. TPUs have a kernel; elsewhere, XLA multiplies every row by all matrices.
-- "blocks": one batched product of all blocks, each with a copy of its matrix; at most b − 1 unused rows per group.
+- "ragged": `jax.lax.ragged_dot`, b = 1. TPUs have a kernel; elsewhere, XLA multiplies every row by
+  all matrices.
+- "blocks": one batched product of all blocks, each with a copy of its matrix; at most b − 1 unused
+  rows per group.
 
-Relative speed of "blocks": 9.7 × "ragged" and 0.32 × a dense MLP of equal FLOPs with 1,024 rows of width 128, and 9.6
-and 0.42 with 2,048 rows of width 256; 3 of 16 experts, forward and backward, float32, two cores of an AMD EPYC, jax
-0.10.2, 2026-11-24 (`python benchmarks/ops.py --only=experts`).
+Relative speed of "blocks": 9.7 × "ragged" and 0.32 × a dense MLP of equal FLOPs with 1,024 rows of
+width 128, and 9.6 and 0.42 with 2,048 rows of width 256; 3 of 16 experts, forward and backward,
+float32, two cores of an AMD EPYC, jax 0.10.2, 2026-11-24 (`python benchmarks/ops.py
+--only=experts`).
 """
 
 import functools
@@ -21,8 +25,8 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.devices.platform import platform
 
 BACKENDS = ("auto", "ragged", "blocks")
-# Rows per block. On CPUs, larger blocks are not faster, and have more unused rows. On GPUs, the traffic of the copied
-# matrices and of their gradients takes longer than the products.
+# Rows per block. On CPUs, larger blocks are not faster, and have more unused rows. On GPUs, the
+# traffic of the copied matrices and of their gradients takes longer than the products.
 MAX_BLOCK = {"cpu": 128, "gpu": 1024}
 
 
@@ -45,11 +49,15 @@ def block_size(backend: str, rows: int, num_groups: int) -> int:
     """Returns a power of two, at most half of the mean number of rows per group."""
     if backend == "ragged":
         return 1
-    return min(MAX_BLOCK.get(platform(), 128), 1 << max(0, (rows // (2 * num_groups)).bit_length() - 1))
+    return min(
+        MAX_BLOCK.get(platform(), 128), 1 << max(0, (rows // (2 * num_groups)).bit_length() - 1)
+    )
 
 
 def group_rows(group_of_row_R, num_groups: int, block: int) -> Grouping:
-    """Sorts rows by their group (int32), and pads the rows of each group to a multiple of `block`."""
+    """Sorts rows by their group (int32), and pads the rows of each group to a multiple of
+    `block`.
+    """
     rows = group_of_row_R.size
     # A group with rows has at most `block` − 1 unused slots.
     num_blocks = (rows + min(num_groups, rows) * (block - 1)) // block
@@ -59,24 +67,39 @@ def group_rows(group_of_row_R, num_groups: int, block: int) -> Grouping:
     if block == 1:  # slots are the sorted rows; TPUs sort faster than they scatter
         return Grouping(order_R, jnp.argsort(order_R), sizes_G, sorted_group_R)
     blocks_G = -(-sizes_G // block)
-    first_row_G, first_slot_G = jnp.cumsum(sizes_G) - sizes_G, (jnp.cumsum(blocks_G) - blocks_G) * block
+    first_row_G, first_slot_G = (
+        jnp.cumsum(sizes_G) - sizes_G,
+        (jnp.cumsum(blocks_G) - blocks_G) * block,
+    )
     # Blocks after the last group's blocks are unused. The clip gives them to the last group.
     group_of_block_N = jnp.minimum(
-        jnp.searchsorted(jnp.cumsum(blocks_G), jnp.arange(num_blocks), side="right"), num_groups - 1)
+        jnp.searchsorted(jnp.cumsum(blocks_G), jnp.arange(num_blocks), side="right"), num_groups - 1
+    )
     group_of_slot_S = jnp.repeat(group_of_block_N, block, total_repeat_length=num_blocks * block)
-    place_S = jnp.arange(num_blocks * block) - first_slot_G[group_of_slot_S]  # place of each slot in its group
+    place_S = (
+        jnp.arange(num_blocks * block) - first_slot_G[group_of_slot_S]
+    )  # place of each slot in its group
     row_of_slot_S = jnp.where(
         place_S < sizes_G[group_of_slot_S],
-        order_R[jnp.minimum(first_row_G[group_of_slot_S] + place_S, rows - 1)], rows)
-    slot_of_sorted_row_R = first_slot_G[sorted_group_R] + jnp.arange(rows) - first_row_G[sorted_group_R]
-    slot_of_row_R = jnp.zeros(rows, jnp.int32).at[order_R].set(slot_of_sorted_row_R.astype(jnp.int32))
+        order_R[jnp.minimum(first_row_G[group_of_slot_S] + place_S, rows - 1)],
+        rows,
+    )
+    slot_of_sorted_row_R = (
+        first_slot_G[sorted_group_R] + jnp.arange(rows) - first_row_G[sorted_group_R]
+    )
+    slot_of_row_R = (
+        jnp.zeros(rows, jnp.int32).at[order_R].set(slot_of_sorted_row_R.astype(jnp.int32))
+    )
     return Grouping(row_of_slot_S, slot_of_row_R, sizes_G, group_of_block_N)
 
 
-# Each of these two functions is the gradient of the other: the gradient of indexing would be a slow scatter.
+# Each of these two functions is the gradient of the other: the gradient of indexing would be a slow
+# scatter.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def into_slots(x_TxD, grouping: Grouping, copies: int = 1):
-    """Returns T = R / `copies` rows in their slots, (S, D); row i of the grouping is x[i mod T]. Unused slots are 0."""
+    """Returns T = R / `copies` rows in their slots, (S, D); row i of the grouping is x[i mod T].
+    Unused slots are 0.
+    """
     row_S, rows = grouping.row_of_slot_S, len(grouping.slot_of_row_R)
     if len(row_S) == rows:  # filling slots with zeros would be a pass over all rows
         return jnp.take(x_TxD, row_S % len(x_TxD), axis=0, mode="clip")
@@ -89,14 +112,19 @@ def from_slots(y_SxD, grouping: Grouping, copies: int = 1):
     """Returns the rows, each summed over its copies, (T, D)."""
     slots_CxT = grouping.slot_of_row_R.reshape(copies, -1)
     # One sum over an array of all copies would take more passes over them.
-    return sum(jnp.take(y_SxD, slots_T, axis=0, mode="clip").astype(jnp.float32)
-               for slots_T in slots_CxT).astype(y_SxD.dtype)
+    return sum(
+        jnp.take(y_SxD, slots_T, axis=0, mode="clip").astype(jnp.float32) for slots_T in slots_CxT
+    ).astype(y_SxD.dtype)
 
 
-into_slots.defvjp(lambda x_TxD, grouping, copies: (into_slots(x_TxD, grouping, copies), grouping),
-                  lambda copies, grouping, ct_SxD: (from_slots(ct_SxD, grouping, copies), None))
-from_slots.defvjp(lambda y_SxD, grouping, copies: (from_slots(y_SxD, grouping, copies), grouping),
-                  lambda copies, grouping, ct_TxD: (into_slots(ct_TxD, grouping, copies), None))
+into_slots.defvjp(
+    lambda x_TxD, grouping, copies: (into_slots(x_TxD, grouping, copies), grouping),
+    lambda copies, grouping, ct_SxD: (from_slots(ct_SxD, grouping, copies), None),
+)
+from_slots.defvjp(
+    lambda y_SxD, grouping, copies: (from_slots(y_SxD, grouping, copies), grouping),
+    lambda copies, grouping, ct_TxD: (into_slots(ct_TxD, grouping, copies), None),
+)
 
 
 def grouped_matmul(x_SxI, w_GxIxO, grouping: Grouping, backend: str):
@@ -117,16 +145,21 @@ def _block_matmul_backward(residuals, ct_NxbxO):
     x_NxbxI, w_GxIxO, group_of_block_N = residuals
     dx_NxbxI = jnp.einsum("nbo,nio->nbi", ct_NxbxO, w_GxIxO[group_of_block_N])
     dw_NxIxO = jnp.einsum("nbi,nbo->nio", x_NxbxI, ct_NxbxO, preferred_element_type=jnp.float32)
-    dw_GxIxO = jax.ops.segment_sum(dw_NxIxO, group_of_block_N, len(w_GxIxO), indices_are_sorted=True)
+    dw_GxIxO = jax.ops.segment_sum(
+        dw_NxIxO, group_of_block_N, len(w_GxIxO), indices_are_sorted=True
+    )
     return dx_NxbxI, dw_GxIxO.astype(w_GxIxO.dtype), None
 
 
 _block_matmul.defvjp(lambda *inputs: (_block_matmul(*inputs), inputs), _block_matmul_backward)
 
 
-def grouped_experts(x_BxTxD, experts_BxTxK, gates_BxTxK, into_ExDxF: list, out_ExFxD, activation, backend: str):
-    """Returns Σ_k gate_k · expert_k(x), (B, T, D). `into_ExDxF` is [W_up], or [W_gate, W_up] for gated MLPs. Each
-    device groups its own rows of the batch, so that no token moves to another device.
+def grouped_experts(
+    x_BxTxD, experts_BxTxK, gates_BxTxK, into_ExDxF: list, out_ExFxD, activation, backend: str
+):
+    """Returns Σ_k gate_k · expert_k(x), (B, T, D). `into_ExDxF` is [W_up], or [W_gate, W_up] for
+    gated MLPs. Each device groups its own rows of the batch, so that no token moves to another
+    device.
     """
     backend, width = select_backend(backend), len(into_ExDxF)
 
@@ -134,16 +167,24 @@ def grouped_experts(x_BxTxD, experts_BxTxK, gates_BxTxK, into_ExDxF: list, out_E
         into, out = weights[:width], weights[width]
         num_choices, num_experts = experts_BxTxK.shape[-1], len(out)
         # Rows are ordered by choice, then by token.
-        experts_R, gates_R = (x.reshape(-1, num_choices).T.reshape(-1) for x in (experts_BxTxK, gates_BxTxK))
-        grouping = group_rows(experts_R, num_experts, block_size(backend, len(experts_R), num_experts))
+        experts_R, gates_R = (
+            x.reshape(-1, num_choices).T.reshape(-1) for x in (experts_BxTxK, gates_BxTxK)
+        )
+        grouping = group_rows(
+            experts_R, num_experts, block_size(backend, len(experts_R), num_experts)
+        )
         x_SxD = into_slots(x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), grouping, num_choices)
         first, *up = (grouped_matmul(x_SxD, w_ExDxF, grouping, backend) for w_ExDxF in into)
         h_SxF = activation(first) * up[0] if up else activation(first)
-        # Gates multiply the input of the last product, so that their gradient needs no outputs of experts.
+        # Gates multiply the input of the last product, so that their gradient needs no outputs of
+        # experts.
         h_SxF *= into_slots(gates_R, grouping)[:, None].astype(h_SxF.dtype)
-        return from_slots(grouped_matmul(h_SxF, out, grouping, backend), grouping, num_choices).reshape(x_BxTxD.shape)
+        return from_slots(
+            grouped_matmul(h_SxF, out, grouping, backend), grouping, num_choices
+        ).reshape(x_BxTxD.shape)
 
     rows, choices = ("batch", "time", "embed_activation"), ("batch", "time", None)
     names = (rows, choices, choices, *[("expert", None, "mlp")] * width, ("expert", "mlp", None))
     return sharding.per_device(on_one_device, names, summed="mlp")(
-        x_BxTxD, experts_BxTxK, gates_BxTxK, *into_ExDxF, out_ExFxD)
+        x_BxTxD, experts_BxTxK, gates_BxTxK, *into_ExDxF, out_ExFxD
+    )

@@ -1,4 +1,6 @@
-"""The key–value cache of decoding. A row of it (axis G) belongs to one key–value head of one text."""
+"""The key–value cache of decoding. A row of it (axis G) belongs to one key–value head of one
+text.
+"""
 
 import math
 
@@ -9,7 +11,9 @@ from smallgpt_jax.ops.attention_mask import AttentionMask
 
 
 def update_cache(cache_GxSxK, x_GxTxK, start_G):
-    """Writes row g from slot `start_G[g]` on. Past the end, entries are dropped if T > 1, else in the last slot."""
+    """Writes row g from slot `start_G[g]` on. Past the end, entries are dropped if T > 1, else in
+    the last slot.
+    """
     rows, time, _ = x_GxTxK.shape
     if time > 1:
         slots_GxT = start_G[:, None] + jnp.arange(time)[None]
@@ -17,33 +21,52 @@ def update_cache(cache_GxSxK, x_GxTxK, start_G):
     if rows == 1:  # this is faster on CPUs than the vmap below
         return jax.lax.dynamic_update_slice(cache_GxSxK, x_GxTxK, (0, start_G[0], 0))
     return jax.vmap(lambda row, x, start: jax.lax.dynamic_update_slice(row, x, (start, 0)))(
-        cache_GxSxK, x_GxTxK, start_G)
+        cache_GxSxK, x_GxTxK, start_G
+    )
 
 
 def rolling_positions(end_G, slots: int):
-    """Returns each slot's position after `end_G` writes, (G, slots): p is in slot p mod `slots`; negative if empty."""
+    """Returns each slot's position after `end_G` writes, (G, slots): p is in slot p mod `slots`;
+    negative if empty.
+    """
     newest_Gx1 = end_G[:, None] - 1
     return newest_Gx1 - (newest_Gx1 - jnp.arange(slots)[None]) % slots
 
 
 def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
-    """Writes the first `count_G[g]` entries of row g, of which the first has position `start_G[g]`."""
+    """Writes the first `count_G[g]` entries of row g, of which the first has position
+    `start_G[g]`.
+    """
     slots, time = cache_GxSxK.shape[1], x_GxTxK.shape[1]
     if time == 1:
-        # If a row's only entry is padding, the row is finished, and padding may overwrite its cache.
+        # If a row's only entry is padding, the row is finished, and padding may overwrite its
+        # cache.
         return update_cache(cache_GxSxK, x_GxTxK, start_G % slots)
     index_GxS = rolling_positions(start_G + count_G, slots) - start_G[:, None]
     new_GxSxK = jnp.take_along_axis(x_GxTxK, jnp.clip(index_GxS, 0, time - 1)[..., None], axis=1)
     return jnp.where((index_GxS >= 0)[..., None], new_GxSxK, cache_GxSxK)
 
 
-def cached_attention(q_GxRxTxK, keys_GxSxK, values_GxSxK, positions_GxT, mask: AttentionMask, slopes_GxR=None,
-                     key_positions_GxS=None):
-    """Returns softmax(q·keysᵀ/√K)·values, (G, R, T, K). `key_positions_GxS` are negative for empty slots."""
+def cached_attention(
+    q_GxRxTxK,
+    keys_GxSxK,
+    values_GxSxK,
+    positions_GxT,
+    mask: AttentionMask,
+    slopes_GxR=None,
+    key_positions_GxS=None,
+):
+    """Returns softmax(q·keysᵀ/√K)·values, (G, R, T, K). `key_positions_GxS` are negative for empty
+    slots.
+    """
     assert mask == AttentionMask(mask.window), "decoding has one causal text per row"
     rows, per_group, time, head_width = q_GxRxTxK.shape
-    q_GxQxK = q_GxRxTxK.reshape(rows, per_group * time, head_width) / math.sqrt(head_width)  # Q = R·T
-    scores_GxQxS = jnp.einsum("gqk,gsk->gqs", q_GxQxK, keys_GxSxK, preferred_element_type=jnp.float32)
+    q_GxQxK = q_GxRxTxK.reshape(rows, per_group * time, head_width) / math.sqrt(
+        head_width
+    )  # Q = R·T
+    scores_GxQxS = jnp.einsum(
+        "gqk,gsk->gqs", q_GxQxK, keys_GxSxK, preferred_element_type=jnp.float32
+    )
     if key_positions_GxS is None:
         key_positions_GxS = jnp.arange(keys_GxSxK.shape[1])[None]
     distances_GxTxS = positions_GxT[:, :, None] - key_positions_GxS[:, None]
@@ -51,7 +74,9 @@ def cached_attention(q_GxRxTxK, keys_GxSxK, values_GxSxK, positions_GxT, mask: A
     if mask.window:
         allowed_GxTxS &= distances_GxTxS < mask.window
     if slopes_GxR is not None:
-        scores_GxQxS -= (slopes_GxR[:, :, None, None] * distances_GxTxS[:, None]).reshape(scores_GxQxS.shape)
+        scores_GxQxS -= (slopes_GxR[:, :, None, None] * distances_GxTxS[:, None]).reshape(
+            scores_GxQxS.shape
+        )
     allowed_GxQxS = jnp.tile(allowed_GxTxS, (1, per_group, 1)) if per_group > 1 else allowed_GxTxS
     weights_GxQxS = jax.nn.softmax(jnp.where(allowed_GxQxS, scores_GxQxS, -1e30))
     y_GxQxK = jnp.einsum("gqs,gsk->gqk", weights_GxQxS.astype(values_GxSxK.dtype), values_GxSxK)

@@ -8,9 +8,10 @@ from smallgpt_jax.ops import bfloat16
 
 
 def matmul(x_BxTxI, w_IxO, decode: bool):
-    """On CPUs, x becomes a matrix, because XLA turns three-dimensional products into slow loops; on TPUs, that would
-    keep XLA from fusing the product with the activation. On CPUs, the gradient of a tall `w` is computed as a wide
-    matrix, which is faster (docs/speed.md); the barrier keeps XLA from removing the transposition.
+    """On CPUs, x becomes a matrix, because XLA turns three-dimensional products into slow loops; on
+    TPUs, that would keep XLA from fusing the product with the activation. On CPUs, the gradient of
+    a tall `w` is computed as a wide matrix, which is faster (docs/speed.md); the barrier keeps XLA
+    from removing the transposition.
     """
     if platform() != "cpu":
         return jnp.dot(x_BxTxI, w_IxO)
@@ -27,10 +28,14 @@ def matmul(x_BxTxI, w_IxO, decode: bool):
 
 
 def one_product_is_faster(decode: bool) -> bool:
-    """On TPUs, splitting and transposing one result for q, k and v costs copies; in decoding there are few rows."""
+    """On TPUs, splitting and transposing one result for q, k and v costs copies; in decoding there
+    are few rows.
+    """
     return decode or platform() == "cpu"
 
 
 def merging_heads_is_faster(decode: bool, dtype) -> bool:
-    """Merging the heads is a transposition, which is cheap in decoding and lets `matmul` compute the product."""
+    """Merging the heads is a transposition, which is cheap in decoding and lets `matmul` compute
+    the product.
+    """
     return decode or bfloat16.applies(dtype)

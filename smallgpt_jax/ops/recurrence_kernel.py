@@ -1,11 +1,13 @@
-"""TPU kernels of recurrences with a state, and of their gradients: Mamba-2's (see state_space.py) and, with a further
-gate β, the gated delta rule (see gated_delta.py).
+"""TPU kernels of recurrences with a state, and of their gradients: Mamba-2's (see state_space.py)
+and, with a further gate β, the gated delta rule (see gated_delta.py).
 
-A chunk's matrices exist only in a core's own memory. The gradient kernel computes them again from the state before the
-chunk, which is all that the forward kernel saves; its formulas are JAX's gradient of `chunk`.
+A chunk's matrices exist only in a core's own memory. The gradient kernel computes them again from
+the state before the chunk, which is all that the forward kernel saves; its formulas are JAX's
+gradient of `chunk`.
 
-Shapes: B batch, H heads, G = 1 or H heads of queries and keys, K key width, V value width, T time; R = 3 gates, or 4
-with β; C positions of a chunk. In the kernels, the last axis of all arrays is for time.
+Shapes: B batch, H heads, G = 1 or H heads of queries and keys, K key width, V value width, T time;
+R = 3 gates, or 4 with β; C positions of a chunk. In the kernels, the last axis of all arrays is for
+time.
 """
 
 import functools
@@ -29,44 +31,56 @@ FORGET = -1e30  # log decay of a token that does not see the state; sums of it a
 
 
 def fits(time: int, key_width: int, value_width: int) -> bool:
-    """Returns whether there is a chunk, and the blocks fit into the 16 MiB of a core's memory that a kernel may use."""
+    """Returns whether there is a chunk, and the blocks fit into the 16 MiB of a core's memory that
+    a kernel may use.
+    """
     return time >= LENGTH and key_width + value_width <= MAX_WIDTH
 
 
 def in_kernel(inputs, begins_BxT, state_BxHxKxV, dtype: str = "bfloat16"):
-    """Returns y, (B, T, H, V), and the last state. `inputs` are float32 queries and keys, (B, T, G, K), values,
-    (B, T, H, V), logarithms of decays, (B, T, H), and for the delta rule β. Operands of products are rounded to
-    `dtype`, as TPUs by default round float32 to bfloat16.
+    """Returns y, (B, T, H, V), and the last state. `inputs` are float32 queries and keys, (B, T, G,
+    K), values, (B, T, H, V), logarithms of decays, (B, T, H), and for the delta rule β. Operands of
+    products are rounded to `dtype`, as TPUs by default round float32 to bfloat16.
     """
     q_BxTxGxK, k_BxTxGxK, v_BxTxHxV, log_decay_BxTxH, *beta = inputs
     batch, time, heads, _ = v_BxTxHxV.shape
     log_decay_BxTxH = jnp.where(begins_BxT[:, :, None], FORGET, log_decay_BxTxH)
     q, k, v, log_decay, *beta = (
         jnp.moveaxis(jnp.pad(x, [(0, 0), (0, -time % LENGTH)] + [(0, 0)] * (x.ndim - 2)), 1, -1)
-        for x in (q_BxTxGxK, k_BxTxGxK, v_BxTxHxV, log_decay_BxTxH, *beta))
+        for x in (q_BxTxGxK, k_BxTxGxK, v_BxTxHxV, log_decay_BxTxH, *beta)
+    )
     log_decay_BxHxNxC = log_decay.reshape(batch, heads, -1, LENGTH)
-    from_start, to_end = (jnp.exp(exact_product(log_decay_BxHxNxC, sums)).reshape(log_decay.shape)
-                          for sums in (jnp.tri(LENGTH).T, jnp.tri(LENGTH, k=-1)))
+    from_start, to_end = (
+        jnp.exp(exact_product(log_decay_BxHxNxC, sums)).reshape(log_decay.shape)
+        for sums in (jnp.tri(LENGTH).T, jnp.tri(LENGTH, k=-1))
+    )
     gates_BxHxRxT = jnp.stack([log_decay, from_start, to_end, *beta], axis=2)
-    run = sharding.per_device(functools.partial(recurrence, interpret=platform() != "tpu"),
-                              (("batch", "heads", None, None),) * 5)
-    y_BxHxVxT, state_BxHxVxK = run(jnp.swapaxes(state_BxHxKxV, 2, 3), *(x.astype(dtype) for x in (q, k, v)),
-                                   gates_BxHxRxT)
+    run = sharding.per_device(
+        functools.partial(recurrence, interpret=platform() != "tpu"),
+        (("batch", "heads", None, None),) * 5,
+    )
+    y_BxHxVxT, state_BxHxVxK = run(
+        jnp.swapaxes(state_BxHxKxV, 2, 3), *(x.astype(dtype) for x in (q, k, v)), gates_BxHxRxT
+    )
     return jnp.moveaxis(y_BxHxVxT, 3, 1)[:, :time], jnp.swapaxes(state_BxHxVxK, 2, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def recurrence(state_BxHxVxK, q_BxGxKxT, k_BxGxKxT, v_BxHxVxT, gates_BxHxRxT, interpret: bool):
-    """Returns y, (B, H, V, T), and the last state, (B, H, V, K), both float32. T must be a multiple of LENGTH.
+    """Returns y, (B, H, V, T), and the last state, (B, H, V, K), both float32. T must be a multiple
+    of LENGTH.
 
-    The gates are the logarithm of the decay, γ, ω (see ops/chunks.py) and, for the delta rule, β, all float32.
+    The gates are the logarithm of the decay, γ, ω (see ops/chunks.py) and, for the delta rule, β,
+    all float32.
     """
     return _forward(state_BxHxVxK, q_BxGxKxT, k_BxGxKxT, v_BxHxVxT, gates_BxHxRxT, interpret)[0]
 
 
 def chunk(q_KxC, k_KxC, v_VxC, gates_RxC, state_VxK):
-    """Returns y, (V, C), and the state after the chunk. Matrices over pairs of positions are transposed: (j, i)."""
-    log_decay, from_start, to_end, *beta = (gates_RxC[i:i + 1] for i in range(len(gates_RxC)))
+    """Returns y, (V, C), and the state after the chunk. Matrices over pairs of positions are
+    transposed: (j, i).
+    """
+    log_decay, from_start, to_end, *beta = (gates_RxC[i : i + 1] for i in range(len(gates_RxC)))
     product = functools.partial(dot, dtype=q_KxC.dtype)
     j, i = (jax.lax.broadcasted_iota(jnp.int32, (LENGTH, LENGTH), axis) for axis in (0, 1))
     decays = jnp.where(j <= i, jnp.exp(sums_between(log_decay)), 0.0)
@@ -84,7 +98,9 @@ def chunk(q_KxC, k_KxC, v_VxC, gates_RxC, state_VxK):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def dot(a, b, contract, dtype):
     dimensions = ((contract[:1], contract[1:]), ((), ()))
-    return jax.lax.dot_general(a.astype(dtype), b.astype(dtype), dimensions, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        a.astype(dtype), b.astype(dtype), dimensions, preferred_element_type=jnp.float32
+    )
 
 
 def _dot_backward(contract, dtype, operands, dy):
@@ -100,10 +116,14 @@ dot.defvjp(lambda a, b, contract, dtype: (dot(a, b, contract, dtype), (a, b)), _
 
 @jax.custom_vjp
 def sums_between(x_1xC):
-    """Returns Σ x over the positions after j and up to i, (j, i), with no sum that contains others."""
+    """Returns Σ x over the positions after j and up to i, (j, i), with no sum that contains
+    others.
+    """
     j, i = (jax.lax.broadcasted_iota(jnp.int32, (LENGTH, LENGTH), axis) for axis in (0, 1))
     until, total = (j <= i).astype(jnp.bfloat16), 0.0
-    for _ in range(3):  # 3 numbers of 8 bits make a float32, and their products with 1 and 0 are exact
+    for _ in range(
+        3
+    ):  # 3 numbers of 8 bits make a float32, and their products with 1 and 0 are exact
         part = x_1xC.astype(jnp.bfloat16)
         x_1xC -= part.astype(jnp.float32)
         rows = jnp.where(i > j, part.astype(jnp.float32), 0.0)
@@ -115,8 +135,15 @@ def _sums_backward(_, dy):
     j, i = (jax.lax.broadcasted_iota(jnp.int32, (LENGTH, LENGTH), axis) for axis in (0, 1))
     ends_minus_starts = jnp.sum(dy - dy.T, axis=0, keepdims=True)
     after = (j >= i).astype(jnp.float32)
-    return (jax.lax.dot_general(ends_minus_starts, after, (((1,), (0,)), ((), ())), precision="highest",
-                                preferred_element_type=jnp.float32),)
+    return (
+        jax.lax.dot_general(
+            ends_minus_starts,
+            after,
+            (((1,), (0,)), ((), ())),
+            precision="highest",
+            preferred_element_type=jnp.float32,
+        ),
+    )
 
 
 sums_between.defvjp(lambda x_1xC: (sums_between(x_1xC), None), _sums_backward)
@@ -146,22 +173,30 @@ solve.defvjp(_solve_forward, _solve_backward)
 def unit_inverse(upper, dtype):
     """Returns (I + upper)⁻¹ by block doubling: [[P, R], [0, Q]]⁻¹ = [[P⁻¹, −P⁻¹·R·Q⁻¹], [0, Q⁻¹]].
 
-    The diagonal blocks lie side by side in a (size, C) matrix, since a product takes time for each row of its left
-    operand. The first blocks have the 8 rows of a register.
+    The diagonal blocks lie side by side in a (size, C) matrix, since a product takes time for each
+    row of its left operand. The first blocks have the 8 rows of a register.
     """
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (LENGTH, LENGTH), axis) for axis in (0, 1))
     sides, registers = column[:ROWS] % ROWS, range(0, LENGTH, ROWS)
-    blocks = sum(jnp.where(column[:ROWS] // ROWS == n // ROWS, upper[n:n + ROWS], 0.0) for n in registers)
+    blocks = sum(
+        jnp.where(column[:ROWS] // ROWS == n // ROWS, upper[n : n + ROWS], 0.0) for n in registers
+    )
     inverse = (row[:ROWS] == sides).astype(jnp.float32)
     for size in (1, 2, 4):
         r = jnp.where(joins(row[:ROWS], sides, size), blocks, 0.0)
-        inverse -= r if size == 1 else precise(precise(inverse, on_diagonal(r), dtype), on_diagonal(inverse), dtype)
+        inverse -= (
+            r
+            if size == 1
+            else precise(precise(inverse, on_diagonal(r), dtype), on_diagonal(inverse), dtype)
+        )
     while len(inverse) < LENGTH:
         size = len(inverse)
         r = jnp.where(joins(row, column, size), upper, 0.0)
         joined = precise(precise(inverse, r, dtype), on_diagonal(inverse), dtype)
         is_second = column[:size] // size % 2 == 1
-        inverse = jnp.concatenate([jnp.where(is_second, -joined, inverse), jnp.where(is_second, inverse, 0.0)])
+        inverse = jnp.concatenate(
+            [jnp.where(is_second, -joined, inverse), jnp.where(is_second, inverse, 0.0)]
+        )
     return inverse
 
 
@@ -174,7 +209,9 @@ def on_diagonal(blocks):
     """(size, C) → (C, C)"""
     size = len(blocks)
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (LENGTH, LENGTH), axis) for axis in (0, 1))
-    return jnp.where(row // size == column // size, jnp.concatenate([blocks] * (LENGTH // size)), 0.0)
+    return jnp.where(
+        row // size == column // size, jnp.concatenate([blocks] * (LENGTH // size)), 0.0
+    )
 
 
 def precise(a, b, dtype):
@@ -183,13 +220,16 @@ def precise(a, b, dtype):
         return jnp.dot(a, b, precision="highest", preferred_element_type=jnp.float32)
     a_high, b_high = a.astype(dtype), b.astype(dtype)
     a_low, b_low = a - a_high.astype(jnp.float32), b - b_high.astype(jnp.float32)
-    return (dot(a_high, b_high, (1, 0), dtype) + dot(a_low, b_high, (1, 0), dtype)
-            + dot(a_high, b_low, (1, 0), dtype))
+    return (
+        dot(a_high, b_high, (1, 0), dtype)
+        + dot(a_low, b_high, (1, 0), dtype)
+        + dot(a_high, b_low, (1, 0), dtype)
+    )
 
 
 def of_group(q, k, v, gates, states):
-    """Returns y and the state after the chunk for each head of a group, from one array per head. A list of queries or
-    keys with one array is for all heads.
+    """Returns y and the state after the chunk for each head of a group, from one array per head. A
+    list of queries or keys with one array is for all heads.
     """
     q, k = (x * (len(v) // len(x)) for x in (q, k))
     return [chunk(*inputs) for inputs in zip(q, k, v, gates, states, strict=True)]
@@ -227,7 +267,9 @@ def _gradient_kernel(q, k, v, gates, states, dy, d_last, dq, dk, dv, d_gates, d_
     def previous_chunk(step, _):
         n = chunks - 1 - step
         at = pl.ds(n * LENGTH, LENGTH)
-        _, gradient = jax.vjp(of_group, *heads_at(at, (q, k, v, gates)), [states[h, n] for h in heads])
+        _, gradient = jax.vjp(
+            of_group, *heads_at(at, (q, k, v, gates)), [states[h, n] for h in heads]
+        )
         *gradients, d_states = gradient([(dy[h, :, at], carried[h]) for h in heads])
         for x, by_head in zip((dq, dk, dv, d_gates), gradients, strict=True):
             for h, gradient_of_x in enumerate(by_head):
@@ -243,8 +285,8 @@ def _gradient_kernel(q, k, v, gates, states, dy, d_last, dq, dk, dv, d_gates, d_
 
 
 def _call(kernel, name, inputs, outputs, kinds, reverse, interpret):
-    """A step of the grid gets the heads of a group, or what they share, and by their kinds a block of "positions", the
-    states of its "chunks", or the "state" at an end of the text.
+    """A step of the grid gets the heads of a group, or what they share, and by their kinds a block
+    of "positions", the states of its "chunks", or the "state" at an end of the text.
     """
     batch, heads, width_v, time = inputs[2].shape
     group, block = math.gcd(heads, HEADS), math.gcd(time, BLOCK)
@@ -252,9 +294,11 @@ def _call(kernel, name, inputs, outputs, kinds, reverse, interpret):
 
     def spec(x, kind):
         in_step, is_split = max(1, x.shape[1] * group // heads), x.shape[1] > 1
-        lengths, after_head = {"positions": ((x.shape[2], block), lambda t: (0, t)),
-                               "chunks": ((block // LENGTH, *x.shape[3:]), lambda t: (t, 0, 0)),
-                               "state": (x.shape[2:], lambda t: (0, 0))}[kind]
+        lengths, after_head = {
+            "positions": ((x.shape[2], block), lambda t: (0, t)),
+            "chunks": ((block // LENGTH, *x.shape[3:]), lambda t: (t, 0, 0)),
+            "state": (x.shape[2:], lambda t: (0, 0)),
+        }[kind]
 
         def index(b, h, t):
             return b, h if is_split else 0, *after_head(blocks - 1 - t if reverse else t)
@@ -264,11 +308,18 @@ def _call(kernel, name, inputs, outputs, kinds, reverse, interpret):
     specs = [spec(x, kind) for x, kind in zip((*inputs, *outputs), kinds, strict=True)]
     rule = "gated_delta" if inputs[3].shape[2] == 4 else "state_space"
     return pl.pallas_call(
-        kernel, name=f"{rule}_{name}", grid=(batch, heads // group, blocks), in_specs=specs[:len(inputs)],
-        out_specs=specs[len(inputs):], out_shape=outputs,
+        kernel,
+        name=f"{rule}_{name}",
+        grid=(batch, heads // group, blocks),
+        in_specs=specs[: len(inputs)],
+        out_specs=specs[len(inputs) :],
+        out_shape=outputs,
         scratch_shapes=[pltpu.VMEM((group, width_v, inputs[1].shape[2]), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        interpret=interpret)(*inputs)
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        interpret=interpret,
+    )(*inputs)
 
 
 def _forward(state, q, k, v, gates, interpret):
@@ -276,7 +327,9 @@ def _forward(state, q, k, v, gates, interpret):
     shapes = [v.shape, (batch, heads, time // LENGTH, width_v, k.shape[2]), state.shape]
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     kinds = [*["positions"] * 4, "state", "positions", "chunks", "state"]
-    y, states, last = _call(_forward_kernel, "forward", (q, k, v, gates, state), outputs, kinds, False, interpret)
+    y, states, last = _call(
+        _forward_kernel, "forward", (q, k, v, gates, state), outputs, kinds, False, interpret
+    )
     return (y, last), (q, k, v, gates, states)
 
 
@@ -286,12 +339,20 @@ def _backward(interpret, saved, cotangents):
     dy, d_last = cotangents
     batch, heads = dy.shape[:2]
     groups = heads // math.gcd(heads, HEADS)
-    outputs = [jax.ShapeDtypeStruct(x.shape if x.shape[1] == heads else (batch, groups, *x.shape[2:]), x.dtype)
-               for x in (*inputs, d_last)]
+    outputs = [
+        jax.ShapeDtypeStruct(
+            x.shape if x.shape[1] == heads else (batch, groups, *x.shape[2:]), x.dtype
+        )
+        for x in (*inputs, d_last)
+    ]
     kinds = [*["positions"] * 4, "chunks", "positions", "state", *["positions"] * 4, "state"]
-    *gradients, d_state = _call(_gradient_kernel, "gradient", (*saved, dy, d_last), outputs, kinds, True, interpret)
-    return d_state, *(dx if dx.shape == x.shape else jnp.sum(dx, axis=1, keepdims=True)
-                      for dx, x in zip(gradients, inputs))
+    *gradients, d_state = _call(
+        _gradient_kernel, "gradient", (*saved, dy, d_last), outputs, kinds, True, interpret
+    )
+    return d_state, *(
+        dx if dx.shape == x.shape else jnp.sum(dx, axis=1, keepdims=True)
+        for dx, x in zip(gradients, inputs)
+    )
 
 
 recurrence.defvjp(_forward, _backward)

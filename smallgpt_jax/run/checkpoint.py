@@ -1,16 +1,19 @@
-"""Orbax checkpoints, written asynchronously and verified by checksums. Only the newest few and given steps are kept.
+"""Orbax checkpoints, written asynchronously and verified by checksums. Only the newest few and
+given steps are kept.
 
-On a local disk, orbax writes a checkpoint to a temporary folder and renames this folder. In object storage, orbax
-writes the file COMMIT_FILE last; a folder without this file is not a checkpoint.
+On a local disk, orbax writes a checkpoint to a temporary folder and renames this folder. In object
+storage, orbax writes the file COMMIT_FILE last; a folder without this file is not a checkpoint.
 
-The checkpoint of step N is the state after N updates. The position in the data is not stored: it follows from the step
-number. Only imported models have a checkpoint of step 0; it has no optimizer state.
+The checkpoint of step N is the state after N updates. The position in the data is not stored: it
+follows from the step number. Only imported models have a checkpoint of step 0; it has no optimizer
+state.
 
 A checkpoint has these items:
 
-- `params`, `opt_state`, `model_state`, `heads`, `ema`: separate items, so that inference reads only what it needs.
-- `check`: JSON with a checksum per array, and with the losses of steps that are not in metrics.jsonl yet. Checksums are
-  needed because orbax does not checksum every file.
+- `params`, `opt_state`, `model_state`, `heads`, `ema`: separate items, so that inference reads only
+  what it needs.
+- `check`: JSON with a checksum per array, and with the losses of steps that are not in
+  metrics.jsonl yet. Checksums are needed because orbax does not checksum every file.
 """
 
 import contextlib
@@ -45,36 +48,57 @@ from smallgpt_jax.storage.object_storage import is_remote
 COMMIT_FILE = "commit_success.txt"
 UNFINISHED_PATTERN = "*.orbax-checkpoint-tmp*"
 REMOVAL_SECONDS = 0.3  # a process that removes a checkpoint removes one more file within this time
-# Held while orbax starts a save. It numbers the saves of a process, and two threads that start one at the same time
-# would wait for each other's signals until a timeout.
+# Held while orbax starts a save. It numbers the saves of a process, and two threads that start one
+# at the same time would wait for each other's signals until a timeout.
 STARTING = threading.Lock()
 # These errors come from the machine; the checkpoint itself may be undamaged.
-MACHINE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE,
-                  errno.ETIMEDOUT}
+MACHINE_ERRORS = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
 
 
 class Checkpoints:
-    """The checkpoints in a folder: the newest `keep` and those of `kept_steps` are kept. With `keep` None,
-    the folder is opened read-only.
+    """The checkpoints in a folder: the newest `keep` and those of `kept_steps` are kept. With
+    `keep` None, the folder is opened read-only.
 
-    `before_save` uploads the metrics of the saved steps, which could otherwise be lost if the run is killed. If it
-    fails, the checkpoint is saved nevertheless.
+    `before_save` uploads the metrics of the saved steps, which could otherwise be lost if the run
+    is killed. If it fails, the checkpoint is saved nevertheless.
     """
 
-    def __init__(self, folder: Path, keep: int | None = None, log: Callable[[str], None] = print,
-                 before_save: Callable[[], None] = lambda: None, kept_steps: Sequence[int] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        keep: int | None = None,
+        log: Callable[[str], None] = print,
+        before_save: Callable[[], None] = lambda: None,
+        kept_steps: Sequence[int] = (),
+    ):
         self.folder = folder if is_remote(folder) else folder.absolute()
         self._log, self._before_save = log, before_save
         silence_duplicate_errors()
         policies = ocp.checkpoint_managers
         self._manager = ocp.CheckpointManager(
-            self.folder, item_names=(*TrainState._fields[1:], "check"),
+            self.folder,
+            item_names=(*TrainState._fields[1:], "check"),
             options=ocp.CheckpointManagerOptions(
-                create=keep is not None, cleanup_tmp_directories=keep is not None,
+                create=keep is not None,
+                cleanup_tmp_directories=keep is not None,
                 preservation_policy=policies.AnyPreservationPolicy(
-                    [policies.LatestN(keep), policies.CustomSteps(kept_steps)])))
+                    [policies.LatestN(keep), policies.CustomSteps(kept_steps)]
+                ),
+            ),
+        )
         self._saving: int | None = None  # the newest step to be saved
-        self._failed_steps: set[int] = set()  # since the folder was last listed; orbax lists them as saved
+        self._failed_steps: set[int] = (
+            set()
+        )  # since the folder was last listed; orbax lists them as saved
         self._is_failing = False
 
     def steps(self) -> list[int]:
@@ -82,8 +106,8 @@ class Checkpoints:
         return sorted(set(self._manager.all_steps()) - self._failed_steps)
 
     def save(self, step: int, state: TrainState, unlogged_losses: Sequence[float] = ()) -> None:
-        """Returns as soon as `state` is copied from the devices. If writing fails, even later, removes the unfinished
-        checkpoint. Of failures in a row, logs only the first.
+        """Returns as soon as `state` is copied from the devices. If writing fails, even later,
+        removes the unfinished checkpoint. Of failures in a row, logs only the first.
         """
         self.wait_until_finished()
         self._before_save()
@@ -110,24 +134,32 @@ class Checkpoints:
     def wait_until_finished(self) -> None:
         try:
             self._manager.wait_until_finished()
-        except Exception as error:  # the file system, tensorstore and orbax raise many types of exceptions
+        except (
+            Exception
+        ) as error:  # the file system, tensorstore and orbax raise many types of exceptions
             self._failed(error)
         if self._is_failing and self._saving in self.steps():
             self._is_failing = False
             self._log(f"checkpoints can be written again; newest checkpoint: step {self._saving}")
 
     def _failed(self, error: Exception) -> None:
-        if isinstance(error, jax.errors.JaxRuntimeError):  # the error comes from the devices, not from the disk
+        if isinstance(
+            error, jax.errors.JaxRuntimeError
+        ):  # the error comes from the devices, not from the disk
             raise error
         if distributed.is_primary():
             self._remove_unfinished()
         self._failed_steps.add(self._saving)
-        with contextlib.suppress(Exception):  # the service cannot be reached; the next save tries again
+        with contextlib.suppress(
+            Exception
+        ):  # the service cannot be reached; the next save tries again
             self._reload()
         newest = max(self.steps(), default=None)
         if not self._is_failing:
-            self._log(f"could not write a checkpoint: {short_reason(error)}. Training continues; newest checkpoint: "
-                      + (f"step {newest}" if newest else "none"))
+            self._log(
+                f"could not write a checkpoint: {short_reason(error)}. Training continues; newest "
+                "checkpoint: " + (f"step {newest}" if newest else "none")
+            )
         self._is_failing = True
 
     def _reload(self) -> None:
@@ -135,7 +167,9 @@ class Checkpoints:
         self._failed_steps.clear()
 
     def _remove_unfinished(self) -> None:
-        """Pending writes may create a removed folder again, so the search must find nothing four times in a row."""
+        """Pending writes may create a removed folder again, so the search must find nothing four
+        times in a row.
+        """
         gone = 0
         for _ in range(50):
             try:
@@ -153,13 +187,18 @@ class Checkpoints:
         if not is_remote(self.folder):
             return list(self.folder.glob(UNFINISHED_PATTERN))
         finished = set(map(str, saved_steps(self.folder)))
-        return [path for path in self.folder.iterdir() if path.name.isdecimal() and path.name not in finished]
+        return [
+            path
+            for path in self.folder.iterdir()
+            if path.name.isdecimal() and path.name not in finished
+        ]
 
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
         """Returns the newest undamaged state, or None if there is no checkpoint.
 
-        At step 0, `opt_state` is None, and `heads` and `ema` are {}. Moves newer, damaged checkpoints to
-        DAMAGED_FOLDER. Raises UserError if all checkpoints are damaged, or if the machine fails to read one.
+        At step 0, `opt_state` is None, and `heads` and `ema` are {}. Moves newer, damaged
+        checkpoints to DAMAGED_FOLDER. Raises UserError if all checkpoints are damaged, or if the
+        machine fails to read one.
         """
         damaged: dict[str, str] = {}
         for name in map(str, reversed(self.steps())):
@@ -167,33 +206,46 @@ class Checkpoints:
             reason = short_reason(error) if error else ""
             if distributed.any_process(error is not None and is_machine_error(error, self.folder)):
                 raise UserError(
-                    f"{self.folder / name}: cannot be read ({reason or 'another process failed'}); nothing was "
-                    "changed. If this persists, move the folder away to resume from the previous checkpoint"
+                    f"{self.folder / name}: cannot be read "
+                    f"({reason or 'another process failed'}); nothing was changed. If this "
+                    "persists, move the folder away to resume from the previous checkpoint"
                 ) from error
             if distributed.any_process(error is not None):
                 damaged[name] = reason or "another process could not read it"
                 continue
-            if changed := find_changed_array(saved):  # every process must take part in computing the checksums
+            if changed := find_changed_array(
+                saved
+            ):  # every process must take part in computing the checksums
                 damaged[name] = f"checksum of {changed} differs"
                 continue
             distributed.run_on_primary(lambda: self._quarantine(damaged))
             self._reload()
             position = jax.device_put(jnp.int32(name), abstract.step.sharding)
-            return TrainState(position, saved["params"], saved.get("opt_state"), saved.get("model_state", {}),
-                              saved.get("heads", {}), saved.get("ema", {}))
+            return TrainState(
+                position,
+                saved["params"],
+                saved.get("opt_state"),
+                saved.get("model_state", {}),
+                saved.get("heads", {}),
+                saved.get("ema", {}),
+            )
         if damaged:
             listed = "; ".join(f"step {name}: {reason}" for name, reason in damaged.items())
-            raise UserError(f"{self.folder}: all checkpoints are damaged ({listed}).\nNothing was changed; use another "
-                            "--workdir to start from scratch")
+            raise UserError(
+                f"{self.folder}: all checkpoints are damaged ({listed}).\nNothing was changed; "
+                "use another --workdir to start from scratch"
+            )
         return None
 
     def unlogged_losses(self, step: int) -> list[float]:
         return self._read(step, TrainState(step, {}, None))["check"].get("unlogged_losses", [])
 
     def restore_model(self, step: int, abstract_params, abstract_model_state, abstract_heads=None):
-        """Returns the moving average, if the checkpoint has one, or else the parameters; model state; heads.
+        """Returns the moving average, if the checkpoint has one, or else the parameters; model
+        state; heads.
 
-        Raises UserError if the step is damaged, cannot be read, or is removed by a run that is training.
+        Raises UserError if the step is damaged, cannot be read, or is removed by a run that is
+        training.
         """
         try:
             item = "ema" if self.has_average(step) else "params"
@@ -204,13 +256,19 @@ class Checkpoints:
             return saved[item], saved.get("model_state", {}), saved.get("heads", {})
         except Exception as error:  # tensorstore and orbax raise many types of exceptions
             if is_machine_error(error, self.folder):
-                raise UserError(f"{self.folder / str(step)}: cannot be read ({short_reason(error)})") from None
+                raise UserError(
+                    f"{self.folder / str(step)}: cannot be read ({short_reason(error)})"
+                ) from None
             if self._is_being_removed(step):
-                raise UserError(f"{self.folder / str(step)}: removed while it was read, because the run keeps only its "
-                                "newest checkpoints (config.train.keep_checkpoints); rerun the same command") from None
+                raise UserError(
+                    f"{self.folder / str(step)}: removed while it was read, because the run keeps "
+                    "only its newest checkpoints (config.train.keep_checkpoints); rerun the same "
+                    "command"
+                ) from None
             raise UserError(
-                f"{self.folder / str(step)}: damaged checkpoint ({short_reason(error)}); continue the run with "
-                "smallgpt_jax.main, which resumes from an older checkpoint") from None
+                f"{self.folder / str(step)}: damaged checkpoint ({short_reason(error)}); continue "
+                "the run with smallgpt_jax.main, which resumes from an older checkpoint"
+            ) from None
 
     def has_average(self, step: int) -> bool:
         return (self.folder / str(step) / "ema").exists()
@@ -227,15 +285,24 @@ class Checkpoints:
 
     def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
         try:
-            return self._read(step, abstract if step else abstract._replace(opt_state=None, heads={}, ema={})), None
+            return self._read(
+                step, abstract if step else abstract._replace(opt_state=None, heads={}, ema={})
+            ), None
         except Exception as error:
             return None, error
 
     def _read(self, step: int, abstract: TrainState) -> dict:
         """Returns {item: content} of the items that `abstract` has."""
         args = {name: ocp.args.StandardRestore(tree) for name, tree in items_of(abstract).items()}
-        saved = dict(self._manager.restore(step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore())).items())
-        schema = {"unlogged_losses": Optional([LOSS]), **{name: Each(integer(0, 2**32 - 1)) for name in args}}
+        saved = dict(
+            self._manager.restore(
+                step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore())
+            ).items()
+        )
+        schema = {
+            "unlogged_losses": Optional([LOSS]),
+            **{name: Each(integer(0, 2**32 - 1)) for name in args},
+        }
         if mismatch := find_mismatch(saved["check"], schema, "check"):
             raise ValueError(mismatch)
         return saved
@@ -261,34 +328,49 @@ def items_of(state: TrainState) -> dict:
     return {name: tree for name, tree in state._asdict().items() if name != "step" and tree}
 
 
-def checkpoint_content(state: TrainState, unlogged_losses: Sequence[float] = ()) -> ocp.args.Composite:
+def checkpoint_content(
+    state: TrainState, unlogged_losses: Sequence[float] = ()
+) -> ocp.args.Composite:
     items = items_of(state)
     return ocp.args.Composite(
         **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
-        check=ocp.args.JsonSave({**{name: bit_checksums(tree) for name, tree in items.items()},
-                                 "unlogged_losses": list(unlogged_losses)}))
+        check=ocp.args.JsonSave(
+            {
+                **{name: bit_checksums(tree) for name, tree in items.items()},
+                "unlogged_losses": list(unlogged_losses),
+            }
+        ),
+    )
 
 
 def saved_steps(folder: Path) -> list[int]:
     """Returns the sorted steps of the finished checkpoints; [] if the folder does not exist."""
     paths = ocp.utils.checkpoint_steps_paths(folder)
-    return sorted(int(path.name) for path in paths if path.name.isdecimal())  # ignores copies such as backup_5000
+    return sorted(
+        int(path.name) for path in paths if path.name.isdecimal()
+    )  # ignores copies such as backup_5000
 
 
 def find_checkpoint(workdir: Path, step: int | None = None) -> int:
-    """Returns `step`, by default the newest one. Raises UserError if there is no such checkpoint."""
+    """Returns `step`, by default the newest one. Raises UserError if there is no such
+    checkpoint.
+    """
     if not workdir.is_dir():
         raise UserError(f"{workdir}: no such folder; give the workdir of a run")
     steps = saved_steps(workdir / CHECKPOINT_FOLDER)
     if not steps:
         raise UserError(f"{workdir}: the run has no checkpoint yet; train it first")
     if step not in (None, *steps):
-        raise UserError(f"{workdir}: no checkpoint of step {step}; choose from {', '.join(map(str, steps))}")
+        raise UserError(
+            f"{workdir}: no checkpoint of step {step}; choose from {', '.join(map(str, steps))}"
+        )
     return steps[-1] if step is None else step
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """Copies the folder of one step. After an interruption, `target` is no checkpoint, and can be copied again."""
+    """Copies the folder of one step. After an interruption, `target` is no checkpoint, and can be
+    copied again.
+    """
     files = local_copy(source)
     if is_remote(target):
         with tempfile.TemporaryDirectory() as folder:
@@ -304,7 +386,9 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 @functools.cache
 def silence_duplicate_errors() -> None:
-    """Lets only `Checkpoints` report a failed write; orbax and tensorstore would log it several times."""
+    """Lets only `Checkpoints` report a failed write; orbax and tensorstore would log it several
+    times.
+    """
     absl.logging.get_absl_logger().addFilter(lambda record: "/orbax/" not in record.pathname)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     default_hook = sys.unraisablehook
@@ -318,8 +402,11 @@ def silence_duplicate_errors() -> None:
 
 def is_machine_error(error: Exception, folder: Path) -> bool:
     """Any other error in reading a checkpoint means that the checkpoint is damaged."""
-    return (isinstance(error, jax.errors.JaxRuntimeError) or find_errno(error) in MACHINE_ERRORS
-            or (is_remote(folder) and object_storage.is_request_error(error)))
+    return (
+        isinstance(error, jax.errors.JaxRuntimeError)
+        or find_errno(error) in MACHINE_ERRORS
+        or (is_remote(folder) and object_storage.is_request_error(error))
+    )
 
 
 def find_changed_array(saved: dict) -> str | None:

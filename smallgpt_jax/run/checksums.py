@@ -5,11 +5,14 @@ import jax.numpy as jnp
 
 
 def bit_checksums(tree) -> dict[str, int]:
-    """Returns Σᵢ bitsᵢ · (2i + 1) modulo 2³² per array, which any single flipped bit changes, however it is sharded.
-    bitsᵢ are the bits of element i, read as an unsigned integer of at most 32 bits.
+    """Returns Σᵢ bitsᵢ · (2i + 1) modulo 2³² per array, which any single flipped bit changes,
+    however it is sharded. bitsᵢ are the bits of element i, read as an unsigned integer of at most
+    32 bits.
     """
     sums = jax.device_get(_bit_checksums(tree))
-    return {jax.tree_util.keystr(path): int(x) for path, x in jax.tree_util.tree_leaves_with_path(sums)}
+    return {
+        jax.tree_util.keystr(path): int(x) for path, x in jax.tree_util.tree_leaves_with_path(sums)
+    }
 
 
 @jax.jit
@@ -21,7 +24,9 @@ def _bit_checksums(tree):
         factors = jnp.ones(bits.shape, jnp.uint32)
         stride = 2
         for axis in reversed(range(bits.ndim)):
-            factors += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+            factors += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(
+                jnp.uint32, bits.shape, axis
+            )
             stride *= bits.shape[axis]
         return jnp.sum(bits * factors, dtype=jnp.uint32)
 

@@ -7,10 +7,15 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator
 
-# Phases other than training steps → name in the goodput message. In the phase "data_wait", the host waits for a batch;
-# the devices may still be busy with the previous step.
-PHASES = {"restart": "starting", "data_wait": "waiting for data", "save": "saving", "evaluate": "evaluating",
-          "stack_wait": "waiting for other runs of the stack"}
+# Phases other than training steps → name in the goodput message. In the phase "data_wait", the host
+# waits for a batch; the devices may still be busy with the previous step.
+PHASES = {
+    "restart": "starting",
+    "data_wait": "waiting for data",
+    "save": "saving",
+    "evaluate": "evaluating",
+    "stack_wait": "waiting for other runs of the stack",
+}
 LARGE_EVALUATION_SHARE = 0.2
 
 
@@ -46,24 +51,38 @@ class RunClock:
 
     def training_seconds(self) -> float:
         """Excludes saving and evaluating."""
-        return self._elapsed() - sum(self._seconds[phase] for phase in ("restart", "save", "evaluate"))
+        return self._elapsed() - sum(
+            self._seconds[phase] for phase in ("restart", "save", "evaluate")
+        )
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._began
 
     def lap(self) -> dict[str, float]:
-        """Returns data_wait_seconds and save_seconds since the last call; the first call, also restart_seconds."""
-        phases = ("data_wait", "save") if self._reported["restart"] else ("data_wait", "save", "restart")
-        found = {f"{phase}_seconds": self._seconds[phase] - self._reported[phase] for phase in phases}
+        """Returns data_wait_seconds and save_seconds since the last call; the first call, also
+        restart_seconds.
+        """
+        phases = (
+            ("data_wait", "save") if self._reported["restart"] else ("data_wait", "save", "restart")
+        )
+        found = {
+            f"{phase}_seconds": self._seconds[phase] - self._reported[phase] for phase in phases
+        }
         self._reported = dict(self._seconds)
         return found
 
     def goodput_message(self) -> str:
         total = self._elapsed()
         training = total - sum(self._seconds.values())
-        lost = ", ".join(f"{seconds:,.1f} s {PHASES[phase]}" for phase, seconds in self._seconds.items() if seconds)
+        lost = ", ".join(
+            f"{seconds:,.1f} s {PHASES[phase]}"
+            for phase, seconds in self._seconds.items()
+            if seconds
+        )
         message = f"goodput {training / total:.1%}: {training:,.1f} of {total:,.1f} s in training steps; {lost}"
         if (share := self._seconds["evaluate"] / total) > LARGE_EVALUATION_SHARE:
-            message += (f"\nevaluation took {share:.0%} of the time; for less, increase config.train.eval_every or "
-                        "decrease config.train.eval_steps")
+            message += (
+                f"\nevaluation took {share:.0%} of the time; for less, increase "
+                "config.train.eval_every or decrease config.train.eval_steps"
+            )
         return message

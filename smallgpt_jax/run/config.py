@@ -1,4 +1,6 @@
-"""The config of a run, and its groups `optimizer` and `train`. The other groups are beside their components."""
+"""The config of a run, and its groups `optimizer` and `train`. The other groups are beside their
+components.
+"""
 
 import dataclasses
 import math
@@ -28,11 +30,12 @@ from smallgpt_jax.models import ModelConfig
 class OptimizerConfig(ConfigGroup):
     GROUP: ClassVar[str] = "optimizer"
 
-    # adamw | lion | muon. With muon, embeddings, head and vectors are still updated by AdamW. Learning rates and weight
-    # decay that suit adamw also suit muon (docs/optimizers.md)
+    # adamw | lion | muon. With muon, embeddings, head and vectors are still updated by AdamW.
+    # Learning rates and weight decay that suit adamw also suit muon (docs/optimizers.md)
     name: str = "adamw"
-    # learning rate after the warmup: "cosine" | "linear": decay to final_learning_rate | "wsd": constant, then a decay
-    # by 1 − √x over the last decay_fraction of the steps | "wsd_linear": the same with a linear decay | "constant"
+    # learning rate after the warmup: "cosine" | "linear": decay to final_learning_rate | "wsd":
+    # constant, then a decay by 1 − √x over the last decay_fraction of the steps | "wsd_linear": the
+    # same with a linear decay | "constant"
     schedule: str = not_compiled("cosine")
     # peak learning rate, at the end of the warmup
     learning_rate: float = not_compiled(6e-4)
@@ -56,18 +59,20 @@ class OptimizerConfig(ConfigGroup):
     beta2: float = 0.95
     # maximum norm of the gradient; 0: no clipping
     clip_norm: float = 1.0
-    # muP: d_model of the base model, whose best learning rate is to be used for this model; 0: no muP. The initial
-    # weights and the learning rates of matrices then depend on d_model / base_width (docs/optimizers.md)
+    # muP: d_model of the base model, whose best learning rate is to be used for this model; 0: no
+    # muP. The initial weights and the learning rates of matrices then depend on d_model /
+    # base_width (docs/optimizers.md)
     base_width: int = 0
-    # CompleteP: number of blocks in sequence of the base model; 0: no scaling by the depth. Blocks then add to the
-    # residual stream in proportion to base_depth / (number of blocks in sequence)
+    # CompleteP: number of blocks in sequence of the base model; 0: no scaling by the depth. Blocks
+    # then add to the residual stream in proportion to base_depth / (number of blocks in sequence)
     base_depth: int = 0
 
-    # regular expression: only the parameters whose path it matches are trained; "": all. An example is "path=1": of a
-    # pgpt, the path with number 1 (docs/tuning.md)
+    # regular expression: only the parameters whose path it matches are trained; "": all. An example
+    # is "path=1": of a pgpt, the path with number 1 (docs/tuning.md)
     train_only: str = ""
-    # LoRA: rank of the matrices that are trained in place of the weights; 0: no LoRA. train_only then selects the
-    # weights that get such matrices; "": all of attention, MLPs and dense layers; "kernel|head": also the output head
+    # LoRA: rank of the matrices that are trained in place of the weights; 0: no LoRA. train_only
+    # then selects the weights that get such matrices; "": all of attention, MLPs and dense layers;
+    # "kernel|head": also the output head
     lora_rank: int = 0
     # LoRA: the product of the trained matrices is multiplied by lora_alpha / lora_rank
     lora_alpha: float = 16.0
@@ -77,14 +82,24 @@ class OptimizerConfig(ConfigGroup):
         return self.lora_alpha / self.lora_rank
 
     def validate(self) -> None:
-        self.validate_range("learning_rate", "weight_decay", "clip_norm", "base_width", "base_depth", "lora_rank",
-                            "lora_alpha")
+        self.validate_range(
+            "learning_rate",
+            "weight_decay",
+            "clip_norm",
+            "base_width",
+            "base_depth",
+            "lora_rank",
+            "lora_alpha",
+        )
         try:
             re.compile(self.train_only)
         except re.error as error:
             self.refuse("train_only", f"not a regular expression ({error})")
         if self.lora_rank and (self.base_width or self.base_depth):
-            self.refuse("lora_rank", "cannot be combined with config.optimizer.base_width or base_depth; set it to 0")
+            self.refuse(
+                "lora_rank",
+                "cannot be combined with config.optimizer.base_width or base_depth; set it to 0",
+            )
         self.validate_fraction("beta1", "beta2", "warmup_fraction", "final_fraction")
         self.validate_fraction("decay_fraction", above=True, below=False)
 
@@ -93,9 +108,16 @@ class OptimizerConfig(ConfigGroup):
         end = steps if self.decay_steps == AT_START else self.decay_steps
         if end < 1:
             self.refuse("decay_steps", "must be at least 1; -1 means config.train.steps")
-        warmup = math.floor(self.warmup_fraction * end) if self.warmup_steps == AT_START else self.warmup_steps
-        final = (self.final_fraction * self.learning_rate if self.final_learning_rate == AT_START
-                 else self.final_learning_rate)
+        warmup = (
+            math.floor(self.warmup_fraction * end)
+            if self.warmup_steps == AT_START
+            else self.warmup_steps
+        )
+        final = (
+            self.final_fraction * self.learning_rate
+            if self.final_learning_rate == AT_START
+            else self.final_learning_rate
+        )
         group = self.replace(warmup_steps=warmup, decay_steps=end, final_learning_rate=final)
         group.validate_range("warmup_steps", "final_learning_rate")
         if end <= warmup:
@@ -113,30 +135,36 @@ class TrainConfig(ConfigGroup):
     batch_size: int = 512
     # each batch is split into this many parts, computed one after another, also in evaluation
     microbatches: int = free(8)  # a change also changes the dropout masks
-    # parts of each sequence, whose logits are computed one after another; must divide context_length
+    # parts of each sequence, whose logits are computed one after another; must divide
+    # context_length
     loss_chunks: int = free(4)
-    # weight of the z-loss, the mean of (log Σ exp(logits))², in training only; 0: none. A common weight is 1e-4
+    # weight of the z-loss, the mean of (log Σ exp(logits))², in training only; 0: none. A common
+    # weight is 1e-4
     z_loss: float = 0.0
-    # decay rate per step of a moving average of the weights, such as 0.999; 0: no average. Validation, and all commands
-    # that read the run, use the average. At step t, the rate is at most (1 + t)/(10 + t)
+    # decay rate per step of a moving average of the weights, such as 0.999; 0: no average.
+    # Validation, and all commands that read the run, use the average. At step t, the rate is at
+    # most (1 + t)/(10 + t)
     ema: float = 0.0
-    # workdir of a trained model of the same architecture and sizes; "": none. With a teacher, the distance between the
-    # outputs of both models' blocks is added to the training loss (docs/conversion.md)
+    # workdir of a trained model of the same architecture and sizes; "": none. With a teacher, the
+    # distance between the outputs of both models' blocks is added to the training loss
+    # (docs/conversion.md)
     teacher: str = ""
     # step of the teacher's checkpoint; -1: the newest one when the run starts
     teacher_step: int = at_start(AT_START)
     # weight of the distance to the teacher's features
     feature_weight: float = 0.1
-    # training objective: "causal" (the next token) | "prefix" (the next token, after a random prefix of each text that
-    # attention sees in both directions) | "masked" (tokens hidden in the text, with attention in both directions).
-    # docs/objectives.md; further ones are entries of OBJECTIVES (training/objectives.py)
+    # training objective: "causal" (the next token) | "prefix" (the next token, after a random
+    # prefix of each text that attention sees in both directions) | "masked" (tokens hidden in the
+    # text, with attention in both directions). docs/objectives.md; further ones are entries of
+    # OBJECTIVES (training/objectives.py)
     objective: str = "causal"
     # "masked": fraction of the tokens to predict
     mask_rate: float = 0.3
-    # number of further tokens that heads predict in training, beside the objective; 0: none. The heads are not part of
-    # the trained model (docs/objectives.md)
+    # number of further tokens that heads predict in training, beside the objective; 0: none. The
+    # heads are not part of the trained model (docs/objectives.md)
     future_tokens: int = 0
-    # kind of these heads: "mtp" (DeepSeek-V3's, one module per token) | "ftp" (a decoder that reads a pseudo-sequence)
+    # kind of these heads: "mtp" (DeepSeek-V3's, one module per token) | "ftp" (a decoder that reads
+    # a pseudo-sequence)
     future_head: str = "mtp"
     # weight of their loss
     future_weight: float = 0.3
@@ -158,29 +186,50 @@ class TrainConfig(ConfigGroup):
     keep_checkpoints: int = free(3, **NOT_COMPILED)
     # steps whose checkpoints are also saved, and never removed
     kept_steps: tuple[int, ...] = free((), **NOT_COMPILED)
-    # workdir of a run with the same config and more steps; "": none. With "wsd" and "wsd_linear", a run without a
-    # checkpoint starts from the trunk's checkpoint at the start of its own decay, instead of from step 0 (docs/runs.md)
+    # workdir of a run with the same config and more steps; "": none. With "wsd" and "wsd_linear", a
+    # run without a checkpoint starts from the trunk's checkpoint at the start of its own decay,
+    # instead of from step 0 (docs/runs.md)
     trunk: str = free("", **NOT_COMPILED)
-    # if loss or gradient are not finite: "stop" the run | "skip" the update. Non-finite weights always stop the run
+    # if loss or gradient are not finite: "stop" the run | "skip" the update. Non-finite weights
+    # always stop the run
     on_nonfinite: str = free("stop", **NOT_COMPILED)
     # with "skip": the run stops after this number of consecutive non-finite updates
     max_nonfinite: int = free(10, **NOT_COMPILED)
     # experiment tracker that also gets the metrics: "" (none) | "wandb" | "trackio"
     tracker: str = free("", **NOT_COMPILED)
-    # first step of a trace for xprof; 0: no trace. The first steps after a start or resumption are not typical
+    # first step of a trace for xprof; 0: no trace. The first steps after a start or resumption are
+    # not typical
     profile_from: int = free(0, **NOT_COMPILED)
     # number of steps in the trace
     profile_steps: int = free(5, **NOT_COMPILED)
-    # if no step finishes for this time, the run ends with status 124; 0: no limit. The time of compiling, saving and
-    # evaluating does not count
+    # if no step finishes for this time, the run ends with status 124; 0: no limit. The time of
+    # compiling, saving and evaluating does not count
     stall_seconds: float = free(1800.0, **NOT_COMPILED)
 
     def validate(self) -> None:
-        self.validate_range("steps", "batch_size", "microbatches", "loss_chunks", "log_every", "eval_every",
-                            "checkpoint_every", "keep_checkpoints", "max_nonfinite", "profile_steps", "pseudo_length",
-                            least=1)
-        self.validate_range("eval_steps", "profile_from", "z_loss", "feature_weight", "stall_seconds", "future_tokens",
-                            "future_weight")
+        self.validate_range(
+            "steps",
+            "batch_size",
+            "microbatches",
+            "loss_chunks",
+            "log_every",
+            "eval_every",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "max_nonfinite",
+            "profile_steps",
+            "pseudo_length",
+            least=1,
+        )
+        self.validate_range(
+            "eval_steps",
+            "profile_from",
+            "z_loss",
+            "feature_weight",
+            "stall_seconds",
+            "future_tokens",
+            "future_weight",
+        )
         self.validate_fraction("mask_rate", above=True)
         self.validate_fraction("future_discount", above=True, below=False)
         self.validate_fraction("ema")
@@ -211,7 +260,9 @@ class Config:
 
     @classmethod
     def of(cls, config: Mapping | Self, saved: Self | None = None) -> Self:
-        """`saved` is the config of the run that is resumed. Raises UserError for invalid fields and values."""
+        """`saved` is the config of the run that is resumed. Raises UserError for invalid fields and
+        values.
+        """
         if isinstance(config, cls):
             return config
         if unknown := [name for name in config if name not in GROUPS]:
@@ -225,17 +276,24 @@ class Config:
                 is_unset = groups[name].get(field, AT_START) in (AT_START, AUTO)
                 if is_unset and (field != "teacher_step" or is_same_teacher):
                     groups[name][field] = getattr(getattr(saved, name), field)
-        typed = {name: group.from_fields(groups[name]) for name, group in GROUPS.items() if name != "model"}
+        typed = {
+            name: group.from_fields(groups[name])
+            for name, group in GROUPS.items()
+            if name != "model"
+        }
         typed["optimizer"] = typed["optimizer"].started(typed["train"].steps)
         return cls(model=models.make_config(**groups["model"]), **typed)
 
     def replace(self, **groups: Mapping) -> Self:
         return dataclasses.replace(
-            self, **{name: getattr(self, name).replace(**fields) for name, fields in groups.items()})
+            self, **{name: getattr(self, name).replace(**fields) for name, fields in groups.items()}
+        )
 
     def compiled_part(self) -> Self:
         """Runs with equal parts share their compiled steps."""
-        return dataclasses.replace(self, **{name: getattr(self, name).compiled_part() for name in GROUPS})
+        return dataclasses.replace(
+            self, **{name: getattr(self, name).compiled_part() for name in GROUPS}
+        )
 
     def to_dict(self) -> dict[str, dict]:
         return dataclasses.asdict(self)
@@ -245,12 +303,16 @@ class Config:
 
 
 def set_attention_mask(model: dict, objective: str) -> None:
-    """Sets the mask that belongs to the objective. Raises UserError for another one, which the weights may be from."""
+    """Sets the mask that belongs to the objective. Raises UserError for another one, which the
+    weights may be from.
+    """
     mask, default = ATTENTION_MASK_OF.get(objective, "causal"), ModelConfig.attention_mask
     if model.get("attention_mask", default) not in (mask, default):
-        raise UserError(f"config.model.attention_mask={model['attention_mask']!r}: does not belong to "
-                        f"config.train.objective={objective!r}; set another objective, or "
-                        f"--config.model.attention_mask={mask}")
+        raise UserError(
+            f"config.model.attention_mask={model['attention_mask']!r}: does not belong to "
+            f"config.train.objective={objective!r}; set another objective, or "
+            f"--config.model.attention_mask={mask}"
+        )
     if mask != default:
         model["attention_mask"] = mask
 
@@ -259,9 +321,18 @@ def set_attention_mask(model: dict, objective: str) -> None:
 ATTENTION_MASK_OF = {"prefix": "prefix", "masked": "bidirectional"}
 
 GROUPS: dict[str, type[ConfigGroup]] = {
-    "model": ModelConfig, "data": DataConfig, "mesh": MeshConfig, "optimizer": OptimizerConfig, "train": TrainConfig}
+    "model": ModelConfig,
+    "data": DataConfig,
+    "mesh": MeshConfig,
+    "optimizer": OptimizerConfig,
+    "train": TrainConfig,
+}
 
 
 def flatten(groups: Mapping[str, Mapping]) -> dict:
     """Returns {"group.field": value}."""
-    return {f"{group}.{field}": value for group, fields in groups.items() for field, value in fields.items()}
+    return {
+        f"{group}.{field}": value
+        for group, fields in groups.items()
+        for field, value in fields.items()
+    }

@@ -15,8 +15,8 @@ FORMAT = 1  # of the whole workdir: increase it if older workdirs cannot be read
 
 
 def read_config(workdir: Path, trust_custom_code: bool = False) -> Config:
-    """In the config of an imported model, all groups but `model` have their defaults. Raises UserError if it is missing
-    or damaged, or names custom code without `trust_custom_code`.
+    """In the config of an imported model, all groups but `model` have their defaults. Raises
+    UserError if it is missing or damaged, or names custom code without `trust_custom_code`.
     """
     groups = read_groups(workdir)
     models.refuse_custom_code(groups["model"], workdir, trust_custom_code)
@@ -33,16 +33,25 @@ def saved_config(workdir: Path) -> Config | None:
 
 
 def write_config(workdir: Path, groups: Mapping[str, Mapping]) -> None:
-    write_atomically(workdir / CONFIG_FILE, json.dumps({"format": FORMAT, **groups}, indent=2) + "\n")
+    write_atomically(
+        workdir / CONFIG_FILE, json.dumps({"format": FORMAT, **groups}, indent=2) + "\n"
+    )
 
 
 def read_groups(workdir: Path) -> dict[str, dict]:
-    """Returns all groups of a run, and only `model` of an imported model. Raises UserError for a damaged file."""
+    """Returns all groups of a run, and only `model` of an imported model. Raises UserError for a
+    damaged file.
+    """
     path, advice = workdir / CONFIG_FILE, "restore the file, or use another run"
     if not path.exists() and not (workdir / CHECKPOINT_FOLDER).exists():
         raise UserError(f"{workdir}: not a run, without {CONFIG_FILE}; give the workdir of a run")
     required = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
-    groups = read_json(path, {name: OBJECT if name in required else Optional(OBJECT) for name in GROUPS}, advice)
+    groups = read_json(
+        path, {name: OBJECT if name in required else Optional(OBJECT) for name in GROUPS}, advice
+    )
     if groups.pop("format", None) != FORMAT:
-        raise UserError(f"{path}: was written by another version of this project; use that version, or another workdir")
+        raise UserError(
+            f"{path}: was written by another version of this project; use that version, or "
+            "another workdir"
+        )
     return groups

@@ -1,4 +1,6 @@
-"""Plots of a run's metrics. matplotlib is imported only to draw them: its import takes half a second."""
+"""Plots of a run's metrics. matplotlib is imported only to draw them: its import takes half a
+second.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,7 +42,11 @@ def draw(lines: Sequence[dict]) -> bytes:
     faint = {"color": blue, "alpha": 0.3, "linewidth": 0.8}
     validation = {"color": orange, "marker": "o", "markersize": 3}
     loss.plot(*curve(lines, "train", "loss"), **faint, label="training (one batch)")
-    loss.plot(*curve(lines, "train", "loss_mean"), color=blue, label="training (mean since the last point)")
+    loss.plot(
+        *curve(lines, "train", "loss_mean"),
+        color=blue,
+        label="training (mean since the last point)",
+    )
     loss.plot(*curve(lines, "eval", "loss"), **validation, label="validation")
     loss.legend(fontsize=8, frameon=False)
     bits.plot(*curve(lines, "eval", "bits_per_byte"), **validation)
@@ -49,13 +55,21 @@ def draw(lines: Sequence[dict]) -> bytes:
     speed.plot(*curve(lines, "train", "tokens_per_second"), color=blue)
     speed.set_ylim(bottom=0)
     speed.yaxis.set_major_formatter(EngFormatter(sep=""))
-    for axes, x, y in ((loss, "", "loss, nats per token"), (bits, "", "validation, bits per byte"),
-                       (rate, "training step", "learning rate"), (speed, "training step", "tokens per second")):
+    for axes, x, y in (
+        (loss, "", "loss, nats per token"),
+        (bits, "", "validation, bits per byte"),
+        (rate, "training step", "learning rate"),
+        (speed, "training step", "tokens per second"),
+    ):
         plotting.style_axes(axes, x, y)
     return plotting.png(figure, DPI)
 
 
 def curve(lines: Sequence[dict], split: str, metric: str) -> tuple[list[int], list[float]]:
     """Returns (steps, values). Non-finite values, logged as null, are NaN."""
-    points = [(line["step"], line[metric]) for line in lines if line["split"] == split and metric in line]
-    return [step for step, _ in points], [math.nan if value is None else value for _, value in points]
+    points = [
+        (line["step"], line[metric]) for line in lines if line["split"] == split and metric in line
+    ]
+    return [step for step, _ in points], [
+        math.nan if value is None else value for _, value in points
+    ]

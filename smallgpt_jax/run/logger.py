@@ -33,13 +33,22 @@ class Units(NamedTuple):
 
 
 class Logger:
-    """Reads the metrics of an update only after the next one is dispatched, so that no device waits for the host.
+    """Reads the metrics of an update only after the next one is dispatched, so that no device waits
+    for the host.
 
-    Of an update that is not logged, it reads only the loss and whether it is finite, because each read takes host time.
+    Of an update that is not logged, it reads only the loss and whether it is finite, because each
+    read takes host time.
     """
 
-    def __init__(self, writer: MetricsWriter, progress: RunProgress, clock: RunClock, units: Units, log_every: int,
-                 unlogged_losses: Sequence[float] = ()):
+    def __init__(
+        self,
+        writer: MetricsWriter,
+        progress: RunProgress,
+        clock: RunClock,
+        units: Units,
+        log_every: int,
+        unlogged_losses: Sequence[float] = (),
+    ):
         """`unlogged_losses`, from the checkpoint, follow the last logged step."""
         self._writer, self._progress, self._clock, self._units = writer, progress, clock, units
         self._log_every = log_every
@@ -67,24 +76,49 @@ class Logger:
         if step % self._log_every and step < steps:
             return
         seconds = self._clock.training_seconds()
-        speed = (step - self._logged_step) * units.tokens_per_step / (seconds - self._logged_seconds)
+        speed = (
+            (step - self._logged_step) * units.tokens_per_step / (seconds - self._logged_seconds)
+        )
         peak = units.peak_tokens_per_second
         self._logged_step, self._logged_seconds = step, seconds
-        values = metrics.read() | {
-            "loss_mean": statistics.fmean(self.losses), "tokens": round(step * units.tokens_per_step),
-            "tokens_per_second": speed} | ({"mfu": speed / peak} if peak else {}) | self._clock.lap()
+        values = (
+            metrics.read()
+            | {
+                "loss_mean": statistics.fmean(self.losses),
+                "tokens": round(step * units.tokens_per_step),
+                "tokens_per_second": speed,
+            }
+            | ({"mfu": speed / peak} if peak else {})
+            | self._clock.lap()
+        )
         self.losses.clear()
         self._writer.write(step, "train", values)
         left = (steps - step) * seconds / (step - self._first_step)
-        self._progress.update(step, f"loss {values['loss']:.4f}   {speed:,.0f} tokens/s"
-                              + (f"   MFU {values['mfu']:.1%}" if peak else "")
-                              + f"   {duration(left)} left")
+        self._progress.update(
+            step,
+            f"loss {values['loss']:.4f}   {speed:,.0f} tokens/s"
+            + (f"   MFU {values['mfu']:.1%}" if peak else "")
+            + f"   {duration(left)} left",
+        )
 
-    def log_evaluation(self, step: int, nats: float, targets: int, answers: Mapping[str, float] | None = None) -> None:
-        """`nats` is the mean loss per token over `targets` tokens, `answers` the measures of a probe's answers."""
+    def log_evaluation(
+        self, step: int, nats: float, targets: int, answers: Mapping[str, float] | None = None
+    ) -> None:
+        """`nats` is the mean loss per token over `targets` tokens, `answers` the measures of a
+        probe's answers.
+        """
         bits_per_byte = nats / math.log(2) / self._units.bytes_per_token
-        self._writer.write(step, "eval", {"loss": nats, "bits_per_byte": bits_per_byte, "targets": targets,
-                                          "tokens": round(step * self._units.tokens_per_step), **(answers or {})})
+        self._writer.write(
+            step,
+            "eval",
+            {
+                "loss": nats,
+                "bits_per_byte": bits_per_byte,
+                "targets": targets,
+                "tokens": round(step * self._units.tokens_per_step),
+                **(answers or {}),
+            },
+        )
         self._progress.print_line(step, evaluation_message(nats, bits_per_byte, answers or {}))
 
     def close(self) -> None:
@@ -93,8 +127,11 @@ class Logger:
 
 def evaluation_message(nats: float, bits_per_byte: float, answers: Mapping[str, float]) -> str:
     """`bits_per_byte` is NaN if the loss is that of answers or of masked tokens."""
-    measures = [f"{name.replace('_', ' ')} {value:.2%}" for name, value in answers.items()
-                if name.startswith(EXACT_MATCH)]
+    measures = [
+        f"{name.replace('_', ' ')} {value:.2%}"
+        for name, value in answers.items()
+        if name.startswith(EXACT_MATCH)
+    ]
     if not measures and not math.isnan(bits_per_byte):
         measures = [f"{bits_per_byte:.4f} bits per byte"]
     return ", ".join([f"validation loss {nats:.4f}", *measures])

@@ -1,4 +1,6 @@
-"""metrics.jsonl, its lines, and their copies in TensorBoard event files and an experiment tracker."""
+"""metrics.jsonl, its lines, and their copies in TensorBoard event files and an experiment
+tracker.
+"""
 
 import contextlib
 import json
@@ -15,17 +17,28 @@ from smallgpt_jax.run.names import METRICS_FILE
 from smallgpt_jax.run.tensorboard import EventFile
 from smallgpt_jax.run.trackers import Tracker
 from smallgpt_jax.storage.atomic import write_atomically
-from smallgpt_jax.storage.json_files import NULL, NUMBER, Each, Kind, Optional, integer, one_of, read_json_lines
+from smallgpt_jax.storage.json_files import (
+    NULL,
+    NUMBER,
+    Each,
+    Kind,
+    Optional,
+    integer,
+    one_of,
+    read_json_lines,
+)
 
 LOGGED = (NULL, NUMBER)  # null: not finite
-# The measures of a probe's answers: fraction of the examples without a wrong answer, and fraction of right answers.
-# At a further length, their names end with it: exact_match_at_32.
+# The measures of a probe's answers: fraction of the examples without a wrong answer, and fraction
+# of right answers. At a further length, their names end with it: exact_match_at_32.
 ANSWERS = EXACT_MATCH, ACCURACY = "exact_match", "accuracy"
 SPEED = Kind("a speed", lambda value: NUMBER.accepts(value) and value > 1e-9)
 
 
 def is_table(value) -> bool:
-    """Whether `value` is an array of numbers, or arrays of equally many numbers. Null counts as NaN."""
+    """Whether `value` is an array of numbers, or arrays of equally many numbers. Null counts as
+    NaN.
+    """
     try:
         return np.size(np.asarray(value, float)) > 0 < np.ndim(value)
     except (ValueError, TypeError, OverflowError):
@@ -34,16 +47,30 @@ def is_table(value) -> bool:
 
 # Fields that the readers of metrics.jsonl need.
 TRAIN_LINE = {
-    "step": integer(0), "split": one_of("train"), "loss": LOGGED, "loss_mean": Optional(LOGGED),
-    "tokens_per_second": Optional((NULL, SPEED)), "learning_rate": Optional(LOGGED),
-    "expert_load": Optional(Each(Kind("arrays of numbers", is_table)))}
-EVAL_LINE = {"step": integer(0), "split": one_of("eval"), "loss": LOGGED, "bits_per_byte": LOGGED,
-             "targets": integer(1)}
+    "step": integer(0),
+    "split": one_of("train"),
+    "loss": LOGGED,
+    "loss_mean": Optional(LOGGED),
+    "tokens_per_second": Optional((NULL, SPEED)),
+    "learning_rate": Optional(LOGGED),
+    "expert_load": Optional(Each(Kind("arrays of numbers", is_table))),
+}
+EVAL_LINE = {
+    "step": integer(0),
+    "split": one_of("eval"),
+    "loss": LOGGED,
+    "bits_per_byte": LOGGED,
+    "targets": integer(1),
+}
 
 
 def answers_in(line: dict) -> dict[str, float]:
     """Returns the measures of a probe's answers in an evaluation's line; {} for text."""
-    return {name: value for name, value in line.items() if name.startswith(ANSWERS) and NUMBER.accepts(value)}
+    return {
+        name: value
+        for name, value in line.items()
+        if name.startswith(ANSWERS) and NUMBER.accepts(value)
+    }
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -52,14 +79,21 @@ def read_lines(path: Path) -> list[dict]:
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl and TensorBoard files on process 0, and sends the lines of metrics.jsonl to a tracker.
+    """Writes metrics.jsonl and TensorBoard files on process 0, and sends the lines of metrics.jsonl
+    to a tracker.
 
-    Removes the lines after `first_step`, because the run repeats these steps; `start_tracker` gets them too. After the
-    start, write errors do not end the run: a failed line is written with the next line; a failed event file ends.
+    Removes the lines after `first_step`, because the run repeats these steps; `start_tracker` gets
+    them too. After the start, write errors do not end the run: a failed line is written with the
+    next line; a failed event file ends.
     """
 
-    def __init__(self, workdir: Path, first_step: int, log: Callable[[str], None] = print,
-                 start_tracker: Callable[[list[dict]], Tracker] | None = None):
+    def __init__(
+        self,
+        workdir: Path,
+        first_step: int,
+        log: Callable[[str], None] = print,
+        start_tracker: Callable[[list[dict]], Tracker] | None = None,
+    ):
         self.first_step, self._writes = first_step, distributed.is_primary()
         if not self._writes:
             return
@@ -77,12 +111,20 @@ class MetricsWriter:
         if not self._writes:
             return
         scalars = {name: value for name, value in values.items() if not isinstance(value, dict)}
-        finite = values | {name: None for name, value in scalars.items() if not math.isfinite(value)}
+        finite = values | {
+            name: None for name, value in scalars.items() if not math.isfinite(value)
+        }
         line = {"step": step, "split": split, "time": round(time.time(), 3), **finite}
-        was_failing, self._pending_lines = bool(self._pending_lines), self._pending_lines + json.dumps(line) + "\n"
+        was_failing, self._pending_lines = (
+            bool(self._pending_lines),
+            self._pending_lines + json.dumps(line) + "\n",
+        )
         error = self._append()
         if error and not was_failing:
-            self._log(f"{self._path}: {error.strerror}. Training continues; lines are kept until they can be written")
+            self._log(
+                f"{self._path}: {error.strerror}. Training continues; lines are kept until they "
+                "can be written"
+            )
         if self._events:
             with self._stop_events_on_error():
                 self._events.write(step, split, scalars)
@@ -96,8 +138,8 @@ class MetricsWriter:
                 length = file.tell()
                 file.write(self._pending_lines)
                 file.flush()
-                # Without fsync, a power loss could remove lines of steps before the newest checkpoint. The resumed run
-                # would not write these lines again.
+                # Without fsync, a power loss could remove lines of steps before the newest
+                # checkpoint. The resumed run would not write these lines again.
                 os.fsync(file.fileno())
         except OSError as error:
             if length is not None:

@@ -1,7 +1,7 @@
 """The names of the files and folders in a workdir.
 
-`smallgpt_jax.convert` writes the workdir of an imported model: `tokenizer/`, `origin.json`, a checkpoint of step 0, and
-a `config.json` with only the group `model`. Training adds the rest.
+`smallgpt_jax.convert` writes the workdir of an imported model: `tokenizer/`, `origin.json`, a
+checkpoint of step 0, and a `config.json` with only the group `model`. Training adds the rest.
 """
 
 CONFIG_FILE = "config.json"

@@ -11,14 +11,21 @@ from smallgpt_jax.run.spool import Spool
 
 
 class Profiler:
-    """Traces `steps` training steps on process 0, beginning with step `first`; none if `first` is 0.
+    """Traces `steps` training steps on process 0, beginning with step `first`; none if `first` is
+    0.
 
     Waits for the devices before and after the trace. Errors do not end the run.
     """
 
     def __init__(self, spool: Spool, first: int, steps: int, log: Callable[[str], None] = print):
-        self._written, self._folder, self._log = spool.folder / PROFILE_FOLDER, spool.workdir / PROFILE_FOLDER, log
-        self._traced = range(first, first + steps) if first and distributed.is_primary() else range(0)
+        self._written, self._folder, self._log = (
+            spool.folder / PROFILE_FOLDER,
+            spool.workdir / PROFILE_FOLDER,
+            log,
+        )
+        self._traced = (
+            range(first, first + steps) if first and distributed.is_primary() else range(0)
+        )
         self._is_active = False
 
     def after_step(self, step: int, state) -> None:
@@ -38,8 +45,12 @@ class Profiler:
                 jax.profiler.start_trace(str(self._written))
             else:
                 jax.profiler.stop_trace()
-                self._log(f"wrote a profile to {self._folder}; to view it: pip install xprof && "
-                          f"xprof --logdir={self._folder}")
+                self._log(
+                    f"wrote a profile to {self._folder}; to view it: pip install xprof && "
+                    f"xprof --logdir={self._folder}"
+                )
         except Exception as error:  # the profiler raises many types of exceptions
             self._traced, self._is_active = range(0), False
-            self._log(f"could not write a profile: {short_reason(error)}. Training continues without it")
+            self._log(
+                f"could not write a profile: {short_reason(error)}. Training continues without it"
+            )

@@ -4,7 +4,9 @@ import sys
 
 
 class RunProgress:
-    """On a terminal, updates one line in place; elsewhere, and with a label, adds a line per update."""
+    """On a terminal, updates one line in place; elsewhere, and with a label, adds a line per
+    update.
+    """
 
     def __init__(self, steps: int, label: str = ""):
         """`label` distinguishes runs that print at the same time."""
@@ -21,7 +23,8 @@ class RunProgress:
 
     def message(self, text: str, end: str = "\n") -> None:
         clear, labeled = "\r\x1b[K" if self._open else "", text.replace("\n", f"\n{self._label}")
-        # `end` is part of the text: print would write it separately, possibly after the text of another thread.
+        # `end` is part of the text: print would write it separately, possibly after the text of
+        # another thread.
         print(f"{clear}{self._label}{labeled}{end}", end="", flush=True)
         self._open = not end
 

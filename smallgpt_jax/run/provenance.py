@@ -1,4 +1,6 @@
-"""The software that a run uses: package versions, and the commit of the clone that contains the package."""
+"""The software that a run uses: package versions, and the commit of the clone that contains the
+package.
+"""
 
 import platform
 import subprocess
@@ -12,19 +14,40 @@ CLONE = Path(__file__).parents[2]
 
 
 def software() -> dict:
-    versions = {"python": platform.python_version(), "smallgpt_jax": __version__,
-                **{name: metadata.version(name) for name in LIBRARIES}}
+    versions = {
+        "python": platform.python_version(),
+        "smallgpt_jax": __version__,
+        **{name: metadata.version(name) for name in LIBRARIES},
+    }
     return {"versions": versions, **commit_of(CLONE)}
 
 
 def commit_of(folder: Path) -> dict:
-    """Returns {"commit": hash, "dirty": whether tracked files differ from it}, or {} without a clone or git."""
-    if not (folder / ".git").exists():  # otherwise git would search the parent folders for another clone
+    """Returns {"commit": hash, "dirty": whether tracked files differ from it}, or {} without a
+    clone or git.
+    """
+    if not (
+        folder / ".git"
+    ).exists():  # otherwise git would search the parent folders for another clone
         return {}
     try:
-        described = subprocess.run(  # "HASH" or "HASH-dirty"; without locks, so that other git commands do not fail
-            ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        # "HASH" or "HASH-dirty"; without locks, so that other git commands do not fail
+        described = subprocess.run(
+            [
+                "git",
+                "--no-optional-locks",
+                "describe",
+                "--always",
+                "--dirty",
+                "--abbrev=40",
+                "--exclude=*",
+            ],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return {}
     return {"commit": described.removesuffix("-dirty"), "dirty": described.endswith("-dirty")}

@@ -1,4 +1,6 @@
-"""sessions.jsonl: the devices, versions and commit of each start, resumption or divergence of a run."""
+"""sessions.jsonl: the devices, versions and commit of each start, resumption or divergence of a
+run.
+"""
 
 import contextlib
 import datetime
@@ -11,20 +13,40 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.run.names import SESSIONS_FILE
 from smallgpt_jax.run.provenance import software
 from smallgpt_jax.storage.atomic import append_line
-from smallgpt_jax.storage.json_files import NUMBER, TEXT, Each, Kind, Optional, integer, read_json_lines
+from smallgpt_jax.storage.json_files import (
+    NUMBER,
+    TEXT,
+    Each,
+    Kind,
+    Optional,
+    integer,
+    read_json_lines,
+)
 
 # Fields that the readers of sessions.jsonl need.
-SESSION = {"time": TEXT, "device": TEXT, "devices": integer(1), "argument_bytes": integer(0), "temp_bytes": integer(0),
-           "versions": Each(TEXT), "padding": Kind("a fraction", lambda x: NUMBER.accepts(x) and 0 <= x < 1),
-           "first_step": Optional(integer(0)), "stack": Optional(integer(1))}
+SESSION = {
+    "time": TEXT,
+    "device": TEXT,
+    "devices": integer(1),
+    "argument_bytes": integer(0),
+    "temp_bytes": integer(0),
+    "versions": Each(TEXT),
+    "padding": Kind("a fraction", lambda x: NUMBER.accepts(x) and 0 <= x < 1),
+    "first_step": Optional(integer(0)),
+    "stack": Optional(integer(1)),
+}
 
 
 def append_session(workdir: Path, facts: dict) -> None:
     """Ignores write errors."""
     if not distributed.is_primary():
         return
-    line = {**facts, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "processes": jax.process_count(), **software()}
+    line = {
+        **facts,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "processes": jax.process_count(),
+        **software(),
+    }
     with contextlib.suppress(Exception):  # clients of object storage raise many types of exceptions
         append_line(workdir / SESSIONS_FILE, json.dumps(line))
 

@@ -1,6 +1,7 @@
 """The files of a run that grow while it runs: metrics, TensorBoard events, traces.
 
-Objects in object storage cannot be appended to, so these files are on the local disk and are uploaded whole.
+Objects in object storage cannot be appended to, so these files are on the local disk and are
+uploaded whole.
 """
 
 import contextlib
@@ -23,14 +24,17 @@ from smallgpt_jax.storage.object_storage import is_remote
 SPOOL_PREFIX = "smallgpt_jax-spool-"
 LOCK_FILE = ".lock"  # in a spool; a process holds it as long as it uses the spool
 UPLOAD_SECONDS = 30.0  # maximum time between uploads
-OPENING = threading.Lock()  # another thread could take a lock file before its lock is held, and remove the spool
+OPENING = (
+    threading.Lock()
+)  # another thread could take a lock file before its lock is held, and remove the spool
 CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run ends
 
 
 class Spool:
     """A local folder for the files of a run; `workdir` itself, if that is local.
 
-    Failed uploads do not end the run: `log` is called with a message, and the next upload tries again.
+    Failed uploads do not end the run: `log` is called with a message, and the next upload tries
+    again.
     """
 
     def __init__(self, workdir: Path, folder: Path, log: Callable[[str], None] = print):
@@ -46,8 +50,10 @@ class Spool:
         with self._lock:
             failures = [failure for path in self._files() if (failure := self._try_to_upload(path))]
             if failures and not self._failure:
-                self._log(f"{self.workdir}: metrics could not be uploaded ({failures[0]}). Training continues; the "
-                          "upload is repeated")
+                self._log(
+                    f"{self.workdir}: metrics could not be uploaded ({failures[0]}). Training "
+                    "continues; the upload is repeated"
+                )
             self._failure = failures[0] if failures else ""
             return not failures
 
@@ -62,7 +68,9 @@ class Spool:
 
     def _files(self) -> list[Path]:
         """Returns metrics.jsonl first. Skips *.partial files, which are still being written."""
-        files = [path for path in self.folder.rglob("*") if path.is_file() and path.suffix != ".partial"]
+        files = [
+            path for path in self.folder.rglob("*") if path.is_file() and path.suffix != ".partial"
+        ]
         return sorted(files, key=lambda path: (path != self.folder / METRICS_FILE, path))
 
     def _try_to_upload(self, path: Path) -> str | None:
@@ -73,12 +81,18 @@ class Spool:
                 write_atomically(self.workdir / path.relative_to(self.folder), path.read_bytes())
                 self._uploaded[path] = version
         except Exception as error:  # no network, no permission
-            return short_reason(error) if path.exists() else None  # a file that was removed is no failure
+            return (
+                short_reason(error) if path.exists() else None
+            )  # a file that was removed is no failure
 
 
 @contextlib.contextmanager
-def open_spool(workdir: Path, continued: Sequence[str], log: Callable[[str], None] = print) -> Iterator[Spool]:
-    """Uploads at least every UPLOAD_SECONDS and on exit. Begins with copies of the files `continued`."""
+def open_spool(
+    workdir: Path, continued: Sequence[str], log: Callable[[str], None] = print
+) -> Iterator[Spool]:
+    """Uploads at least every UPLOAD_SECONDS and on exit. Begins with copies of the files
+    `continued`.
+    """
     if not is_remote(workdir) or not distributed.is_primary():
         yield Spool(workdir, workdir, log)
         return
@@ -90,7 +104,9 @@ def open_spool(workdir: Path, continued: Sequence[str], log: Callable[[str], Non
         with removed_on_error(folder.parent):
             folder.mkdir()
             for name in continued:
-                object_storage.download(workdir / name, folder / name, object_storage.list_files(workdir / name))
+                object_storage.download(
+                    workdir / name, folder / name, object_storage.list_files(workdir / name)
+                )
         spool, closed = Spool(workdir, folder, log), threading.Event()
 
         def upload_regularly():
@@ -108,7 +124,9 @@ def open_spool(workdir: Path, continued: Sequence[str], log: Callable[[str], Non
 
 
 def remove_abandoned_spools() -> None:
-    """Runs that were killed leave a lock that no process holds. Folders that `upload_last` kept have no lock."""
+    """Runs that were killed leave a lock that no process holds. Folders that `upload_last` kept
+    have no lock.
+    """
     for lock in Path(tempfile.gettempdir()).glob(f"{SPOOL_PREFIX}*/{LOCK_FILE}"):
         with contextlib.suppress(LockHeldError, OSError), file_lock(lock):
             shutil.rmtree(lock.parent)

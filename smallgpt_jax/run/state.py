@@ -13,14 +13,17 @@ class TrainState(NamedTuple):
     params: Any  # of the model
     opt_state: optax.OptState
     model_state: Any = {}  # noqa: RUF012 — the variable collection "state"; {} for most models
-    # Parameters that the objective trains beside the model's, {name of the term: tree}; {} for most objectives.
+    # Parameters that the objective trains beside the model's, {name of the term: tree}; {} for most
+    # objectives.
     heads: Any = {}  # noqa: RUF012
 
     ema: Any = {}  # noqa: RUF012 — moving average of `params`; {} without config.train.ema
 
     @property
     def evaluated(self) -> dict:
-        """The parameters that validation reads: the model's or their average, and LoRA's, but not those of terms."""
+        """The parameters that validation reads: the model's or their average, and LoRA's, but not
+        those of terms.
+        """
         pairs = {name: head for name, head in self.heads.items() if name == lora.NAME}
         return {**(self.ema or self.params), **pairs}
 

@@ -7,9 +7,11 @@ from smallgpt_jax.storage.tensorboardx import without_torch
 
 
 class EventFile:
-    """Writes scalars to a TensorBoard event file. All methods raise OSError if it cannot be written.
+    """Writes scalars to a TensorBoard event file. All methods raise OSError if it cannot be
+    written.
 
-    Events are written directly, not through tensorboardX's thread, which hangs after a failed write.
+    Events are written directly, not through tensorboardX's thread, which hangs after a failed
+    write.
     """
 
     def __init__(self, folder: Path, first_step: int):
@@ -19,11 +21,18 @@ class EventFile:
             from tensorboardX.proto.event_pb2 import Event, SessionLog
             from tensorboardX.proto.summary_pb2 import Summary
 
-        self._events, self._event, self._summary = EventsWriter(str(folder / "events")), Event, Summary
+        self._events, self._event, self._summary = (
+            EventsWriter(str(folder / "events")),
+            Event,
+            Summary,
+        )
         self._write(step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
-        scalars = [self._summary.Value(tag=f"{split}/{name}", simple_value=value) for name, value in values.items()]
+        scalars = [
+            self._summary.Value(tag=f"{split}/{name}", simple_value=value)
+            for name, value in values.items()
+        ]
         self._write(step=step, summary=self._summary(value=scalars))
 
     def _write(self, **fields) -> None:

@@ -1,6 +1,7 @@
 """Experiment trackers: Weights & Biases (wandb) and Trackio, which have almost the same interface.
 
-Runs go to the project smallgpt_jax; the environment variable WANDB_PROJECT or TRACKIO_PROJECT sets another.
+Runs go to the project smallgpt_jax; the environment variable WANDB_PROJECT or TRACKIO_PROJECT sets
+another.
 """
 
 import contextlib
@@ -22,18 +23,26 @@ TRACKERS = ("wandb", "trackio")
 
 def require_installed(name: str) -> None:
     if name and importlib.util.find_spec(name) is None:
-        raise UserError(f"config.train.tracker={name!r}: {name} is not installed; run {install_command(name)}")
+        raise UserError(
+            f"config.train.tracker={name!r}: {name} is not installed; run {install_command(name)}"
+        )
 
 
 class Tracker:
     """Sends the lines of metrics.jsonl to a tracker: one row per step, in one run for all sessions.
 
-    A row is complete, and sent, when a line of a later step is written. The next session sends the rows that a killed
-    session lost. After an error, nothing more is sent.
+    A row is complete, and sent, when a line of a later step is written. The next session sends the
+    rows that a killed session lost. After an error, nothing more is sent.
     """
 
-    def __init__(self, name: str, workdir: Path, config: dict, lines: Sequence[dict],
-                 log: Callable[[str], None] = print):
+    def __init__(
+        self,
+        name: str,
+        workdir: Path,
+        config: dict,
+        lines: Sequence[dict],
+        log: Callable[[str], None] = print,
+    ):
         """Starts or resumes the run. `lines` are those of earlier sessions."""
         self._name, self._log, self._run, self._next_step = name, log, None, 0
         self._row_step, self._row = 0, {}  # the row that is not sent yet
@@ -51,13 +60,17 @@ class Tracker:
             self._add(line)
 
     def _add(self, line: dict) -> None:
-        # Trackers accept only increasing steps, so an evaluation repeated after its step is sent with the next one.
+        # Trackers accept only increasing steps, so an evaluation repeated after its step is sent
+        # with the next one.
         step = max(line["step"], self._next_step)
         if self._row and step != self._row_step:
             self._send()
         self._row_step = step
-        self._row |= {f"{line['split']}/{name}": value for name, value in line.items()
-                      if name not in ("step", "split", "time") and isinstance(value, (int, float))}
+        self._row |= {
+            f"{line['split']}/{name}": value
+            for name, value in line.items()
+            if name not in ("step", "split", "time") and isinstance(value, (int, float))
+        }
 
     def _send(self) -> None:
         if self._run is not None and self._row:
@@ -81,7 +94,9 @@ class Tracker:
 
 
 def run_id(workdir: Path) -> str:
-    """Returns the tracker's id of the run in `workdir`. The first session of the run creates the id."""
+    """Returns the tracker's id of the run in `workdir`. The first session of the run creates the
+    id.
+    """
     path = workdir / TRACKER_FILE
     if not path.exists():
         write_atomically(path, json.dumps({"id": uuid.uuid4().hex[:8]}) + "\n")
@@ -95,20 +110,35 @@ def project(tracker: str) -> str:
 def start_wandb(workdir: Path, run_id: str, config: dict):
     """Returns the run, the first step that it lacks, and the function that ends it.
 
-    With WANDB_MODE=offline, each session writes all rows of earlier sessions to a folder of its own.
+    With WANDB_MODE=offline, each session writes all rows of earlier sessions to a folder of its
+    own.
     """
     import wandb
 
     run = wandb.init(
-        project=project("wandb"), name=workdir.name, id=run_id, resume="allow", dir=workdir, config=config,
-        reinit="finish_previous", settings=wandb.Settings(console="off", silent=True))
+        project=project("wandb"),
+        name=workdir.name,
+        id=run_id,
+        resume="allow",
+        dir=workdir,
+        config=config,
+        reinit="finish_previous",
+        settings=wandb.Settings(console="off", silent=True),
+    )
     return run, run.step, run.finish
 
 
 def start_trackio(workdir: Path, run_id: str, config: dict):
-    """Like `start_wandb`. After `run.finish`, Trackio would end the run once more when the process exits."""
+    """Like `start_wandb`. After `run.finish`, Trackio would end the run once more when the process
+    exits.
+    """
     import trackio
 
-    run = trackio.init(project=project("trackio"), name=f"{workdir.name}-{run_id}", resume="allow", config=config,
-                       embed=False)
+    run = trackio.init(
+        project=project("trackio"),
+        name=f"{workdir.name}-{run_id}",
+        resume="allow",
+        config=config,
+        embed=False,
+    )
     return run, run._next_step, trackio.finish  # no public attribute has the number of steps

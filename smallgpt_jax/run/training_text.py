@@ -13,50 +13,75 @@ from smallgpt_jax.storage.json_files import read_json
 
 
 def check_same_text(workdir: Path, corpus: Corpus) -> None:
-    """Raises UserError for another training text or tokenizer; for an untrained import, for another tokenizer."""
+    """Raises UserError for another training text or tokenizer; for an untrained import, for another
+    tokenizer.
+    """
     if (workdir / STORE_FILE).exists():
         if changes := text_changes(read_identity(workdir), identity_of(corpus)):
-            raise UserError(f"--workdir={workdir}: the training text has changed since the run started ({changes}); "
-                            "restore the original text, or use another --workdir")
+            raise UserError(
+                f"--workdir={workdir}: the training text has changed since the run started "
+                f"({changes}); restore the original text, or use another --workdir"
+            )
     elif (workdir / ORIGIN_FILE).exists():
         given = tokenizers.load(workdir / TOKENIZER_FOLDER)
         if tokenizers.fingerprint(given) != tokenizers.fingerprint(corpus.tokenizer):
-            raise UserError(f"--workdir={workdir}: config.data.tokenizer is not the imported model's tokenizer; set "
-                            f"--config.data.tokenizer={workdir / TOKENIZER_FOLDER}")
+            raise UserError(
+                f"--workdir={workdir}: config.data.tokenizer is not the imported model's "
+                f"tokenizer; set --config.data.tokenizer={workdir / TOKENIZER_FOLDER}"
+            )
 
 
 def identity_of(corpus: Corpus) -> dict[str, Any]:
-    return {"description": corpus.description, "tokenizer": tokenizers.fingerprint(corpus.tokenizer)}
+    return {
+        "description": corpus.description,
+        "tokenizer": tokenizers.fingerprint(corpus.tokenizer),
+    }
 
 
 def read_identity(workdir: Path) -> dict[str, Any]:
     """Returns the `identity_of` a run's training text."""
     advice = "replace it by the metadata.json of the run's token store"
-    return {"description": read_json(workdir / STORE_FILE, DESCRIPTION, advice),
-            "tokenizer": tokenizers.fingerprint(tokenizers.load(workdir / TOKENIZER_FOLDER))}
+    return {
+        "description": read_json(workdir / STORE_FILE, DESCRIPTION, advice),
+        "tokenizer": tokenizers.fingerprint(tokenizers.load(workdir / TOKENIZER_FOLDER)),
+    }
 
 
 def training_format(workdir: Path) -> tuple[str, str]:
-    """Returns config.data.format of the run's text, and the chat template of "messages"; ("text", "") by default."""
+    """Returns config.data.format of the run's text, and the chat template of "messages"; ("text",
+    "") by default.
+    """
     path = workdir / STORE_FILE
     described = read_json(path, DESCRIPTION, "restore it") if path.exists() else {}
     found = [store.get("made_from", {}) for store in described.get("mixture", [described])]
-    return next(((made_from["format"], made_from.get("chat_template", "")) for made_from in found
-                 if made_from.get("format", "text") != "text"), ("text", ""))
+    return next(
+        (
+            (made_from["format"], made_from.get("chat_template", ""))
+            for made_from in found
+            if made_from.get("format", "text") != "text"
+        ),
+        ("text", ""),
+    )
 
 
 def text_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Returns how two identities of texts differ, or "" if the tokens are the same."""
-    if same_text(before["description"], now["description"]) and before["tokenizer"] == now["tokenizer"]:
+    if (
+        same_text(before["description"], now["description"])
+        and before["tokenizer"] == now["tokenizer"]
+    ):
         return ""
     return describe_changes(before["description"], now["description"])
 
 
 def describe_changes(before: dict, now: dict) -> str:
     """Formats the first three differences between two `Corpus.description`s."""
+
     def flat_entries(description):
-        return {tuple(jax.tree_util.keystr((key,), simple=True) for key in path): value
-                for path, value in jax.tree_util.tree_leaves_with_path(description)}
+        return {
+            tuple(jax.tree_util.keystr((key,), simple=True) for key in path): value
+            for path, value in jax.tree_util.tree_leaves_with_path(description)
+        }
 
     def format_value(path, value):
         if value is None:  # this description lacks the entry
@@ -64,13 +89,19 @@ def describe_changes(before: dict, now: dict) -> str:
         return f"{value:,}" if type(value) is int else repr(value)
 
     entries_before, entries_now = flat_entries(before), flat_entries(now)
-    different = [path for path in sorted(entries_before.keys() | entries_now.keys())
-                 if entries_before.get(path) != entries_now.get(path) and "fingerprints" not in path]
-    listed = [f"{entry_name(path)}: from {format_value(path, entries_before.get(path))} "
-              f"to {format_value(path, entries_now.get(path))}"
-              for path in different[:3]]
-    return "; ".join(listed) + (f"; and {len(different) - 3} more" if len(different) > 3 else "") or (
-        "its tokenizer" if same_text(before, now) else "other content of the same size")
+    different = [
+        path
+        for path in sorted(entries_before.keys() | entries_now.keys())
+        if entries_before.get(path) != entries_now.get(path) and "fingerprints" not in path
+    ]
+    listed = [
+        f"{entry_name(path)}: from {format_value(path, entries_before.get(path))} "
+        f"to {format_value(path, entries_now.get(path))}"
+        for path in different[:3]
+    ]
+    return "; ".join(listed) + (
+        f"; and {len(different) - 3} more" if len(different) > 3 else ""
+    ) or ("its tokenizer" if same_text(before, now) else "other content of the same size")
 
 
 def entry_name(path: tuple[str, ...]) -> str:

@@ -20,7 +20,14 @@ from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.config_file import read_config, read_groups, saved_config, write_config
-from smallgpt_jax.run.names import CHECKPOINT_FOLDER, CONFIG_FILE, LOCK_FILE, ORIGIN_FILE, STORE_FILE, TOKENIZER_FOLDER
+from smallgpt_jax.run.names import (
+    CHECKPOINT_FOLDER,
+    CONFIG_FILE,
+    LOCK_FILE,
+    ORIGIN_FILE,
+    STORE_FILE,
+    TOKENIZER_FOLDER,
+)
 from smallgpt_jax.run.training_text import check_same_text
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.locks import file_lock
@@ -34,64 +41,101 @@ def config_in_workdir(config: ConfigDict, workdir: Path) -> Config:
 
 
 def check_workdir(workdir: Path, config: Config) -> None:
-    """Raises UserError if `workdir` cannot be created or belongs to another config. Writes nothing."""
+    """Raises UserError if `workdir` cannot be created or belongs to another config. Writes
+    nothing.
+    """
     if is_remote(workdir):
         require_bucket("--workdir", workdir)
     else:
         require_writable(workdir)
-    # List the folder first: another run may start at this moment, and the config is its first visible file.
+    # List the folder first: another run may start at this moment, and the config is its first
+    # visible file.
     is_empty = not workdir.is_dir() or all(path.name.startswith(".") for path in workdir.iterdir())
     if not (workdir / CONFIG_FILE).exists():
         if not is_empty:
-            raise UserError(f"--workdir={workdir}: folder is not empty and not a run (no {CONFIG_FILE}); choose "
-                            "another")
+            raise UserError(
+                f"--workdir={workdir}: folder is not empty and not a run (no {CONFIG_FILE}); "
+                "choose another"
+            )
         return
     require_same_classes(workdir, config)
     refuse_changes(workdir, config, changed_fields(workdir, config))
     reached = max(saved_steps(workdir / CHECKPOINT_FOLDER), default=0)
     if reached > config.train.steps:
-        raise UserError(f"--workdir={workdir}: existing run of {reached:,} steps, more than "
-                        f"config.train.steps={config.train.steps}; increase the steps, or use another --workdir")
+        raise UserError(
+            f"--workdir={workdir}: existing run of {reached:,} steps, more than "
+            f"config.train.steps={config.train.steps}; increase the steps, or use another --workdir"
+        )
 
 
 def require_same_classes(workdir: Path, config: Config) -> None:
-    """Raises UserError if the run in `workdir` has custom classes that `config` does not name. Without this check,
-    reading its config would import a module of somebody else, or ask whether to trust it, to no purpose.
+    """Raises UserError if the run in `workdir` has custom classes that `config` does not name.
+    Without this check, reading its config would import a module of somebody else, or ask whether to
+    trust it, to no purpose.
     """
     if (workdir / CONFIG_FILE).exists():
         foreign = models.foreign_classes(read_groups(workdir)["model"], config.model)
-        refuse_changes(workdir, config, {f"model.{field}": values for field, values in foreign.items()})
+        refuse_changes(
+            workdir, config, {f"model.{field}": values for field, values in foreign.items()}
+        )
 
 
 def refuse_changes(workdir: Path, config: Config, different: Mapping[str, tuple]) -> None:
     if not different:
         return
-    listed = "; ".join(f"{field} was {before!r}, now {now!r}" for field, (before, now) in different.items())
-    longer = ("; to train its model at another context_length, import it into a new workdir with "
-              "smallgpt_jax.convert --from=run") if "model.context_length" in different and (
-                  config.model.position != "learned") else ""
-    raise UserError(f"--workdir={workdir}: existing run with another config: {listed}.\n"
-                    f"Use the same settings to resume it, or another --workdir{longer}")
+    listed = "; ".join(
+        f"{field} was {before!r}, now {now!r}" for field, (before, now) in different.items()
+    )
+    longer = (
+        (
+            "; to train its model at another context_length, import it into a new workdir with "
+            "smallgpt_jax.convert --from=run"
+        )
+        if "model.context_length" in different and (config.model.position != "learned")
+        else ""
+    )
+    raise UserError(
+        f"--workdir={workdir}: existing run with another config: {listed}.\n"
+        f"Use the same settings to resume it, or another --workdir{longer}"
+    )
 
 
 def changed_fields(workdir: Path, config: Config) -> dict[str, tuple]:
-    """Returns {"group.field": (saved, new)}. The weights of an untrained import fix only fields of `model`."""
-    before, now, is_trained = read_config(workdir).flat(), config.flat(), (workdir / STORE_FILE).exists()
-    fixed = {f"{name}.{field}" for name in GROUPS for group in (getattr(config, name), GROUPS[name])
-             for by in (("model", "run") if is_trained else ("model",)) for field in group.names(fixed_by=by)}
+    """Returns {"group.field": (saved, new)}. The weights of an untrained import fix only fields of
+    `model`.
+    """
+    before, now, is_trained = (
+        read_config(workdir).flat(),
+        config.flat(),
+        (workdir / STORE_FILE).exists(),
+    )
+    fixed = {
+        f"{name}.{field}"
+        for name in GROUPS
+        for group in (getattr(config, name), GROUPS[name])
+        for by in (("model", "run") if is_trained else ("model",))
+        for field in group.names(fixed_by=by)
+    }
     if not is_trained:  # the objective of further training may be another
         fixed.remove("model.attention_mask")
-    if not is_trained and config.model.position != "learned":  # no parameter depends on the context length
+    if (
+        not is_trained and config.model.position != "learned"
+    ):  # no parameter depends on the context length
         fixed.remove("model.context_length")
-    return {field: (before.get(field), now.get(field)) for field in sorted(fixed)
-            if before.get(field) != now.get(field)}
+    return {
+        field: (before.get(field), now.get(field))
+        for field in sorted(fixed)
+        if before.get(field) != now.get(field)
+    }
 
 
 def require_writable(workdir: Path) -> None:
     if not os.path.exists(workdir):  # unlike Path.exists, os.path.exists raises no PermissionError
         parent = next(p for p in workdir.absolute().parents if os.path.exists(p))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise UserError(f"--workdir={workdir}: cannot be created; {parent} is not a writable folder")
+            raise UserError(
+                f"--workdir={workdir}: cannot be created; {parent} is not a writable folder"
+            )
     elif not workdir.is_dir() or not os.access(workdir, os.W_OK | os.X_OK):
         raise UserError(f"--workdir={workdir}: not a writable folder")
 
@@ -99,17 +143,22 @@ def require_writable(workdir: Path) -> None:
 @contextlib.contextmanager
 def lock_workdir(workdir: Path) -> Iterator[None]:
     """Raises WorkdirBusyError if another process holds the lock."""
+
     def acquire():
         try:
             workdir.mkdir(parents=True, exist_ok=True)
             held.enter_context(file_lock(workdir / LOCK_FILE))
         except LockHeldError as other:
-            raise WorkdirBusyError(f"--workdir={workdir}: in use by {other}; wait for it, or use another --workdir",
-                                   by=str(other)) from None
+            raise WorkdirBusyError(
+                f"--workdir={workdir}: in use by {other}; wait for it, or use another --workdir",
+                by=str(other),
+            ) from None
         except Exception as error:
             if not isinstance(error, OSError) and not is_request_error(error):
                 raise
-            raise UserError(f"--workdir={workdir}: cannot be created or written: {short_reason(error)}") from None
+            raise UserError(
+                f"--workdir={workdir}: cannot be created or written: {short_reason(error)}"
+            ) from None
 
     with contextlib.ExitStack() as held:
         distributed.run_on_primary(acquire)
@@ -119,7 +168,9 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def open_workdir(workdir: Path, config: Config, corpus: Corpus) -> Iterator[None]:
     def start():
-        check_workdir(workdir, config)  # again: another run may have started before the lock was acquired
+        check_workdir(
+            workdir, config
+        )  # again: another run may have started before the lock was acquired
         initialize_workdir(workdir, config, corpus)
 
     with lock_workdir(workdir):
@@ -131,13 +182,22 @@ def initialize_workdir(workdir: Path, config: Config, corpus: Corpus) -> None:
     """Writes the files of a new run, or updates the config of an existing one."""
     check_same_text(workdir, corpus)
     write_config(workdir, config.to_dict())
-    if not (workdir / STORE_FILE).exists():  # store.json is written last: if it exists, the other files exist too
+    if not (
+        workdir / STORE_FILE
+    ).exists():  # store.json is written last: if it exists, the other files exist too
         tokenizers.save(corpus.tokenizer, workdir / TOKENIZER_FOLDER)
         write_atomically(workdir / STORE_FILE, json.dumps(corpus.description, indent=2) + "\n")
 
 
-def write_imported(workdir: Path, model: models.LanguageModel, params, model_state, tokenizer: Tokenizer,
-                   origin: dict, chat_template: str = "") -> None:
+def write_imported(
+    workdir: Path,
+    model: models.LanguageModel,
+    params,
+    model_state,
+    tokenizer: Tokenizer,
+    origin: dict,
+    chat_template: str = "",
+) -> None:
     """`workdir` must be empty; training can continue in it."""
     tokenizers.save(tokenizer, workdir / TOKENIZER_FOLDER)
     save_template(chat_template, workdir / TOKENIZER_FOLDER)

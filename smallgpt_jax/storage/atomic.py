@@ -10,7 +10,8 @@ from pathlib import Path
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.object_storage import is_remote
 
-# The last file that `atomic_folder` uploads: a folder without it is neither a workdir nor an exported model.
+# The last file that `atomic_folder` uploads: a folder without it is neither a workdir nor an
+# exported model.
 LAST_FILE = "config.json"
 
 
@@ -32,7 +33,9 @@ def append_line(path: Path, line: str) -> None:
     text = line.encode() + b"\n"
     if is_remote(path):
         before = path.read_bytes() if path.exists() else b""
-        return write_atomically(path, before + (b"" if before[-1:] in (b"", b"\n") else b"\n") + text)
+        return write_atomically(
+            path, before + (b"" if before[-1:] in (b"", b"\n") else b"\n") + text
+        )
     with path.open("a+b") as file:
         file.seek(max(file.tell() - 1, 0))
         file.write((b"" if file.read() in (b"", b"\n") else b"\n") + text)
@@ -54,8 +57,9 @@ def rename(path: Path, target: Path) -> None:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yields an empty temporary folder that is renamed to `folder` on success and removed on error.
 
-    `folder` must be missing or empty. Missing parent folders are created, and removed again on error. If `folder` is in
-    object storage, the temporary folder is local. Its files are uploaded on success, LAST_FILE last.
+    `folder` must be missing or empty. Missing parent folders are created, and removed again on
+    error. If `folder` is in object storage, the temporary folder is local. Its files are uploaded
+    on success, LAST_FILE last.
     """
     with temporary_path(folder) as partial:
         partial.mkdir()
@@ -69,7 +73,9 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yields the path of a local file to write, which is renamed or uploaded to `path` on success, removed on error."""
+    """Yields the path of a local file to write, which is renamed or uploaded to `path` on success,
+    removed on error.
+    """
     with temporary_path(path) as partial:
         yield partial
         if is_remote(path):
@@ -82,9 +88,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_path(path: Path) -> Iterator[Path]:
-    """Yields a path of the same name in a temporary folder of this process: on the disk of `path`, if that is local.
+    """Yields a path of the same name in a temporary folder of this process: on the disk of `path`,
+    if that is local.
 
-    Creates the missing parent folders of `path`, and removes them again if `path` does not exist at the end.
+    Creates the missing parent folders of `path`, and removes them again if `path` does not exist at
+    the end.
     """
     if is_remote(path):
         with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +127,9 @@ def removed_on_error(folder: Path) -> Iterator[Path]:
 
 def remove_folder(path: Path) -> None:
     if is_remote(path):
-        with contextlib.suppress(Exception):  # clients of object storage raise many types of exceptions
+        with contextlib.suppress(
+            Exception
+        ):  # clients of object storage raise many types of exceptions
             path.rmtree()
     else:
         shutil.rmtree(path, ignore_errors=True)

@@ -19,10 +19,11 @@ def cache_folder() -> Path:
 
 
 def local_copy(path: Path) -> Path:
-    """Returns `path` if it is local. Otherwise copies the file or folder to the cache folder; returns the copy.
+    """Returns `path` if it is local. Otherwise copies the file or folder to the cache folder;
+    returns the copy.
 
-    Each version of the file or folder is copied once per machine. If `path` does not exist, the returned path does not
-    exist either.
+    Each version of the file or folder is copied once per machine. If `path` does not exist, the
+    returned path does not exist either.
     """
     if not is_remote(path):
         return path
@@ -35,8 +36,14 @@ def local_copy(path: Path) -> Path:
     with file_lock(copy.parent.with_name(f"{copy.parent.name}.lock"), wait=True):
         if not copy.exists():
             size = sum(file.size for file in found.values())
-            print(f"copying {path} ({size / 1e6:,.1f} MB) to {copy.parent}", file=sys.stderr, flush=True)
-            partial = copy.parent / ".partial" / path.name  # a killed process may have left a part of the copy
+            print(
+                f"copying {path} ({size / 1e6:,.1f} MB) to {copy.parent}",
+                file=sys.stderr,
+                flush=True,
+            )
+            partial = (
+                copy.parent / ".partial" / path.name
+            )  # a killed process may have left a part of the copy
             shutil.rmtree(partial.parent, ignore_errors=True)
             object_storage.download(path, partial, found)
             rename(partial, copy)

@@ -1,9 +1,11 @@
 """JSON files that are read back: bounded in size and depth, and checked against a schema.
 
-A file may be damaged, edited by hand, or come from somebody else. A schema describes what its reader relies on. It is
+A file may be damaged, edited by hand, or come from somebody else. A schema describes what its
+reader relies on. It is
 
 - a `Kind`, such as TEXT or integer(1): a value that is no container, or a container of any content
-- a dict: an object with these fields. A field whose schema is `Optional` may be missing; further fields are ignored
+- a dict: an object with these fields. A field whose schema is `Optional` may be missing; further
+  fields are ignored
 - `Each`: an object whose fields all have the same schema
 - a list of one schema: an array whose items have this schema
 - a tuple of schemas: a value of any of them
@@ -37,13 +39,17 @@ class Each(NamedTuple):
 
 
 def integer(minimum: int = -MAX_INTEGER, maximum: int = MAX_INTEGER) -> Kind:
-    return Kind("an integer" + (f" of at least {minimum}" if minimum > -MAX_INTEGER else ""),
-                lambda value: type(value) is int and minimum <= value <= maximum)
+    return Kind(
+        "an integer" + (f" of at least {minimum}" if minimum > -MAX_INTEGER else ""),
+        lambda value: type(value) is int and minimum <= value <= maximum,
+    )
 
 
 def one_of(*values) -> Kind:
-    return Kind(" or ".join(map(json.dumps, values)),
-                lambda value: any(type(value) is type(allowed) and value == allowed for allowed in values))
+    return Kind(
+        " or ".join(map(json.dumps, values)),
+        lambda value: any(type(value) is type(allowed) and value == allowed for allowed in values),
+    )
 
 
 TEXT = Kind("a string", lambda value: isinstance(value, str))
@@ -51,7 +57,9 @@ BOOLEAN = Kind("true or false", lambda value: isinstance(value, bool))
 # Differences and means of these numbers are finite.
 NUMBER = Kind("a finite number", lambda value: type(value) in (int, float) and abs(value) < 1e300)
 POSITIVE = Kind("a number above 0", lambda value: NUMBER.accepts(value) and value > 0)
-LOSS = Kind("a number, NaN or Infinity", lambda value: type(value) is float or NUMBER.accepts(value))
+LOSS = Kind(
+    "a number, NaN or Infinity", lambda value: type(value) is float or NUMBER.accepts(value)
+)
 NULL = Kind("null", lambda value: value is None)
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 ARRAY = Kind("an array", lambda value: isinstance(value, list))
@@ -59,7 +67,9 @@ ANYTHING = Kind("any value", lambda value: True)
 
 
 def read_json(path: Path, schema, advice: str):
-    """Raises UserError, whose message ends with `advice`, if the file cannot be read or does not match `schema`."""
+    """Raises UserError, whose message ends with `advice`, if the file cannot be read or does not
+    match `schema`.
+    """
     try:
         if path.exists() and not path.is_file():
             raise ValueError("not a file")
@@ -75,7 +85,9 @@ def read_json(path: Path, schema, advice: str):
 
 
 def read_json_or_none(path: Path, schema):
-    """Returns None if the file is missing, damaged or does not match `schema`. For content that can be recomputed."""
+    """Returns None if the file is missing, damaged or does not match `schema`. For content that can
+    be recomputed.
+    """
     try:
         return read_json(path, schema, "")
     except UserError:
@@ -83,7 +95,9 @@ def read_json_or_none(path: Path, schema):
 
 
 def read_json_lines(path: Path, schema) -> list:
-    """Returns the lines that match `schema`; [] if there is no file. Raises UserError if it cannot be read."""
+    """Returns the lines that match `schema`; [] if there is no file. Raises UserError if it cannot
+    be read.
+    """
     if not path.is_file():
         return []
     try:
@@ -123,15 +137,21 @@ def parse_json(content: bytes, schema):
 def is_deeper(value, limit: int) -> bool:
     level = [value]
     for _ in range(limit):
-        level = [item for container in level if isinstance(container, dict | list)
-                 for item in (container.values() if isinstance(container, dict) else container)]
+        level = [
+            item
+            for container in level
+            if isinstance(container, dict | list)
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
         if not level:
             return False
     return True
 
 
 def find_mismatch(value, schema, field: str = "") -> str | None:
-    """Returns a message for the first mismatch. `field` is the position of `value` in its file: "splits.train"."""
+    """Returns a message for the first mismatch. `field` is the position of `value` in its file:
+    "splits.train".
+    """
     if isinstance(schema, Kind):
         return None if schema.accepts(value) else mismatch(field, schema.name, value)
     if isinstance(schema, tuple) and not isinstance(schema, Optional | Each):
@@ -146,10 +166,17 @@ def find_mismatch(value, schema, field: str = "") -> str | None:
     elif isinstance(schema, Each):
         parts = ((item, schema.schema, join(field, name)) for name, item in value.items())
     else:
-        if missing := [name for name, part in schema.items() if name not in value and not isinstance(part, Optional)]:
+        if missing := [
+            name
+            for name, part in schema.items()
+            if name not in value and not isinstance(part, Optional)
+        ]:
             return f"{join(field, missing[0])}: missing"
-        parts = ((value[name], part.schema if isinstance(part, Optional) else part, join(field, name))
-                 for name, part in schema.items() if name in value)
+        parts = (
+            (value[name], part.schema if isinstance(part, Optional) else part, join(field, name))
+            for name, part in schema.items()
+            if name in value
+        )
     return next(filter(None, itertools.starmap(find_mismatch, parts)), None)
 
 
@@ -159,7 +186,11 @@ def join(field: str, name: str) -> str:
 
 def mismatch(field: str, expected: str, value) -> str:
     found = {dict: "an object", list: "an array"}.get(type(value)) or shorten(json.dumps(value))
-    return f"{field}: expected {expected}, found {found}" if field else f"expected {expected}, found {found}"
+    return (
+        f"{field}: expected {expected}, found {found}"
+        if field
+        else f"expected {expected}, found {found}"
+    )
 
 
 def shorten(text: str) -> str:

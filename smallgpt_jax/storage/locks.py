@@ -16,9 +16,9 @@ from smallgpt_jax.storage.object_storage import is_remote
 def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
     """Holds an exclusive lock on the file at `path`, and removes the file on exit.
 
-    If another process holds the lock, waits for it (`wait=True`) or raises LockHeldError (`wait=False`). The operating
-    system releases the lock when this process ends. On file systems without locks, no lock is held. For a path in
-    object storage, see `object_lock`.
+    If another process holds the lock, waits for it (`wait=True`) or raises LockHeldError
+    (`wait=False`). The operating system releases the lock when this process ends. On file systems
+    without locks, no lock is held. For a path in object storage, see `object_lock`.
     """
     if is_remote(path):
         with object_lock(path, wait):
@@ -33,8 +33,8 @@ def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
             raise LockHeldError(file.read().strip() or "another process") from None
         except OSError:  # the file system has no locks: continue without one
             break
-        # The previous holder may have removed the file, and another process may have created a new one. A lock on the
-        # old file is then useless, so try again.
+        # The previous holder may have removed the file, and another process may have created a new
+        # one. A lock on the old file is then useless, so try again.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break

@@ -1,8 +1,9 @@
 """Locks in object storage.
 
-A lock is an object that is created only if it does not exist. Its holder renews the lock by writing the object again
-every RENEWAL_SECONDS. A lock that is not renewed for LEASE_SECONDS may be taken over by another process, because its
-holder has probably died. The other process measures this time itself, so the clocks of the machines need not agree.
+A lock is an object that is created only if it does not exist. Its holder renews the lock by writing
+the object again every RENEWAL_SECONDS. A lock that is not renewed for LEASE_SECONDS may be taken
+over by another process, because its holder has probably died. The other process measures this time
+itself, so the clocks of the machines need not agree.
 
 While a process holds a lock, it writes objects only under this lock; see `object_storage.Writer`.
 """
@@ -27,7 +28,9 @@ POLL_SECONDS = 1.0
 
 
 def now() -> float:
-    """Returns seconds of a clock that does not stop while the machine sleeps, as time.monotonic() does."""
+    """Returns seconds of a clock that does not stop while the machine sleeps, as time.monotonic()
+    does.
+    """
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -35,9 +38,10 @@ def now() -> float:
 def object_lock(path: Path, wait: bool = False) -> Iterator[None]:
     """Holds an exclusive lock, the object at `path`, and removes the object on exit.
 
-    With `wait=False`, raises LockHeldError as soon as another holder renews the lock. Takes over a lock that is not
-    renewed within LEASE_SECONDS. Ends this process with status 1 if it cannot renew the lock in time, or if another
-    process has taken over the lock, for example while this process was suspended.
+    With `wait=False`, raises LockHeldError as soon as another holder renews the lock. Takes over a
+    lock that is not renewed within LEASE_SECONDS. Ends this process with status 1 if it cannot
+    renew the lock in time, or if another process has taken over the lock, for example while this
+    process was suspended.
     """
     lock = Lease(path)
     lock.acquire(wait)
@@ -58,7 +62,10 @@ class Lease:
 
     def __init__(self, path: Path):
         self._path, (self._bucket, self._name) = path, bucket_of(path)
-        self._holder, self._id = f"process {os.getpid()} on {socket.gethostname()}", uuid.uuid4().hex
+        self._holder, self._id = (
+            f"process {os.getpid()} on {socket.gethostname()}",
+            uuid.uuid4().hex,
+        )
         self.generation, self._renewed_at = 0, 0.0
         self._writing, self._is_failing, self._is_released = threading.Lock(), False, False
 
@@ -68,19 +75,23 @@ class Lease:
             replaced = self._wait_until_free(wait)
 
     def _write(self, replaced: int, **request) -> bool:
-        """Writes the object if its generation is `replaced`; returns whether this process then holds the lock."""
+        """Writes the object if its generation is `replaced`; returns whether this process then
+        holds the lock.
+        """
         from google.api_core.exceptions import PreconditionFailed
 
         while True:
             blob, began = self._bucket.blob(self._name), now()
             try:
-                blob.upload_from_string(f"{self._holder}\n{self._id}\n", if_generation_match=replaced, **request)
+                blob.upload_from_string(
+                    f"{self._holder}\n{self._id}\n", if_generation_match=replaced, **request
+                )
             except PreconditionFailed:
                 blob, (_, holder_id) = self._read(**request)
                 if holder_id != self._id:
                     return False
-                # An earlier write of this process has succeeded, but its answer was lost. It is not known when; others
-                # may have seen it long ago. So write again.
+                # An earlier write of this process has succeeded, but its answer was lost. It is not
+                # known when; others may have seen it long ago. So write again.
                 replaced = blob.generation
                 continue
             self.generation, self._renewed_at = blob.generation, began
@@ -105,12 +116,20 @@ class Lease:
             if blob is None:
                 return 0
             if generation is None:
-                until = ("it releases or loses the lock" if wait else
-                         f"it renews or loses the lock (at most {LEASE_SECONDS:g} s)")
-                print(f"{self._path}: locked by {holder}; waiting until {until}", file=sys.stderr, flush=True)
+                until = (
+                    "it releases or loses the lock"
+                    if wait
+                    else f"it renews or loses the lock (at most {LEASE_SECONDS:g} s)"
+                )
+                print(
+                    f"{self._path}: locked by {holder}; waiting until {until}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             elif blob.generation != generation and not wait:
                 raise LockHeldError(holder)
-            # After a pause, for example of the network, start the lease anew: renewals may have been missed.
+            # After a pause, for example of the network, start the lease anew: renewals may have
+            # been missed.
             if blob.generation != generation or polled_at - before > RENEWAL_SECONDS:
                 generation, seen_at = blob.generation, polled_at
             if polled_at - seen_at > LEASE_SECONDS:
@@ -122,7 +141,9 @@ class Lease:
             self.try_to_renew()
 
     def try_to_renew(self) -> None:
-        """Renews the lock. If the service does not answer, reports it; ends the process before the lease ends."""
+        """Renews the lock. If the service does not answer, reports it; ends the process before the
+        lease ends.
+        """
         try:
             self.renew()
             self._is_failing = False
@@ -130,8 +151,12 @@ class Lease:
             if not self._is_recent():
                 self._end_process(f"the lock could not be renewed ({short_reason(error)})")
             if not self._is_failing:
-                print(f"{self._path}: the lock could not be renewed ({short_reason(error)}); trying again every "
-                      f"{RENEWAL_SECONDS:g} s", file=sys.stderr, flush=True)
+                print(
+                    f"{self._path}: the lock could not be renewed ({short_reason(error)}); trying "
+                    f"again every {RENEWAL_SECONDS:g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._is_failing = True
 
     def require(self) -> None:
@@ -143,20 +168,30 @@ class Lease:
     def renew(self) -> None:
         """Ends the process if it has lost the lock. Raises an exception if the request fails."""
         with self._writing:
-            if self._is_released:  # since the caller listed the locks of this process: another run in it has ended
+            if (
+                self._is_released
+            ):  # since the caller listed the locks of this process: another run in it has ended
                 return
             # With a short timeout and no retry, because a hanging request would use up the lease.
             is_held = self._write(self.generation, timeout=RENEWAL_SECONDS / 2, retry=None)
         if not is_held:
-            self._end_process("another process has taken over the lock, which this process did not renew for "
-                              f"{LEASE_SECONDS:g} s")
+            self._end_process(
+                "another process has taken over the lock, which this process did not renew for "
+                f"{LEASE_SECONDS:g} s"
+            )
 
     def _is_recent(self) -> bool:
-        """Returns whether the lease does not end soon, so that a request that is sent now can still arrive in time."""
+        """Returns whether the lease does not end soon, so that a request that is sent now can still
+        arrive in time.
+        """
         return now() - self._renewed_at <= LEASE_SECONDS - 2 * RENEWAL_SECONDS
 
     def _end_process(self, reason: str) -> None:
-        print(f"error: {self._path}: {reason}; this process ends without saving", file=sys.stderr, flush=True)
+        print(
+            f"error: {self._path}: {reason}; this process ends without saving",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
 
     def release(self) -> None:

@@ -1,10 +1,12 @@
 """Google Cloud Storage: paths that begin with gs://.
 
-Such a path is an `etils.epath.Path`, which has the methods of `pathlib.Path` that read and write whole files. Objects
-cannot be appended to, renamed or mapped into memory. A folder is only a common prefix of the names of objects. Files
-that need more than this are on the local disk; `download` and `upload_folder` copy them.
+Such a path is an `etils.epath.Path`, which has the methods of `pathlib.Path` that read and write
+whole files. Objects cannot be appended to, renamed or mapped into memory. A folder is only a common
+prefix of the names of objects. Files that need more than this are on the local disk; `download` and
+`upload_folder` copy them.
 
-Requires the optional dependencies `[gcs]`. Credentials are Google's application default credentials.
+Requires the optional dependencies `[gcs]`. Credentials are Google's application default
+credentials.
 """
 
 import asyncio
@@ -23,12 +25,16 @@ from smallgpt_jax.formatting import short_reason
 
 SCHEME = "gs://"
 SILENT_SECONDS = 300.0  # a request of gcsfs fails if the service sends nothing for this long
-RETRY_SECONDS = 20.0  # a conditional write is repeated for this long; locks that count as held last longer
+RETRY_SECONDS = (
+    20.0  # a conditional write is repeated for this long; locks that count as held last longer
+)
 WRITE_ATTEMPTS = 5
 # Exceptions of these modules are failed requests: wrong credentials, no permission, no network.
 CLIENT_MODULES = ("aiohttp.", "gcsfs.", "google.api_core.", "google.auth.", "google.cloud.")
-FAILED_STATUS = re.compile("ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|"
-                           "UNAVAILABLE")
+FAILED_STATUS = re.compile(
+    "ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|"
+    "UNAVAILABLE"
+)
 
 
 def is_remote(path: str | Path) -> bool:
@@ -36,12 +42,20 @@ def is_remote(path: str | Path) -> bool:
 
 
 def remote_path(field: str, url: str) -> Path:
-    """Sends no request. Raises UserError if the URL is not gs://BUCKET/NAME, or if gcsfs is not installed."""
+    """Sends no request. Raises UserError if the URL is not gs://BUCKET/NAME, or if gcsfs is not
+    installed.
+    """
     bucket, *names = url.removeprefix(SCHEME).rstrip("/").split("/")
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]+", bucket) or not names or {"", ".", ".."} & set(names):
+    if (
+        not re.fullmatch(r"[a-z0-9][a-z0-9._-]+", bucket)
+        or not names
+        or {"", ".", ".."} & set(names)
+    ):
         raise UserError(f"{field}: {url!r} is not a path in a bucket; expected gs://BUCKET/NAME")
     if importlib.util.find_spec("gcsfs") is None:
-        raise UserError(f"{field}: {url!r} requires gcsfs, which is not installed; run {install_command('gcs')}")
+        raise UserError(
+            f"{field}: {url!r} requires gcsfs, which is not installed; run {install_command('gcs')}"
+        )
     file_system()  # configures gcsfs before epath uses it
     return to_epath("/".join([bucket, *names]))
 
@@ -58,12 +72,18 @@ def file_system():
     import aiohttp
     import fsspec
 
-    # Do not cache listings, because other programs and tensorstore also write to the bucket. Set a timeout, because
-    # gcsfs sets none. It limits the time without data, not the duration of a request.
+    # Do not cache listings, because other programs and tensorstore also write to the bucket. Set a
+    # timeout, because gcsfs sets none. It limits the time without data, not the duration of a
+    # request.
     fsspec.config.conf.setdefault("gcs", {}).update(
         use_listings_cache=False,
-        requests_timeout=aiohttp.ClientTimeout(total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS))
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback for each error that it raises
+        requests_timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS
+        ),
+    )
+    logging.getLogger("gcsfs").setLevel(
+        logging.CRITICAL
+    )  # it logs a traceback for each error that it raises
     storage = fsspec.filesystem("gcs", finalize_on_close=True)
 
     def isdir(path: str) -> bool:
@@ -77,7 +97,8 @@ def file_system():
             await asyncio.to_thread(writer.require_locks)
         return await send(method, *args, **options)
 
-    storage.isdir = isdir  # gcsfs's own returns False if the request fails; orbax would then ignore a checkpoint
+    # gcsfs's own returns False if the request fails; orbax would then ignore a checkpoint
+    storage.isdir = isdir
     send, storage._request = storage._request, request
     return storage
 
@@ -112,15 +133,25 @@ def name_path_in_errors(place: str) -> Iterator[None]:
 
 
 def is_request_error(error: Exception) -> bool:
-    """gcsfs raises OSError without an errno. tensorstore raises ValueError with the status of the request."""
-    return (f"{type(error).__module__}.".startswith(CLIENT_MODULES)
-            or (isinstance(error, OSError) and error.errno is None and not isinstance(error, FileNotFoundError))
-            or (isinstance(error, ValueError) and FAILED_STATUS.search(str(error)) is not None))
+    """gcsfs raises OSError without an errno. tensorstore raises ValueError with the status of the
+    request.
+    """
+    return (
+        f"{type(error).__module__}.".startswith(CLIENT_MODULES)
+        or (
+            isinstance(error, OSError)
+            and error.errno is None
+            and not isinstance(error, FileNotFoundError)
+        )
+        or (isinstance(error, ValueError) and FAILED_STATUS.search(str(error)) is not None)
+    )
 
 
 def request_error_message(place: str, error: Exception) -> str:
-    return (f"{place}: request failed ({short_reason(error)}); check the name of the bucket, your permissions and your "
-            "credentials (gcloud auth application-default login)")
+    return (
+        f"{place}: request failed ({short_reason(error)}); check the name of the bucket, your "
+        "permissions and your credentials (gcloud auth application-default login)"
+    )
 
 
 def require_bucket(field: str, path: Path) -> None:
@@ -131,9 +162,11 @@ def require_bucket(field: str, path: Path) -> None:
 
 
 class Reader(io.RawIOBase):
-    """An object that is open for reading. Raises a UserError that begins with its path if a request fails.
+    """An object that is open for reading. Raises a UserError that begins with its path if a request
+    fails.
 
-    Callers could not tell a failed request from a damaged compressed file: both raise OSError without an errno.
+    Callers could not tell a failed request from a damaged compressed file: both raise OSError
+    without an errno.
     """
 
     def __init__(self, path: Path):
@@ -144,7 +177,7 @@ class Reader(io.RawIOBase):
     def readinto(self, buffer) -> int:
         with name_path_in_errors(self._path):
             content = self._file.read(len(buffer))
-        buffer[:len(content)] = content
+        buffer[: len(content)] = content
         return len(content)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -171,19 +204,27 @@ class RemoteFile(NamedTuple):
 
 
 def list_files(path: Path, is_pattern: bool = False) -> dict[Path, RemoteFile]:
-    """Returns the file at `path`, or the files in the folder `path` and its subfolders; {} if there are none.
+    """Returns the file at `path`, or the files in the folder `path` and its subfolders; {} if there
+    are none.
 
-    With `is_pattern=True`, returns the files that match `path`, a pattern with *, ? or []. Raises UserError if the name
-    of an object is not a path, for example because of "..".
+    With `is_pattern=True`, returns the files that match `path`, a pattern with *, ? or []. Raises
+    UserError if the name of an object is not a path, for example because of "..".
     """
     search = file_system().glob if is_pattern else file_system().find
-    found = {name: info for name, info in search(str(path), detail=True).items()
-             if info["type"] == "file" and not name.endswith("/")}  # some tools create an empty object for a folder
+    found = {
+        name: info
+        for name, info in search(str(path), detail=True).items()
+        if info["type"] == "file" and not name.endswith("/")
+    }  # some tools create an empty object for a folder
     for name in found:
         if {"", ".", ".."} & set(name.split("/")):  # a copy of it could overwrite any local file
-            raise UserError(f"{SCHEME}{name}: the name of this object is not a path; rename or remove it")
-    return {to_epath(name): RemoteFile(int(info["size"]), str(info.get("generation", "")))
-            for name, info in found.items()}
+            raise UserError(
+                f"{SCHEME}{name}: the name of this object is not a path; rename or remove it"
+            )
+    return {
+        to_epath(name): RemoteFile(int(info["size"]), str(info.get("generation", "")))
+        for name, info in found.items()
+    }
 
 
 def match(pattern: Path) -> list[Path]:
@@ -195,18 +236,21 @@ def match(pattern: Path) -> list[Path]:
 class Writer:
     """Writes objects. `leases` are the locks that this process holds, each an `object_lock.Lease`.
 
-    A process that holds a lock may have been suspended, and another process, its successor, may have taken over the
-    lock. The suspended process must then write nothing, even if it wakes up in the middle of `write`. So each write is
-    conditional on the generation of the object that it replaces. This process has either written this generation, or
-    read it before it renewed its locks. All writes of a successor come later, and change the generation.
+    A process that holds a lock may have been suspended, and another process, its successor, may
+    have taken over the lock. The suspended process must then write nothing, even if it wakes up in
+    the middle of `write`. So each write is conditional on the generation of the object that it
+    replaces. This process has either written this generation, or read it before it renewed its
+    locks. All writes of a successor come later, and change the generation.
 
-    If the condition fails but this process can still renew its locks, it writes again: the other writer was a suspended
-    predecessor, or the answer to an own write was lost.
+    If the condition fails but this process can still renew its locks, it writes again: the other
+    writer was a suspended predecessor, or the answer to an own write was lost.
     """
 
     def __init__(self):
         self.leases: list = []
-        self._generations: dict[str, int] = {}  # of the objects that this process has written under its locks
+        self._generations: dict[
+            str, int
+        ] = {}  # of the objects that this process has written under its locks
 
     @contextlib.contextmanager
     def under(self, lease) -> Iterator[None]:
@@ -219,7 +263,9 @@ class Writer:
             self._generations.clear()
 
     def require_locks(self) -> None:
-        """Ends the process if it has lost a lock; raises if this is unknown. A lock renewed recently counts as held."""
+        """Ends the process if it has lost a lock; raises if this is unknown. A lock renewed
+        recently counts as held.
+        """
         for lease in list(self.leases):
             lease.require()
 
@@ -269,7 +315,9 @@ def retry_policy():
 
 
 def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
-    """`files` is `list_files(path)`. Raises UserError if a copy is incomplete or would be outside of `target`."""
+    """`files` is `list_files(path)`. Raises UserError if a copy is incomplete or would be outside
+    of `target`.
+    """
     for source, file in files.items():
         copy = target / source.relative_to(path)
         if not copy.resolve().is_relative_to(target.resolve()):
@@ -281,14 +329,22 @@ def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
 
 
 def upload_folder(folder: Path, target: Path, last: str) -> None:
-    """Writes the file `last` after all others, so readers that need it never see a part of the folder."""
-    sizes = {path.relative_to(folder): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Writes the file `last` after all others, so readers that need it never see a part of the
+    folder.
+    """
+    sizes = {
+        path.relative_to(folder): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     for name in sizes:
         if name != Path(last):
             file_system().put_file(str(folder / name), str(target / name))
     copies = list_files(target)
     for name, size in sizes.items():
-        if name != Path(last) and (target / name not in copies or copies[target / name].size != size):
+        if name != Path(last) and (
+            target / name not in copies or copies[target / name].size != size
+        ):
             raise UserError(f"{target / name}: upload is incomplete; rerun the same command")
     file_system().put_file(str(folder / last), str(target / last))
 

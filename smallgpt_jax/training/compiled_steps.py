@@ -1,7 +1,8 @@
 """The compiled steps of a training program, which runs of equal shapes share.
 
-They are made from `Config.compiled_part`, which lacks the values of the fields declared as `not_compiled`. What changes
-the numbers of an update among these is an input of the steps: the seed, the learning rate and the weight decay.
+They are made from `Config.compiled_part`, which lacks the values of the fields declared as
+`not_compiled`. What changes the numbers of an update among these is an input of the steps: the
+seed, the learning rate and the weight decay.
 """
 
 import dataclasses
@@ -43,8 +44,11 @@ class CompiledSteps:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                            self._traced_initialization.out_info, self.shardings)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            self._traced_initialization.out_info,
+            self.shardings,
+        )
 
     def abstract_number(self, dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((), dtype, sharding=sharding.replicated(self.mesh))
@@ -54,13 +58,17 @@ class CompiledSteps:
         c, time = self.config, self.config.model.context_length
 
         def shape(length: int, dtype: str) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((c.train.batch_size, length), dtype,
-                                        sharding=sharding.batch_sharding(self.mesh))
+            return jax.ShapeDtypeStruct(
+                (c.train.batch_size, length), dtype, sharding=sharding.batch_sharding(self.mesh)
+            )
 
         has_targets = c.data.packing == "best_fit" or is_synthetic(c.data)
         return Batch(
-            shape(time + 1, "int32"), shape(time, "int32") if c.data.separate_documents else None,
-            shape(time, "bool") if evaluates or has_targets else None, shape(time, "int32") if has_targets else None)
+            shape(time + 1, "int32"),
+            shape(time, "int32") if c.data.separate_documents else None,
+            shape(time, "bool") if evaluates or has_targets else None,
+            shape(time, "int32") if has_targets else None,
+        )
 
     @functools.cached_property
     def initialization(self) -> jax.stages.Compiled:
@@ -69,7 +77,9 @@ class CompiledSteps:
 
     @property
     def _initialization_options(self) -> dict | None:
-        """On CPUs, optimizing the initialization takes longer than running it, and it runs only once."""
+        """On CPUs, optimizing the initialization takes longer than running it, and it runs only
+        once.
+        """
         option = "xla_backend_optimization_level"
         if self.mesh.devices.flat[0].platform != "cpu" or option in os.environ.get("XLA_FLAGS", ""):
             return None
@@ -78,9 +88,18 @@ class CompiledSteps:
     @functools.cached_property
     def _traced_initialization(self) -> jax.stages.Traced:
         def initialize(seed):
-            return init_state(self.model, self.objective, self.optimizer, seed, self.multipliers, self.config.train.ema)
+            return init_state(
+                self.model,
+                self.objective,
+                self.optimizer,
+                seed,
+                self.multipliers,
+                self.config.train.ema,
+            )
 
-        return jax.jit(initialize, out_shardings=self.shardings).trace(self.abstract_number("uint32"))
+        return jax.jit(initialize, out_shardings=self.shardings).trace(
+            self.abstract_number("uint32")
+        )
 
     @functools.cached_property
     def train_step(self) -> jax.stages.Compiled:
@@ -95,7 +114,11 @@ class CompiledSteps:
     @functools.cached_property
     def lowered_train_step(self) -> jax.stages.Lowered:
         constants = self.objective.abstract_constants
-        jitted = jax.jit(self._update, donate_argnums=0, out_shardings=(self.shardings, sharding.replicated(self.mesh)))
+        jitted = jax.jit(
+            self._update,
+            donate_argnums=0,
+            out_shardings=(self.shardings, sharding.replicated(self.mesh)),
+        )
         with sharding.use_mesh(self.mesh):
             return jitted.lower(*self._abstract_arguments, *([constants] if constants else []))
 
@@ -109,27 +132,42 @@ class CompiledSteps:
         return {}
 
     def lower_stacked_train_step(self, runs: int) -> jax.stages.Lowered:
-        """Returns (states, batches, hyperparameters) → (states, metrics), each a tuple with one item per run.
+        """Returns (states, batches, hyperparameters) → (states, metrics), each a tuple with one
+        item per run.
 
-        The arrays are stacked and separated within the program, because each run saves and evaluates its own state.
+        The arrays are stacked and separated within the program, because each run saves and
+        evaluates its own state.
         """
+
         def update(*arguments):
             stacked = [jax.tree.map(lambda *x: jnp.stack(x), *trees) for trees in arguments]
             results = jax.vmap(self._update)(*stacked)
-            return [tuple(jax.tree.map(lambda x: x[run], tree) for run in range(runs)) for tree in results]
+            return [
+                tuple(jax.tree.map(lambda x: x[run], tree) for run in range(runs))
+                for tree in results
+            ]
 
         with sharding.use_mesh(self.mesh):
             return jax.jit(update, donate_argnums=0).lower(
-                *((argument,) * runs for argument in self._abstract_arguments))
+                *((argument,) * runs for argument in self._abstract_arguments)
+            )
 
     @functools.cached_property
     def _update(self):
-        return functools.partial(train_step, model=self.model, objective=self.objective, optimizer=self.optimizer,
-                                 microbatches=self.config.train.microbatches, ema=self.config.train.ema)
+        return functools.partial(
+            train_step,
+            model=self.model,
+            objective=self.objective,
+            optimizer=self.optimizer,
+            microbatches=self.config.train.microbatches,
+            ema=self.config.train.ema,
+        )
 
     @property
     def _abstract_arguments(self) -> tuple:
-        hyperparameters = Hyperparameters(*map(self.abstract_number, ("uint32", "float32", "float32")))
+        hyperparameters = Hyperparameters(
+            *map(self.abstract_number, ("uint32", "float32", "float32"))
+        )
         return self.abstract_state, self.abstract_batch(), hyperparameters
 
     @functools.cached_property
@@ -138,12 +176,18 @@ class CompiledSteps:
 
     def lower_eval_step(self) -> jax.stages.Lowered:
         evaluation = functools.partial(
-            eval_step, model=self.model, objective=self.objective, microbatches=self.config.train.microbatches,
-            counts_answers=is_synthetic(self.config.data))
+            eval_step,
+            model=self.model,
+            objective=self.objective,
+            microbatches=self.config.train.microbatches,
+            counts_answers=is_synthetic(self.config.data),
+        )
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
         state = self.abstract_state
         with sharding.use_mesh(self.mesh):
-            return jitted.lower(state.evaluated, state.model_state, self.abstract_batch(evaluates=True))
+            return jitted.lower(
+                state.evaluated, state.model_state, self.abstract_batch(evaluates=True)
+            )
 
 
 def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
@@ -151,32 +195,55 @@ def build_steps(config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
     config = config.compiled_part()
     model = models.LanguageModel(config.model)
     teacher = open_teacher(config.train, model, mesh)
-    objective = make_objective(config.train, model, **future_terms(config.train, model),
-                               **({"feature_distance": teacher} if teacher else {}))
+    objective = make_objective(
+        config.train,
+        model,
+        **future_terms(config.train, model),
+        **({"feature_distance": teacher} if teacher else {}),
+    )
     if config.data.format != "text":
         objective = dataclasses.replace(objective, examples=objective.tuning_examples)
     models.require_factors(model)
     params = models.abstract_params(model)
     if config.optimizer.lora_rank:
         if others := objective.abstract_heads():
-            config.optimizer.refuse("lora_rank", f"cannot be combined with the objective's {', '.join(others)}, which "
-                                    "has parameters of its own; set it to 0")
+            config.optimizer.refuse(
+                "lora_rank",
+                f"cannot be combined with the objective's {', '.join(others)}, which "
+                "has parameters of its own; set it to 0",
+            )
         objective = dataclasses.replace(
-            objective, adapters=functools.partial(trainable.init_adapters, params, config.optimizer))
+            objective, adapters=functools.partial(trainable.init_adapters, params, config.optimizer)
+        )
     heads = objective.abstract_heads()
     if taken := params.keys() & heads.keys():
-        raise ValueError(f"terms have the names of parameters: {', '.join(taken)}; rename the terms")
+        raise ValueError(
+            f"terms have the names of parameters: {', '.join(taken)}; rename the terms"
+        )
     trained = {**params, **heads}
     scales = transfer_multipliers(config, trained)
     masks = trainable.make_masks(params, heads, config.optimizer)
-    objective = dataclasses.replace(objective, weights=trainable.weights_of(masks, params, config.optimizer))
+    objective = dataclasses.replace(
+        objective, weights=trainable.weights_of(masks, params, config.optimizer)
+    )
     optimizer = trainable.only(
-        lambda chosen, scales: make_optimizer(chosen, config.optimizer, scales), trained, masks, scales)
-    model_state = jax.tree.map(lambda _: sharding.replicated(mesh), models.abstract_model_state(model))
+        lambda chosen, scales: make_optimizer(chosen, config.optimizer, scales),
+        trained,
+        masks,
+        scales,
+    )
+    model_state = jax.tree.map(
+        lambda _: sharding.replicated(mesh), models.abstract_model_state(model)
+    )
     stored = trainable.shardings(mesh, params, masks)
     shardings = TrainState(
-        sharding.replicated(mesh), stored, sharding.optimizer_shardings(mesh, optimizer, trained), model_state,
-        sharding.stored_shardings(mesh, heads), stored if config.train.ema else {})
+        sharding.replicated(mesh),
+        stored,
+        sharding.optimizer_shardings(mesh, optimizer, trained),
+        model_state,
+        sharding.stored_shardings(mesh, heads),
+        stored if config.train.ema else {},
+    )
     return CompiledSteps(config, model, objective, mesh, optimizer, shardings, teacher, scales)
 
 
@@ -185,4 +252,6 @@ def transfer_multipliers(config: Config, trained):
         return None
     base = models.LanguageModel(base_config(config.model, config.optimizer))
     heads = make_objective(config.train, base).abstract_heads()
-    return multipliers(trained, {**models.abstract_params(base), **heads}, config.model, config.optimizer)
+    return multipliers(
+        trained, {**models.abstract_params(base), **heads}, config.model, config.optimizer
+    )

@@ -1,7 +1,8 @@
-"""Heads that predict further tokens in training, with the embedding and the output head of the model.
+"""Heads that predict further tokens in training, with the embedding and the output head of the
+model.
 
-Shapes: B batch, T time, D width of the embedding, W width of the head's input, N future tokens, P length of a
-pseudo-sequence, S positions per row whose future is predicted, R = B·S.
+Shapes: B batch, T time, D width of the embedding, W width of the head's input, N future tokens, P
+length of a pseudo-sequence, S positions per row whose future is predicted, R = B·S.
 """
 
 import abc
@@ -26,14 +27,22 @@ from smallgpt_jax.training.objectives import Outputs, Term
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config of a block of width W: the last block's, with a dense MLP in place of experts. Its only input
-    is the stream: no value embeddings, no mix with x0.
+    """Returns the config of a block of width W: the last block's, with a dense MLP in place of
+    experts. Its only input is the stream: no value embeddings, no mix with x0.
     """
     width, heads = config.output_width, math.gcd(config.num_heads, config.output_width)
-    last, = layer_configs(config, 1, first=config.depth - 1)
-    block = dataclasses.replace(last, d_model=width, num_heads=heads, dropout=0.0, rank_ratio=0.0,
-                                value_embeddings=(), input_mix=False, loops=1,
-                                num_kv_heads=last.num_kv_heads if heads == last.num_heads else 0)
+    (last,) = layer_configs(config, 1, first=config.depth - 1)
+    block = dataclasses.replace(
+        last,
+        d_model=width,
+        num_heads=heads,
+        dropout=0.0,
+        rank_ratio=0.0,
+        value_embeddings=(),
+        input_mix=False,
+        loops=1,
+        num_kv_heads=last.num_kv_heads if heads == last.num_heads else 0,
+    )
     if block.mlp != "moe":
         return block
     active = block.experts_per_token + block.num_shared_experts
@@ -41,7 +50,9 @@ def head_config(config: ModelConfig) -> ModelConfig:
 
 
 class MultiTokenModule(nn.Module):
-    """Predicts one token further than the module before it (DeepSeek-V3, arXiv 2412.19437, equations 21 to 23)."""
+    """Predicts one token further than the module before it (DeepSeek-V3, arXiv 2412.19437,
+    equations 21 to 23).
+    """
 
     config: ModelConfig
 
@@ -50,9 +61,17 @@ class MultiTokenModule(nn.Module):
         """Returns the input of the next module and that of the head."""
         c = self.config
         joint = jnp.concatenate(
-            [rms_norm(c, "hidden_norm")(h_BxTxW), rms_norm(c, "embedding_norm")(embedded_BxTxD)], axis=-1)
-        h_BxTxW = Dense((c.d_model,), ("embed", "embed_compressed"), joint.shape[-1]**-0.5, False, c.dtype,
-                        name="joint")(joint, context)
+            [rms_norm(c, "hidden_norm")(h_BxTxW), rms_norm(c, "embedding_norm")(embedded_BxTxD)],
+            axis=-1,
+        )
+        h_BxTxW = Dense(
+            (c.d_model,),
+            ("embed", "embed_compressed"),
+            joint.shape[-1] ** -0.5,
+            False,
+            c.dtype,
+            name="joint",
+        )(joint, context)
         h_BxTxW = stack_blocks([c], context)(h_BxTxW)
         return h_BxTxW, h_BxTxW if c.norm_position != "pre" else norm(c, "final_norm")(h_BxTxW)
 
@@ -63,12 +82,14 @@ class MultiTokenModules(nn.Module):
 
     @nn.compact
     def __call__(self, h_BxTxW, embedded, context: Context = EVALUATION):
-        """`embedded` are (B, T, D) arrays: for k from 1 to `depth`, the token k positions further. Returns the inputs
-        of the head for the tokens after them.
+        """`embedded` are (B, T, D) arrays: for k from 1 to `depth`, the token k positions further.
+        Returns the inputs of the head for the tokens after them.
         """
         found = []
         for k, embedded_BxTxD in enumerate(embedded, start=1):
-            h_BxTxW, x_BxTxW = MultiTokenModule(self.config, name=str(k))(h_BxTxW, embedded_BxTxD, context)
+            h_BxTxW, x_BxTxW = MultiTokenModule(self.config, name=str(k))(
+                h_BxTxW, embedded_BxTxD, context
+            )
             found.append(x_BxTxW)
         return found
 
@@ -85,7 +106,9 @@ class FutureTokens(Term, abc.ABC):
 
     def init(self, key):
         c = self.config
-        x_1xTxW, embedded_1xTxD = (jnp.zeros((1, self.count, width), c.dtype) for width in (c.output_width, c.d_model))
+        x_1xTxW, embedded_1xTxD = (
+            jnp.zeros((1, self.count, width), c.dtype) for width in (c.output_width, c.d_model)
+        )
         return self.head.init(key, x_1xTxW, [embedded_1xTxD] * self.count)["params"]
 
     def embedded(self, outputs: Outputs, tokens_BxT):
@@ -101,11 +124,27 @@ class MultiToken(FutureTokens):
 
     def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
         targets_BxT = examples.targets_BxT
-        embedded = [self.embedded(outputs, ahead(targets_BxT, k - 1)) for k in range(1, self.count + 1)]
-        found = self.head.apply({"params": variables}, outputs.x_BxTxW, embedded, examples.context())
-        return sum(cross_entropy(x_BxTxW, outputs.head_VxW, ahead(targets_BxT, k),
-                                 weights_ahead(examples, weights_BxT, k), self.chunks, 0.0, outputs.logit_softcap)
-                   for k, x_BxTxW in enumerate(found, start=1)) / self.count
+        embedded = [
+            self.embedded(outputs, ahead(targets_BxT, k - 1)) for k in range(1, self.count + 1)
+        ]
+        found = self.head.apply(
+            {"params": variables}, outputs.x_BxTxW, embedded, examples.context()
+        )
+        return (
+            sum(
+                cross_entropy(
+                    x_BxTxW,
+                    outputs.head_VxW,
+                    ahead(targets_BxT, k),
+                    weights_ahead(examples, weights_BxT, k),
+                    self.chunks,
+                    0.0,
+                    outputs.logit_softcap,
+                )
+                for k, x_BxTxW in enumerate(found, start=1)
+            )
+            / self.count
+        )
 
 
 class CrossAttention(nn.Module):
@@ -118,20 +157,33 @@ class CrossAttention(nn.Module):
         c, axes = self.config, ("embed", "heads", "head_width")
 
         def project(name, x):
-            return Dense((c.num_heads, c.head_width), axes, INIT_STD, c.use_bias, c.dtype, name=name)(x, EVALUATION)
+            return Dense(
+                (c.num_heads, c.head_width), axes, INIT_STD, c.use_bias, c.dtype, name=name
+            )(x, EVALUATION)
 
         q_RxNxHxK, k_RxPxHxK, v_RxPxHxK = (
-            project("query", x_RxNxW), project("key", pseudo_RxPxW), project("value", pseudo_RxPxW))
-        scores_RxHxNxP = jnp.einsum("rnhk,rphk->rhnp", q_RxNxHxK, k_RxPxHxK, preferred_element_type=jnp.float32)
+            project("query", x_RxNxW),
+            project("key", pseudo_RxPxW),
+            project("value", pseudo_RxPxW),
+        )
+        scores_RxHxNxP = jnp.einsum(
+            "rnhk,rphk->rhnp", q_RxNxHxK, k_RxPxHxK, preferred_element_type=jnp.float32
+        )
         weights_RxHxNxP = jax.nn.softmax(scores_RxHxNxP / math.sqrt(c.head_width)).astype(c.dtype)
         y_RxNxHxK = jnp.einsum("rhnp,rphk->rnhk", weights_RxHxNxP, v_RxPxHxK)
-        return Dense((c.d_model,), ("heads", "head_width", "embed"), residual_std(c), c.use_bias, c.dtype, name="out")(
-            y_RxNxHxK, EVALUATION)
+        return Dense(
+            (c.d_model,),
+            ("heads", "head_width", "embed"),
+            residual_std(c),
+            c.use_bias,
+            c.dtype,
+            name="out",
+        )(y_RxNxHxK, EVALUATION)
 
 
 class PseudoSequenceDecoder(nn.Module):
-    """Maps each vector linearly to a pseudo-sequence, which a decoder of one layer reads to predict the next N tokens
-    (FTP: Walker, arXiv 2410.18160).
+    """Maps each vector linearly to a pseudo-sequence, which a decoder of one layer reads to predict
+    the next N tokens (FTP: Walker, arXiv 2410.18160).
     """
 
     config: ModelConfig
@@ -139,38 +191,65 @@ class PseudoSequenceDecoder(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxSxW, embedded):
-        """`embedded` are N arrays (B, S, D), the tokens before those to predict. Returns (R, N, W)."""
+        """`embedded` are N arrays (B, S, D), the tokens before those to predict. Returns (R, N,
+        W).
+        """
         c, (batch, rows, width) = self.config, x_BxSxW.shape
-        pseudo_BxSxPxW = Dense((self.pseudo_length, width), ("embed", "pseudo", "embed_compressed"), width**-0.5, True,
-                               c.dtype, name="pseudo_sequence")(x_BxSxW, EVALUATION)
+        pseudo_BxSxPxW = Dense(
+            (self.pseudo_length, width),
+            ("embed", "pseudo", "embed_compressed"),
+            width**-0.5,
+            True,
+            c.dtype,
+            name="pseudo_sequence",
+        )(x_BxSxW, EVALUATION)
         pseudo_RxPxW = pseudo_BxSxPxW.reshape(batch * rows, -1, width)
         y_RxNxD = jnp.stack(embedded, axis=2).reshape(batch * rows, len(embedded), -1)
-        y_RxNxW = Dense((width,), ("embed", "embed_compressed"), y_RxNxD.shape[-1]**-0.5, False, c.dtype,
-                        name="tokens")(rms_norm(c, "tokens_norm")(y_RxNxD), EVALUATION)
-        places_NxW = self.param("places", normal(INIT_STD, "position", "embed"), (len(embedded), width))
+        y_RxNxW = Dense(
+            (width,),
+            ("embed", "embed_compressed"),
+            y_RxNxD.shape[-1] ** -0.5,
+            False,
+            c.dtype,
+            name="tokens",
+        )(rms_norm(c, "tokens_norm")(y_RxNxD), EVALUATION)
+        places_NxW = self.param(
+            "places", normal(INIT_STD, "position", "embed"), (len(embedded), width)
+        )
         y_RxNxW += places_NxW[None].astype(c.dtype)
         y_RxNxW += Attention(c, name="attention")(norm(c, "attention_norm")(y_RxNxW), EVALUATION)
-        y_RxNxW += CrossAttention(c, name="cross_attention")(norm(c, "cross_attention_norm")(y_RxNxW), pseudo_RxPxW)
+        y_RxNxW += CrossAttention(c, name="cross_attention")(
+            norm(c, "cross_attention_norm")(y_RxNxW), pseudo_RxPxW
+        )
         y_RxNxW += MLPS[c.mlp](c, name="mlp")(norm(c, "mlp_norm")(y_RxNxW), EVALUATION)
         return norm(c, "final_norm")(y_RxNxW)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PseudoSequence(FutureTokens):
-    """Σ γ^k·loss of token k + 1 / Σ γ^k, for k from 0 to N − 1, predicted from every N-th position of a row."""
+    """Σ γ^k·loss of token k + 1 / Σ γ^k, for k from 0 to N − 1, predicted from every N-th position
+    of a row.
+    """
 
     pseudo_length: int
     discount: float
 
     @property
     def head(self) -> nn.Module:
-        config = dataclasses.replace(head_config(self.config), mixers=("attention",), attention_windows=(),
-                                     attention_mask="causal", attention="xla", position="none")
+        config = dataclasses.replace(
+            head_config(self.config),
+            mixers=("attention",),
+            attention_windows=(),
+            attention_mask="causal",
+            attention="xla",
+            position="none",
+        )
         return PseudoSequenceDecoder(config, self.pseudo_length)
 
     def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
         count, time = self.count, weights_BxT.shape[1]
-        # Rows start at different positions, which only the row determines, so that all positions are trained.
+        # Rows start at different positions, which only the row determines, so that all positions
+        # are trained.
         first_Bx1 = jnp.sum(examples.inputs_BxT, axis=1, keepdims=True) % count
         positions_BxS = first_Bx1 + jnp.arange(0, time - count + 1, count)[None]
 
@@ -178,18 +257,36 @@ class PseudoSequence(FutureTokens):
             return jnp.take_along_axis(x_BxT, positions_BxS, axis=1)
 
         x_BxSxW = jnp.take_along_axis(outputs.x_BxTxW, positions_BxS[..., None], axis=1)
-        tokens = [at(examples.inputs_BxT), *(at(ahead(examples.targets_BxT, k)) for k in range(count - 1))]
+        tokens = [
+            at(examples.inputs_BxT),
+            *(at(ahead(examples.targets_BxT, k)) for k in range(count - 1)),
+        ]
         y_RxNxW = self.head.apply(
-            {"params": variables}, x_BxSxW, [self.embedded(outputs, tokens_BxS) for tokens_BxS in tokens])
+            {"params": variables},
+            x_BxSxW,
+            [self.embedded(outputs, tokens_BxS) for tokens_BxS in tokens],
+        )
         shares = [self.discount**k for k in range(count)]
-        targets_BxSxN = jnp.stack([at(ahead(examples.targets_BxT, k)) for k in range(count)], axis=-1)
-        weights_BxSxN = jnp.stack([
-            share / sum(shares) * at(weights_ahead(examples, weights_BxT, k))
-            for k, share in enumerate(shares)], axis=-1)
+        targets_BxSxN = jnp.stack(
+            [at(ahead(examples.targets_BxT, k)) for k in range(count)], axis=-1
+        )
+        weights_BxSxN = jnp.stack(
+            [
+                share / sum(shares) * at(weights_ahead(examples, weights_BxT, k))
+                for k, share in enumerate(shares)
+            ],
+            axis=-1,
+        )
         scale = time / positions_BxS.shape[1]  # each position stands for about N positions
-        return cross_entropy(y_RxNxW, outputs.head_VxW, targets_BxSxN.reshape(-1, count),
-                             scale * weights_BxSxN.reshape(-1, count), math.gcd(count, self.chunks), 0.0,
-                             outputs.logit_softcap)
+        return cross_entropy(
+            y_RxNxW,
+            outputs.head_VxW,
+            targets_BxSxN.reshape(-1, count),
+            scale * weights_BxSxN.reshape(-1, count),
+            math.gcd(count, self.chunks),
+            0.0,
+            outputs.logit_softcap,
+        )
 
 
 def ahead(x_BxT, count: int):
@@ -198,10 +295,13 @@ def ahead(x_BxT, count: int):
 
 
 def weights_ahead(examples: Examples, weights_BxT, count: int):
-    """Returns the weights of the targets `count` positions further: 0 beyond the row, in another document, or if the
-    position's own target has no weight, because attention may see what follows positions inside a prefix.
+    """Returns the weights of the targets `count` positions further: 0 beyond the row, in another
+    document, or if the position's own target has no weight, because attention may see what follows
+    positions inside a prefix.
     """
-    is_counted_BxT = (weights_BxT > 0) & (jnp.arange(weights_BxT.shape[1])[None] < weights_BxT.shape[1] - count)
+    is_counted_BxT = (weights_BxT > 0) & (
+        jnp.arange(weights_BxT.shape[1])[None] < weights_BxT.shape[1] - count
+    )
     if (ids_BxT := examples.batch.segment_ids_BxT) is not None:
         is_counted_BxT &= ids_BxT == ahead(ids_BxT, count)
     return jnp.where(is_counted_BxT, ahead(weights_BxT, count), 0.0)
@@ -211,7 +311,9 @@ def weights_ahead(examples: Examples, weights_BxT, count: int):
 FUTURE_HEADS = {
     "mtp": lambda train, **shared: MultiToken(**shared),
     "ftp": lambda train, **shared: PseudoSequence(
-        pseudo_length=train.pseudo_length, discount=train.future_discount, **shared)}
+        pseudo_length=train.pseudo_length, discount=train.future_discount, **shared
+    ),
+}
 
 
 def future_terms(train: TrainConfig, model: LanguageModel) -> dict[str, Term]:
@@ -219,9 +321,20 @@ def future_terms(train: TrainConfig, model: LanguageModel) -> dict[str, Term]:
         return {}
     train.validate_choice("future_head", FUTURE_HEADS)
     if train.objective == "masked":
-        train.refuse("future_tokens", "must be 0 with config.train.objective='masked', which predicts no later tokens")
+        train.refuse(
+            "future_tokens",
+            "must be 0 with config.train.objective='masked', which predicts no later tokens",
+        )
     if train.future_tokens >= model.config.context_length:
-        train.refuse("future_tokens", f"must be less than config.model.context_length={model.config.context_length}")
+        train.refuse(
+            "future_tokens",
+            f"must be less than config.model.context_length={model.config.context_length}",
+        )
     term = FUTURE_HEADS[train.future_head](
-        train, weight=train.future_weight, config=model.config, count=train.future_tokens, chunks=train.loss_chunks)
+        train,
+        weight=train.future_weight,
+        config=model.config,
+        count=train.future_tokens,
+        chunks=train.loss_chunks,
+    )
     return {train.future_head: term}

@@ -1,7 +1,7 @@
 """Checks the kernels of a model's mixers on the devices of a run, before the run starts.
 
-Shapes as in `ops.attention`: B batch, H heads, G key–value heads, R = H/G, T time, S keys, K head width; C is a
-chunk of queries.
+Shapes as in `ops.attention`: B batch, H heads, G key–value heads, R = H/G, T time, S keys, K head
+width; C is a chunk of queries.
 """
 
 import math
@@ -22,32 +22,52 @@ from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.training.program import Program
 
 TOLERANCE = 0.01  # the error of a correct kernel in bfloat16 is below 0.006
-PARTS = ("outputs", *(f"gradients of {inputs}" for inputs in ("queries", "keys", "values", "decays", "β")))
+PARTS = (
+    "outputs",
+    *(f"gradients of {inputs}" for inputs in ("queries", "keys", "values", "decays", "β")),
+)
 
 
 def check_attention_kernels(program: Program) -> None:
-    """Raises UserError if a kernel is wrong on these devices (collective); wrong gradients would go unnoticed."""
+    """Raises UserError if a kernel is wrong on these devices (collective); wrong gradients would go
+    unnoticed.
+    """
     if program.mesh.devices.flat[0].platform == "cpu":
         return
     c, separate_documents = program.model.config, program.config.data.separate_documents
-    kernels = {(layers.backend, layers.head_width, layers.window, layers.heads, layers.kv_heads): layers
-               for layers in attention_layers(program.model, program.mesh, separate_documents)}
+    kernels = {
+        (layers.backend, layers.head_width, layers.window, layers.heads, layers.kv_heads): layers
+        for layers in attention_layers(program.model, program.mesh, separate_documents)
+    }
     for _, layers in sorted(kernels.items()):
         if layers.backend == "xla":
             continue
-        error = relative_error(program.mesh, layers, c.context_length, c.dtype, separate_documents,
-                               c.attention_mask != "bidirectional")
+        error = relative_error(
+            program.mesh,
+            layers,
+            c.context_length,
+            c.dtype,
+            separate_documents,
+            c.attention_mask != "bidirectional",
+        )
         if not error < TOLERANCE:  # also true for NaN
             raise UserError(
-                f"config.model.attention={c.attention}: on this {jax.devices()[0].device_kind}, the {layers.backend} "
-                f"kernel for heads of width {layers.head_width} has a relative error of {error:.2g}; set "
-                "--config.model.attention=xla")
+                f"config.model.attention={c.attention}: on this {jax.devices()[0].device_kind}, "
+                f"the {layers.backend} kernel for heads of width {layers.head_width} has a "
+                f"relative error of {error:.2g}; set --config.model.attention=xla"
+            )
 
 
 def check_recurrence_kernels(program: Program) -> None:
-    """Raises UserError if a kernel of Gated DeltaNet or Mamba-2 gives wrong results on these devices (collective)."""
+    """Raises UserError if a kernel of Gated DeltaNet or Mamba-2 gives wrong results on these
+    devices (collective).
+    """
     c = program.model.config
-    if program.mesh.devices.flat[0].platform != "tpu" or c.attention == "xla" or set(c.mixers) == {"attention"}:
+    if (
+        program.mesh.devices.flat[0].platform != "tpu"
+        or c.attention == "xla"
+        or set(c.mixers) == {"attention"}
+    ):
         return
     for mixer, heads, *widths in sorted(recurrences(program.model)):
         if not recurrence_kernel.fits(c.context_length, *widths):
@@ -56,13 +76,17 @@ def check_recurrence_kernels(program: Program) -> None:
         worst = int(np.argmax(errors))  # the index of NaN, if there is one
         if not errors[worst] < TOLERANCE:
             raise UserError(
-                f"config.model.mixers={c.mixers}: on this {jax.devices()[0].device_kind}, the kernel of {mixer!r} for "
-                f"keys of width {widths[0]} has a relative error of {errors[worst]:.2g} in the {PARTS[worst]}; set "
-                "--config.model.attention=xla, with which no mixer uses a kernel")
+                f"config.model.mixers={c.mixers}: on this {jax.devices()[0].device_kind}, the "
+                f"kernel of {mixer!r} for keys of width {widths[0]} has a relative error of "
+                f"{errors[worst]:.2g} in the {PARTS[worst]}; set --config.model.attention=xla, "
+                "with which no mixer uses a kernel"
+            )
 
 
 def recurrences(model: LanguageModel) -> set[tuple[str, int, int, int]]:
-    """Returns (mixer, heads, width of keys, width of values) of all blocks; stages of lgpt and cgpt differ in them."""
+    """Returns (mixer, heads, width of keys, width of values) of all blocks; stages of lgpt and cgpt
+    differ in them.
+    """
     found = set()
     for mixer in mixers(model).values():
         c = mixer.config
@@ -74,53 +98,94 @@ def recurrences(model: LanguageModel) -> set[tuple[str, int, int, int]]:
 
 
 def recurrence_errors(mesh, mixer: str, heads: int, key_width: int, value_width: int) -> np.ndarray:
-    """Returns the relative errors, as `relative_error`, of PARTS, on two texts per row, for two rows per device."""
+    """Returns the relative errors, as `relative_error`, of PARTS, on two texts per row, for two
+    rows per device.
+    """
     is_delta = mixer == "delta"
     rule = (gated_delta if is_delta else state_space).in_plain_jax
     rows, shared, time = 2 * sharding.num_batch_shards(mesh), heads if is_delta else 1, 1024
 
     def errors():
-        shapes = (shared, key_width), (shared, key_width), *[(heads, value_width)] * 2, (heads,), (heads,)
-        q, k, v, dy, decay, beta = (jax.random.normal(key, (rows, time, *shape)) for key, shape in zip(
-            jax.random.split(jax.random.key(0), len(shapes)), shapes))
+        shapes = (
+            (shared, key_width),
+            (shared, key_width),
+            *[(heads, value_width)] * 2,
+            (heads,),
+            (heads,),
+        )
+        q, k, v, dy, decay, beta = (
+            jax.random.normal(key, (rows, time, *shape))
+            for key, shape in zip(jax.random.split(jax.random.key(0), len(shapes)), shapes)
+        )
         k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
         q, k, v, dy = (x.astype("bfloat16").astype("float32") for x in (q, k, v, dy))
         inputs = q, k, v, -jax.nn.softplus(decay - 3), *[jax.nn.sigmoid(beta)] * is_delta
-        begins_1xT, state = jnp.arange(time)[None] % 700 == 0, jnp.zeros((rows, heads, key_width, value_width))
-        return relative_errors(lambda *inputs: recurrence_kernel.in_kernel(inputs, begins_1xT, state)[0],
-                               lambda *inputs: rule(*inputs, begins_1xT, state)[0], inputs, dy)
+        begins_1xT, state = (
+            jnp.arange(time)[None] % 700 == 0,
+            jnp.zeros((rows, heads, key_width, value_width)),
+        )
+        return relative_errors(
+            lambda *inputs: recurrence_kernel.in_kernel(inputs, begins_1xT, state)[0],
+            lambda *inputs: rule(*inputs, begins_1xT, state)[0],
+            inputs,
+            dy,
+        )
 
     return run_on_all(errors, mesh)
 
 
-def relative_error(mesh, layers: AttentionLayers, time: int, dtype: str, separate_documents: bool,
-                   is_causal: bool = True) -> float:
-    """Returns the largest ‖x − r‖ / ‖r‖ of outputs and gradients x, sharded as in training; r: `plain_attention`."""
+def relative_error(
+    mesh,
+    layers: AttentionLayers,
+    time: int,
+    dtype: str,
+    separate_documents: bool,
+    is_causal: bool = True,
+) -> float:
+    """Returns the largest ‖x − r‖ / ‖r‖ of outputs and gradients x, sharded as in training; r:
+    `plain_attention`.
+    """
     # Each device gets two rows and, if the layers have as many, two key–value heads.
     tensor, per_group = mesh.shape["tensor"], layers.heads // layers.kv_heads
     groups = min(layers.kv_heads, 2 * tensor) if layers.kv_heads % tensor == 0 else layers.kv_heads
     rows = 2 * sharding.num_batch_shards(mesh)
 
     def errors():
-        q, k, v, dy = sample_inputs((rows, groups, per_group, time, layers.head_width), dtype, layers.window)
+        q, k, v, dy = sample_inputs(
+            (rows, groups, per_group, time, layers.head_width), dtype, layers.window
+        )
         # The texts' border differs between the two rows of a device.
         borders_B = (1 + jnp.arange(rows) % 2) * time // 3
-        segment_ids = (jnp.arange(time)[None] >= borders_B[:, None]).astype("int32") if separate_documents else None
+        segment_ids = (
+            (jnp.arange(time)[None] >= borders_B[:, None]).astype("int32")
+            if separate_documents
+            else None
+        )
         mask = AttentionMask(layers.window, segment_ids, is_causal=is_causal)
-        return relative_errors(lambda *qkv: attention(*qkv, mask, backend=layers.backend),
-                               lambda *qkv: plain_attention(*qkv, mask), (q, k, v), dy, dtype)
+        return relative_errors(
+            lambda *qkv: attention(*qkv, mask, backend=layers.backend),
+            lambda *qkv: plain_attention(*qkv, mask),
+            (q, k, v),
+            dy,
+            dtype,
+        )
 
     return float(np.max(run_on_all(errors, mesh)))
 
 
 def relative_errors(kernel, oracle, inputs, dy, dtype: str = "float32"):
-    """Returns ‖x − r‖ / ‖r‖ of the output and of the gradient by each input; x: `kernel`, of `dtype`; r: `oracle`."""
+    """Returns ‖x − r‖ / ‖r‖ of the output and of the gradient by each input; x: `kernel`, of
+    `dtype`; r: `oracle`.
+    """
+
     def output_and_gradients(function, dtype):
         def weighted_sum(*inputs):
             y = function(*inputs)
             return jnp.sum(y.astype("float32") * dy), y
 
-        gradients, y = jax.grad(weighted_sum, range(len(inputs)), has_aux=True)(*(x.astype(dtype) for x in inputs))
+        gradients, y = jax.grad(weighted_sum, range(len(inputs)), has_aux=True)(
+            *(x.astype(dtype) for x in inputs)
+        )
         return [x.astype("float32") for x in (y, *gradients)]
 
     found = output_and_gradients(kernel, dtype)
@@ -136,21 +201,30 @@ def run_on_all(errors, mesh) -> np.ndarray:
 
 
 def sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.Array]:
-    """Returns random float32 queries, keys, values and output gradients that `dtype` represents exactly."""
+    """Returns random float32 queries, keys, values and output gradients that `dtype` represents
+    exactly.
+    """
     rows, groups, per_group, time, width = shape
-    q, k, v, dy = (jax.random.normal(key, (rows, groups * heads, time, width)) for key, heads in zip(
-        jax.random.split(jax.random.key(0), 4), (per_group, 1, 1, per_group)))
-    # The keys just inside and outside the window have large scores, because one key among many would hardly show.
+    q, k, v, dy = (
+        jax.random.normal(key, (rows, groups * heads, time, width))
+        for key, heads in zip(jax.random.split(jax.random.key(0), 4), (per_group, 1, 1, per_group))
+    )
+    # The keys just inside and outside the window have large scores, because one key among many
+    # would hardly show.
     if window:
         edge_BxGxTxK = jnp.roll(k, window - 1, axis=2) + jnp.roll(k, window, axis=2)
-        score = min(1, width / 16) * math.log(window)  # of both keys; less for narrow heads, whose scores vary more
+        score = min(1, width / 16) * math.log(
+            window
+        )  # of both keys; less for narrow heads, whose scores vary more
         q += score / math.sqrt(width) * jnp.repeat(edge_BxGxTxK, per_group, axis=1)
     precision = jnp.finfo(dtype)
     return [jax.lax.reduce_precision(x, precision.nexp, precision.nmant) for x in (q, k, v, dy)]
 
 
 def plain_attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask):
-    """Returns the attention output, without any code of `ops/`. Chunks of queries bound the memory."""
+    """Returns the attention output, without any code of `ops/`. Chunks of queries bound the
+    memory.
+    """
     batch, _, time, width = q_BxHxTxK.shape
     length = math.gcd(time, 128)
     q_BxGxRxTxK = q_BxHxTxK.reshape(batch, k_BxGxTxK.shape[1], -1, time, width)
@@ -165,8 +239,12 @@ def plain_attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask):
         if mask.is_causal:
             allowed_CxS &= distances_CxS >= 0
         allowed_BxCxS = allowed_CxS[None] & (ids_BxC[:, :, None] == ids_BxT[:, None])
-        scores_BxGxRxCxS = jnp.einsum("bgrck,bgsk->bgrcs", q_BxGxRxCxK, k_BxGxTxK) / math.sqrt(width)
-        weights_BxGxRxCxS = jax.nn.softmax(jnp.where(allowed_BxCxS[:, None, None], scores_BxGxRxCxS, -jnp.inf))
+        scores_BxGxRxCxS = jnp.einsum("bgrck,bgsk->bgrcs", q_BxGxRxCxK, k_BxGxTxK) / math.sqrt(
+            width
+        )
+        weights_BxGxRxCxS = jax.nn.softmax(
+            jnp.where(allowed_BxCxS[:, None, None], scores_BxGxRxCxS, -jnp.inf)
+        )
         return jnp.einsum("bgrcs,bgsk->bgrck", weights_BxGxRxCxS, v_BxGxTxK)
 
     chunks = jax.lax.map(outputs, jnp.arange(0, time, length))

@@ -9,8 +9,12 @@ from smallgpt_jax.run.config import OptimizerConfig
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
     config.validate_choice("schedule", SCHEDULES)
     return optax.join_schedules(
-        [optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps), SCHEDULES[config.schedule](config)],
-        [config.warmup_steps])
+        [
+            optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps),
+            SCHEDULES[config.schedule](config),
+        ],
+        [config.warmup_steps],
+    )
 
 
 def cosine(config: OptimizerConfig) -> optax.Schedule:
@@ -27,25 +31,34 @@ def linear(config: OptimizerConfig) -> optax.Schedule:
 def decay_start(config: OptimizerConfig) -> int:
     """Returns the number of updates before the decay of a warmup-stable-decay schedule.
 
-    Up to there, the rates do not depend on decay_steps and decay_fraction. Raises UserError for other schedules.
+    Up to there, the rates do not depend on decay_steps and decay_fraction. Raises UserError for
+    other schedules.
     """
     if config.schedule not in DECAYS:
-        config.refuse("schedule", f"the runs of a trunk need a schedule with a constant phase: {' or '.join(DECAYS)}")
+        config.refuse(
+            "schedule",
+            f"the runs of a trunk need a schedule with a constant phase: {' or '.join(DECAYS)}",
+        )
     return config.decay_steps - decay_length(config)
 
 
 def decay_length(config: OptimizerConfig) -> int:
-    return min(round(config.decay_fraction * config.decay_steps), config.decay_steps - config.warmup_steps)
+    return min(
+        round(config.decay_fraction * config.decay_steps), config.decay_steps - config.warmup_steps
+    )
 
 
 def warmup_stable_decay(shape):
     """Returns a schedule that decays by shape(x), x from 0 to 1, over the last decay_fraction."""
+
     def schedule(config: OptimizerConfig) -> optax.Schedule:
         steps, length = config.decay_steps - config.warmup_steps, decay_length(config)
 
         def rate(count):
             x = jnp.clip((count - (steps - length)) / max(length, 1), 0.0, 1.0)
-            return config.final_learning_rate + (config.learning_rate - config.final_learning_rate) * shape(x)
+            return config.final_learning_rate + (
+                config.learning_rate - config.final_learning_rate
+            ) * shape(x)
 
         return rate
 

@@ -30,18 +30,25 @@ class TrainingRun:
 
 
 def train_loop(run: TrainingRun, state, first_step: int) -> tuple[Any, int, bool]:
-    """Runs the updates after `first_step`; returns the state, its step, and whether the run was stopped.
+    """Runs the updates after `first_step`; returns the state, its step, and whether the run was
+    stopped.
 
     Each iteration
     1. dispatches an update;
     2. while the update runs, checks and logs the metrics of the previous update;
     3. agrees with the other processes on whether to stop;
-    4. before saving or evaluating, checks and logs the current metrics, so that no non-finite state is saved;
+    4. before saving or evaluating, checks and logs the current metrics, so that no non-finite state
+       is saved;
     5. saves, then evaluates, because evaluation can fail or be stopped.
     """
     step, stopped = first_step, False
-    for step, batch in zip(range(first_step + 1, run.config.steps + 1), run.clock.wait_for(run.batches)):
-        with jax.profiler.StepTraceAnnotation("train", step_num=step), jax.transfer_guard("disallow"):
+    for step, batch in zip(
+        range(first_step + 1, run.config.steps + 1), run.clock.wait_for(run.batches)
+    ):
+        with (
+            jax.profiler.StepTraceAnnotation("train", step_num=step),
+            jax.transfer_guard("disallow"),
+        ):
             state, metrics = run.update(state, batch)
         run.profiler.after_step(step, state)
         run.stop.can_save = True

@@ -21,7 +21,10 @@ from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training.program import Program
 
-LOSSES = {"prefix": "those of tokens after random prefixes", "masked": "those of masked tokens"}  # by objective
+LOSSES = {
+    "prefix": "those of tokens after random prefixes",
+    "masked": "those of masked tokens",
+}  # by objective
 MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
 
 
@@ -29,47 +32,70 @@ def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -
     config, model, mesh = program.config, program.model, program.mesh
     device = mesh.devices.flat[0].device_kind
     parameters = parameter_count(models.num_parameters(model), models.num_active_parameters(model))
-    lines = [f"{model.config.architecture}, {parameters} parameters, on {mesh.size} "
-             f"{device} device{'s' if mesh.size > 1 else ''}"
-             + (f" of {jax.process_count()} processes" if jax.process_count() > 1 else "")
-             + f" in {model.config.dtype}: {config.train.steps} steps of {config.train.batch_size} × "
-             f"{model.config.context_length} tokens"
-             + (f", {first_step} done" if first_step else "")]
+    lines = [
+        f"{model.config.architecture}, {parameters} parameters, on {mesh.size} "
+        f"{device} device{'s' if mesh.size > 1 else ''}"
+        + (f" of {jax.process_count()} processes" if jax.process_count() > 1 else "")
+        + f" in {model.config.dtype}: {config.train.steps} steps of {config.train.batch_size} × "
+        f"{model.config.context_length} tokens" + (f", {first_step} done" if first_step else "")
+    ]
     lines += [packing.summary for packing in pipeline.train.packings]
     if (objective := config.train.objective) in LOSSES and config.data.format == "text":
-        lines.append(f"objective {objective!r}: losses are {LOSSES[objective]}, and do not compare with those of other "
-                     "objectives")
-    if (end := config.optimizer.decay_steps) != config.train.steps and config.optimizer.schedule != "constant":
-        lines.append(f"learning rate decay ends at step {end}, training at step {config.train.steps} "
-                     "(config.optimizer.decay_steps, config.train.steps)")
+        lines.append(
+            f"objective {objective!r}: losses are {LOSSES[objective]}, and do not compare with "
+            "those of other objectives"
+        )
+    if (
+        end := config.optimizer.decay_steps
+    ) != config.train.steps and config.optimizer.schedule != "constant":
+        lines.append(
+            f"learning rate decay ends at step {end}, training at step {config.train.steps} "
+            "(config.optimizer.decay_steps, config.train.steps)"
+        )
     return "\n".join([*lines, *fallback_messages(program)])
 
 
 def fallback_messages(program: Program) -> list[str]:
     undivided = sharding.replicated_dimensions(program.mesh, models.abstract_params(program.model))
     backend = program.config.model.attention
-    requested = "" if backend == "auto" else f"warning: config.model.attention={backend!r} has no effect: "
+    requested = (
+        "" if backend == "auto" else f"warning: config.model.attention={backend!r} has no effect: "
+    )
     fallbacks = dict.fromkeys(
-        f"{requested}attention with head width {layers.head_width} uses plain XLA: {layers.fallback_reason}"
-        for layers in memory.attention_layers(program.model, program.mesh, program.config.data.separate_documents)
-        if layers.fallback_reason)
+        f"{requested}attention with head width {layers.head_width} uses plain XLA: "
+        f"{layers.fallback_reason}"
+        for layers in memory.attention_layers(
+            program.model, program.mesh, program.config.data.separate_documents
+        )
+        if layers.fallback_reason
+    )
     return [*undivided, *fallbacks]
 
 
 def compilation_message(memory_stats, seconds: float) -> str:
-    return (f"compiled and ready in {seconds:.0f} s; memory per device: "
-            f"{memory.format_bytes(memory_stats.argument_size_in_bytes)} for state and batch, "
-            f"{memory.format_bytes(memory_stats.temp_size_in_bytes)} temporary")
+    return (
+        f"compiled and ready in {seconds:.0f} s; memory per device: "
+        f"{memory.format_bytes(memory_stats.argument_size_in_bytes)} for state and batch, "
+        f"{memory.format_bytes(memory_stats.temp_size_in_bytes)} temporary"
+    )
 
 
 def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_step: int) -> dict:
-    return {"first_step": first_step, "device": chips.device_name(program.mesh.devices.flat[0]),
-            "devices": program.mesh.size, "stack": program.stack, "argument_bytes": memory_stats.argument_size_in_bytes,
-            "temp_bytes": memory_stats.temp_size_in_bytes, "padding": pipeline.train.padding}
+    return {
+        "first_step": first_step,
+        "device": chips.device_name(program.mesh.devices.flat[0]),
+        "devices": program.mesh.size,
+        "stack": program.stack,
+        "argument_bytes": memory_stats.argument_size_in_bytes,
+        "temp_bytes": memory_stats.temp_size_in_bytes,
+        "padding": pipeline.train.padding,
+    }
 
 
 def peak_tokens_per_second(program: Program) -> float | None:
-    """Returns the tokens per second at the peak FLOP/s of all devices. Prints why the FLOPs are unknown."""
+    """Returns the tokens per second at the peak FLOP/s of all devices. Prints why the FLOPs are
+    unknown.
+    """
     if not (chip := chips.find_chip(program.mesh.devices.flat[0].device_kind)):
         return None
     cost = train_cost(program.model, program.teacher and program.teacher.model)
@@ -95,19 +121,33 @@ def print_final_message(workdir: str) -> None:
         try:
             for piece in inference.load(folder).stream(max_new_tokens=150, temperature=0.7):
                 print(piece, end="", flush=True)
-        except UserError as error:  # an architecture whose decoding does not work can still be trained
+        except (
+            UserError
+        ) as error:  # an architecture whose decoding does not work can still be trained
             print(f"(none: {error})")
         print("\n")
-    export = f'{command_line("convert", "--to=hf", f"--workdir={folder}")} --output=...'
+    export = f"{command_line('convert', '--to=hf', f'--workdir={folder}')} --output=..."
     trust = " --trust_custom_code" if config and models.custom_classes(config.model) else ""
     generate = f'{command_line("generate", f"--workdir={folder}")} --prompt="..."{trust}'
-    print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}"
-          + (f"To export the encoder:\n  {export}" if is_masked else f"To generate more:\n  {generate}"))
+    print(
+        f"\n{loss_message(folder)}{last_evaluation_message(folder)}"
+        + (
+            f"To export the encoder:\n  {export}"
+            if is_masked
+            else f"To generate more:\n  {generate}"
+        )
+    )
 
 
 def loss_message(folder: Path) -> str:
-    """Returns "" if fewer than MIN_BARS losses were logged, or if standard output cannot encode bars."""
-    losses = [line["loss_mean"] for line in logged_lines(folder, "train") if line.get("loss_mean") is not None]
+    """Returns "" if fewer than MIN_BARS losses were logged, or if standard output cannot encode
+    bars.
+    """
+    losses = [
+        line["loss_mean"]
+        for line in logged_lines(folder, "train")
+        if line.get("loss_mean") is not None
+    ]
     try:
         BARS.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -122,7 +162,10 @@ def last_evaluation_message(folder: Path) -> str:
     lines = logged_lines(folder, "eval")
     if not lines:
         return ""
-    loss, bits = (math.nan if lines[-1].get(name) is None else lines[-1][name] for name in ("loss", "bits_per_byte"))
+    loss, bits = (
+        math.nan if lines[-1].get(name) is None else lines[-1][name]
+        for name in ("loss", "bits_per_byte")
+    )
     return f"Step {lines[-1]['step']}: {evaluation_message(loss, bits, answers_in(lines[-1]))}. "
 
 

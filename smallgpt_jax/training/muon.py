@@ -11,16 +11,23 @@ import optax.contrib
 from smallgpt_jax.models import Parameter
 from smallgpt_jax.run.config import OptimizerConfig
 
-NOT_MUON = ("vocab", "position", "router")  # logical axes of embeddings, of the head, and of the routers of experts
+NOT_MUON = (
+    "vocab",
+    "position",
+    "router",
+)  # logical axes of embeddings, of the head, and of the routers of experts
 MUON_BETA = 0.95  # decay rate of the momentum, as in github.com/KellerJordan/Muon
-ADAMW_RMS = 0.2  # usual RMS of AdamW's updates before the learning rate (Liu et al., arXiv 2502.16982, section 2.2)
+# usual RMS of AdamW's updates before the learning rate (Liu et al., arXiv 2502.16982, section 2.2)
+ADAMW_RMS = 0.2
 
 
 def muon(params, config: OptimizerConfig) -> optax.GradientTransformation:
     """Uses Adam for the parameters that `uses_muon` does not select."""
     labels = jax.tree.map(lambda p: "muon" if uses_muon(p) else "adam", params)
     return optax.partition(
-        {"muon": scale_by_muon(params), "adam": optax.scale_by_adam(config.beta1, config.beta2)}, labels)
+        {"muon": scale_by_muon(params), "adam": optax.scale_by_adam(config.beta1, config.beta2)},
+        labels,
+    )
 
 
 def uses_muon(p: Parameter) -> bool:
@@ -28,15 +35,18 @@ def uses_muon(p: Parameter) -> bool:
 
 
 def scale_by_muon(params) -> optax.GradientTransformation:
-    """Returns the transformation of gradients g into Muon's updates, without decay and learning rate.
+    """Returns the transformation of gradients g into Muon's updates, without decay and learning
+    rate.
 
     1. Momentum m ← β·m + (1 − β)·g; Nesterov's U = β·m + (1 − β)·g, both terms corrected for bias.
     2. Five Newton–Schulz steps from U/‖U‖ (Jordan et al., github.com/KellerJordan/Muon).
-    3. 0.2·√max(fan_in, fan_out) gives the RMS of AdamW's updates, so that AdamW's learning rates and weight decay fit
-       (Liu et al., arXiv 2502.16982, section 2.2).
+    3. 0.2·√max(fan_in, fan_out) gives the RMS of AdamW's updates, so that AdamW's learning rates
+       and weight decay fit (Liu et al., arXiv 2502.16982, section 2.2).
 
-    Layers, paths, experts, queries, keys and values are separate matrices. optax.MaskedNode replaces other parameters.
+    Layers, paths, experts, queries, keys and values are separate matrices. optax.MaskedNode
+    replaces other parameters.
     """
+
     def matrix_axes(updates):
         def of_parameter(p, x):  # one array, or QKV
             return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(*p.matrix_axes), x)
@@ -48,14 +58,17 @@ def scale_by_muon(params) -> optax.GradientTransformation:
         return ADAMW_RMS * math.sqrt(max(fans)) * x
 
     def split(tree):
-        return jax.tree.map(lambda p, x: jax.tree.map(lambda x: split_qkv(x, p.axes), x), params, tree)
+        return jax.tree.map(
+            lambda p, x: jax.tree.map(lambda x: split_qkv(x, p.axes), x), params, tree
+        )
 
     def join(p, x):
         return jnp.concatenate(x, axis=p.axes.index("qkv")) if isinstance(x, QKV) else x
 
     directions = optax.chain(
         optax.contrib.scale_by_muon(beta=MUON_BETA, weight_dimension_numbers=matrix_axes),
-        optax.stateless(lambda updates, _: jax.tree.map(scale, updates, matrix_axes(updates))))
+        optax.stateless(lambda updates, _: jax.tree.map(scale, updates, matrix_axes(updates))),
+    )
 
     def update(updates, state, _=None):
         updates, state = directions.update(split(updates), state)
@@ -65,7 +78,9 @@ def scale_by_muon(params) -> optax.GradientTransformation:
 
 
 class QKV(NamedTuple):
-    """The parts of a fused projection of shape (…, D, G, H/G + 2, K), see `models.attention.QKVProjection`."""
+    """The parts of a fused projection of shape (…, D, G, H/G + 2, K), see
+    `models.attention.QKVProjection`.
+    """
 
     queries: Any  # (…, D, G, H/G, K)
     keys: Any  # (…, D, G, 1, K)

@@ -1,7 +1,7 @@
 """Training objectives: how a batch becomes examples, and terms added to the cross-entropy.
 
-Masked and prefix language models have other examples; heads that predict later tokens, and the distance to a
-teacher, are terms. Validation measures the cross-entropy alone.
+Masked and prefix language models have other examples; heads that predict later tokens, and the
+distance to a teacher, are terms. Validation measures the cross-entropy alone.
 """
 
 import dataclasses
@@ -19,7 +19,13 @@ from smallgpt_jax.models.custom_code import custom_classes
 from smallgpt_jax.models.parameters import name_axes, with_axes
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import TrainConfig
-from smallgpt_jax.training.examples import Examples, answers, continuations, masked_tokens, next_tokens
+from smallgpt_jax.training.examples import (
+    Examples,
+    answers,
+    continuations,
+    masked_tokens,
+    next_tokens,
+)
 
 
 class Outputs(NamedTuple):
@@ -30,22 +36,33 @@ class Outputs(NamedTuple):
     logit_softcap: float = 0.0  # as config.model.logit_softcap
 
 
-def forward(model: LanguageModel, params, model_state, examples: Examples, dropout_key=None, sown=()) -> Outputs:
-    """With a `dropout_key`, in training mode, in which "state" and the collections `sown` change."""
+def forward(
+    model: LanguageModel, params, model_state, examples: Examples, dropout_key=None, sown=()
+) -> Outputs:
+    """With a `dropout_key`, in training mode, in which "state" and the collections `sown`
+    change.
+    """
     trains = dropout_key is not None
     (x_BxTxW, head_VxW), collections = model.apply(
         {"params": params, "state": model_state},
-        method=lambda model: (model.hidden(examples.inputs_BxT, examples.context(trains)), model.head_weight()),
-        rngs={"dropout": dropout_key} if trains else {}, mutable=["state", *sown] if trains else [])
-    return Outputs(x_BxTxW, head_VxW, params["token_embedding"], collections, model.config.logit_softcap)
+        method=lambda model: (
+            model.hidden(examples.inputs_BxT, examples.context(trains)),
+            model.head_weight(),
+        ),
+        rngs={"dropout": dropout_key} if trains else {},
+        mutable=["state", *sown] if trains else [],
+    )
+    return Outputs(
+        x_BxTxW, head_VxW, params["token_embedding"], collections, model.config.logit_softcap
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Term:
     """A term of the training loss, logged without its `weight`.
 
-    It may have constants, or parameters. These are sharded, optimized and checkpointed like the model's, but are not
-    part of the model: inference and exports do not read them.
+    It may have constants, or parameters. These are sharded, optimized and checkpointed like the
+    model's, but are not part of the model: inference and exports do not read them.
     """
 
     sown: ClassVar[tuple[str, ...]] = ()  # variable collections that the term reads
@@ -61,7 +78,9 @@ class Term:
         """Returns the arrays of `abstract_constants`."""
 
     def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
-        """Sums over rows, each target weighted; `variables` are the term's parameters or constants."""
+        """Sums over rows, each target weighted; `variables` are the term's parameters or
+        constants.
+        """
         raise NotImplementedError
 
 
@@ -69,22 +88,33 @@ class Term:
 class Objective:
     loss_chunks: int = 1
     z_loss: float = 0.0
-    # (whole batch, key) → examples. The key differs from step to step; in validation, it is always the same.
+    # (whole batch, key) → examples. The key differs from step to step; in validation, it is always
+    # the same.
     examples: Callable[[Batch, jax.Array], Examples] = next_tokens
     # the same for prompts with answers; the loss mask of the batch has the answers
     tuning_examples: Callable[[Batch, jax.Array], Examples] = next_tokens
     terms: Mapping[str, Term] = dataclasses.field(default_factory=dict)
-    adapters: Callable | None = None  # key → the pairs of LoRA, which are trained like the parameters of terms
+    adapters: Callable | None = (
+        None  # key → the pairs of LoRA, which are trained like the parameters of terms
+    )
     # trained parameters → the model's, and further ones that it does not read
     weights: Callable[[dict], dict] = dict
 
     def cross_entropy(self, outputs: Outputs, examples: Examples, weights_BxT, z_loss: float = 0.0):
         return cross_entropy(
-            outputs.x_BxTxW, outputs.head_VxW, examples.targets_BxT, weights_BxT, self.loss_chunks, z_loss,
-            outputs.logit_softcap)
+            outputs.x_BxTxW,
+            outputs.head_VxW,
+            examples.targets_BxT,
+            weights_BxT,
+            self.loss_chunks,
+            z_loss,
+            outputs.logit_softcap,
+        )
 
     def weights_dtype(self, config: ModelConfig) -> str:
-        """Returns the dtype in which weights are gathered. Terms, LoRA and custom modules may read them in float32."""
+        """Returns the dtype in which weights are gathered. Terms, LoRA and custom modules may read
+        them in float32.
+        """
         return "float32" if self.terms or self.adapters or custom_classes(config) else config.dtype
 
     @property
@@ -93,8 +123,11 @@ class Objective:
 
     @property
     def abstract_constants(self) -> dict[str, Any]:
-        return {name: term.abstract_constants for name, term in self.terms.items()
-                if term.abstract_constants is not None}
+        return {
+            name: term.abstract_constants
+            for name, term in self.terms.items()
+            if term.abstract_constants is not None
+        }
 
     def constants(self) -> dict[str, Any]:
         return {name: self.terms[name].constants() for name in self.abstract_constants}
@@ -105,10 +138,14 @@ class Objective:
 
     def _init_boxed(self, seed: int) -> dict[str, Any]:
         key = jax.random.key(seed)
-        heads = {name: term.init(jax.random.fold_in(key, zlib.crc32(name.encode())))
-                 for name, term in self.terms.items()}
+        heads = {
+            name: term.init(jax.random.fold_in(key, zlib.crc32(name.encode())))
+            for name, term in self.terms.items()
+        }
         if self.adapters:
-            heads[lora.NAME] = self.adapters(jax.random.fold_in(key, zlib.crc32(lora.NAME.encode())))
+            heads[lora.NAME] = self.adapters(
+                jax.random.fold_in(key, zlib.crc32(lora.NAME.encode()))
+            )
         return {name: params for name, params in heads.items() if params}
 
     def abstract_heads(self) -> dict[str, Any]:
@@ -122,12 +159,18 @@ def causal(train: TrainConfig, model: LanguageModel) -> Objective:
 
 
 def prefix(train: TrainConfig, model: LanguageModel) -> Objective:
-    return dataclasses.replace(causal(train, model), examples=continuations, tuning_examples=answers)
+    return dataclasses.replace(
+        causal(train, model), examples=continuations, tuning_examples=answers
+    )
 
 
 def masked(train: TrainConfig, model: LanguageModel) -> Objective:
-    return dataclasses.replace(causal(train, model), examples=functools.partial(
-        masked_tokens, rate=train.mask_rate, vocab_size=model.config.vocab_size))
+    return dataclasses.replace(
+        causal(train, model),
+        examples=functools.partial(
+            masked_tokens, rate=train.mask_rate, vocab_size=model.config.vocab_size
+        ),
+    )
 
 
 # {config.train.objective: function (train group, model) → Objective}

@@ -1,4 +1,6 @@
-"""The optimizer: gradient clipping, one of OPTIMIZERS, weight decay, multiplication by the learning rate."""
+"""The optimizer: gradient clipping, one of OPTIMIZERS, weight decay, multiplication by the learning
+rate.
+"""
 
 import jax
 import optax
@@ -7,8 +9,9 @@ from smallgpt_jax.run.config import OptimizerConfig
 from smallgpt_jax.training.muon import muon
 from smallgpt_jax.training.transfer import with_multipliers
 
-# {name: function (tree of `models.Parameter`, config) → transformation of gradients into updates}. The transformation's
-# state may contain arrays of any shapes; `sharding.optimizer_shardings` shards them.
+# {name: function (tree of `models.Parameter`, config) → transformation of gradients into updates}.
+# The transformation's state may contain arrays of any shapes; `sharding.optimizer_shardings` shards
+# them.
 OPTIMIZERS = {
     "adamw": lambda _, config: optax.scale_by_adam(config.beta1, config.beta2),
     "lion": lambda _, config: optax.scale_by_lion(config.beta1, config.beta2),
@@ -16,9 +19,12 @@ OPTIMIZERS = {
 }
 
 
-def make_optimizer(params, config: OptimizerConfig, multipliers=None) -> optax.GradientTransformationExtraArgs:
-    """`params` is a tree of `models.Parameter`; `multipliers` is that of `transfer.multipliers`. `update` needs the
-    keywords `learning_rate` and `weight_decay`, which may be traced. Weight decay applies only to matrices.
+def make_optimizer(
+    params, config: OptimizerConfig, multipliers=None
+) -> optax.GradientTransformationExtraArgs:
+    """`params` is a tree of `models.Parameter`; `multipliers` is that of `transfer.multipliers`.
+    `update` needs the keywords `learning_rate` and `weight_decay`, which may be traced. Weight
+    decay applies only to matrices.
     """
     config.validate_choice("name", OPTIMIZERS)
     directions = OPTIMIZERS[config.name](params, config)
@@ -29,7 +35,8 @@ def make_optimizer(params, config: OptimizerConfig, multipliers=None) -> optax.G
             optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
             with_multipliers(directions, multipliers) if multipliers else directions,
             optax.add_decayed_weights(weight_decay, is_matrix),
-            optax.scale_by_learning_rate(lambda count: learning_rate))
+            optax.scale_by_learning_rate(lambda count: learning_rate),
+        )
 
     def update(gradients, state, params=None, *, learning_rate, weight_decay):
         return chain(learning_rate, weight_decay).update(gradients, state, params)

@@ -1,7 +1,7 @@
 """Stop requests: the user presses Ctrl-C, or a scheduler or preempted machine sends SIGTERM.
 
-After a stop request, the run finishes its step, saves and exits. It exits immediately, without saving, on a second
-request or if there is nothing to save yet, for example during compilation.
+After a stop request, the run finishes its step, saves and exits. It exits immediately, without
+saving, on a second request or if there is nothing to save yet, for example during compilation.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A signal that arrives again within REPEAT_SECONDS does not count as a second request, because the shell command
-# `timeout` sends its signal twice.
+# A signal that arrives again within REPEAT_SECONDS does not count as a second request, because the
+# shell command `timeout` sends its signal twice.
 REPEAT_SECONDS = 0.5
 UNSAVED = "stopped without saving; rerun the same command to resume from the newest checkpoint, if there is one"
 
@@ -35,8 +35,8 @@ class StopRequest:
     def is_requested_anywhere(self) -> bool:
         """Returns the same result in all processes (collective).
 
-        With several processes, each call starts a collective and returns the result of the previous call, so that no
-        process waits for another.
+        With several processes, each call starts a collective and returns the result of the previous
+        call, so that no process waits for another.
         """
         if distributed.is_single_process():
             return self.signal is not None
@@ -44,25 +44,33 @@ class StopRequest:
         return answer is not None and bool(answer)
 
     def raise_stopped(self, step: int):
-        raise StoppedError(f"stopped after step {step} and saved; rerun the same command to resume",
-                           128 + (self.signal or signal.SIGTERM))
+        raise StoppedError(
+            f"stopped after step {step} and saved; rerun the same command to resume",
+            128 + (self.signal or signal.SIGTERM),
+        )
 
     def _handle(self, number: int) -> None:
-        """Runs in a separate thread, because library calls can block the main thread for minutes."""
+        """Runs in a separate thread, because library calls can block the main thread for
+        minutes.
+        """
         if self.signal is None and self.can_save:
             self.signal, self._signal_time = number, time.monotonic()
             return
         if self.signal == number and time.monotonic() < self._signal_time + REPEAT_SECONDS:
             return
         again = "second request: " if self.signal else ""
-        with contextlib.redirect_stdout(io.StringIO()):  # the main thread goes on, and must not print after the message
+        with contextlib.redirect_stdout(
+            io.StringIO()
+        ):  # the main thread goes on, and must not print after the message
             print(f"{again}{self.unsaved}", file=sys.stderr, flush=True)
             os._exit(128 + number)
 
 
 @contextlib.contextmanager
 def handle_signals(unsaved: str = UNSAVED) -> Iterator[StopRequest]:
-    """Records SIGTERM and Ctrl-C, without the handlers of libraries; outside the main thread, records nothing."""
+    """Records SIGTERM and Ctrl-C, without the handlers of libraries; outside the main thread,
+    records nothing.
+    """
     stop = StopRequest(unsaved)
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -1,8 +1,9 @@
 """A stack: runs of one model whose updates are computed together, in one program.
 
-Each run is trained in a thread of its own, like a single run, with its own workdir, checkpoints, log and step number.
-Only its train step is special: a call waits for those of the other runs, and all of them are then computed at once. A
-run that ends or fails leaves the stack, and the others continue.
+Each run is trained in a thread of its own, like a single run, with its own workdir, checkpoints,
+log and step number. Only its train step is special: a call waits for those of the other runs, and
+all of them are then computed at once. A run that ends or fails leaves the stack, and the others
+continue.
 """
 
 import contextlib
@@ -27,25 +28,34 @@ from smallgpt_jax.training.train import open_training
 
 
 def can_be_stacked(config: Config, other: Config) -> bool:
-    """Runs with trackers and profiles, of which a process has one at a time, are trained alone; those with a teacher,
-    too, because its newest checkpoint may change.
+    """Runs with trackers and profiles, of which a process has one at a time, are trained alone;
+    those with a teacher, too, because its newest checkpoint may change.
     """
     trains = config.train, other.train
     return config.compiled_part() == other.compiled_part() and not any(
-        train.teacher or train.tracker or train.profile_from for train in trains)
+        train.teacher or train.tracker or train.profile_from for train in trains
+    )
 
 
 def require_one_device(field: str) -> None:
-    """On several devices, programs that several threads start could wait for each other's collectives."""
+    """On several devices, programs that several threads start could wait for each other's
+    collectives.
+    """
     if (count := jax.device_count()) > 1:
-        raise UserError(f"{field}: must be 1 on {count} devices; to use them all, start one process per device, with "
-                        "the same command")
+        raise UserError(
+            f"{field}: must be 1 on {count} devices; to use them all, start one process per "
+            "device, with the same command"
+        )
 
 
-def train_stack(runs: Mapping[Path, Config], places: int, corpus: Corpus) -> dict[Path, BaseException | None]:
-    """Trains at most `places` runs, {workdir: config}. Returns {workdir: error}; None: the run is finished.
+def train_stack(
+    runs: Mapping[Path, Config], places: int, corpus: Corpus
+) -> dict[Path, BaseException | None]:
+    """Trains at most `places` runs, {workdir: config}. Returns {workdir: error}; None: the run is
+    finished.
 
-    Stacks with equal `places` share their program; places without a run cost time, but change no number.
+    Stacks with equal `places` share their program; places without a run cost time, but change no
+    number.
     """
     clocks = {folder: RunClock() for folder in runs}
     opened = {folder: open_training(config, folder) for folder, config in runs.items()}
@@ -58,7 +68,9 @@ def train_stack(runs: Mapping[Path, Config], places: int, corpus: Corpus) -> dic
             with step.leaving():
                 program = opened[folder].program
                 stacked = StackedProgram(program.config, program.steps, step, clocks[folder])
-                opened[folder]._replace(program=stacked).run(corpus, stop, clocks[folder], f"{folder.name}: ")
+                opened[folder]._replace(program=stacked).run(
+                    corpus, stop, clocks[folder], f"{folder.name}: "
+                )
 
         futures = {folder: pool.submit(train, folder) for folder in runs}
         return {folder: future.exception() for folder, future in futures.items()}
@@ -88,7 +100,9 @@ class StackedStep:
 
     def __init__(self, steps: CompiledSteps, places: int, callers: int):
         with ThreadPoolExecutor(1) as pool:
-            evaluation = pool.submit(lambda: steps.eval_step)  # compiled once, before the threads ask for it
+            evaluation = pool.submit(
+                lambda: steps.eval_step
+            )  # compiled once, before the threads ask for it
             self._compiled = steps.stacked_train_step(places)
             evaluation.result()
         self.places, self.memory_analysis = places, self._compiled.memory_analysis
@@ -99,7 +113,8 @@ class StackedStep:
         with self._lock:
             self._calls.append((arguments, result))
             self._compute_if_complete()
-        # The watchdog of this run must not count the time in which another run evaluates or restores its checkpoint.
+        # The watchdog of this run must not count the time in which another run evaluates or
+        # restores its checkpoint.
         with clock.during("stack_wait"):
             return result.result()
 
@@ -122,7 +137,9 @@ class StackedStep:
             free = self.places - len(calls)
             # Copies fill the free places, because the states are donated.
             copies = tuple(jax.tree.map(jnp.copy, states[0]) for _ in range(free))
-            results = self._compiled(states + copies, *(values + values[:1] * free for values in others))
+            results = self._compiled(
+                states + copies, *(values + values[:1] * free for values in others)
+            )
             for (_, result), *found in zip(calls, *results):
                 result.set_result(tuple(found))
         except Exception as error:  # every thread raises it

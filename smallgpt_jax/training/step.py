@@ -20,7 +20,9 @@ from smallgpt_jax.training.transfer import scale_initial
 
 # Variable collections that modules sow values into during training.
 SOWN = ("losses", "metrics", "layer_metrics", "loads")
-EXAMPLES = 2**32 - 1  # folded into the key of a step for its examples; microbatches have the numbers from 0
+EXAMPLES = (
+    2**32 - 1
+)  # folded into the key of a step for its examples; microbatches have the numbers from 0
 
 
 class Hyperparameters(NamedTuple):
@@ -31,46 +33,88 @@ class Hyperparameters(NamedTuple):
     weight_decay: jax.Array
 
 
-def init_state(model: LanguageModel, objective: Objective, optimizer: optax.GradientTransformation,
-               seed, multipliers=None, ema: float = 0.0) -> TrainState:
+def init_state(
+    model: LanguageModel,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    seed,
+    multipliers=None,
+    ema: float = 0.0,
+) -> TrainState:
     variables = init_variables(model, seed)
-    params, heads = (scale_initial(tree, multipliers) for tree in (variables["params"], objective.init_heads(seed)))
+    params, heads = (
+        scale_initial(tree, multipliers)
+        for tree in (variables["params"], objective.init_heads(seed))
+    )
     state = TrainState(jnp.int32(0), params, None, variables.get("state", {}), heads)
-    return state._replace(opt_state=optimizer.init(state.trained), ema=jax.tree.map(jnp.copy, params) if ema else {})
+    return state._replace(
+        opt_state=optimizer.init(state.trained), ema=jax.tree.map(jnp.copy, params) if ema else {}
+    )
 
 
 def split_microbatches(batch, microbatches: int):
-    """(B, …) → (microbatches, B / microbatches, …), with rows of every device, so that no row moves."""
+    """(B, …) → (microbatches, B / microbatches, …), with rows of every device, so that no row
+    moves.
+    """
     return jax.tree.map(
-        lambda x: jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1), batch)
+        lambda x: jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1),
+        batch,
+    )
 
 
-def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, constants=None, *, model: LanguageModel,
-               objective: Objective, optimizer: optax.GradientTransformationExtraArgs, microbatches: int,
-               ema: float = 0.0):
+def train_step(
+    state: TrainState,
+    batch,
+    hyperparameters: Hyperparameters,
+    constants=None,
+    *,
+    model: LanguageModel,
+    objective: Objective,
+    optimizer: optax.GradientTransformationExtraArgs,
+    microbatches: int,
+    ema: float = 0.0,
+):
     """Returns the next state and the metrics of one update.
 
-    The batch is split into `microbatches` parts, whose gradients are summed in float32. If the rows of a batch are
-    independent, each shard of the mesh axis `data` first sums its own gradients. Only these sums are exchanged. Each
-    device then updates the weights that it stores.
+    The batch is split into `microbatches` parts, whose gradients are summed in float32. If the rows
+    of a batch are independent, each shard of the mesh axis `data` first sums its own gradients.
+    Only these sums are exchanged. Each device then updates the weights that it stores.
 
-    If loss or gradient is not finite, parameters, optimizer state and model state do not change. Metrics:
+    If loss or gradient is not finite, parameters, optimizer state and model state do not change.
+    Metrics:
 
-    - loss: mean over the targets in the loss mask, in nats, plus the objective's terms and values sown into "losses"
+    - loss: mean over the targets in the loss mask, in nats, plus the objective's terms and values
+      sown into "losses"
     - the objective's terms, by name
-    - values sown into "metrics" and "layer_metrics", averaged over the microbatches; for experts, also `load_metrics`
+    - values sown into "metrics" and "layer_metrics", averaged over the microbatches; for experts,
+      also `load_metrics`
     - grad_norm (before clipping), learning_rate, skipped (number of updates skipped so far)
-    - is_finite: loss, gradient and updated parameters. If only the updated parameters are not finite, the update is
-      kept, because undoing it would take a second pass over parameters and optimizer state.
+    - is_finite: loss, gradient and updated parameters. If only the updated parameters are not
+      finite, the update is kept, because undoing it would take a second pass over parameters and
+      optimizer state.
     """
     key = jax.random.fold_in(jax.random.key(hyperparameters.seed), state.step)
     examples = objective.examples(batch, jax.random.fold_in(key, EXAMPLES))
-    add_up = functools.partial(sum_microbatches, functools.partial(
-        microbatch_loss, model=model, objective=objective, constants=constants, step_key=key,
-        total=examples.num_targets, microbatches=microbatches), microbatches)
+    add_up = functools.partial(
+        sum_microbatches,
+        functools.partial(
+            microbatch_loss,
+            model=model,
+            objective=objective,
+            constants=constants,
+            step_key=key,
+            total=examples.num_targets,
+            microbatches=microbatches,
+        ),
+        microbatches,
+    )
     abstract = {**abstract_params(model), **objective.abstract_heads()}
     weights = gather_weights(state.trained, abstract, model, objective, microbatches)
-    if microbatches > 1 and sharding.has_data_shards() and rows_are_independent(model, state, batch):
+    if (
+        microbatches > 1
+        and sharding.has_data_shards()
+        and rows_are_independent(model, state, batch)
+    ):
         add_up = sharding.sum_over_data_shards(add_up, abstract, exchange_dtype(model.config.dtype))
     (loss, gradients, (sown, loads)), model_state = add_up(weights, state.model_state, examples)
     gradients = sharding.scatter_gradients(gradients, abstract)
@@ -78,69 +122,117 @@ def train_step(state: TrainState, batch, hyperparameters: Hyperparameters, const
 
     grad_norm = optax.tree.norm(gradients)
     updates, opt_state = optimizer.update(
-        gradients, state.opt_state, state.trained, learning_rate=hyperparameters.learning_rate,
-        weight_decay=hyperparameters.weight_decay)
+        gradients,
+        state.opt_state,
+        state.trained,
+        learning_rate=hyperparameters.learning_rate,
+        weight_decay=hyperparameters.weight_decay,
+    )
     trained = optax.apply_updates(state.trained, updates)
     updated = (trained, opt_state, model_state, moved_average(state, trained, ema))
     is_applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     trained, opt_state, model_state, average = jax.tree.map(
-        lambda new, old: jnp.where(is_applied, new, old), updated,
-        (state.trained, state.opt_state, state.model_state, state.ema))
-    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": hyperparameters.learning_rate,
-               "is_finite": is_applied & all_finite(trained),
-               "skipped": state.step + 1 - updates_applied(state.opt_state) - is_applied, **load_metrics(loads)}
+        lambda new, old: jnp.where(is_applied, new, old),
+        updated,
+        (state.trained, state.opt_state, state.model_state, state.ema),
+    )
+    metrics = {
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "learning_rate": hyperparameters.learning_rate,
+        "is_finite": is_applied & all_finite(trained),
+        "skipped": state.step + 1 - updates_applied(state.opt_state) - is_applied,
+        **load_metrics(loads),
+    }
     if taken := metrics.keys() & sown.keys():
-        raise ValueError(f"the model sows a metric with a name that is in use: {', '.join(taken)}; rename it")
+        raise ValueError(
+            f"the model sows a metric with a name that is in use: {', '.join(taken)}; rename it"
+        )
     metrics |= jax.tree.map(lambda x: jnp.mean(x, axis=0), sown)
     params, heads = ({name: trained[name] for name in tree} for tree in (state.params, state.heads))
     return TrainState(state.step + 1, params, opt_state, model_state, heads, average), metrics
 
 
-def gather_weights(trained, abstract, model: LanguageModel, objective: Objective, microbatches: int):
-    """With one microbatch, nothing is gathered here: modules gather weights where they use them, which is faster."""
+def gather_weights(
+    trained, abstract, model: LanguageModel, objective: Objective, microbatches: int
+):
+    """With one microbatch, nothing is gathered here: modules gather weights where they use them,
+    which is faster.
+    """
     if microbatches == 1:
         return trained
     return sharding.gather_stored(trained, abstract, objective.weights_dtype(model.config))
 
 
 def moved_average(state: TrainState, trained, ema: float):
-    """Returns d·average + (1 − d)·parameters with d = min(ema, (1 + t)/(10 + t)), so that early weights fade soon."""
+    """Returns d·average + (1 − d)·parameters with d = min(ema, (1 + t)/(10 + t)), so that early
+    weights fade soon.
+    """
     if not ema:
         return {}
     rest = 1 - jnp.minimum(ema, (1 + state.step) / (10 + state.step))
-    return {name: jax.tree.map(lambda average, x: average + rest * (x - average), tree, trained[name])
-            for name, tree in state.ema.items()}
+    return {
+        name: jax.tree.map(lambda average, x: average + rest * (x - average), tree, trained[name])
+        for name, tree in state.ema.items()
+    }
 
 
 def updates_applied(opt_state) -> jax.Array:
-    """Returns the number of updates so far, without those skipped. The learning rate depends on it."""
+    """Returns the number of updates so far, without those skipped. The learning rate depends on
+    it.
+    """
     return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
 
 
 def sum_microbatches(loss_function, microbatches: int, trained, model_state, examples: Examples):
     """Returns (loss, gradients, [metrics, loads] of each microbatch), and the next model state."""
+
     def add_microbatch(carry, indexed_microbatch):
         sums, model_state = carry
-        # Gradients have the dtype of the weights. The compiler removes this cast and that of the model.
+        # Gradients have the dtype of the weights. The compiler removes this cast and that of the
+        # model.
         (loss, (model_state, *sown)), gradients = jax.value_and_grad(loss_function, has_aux=True)(
-            jax.tree.map(lambda x: x.astype(jnp.float32), trained), model_state, *indexed_microbatch)
+            jax.tree.map(lambda x: x.astype(jnp.float32), trained), model_state, *indexed_microbatch
+        )
         return (jax.tree.map(jnp.add, sums, (loss, gradients)), model_state), sown
 
     zero = (jnp.float32(0), jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained))
     indexed_microbatches = (jnp.arange(microbatches), split_microbatches(examples, microbatches))
-    (sums, model_state), sown = jax.lax.scan(add_microbatch, (zero, model_state), indexed_microbatches)
+    (sums, model_state), sown = jax.lax.scan(
+        add_microbatch, (zero, model_state), indexed_microbatches
+    )
     return (*sums, sown), model_state
 
 
-def microbatch_loss(trained, model_state, index, examples: Examples, *, model: LanguageModel, objective: Objective,
-                    constants, step_key, total, microbatches: int):
-    """Returns loss and (model state, metrics, loads); `total` is the number of targets of all microbatches."""
+def microbatch_loss(
+    trained,
+    model_state,
+    index,
+    examples: Examples,
+    *,
+    model: LanguageModel,
+    objective: Objective,
+    constants,
+    step_key,
+    total,
+    microbatches: int,
+):
+    """Returns loss and (model state, metrics, loads); `total` is the number of targets of all
+    microbatches.
+    """
     weights_BxT = examples.weights(total)
-    outputs = forward(model, objective.weights(trained), model_state, examples, jax.random.fold_in(step_key, index),
-                      (*SOWN, *objective.sown))
+    outputs = forward(
+        model,
+        objective.weights(trained),
+        model_state,
+        examples,
+        jax.random.fold_in(step_key, index),
+        (*SOWN, *objective.sown),
+    )
     collections = outputs.collections
     loss = objective.cross_entropy(outputs, examples, weights_BxT, objective.z_loss)
-    # A sown loss is a mean over one microbatch; the sum over all of them must be the mean over the batch.
+    # A sown loss is a mean over one microbatch; the sum over all of them must be the mean over the
+    # batch.
     for sown in jax.tree.leaves(collections.get("losses")):
         loss += jnp.sum(sown) / microbatches
     metrics = sown_metrics(collections)
@@ -153,32 +245,43 @@ def microbatch_loss(trained, model_state, index, examples: Examples, *, model: L
 
 
 def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool:
-    """Returns whether the loss is a sum over rows: the model has no dropout, no state but the biases of routers, which
-    it only reads, and sows nothing but loads of experts, which are sums over rows.
+    """Returns whether the loss is a sum over rows: the model has no dropout, no state but the
+    biases of routers, which it only reads, and sows nothing but loads of experts, which are sums
+    over rows.
 
-    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. Other state and sown values can
-    depend on several rows together, for example the balance of a router.
+    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. Other state
+    and sown values can depend on several rows together, for example the balance of a router.
     """
+
     def collections(params):
-        return model.apply({"params": params, "state": state.model_state}, batch.tokens_BxT1[:, :-1],
-                           Context(train=True), method="hidden", mutable=["state", *SOWN])[1]
+        return model.apply(
+            {"params": params, "state": state.model_state},
+            batch.tokens_BxT1[:, :-1],
+            Context(train=True),
+            method="hidden",
+            mutable=["state", *SOWN],
+        )[1]
 
     try:
         found = jax.eval_shape(collections, state.params)
     except flax.errors.InvalidRngError:  # the model draws random numbers
         return False
-    loads, states = (flax.traverse_util.flatten_dict(found.pop(name, {})) for name in ("loads", "state"))
+    loads, states = (
+        flax.traverse_util.flatten_dict(found.pop(name, {})) for name in ("loads", "state")
+    )
     return not jax.tree.leaves(found) and states.keys() <= {(*path[:-1], "bias") for path in loads}
 
 
 def all_finite(tree) -> jax.Array:
-    """Tests Σ 0 · x, which the TPU compiler fuses with the weight update; jnp.isfinite takes another pass."""
+    """Tests Σ 0 · x, which the TPU compiler fuses with the weight update; jnp.isfinite takes
+    another pass.
+    """
     return sum(jnp.sum(0 * x) for x in jax.tree.leaves(tree)) == 0
 
 
 def sown_metrics(collections) -> dict[str, Any]:
-    """Averages "metrics" over layers and paths; returns "layer_metrics" as {path of the module: array}, with the
-    leading axes of the module's parameters.
+    """Averages "metrics" over layers and paths; returns "layer_metrics" as {path of the module:
+    array}, with the leading axes of the module's parameters.
     """
     values: dict[str, list] = {}
     for _, name, value in named_values(collections.get("metrics", {})):
@@ -190,41 +293,71 @@ def sown_metrics(collections) -> dict[str, Any]:
 
 
 def named_values(collection) -> list[tuple[str, str, jax.Array]]:
-    """Returns (path of the module, name, value); the values of a module applied several times are averaged."""
+    """Returns (path of the module, name, value); the values of a module applied several times are
+    averaged.
+    """
     passes: dict[tuple, list] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(collection):
         keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
         passes.setdefault(keys, []).append(value)
-    return [("/".join(keys[:-1]), keys[-1], jnp.mean(jnp.stack(values), axis=0)) for keys, values in passes.items()]
+    return [
+        ("/".join(keys[:-1]), keys[-1], jnp.mean(jnp.stack(values), axis=0))
+        for keys, values in passes.items()
+    ]
 
 
-def eval_step(trained, model_state, batch, *, model: LanguageModel, objective: Objective, microbatches: int,
-              counts_answers: bool = False):
-    """Returns the summed cross-entropy, in nats, over the targets in the loss mask, and their number.
+def eval_step(
+    trained,
+    model_state,
+    batch,
+    *,
+    model: LanguageModel,
+    objective: Objective,
+    microbatches: int,
+    counts_answers: bool = False,
+):
+    """Returns the summed cross-entropy, in nats, over the targets in the loss mask, and their
+    number.
 
-    With `counts_answers`, also returns the numbers of `count_right`. If the objective selects some of the targets, the
-    sum is scaled to all of them, because their number identifies the validation rows of an evaluation.
+    With `counts_answers`, also returns the numbers of `count_right`. If the objective selects some
+    of the targets, the sum is scaled to all of them, because their number identifies the validation
+    rows of an evaluation.
     """
+
     def add_microbatch(sums, examples):
         outputs = forward(model, params, model_state, examples)
-        found = (objective.cross_entropy(outputs, examples, examples.weights(1)), examples.num_targets)
+        found = (
+            objective.cross_entropy(outputs, examples, examples.weights(1)),
+            examples.num_targets,
+        )
         if counts_answers:
-            predictions_BxT = most_probable(outputs.x_BxTxW, outputs.head_VxW, objective.loss_chunks)
+            predictions_BxT = most_probable(
+                outputs.x_BxTxW, outputs.head_VxW, objective.loss_chunks
+            )
             found += count_right(predictions_BxT, examples.targets_BxT, examples.loss_mask_BxT)
         return jax.tree.map(jnp.add, sums, found), None
 
     abstract = {**abstract_params(model), **objective.abstract_heads()}
-    weights = gather_weights(trained, {name: abstract[name] for name in trained}, model, objective, microbatches)
+    weights = gather_weights(
+        trained, {name: abstract[name] for name in trained}, model, objective, microbatches
+    )
     examples, params = objective.examples(batch, jax.random.key(0)), objective.weights(weights)
     zeros = (jnp.float32(0), *[jnp.int32(0)] * (4 if counts_answers else 1))
-    total, targets, *counts = jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]
+    total, targets, *counts = jax.lax.scan(
+        add_microbatch, zeros, split_microbatches(examples, microbatches)
+    )[0]
     if examples.selected_BxT is not None:
-        total, targets = total / jnp.maximum(targets, 1) * examples.all_targets, examples.all_targets
+        total, targets = (
+            total / jnp.maximum(targets, 1) * examples.all_targets,
+            examples.all_targets,
+        )
     return total, targets, *counts
 
 
 def count_right(predictions_BxT, targets_BxT, mask_BxT):
-    """Returns the numbers of right targets in the mask, of rows without a wrong one, and of rows with any target."""
+    """Returns the numbers of right targets in the mask, of rows without a wrong one, and of rows
+    with any target.
+    """
     is_right_BxT = predictions_BxT == targets_BxT
     has_answers_B = jnp.any(mask_BxT, axis=1)
     is_exact_B = jnp.all(is_right_BxT | ~mask_BxT, axis=1) & has_answers_B

@@ -1,6 +1,7 @@
 """The teacher of a run: a trained model whose features the model of the run imitates.
 
-The teacher's variables are restored from its own workdir in each session; the run's checkpoints do not have them.
+The teacher's variables are restored from its own workdir in each session; the run's checkpoints do
+not have them.
 """
 
 import dataclasses
@@ -22,7 +23,9 @@ from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
 from smallgpt_jax.storage.paths import local_path
 from smallgpt_jax.training.objectives import Examples, Outputs, Term
 
-FEATURES = "features"  # the collection that blocks sow their outputs into; collected only for a teacher
+FEATURES = (
+    "features"  # the collection that blocks sow their outputs into; collected only for a teacher
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,71 +42,118 @@ class Teacher(Term):
         """Raises UserError if the checkpoint cannot be read."""
         checkpoints = Checkpoints(self.folder / CHECKPOINT_FOLDER)
         params, state, _ = checkpoints.restore_model(
-            self.step, self.abstract_constants["params"], self.abstract_constants["state"])
+            self.step, self.abstract_constants["params"], self.abstract_constants["state"]
+        )
         checkpoints.close()
         return {"params": params, "state": state}
 
     def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
-        """Returns the mean-square distance of the outputs of all blocks (PELA: Guo et al., arXiv 2310.10700): squares
-        are averaged over the width, weighted by `weights_BxT`, summed over positions, averaged over blocks.
+        """Returns the mean-square distance of the outputs of all blocks (PELA: Guo et al., arXiv
+        2310.10700): squares are averaged over the width, weighted by `weights_BxT`, summed over
+        positions, averaged over blocks.
         """
         context = examples.context().replace(loss_mask_BxT=None)
-        _, collections = self.model.apply(variables, examples.inputs_BxT, context, method="hidden", mutable=[FEATURES])
+        _, collections = self.model.apply(
+            variables, examples.inputs_BxT, context, method="hidden", mutable=[FEATURES]
+        )
 
         def distances(x, y):
             """(…, B, T, D) → (L,), per block. Stacked blocks have leading axes."""
-            squares_LxBxT = jnp.mean(jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32)), axis=-1).reshape(
-                -1, *weights_BxT.shape)
+            squares_LxBxT = jnp.mean(
+                jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32)), axis=-1
+            ).reshape(-1, *weights_BxT.shape)
             return jnp.sum(squares_LxBxT * weights_BxT[None], axis=(1, 2))
 
-        return jnp.mean(jnp.concatenate(jax.tree.leaves(jax.tree.map(
-            distances, outputs.collections[FEATURES], collections[FEATURES]))))
+        return jnp.mean(
+            jnp.concatenate(
+                jax.tree.leaves(
+                    jax.tree.map(distances, outputs.collections[FEATURES], collections[FEATURES])
+                )
+            )
+        )
 
     def check_tokenizer(self, tokenizer: tokenizers.Tokenizer) -> None:
         own = tokenizers.load(self.folder / TOKENIZER_FOLDER)
         if tokenizers.fingerprint(own) != tokenizers.fingerprint(tokenizer):
-            raise UserError(f"config.train.teacher={str(self.folder)!r}: has another tokenizer ({own.kind}, "
-                            f"{own.vocab_size:,} entries) than this run ({tokenizer.kind}, {tokenizer.vocab_size:,} "
-                            f"entries); set --config.data.tokenizer={self.folder / TOKENIZER_FOLDER}")
+            raise UserError(
+                f"config.train.teacher={str(self.folder)!r}: has another tokenizer ({own.kind}, "
+                f"{own.vocab_size:,} entries) than this run ({tokenizer.kind}, "
+                f"{tokenizer.vocab_size:,} entries); set "
+                f"--config.data.tokenizer={self.folder / TOKENIZER_FOLDER}"
+            )
 
 
-def open_teacher(train: TrainConfig, student: models.LanguageModel, mesh: jax.sharding.Mesh) -> Teacher | None:
-    """Reads only the teacher's config, and finds its newest checkpoint if `teacher_step` is AT_START."""
+def open_teacher(
+    train: TrainConfig, student: models.LanguageModel, mesh: jax.sharding.Mesh
+) -> Teacher | None:
+    """Reads only the teacher's config, and finds its newest checkpoint if `teacher_step` is
+    AT_START.
+    """
     if not train.teacher:
         return None
     folder = local_path("config.train.teacher", train.teacher)
     try:
-        step = find_checkpoint(folder, None if train.teacher_step == AT_START else train.teacher_step)
+        step = find_checkpoint(
+            folder, None if train.teacher_step == AT_START else train.teacher_step
+        )
         own = read_teacher(folder, student.config)
         if read_config(folder).optimizer.lora_rank:
-            raise UserError(f"{folder}: was trained with LoRA; merge it with smallgpt_jax.convert --from=run")
+            raise UserError(
+                f"{folder}: was trained with LoRA; merge it with smallgpt_jax.convert --from=run"
+            )
     except UserError as error:
         raise UserError(f"config.train.teacher: {error}") from None
-    model = models.LanguageModel(dataclasses.replace(
-        student.config, rank_ratio=own.rank_ratio, dropout=0.0, remat="none"))
+    model = models.LanguageModel(
+        dataclasses.replace(student.config, rank_ratio=own.rank_ratio, dropout=0.0, remat="none")
+    )
     params, state = models.abstract_params(model), models.abstract_model_state(model)
-    shardings = {"params": sharding.param_shardings(mesh, params),
-                 "state": jax.tree.map(lambda _: sharding.replicated(mesh), state)}
-    variables = jax.tree.map(lambda x, placement: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
-                             {"params": params, "state": state}, shardings)
+    shardings = {
+        "params": sharding.param_shardings(mesh, params),
+        "state": jax.tree.map(lambda _: sharding.replicated(mesh), state),
+    }
+    variables = jax.tree.map(
+        lambda x, placement: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
+        {"params": params, "state": state},
+        shardings,
+    )
     tokens = jax.ShapeDtypeStruct((1, own.context_length), "int32")
-    if not jax.eval_shape(lambda variables, tokens: model.apply(
-            variables, tokens, method="hidden", mutable=[FEATURES]), variables, tokens)[1]:
-        raise UserError(f"config.train.teacher={train.teacher!r}: the blocks of {own.architecture} have no features; "
-                        "use smallgpt_jax.models.block.Block in its blocks")
-    return Teacher(weight=train.feature_weight, abstract_constants=variables, model=model, folder=folder, step=step)
+    if not jax.eval_shape(
+        lambda variables, tokens: model.apply(
+            variables, tokens, method="hidden", mutable=[FEATURES]
+        ),
+        variables,
+        tokens,
+    )[1]:
+        raise UserError(
+            f"config.train.teacher={train.teacher!r}: the blocks of {own.architecture} have no "
+            "features; use smallgpt_jax.models.block.Block in its blocks"
+        )
+    return Teacher(
+        weight=train.feature_weight,
+        abstract_constants=variables,
+        model=model,
+        folder=folder,
+        step=step,
+    )
 
 
 def read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfig:
-    """Raises UserError unless the teacher is the same model as the student, apart from its `rank_ratio`."""
+    """Raises UserError unless the teacher is the same model as the student, apart from its
+    `rank_ratio`.
+    """
     different = models.foreign_classes(read_groups(folder)["model"], student)
     if not different:
         own = read_config(folder).model  # imports no module that the student does not name
         different = changed_fields(own, student)
     if different:
-        listed = "; ".join(f"config.model.{field} is {here!r} here, but {there!r} in the teacher"
-                           for field, (there, here) in different.items())
-        raise UserError(f"{folder}: {listed}; the teacher must be the same model, except for config.model.rank_ratio")
+        listed = "; ".join(
+            f"config.model.{field} is {here!r} here, but {there!r} in the teacher"
+            for field, (there, here) in different.items()
+        )
+        raise UserError(
+            f"{folder}: {listed}; the teacher must be the same model, except for "
+            "config.model.rank_ratio"
+        )
     return own
 
 
@@ -111,5 +161,8 @@ def changed_fields(teacher: models.ModelConfig, student: models.ModelConfig) -> 
     """Returns {field: (teacher's value, student's value)}."""
     there, here = dataclasses.asdict(teacher), dataclasses.asdict(student)
     fixed = {*teacher.names(fixed_by="model"), *student.names(fixed_by="model")} - {"rank_ratio"}
-    return {field: (there.get(field), here.get(field)) for field in here | there
-            if field in fixed and there.get(field) != here.get(field)}
+    return {
+        field: (there.get(field), here.get(field))
+        for field in here | there
+        if field in fixed and there.get(field) != here.get(field)
+    }

@@ -30,11 +30,11 @@ from smallgpt_jax.training.trunk import Trunk, open_trunk
 
 @best_effort("stdout")
 def train(config: ConfigDict, workdir: str, corpus: Corpus | None = None) -> None:
-    """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any. `corpus` is that of the
-    config's group `data`; None opens it.
+    """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any.
+    `corpus` is that of the config's group `data`; None opens it.
 
-    Raises UserError, DivergenceError, or StoppedError after a stop request. If the config or workdir is invalid, or an
-    attention kernel gives wrong results, nothing is written.
+    Raises UserError, DivergenceError, or StoppedError after a stop request. If the config or
+    workdir is invalid, or an attention kernel gives wrong results, nothing is written.
     """
     clock = RunClock()
     training = open_training(config, as_path("--workdir", workdir))
@@ -66,7 +66,9 @@ class Training(NamedTuple):
     program: Program
     trunk: Trunk | None
 
-    def run(self, corpus: Corpus | None, stop: StopRequest, clock: RunClock, label: str = "") -> None:
+    def run(
+        self, corpus: Corpus | None, stop: StopRequest, clock: RunClock, label: str = ""
+    ) -> None:
         """Each line of the progress begins with `label`."""
         folder, program, trunk, config = *self, self.program.config
         pipeline, progress = program.open_pipeline(corpus), RunProgress(config.train.steps, label)
@@ -74,8 +76,10 @@ class Training(NamedTuple):
         with open_workdir(folder, config, pipeline.corpus):
             distributed.run_on_primary(lambda: trunk and trunk.copy_to(folder))
             try:
-                with (memory_errors_explained(config.train, program.stack),
-                      open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool):
+                with (
+                    memory_errors_explained(config.train, program.stack),
+                    open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool,
+                ):
                     Session(program, pipeline, spool, stop, clock, progress).run()
             except DivergenceError as diverged:
                 append_session(folder, {"diverged": str(diverged)})

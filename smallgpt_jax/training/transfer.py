@@ -1,7 +1,9 @@
-"""Hyperparameter transfer by muP (Yang et al., arXiv 2203.03466) and CompleteP (Dey et al., arXiv 2505.01618, table 1).
+"""Hyperparameter transfer by muP (Yang et al., arXiv 2203.03466) and CompleteP (Dey et al., arXiv
+2505.01618, table 1).
 
-The best learning rate of a small base model is close to the best one of a larger model. With m = (number of inputs of a
-matrix) / (the same in the base model), and m_L = depth / base_depth, the rules are:
+The best learning rate of a small base model is close to the best one of a larger model. With m =
+(number of inputs of a matrix) / (the same in the base model), and m_L = depth / base_depth, the
+rules are:
 
                          initial variance   Adam's rate   decay   Adam's ε    forward pass
     hidden matrices      1/m                1/m           m       1/(m·m_L)
@@ -11,12 +13,14 @@ matrix) / (the same in the base model), and m_L = depth / base_depth, the rules 
     attention                                                                 scores divided by K, not by √K
     embeddings
 
-Empty fields mean 1. A matrix is hidden if its inputs and its outputs grow with the width; of a router, only the inputs
-grow. ε changes only in blocks. For scores, K is relative to the base model, whose scores are divided by √K as usual.
+Empty fields mean 1. A matrix is hidden if its inputs and its outputs grow with the width; of a
+router, only the inputs grow. ε changes only in blocks. For scores, K is relative to the base model,
+whose scores are divided by √K as usual.
 
-The model does not compute the factors of the last column. A weight w with a factor c is stored as their product, which
-has c times the initial std and the rate of w, and 1/c times its decay and ε: Adam's steps do not depend on the scale of
-the gradient (arXiv 2203.03466, section J.2.1). So inference and exports need to know nothing about it.
+The model does not compute the factors of the last column. A weight w with a factor c is stored as
+their product, which has c times the initial std and the rate of w, and 1/c times its decay and ε:
+Adam's steps do not depend on the scale of the gradient (arXiv 2203.03466, section J.2.1). So
+inference and exports need to know nothing about it.
 """
 
 import dataclasses
@@ -40,8 +44,8 @@ SCALED_BY_INPUTS = {"path_embed", "embed_compressed", None}
 
 
 class Multipliers(NamedTuple):
-    """Of one parameter: numbers, or arrays with as many axes as the parameter. The product of rate and decay does not
-    change, which is the rule for the decay.
+    """Of one parameter: numbers, or arrays with as many axes as the parameter. The product of rate
+    and decay does not change, which is the rule for the decay.
     """
 
     init: Any = 1.0
@@ -54,8 +58,9 @@ class Multipliers(NamedTuple):
 
 
 def base_config(model: ModelConfig, optimizer: OptimizerConfig) -> ModelConfig:
-    """Returns the model config at the base width. In proportion to the width, the head width changes, or the number of
-    heads if `head_dim` is set. Raises UserError for models without rules, and if no such model exists.
+    """Returns the model config at the base width. In proportion to the width, the head width
+    changes, or the number of heads if `head_dim` is set. Raises UserError for models without rules,
+    and if no such model exists.
     """
     refuse_models_without_rules(model, optimizer)
     width = optimizer.base_width or model.d_model
@@ -63,36 +68,57 @@ def base_config(model: ModelConfig, optimizer: OptimizerConfig) -> ModelConfig:
     for field in ("num_heads", "num_kv_heads") if model.head_dim else ():
         fields[field], rest = divmod(getattr(model, field) * width, model.d_model)
         if rest:
-            optimizer.refuse("base_width", f"the base model would have {getattr(model, field)} · {width} / "
-                             f"{model.d_model} heads, which is not an integer; change it, or set config.model.{field}")
+            optimizer.refuse(
+                "base_width",
+                f"the base model would have {getattr(model, field)} · {width} / "
+                f"{model.d_model} heads, which is not an integer; change it, or set "
+                f"config.model.{field}",
+            )
     try:
         return models.make_config(**fields)
     except UserError as error:
-        raise UserError(f"config.optimizer.base_width={width}: no such base model ({error}); change it") from None
+        raise UserError(
+            f"config.optimizer.base_width={width}: no such base model ({error}); change it"
+        ) from None
 
 
 def refuse_models_without_rules(model: ModelConfig, optimizer: OptimizerConfig) -> None:
     if model.rank_ratio:
-        model.refuse("rank_ratio", "cannot be combined with config.optimizer.base_width or base_depth; set it to 0")
+        model.refuse(
+            "rank_ratio",
+            "cannot be combined with config.optimizer.base_width or base_depth; set it to 0",
+        )
     if optimizer.base_width and model.smear:
-        model.refuse("smear", "cannot be combined with config.optimizer.base_width; set it to False")
+        model.refuse(
+            "smear", "cannot be combined with config.optimizer.base_width; set it to False"
+        )
     for field, allowed in (("input_mix", False), ("loops", 1)):
         if optimizer.base_depth and getattr(model, field) != allowed:
-            model.refuse(field, f"cannot be combined with config.optimizer.base_depth; set it to {allowed}")
+            model.refuse(
+                field, f"cannot be combined with config.optimizer.base_depth; set it to {allowed}"
+            )
     if optimizer.base_width and set(model.mixers) & set(MIXERS) - {"attention"}:
-        model.refuse("mixers", "cannot be combined with config.optimizer.base_width, whose rules were checked only "
-                     "with attention; set base_width to 0")
+        model.refuse(
+            "mixers",
+            "cannot be combined with config.optimizer.base_width, whose rules were checked only "
+            "with attention; set base_width to 0",
+        )
     if optimizer.base_depth and model.norm_position != "pre":
-        model.refuse("norm_position", "must be 'pre' with config.optimizer.base_depth; change it, or set base_depth to "
-                     "0")
+        model.refuse(
+            "norm_position",
+            "must be 'pre' with config.optimizer.base_depth; change it, or set base_depth to 0",
+        )
     if optimizer.base_width and model.tie_embeddings and model.ends_with_norm:
-        model.refuse("tie_embeddings", "cannot be combined with config.optimizer.base_width and "
-                     f"config.model.norm_position={model.norm_position!r}; set it to False")
+        model.refuse(
+            "tie_embeddings",
+            "cannot be combined with config.optimizer.base_width and "
+            f"config.model.norm_position={model.norm_position!r}; set it to False",
+        )
 
 
 def multipliers(trained, base, model: ModelConfig, optimizer: OptimizerConfig):
-    """Returns a tree of `Multipliers`. `trained` and `base`, of the model at `base_config`, have equal structures and
-    leaves of the type `models.Parameter`.
+    """Returns a tree of `Multipliers`. `trained` and `base`, of the model at `base_config`, have
+    equal structures and leaves of the type `models.Parameter`.
     """
     width_ratio = model.d_model / (optimizer.base_width or model.d_model)
     depth_ratio = model.depth / (optimizer.base_depth or model.depth)
@@ -100,9 +126,15 @@ def multipliers(trained, base, model: ModelConfig, optimizer: OptimizerConfig):
 
     def of_parameter(p: Parameter, base: Parameter) -> Multipliers:
         if p.path == ("head",):
-            return Multipliers(head_std(base.shape[1]) / head_std(p.shape[1])).with_factor(1 / width_ratio)
+            return Multipliers(head_std(base.shape[1]) / head_std(p.shape[1])).with_factor(
+                1 / width_ratio
+            )
         if p.path[0] == "final_norm":
-            return Multipliers().with_factor(1 / width_ratio) if model.tie_embeddings else Multipliers()
+            return (
+                Multipliers().with_factor(1 / width_ratio)
+                if model.tie_embeddings
+                else Multipliers()
+            )
         found = of_matrix(p, base, is_muon) if p.is_matrix else Multipliers()
         if "layers" in p.axes:
             found = in_block(found, p, width_ratio, depth_ratio)
@@ -114,29 +146,36 @@ def multipliers(trained, base, model: ModelConfig, optimizer: OptimizerConfig):
 
 
 def of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
-    """Returns the multipliers of a matrix outside blocks. Muon's updates have singular values that grow as √m. Those of
-    Adam's grow as m, because its updates of a hidden matrix have a low rank (Yang et al., arXiv 2310.17813).
+    """Returns the multipliers of a matrix outside blocks. Muon's updates have singular values that
+    grow as √m. Those of Adam's grow as m, because its updates of a hidden matrix have a low rank
+    (Yang et al., arXiv 2310.17813).
     """
-    inputs, outputs = (math.prod(p.shape[i] / base.shape[i] for i in axes) for axes in p.matrix_axes)
+    inputs, outputs = (
+        math.prod(p.shape[i] / base.shape[i] for i in axes) for axes in p.matrix_axes
+    )
     if inputs == 1:
         return Multipliers()
     if outputs == 1:
         return Multipliers().with_factor(1 / inputs)
-    std = 1.0 if SCALED_BY_INPUTS & set(p.axes) else inputs ** -0.5
-    return Multipliers(std, inputs ** -0.5 if is_muon and uses_muon(p) else 1 / inputs)
+    std = 1.0 if SCALED_BY_INPUTS & set(p.axes) else inputs**-0.5
+    return Multipliers(std, inputs**-0.5 if is_muon and uses_muon(p) else 1 / inputs)
 
 
-def in_block(found: Multipliers, p: Parameter, width_ratio: float, depth_ratio: float) -> Multipliers:
+def in_block(
+    found: Multipliers, p: Parameter, width_ratio: float, depth_ratio: float
+) -> Multipliers:
     found = found._replace(epsilon=found.epsilon / (width_ratio * depth_ratio))
     if p.axes[-1] != "embed" or "vocab" in p.axes:  # value embeddings are no residual branch
         return found
-    # The last matrix of a residual branch, or its bias. The matrix has the initial std 0.02/√(2N) for N blocks; the
-    # rule starts from the std of the base model.
+    # The last matrix of a residual branch, or its bias. The matrix has the initial std 0.02/√(2N)
+    # for N blocks; the rule starts from the std of the base model.
     return found.with_factor(1 / depth_ratio)._replace(init=found.init / math.sqrt(depth_ratio))
 
 
 def query_factors(p: Parameter, base: Parameter) -> np.ndarray:
-    """Returns √(K of the base model / K) for queries, and 1 for keys and values, with one axis per axis of `p`."""
+    """Returns √(K of the base model / K) for queries, and 1 for keys and values, with one axis per
+    axis of `p`.
+    """
     axis = p.axes.index("qkv") if "qkv" in p.axes else None
     factor = math.sqrt(base.shape[-1] / p.shape[-1])
     if axis is None:
@@ -147,14 +186,22 @@ def query_factors(p: Parameter, base: Parameter) -> np.ndarray:
 
 
 def scale_initial(params, multipliers):
-    """Returns the initial parameters with the std of the rules. `multipliers` may have more entries than `params`."""
+    """Returns the initial parameters with the std of the rules. `multipliers` may have more entries
+    than `params`.
+    """
     if not multipliers:
         return params
-    return jax.tree.map(lambda x, m: x * m.init, params, {name: multipliers[name] for name in params})
+    return jax.tree.map(
+        lambda x, m: x * m.init, params, {name: multipliers[name] for name in params}
+    )
 
 
-def with_multipliers(optimizer: optax.GradientTransformation, multipliers) -> optax.GradientTransformationExtraArgs:
-    """Multiplies Adam's ε by dividing the gradient, on whose scale updates otherwise do not depend."""
+def with_multipliers(
+    optimizer: optax.GradientTransformation, multipliers
+) -> optax.GradientTransformationExtraArgs:
+    """Multiplies Adam's ε by dividing the gradient, on whose scale updates otherwise do not
+    depend.
+    """
     optimizer = optax.with_extra_args_support(optimizer)
 
     def update(gradients, state, params=None, **rates):

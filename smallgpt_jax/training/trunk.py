@@ -1,8 +1,8 @@
 """The trunk of a run: a longer run with the same config, from whose checkpoint the run starts.
 
-With a warmup-stable-decay schedule, runs that differ only in their length have all steps in common up to the start of
-the shorter one's decay. The checkpoint and the metrics of these steps are copied. Afterwards, the run resumes like any
-other and no longer needs the trunk.
+With a warmup-stable-decay schedule, runs that differ only in their length have all steps in common
+up to the start of the shorter one's decay. The checkpoint and the metrics of these steps are
+copied. Afterwards, the run resumes like any other and no longer needs the trunk.
 """
 
 import dataclasses
@@ -32,47 +32,79 @@ class Trunk:
 
     def check_text(self, corpus: Corpus) -> None:
         if changes := text_changes(read_identity(self.folder), identity_of(corpus)):
-            raise UserError(f"config.train.trunk={str(self.folder)!r}: was trained on another text ({changes}); use "
-                            "the same text, or another trunk")
+            raise UserError(
+                f"config.train.trunk={str(self.folder)!r}: was trained on another text "
+                f"({changes}); use the same text, or another trunk"
+            )
 
     def copy_to(self, workdir: Path) -> None:
-        """Does nothing if the run has a checkpoint. The checkpoint is copied last: without it, the run starts again."""
+        """Does nothing if the run has a checkpoint. The checkpoint is copied last: without it, the
+        run starts again.
+        """
         if saved_steps(workdir / CHECKPOINT_FOLDER):
             return
         try:
-            lines = [line for line in read_lines(self.folder / METRICS_FILE) if line["step"] <= self.step]
-            write_atomically(workdir / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
+            lines = [
+                line for line in read_lines(self.folder / METRICS_FILE) if line["step"] <= self.step
+            ]
+            write_atomically(
+                workdir / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in lines)
+            )
             if (self.folder / ORIGIN_FILE).exists():
                 write_atomically(workdir / ORIGIN_FILE, (self.folder / ORIGIN_FILE).read_bytes())
-            copy_checkpoint(*(folder / CHECKPOINT_FOLDER / str(self.step) for folder in (self.folder, workdir)))
+            copy_checkpoint(
+                *(folder / CHECKPOINT_FOLDER / str(self.step) for folder in (self.folder, workdir))
+            )
         except OSError as error:
-            raise UserError(f"config.train.trunk={str(self.folder)!r}: step {self.step} could not be copied "
-                            f"({short_reason(error)}); rerun the same command") from None
+            raise UserError(
+                f"config.train.trunk={str(self.folder)!r}: step {self.step} could not be copied "
+                f"({short_reason(error)}); rerun the same command"
+            ) from None
 
 
 def open_trunk(workdir: Path, config: Config) -> Trunk | None:
-    """Returns None if the run has no trunk, or a checkpoint of its own. Raises UserError for an unsuitable trunk."""
+    """Returns None if the run has no trunk, or a checkpoint of its own. Raises UserError for an
+    unsuitable trunk.
+    """
     if not config.train.trunk or saved_steps(workdir / CHECKPOINT_FOLDER):
         return None
-    where, folder = f"config.train.trunk={config.train.trunk!r}", as_path("config.train.trunk", config.train.trunk)
+    where, folder = (
+        f"config.train.trunk={config.train.trunk!r}",
+        as_path("config.train.trunk", config.train.trunk),
+    )
     step = decay_start(config.optimizer)
     if not 0 < step < config.train.steps:
-        raise UserError(f"{where}: the decay of this run would start at step {step} of {config.train.steps}; set a "
-                        "smaller config.optimizer.decay_fraction, or no trunk")
+        raise UserError(
+            f"{where}: the decay of this run would start at step {step} of {config.train.steps}; "
+            "set a smaller config.optimizer.decay_fraction, or no trunk"
+        )
     try:
         trunk = saved_config(folder)
     except UserError as error:
         raise UserError(f"config.train.trunk: {error}") from None
     if trunk is None:
         raise UserError(f"{where}: not a run; give the workdir of a run")
-    later = {f"{name}.{field}" for name, group in GROUPS.items() for field in group.names(**IN_DECAY)}
-    if different := [f"{field} is {theirs!r} there, but {ours!r} here"
-                     for field, (theirs, ours) in changed_fields(folder, config).items() if field not in later]:
-        raise UserError(f"{where}: has another config: {'; '.join(different)}; use the same settings, or another trunk")
+    later = {
+        f"{name}.{field}" for name, group in GROUPS.items() for field in group.names(**IN_DECAY)
+    }
+    if different := [
+        f"{field} is {theirs!r} there, but {ours!r} here"
+        for field, (theirs, ours) in changed_fields(folder, config).items()
+        if field not in later
+    ]:
+        raise UserError(
+            f"{where}: has another config: {'; '.join(different)}; use the same settings, or "
+            "another trunk"
+        )
     if (start := decay_start(trunk.optimizer)) < step:
-        raise UserError(f"{where}: its decay starts at step {start}, but the decay of this run at step {step}; use a "
-                        "trunk with more steps")
+        raise UserError(
+            f"{where}: its decay starts at step {start}, but the decay of this run at step "
+            f"{step}; use a trunk with more steps"
+        )
     if step not in (saved := saved_steps(folder / CHECKPOINT_FOLDER)):
-        raise UserError(f"{where}: has no checkpoint of step {step}, where the decay of this run starts (it has steps "
-                        f"{', '.join(map(str, saved)) or 'none'}); train the trunk with config.train.kept_steps={step}")
+        raise UserError(
+            f"{where}: has no checkpoint of step {step}, where the decay of this run starts (it "
+            f"has steps {', '.join(map(str, saved)) or 'none'}); train the trunk with "
+            f"config.train.kept_steps={step}"
+        )
     return Trunk(folder, step)

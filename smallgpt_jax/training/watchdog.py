@@ -15,8 +15,9 @@ EXEMPT_PHASES = ("restart", "save", "evaluate", "stack_wait")
 
 
 class Watchdog:
-    """Ends the process with STALLED_STATUS if no training step finishes for `seconds`; never if `seconds` is 0. Waiting
-    for data counts; EXEMPT_PHASES do not. The other runs of a stack have watchdogs of their own.
+    """Ends the process with STALLED_STATUS if no training step finishes for `seconds`; never if
+    `seconds` is 0. Waiting for data counts; EXEMPT_PHASES do not. The other runs of a stack have
+    watchdogs of their own.
     """
 
     def __init__(self, clock: RunClock, seconds: float):
@@ -38,7 +39,8 @@ class Watchdog:
         idle, progress, checked = 0.0, self._clock.progress, time.monotonic()
         while not self._done.wait(self._interval):
             now = time.monotonic()
-            # If more time has passed since the last check, the whole process was suspended. That is not a hang.
+            # If more time has passed since the last check, the whole process was suspended. That is
+            # not a hang.
             idle += min(now - checked, 2 * self._interval)
             checked = now
             if self._clock.progress != progress or self._clock.phase in EXEMPT_PHASES:
@@ -49,10 +51,16 @@ class Watchdog:
     def _end(self) -> None:
         # Ends the process even if nobody reads standard error.
         threading.Timer(PRINTING_SECONDS, os._exit, (STALLED_STATUS,)).start()
-        print(f"error: no training step has finished for {self._limit:g} seconds (config.train.stall_seconds); rerun "
-              "the same command to resume from the newest checkpoint. Stacks of all threads:",
-              file=sys.stderr, flush=True)
-        with tempfile.TemporaryFile("w+") as stacks:  # a dump to a full pipe would stop all threads, and the timer
+        print(
+            f"error: no training step has finished for {self._limit:g} seconds "
+            "(config.train.stall_seconds); rerun the same command to resume from the newest "
+            "checkpoint. Stacks of all threads:",
+            file=sys.stderr,
+            flush=True,
+        )
+        with tempfile.TemporaryFile(
+            "w+"
+        ) as stacks:  # a dump to a full pipe would stop all threads, and the timer
             faulthandler.dump_traceback(stacks)
             stacks.seek(0)
             print(stacks.read(), file=sys.stderr, flush=True)

@@ -16,18 +16,36 @@ from smallgpt_jax.models import memory
 from smallgpt_jax.models.flops import forward_operations
 from smallgpt_jax.training.program import build_program
 
-SIZES = dict(d_model=16, num_heads=4, num_layers=2, context_length=16, vocab_size=64, dtype="float32")
+SIZES = dict(
+    d_model=16, num_heads=4, num_layers=2, context_length=16, vocab_size=64, dtype="float32"
+)
 OPTIONS = dict(
-    input_mix=True, residual_scales=True, parallel_block=True, canon_taps=3, smear=True, attention_gate=True,
-    value_embeddings=(1,), loops=2, logit_softcap=2.0)
+    input_mix=True,
+    residual_scales=True,
+    parallel_block=True,
+    canon_taps=3,
+    smear=True,
+    attention_gate=True,
+    value_embeddings=(1,),
+    loops=2,
+    logit_softcap=2.0,
+)
 EMA = 0.15
 
 
 def program(devices: int, model: dict, **fields):
-    return build_program(load_config(
-        "gpt", **{f"model__{name}": value for name, value in {**SIZES, **OPTIONS, **model}.items()},
-        train__batch_size=4, train__ema=EMA, train__z_loss=0.01, optimizer__warmup_steps=0, **fields),
-        jax.devices()[:devices])
+    return build_program(
+        load_config(
+            "gpt",
+            **{f"model__{name}": value for name, value in {**SIZES, **OPTIONS, **model}.items()},
+            train__batch_size=4,
+            train__ema=EMA,
+            train__z_loss=0.01,
+            optimizer__warmup_steps=0,
+            **fields,
+        ),
+        jax.devices()[:devices],
+    )
 
 
 @pytest.mark.slow
@@ -37,8 +55,12 @@ def test_training_with_all_options(tmp_path):
     A restored state continues bit for bit. The average follows its formula.
     """
     tokens, results = np.random.default_rng(0).integers(0, 64, (4, 17)), []
-    programs = program(1, {}), program(4, dict(scan_layers=True, remat="full"), mesh__data=1, mesh__fsdp=2,
-                                       mesh__tensor=2)
+    programs = (
+        program(1, {}),
+        program(
+            4, dict(scan_layers=True, remat="full"), mesh__data=1, mesh__fsdp=2, mesh__tensor=2
+        ),
+    )
     initial = jax.device_get(programs[0].initial_state())
     for plan in programs:
         losses, states = train_three_steps(plan, tokens, tmp_path / str(plan.mesh.size), initial)
@@ -46,16 +68,24 @@ def test_training_with_all_options(tmp_path):
         assert losses[0] > losses[1] > losses[2]
         results.append((losses, weights[-1], states[-1].ema))
         assert plan.shardings.ema == plan.shardings.params
-    for path, change in jax.tree_util.tree_leaves_with_path(jax.tree.map(
-            lambda new, old: np.abs(new - old).max(), weights[-1], weights[0])):
+    for path, change in jax.tree_util.tree_leaves_with_path(
+        jax.tree.map(lambda new, old: np.abs(new - old).max(), weights[-1], weights[0])
+    ):
         assert change > 1e-5, path
     average = weights[0]
     for t, new in enumerate(weights[1:]):
         decay = min(EMA, (1 + t) / (10 + t))  # the second rate is above EMA
-        average = jax.tree.map(lambda a, x, d=decay: d * np.float64(a) + (1 - d) * np.float64(x), average, new)
-    jax.tree.map(lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6),
-                 results[1][2], average)
-    jax.tree.map(lambda one, four: np.testing.assert_allclose(one, four, rtol=1e-3, atol=2e-5), *results)
+        average = jax.tree.map(
+            lambda a, x, d=decay: d * np.float64(a) + (1 - d) * np.float64(x), average, new
+        )
+    jax.tree.map(
+        lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6),
+        results[1][2],
+        average,
+    )
+    jax.tree.map(
+        lambda one, four: np.testing.assert_allclose(one, four, rtol=1e-3, atol=2e-5), *results
+    )
 
 
 def test_commands_use_the_average(text_file, tmp_path, capsys):
@@ -63,19 +93,27 @@ def test_commands_use_the_average(text_file, tmp_path, capsys):
     model = models.build(**config.model)
     params, average = init(model), init(model, 1)
     folder = save_run(tmp_path / "run", config, params, ema=average)
-    assert_bitwise_equal(jax.device_get(inference.load_trained(folder).params), jax.device_get(average))
+    assert_bitwise_equal(
+        jax.device_get(inference.load_trained(folder).params), jax.device_get(average)
+    )
     assert "the moving average of the weights" in capsys.readouterr().err
     step_folder = next((folder / "checkpoints").glob("*/ema"))
     step_folder.rename(tmp_path / "ema")  # as in a run without averages
-    assert_bitwise_equal(jax.device_get(inference.load_trained(folder).params), jax.device_get(params))
+    assert_bitwise_equal(
+        jax.device_get(inference.load_trained(folder).params), jax.device_get(params)
+    )
     assert not capsys.readouterr().err
 
 
 def test_all_options_in_bfloat16():
-    model, tokens = build("gpt", **{**SIZES, **OPTIONS, "dtype": "bfloat16"}), np.arange(16)[None] % 7
+    model, tokens = (
+        build("gpt", **{**SIZES, **OPTIONS, "dtype": "bfloat16"}),
+        np.arange(16)[None] % 7,
+    )
     params = init(model)
     np.testing.assert_allclose(
-        forward(model, params, tokens)[0], plain_logits(model.config, params, tokens[0]), atol=0.05)
+        forward(model, params, tokens)[0], plain_logits(model.config, params, tokens[0]), atol=0.05
+    )
     hidden = jax.eval_shape(lambda: model.apply({"params": params}, tokens, method="hidden"))
     assert hidden.dtype == jnp.bfloat16
 
@@ -86,8 +124,13 @@ def test_counts_of_loops():
     once, twice = (build("gpt", **SIZES, loops=loops) for loops in (1, 2))
     assert models.num_parameters(once) == models.num_parameters(twice)
     head = 2 * 16 * 16 * 64
-    assert forward_operations(twice).products - head == 2 * (forward_operations(once).products - head)
-    layers = [memory.attention_layers(model, program(1, {}).mesh, False)[0].count for model in (once, twice)]
+    assert forward_operations(twice).products - head == 2 * (
+        forward_operations(once).products - head
+    )
+    layers = [
+        memory.attention_layers(model, program(1, {}).mesh, False)[0].count
+        for model in (once, twice)
+    ]
     assert layers == [2, 4]
     parts = memory.components(build("gpt", **SIZES, **OPTIONS))
     assert parts["value embeddings"] == 2 * 64 * 16 and parts["scalars of blocks"] == 2 * 4

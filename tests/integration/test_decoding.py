@@ -1,6 +1,7 @@
 """Tests of decoding: cached logits are compared with logits of the full forward pass.
 
-The tests also compare the rows of a batch with single rows, and calls of several steps with calls of one step.
+The tests also compare the rows of a batch with single rows, and calls of several steps with calls
+of one step.
 """
 
 import re
@@ -24,11 +25,19 @@ from smallgpt_jax.models.pgpt import with_paths
 
 CONTEXT = 24
 GREEDY = Sampling(temperature=None)
-# Masks, positions, and the caches of mixers and convolutions, because calls with several tokens can break them.
-# test_random_models.py decodes all other options.
+# Masks, positions, and the caches of mixers and convolutions, because calls with several tokens can
+# break them. test_random_models.py decodes all other options.
 VARIANTS = [
     ("gpt", {"position": "rope", "num_kv_heads": 2, "qk_norm": True, "attention_windows": (5, 0)}),
-    ("gpt", {"attention_mask": "prefix", "position": "alibi", "num_kv_heads": 2, "attention_windows": (5, 0)}),
+    (
+        "gpt",
+        {
+            "attention_mask": "prefix",
+            "position": "alibi",
+            "num_kv_heads": 2,
+            "attention_windows": (5, 0),
+        },
+    ),
     ("gpt", {"mixers": ("delta", "mamba", "conv"), "num_layers": 3, "use_bias": True}),
     ("pgpt", {"num_layers": 4, "num_paths": 4, "position": "alibi", "attention_windows": (6,)}),
     ("cgpt", {"conv_kernel": 5}),
@@ -49,7 +58,8 @@ def random_rows(model, lengths, seed=0):
 
 
 def session(model, params, ids, **settings):
-    # The parameters are converted to NumPy arrays. Slicing NumPy arrays compiles nothing, unlike slicing JAX arrays.
+    # The parameters are converted to NumPy arrays. Slicing NumPy arrays compiles nothing, unlike
+    # slicing JAX arrays.
     weights = layout.pack(model, jax.device_get(params))
     return decoder.DecodeSession(model, weights, model.config.vocab_size, ids, **settings)
 
@@ -57,15 +67,17 @@ def session(model, params, ids, **settings):
 def assert_cache_matches_forward(model, params):
     """Decodes three rows. After each call, compares the logits with those of a full forward pass.
 
-    The prompts have 1, 5 and 9 tokens. Each later call adds 1 token to the first row, 2 to the second and 3 to the
-    third. A row that has ten or more tokens gets only 1.
+    The prompts have 1, 5 and 9 tokens. Each later call adds 1 token to the first row, 2 to the
+    second and 3 to the third. A row that has ten or more tokens gets only 1.
     """
     rows = random_rows(model, [CONTEXT - 4, CONTEXT, CONTEXT - 9])
     filled = np.zeros((3, CONTEXT), np.int32)
     for place, row in zip(filled, rows):
-        place[:len(row)] = row
+        place[: len(row)] = row
     is_prefix = model.config.attention_mask == "prefix"  # then the prompts are prefixes
-    context = Context(prefix_BxT=np.arange(CONTEXT)[None] < np.array([[1], [5], [9]]) if is_prefix else None)
+    context = Context(
+        prefix_BxT=np.arange(CONTEXT)[None] < np.array([[1], [5], [9]]) if is_prefix else None
+    )
     full = jax.jit(model.apply)({"params": params}, filled, context)
     texts = session(model, params, [row[:n] for row, n in zip(rows, (1, 5, 9))])
     if model.config.architecture != "cgpt":
@@ -74,28 +86,34 @@ def assert_cache_matches_forward(model, params):
     while active:
         _, logits = texts.sample_with_logits(GREEDY)
         for i in active:
-            np.testing.assert_allclose(logits[i], full[i, len(texts.ids[i]) - 1], atol=1e-4, rtol=1e-4)
+            np.testing.assert_allclose(
+                logits[i], full[i, len(texts.ids[i]) - 1], atol=1e-4, rtol=1e-4
+            )
             compared += 1
         active = [i for i in active if len(texts.ids[i]) < len(rows[i])]
         for i in active:
             read = len(texts.ids[i])
-            texts.ids[i] += rows[i][read:read + (i + 1 if read < 10 else 1)]
+            texts.ids[i] += rows[i][read : read + (i + 1 if read < 10 else 1)]
     assert compared == 20 + 17 + 5 and [len(ids) for ids in texts.ids] == [len(row) for row in rows]
 
 
-@pytest.mark.parametrize("architecture, fields", [
-    VARIANTS[0], *(pytest.param(*variant, marks=pytest.mark.slow) for variant in VARIANTS[1:])])
+@pytest.mark.parametrize(
+    "architecture, fields",
+    [VARIANTS[0], *(pytest.param(*variant, marks=pytest.mark.slow) for variant in VARIANTS[1:])],
+)
 def test_cached_logits_match_the_forward_pass(architecture, fields):
     assert_cache_matches_forward(*small(architecture, **fields))
 
 
 @pytest.mark.slow
 def test_samples_of_a_prompt_and_dropped_tokens_have_the_prefix_of_the_prompt():
-    """The logits of every sample are those of the whole prompt. When the oldest tokens are dropped, the rest of the
-    prompt is still a prefix.
+    """The logits of every sample are those of the whole prompt. When the oldest tokens are dropped,
+    the rest of the prompt is still a prefix.
     """
-    model, params = small("gpt", attention_mask="prefix", position="rope")  # one layer would not show it
-    row, = random_rows(model, [CONTEXT + 1])
+    model, params = small(
+        "gpt", attention_mask="prefix", position="rope"
+    )  # one layer would not show it
+    (row,) = random_rows(model, [CONTEXT + 1])
 
     @jax.jit
     def logits(tokens_T, prefix):
@@ -115,18 +133,25 @@ def test_samples_of_a_prompt_and_dropped_tokens_have_the_prefix_of_the_prompt():
 
 def test_scores_of_a_prefix_model_have_the_context_as_prefix():
     model, params = small("gpt", attention_mask="prefix")
-    row, = random_rows(model, [CONTEXT + 1])
-    (_, score), = Scorer(model, params, devices=jax.devices()[:1]).score([TokenSequence(row, 5)])
+    (row,) = random_rows(model, [CONTEXT + 1])
+    ((_, score),) = Scorer(model, params, devices=jax.devices()[:1]).score([TokenSequence(row, 5)])
     logits = jax.jit(model.apply)(
-        {"params": params}, np.array([row[:-1]]), Context(prefix_BxT=np.arange(CONTEXT)[None] < 20))
-    log_p = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits[0])), np.array(row[1:])[:, None], 1)
+        {"params": params}, np.array([row[:-1]]), Context(prefix_BxT=np.arange(CONTEXT)[None] < 20)
+    )
+    log_p = np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits[0])), np.array(row[1:])[:, None], 1
+    )
     assert score.log_likelihood == pytest.approx(log_p[-5:].sum(), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_a_cache_that_grows_into_a_rolling_one():
-    """With a window of 20 tokens, the cache grows from 16 to 20 slots. Then, new tokens replace the oldest ones."""
-    model, params = small("gpt", context_length=64, num_layers=1, position="rope", attention_windows=(20,))
+    """With a window of 20 tokens, the cache grows from 16 to 20 slots. Then, new tokens replace the
+    oldest ones.
+    """
+    model, params = small(
+        "gpt", context_length=64, num_layers=1, position="rope", attention_windows=(20,)
+    )
     rows = random_rows(model, [50, 41])
     full = forward(model, params, np.stack([np.pad(row, (0, 64 - len(row))) for row in rows]))
     texts = session(model, params, [row[:3] for row in rows])
@@ -142,7 +167,9 @@ def test_a_long_prompt():
 
     The attention window reaches from the second chunk into the first.
     """
-    model, params = small("gpt", context_length=192, num_layers=1, position="alibi", attention_windows=(100,))
+    model, params = small(
+        "gpt", context_length=192, num_layers=1, position="alibi", attention_windows=(100,)
+    )
     rows = random_rows(model, [150, 170])
     full = forward(model, params, np.stack([np.pad(row, (0, 192 - len(row))) for row in rows]))
     texts = session(model, params, [row[:-1] for row in rows])
@@ -155,18 +182,24 @@ def test_a_long_prompt():
 
 @pytest.mark.slow
 def test_selected_paths():
-    """The selected paths alone give the logits of the full model in which all other paths have weight zero."""
+    """The selected paths alone give the logits of the full model in which all other paths have
+    weight zero.
+    """
     model, params = small("pgpt", num_layers=4, num_paths=4)
     params["trunk"]["path_logits"] = jnp.array([0.1, -0.3, 0.6])
     tokens = np.array(random_rows(model, [CONTEXT]))
     for chosen in ([2], [3, 1], [0, 1, 2, 3]):
         logits = np.append(params["trunk"]["path_logits"], 0.0)
         logits += [0.0 if path in chosen else -60.0 for path in range(4)]
-        silenced = {**params, "trunk": {**params["trunk"], "path_logits": jnp.array((logits - logits[-1])[:-1])}}
+        silenced = {
+            **params,
+            "trunk": {**params["trunk"], "path_logits": jnp.array((logits - logits[-1])[:-1])},
+        }
         config, kept, _ = with_paths(model.config, params, {}, chosen)
         part = models.LanguageModel(config)
         np.testing.assert_allclose(
-            forward(part, kept, tokens), forward(model, silenced, tokens), atol=2e-5, rtol=1e-4)
+            forward(part, kept, tokens), forward(model, silenced, tokens), atol=2e-5, rtol=1e-4
+        )
         assert models.num_parameters(part) == sum(x.size for x in jax.tree.leaves(kept))
         if len(chosen) == 1:
             assert_cache_matches_forward(part, kept)
@@ -179,13 +212,17 @@ def test_shared_layers_have_a_cache_for_each_use(monkeypatch):
     readme = (ROOT / "README.md").read_text()
     exec(re.search(r"```python\n(# my_models/twice\.py.*?)```", readme, re.DOTALL)[1], names)
     monkeypatch.setitem(models.ARCHITECTURES, "twice", names["Twice"])
-    config = load_config("gpt", model__architecture="twice", model__context_length=CONTEXT, model__num_layers=1)
+    config = load_config(
+        "gpt", model__architecture="twice", model__context_length=CONTEXT, model__num_layers=1
+    )
     model = models.build(**config.model)
     assert_cache_matches_forward(model, init(model))
 
 
 class IgnoresDecoding(nn.Module):
-    """A trunk that ignores `context.decode`: its attention sees only the tokens of the current call."""
+    """A trunk that ignores `context.decode`: its attention sees only the tokens of the current
+    call.
+    """
 
     config: models.ModelConfig
 
@@ -210,20 +247,35 @@ class FailsInDecoding(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trunk, substrings", [
-    (f"{__name__}:IgnoresDecoding", ["gives wrong logits", "no layer keeps a cache", "context.decode"]),
-    (f"{__name__}:FailsInDecoding", ["AssertionError: not written yet", "context.decode"]),
-    ("smallgpt_jax.models.gpt:GPT", None)])
+@pytest.mark.parametrize(
+    "trunk, substrings",
+    [
+        (
+            f"{__name__}:IgnoresDecoding",
+            ["gives wrong logits", "no layer keeps a cache", "context.decode"],
+        ),
+        (f"{__name__}:FailsInDecoding", ["AssertionError: not written yet", "context.decode"]),
+        ("smallgpt_jax.models.gpt:GPT", None),
+    ],
+)
 def test_refuses_custom_architectures_that_decode_wrongly(trunk, substrings, monkeypatch):
-    """A model of a custom architecture is refused if its decoding gives wrong logits or raises an error.
+    """A model of a custom architecture is refused if its decoding gives wrong logits or raises an
+    error.
 
-    gpt's trunk is accepted. The models have no position encoding, so only attention can make the logits wrong.
+    gpt's trunk is accepted. The models have no position encoding, so only attention can make the
+    logits wrong.
     """
-    model = models.build(**load_config("gpt", model__architecture=trunk, model__num_layers=1,
-                                       model__position="none").model)
+    model = models.build(
+        **load_config(
+            "gpt", model__architecture=trunk, model__num_layers=1, model__position="none"
+        ).model
+    )
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
-    monkeypatch.setattr(inference.loading, "load_trained",
-                        lambda *_: inference.TrainedModel(model, params, {}, Bytes(), 1))
+    monkeypatch.setattr(
+        inference.loading,
+        "load_trained",
+        lambda *_: inference.TrainedModel(model, params, {}, Bytes(), 1),
+    )
     if substrings is None:
         inference.load("a workdir")
         return
@@ -232,14 +284,21 @@ def test_refuses_custom_architectures_that_decode_wrongly(trunk, substrings, mon
     assert all(s in str(error.value) for s in substrings), str(error.value)
 
 
-@pytest.mark.parametrize("architecture, per_position, extra", [
-    ("gpt", 2 * 2 * 64, 0), ("pgpt", 2 * 2 * 64, 0), ("lgpt", 2 * (64 + 32), 0),
-    ("cgpt", 2 * (64 + 32), 2 * (64 + 32))])
+@pytest.mark.parametrize(
+    "architecture, per_position, extra",
+    [
+        ("gpt", 2 * 2 * 64, 0),
+        ("pgpt", 2 * 2 * 64, 0),
+        ("lgpt", 2 * (64 + 32), 0),
+        ("cgpt", 2 * (64 + 32), 2 * (64 + 32)),
+    ],
+)
 def test_cache_bytes(architecture, per_position, extra):
     model, params = small(architecture)
     texts = session(model, params, random_rows(model, [3, 8]))
-    texts._cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype),
-                                decoder.cache_shapes(model, texts.weights, 2, 16))
+    texts._cache = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), decoder.cache_shapes(model, texts.weights, 2, 16)
+    )
     assert texts.cache_bytes() == 2 * 4 * (16 * per_position + extra)
     texts.reserve(14)
     assert texts.cache_bytes() == 2 * 4 * (CONTEXT * per_position + extra)
@@ -249,7 +308,8 @@ def test_layers_with_a_window_cache_only_the_window():
     model, params = small("gpt", attention_windows=(5, 0), num_layers=4)
     shapes = decoder.cache_shapes(model, layout.pack(model, params), 3, CONTEXT)
     per_head = [x.shape[1] for x in jax.tree.leaves(shapes)]
-    # Two layers have a window of 5 tokens, and two have no window. Each layer has one array of keys and one of values.
+    # Two layers have a window of 5 tokens, and two have no window. Each layer has one array of keys
+    # and one of values.
     assert sorted(per_head) == 4 * [5] + 4 * [CONTEXT]
     shorter = decoder.cache_shapes(model, layout.pack(model, params), 3, 4)
     assert {x.shape[1] for x in jax.tree.leaves(shorter)} == {4}
@@ -289,9 +349,11 @@ def test_nothing_is_compiled_twice():
 
 @pytest.mark.slow
 def test_several_steps_draw_the_same_tokens_as_single_steps():
-    """Calls of several steps sample the same tokens as calls of one step. They all use one compiled program.
+    """Calls of several steps sample the same tokens as calls of one step. They all use one compiled
+    program.
 
-    The texts are longer than the context. When the context is full, the newer half of its tokens is prefilled again.
+    The texts are longer than the context. When the context is full, the newer half of its tokens is
+    prefilled again.
     """
     model, params = small("cgpt")
     sampling = Sampling(top_k=20, repetition_penalty=1.3)
@@ -313,20 +375,25 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
     before = decoder.decode_steps._cache_size()
     ahead = generate(lambda texts, left: texts.sample_steps(sampling, left).tolist())
     assert decoder.decode_steps._cache_size() == before + 1
-    # `numbers` contains the number of steps of each call. Calls that prefill have one step: the first call, and each
-    # call after a row has filled the context of 24 tokens. The row with 5 prompt tokens is full after 1 + 19 = 20
-    # steps, and the row with 1 prompt token after 1 + 23 = 24 steps.
+    # `numbers` contains the number of steps of each call. Calls that prefill have one step: the
+    # first call, and each call after a row has filled the context of 24 tokens. The row with 5
+    # prompt tokens is full after 1 + 19 = 20 steps, and the row with 1 prompt token after 1 + 23 =
+    # 24 steps.
     assert numbers == [1, 4, 4, 4, 4, 3, 1, 3, 1, 4, 1]
-    assert ahead == generate(lambda texts, left: np.asarray(texts.sample(sampling))[:, None].tolist())
+    assert ahead == generate(
+        lambda texts, left: np.asarray(texts.sample(sampling))[:, None].tolist()
+    )
     assert list(map(len, ahead)) == [30, 30]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 def test_end_of_text_within_several_steps(at):
-    """If a row samples end-of-text within a multi-step call, no later token is cached. The row can be continued."""
+    """If a row samples end-of-text within a multi-step call, no later token is cached. The row can
+    be continued.
+    """
     model, params = small("cgpt")
-    row, = random_rows(model, [6])
+    (row,) = random_rows(model, [6])
     sampling, plain = Sampling(temperature=1.0), session(model, params, [row[:-1]])
     plain.sample(sampling)
     plain.ids = [list(row)]
@@ -335,11 +402,13 @@ def test_end_of_text_within_several_steps(at):
     texts = session(model, params, [row[:-1]], end_of_text=sampled[at])
     texts.sample(sampling)
     texts.ids = [list(row)]
-    assert texts.sample_steps(sampling, 4)[0].tolist()[:at + 1] == sampled[:at + 1]
+    assert texts.sample_steps(sampling, 4)[0].tolist()[: at + 1] == sampled[: at + 1]
     assert texts._cached.tolist() == [len(row) + at]
     texts.ids = [[*row, *sampled[:at], 3, 4, 5, 6, 7]]
     _, logits = texts.sample_with_logits(sampling)
-    np.testing.assert_allclose(logits, session(model, params, texts.ids).sample_with_logits(sampling)[1], atol=1e-5)
+    np.testing.assert_allclose(
+        logits, session(model, params, texts.ids).sample_with_logits(sampling)[1], atol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -358,7 +427,7 @@ def test_finished_rows_do_not_disturb_the_others():
         numbers.append(len(sampled_BxN[0]))
         ends = {1: 8, 2: CONTEXT}  # row → length at which it ends
         for i, (row, sampled) in enumerate(zip(together.ids, sampled_BxN)):
-            row += sampled[:max(0, ends.get(i, CONTEXT) - len(row))]
+            row += sampled[: max(0, ends.get(i, CONTEXT) - len(row))]
     while len(alone.ids[0]) < 16:
         alone.ids[0].append(int(alone.sample(GREEDY)[0]))
     assert together.ids[0] == alone.ids[0]

@@ -1,5 +1,5 @@
-"""Tests of the mixer `delta` (Gated DeltaNet) in models. Random models (test_random_models.py) compare it with float64
-formulas, packed, cached and sharded; test_gated_delta.py tests its rule.
+"""Tests of the mixer `delta` (Gated DeltaNet) in models. Random models (test_random_models.py)
+compare it with float64 formulas, packed, cached and sharded; test_gated_delta.py tests its rule.
 """
 
 import flax.linen as nn
@@ -38,21 +38,52 @@ def test_transformers_has_the_same_layer():
     torch = pytest.importorskip("torch")
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     config = build("gpt", **SIZES, mixers=("delta",), delta_head_dim=6).config
-    mixer, x = GatedDeltaNet(config), np.random.default_rng(0).standard_normal((2, 70, 16)).astype(np.float32)
-    params = jax.device_get(nn.unbox(jax.jit(mixer.init)(jax.random.key(0), x, EVALUATION)["params"]))
-    params = jax.tree.map(lambda x: 20 * x if x.ndim > 1 else x, params)  # initial weights hardly reach the nonlinear
-    theirs = qwen.Qwen3NextGatedDeltaNet(qwen.Qwen3NextConfig(
-        hidden_size=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=6,
-        linear_value_head_dim=12, rms_norm_eps=config.norm_epsilon, hidden_act="silu", num_hidden_layers=1,
-        layer_types=["linear_attention"]), 0).eval()
-    qkvz_DxHxJ = np.concatenate([params[name]["kernel"] for name in ("query", "key", "value", "gate")], axis=2)
-    taps_JxHxC = params["convolution"]["taps"].reshape(4, 2, -1)  # theirs has all queries first, then keys, then values
-    taps = np.concatenate([part.reshape(4, -1) for part in np.split(taps_JxHxC, (6, 12), axis=2)], axis=1)
+    mixer, x = (
+        GatedDeltaNet(config),
+        np.random.default_rng(0).standard_normal((2, 70, 16)).astype(np.float32),
+    )
+    params = jax.device_get(
+        nn.unbox(jax.jit(mixer.init)(jax.random.key(0), x, EVALUATION)["params"])
+    )
+    params = jax.tree.map(
+        lambda x: 20 * x if x.ndim > 1 else x, params
+    )  # initial weights hardly reach the nonlinear
+    theirs = qwen.Qwen3NextGatedDeltaNet(
+        qwen.Qwen3NextConfig(
+            hidden_size=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=6,
+            linear_value_head_dim=12,
+            rms_norm_eps=config.norm_epsilon,
+            hidden_act="silu",
+            num_hidden_layers=1,
+            layer_types=["linear_attention"],
+        ),
+        0,
+    ).eval()
+    qkvz_DxHxJ = np.concatenate(
+        [params[name]["kernel"] for name in ("query", "key", "value", "gate")], axis=2
+    )
+    taps_JxHxC = params["convolution"]["taps"].reshape(
+        4, 2, -1
+    )  # theirs has all queries first, then keys, then values
+    taps = np.concatenate(
+        [part.reshape(4, -1) for part in np.split(taps_JxHxC, (6, 12), axis=2)], axis=1
+    )
     state = {
-        "in_proj_qkvz.weight": qkvz_DxHxJ.reshape(16, -1).T, "conv1d.weight": taps.T[:, None],
-        "in_proj_ba.weight": np.stack([params[name]["kernel"] for name in ("beta", "decay")], axis=2).reshape(16, -1).T,
-        "A_log": params["A_log"], "dt_bias": params["dt_bias"], "norm.weight": params["out_norm"]["scale"],
-        "out_proj.weight": params["out"]["kernel"].reshape(-1, 16).T}
+        "in_proj_qkvz.weight": qkvz_DxHxJ.reshape(16, -1).T,
+        "conv1d.weight": taps.T[:, None],
+        "in_proj_ba.weight": np.stack(
+            [params[name]["kernel"] for name in ("beta", "decay")], axis=2
+        )
+        .reshape(16, -1)
+        .T,
+        "A_log": params["A_log"],
+        "dt_bias": params["dt_bias"],
+        "norm.weight": params["out_norm"]["scale"],
+        "out_proj.weight": params["out"]["kernel"].reshape(-1, 16).T,
+    }
     theirs.load_state_dict({name: torch.tensor(np.array(x)) for name, x in state.items()})
     with torch.no_grad():
         expected = theirs(torch.tensor(x)).numpy()
@@ -62,12 +93,16 @@ def test_transformers_has_the_same_layer():
 
 
 def decode(model, params, ids) -> DecodeSession:
-    return DecodeSession(model, layout.pack(model, jax.device_get(params)), 64, [list(map(int, row)) for row in ids])
+    return DecodeSession(
+        model, layout.pack(model, jax.device_get(params)), 64, [list(map(int, row)) for row in ids]
+    )
 
 
 @pytest.mark.slow
 def test_copies_of_rows_and_finished_rows():
-    """Copies of a row have its state. A row without new tokens keeps its state while others continue."""
+    """Copies of a row have its state. A row without new tokens keeps its state while others
+    continue.
+    """
     model = build("gpt", **SIZES, mixers=("delta",), scan_layers=False)
     params, tokens = init(model), random_tokens(2, 24)
     logits, greedy = forward(model, params, tokens), Sampling(temperature=None)
@@ -84,62 +119,115 @@ def test_copies_of_rows_and_finished_rows():
 
 @pytest.mark.slow
 def test_the_cache_does_not_grow():
-    """It has a state per head in float32, and three inputs of the convolution in the dtype of the model."""
+    """It has a state per head in float32, and three inputs of the convolution in the dtype of the
+    model.
+    """
     model = build("gpt", **SIZES, mixers=("delta",), dtype="bfloat16")
     key, value = 8, 16
     expected = 4 * 2 * (key * value * 4 + 3 * (2 * key + value) * 2)
-    assert [inference_cost.num_cache_bytes(model, length) for length in (1, 2, 24)] == [expected] * 3
+    assert [inference_cost.num_cache_bytes(model, length) for length in (1, 2, 24)] == [
+        expected
+    ] * 3
 
 
 @pytest.mark.slow
 def test_bfloat16_stays_near_float32():
-    exact, rounded = (build("gpt", **SIZES, mixers=("delta",), dtype=dtype) for dtype in ("float32", "bfloat16"))
+    exact, rounded = (
+        build("gpt", **SIZES, mixers=("delta",), dtype=dtype) for dtype in ("float32", "bfloat16")
+    )
     params, tokens = init(exact), random_tokens(2, 24)
     a, b = (np.asarray(forward(model, params, tokens)) for model in (exact, rounded))
-    assert 0 < np.sqrt(np.mean((a - b)**2)) < 0.03 * np.std(a)
+    assert 0 < np.sqrt(np.mean((a - b) ** 2)) < 0.03 * np.std(a)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture, widths", [
-    ("gpt", [16] * 3), pytest.param("lgpt", [16, 16, 8], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "architecture, widths",
+    [("gpt", [16] * 3), pytest.param("lgpt", [16, 16, 8], marks=pytest.mark.slow)],
+)
 def test_plan_counts_delta(architecture, widths):
-    """Parameters and FLOPs per token, which do not depend on the context, unlike those of attention."""
+    """Parameters and FLOPs per token, which do not depend on the context, unlike those of
+    attention.
+    """
     fields = {**SIZES, "mixers": HYBRID, "delta_head_dim": 6, "position": "none"}
     found = {}
     for length in (64, 256):
         model = build(architecture, **{**fields, "context_length": length})
-        plain = build(architecture, **{**fields, "context_length": length, "mixers": ("attention",)})
+        plain = build(
+            architecture, **{**fields, "context_length": length, "mixers": ("attention",)}
+        )
         attention = sum(24 * w**2 + 12 * length * w for w in widths)
         found[length] = train_flops_per_token(model) - (train_flops_per_token(plain) - attention)
     heads, key, value, chunk = 2, 6, 12, 64
     matrices = sum(w * heads * (2 * key + 3 * value + 2) for w in widths)
-    # Multiplications per chunk and head: two products of queries and keys, two of (C, C) matrices with keys and values,
-    # one of keys with these, those of queries and of a (K, K) matrix with the state, the sums of decays, and two
-    # products for each halving of the matrix to invert; blocks of 16 have three such levels, since pairs need none.
-    rule = (chunk**2 * (4 * key + 2 * value) + chunk * key * (key + 2 * value) + key**2 * value
-            + chunk**3 + 2 * chunk**2 + 2 * (32**3 + 2 * 16**3 + 4 * 3 * 16**3))
+    # Multiplications per chunk and head: two products of queries and keys, two of (C, C) matrices
+    # with keys and values, one of keys with these, those of queries and of a (K, K) matrix with the
+    # state, the sums of decays, and two products for each halving of the matrix to invert; blocks
+    # of 16 have three such levels, since pairs need none.
+    rule = (
+        chunk**2 * (4 * key + 2 * value)
+        + chunk * key * (key + 2 * value)
+        + key**2 * value
+        + chunk**3
+        + 2 * chunk**2
+        + 2 * (32**3 + 2 * 16**3 + 4 * 3 * 16**3)
+    )
     assert found[64] == found[256] == 6 * (matrices + len(widths) * heads * rule / chunk)
     parts = memory.components(model)
-    assert parts["GatedDeltaNet"] == matrices + len(widths) * (4 * heads * (2 * key + value) + 2 * heads + value)
+    assert parts["GatedDeltaNet"] == matrices + len(widths) * (
+        4 * heads * (2 * key + value) + 2 * heads + value
+    )
 
 
 def test_muon_updates_the_matrices():
-    """Those of queries, keys, values, gate, decay, β and output; not the convolution, which is no matrix."""
+    """Those of queries, keys, values, gate, decay, β and output; not the convolution, which is no
+    matrix.
+    """
     model = build("gpt", **SIZES, mixers=("delta",), use_bias=True, rank_ratio=0.5)
     leaves = jax.tree.leaves(models.abstract_params(model)["trunk"]["blocks"]["mixer"])
-    assert {p.path[-2] for p in leaves if uses_muon(p)} == {"query", "key", "value", "gate", "decay", "beta", "out"}
-    taps, = (p for p in leaves if p.name == "taps")
+    assert {p.path[-2] for p in leaves if uses_muon(p)} == {
+        "query",
+        "key",
+        "value",
+        "gate",
+        "decay",
+        "beta",
+        "out",
+    }
+    (taps,) = (p for p in leaves if p.name == "taps")
     assert not taps.is_matrix and taps.axes == ("layers", "tap", "heads")
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"mixers": ("dleta", "attention")}, "mixers='dleta': must be one of attention, delta.* did you mean 'delta'"),
-    ({"delta_value_ratio": 0}, "delta_value_ratio=0: must be at least 1"),
-    ({"delta_head_dim": -1}, "delta_head_dim=-1: must be at least 0"),
-    *(({"mixers": ("delta",), field: value}, rf"{field}=.*: only attention uses it, and .* no attention in 4 blocks")
-      for field, value in (("attention", "cudnn"), ("attention", "splash"), ("position", "alibi"), ("position", "rope"),
-                           ("num_kv_heads", 1), ("qk_norm", True), ("attention_windows", (4, 0)))),
-    ({"mixers": (*["delta"] * 4, "attention"), "attention": "cudnn"}, "no attention in 4 blocks")])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"mixers": ("dleta", "attention")},
+            "mixers='dleta': must be one of attention, delta.* did you mean 'delta'",
+        ),
+        ({"delta_value_ratio": 0}, "delta_value_ratio=0: must be at least 1"),
+        ({"delta_head_dim": -1}, "delta_head_dim=-1: must be at least 0"),
+        *(
+            (
+                {"mixers": ("delta",), field: value},
+                rf"{field}=.*: only attention uses it, and .* no attention in 4 blocks",
+            )
+            for field, value in (
+                ("attention", "cudnn"),
+                ("attention", "splash"),
+                ("position", "alibi"),
+                ("position", "rope"),
+                ("num_kv_heads", 1),
+                ("qk_norm", True),
+                ("attention_windows", (4, 0)),
+            )
+        ),
+        (
+            {"mixers": (*["delta"] * 4, "attention"), "attention": "cudnn"},
+            "no attention in 4 blocks",
+        ),
+    ],
+)
 def test_refuses(fields, message):
     with pytest.raises(UserError, match=message) as error:
         build("gpt", **{**SIZES, **fields})
@@ -149,17 +237,31 @@ def test_refuses(fields, message):
 def test_refuses_a_prefix():
     model = build("gpt", **SIZES, mixers=HYBRID)
     with pytest.raises(UserError, match="does not see later tokens; use attention in all blocks"):
-        jax.eval_shape(model.apply, {"params": models.abstract_params(model)}, random_tokens(1, 24),
-                       Context(prefix_BxT=jnp.arange(24)[None] < 3))
+        jax.eval_shape(
+            model.apply,
+            {"params": models.abstract_params(model)},
+            random_tokens(1, 24),
+            Context(prefix_BxT=jnp.arange(24)[None] < 3),
+        )
 
 
 def losses(devices: int, fields: dict, folder, **axes) -> list[float]:
     """Returns the losses of three steps of a pgpt with two paths of three blocks."""
     config = load_config(
-        "pgpt", train__batch_size=8, optimizer__warmup_steps=0,
-        **{f"model__{name}": value for name, value in {
-            **SIZES, "mixers": ("delta", "mamba", "conv"), "num_layers": 6, **fields}.items()},
-        **{f"mesh__{axis}": length for axis, length in {"data": 1, **axes}.items()})
+        "pgpt",
+        train__batch_size=8,
+        optimizer__warmup_steps=0,
+        **{
+            f"model__{name}": value
+            for name, value in {
+                **SIZES,
+                "mixers": ("delta", "mamba", "conv"),
+                "num_layers": 6,
+                **fields,
+            }.items()
+        },
+        **{f"mesh__{axis}": length for axis, length in {"data": 1, **axes}.items()},
+    )
     program = build_program(config, jax.devices()[:devices])
     initial = start_from(program, init(program.model))
     return train_three_steps(program, random_tokens(8, 25), folder / str(devices), initial)[0]
@@ -170,19 +272,30 @@ def test_training_does_not_depend_on_devices_or_resumption(tmp_path):
     """`train_three_steps` compares the third step with that of a restored state, bit for bit."""
     one = losses(1, {}, tmp_path)
     assert one[0] > one[1] > one[2]
-    np.testing.assert_allclose(losses(8, {"remat": "dots"}, tmp_path, fsdp=2, tensor=2, path=2), one, rtol=1e-5)
+    np.testing.assert_allclose(
+        losses(8, {"remat": "dots"}, tmp_path, fsdp=2, tensor=2, path=2), one, rtol=1e-5
+    )
 
 
 @pytest.mark.slow
 def test_the_hybrid_recipe(text_file, tmp_path):
     """It trains on eight devices with separate documents, and generates text."""
-    config = load_config("hybrid", **{**SMALL, "model__num_layers": 4}, data__source=str(text_file),
-                         data__validation_fraction=0.2, data__separate_documents=True, train__steps=2,
-                         train__eval_every=2, train__eval_steps=1, train__checkpoint_every=2)
+    config = load_config(
+        "hybrid",
+        **{**SMALL, "model__num_layers": 4},
+        data__source=str(text_file),
+        data__validation_fraction=0.2,
+        data__separate_documents=True,
+        train__steps=2,
+        train__eval_every=2,
+        train__eval_steps=1,
+        train__checkpoint_every=2,
+    )
     train(config, str(tmp_path))
     model = inference.load(tmp_path)
     assert len(model.generate("a", max_new_tokens=5, temperature=0.0)) == 5
     paper = models.build(**load_config("hybrid", "paper").model)
     # 6·D² of delta's large matrices, as in the paper; the recipe's docstring names this number.
     assert memory.components(paper)["GatedDeltaNet"] == 9 * (
-        6 * 768**2 + 2 * 768 * 12 + 4 * 12 * 4 * 48 + 2 * 12 + 96)
+        6 * 768**2 + 2 * 768 * 12 + 4 * 12 * 4 * 48 + 2 * 12 + 96
+    )

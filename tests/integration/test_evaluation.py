@@ -1,4 +1,6 @@
-"""Tests of evaluation: scores are compared with plain arithmetic and with the `hf` backend of lm-evaluation-harness."""
+"""Tests of evaluation: scores are compared with plain arithmetic and with the `hf` backend of
+lm-evaluation-harness.
+"""
 
 import functools
 import json
@@ -27,7 +29,9 @@ CONTEXT = 32
 
 
 def harness_model(model, params, tokenizer=None, progress=lambda *_: None, **settings) -> SmallGPT:
-    return SmallGPT(Scorer(model, params, **settings), params, tokenizer or tokenizers.Bytes(), progress)
+    return SmallGPT(
+        Scorer(model, params, **settings), params, tokenizer or tokenizers.Bytes(), progress
+    )
 
 
 def request(kind: str, *arguments) -> Instance:
@@ -36,31 +40,44 @@ def request(kind: str, *arguments) -> Instance:
 
 @pytest.fixture(scope="module")
 def gpt():
-    """Returns a model with a context of 32 tokens, and parameters with which it prefers letters and spaces."""
+    """Returns a model with a context of 32 tokens, and parameters with which it prefers letters and
+    spaces.
+    """
     model = build("gpt", num_layers=1, context_length=CONTEXT)
     params = init(model)
     preferred_V = np.isin(np.arange(512), list(f"{string.ascii_lowercase} ".encode()))
-    return model, {**params, "head": params["head"] * np.where(preferred_V, 1.0, 0.01)[:, None].astype(np.float32)}
+    return model, {
+        **params,
+        "head": params["head"] * np.where(preferred_V, 1.0, 0.01)[:, None].astype(np.float32),
+    }
 
 
 def logits_of(model, params, tokens) -> np.ndarray:
-    """Returns the logits after each token, (T, V) float64. Tokens are padded, so that all calls share one program."""
+    """Returns the logits after each token, (T, V) float64. Tokens are padded, so that all calls
+    share one program.
+    """
     padded = np.array([[*tokens, *[0] * (CONTEXT - len(tokens))]])
-    return np.asarray(forward(model, params, padded)[0, :len(tokens)], np.float64)
+    return np.asarray(forward(model, params, padded)[0, : len(tokens)], np.float64)
 
 
 # ---------------------------------------------------------------------- scores
 
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture, devices", [("gpt", 1), ("cgpt", 8)])
 def test_scores_are_sums_of_log_probabilities(architecture, devices):
-    """Scores of batched sequences match log-probabilities that are computed in float64 for each sequence alone."""
+    """Scores of batched sequences match log-probabilities that are computed in float64 for each
+    sequence alone.
+    """
     model = build(architecture, context_length=CONTEXT)
     params = init(model)
     random = np.random.default_rng(0)
-    sequences = [TokenSequence(random.integers(0, 512, n).tolist(), int(random.integers(1, n)))
-                 for n in [*random.integers(2, CONTEXT + 2, 40), 2, CONTEXT + 1]]
-    # Three more sequences: each has five random tokens, and then four tokens that the model finds most likely.
+    sequences = [
+        TokenSequence(random.integers(0, 512, n).tolist(), int(random.integers(1, n)))
+        for n in [*random.integers(2, CONTEXT + 2, 40), 2, CONTEXT + 1]
+    ]
+    # Three more sequences: each has five random tokens, and then four tokens that the model finds
+    # most likely.
     greedy = [random.integers(0, 512, 5).tolist() for _ in range(3)]
     for tokens in greedy:
         for _ in range(4):
@@ -80,24 +97,32 @@ def test_scores_are_sums_of_log_probabilities(architecture, devices):
 
 @pytest.mark.slow
 def test_a_rolling_score_is_that_of_the_whole_text(gpt):
-    """A text that is longer than the context is scored window by window; each byte is scored once."""
+    """A text that is longer than the context is scored window by window; each byte is scored
+    once.
+    """
     text = "A text that is longer than what the model can see at once. " * 2
-    result, = harness_model(*gpt).loglikelihood_rolling([request("loglikelihood_rolling", text)])
+    (result,) = harness_model(*gpt).loglikelihood_rolling([request("loglikelihood_rolling", text)])
     tokens, expected = [256, *text.encode()], 0.0
     for start in range(1, len(tokens), CONTEXT):
         end = min(start + CONTEXT, len(tokens))
-        inputs = tokens[max(0, end - 1 - CONTEXT):end - 1]
+        inputs = tokens[max(0, end - 1 - CONTEXT) : end - 1]
         log_p = np.asarray(jax.nn.log_softmax(logits_of(*gpt, inputs)))
-        expected += log_p[np.arange(len(inputs)), tokens[end - len(inputs):end]][-(end - start):].sum()
+        expected += log_p[np.arange(len(inputs)), tokens[end - len(inputs) : end]][
+            -(end - start) :
+        ].sum()
     assert result == pytest.approx(expected, rel=1e-5)
 
 
 def test_blank_and_empty_texts(gpt):
     """Empty and blank contexts become the end-of-text token. An empty continuation is refused."""
     lm = harness_model(*gpt)
-    blank, empty, other = lm.loglikelihood([
-        request("loglikelihood", " ", "ab"), request("loglikelihood", "", " ab"),
-        request("loglikelihood", "\n\n", "a b")])
+    blank, empty, other = lm.loglikelihood(
+        [
+            request("loglikelihood", " ", "ab"),
+            request("loglikelihood", "", " ab"),
+            request("loglikelihood", "\n\n", "a b"),
+        ]
+    )
     assert blank == empty and blank[0] < -10 and other[0] < -10
     with pytest.raises(UserError, match="nothing to score"):
         lm.loglikelihood([request("loglikelihood", "question", "")])
@@ -107,7 +132,8 @@ def test_blank_and_empty_texts(gpt):
 def test_generates_until_the_first_stop_string(gpt):
     """Greedy texts match token-by-token decoding up to the first stop string.
 
-    Contexts that are too long lose their beginning. Equal requests get different samples, which depend on the seed.
+    Contexts that are too long lose their beginning. Equal requests get different samples, which
+    depend on the seed.
     """
     contexts, expected = ["the cat", "a dog ran to its warm", "", "while some dog " * 40], []
     for context in contexts:
@@ -118,7 +144,9 @@ def test_generates_until_the_first_stop_string(gpt):
     first, second = expected[0][3:5], expected[1][6:8]
     lm = harness_model(*gpt)
     settings = {"until": [first, second], "max_gen_toks": 12}
-    texts = lm.generate_until([request("generate_until", context, settings) for context in contexts])
+    texts = lm.generate_until(
+        [request("generate_until", context, settings) for context in contexts]
+    )
     assert texts == [text.split(first)[0].split(second)[0] for text in expected]
     sampling = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "top_k": 0}
     again = [request("generate_until", "the cat", sampling)] * 4
@@ -138,16 +166,23 @@ def test_generated_texts_keep_their_leading_space():
     model, params = spaced_model(tokenizer, context_length=CONTEXT)
     contexts = ["the model is", "a cat", "on text"]
     texts = harness_model(model, params, tokenizer).generate_until(
-        [request("generate_until", context, {"until": [], "max_gen_toks": 3}) for context in contexts])
+        [
+            request("generate_until", context, {"until": [], "max_gen_toks": 3})
+            for context in contexts
+        ]
+    )
     for context, text in zip(contexts, texts):
         ids = [tokenizer.begin_of_text, *tokenizer.encode([context])[0].tolist()]
         for _ in range(3):
-            ids.append(int(logits_of(model, params, ids)[-1, :tokenizer.vocab_size].argmax()))
+            ids.append(int(logits_of(model, params, ids)[-1, : tokenizer.vocab_size].argmax()))
         assert context + text == tokenizer.decode(ids[1:])
-    assert all(text.startswith(" ") for text in texts), "the test needs weights that generate a leading space"
+    assert all(text.startswith(" ") for text in texts), (
+        "the test needs weights that generate a leading space"
+    )
 
 
 # ---------------------------------------------------------------------- tasks
+
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Path:
@@ -155,26 +190,56 @@ def questions(tmp_path_factory) -> Path:
 
     Each task has eight examples, one of which is long.
     """
-    folder, words = tmp_path_factory.mktemp("questions"), "cup shelf lamp chair door plant stone boat".split()
+    folder, words = (
+        tmp_path_factory.mktemp("questions"),
+        "cup shelf lamp chair door plant stone boat".split(),
+    )
     rows = {name: [] for name in ("copa_val", "piqa_valid", "hellaswag_val", "lambada_openai_test")}
     for i, word in enumerate(words):
         other, third = words[(i + 1) % 8], words[(i + 3) % 8]
         long = f"It was the {third} of a friend. " * (5 if i == 2 else 0)
-        rows["copa_val"].append({
-            "premise": f"{long}The {word} fell on the {other}.", "choice1": f"The {other} broke.", "label": i % 2,
-            "choice2": f"Somebody had moved the {third}.", "question": ("cause", "effect")[i // 2 % 2], "idx": i})
-        rows["piqa_valid"].append({
-            "goal": f"{long}How do I clean a {word}?", "sol1": f"Use a wet cloth, not a {other}.", "sol2": "Burn it."})
-        rows["hellaswag_val"].append({
-            "query": f"Painting a {word}: A man has a brush. {long}He", "label": i % 4,
-            "endings": [f"paints the {word}.", f"eats the {other}.", "sleeps.", f"throws the {third} into a lake."]})
-        rows["lambada_openai_test"].append({"text": f"She had lost a {word} and looked for the {word}"})
+        rows["copa_val"].append(
+            {
+                "premise": f"{long}The {word} fell on the {other}.",
+                "choice1": f"The {other} broke.",
+                "label": i % 2,
+                "choice2": f"Somebody had moved the {third}.",
+                "question": ("cause", "effect")[i // 2 % 2],
+                "idx": i,
+            }
+        )
+        rows["piqa_valid"].append(
+            {
+                "goal": f"{long}How do I clean a {word}?",
+                "sol1": f"Use a wet cloth, not a {other}.",
+                "sol2": "Burn it.",
+            }
+        )
+        rows["hellaswag_val"].append(
+            {
+                "query": f"Painting a {word}: A man has a brush. {long}He",
+                "label": i % 4,
+                "endings": [
+                    f"paints the {word}.",
+                    f"eats the {other}.",
+                    "sleeps.",
+                    f"throws the {third} into a lake.",
+                ],
+            }
+        )
+        rows["lambada_openai_test"].append(
+            {"text": f"She had lost a {word} and looked for the {word}"}
+        )
     for name, lines in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (folder / "piqa_valid-labels.lst").write_text("0\n" * 8)
-    (folder / "wikitext2_valid.txt").write_text("".join(
-        f" \n = {word.title()} = \n \n The {word} is a thing . It has a history of {i} years . \n"
-        for i, word in enumerate(words)))
+    (folder / "wikitext2_valid.txt").write_text(
+        "".join(
+            f" \n = {word.title()} = \n \n The {word} is a thing . It has a history of {i} years "
+            ". \n"
+            for i, word in enumerate(words)
+        )
+    )
     return folder
 
 
@@ -191,39 +256,63 @@ class Uniform(SmallGPT):
 
 @pytest.mark.slow
 def test_a_uniform_model_prefers_short_options(shared_data):
-    """The accuracies on the first 100 questions of five tasks match those computed from the tasks' files.
+    """The accuracies on the first 100 questions of five tasks match those computed from the tasks'
+    files.
 
-    Longer options are less likely, so acc chooses the shortest option, or the first of several. acc_norm chooses the
-    option with the fewest bytes per character. The space before an option counts as a byte.
+    Longer options are less likely, so acc chooses the shortest option, or the first of several.
+    acc_norm chooses the option with the fewest bytes per character. The space before an option
+    counts as a byte.
     """
     data, count = shared_data / "eval", 100
     tasks = ["winogrande", "commonsense_qa", "piqa", "copa", "arc_easy"]
-    results = evaluation.evaluate(Uniform, tasks, data, limit=count, log_samples=False, bootstrap_iters=0)
-    assert {name: n["effective"] for name, n in results["n-samples"].items()} == dict.fromkeys(tasks, count)
-    acc, acc_norm = ({name: values.get(metric) for name, values in results["results"].items()}
-                     for metric in ("acc,none", "acc_norm,none"))
+    results = evaluation.evaluate(
+        Uniform, tasks, data, limit=count, log_samples=False, bootstrap_iters=0
+    )
+    assert {name: n["effective"] for name, n in results["n-samples"].items()} == dict.fromkeys(
+        tasks, count
+    )
+    acc, acc_norm = (
+        {name: values.get(metric) for name, values in results["results"].items()}
+        for metric in ("acc,none", "acc_norm,none")
+    )
 
     def rows(name):
         return [json.loads(line) for line in (data / name).read_text().splitlines()[:count]]
 
     def share(options_and_answers, score=lambda option: -len(option.encode())):
-        return pytest.approx(np.mean([int(np.argmax([score(option) for option in options])) == answer
-                                      for options, answer in options_and_answers]))
+        return pytest.approx(
+            np.mean(
+                [
+                    int(np.argmax([score(option) for option in options])) == answer
+                    for options, answer in options_and_answers
+                ]
+            )
+        )
 
     def score_per_character(option):
         return -math.log(257) * len(f" {option}".encode()) / len(option)
 
-    assert acc["winogrande"] == np.mean([row["answer"] == "1" for row in rows("winogrande_xl_dev.jsonl")])
-    assert acc["commonsense_qa"] == np.mean([row["answerKey"] == "A" for row in rows("commonsense_qa_dev.jsonl")])
+    assert acc["winogrande"] == np.mean(
+        [row["answer"] == "1" for row in rows("winogrande_xl_dev.jsonl")]
+    )
+    assert acc["commonsense_qa"] == np.mean(
+        [row["answerKey"] == "A" for row in rows("commonsense_qa_dev.jsonl")]
+    )
     labels = [int(label) for label in (data / "piqa_valid-labels.lst").read_text().split()]
-    piqa = [((row["sol1"], row["sol2"]), label) for row, label in zip(rows("piqa_valid.jsonl"), labels)]
+    piqa = [
+        ((row["sol1"], row["sol2"]), label) for row, label in zip(rows("piqa_valid.jsonl"), labels)
+    ]
     assert acc["piqa"] == share(piqa) and acc_norm["piqa"] == share(piqa, score_per_character)
     assert acc["copa"] == share(
-        ((row["choice1"], row["choice2"]), row["label"]) for row in rows("copa_val.jsonl"))
+        ((row["choice1"], row["choice2"]), row["label"]) for row in rows("copa_val.jsonl")
+    )
     assert acc["arc_easy"] == share(
-        ([choice["text"] for choice in row["question"]["choices"]],
-         [choice["label"] for choice in row["question"]["choices"]].index(row["answerKey"]))
-        for row in rows("arc_easy_dev.jsonl"))
+        (
+            [choice["text"] for choice in row["question"]["choices"]],
+            [choice["label"] for choice in row["question"]["choices"]].index(row["answerKey"]),
+        )
+        for row in rows("arc_easy_dev.jsonl")
+    )
 
 
 @pytest.mark.slow
@@ -241,13 +330,28 @@ def test_the_hf_backend_gives_the_same_scores(questions, tmp_path):
     model = build("lgpt", num_layers=2, blocks_per_stage=1, context_length=64)
     params = init(model)
     hugging_face.export_folder(tmp_path, model, params, tokenizer, "")
-    ours, theirs = (evaluation.evaluate(make, ["hellaswag", "piqa"], questions, log_samples=True, bootstrap_iters=0)
-                    for make in (lambda: harness_model(model, params, tokenizer),
-                                 lambda: huggingface.HFLM(pretrained=str(tmp_path), trust_remote_code=True,
-                                                          batch_size=16, device="cpu", dtype="float32")))
+    ours, theirs = (
+        evaluation.evaluate(
+            make, ["hellaswag", "piqa"], questions, log_samples=True, bootstrap_iters=0
+        )
+        for make in (
+            lambda: harness_model(model, params, tokenizer),
+            lambda: huggingface.HFLM(
+                pretrained=str(tmp_path),
+                trust_remote_code=True,
+                batch_size=16,
+                device="cpu",
+                dtype="float32",
+            ),
+        )
+    )
     for task, options in (("hellaswag", 4), ("piqa", 2)):
-        one, other = (np.array([[score for (score, _), in sample["resps"]] for sample in result["samples"][task]])
-                      for result in (ours, theirs))
+        one, other = (
+            np.array(
+                [[score for ((score, _),) in sample["resps"]] for sample in result["samples"][task]]
+            )
+            for result in (ours, theirs)
+        )
         assert one.shape == (8, options)
         np.testing.assert_allclose(one, other, atol=1e-3, rtol=1e-5)
         assert ours["results"][task] == theirs["results"][task]
@@ -270,8 +374,15 @@ def test_an_interrupted_evaluation_resumes(gpt, questions, tmp_path):
 
         try:
             return evaluation.evaluate(
-                lambda: harness_model(*gpt, progress=progress, batch_tokens=256, devices=jax.devices()[:1]),
-                ["copa", "piqa"], questions, cache=cache, log_samples=False, bootstrap_iters=0)
+                lambda: harness_model(
+                    *gpt, progress=progress, batch_tokens=256, devices=jax.devices()[:1]
+                ),
+                ["copa", "piqa"],
+                questions,
+                cache=cache,
+                log_samples=False,
+                bootstrap_iters=0,
+            )
         except Interrupted:
             return None
         finally:
@@ -286,13 +397,20 @@ def test_an_interrupted_evaluation_resumes(gpt, questions, tmp_path):
 
 # ---------------------------------------------------------------------- refusals
 
+
 @pytest.mark.slow
-@pytest.mark.parametrize("flags, message", [
-    (["--data_dir=/none"], "--data_dir=/none: no such folder"),
-    (["--paths=best", "--data_dir=DATA"], "only pgpt has paths"),
-    (["--limit=0", "--data_dir=DATA"], "--limit=0: leaves no questions"),
-    (["--num_fewshot=8", "--data_dir=DATA"], "--num_fewshot=8: a task has fewer examples to choose"),
-])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--data_dir=/none"], "--data_dir=/none: no such folder"),
+        (["--paths=best", "--data_dir=DATA"], "only pgpt has paths"),
+        (["--limit=0", "--data_dir=DATA"], "--limit=0: leaves no questions"),
+        (
+            ["--num_fewshot=8", "--data_dir=DATA"],
+            "--num_fewshot=8: a task has fewer examples to choose",
+        ),
+    ],
+)
 def test_refuses_wrong_flags(flags, message, trained_run, questions, tmp_path):
     shutil.copytree(trained_run("gpt", **SMALL), tmp_path / "run")
     flags = [flag.replace("DATA", str(questions)) for flag in flags]
@@ -302,32 +420,49 @@ def test_refuses_wrong_flags(flags, message, trained_run, questions, tmp_path):
 
 
 QUESTION = '{"question": {"stem": "?", "choices": [{"label": "A", "text": "a"}]}, "answerKey": "A"}'
-EXAMPLE_ROWS = {"hellaswag": '{"query": "?", "endings": ["a"], "label": 0}', "winogrande": "{}",
-                "commonsense_qa": QUESTION}
-task_manager = functools.cache(evaluation.task_manager)  # cached, since it reads the descriptions of tasks
+EXAMPLE_ROWS = {
+    "hellaswag": '{"query": "?", "endings": ["a"], "label": 0}',
+    "winogrande": "{}",
+    "commonsense_qa": QUESTION,
+}
+task_manager = functools.cache(
+    evaluation.task_manager
+)  # cached, since it reads the descriptions of tasks
 
 
-@pytest.mark.parametrize("tasks, message", [
-    (["bolq"], "no task 'bolq'; did you mean boolq"),
-    (["paper"], r"missing anli_v1\.0/R1/test\.jsonl \(anli_r1, https://.*\), piqa_valid\.jsonl \(piqa, https://.*\), "
-                r"piqa_valid-labels\.lst \(piqa, https://.*\); add"),
-    (["copa"], r"copa_val\.jsonl: not the data of copa \(JSONDecodeError"),
-    (["boolq", "copa"], "--data_dir: does not support boolq, only hellaswag, "),
-    ([], "--tasks: is empty"),
-])
+@pytest.mark.parametrize(
+    "tasks, message",
+    [
+        (["bolq"], "no task 'bolq'; did you mean boolq"),
+        (
+            ["paper"],
+            r"missing anli_v1\.0/R1/test\.jsonl \(anli_r1, https://.*\), piqa_valid\.jsonl \(piqa, https://.*\), "
+            r"piqa_valid-labels\.lst \(piqa, https://.*\); add",
+        ),
+        (["copa"], r"copa_val\.jsonl: not the data of copa \(JSONDecodeError"),
+        (["boolq", "copa"], "--data_dir: does not support boolq, only hellaswag, "),
+        ([], "--tasks: is empty"),
+    ],
+)
 def test_refuses_wrong_tasks_before_anything_is_computed(tasks, message, tmp_path, monkeypatch):
     def never():
         raise AssertionError
 
-    # Of the harness's own tasks, those of one folder: it reads the descriptions of all for ten seconds.
-    monkeypatch.setattr(manager, "__file__", str(Path(manager.__file__).parent / "super_glue" / "manager.py"))
-    monkeypatch.setattr(evaluation, "task_manager", lambda names: task_manager(
-        ("all",) if not set(names) <= evaluation.FOLDERS.keys() else tuple(names)))
+    # Of the harness's own tasks, those of one folder: it reads the descriptions of all for ten
+    # seconds.
+    monkeypatch.setattr(
+        manager, "__file__", str(Path(manager.__file__).parent / "super_glue" / "manager.py")
+    )
+    monkeypatch.setattr(
+        evaluation,
+        "task_manager",
+        lambda names: task_manager(
+            ("all",) if not set(names) <= evaluation.FOLDERS.keys() else tuple(names)
+        ),
+    )
     for name, task in local_data.TASKS.items():
         if name not in ("anli_r1", "piqa"):
             for file in task.files:
                 (tmp_path / file).write_text("{" if name == "copa" else EXAMPLE_ROWS.get(name, ""))
     with pytest.raises(UserError, match=message):
         evaluation.evaluate(never, tasks, tmp_path)
-
-

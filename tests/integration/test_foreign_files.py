@@ -1,4 +1,6 @@
-"""Imports of damaged, hostile and mutated files: only UserErrors of one line, at once, and in little memory."""
+"""Imports of damaged, hostile and mutated files: only UserErrors of one line, at once, and in
+little memory.
+"""
 
 import functools
 import json
@@ -30,8 +32,13 @@ DEEP = "[" * 200_000 + "]" * 200_000
 SMALL = dict(num_layers=1, d_model=16, context_length=8, vocab_size=300)
 MODELS = {
     "gpt2": dict(GPT2),
-    "llama": dict(position="rope", norm="rms", mlp="gated", activation="silu", num_heads=2, num_kv_heads=1),
-    "smallgpt": dict(norm="rms", mlp="moe", num_experts=2, experts_per_token=2, attention_windows=(4,))}
+    "llama": dict(
+        position="rope", norm="rms", mlp="gated", activation="silu", num_heads=2, num_kv_heads=1
+    ),
+    "smallgpt": dict(
+        norm="rms", mlp="moe", num_experts=2, experts_per_token=2, attention_windows=(4,)
+    ),
+}
 
 
 @pytest.fixture
@@ -40,6 +47,7 @@ def bounded():
 
     Fails if the call takes too long, needs too much memory, or raises another exception.
     """
+
     def expire(*_):
         raise TimeoutError
 
@@ -51,7 +59,9 @@ def bounded():
             return None
         except UserError as error:
             message = str(error)
-            assert message.count("\n") <= 1 and len(message) < 1000 + 2 * len(str(path)), message[:2000]
+            assert message.count("\n") <= 1 and len(message) < 1000 + 2 * len(str(path)), message[
+                :2000
+            ]
             return message
         finally:
             signal.alarm(0)
@@ -69,10 +79,27 @@ def exports(tmp_path_factory) -> dict[str, Path]:
     """Returns {name of the format: an export}. Tests must not change them."""
     folder = tmp_path_factory.mktemp("exports")
     made = {name: build("gpt", **SMALL | fields) for name, fields in MODELS.items()}
-    return {name: export(folder / name, model, init(model), tokenizers.Bytes(),
-                         {"trunk": {"blocks": {"mlp": {"router": {
-                             "bias": np.zeros((1, 2), np.float32), "load": np.zeros((1, 2), np.float32)}}}}})
-            for name, model in made.items()}
+    return {
+        name: export(
+            folder / name,
+            model,
+            init(model),
+            tokenizers.Bytes(),
+            {
+                "trunk": {
+                    "blocks": {
+                        "mlp": {
+                            "router": {
+                                "bias": np.zeros((1, 2), np.float32),
+                                "load": np.zeros((1, 2), np.float32),
+                            }
+                        }
+                    }
+                }
+            },
+        )
+        for name, model in made.items()
+    }
 
 
 def read_folder(folder: Path):
@@ -89,13 +116,42 @@ def set_config(folder: Path, **fields) -> None:
 HUGE = [2**31 - 2, 10**12, 10**30, 10**400]
 
 
-@pytest.mark.parametrize("name, fields", [
-    ("gpt2", ["vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"]),
-    ("llama", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-               "num_key_value_heads", "head_dim"]),
-    ("smallgpt", ["vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_model", "num_experts",
-                  "mlp_ratio", "experts_per_token", "num_shared_experts"])])
-def test_huge_sizes_are_compared_with_the_weights(name, fields, exports, tmp_path, bounded, monkeypatch):
+@pytest.mark.parametrize(
+    "name, fields",
+    [
+        ("gpt2", ["vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"]),
+        (
+            "llama",
+            [
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "head_dim",
+            ],
+        ),
+        (
+            "smallgpt",
+            [
+                "vocab_size",
+                "num_layers",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+                "d_model",
+                "num_experts",
+                "mlp_ratio",
+                "experts_per_token",
+                "num_shared_experts",
+            ],
+        ),
+    ],
+)
+def test_huge_sizes_are_compared_with_the_weights(
+    name, fields, exports, tmp_path, bounded, monkeypatch
+):
     """They are refused before a model is built. The message names the field."""
     monkeypatch.setattr(models, "abstract_params", None)
     for field in fields:
@@ -106,46 +162,94 @@ def test_huge_sizes_are_compared_with_the_weights(name, fields, exports, tmp_pat
             shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("name, field, value", [
-    ("llama", "max_position_embeddings", 10**30), ("llama", "rms_norm_eps", 10**400),
-    ("llama", "rope_parameters", {"rope_theta": 10**400}),
-    ("smallgpt", "context_length", 10**30), ("smallgpt", "rope_base", 10**400), ("smallgpt", "expert_scale", 10**400),
-    ("smallgpt", "attention_windows", [10**30]), ("smallgpt", "attention_windows", [4] * 10**5),
-    ("smallgpt", "norm", "x" * 10**6), ("smallgpt", "mlp_ratio", 1e308)])
+@pytest.mark.parametrize(
+    "name, field, value",
+    [
+        ("llama", "max_position_embeddings", 10**30),
+        ("llama", "rms_norm_eps", 10**400),
+        ("llama", "rope_parameters", {"rope_theta": 10**400}),
+        ("smallgpt", "context_length", 10**30),
+        ("smallgpt", "rope_base", 10**400),
+        ("smallgpt", "expert_scale", 10**400),
+        ("smallgpt", "attention_windows", [10**30]),
+        ("smallgpt", "attention_windows", [4] * 10**5),
+        ("smallgpt", "norm", "x" * 10**6),
+        ("smallgpt", "mlp_ratio", 1e308),
+    ],
+)
 def test_huge_numbers_without_weights(name, field, value, exports, tmp_path, bounded):
     folder = shutil.copytree(exports[name], tmp_path / "model")
     set_config(folder, **{field: value})
-    assert f"{'rope_theta' if field == 'rope_parameters' else field}=" in (bounded(read_folder, folder) or "")
+    assert f"{'rope_theta' if field == 'rope_parameters' else field}=" in (
+        bounded(read_folder, folder) or ""
+    )
 
 
 def test_sizes_between_those_of_the_weights_and_too_large(exports, tmp_path, bounded, monkeypatch):
     """No single size is larger than the number of weights, but their product, the embedding, is."""
     monkeypatch.setattr(models, "abstract_params", None)
     folder = shutil.copytree(exports["llama"], tmp_path / "model")
-    set_config(folder, vocab_size=9_000, hidden_size=9_000, num_attention_heads=1, num_key_value_heads=1)
-    assert "vocab_size=9000: the model would have a tensor of 81,000,000 weights" in bounded(read_folder, folder)
+    set_config(
+        folder, vocab_size=9_000, hidden_size=9_000, num_attention_heads=1, num_key_value_heads=1
+    )
+    assert "vocab_size=9000: the model would have a tensor of 81,000,000 weights" in bounded(
+        read_folder, folder
+    )
     set_config(folder, vocab_size=300, hidden_size=16, num_hidden_layers=1_000)
     assert "num_layers=1000: the folder has only 12 tensors" in bounded(read_folder, folder)
 
 
-BAD_JSON = [DEEP, "[]", "3", "null", '"x"', "", "{", '{"a": ' + DEEP + "}", "\ud800", "NaN",
-            '{"a": ' + "9" * 5000 + "}"]
+BAD_JSON = [
+    DEEP,
+    "[]",
+    "3",
+    "null",
+    '"x"',
+    "",
+    "{",
+    '{"a": ' + DEEP + "}",
+    "\ud800",
+    "NaN",
+    '{"a": ' + "9" * 5000 + "}",
+]
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
 def test_json_of_the_wrong_form(file, exports, tmp_path, bounded):
     folder = shutil.copytree(exports["gpt2"], tmp_path / "model")
-    for content in [*BAD_JSON, *(json.dumps({"model_type": value, "weight_map": value}) for value in (
-            None, [], {}, {"a": 3}, {"a": {}}, {"a": ["b"], "c": "d"}, {"a": ""}, "smallgpt", "llama"))]:
+    for content in [
+        *BAD_JSON,
+        *(
+            json.dumps({"model_type": value, "weight_map": value})
+            for value in (
+                None,
+                [],
+                {},
+                {"a": 3},
+                {"a": {}},
+                {"a": ["b"], "c": "d"},
+                {"a": ""},
+                "smallgpt",
+                "llama",
+            )
+        ),
+    ]:
         (folder / file).write_text(content, errors="surrogatepass")
         assert str(folder / file) in (bounded(read_folder, folder) or ""), content[:100]
 
 
-@pytest.mark.parametrize("file", ["tokenizer_kind.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"])
+@pytest.mark.parametrize(
+    "file", ["tokenizer_kind.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
+)
 def test_tokenizer_files_of_the_wrong_form(file, tmp_path, bounded):
     keys = ("kind", "eos_token", "model", "<|endoftext|>")
-    for content in [*BAD_JSON, *(json.dumps(dict.fromkeys(keys, value)) for value in (
-            3, 2.5, [[]], ["a"], {"a": 1}, {"content": 3}, {"content": []}, "absent"))]:
+    for content in [
+        *BAD_JSON,
+        *(
+            json.dumps(dict.fromkeys(keys, value))
+            for value in (3, 2.5, [[]], ["a"], {"a": 1}, {"content": 3}, {"content": []}, "absent")
+        ),
+    ]:
         if file == "vocab.json":
             (tmp_path / "merges.txt").write_text("#version: 0.2\n")
         if file == "tokenizer_config.json":
@@ -154,20 +258,35 @@ def test_tokenizer_files_of_the_wrong_form(file, tmp_path, bounded):
         assert str(tmp_path) in (bounded(tokenizers.load, tmp_path) or ""), content[:100]
 
 
-@pytest.mark.parametrize("name", [
-    "../model.safetensors", "/etc/a.safetensors", "a/model.safetensors", "..", ".", "config.json", "none.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../model.safetensors",
+        "/etc/a.safetensors",
+        "a/model.safetensors",
+        "..",
+        ".",
+        "config.json",
+        "none.safetensors",
+    ],
+)
 def test_an_index_names_only_files_of_its_folder(name, exports, tmp_path, bounded):
     folder = shutil.copytree(exports["gpt2"], tmp_path / "model")
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     is_missing = name == "none.safetensors"
-    message = "none.safetensors: damaged" if is_missing else "index.json: weight_map.a: expected the name"
+    message = (
+        "none.safetensors: damaged" if is_missing else "index.json: weight_map.a: expected the name"
+    )
     assert message in bounded(read_folder, folder)
 
 
 def byte_level() -> library.Tokenizer:
     """Returns a tokenizer with one token per byte and the special tokens <s> and </s>."""
-    vocabulary = {character: i for i, character in enumerate(tokenizers.gpt2_bytes())} | {"<s>": 256, "</s>": 257}
+    vocabulary = {character: i for i, character in enumerate(tokenizers.gpt2_bytes())} | {
+        "<s>": 256,
+        "</s>": 257,
+    }
     tokenizer = library.Tokenizer(library.models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -177,14 +296,19 @@ def byte_level() -> library.Tokenizer:
 
 # ---------------------------------------------------------------------- Custom architectures
 
+
 @pytest.fixture
 def named_module(tmp_path, monkeypatch) -> Path:
-    """Writes an importable module with an architecture. Returns a file that exists once the module is imported."""
+    """Writes an importable module with an architecture. Returns a file that exists once the module
+    is imported.
+    """
     imported = tmp_path / "imported"
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "foreign_module.py").write_text(
-        f"open({str(imported)!r}, 'w').close()\nfrom smallgpt_jax.models.gpt import GPT\nclass Own(GPT): pass\n"
-        "from smallgpt_jax.models.attention import Attention\nclass Mixer(Attention): pass\n")
+        f"open({str(imported)!r}, 'w').close()\nfrom smallgpt_jax.models.gpt import GPT\nclass "
+        "Own(GPT): pass\n"
+        "from smallgpt_jax.models.attention import Attention\nclass Mixer(Attention): pass\n"
+    )
     monkeypatch.syspath_prepend(tmp_path / "modules")
     yield imported
     sys.modules.pop("foreign_module", None)
@@ -203,62 +327,112 @@ def foreign(tmp_path, exports, named_module) -> dict[str, Path]:
     return {"run": tmp_path / "run", "export": tmp_path / "export"}
 
 
-@pytest.mark.parametrize("command", [
-    ["generate", "--workdir=RUN", "--max_new_tokens=2"], ["convert", "--from=run", "--input=RUN", "--workdir=NEW"],
-    ["convert", "--from=hf", "--input=EXPORT", "--workdir=NEW"],
-    ["main", "--config=run:RUN", "--workdir=NEW"], ["evaluate", "--workdir=RUN", "--tasks=lambada_openai"]],
-    ids=lambda command: " ".join(command[:2]))
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "--workdir=RUN", "--max_new_tokens=2"],
+        ["convert", "--from=run", "--input=RUN", "--workdir=NEW"],
+        ["convert", "--from=hf", "--input=EXPORT", "--workdir=NEW"],
+        ["main", "--config=run:RUN", "--workdir=NEW"],
+        ["evaluate", "--workdir=RUN", "--tasks=lambada_openai"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
 def test_the_module_that_a_file_names_is_not_imported(command, foreign, named_module, tmp_path):
     if command[0] == "evaluate":
         pytest.importorskip("lm_eval")
     places = {"RUN": foreign["run"], "EXPORT": foreign["export"], "NEW": tmp_path / "new"}
-    arguments = [functools.reduce(lambda text, name: text.replace(name, str(places[name])), places, argument)
-                 for argument in command]
+    arguments = [
+        functools.reduce(lambda text, name: text.replace(name, str(places[name])), places, argument)
+        for argument in command
+    ]
     result = call(*arguments)
     assert result.returncode != 0 and result.stderr.count("\n") == 1, result.stderr
-    assert "'foreign_module:Own' is not built in" in result.stderr and "add --trust_custom_code" in result.stderr
+    assert (
+        "'foreign_module:Own' is not built in" in result.stderr
+        and "add --trust_custom_code" in result.stderr
+    )
     assert not named_module.exists() and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("form, output", [("hf", "new"), ("gguf", "new.gguf")])
 def test_a_custom_model_is_not_exported(form, output, foreign, named_module, tmp_path):
     """No format supports it, so its code need not be trusted."""
-    result = call("convert", f"--to={form}", f"--workdir={foreign['run']}", f"--output={tmp_path / output}")
+    result = call(
+        "convert", f"--to={form}", f"--workdir={foreign['run']}", f"--output={tmp_path / output}"
+    )
     assert result.returncode == 1 and result.stderr.count("\n") == 1
-    assert f"'foreign_module:Own' is not built in, and --to={form} supports only built-in parts" in result.stderr
-    assert "trust" not in result.stderr and not named_module.exists() and not (tmp_path / output).exists()
+    assert (
+        f"'foreign_module:Own' is not built in, and --to={form} supports only built-in parts"
+        in result.stderr
+    )
+    assert (
+        "trust" not in result.stderr
+        and not named_module.exists()
+        and not (tmp_path / output).exists()
+    )
 
 
-@pytest.mark.parametrize("command", ["generate --workdir=RUN", "main --config=run:RUN --workdir=NEW"])
+@pytest.mark.parametrize(
+    "command", ["generate --workdir=RUN", "main --config=run:RUN --workdir=NEW"]
+)
 def test_the_module_of_a_mixer_is_not_imported(command, foreign, named_module, tmp_path):
     described = json.loads((foreign["run"] / "config.json").read_text())
     described["model"].update(architecture="gpt", mixers=["attention", "foreign_module:Mixer"])
     (foreign["run"] / "config.json").write_text(json.dumps(described))
-    result = call(*command.replace("RUN", str(foreign["run"])).replace("NEW", str(tmp_path / "new")).split())
-    assert result.returncode != 0 and "config.model.mixers='foreign_module:Mixer' is not built in" in result.stderr
+    result = call(
+        *command.replace("RUN", str(foreign["run"])).replace("NEW", str(tmp_path / "new")).split()
+    )
+    assert (
+        result.returncode != 0
+        and "config.model.mixers='foreign_module:Mixer' is not built in" in result.stderr
+    )
     assert not named_module.exists() and not (tmp_path / "new").exists()
     model = read_config(foreign["run"], trust_custom_code=True).model
     assert named_module.exists() and model.mixers == ("attention", "foreign_module:Mixer")
 
 
-@pytest.mark.parametrize("fields", [{"architecture": "foreign_module:Own"},
-                                    {"architecture": "gpt", "mixers": ["foreign_module:Mixer"]}])
-def test_training_does_not_import_the_module_of_another_model(fields, foreign, named_module, tmp_path):
-    """A workdir or a teacher with a class that the config does not name is another model, so no trust is needed."""
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"architecture": "foreign_module:Own"},
+        {"architecture": "gpt", "mixers": ["foreign_module:Mixer"]},
+    ],
+)
+def test_training_does_not_import_the_module_of_another_model(
+    fields, foreign, named_module, tmp_path
+):
+    """A workdir or a teacher with a class that the config does not name is another model, so no
+    trust is needed.
+    """
     described = json.loads((foreign["run"] / "config.json").read_text())
     described["model"].update(fields)
     (foreign["run"] / "config.json").write_text(json.dumps(described))
-    field, value = next((field, value) for field, value in fields.items() if "foreign_module" in str(value))
+    field, value = next(
+        (field, value) for field, value in fields.items() if "foreign_module" in str(value)
+    )
     now = {"architecture": "gpt", "mixers": ("attention",)}[field]
     for arguments, message in (
-            ([f"--workdir={foreign['run']}"], f"existing run with another config: model.{field} was {value!r}, now"),
-            ([f"--workdir={tmp_path / 'new'}", f"--config.train.teacher={foreign['run']}"],
-             f"config.model.{field} is {now!r} here, but {value!r} in the teacher; the teacher must be the same")):
+        (
+            [f"--workdir={foreign['run']}"],
+            f"existing run with another config: model.{field} was {value!r}, now",
+        ),
+        (
+            [f"--workdir={tmp_path / 'new'}", f"--config.train.teacher={foreign['run']}"],
+            f"config.model.{field} is {now!r} here, but {value!r} in the teacher; the teacher "
+            "must be the same",
+        ),
+    ):
         result = call("main", "--config=configs/gpt.py:tiny", *arguments)
-        assert (result.returncode, "trust_custom_code" in result.stderr) == (1, False) and message in result.stderr
+        assert (result.returncode, "trust_custom_code" in result.stderr) == (
+            1,
+            False,
+        ) and message in result.stderr
     assert not named_module.exists() and not (tmp_path / "new").exists()
     described["model"].update(architecture="foreign_module:Own")
-    own = Config.of({"model": described["model"]})  # the user's own config names the class, and imports it
+    own = Config.of(
+        {"model": described["model"]}
+    )  # the user's own config names the class, and imports it
     (foreign["run"] / "config.json").write_text(json.dumps(described))
     assert named_module.exists()
     check_workdir(foreign["run"], own)
@@ -266,8 +440,13 @@ def test_training_does_not_import_the_module_of_another_model(fields, foreign, n
 
 @pytest.mark.slow
 def test_trusted_modules_are_imported(foreign, named_module, tmp_path):
-    result = call("convert", "--from=run", f"--input={foreign['run']}", f"--workdir={tmp_path / 'new'}",
-                  "--trust_custom_code")
+    result = call(
+        "convert",
+        "--from=run",
+        f"--input={foreign['run']}",
+        f"--workdir={tmp_path / 'new'}",
+        "--trust_custom_code",
+    )
     assert result.returncode == 0 and named_module.exists(), result.stderr
     trained = inference.load_trained(tmp_path / "new")  # the module is imported now
     assert trained.model.config.architecture == "foreign_module:Own"
@@ -277,8 +456,26 @@ def test_trusted_modules_are_imported(foreign, named_module, tmp_path):
 # ---------------------------------------------------------------------- Mutated files
 
 MUTATIONS = 200
-VALUES = [None, True, 0, -1, 1, 2.5, 1e300, 10**30, "", "x", [], {}, [[]], {"a": {}}, [1, "x"], "\ud800", "../x",
-          "\x00"]
+VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    2.5,
+    1e300,
+    10**30,
+    "",
+    "x",
+    [],
+    {},
+    [[]],
+    {"a": {}},
+    [1, "x"],
+    "\ud800",
+    "../x",
+    "\x00",
+]
 
 
 def mutate_bytes(content: bytes, rng: np.random.Generator) -> bytes:
@@ -288,13 +485,13 @@ def mutate_bytes(content: bytes, rng: np.random.Generator) -> bytes:
         at, length = int(rng.integers(0, len(changed) + 1)), int(rng.integers(1, 9))
         match rng.integers(0, 4):
             case 0:
-                changed[at:at + length] = rng.bytes(length)
+                changed[at : at + length] = rng.bytes(length)
             case 1:
-                del changed[at:at + length]
+                del changed[at : at + length]
             case 2:
-                changed[at:at] = changed[at:at + length] * int(rng.integers(1, 100))
+                changed[at:at] = changed[at : at + length] * int(rng.integers(1, 100))
             case 3:
-                del changed[max(at, 1):]
+                del changed[max(at, 1) :]
     return bytes(changed)
 
 
@@ -326,21 +523,28 @@ def mutate_json(content: bytes, rng: np.random.Generator) -> bytes:
 
 @pytest.fixture(scope="module")
 def valid_files(exports, tmp_path_factory) -> dict[str, Path]:
-    """Returns {name of a reader: a valid folder or file}. Each is small, so that mutations hit what matters."""
+    """Returns {name of a reader: a valid folder or file}. Each is small, so that mutations hit what
+    matters.
+    """
     folder = tmp_path_factory.mktemp("valid")
     index = shutil.copytree(exports["llama"], folder / "index")
     names = [name for name in safetensors.load_file(index / "model.safetensors")]
-    (index / "model.safetensors.index.json").write_text(json.dumps(
-        {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}))
+    (index / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")})
+    )
     (folder / "hugging_face").mkdir()
     byte_level().save(str(folder / "hugging_face" / "tokenizer.json"))
     (folder / "hugging_face" / "tokenizer_config.json").write_text(
-        '{"eos_token": {"content": "</s>"}, "bos_token": "</s>", "add_bos_token": true}')
+        '{"eos_token": {"content": "</s>"}, "bos_token": "</s>", "add_bos_token": true}'
+    )
     (folder / "hugging_face" / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
     tokenizers.save(tokenizers.Bytes(), folder / "bytes")
     tokenizers.save(spaced_tokenizer(False), folder / "sentencepiece")
     vocabulary = {character: i for i, character in enumerate(tokenizers.gpt2_bytes())} | {
-        "ab": 256, "abc": 257, "<|endoftext|>": 258}
+        "ab": 256,
+        "abc": 257,
+        "<|endoftext|>": 258,
+    }
     (folder / "gpt2_tokenizer").mkdir()
     (folder / "gpt2_tokenizer" / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "gpt2_tokenizer" / "merges.txt").write_text("#version: 0.2\na b\nab c")
@@ -364,21 +568,34 @@ def write_pickle(path: Path, content: bytes) -> None:
 
 def read_tokenizer(folder: Path) -> None:
     tokenizer = tokenizers.load(folder)
-    ids = [*tokenizer.encode(["a cat"])[0].tolist(), *tokenizer.encode_continuation(" cat").tolist()]
+    ids = [
+        *tokenizer.encode(["a cat"])[0].tolist(),
+        *tokenizer.encode_continuation(" cat").tolist(),
+    ]
     assert all(0 <= i < tokenizer.vocab_size for i in [*ids, tokenizer.end_of_text])
     tokenizer.decode(ids)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, file, read", [
-    ("gpt2", "config.json", read_folder), ("llama", "config.json", read_folder),
-    ("smallgpt", "config.json", read_folder), ("llama", "model.safetensors", read_folder),
-    ("index", "model.safetensors.index.json", read_folder), ("released", "", gpt_variations.read_checkpoint),
-    ("released", "data.pkl", gpt_variations.read_checkpoint), ("hugging_face", "tokenizer.json", read_tokenizer),
-    ("hugging_face", "tokenizer_config.json", read_tokenizer),
-    ("hugging_face", "special_tokens_map.json", read_tokenizer), ("bytes", "tokenizer_kind.json", read_tokenizer),
-    ("sentencepiece", "tokenizer.model", read_tokenizer), ("gpt2_tokenizer", "vocab.json", read_tokenizer),
-    ("gpt2_tokenizer", "merges.txt", read_tokenizer)])
+@pytest.mark.parametrize(
+    "name, file, read",
+    [
+        ("gpt2", "config.json", read_folder),
+        ("llama", "config.json", read_folder),
+        ("smallgpt", "config.json", read_folder),
+        ("llama", "model.safetensors", read_folder),
+        ("index", "model.safetensors.index.json", read_folder),
+        ("released", "", gpt_variations.read_checkpoint),
+        ("released", "data.pkl", gpt_variations.read_checkpoint),
+        ("hugging_face", "tokenizer.json", read_tokenizer),
+        ("hugging_face", "tokenizer_config.json", read_tokenizer),
+        ("hugging_face", "special_tokens_map.json", read_tokenizer),
+        ("bytes", "tokenizer_kind.json", read_tokenizer),
+        ("sentencepiece", "tokenizer.model", read_tokenizer),
+        ("gpt2_tokenizer", "vocab.json", read_tokenizer),
+        ("gpt2_tokenizer", "merges.txt", read_tokenizer),
+    ],
+)
 def test_mutated_files(name, file, read, valid_files, tmp_path, bounded):
     """Only UserErrors of one line, at once, and in little memory."""
     rng, valid, refused = np.random.default_rng(0), valid_files[name], 0
@@ -386,7 +603,9 @@ def test_mutated_files(name, file, read, valid_files, tmp_path, bounded):
     copy = tmp_path / valid.name
     shutil.copytree(valid, copy) if valid.is_dir() else shutil.copy(valid, copy)
     content = read_pickle(copy) if file == "data.pkl" else (copy / file).read_bytes()
-    mutations = MUTATIONS // 2 if file == "config.json" else MUTATIONS  # those of sizes trace a model each
+    mutations = (
+        MUTATIONS // 2 if file == "config.json" else MUTATIONS
+    )  # those of sizes trace a model each
     for _ in range(mutations):
         is_json = file.endswith(".json") and rng.random() < 0.6
         changed = (mutate_json if is_json else mutate_bytes)(content, rng)

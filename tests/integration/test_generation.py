@@ -1,4 +1,6 @@
-"""Tests of generation with trained and random models: streams, batches, conversations, full contexts."""
+"""Tests of generation with trained and random models: streams, batches, conversations, full
+contexts.
+"""
 
 import math
 import re
@@ -61,7 +63,7 @@ def test_a_batch_gives_the_same_texts_as_single_prompts(model):
 def test_stop_strings(model):
     text = model.generate("the", 20, seed=1)
     stop = text[10:13]
-    cut = text[:text.index(stop)]
+    cut = text[: text.index(stop)]
     assert model.generate("the", 20, seed=1, stop=[stop]) == cut
     assert "".join(model.stream("the", 20, seed=1, stop=["never", stop])) == cut
     assert model.generate_batch(["the"], 20, seed=1, stop=[stop]) == [[cut]]
@@ -71,7 +73,8 @@ def test_stop_strings(model):
 def test_text_keeps_its_leading_space():
     """A space at the start of a generated text is kept.
 
-    Both tokenizers of this test add a space before each text that they encode. One of them also removes extra spaces.
+    Both tokenizers of this test add a space before each text that they encode. One of them also
+    removes extra spaces.
     """
     prompts, greedy, loaded = ["the model is", "a cat", "on text"], {"temperature": 0}, None
     for remove_extra_whitespaces in (True, False):
@@ -82,7 +85,11 @@ def test_text_keeps_its_leading_space():
             conversation = spaced.conversation()
             first = "".join(conversation.say(prompt, 6, **greedy))
             assert prompt + first == tokenizer.decode(conversation._session.ids[0])
-            assert first == spaced.generate(prompt, 6, **greedy) == "".join(spaced.stream(prompt, 6, **greedy))
+            assert (
+                first
+                == spaced.generate(prompt, 6, **greedy)
+                == "".join(spaced.stream(prompt, 6, **greedy))
+            )
             second = "".join(conversation.say("ed on", 4, **greedy))
             third = "".join(conversation.say(" text", 4, **greedy))
             written = tokenizer.decode(conversation._session.ids[0])
@@ -90,7 +97,9 @@ def test_text_keeps_its_leading_space():
             assert conversation.dropped or f"{prompt}{first}ed on{second} text{third}" == written
             alone.append(first)
         assert spaced.generate_batch(prompts, 6, **greedy) == [[text] for text in alone]
-        assert all(text.startswith(" ") for text in alone), "the test needs weights that generate a leading space"
+        assert all(text.startswith(" ") for text in alone), (
+            "the test needs weights that generate a leading space"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +112,8 @@ def cgpt():
 def test_a_batch_with_convolutions(cgpt):
     """A batch gives the same texts as single prompts.
 
-    One prompt is empty. The rows outgrow the context at different steps, and then drop their oldest tokens.
+    One prompt is empty. The rows outgrow the context at different steps, and then drop their oldest
+    tokens.
     """
     prompts, settings = ["", "abc", "the cat sat"], {"seed": 3, "repetition_penalty": 1.5}
     alone = [cgpt.generate(prompt, 30, **settings) for prompt in prompts]
@@ -124,7 +134,10 @@ def test_an_empty_turn_continues_the_text(model):
     stream = conversation.say("the cat", 5, temperature=0)
     next(stream)
     stream.close()  # discards the token that was computed ahead
-    assert "".join(conversation.say("", 4, temperature=0)) == model.generate("the cat", 5, temperature=0)[1:]
+    assert (
+        "".join(conversation.say("", 4, temperature=0))
+        == model.generate("the cat", 5, temperature=0)[1:]
+    )
 
 
 @pytest.mark.parametrize("pieces", range(1, 7))
@@ -143,7 +156,9 @@ def test_a_turn_that_is_not_read_to_its_end(cgpt, monkeypatch, pieces):
     fresh = decoder.DecodeSession(cgpt.model, cgpt.weights, 257, conversation._session.ids)
     _, logits = conversation._session.sample_with_logits(GREEDY)
     np.testing.assert_allclose(logits, fresh.sample_with_logits(GREEDY)[1], atol=1e-4, rtol=1e-4)
-    assert bytes(conversation._session.ids[0][1:]).startswith(b"ab" + bytes(ids[3:3 + pieces]) + turn.encode())
+    assert bytes(conversation._session.ids[0][1:]).startswith(
+        b"ab" + bytes(ids[3 : 3 + pieces]) + turn.encode()
+    )
 
 
 def test_text_continues_past_the_context(model):
@@ -154,7 +169,9 @@ def test_text_continues_past_the_context(model):
     rest = text.ids[0][-16:]
     sampled = int(text.sample(GREEDY)[0])
     assert text.ids[0] == rest and text.dropped == 17
-    assert sampled == int(decoder.DecodeSession(model.model, model.weights, 257, [rest]).sample(GREEDY)[0])
+    assert sampled == int(
+        decoder.DecodeSession(model.model, model.weights, 257, [rest]).sample(GREEDY)[0]
+    )
     assert len(model.generate("the cat sat ", 50, temperature=0)) == 50
 
 
@@ -169,7 +186,9 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
 
     def counting_steps(*arguments, **static):
         computed.append(int(arguments[6]))
-        monkeypatch.setattr(decoder, "decode_step", decode_step)  # `decode_steps` must not call the patched function
+        monkeypatch.setattr(
+            decoder, "decode_step", decode_step
+        )  # `decode_steps` must not call the patched function
         result = decode_steps(*arguments, **static)
         monkeypatch.setattr(decoder, "decode_step", counting)
         return result
@@ -178,7 +197,9 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
     monkeypatch.setattr(decoder, "decode_steps", counting_steps)
     conversation = model.conversation()
     first = "".join(conversation.say("the cat\n", 6, temperature=0))
-    assert computed[0] == 9 and sum(computed[1:]) == 5  # 9 tokens of the prompt; the last new token is no input
+    assert (
+        computed[0] == 9 and sum(computed[1:]) == 5
+    )  # 9 tokens of the prompt; the last new token is no input
     computed.clear()
     logits.clear()
     second = "".join(conversation.say("a dog ran\n", 3, temperature=0))
@@ -190,7 +211,8 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
     fresh = decoder.DecodeSession(model.model, model.weights, 257, [ids[:-3]])
     np.testing.assert_allclose(logits[0], fresh.sample_with_logits(GREEDY)[1], atol=1e-4, rtol=1e-4)
     assert bytes(ids[1:]).decode(errors="replace") == f"the cat\n{first}a dog ran\n{second}"
-    # So far, the conversation fits into the context. Two more turns do not fit, so its beginning is dropped.
+    # So far, the conversation fits into the context. Two more turns do not fit, so its beginning is
+    # dropped.
     assert conversation.dropped == 0
     for _ in range(2):
         assert "".join(conversation.say("a dog ran\n", 3, temperature=0))
@@ -198,8 +220,11 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
 
 
 def test_the_readme_example(workdir):
-    example = re.search(r"```python\n(from smallgpt_jax import inference.*?)```",
-                        (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    example = re.search(
+        r"```python\n(from smallgpt_jax import inference.*?)```",
+        (ROOT / "README.md").read_text(),
+        re.DOTALL,
+    )[1]
     printed = []
     names = {"print": lambda text, end="\n": printed.append(text)}
     exec(example.replace("runs/pgpt-quickstart", str(workdir)), names)
@@ -223,20 +248,29 @@ def test_refuses_workdirs_without_a_model(workdir, tmp_path):
 
 
 def test_generate(workdir):
-    """Covers the generate command: one text, several samples, one path, turns from standard input, and wrong flags."""
+    """Covers the generate command: one text, several samples, one path, turns from standard input,
+    and wrong flags.
+    """
+
     def generate(*flags, **settings):
         result = call("generate", f"--workdir={workdir}", "--max_new_tokens=4", *flags, **settings)
         return result.returncode, result.stdout, result.stderr
 
     text = inference.load(workdir).generate("the", 4, temperature=0.8)
     assert generate("--prompt=the") == (0, f"the{text}\n", "")
-    status, several, error = generate("--prompt=the", "--prompt=a dog", "--samples=2", "--paths=best")
+    status, several, error = generate(
+        "--prompt=the", "--prompt=a dog", "--samples=2", "--paths=best"
+    )
     assert (status, error) == (0, "")
     assert re.findall("=== .*", several) == [
-        f"=== {prompt!r}, sample {i}" for prompt in ("the", "a dog") for i in (0, 1)]
+        f"=== {prompt!r}, sample {i}" for prompt in ("the", "a dog") for i in (0, 1)
+    ]
     status, turns, error = generate("--interactive", input="the cat\na dog\n")
-    assert (status, error) == (0, "") and len(turns.splitlines()) >= 2  # both turns fit into the context
+    assert (status, error) == (0, "") and len(
+        turns.splitlines()
+    ) >= 2  # both turns fit into the context
     for flag, message in [
-            ("--prompt=", "error: --prompt: is empty; leave it out to begin a new document\n"),
-            ("--temperature=-1", "error: temperature=-1.0: must be a number, at least 0\n")]:
+        ("--prompt=", "error: --prompt: is empty; leave it out to begin a new document\n"),
+        ("--temperature=-1", "error: temperature=-1.0: must be a number, at least 0\n"),
+    ]:
         assert generate(flag) == (1, "", message)

@@ -1,4 +1,6 @@
-"""GGUF files: tensors and fields, read by gguf's reader, and errors. test_llama_cpp.py runs the files in llama.cpp."""
+"""GGUF files: tensors and fields, read by gguf's reader, and errors. test_llama_cpp.py runs the
+files in llama.cpp.
+"""
 
 import sys
 
@@ -22,39 +24,61 @@ VARIANTS = {
 
 
 def read_file(path, model, params, tokenizer=None, dtype="float32"):
-    """Writes a file. Returns {name: tensor of gguf's reader}, and a function that returns the value of a field."""
+    """Writes a file. Returns {name: tensor of gguf's reader}, and a function that returns the value
+    of a field.
+    """
     gguf = pytest.importorskip("gguf", reason="needs gguf (extra gguf)")
     gguf_file.write(path, "a model", model, params, tokenizer or Bytes(), dtype)
     reader = gguf.GGUFReader(path)
-    return {tensor.name: tensor for tensor in reader.tensors}, lambda name: reader.fields[name].contents()
+    return {tensor.name: tensor for tensor in reader.tensors}, lambda name: reader.fields[
+        name
+    ].contents()
 
 
 def expected_tensors(config, params) -> dict[str, np.ndarray]:
-    """Returns the tensors that llama.cpp expects by name. Those of llama have each head's entries i and i + K/2 side by
-    side, because llama.cpp rotates adjacent entries.
+    """Returns the tensors that llama.cpp expects by name. Those of llama have each head's entries i
+    and i + K/2 side by side, because llama.cpp rotates adjacent entries.
     """
     width, half = config.head_width, config.head_width // 2
-    order = np.arange(width) if config.qk_norm else np.array([i // 2 + i % 2 * half for i in range(width)])
+    order = (
+        np.arange(width)
+        if config.qk_norm
+        else np.array([i // 2 + i % 2 * half for i in range(width)])
+    )
 
     def rows(kernel_DxHxK):
         return kernel_DxHxK.reshape(config.d_model, -1).T
 
-    found = {"token_embd.weight": params["token_embedding"], "output_norm.weight": params["final_norm"]["scale"]}
+    found = {
+        "token_embd.weight": params["token_embedding"],
+        "output_norm.weight": params["final_norm"]["scale"],
+    }
     if not config.tie_embeddings:
         found["output.weight"] = params["head"]
     for i in range(config.num_layers):
-        block, name = jax.tree.map(lambda x, i=i: np.asarray(x[i]), params["trunk"]["blocks"]), f"blk.{i}."
+        block, name = (
+            jax.tree.map(lambda x, i=i: np.asarray(x[i]), params["trunk"]["blocks"]),
+            f"blk.{i}.",
+        )
         qkv_DxGxJxK, mlp = block["attention"]["qkv"]["kernel"], block["mlp"]
         found |= {
             f"{name}attn_q.weight": rows(qkv_DxGxJxK[:, :, :-2][..., order]),
             f"{name}attn_k.weight": rows(qkv_DxGxJxK[:, :, -2][..., order]),
             f"{name}attn_v.weight": rows(qkv_DxGxJxK[:, :, -1]),
-            f"{name}attn_output.weight": block["attention"]["out"]["kernel"].reshape(-1, config.d_model).T,
+            f"{name}attn_output.weight": block["attention"]["out"]["kernel"]
+            .reshape(-1, config.d_model)
+            .T,
             f"{name}attn_norm.weight": block["attention_norm"]["scale"],
             f"{name}ffn_norm.weight": block["mlp_norm"]["scale"],
-            **{f"{name}ffn_{part}.weight": mlp[part]["kernel"].T for part in ("gate", "up", "down")}}
+            **{
+                f"{name}ffn_{part}.weight": mlp[part]["kernel"].T for part in ("gate", "up", "down")
+            },
+        }
         if config.qk_norm:
-            found |= {f"{name}attn_{part}_norm.weight": block["attention"][f"{part}_norm"]["scale"] for part in "qk"}
+            found |= {
+                f"{name}attn_{part}_norm.weight": block["attention"][f"{part}_norm"]["scale"]
+                for part in "qk"
+            }
     return {name: np.asarray(x) for name, x in found.items()}
 
 
@@ -72,16 +96,26 @@ def test_tensors_and_sizes(variant, tmp_path):
         np.testing.assert_array_equal(found[name].data, x, err_msg=name)
     name = field("general.architecture")
     assert name == variant.split(",")[0] and field("general.name") == "a model"
-    sizes = {"context_length": 64, "embedding_length": 32, "block_count": 2, "feed_forward_length": 84,
-             "attention.head_count": 4, "attention.head_count_kv": c.num_kv_heads or 4,
-             "attention.key_length": c.head_dim or 8, "attention.value_length": c.head_dim or 8,
-             "rope.dimension_count": c.head_dim or 8, "rope.freq_base": c.rope_base}
+    sizes = {
+        "context_length": 64,
+        "embedding_length": 32,
+        "block_count": 2,
+        "feed_forward_length": 84,
+        "attention.head_count": 4,
+        "attention.head_count_kv": c.num_kv_heads or 4,
+        "attention.key_length": c.head_dim or 8,
+        "attention.value_length": c.head_dim or 8,
+        "rope.dimension_count": c.head_dim or 8,
+        "rope.freq_base": c.rope_base,
+    }
     assert {key: field(f"{name}.{key}") for key in sizes} == sizes
     assert field(f"{name}.attention.layer_norm_rms_epsilon") == pytest.approx(c.norm_epsilon)
 
 
 def test_rotation_of_adjacent_entries(tmp_path):
-    """llama.cpp's rotation of the file's queries and keys gives the attention scores of our rotation of ours."""
+    """llama.cpp's rotation of the file's queries and keys gives the attention scores of our
+    rotation of ours.
+    """
     model = build("gpt", **BLOCK)
     params, c = init(model), model.config
     found, _ = read_file(tmp_path / "file", model, params)
@@ -93,10 +127,19 @@ def test_rotation_of_adjacent_entries(tmp_path):
     def scores(q_TxHxI, k_TxHxI):
         return np.einsum("thi,shi->hts", q_TxHxI * turn_Tx1xI, np.conj(k_TxHxI * turn_Tx1xI)).real
 
-    ours = [x[..., :half] + 1j * x[..., half:] for x in np.einsum("td,dgjk->jtgk", x_TxD, qkv_DxGxJxK)[:2]]
-    theirs = [(x_TxD @ np.float64(found[f"blk.0.attn_{part}.weight"].data).T).reshape(9, c.num_heads, half, 2)
-              for part in "qk"]
-    np.testing.assert_allclose(scores(*(x[..., 0] + 1j * x[..., 1] for x in theirs)), scores(*ours), atol=1e-12)
+    ours = [
+        x[..., :half] + 1j * x[..., half:]
+        for x in np.einsum("td,dgjk->jtgk", x_TxD, qkv_DxGxJxK)[:2]
+    ]
+    theirs = [
+        (x_TxD @ np.float64(found[f"blk.0.attn_{part}.weight"].data).T).reshape(
+            9, c.num_heads, half, 2
+        )
+        for part in "qk"
+    ]
+    np.testing.assert_allclose(
+        scores(*(x[..., 0] + 1j * x[..., 1] for x in theirs)), scores(*ours), atol=1e-12
+    )
 
 
 def test_float16(tmp_path):
@@ -106,11 +149,14 @@ def test_float16(tmp_path):
     assert field("general.file_type") == 1
     for name, x in expected_tensors(model.config, params).items():
         x = x[:257] if name in ("token_embd.weight", "output.weight") else x
-        np.testing.assert_array_equal(found[name].data, x if x.ndim == 1 else x.astype(np.float16), err_msg=name)
+        np.testing.assert_array_equal(
+            found[name].data, x if x.ndim == 1 else x.astype(np.float16), err_msg=name
+        )
 
 
 def test_q8_0(tmp_path):
-    """32 numbers of a row share a float16 scale s ≈ max|x| / 127; each is at most s/2 away, and 127 errors of s.
+    """32 numbers of a row share a float16 scale s ≈ max|x| / 127; each is at most s/2 away, and 127
+    errors of s.
 
     The down projection has rows of 84 numbers, which blocks of 32 do not divide.
     """
@@ -121,17 +167,23 @@ def test_q8_0(tmp_path):
     for name, x in expected_tensors(model.config, params).items():
         x, stored = (x[:257] if name in ("token_embd.weight", "output.weight") else x), found[name]
         if x.ndim == 1 or "ffn_down" in name:
-            np.testing.assert_array_equal(stored.data, x if x.ndim == 1 else x.astype(np.float16), err_msg=name)
+            np.testing.assert_array_equal(
+                stored.data, x if x.ndim == 1 else x.astype(np.float16), err_msg=name
+            )
             continue
         assert stored.tensor_type.name == "Q8_0" and stored.data.dtype == np.uint8
         blocks_Nx34 = np.ascontiguousarray(stored.data).reshape(-1, 34)
         scales_Nx1 = np.float64(blocks_Nx34[:, :2].view(np.float16))
         x_Nx32 = np.float64(x.reshape(-1, 32))
         exact_Nx1 = np.abs(x_Nx32).max(1, keepdims=True) / 127
-        error_Nx1 = np.maximum(exact_Nx1 * 2.0**-11, 2.0**-25)  # of rounding to float16, also to a subnormal
+        error_Nx1 = np.maximum(
+            exact_Nx1 * 2.0**-11, 2.0**-25
+        )  # of rounding to float16, also to a subnormal
         assert (np.abs(scales_Nx1 - exact_Nx1) <= 1.001 * error_Nx1).all()
         difference_Nx32 = np.abs(scales_Nx1 * blocks_Nx34[:, 2:].view(np.int8) - x_Nx32)
-        assert (difference_Nx32 <= exact_Nx1 / 2 + 127.5 * error_Nx1).all() and difference_Nx32.max() > 0
+        assert (
+            difference_Nx32 <= exact_Nx1 / 2 + 127.5 * error_Nx1
+        ).all() and difference_Nx32.max() > 0
 
 
 def test_vocabularies(tmp_path):
@@ -139,27 +191,53 @@ def test_vocabularies(tmp_path):
     params = init(model)
     _, field = read_file(tmp_path / "bytes", model, params, Bytes())
     tokens, types = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.token_type")
-    assert (tokens[ord("a")], tokens[ord(" ")], tokens[256], len(tokens)) == ("a", "\u0120", "<|endoftext|>", 257)
+    assert (tokens[ord("a")], tokens[ord(" ")], tokens[256], len(tokens)) == (
+        "a",
+        "\u0120",
+        "<|endoftext|>",
+        257,
+    )
     assert types == [1] * 256 + [3] and field("tokenizer.ggml.bos_token_id") == 256
     gpt2 = small_gpt2()
     _, field = read_file(tmp_path / "gpt2", model, params, gpt2)
     assert (field("tokenizer.ggml.model"), field("tokenizer.ggml.pre")) == ("gpt2", "gpt-2")
     assert field("tokenizer.ggml.merges")[:2] == ["\u0120 t", "h e"]
-    assert field("tokenizer.ggml.tokens")[256:258] == ["\u0120t", "he"] and field("tokenizer.ggml.eos_token_id") == 262
+    assert (
+        field("tokenizer.ggml.tokens")[256:258] == ["\u0120t", "he"]
+        and field("tokenizer.ggml.eos_token_id") == 262
+    )
     pieces = small_sentencepiece()
     _, field = read_file(tmp_path / "pieces", model, params, pieces)
     types = field("tokenizer.ggml.token_type")
     assert field("tokenizer.ggml.model") == "llama" and len(types) == pieces.vocab_size
-    assert types[:2] == [2, 3] and types.count(6) == 256 and field("tokenizer.ggml.tokens")[1] == "<|endoftext|>"
-    assert field("tokenizer.ggml.add_space_prefix") is False and field("tokenizer.ggml.add_bos_token") is True
-    best = int(np.argmax([score if kind == 1 else -np.inf for kind, score in zip(
-        types, field("tokenizer.ggml.scores"))]))  # the first merge of the training
+    assert (
+        types[:2] == [2, 3]
+        and types.count(6) == 256
+        and field("tokenizer.ggml.tokens")[1] == "<|endoftext|>"
+    )
+    assert (
+        field("tokenizer.ggml.add_space_prefix") is False
+        and field("tokenizer.ggml.add_bos_token") is True
+    )
+    best = int(
+        np.argmax(
+            [
+                score if kind == 1 else -np.inf
+                for kind, score in zip(types, field("tokenizer.ggml.scores"))
+            ]
+        )
+    )  # the first merge of the training
     assert pieces.decode([best]) == "th"
 
 
-@pytest.mark.parametrize("tokenizer, adds_begin", [
-    (Bytes, False), (small_sentencepiece, False),
-    (lambda: small_sentencepiece(bos_id=2, bos_piece="<s>"), True)])
+@pytest.mark.parametrize(
+    "tokenizer, adds_begin",
+    [
+        (Bytes, False),
+        (small_sentencepiece, False),
+        (lambda: small_sentencepiece(bos_id=2, bos_piece="<s>"), True),
+    ],
+)
 def test_hugging_face_tokenizers_in_llama_cpps_script(tokenizer, adds_begin, tmp_path):
     """convert_hf_to_gguf.py puts the begin-of-text token before a text as transformers does."""
     gguf = pytest.importorskip("gguf", reason="needs gguf (extra gguf)")
@@ -171,13 +249,20 @@ def test_hugging_face_tokenizers_in_llama_cpps_script(tokenizer, adds_begin, tmp
 
 # ---------------------------------------------------------------------- Errors
 
-@pytest.mark.parametrize("fields, message", [
-    (dict(norm="layer"),
-     "config.model.norm='layer': llama.cpp's llama and qwen3 differ; --to=gguf needs 'rms', as in configs/llama.py"),
-    (dict(position="alibi"), "config.model.position='alibi': .* needs 'rope'"),
-    (dict(attention_windows=(8,)), r"config.model.attention_windows=\(8,\): .* needs \(\)"),
-    (dict(use_bias=True), "config.model.use_bias=True: .* needs False"),
-])
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            dict(norm="layer"),
+            "config.model.norm='layer': llama.cpp's llama and qwen3 differ; --to=gguf needs "
+            "'rms', as in configs/llama.py",
+        ),
+        (dict(position="alibi"), "config.model.position='alibi': .* needs 'rope'"),
+        (dict(attention_windows=(8,)), r"config.model.attention_windows=\(8,\): .* needs \(\)"),
+        (dict(use_bias=True), "config.model.use_bias=True: .* needs False"),
+    ],
+)
 def test_refuses_other_blocks(fields, message, tmp_path):
     model = build("gpt", **{**BLOCK, **fields})
     with pytest.raises(UserError, match=message):
@@ -186,38 +271,72 @@ def test_refuses_other_blocks(fields, message, tmp_path):
 
 def test_refuses_other_architectures(tmp_path):
     model = build("pgpt", num_layers=2)
-    with pytest.raises(UserError, match=r"config.model.architecture='pgpt': .* differ; --to=gguf needs 'gpt'"):
+    with pytest.raises(
+        UserError, match=r"config.model.architecture='pgpt': .* differ; --to=gguf needs 'gpt'"
+    ):
         gguf_file.write(tmp_path / "file", "name", model, {}, Bytes(), "float32")
 
 
 def test_refuses_other_tokenizers(tmp_path):
-    with pytest.raises(UserError, match="of the kind 'symbols', supported are bytes, gpt2, sentencepiece; use --to=hf"):
-        gguf_file.write(tmp_path / "file", "name", build("gpt", **BLOCK), {}, Symbols(["a"]), "float32")
+    with pytest.raises(
+        UserError,
+        match="of the kind 'symbols', supported are bytes, gpt2, sentencepiece; use --to=hf",
+    ):
+        gguf_file.write(
+            tmp_path / "file", "name", build("gpt", **BLOCK), {}, Symbols(["a"]), "float32"
+        )
 
 
-@pytest.mark.parametrize("tokenizer, message", [
-    (lambda: spaced_tokenizer(False), "SentencePiece model, which has no byte_fallback; use --to=hf"),
-    (lambda: small_sentencepiece(model_type="unigram"), "which is not of the type bpe"),
-    (lambda: small_sentencepiece(remove_extra_whitespaces=True), "which removes spaces"),
-    (lambda: small_sentencepiece(normalization_rule_name="nmt_nfkc"), "which normalizes characters"),
-    (lambda: small_sentencepiece(treat_whitespace_as_suffix=True), "which has treat_whitespace_as_suffix"),
-    (lambda: small_sentencepiece(user_defined_symbols=["cat"]), "which has user-defined pieces"),
-])
+@pytest.mark.parametrize(
+    "tokenizer, message",
+    [
+        (
+            lambda: spaced_tokenizer(False),
+            "SentencePiece model, which has no byte_fallback; use --to=hf",
+        ),
+        (lambda: small_sentencepiece(model_type="unigram"), "which is not of the type bpe"),
+        (lambda: small_sentencepiece(remove_extra_whitespaces=True), "which removes spaces"),
+        (
+            lambda: small_sentencepiece(normalization_rule_name="nmt_nfkc"),
+            "which normalizes characters",
+        ),
+        (
+            lambda: small_sentencepiece(treat_whitespace_as_suffix=True),
+            "which has treat_whitespace_as_suffix",
+        ),
+        (
+            lambda: small_sentencepiece(user_defined_symbols=["cat"]),
+            "which has user-defined pieces",
+        ),
+    ],
+)
 def test_refuses_sentencepiece_models_that_llama_cpp_lacks(tokenizer, message, tmp_path):
     pytest.importorskip("gguf", reason="needs gguf (extra gguf)")
     with pytest.raises(UserError, match=message):
-        gguf_file.write(tmp_path / "file", "name", build("gpt", **{**BLOCK, "vocab_size": 512}), {}, tokenizer(),
-                        "float32")
+        gguf_file.write(
+            tmp_path / "file",
+            "name",
+            build("gpt", **{**BLOCK, "vocab_size": 512}),
+            {},
+            tokenizer(),
+            "float32",
+        )
     assert not any(tmp_path.iterdir())
 
 
-BEYOND_FLOAT16 = "--dtype: output.weight has weights beyond 65,504, the limit of float16; use --dtype=float32"
+BEYOND_FLOAT16 = (
+    "--dtype: output.weight has weights beyond 65,504, the limit of float16; use --dtype=float32"
+)
 
 
-@pytest.mark.parametrize("weight, dtype, message", [
-    (1e5, "float16", BEYOND_FLOAT16),
-    (-np.inf, "float32", "output.weight: has infinite or NaN weights"),
-    (np.nan, "q8_0", "output.weight: has infinite or NaN weights")])
+@pytest.mark.parametrize(
+    "weight, dtype, message",
+    [
+        (1e5, "float16", BEYOND_FLOAT16),
+        (-np.inf, "float32", "output.weight: has infinite or NaN weights"),
+        (np.nan, "q8_0", "output.weight: has infinite or NaN weights"),
+    ],
+)
 def test_refuses_weights_that_the_file_cannot_hold(weight, dtype, message, tmp_path):
     pytest.importorskip("gguf", reason="needs gguf (extra gguf)")
     model = build("gpt", **BLOCK)
@@ -248,15 +367,21 @@ def run_folder(tmp_path_factory):
 def test_command(run_folder, tmp_path):
     gguf = pytest.importorskip("gguf", reason="needs gguf (extra gguf)")
     output = tmp_path / "new" / "model.gguf"
-    result = call("convert", "--to=gguf", f"--workdir={run_folder}", f"--output={output}", "--dtype=q8_0")
+    result = call(
+        "convert", "--to=gguf", f"--workdir={run_folder}", f"--output={output}", "--dtype=q8_0"
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith(f"{output}: gpt of step 0, ") and result.stdout.endswith(
-        " parameters, as llama in q8_0 (2 matrices in float16, because 32 does not divide their rows); its low-rank "
-        "matrices are exported as full matrices\n")
+        " parameters, as llama in q8_0 (2 matrices in float16, because 32 does not divide their "
+        "rows); its low-rank matrices are exported as full matrices\n"
+    )
     assert [path.name for path in output.parent.iterdir()] == ["model.gguf"]
     assert gguf.GGUFReader(output).fields["general.name"].contents() == "model"
     again = call("convert", "--to=gguf", f"--workdir={run_folder}", f"--output={output}")
-    assert (again.returncode, again.stderr) == (1, f"error: --output={output}: exists; choose another name\n")
+    assert (again.returncode, again.stderr) == (
+        1,
+        f"error: --output={output}: exists; choose another name\n",
+    )
 
 
 @pytest.mark.slow
@@ -268,18 +393,34 @@ def test_remote_file(run_folder, bucket, tmp_path):
         assert (result.returncode, result.stderr) == (0, "")
     assert files[0].read_bytes() == files[1].read_bytes() != b""
     again = call("convert", "--to=gguf", f"--workdir={run_folder}", f"--output={files[0]}")
-    assert (again.returncode, again.stderr) == (1, f"error: --output={files[0]}: exists; choose another name\n")
+    assert (again.returncode, again.stderr) == (
+        1,
+        f"error: --output={files[0]}: exists; choose another name\n",
+    )
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--output={}/model"], "--output={}/model: must be the name of a new file that ends in .gguf"),
-    ([], "--output: must be the name of a new file that ends in .gguf"),
-    (["--output={}/m.gguf", "--tokenizer=skip"], "--tokenizer: cannot be combined with --to=gguf; see --help"),
-    (["--output={}/m.gguf", "--step=7"], "no checkpoint"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ["--output={}/model"],
+            "--output={}/model: must be the name of a new file that ends in .gguf",
+        ),
+        ([], "--output: must be the name of a new file that ends in .gguf"),
+        (
+            ["--output={}/m.gguf", "--tokenizer=skip"],
+            "--tokenizer: cannot be combined with --to=gguf; see --help",
+        ),
+        (["--output={}/m.gguf", "--step=7"], "no checkpoint"),
+    ],
+)
 def test_refuses_other_arguments(arguments, message, run_folder, tmp_path):
-    result = call("convert", "--to=gguf", f"--workdir={run_folder}",
-                  *(argument.format(tmp_path) for argument in arguments))
+    result = call(
+        "convert",
+        "--to=gguf",
+        f"--workdir={run_folder}",
+        *(argument.format(tmp_path) for argument in arguments),
+    )
     assert result.returncode == 1 and message.format(tmp_path) in result.stderr
     assert not any(tmp_path.iterdir())
 
@@ -305,5 +446,9 @@ def test_a_failed_export_leaves_nothing(run_folder, tmp_path, monkeypatch):
         raise UserError("a bad weight")
 
     monkeypatch.setattr(gguf_file, "write", fail)
-    result = call("convert", "--to=gguf", f"--workdir={run_folder}", f"--output={tmp_path}/new/m.gguf")
-    assert (result.returncode, result.stderr) == (1, "error: a bad weight\n") and not any(tmp_path.iterdir())
+    result = call(
+        "convert", "--to=gguf", f"--workdir={run_folder}", f"--output={tmp_path}/new/m.gguf"
+    )
+    assert (result.returncode, result.stderr) == (1, "error: a bad weight\n") and not any(
+        tmp_path.iterdir()
+    )

@@ -17,12 +17,21 @@ from smallgpt_jax.storage.json_files import find_mismatch
 SIZES = dict(d_model=16, num_heads=2, context_length=24, num_layers=2)
 
 
-@pytest.mark.parametrize("architecture, fields, per_token, full", [
-    ("gpt", {}, 2 * 2 * 16 * 4, 24 * 2 * 2 * 16 * 4),
-    ("gpt", {"num_kv_heads": 1, "dtype": "bfloat16"}, 2 * 2 * 8 * 2, 24 * 2 * 2 * 8 * 2),
-    ("gpt", {"attention_windows": (5, 0)}, 2 * 2 * 16 * 4, (5 + 24) * 2 * 16 * 4),
-    ("lgpt", {"blocks_per_stage": 1}, 2 * (16 + 8) * 4, 24 * 2 * (16 + 8) * 4),
-    ("cgpt", {"blocks_per_stage": 1, "conv_kernel": 3}, 2 * (16 + 8) * 4, 24 * 2 * (16 + 8) * 4 + 2 * (16 + 8) * 4)])
+@pytest.mark.parametrize(
+    "architecture, fields, per_token, full",
+    [
+        ("gpt", {}, 2 * 2 * 16 * 4, 24 * 2 * 2 * 16 * 4),
+        ("gpt", {"num_kv_heads": 1, "dtype": "bfloat16"}, 2 * 2 * 8 * 2, 24 * 2 * 2 * 8 * 2),
+        ("gpt", {"attention_windows": (5, 0)}, 2 * 2 * 16 * 4, (5 + 24) * 2 * 16 * 4),
+        ("lgpt", {"blocks_per_stage": 1}, 2 * (16 + 8) * 4, 24 * 2 * (16 + 8) * 4),
+        (
+            "cgpt",
+            {"blocks_per_stage": 1, "conv_kernel": 3},
+            2 * (16 + 8) * 4,
+            24 * 2 * (16 + 8) * 4 + 2 * (16 + 8) * 4,
+        ),
+    ],
+)
 def test_bytes_of_the_cache(architecture, fields, per_token, full):
     model = build(architecture, **SIZES, **fields)
     one, two, all_tokens = (inference_cost.num_cache_bytes(model, length) for length in (1, 2, 24))
@@ -47,7 +56,9 @@ def text_model():
 
 @pytest.mark.slow
 def test_which_steps_are_timed(text_model, monkeypatch):
-    """With an empty cache, the first tokens; with a full one, the last: both with all texts. Then the cache is full."""
+    """With an empty cache, the first tokens; with a full one, the last: both with all texts. Then
+    the cache is full.
+    """
     timed = []
 
     def time_decoding(session, sampled_Bx1, steps):
@@ -61,12 +72,28 @@ def test_which_steps_are_timed(text_model, monkeypatch):
     found = inference_cost.inference_cost(text_model, log=lambda message: None)
     assert find_mismatch(json.loads(json.dumps(found)), INFERENCE) is None
     # Texts of 13 and 24 tokens are cached in the end. The first of two sessions is not counted.
-    assert timed == [(1, 13, 12, 16)] * 2 + [(1, 24, 12, 24)] * 2 + [(32, 13, 12, 16)] * 2 + [(32, 24, 12, 24)] * 2
+    assert (
+        timed
+        == [(1, 13, 12, 16)] * 2
+        + [(1, 24, 12, 24)] * 2
+        + [(32, 13, 12, 16)] * 2
+        + [(32, 24, 12, 24)] * 2
+    )
     assert [(row["batch"], row["cache"], row["step_ms"]["count"]) for row in found["decoding"]] == [
-        (1, "empty", 3), (1, "full", 3), (32, "empty", 3), (32, "full", 3)]  # three calls of four steps
+        (1, "empty", 3),
+        (1, "full", 3),
+        (32, "empty", 3),
+        (32, "full", 3),
+    ]  # three calls of four steps
     assert found["prefill_ms"]["count"] == inference_cost.PREFILLS
-    assert found["prefill_ms"]["low"] <= found["prefill_ms"]["median"] <= found["prefill_ms"]["high"]
-    assert (found["dtype"], found["cache_bytes"], found["context_length"]) == ("float32", 24 * 2 * 16 * 4, 24)
+    assert (
+        found["prefill_ms"]["low"] <= found["prefill_ms"]["median"] <= found["prefill_ms"]["high"]
+    )
+    assert (found["dtype"], found["cache_bytes"], found["context_length"]) == (
+        "float32",
+        24 * 2 * 16 * 4,
+        24,
+    )
 
 
 def test_what_does_not_fit_in_memory_is_left_out(text_model, monkeypatch):

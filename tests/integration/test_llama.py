@@ -1,4 +1,6 @@
-"""Tests of the Llama recipe: logits (compared with transformers), training on a mesh, decoding and planning."""
+"""Tests of the Llama recipe: logits (compared with transformers), training on a mesh, decoding and
+planning.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,9 @@ from smallgpt_jax.training.train import train
 
 
 def llama(qk_norm: bool = False):
-    """Returns the tiny model of configs/llama.py with two layers, four query heads and two key-value heads."""
+    """Returns the tiny model of configs/llama.py with two layers, four query heads and two
+    key-value heads.
+    """
     return models.build(**{**load_config("llama").model, "qk_norm": qk_norm, "num_layers": 2})
 
 
@@ -26,20 +30,31 @@ def llama_state_dict(theirs, params, qk_norm: bool) -> dict:
     """Returns our parameters as a state dict of the transformers model `theirs`."""
     import torch
 
-    state = {"model.embed_tokens.weight": params["token_embedding"], "lm_head.weight": params["head"],
-             "model.norm.weight": params["final_norm"]["scale"]}
+    state = {
+        "model.embed_tokens.weight": params["token_embedding"],
+        "lm_head.weight": params["head"],
+        "model.norm.weight": params["final_norm"]["scale"],
+    }
     blocks = params["trunk"]["blocks"]
     for i in range(theirs.config.num_hidden_layers):
         block, name = jax.tree.map(lambda x, i=i: np.asarray(x[i]), blocks), f"model.layers.{i}."
         qkv_DxGxJxK = block["attention"]["qkv"]["kernel"]
         width = qkv_DxGxJxK.shape[0]
-        parts = {"q": qkv_DxGxJxK[:, :, :-2], "k": qkv_DxGxJxK[:, :, -2], "v": qkv_DxGxJxK[:, :, -1]}
+        parts = {
+            "q": qkv_DxGxJxK[:, :, :-2],
+            "k": qkv_DxGxJxK[:, :, -2],
+            "v": qkv_DxGxJxK[:, :, -1],
+        }
         for part, columns in parts.items():
             state[f"{name}self_attn.{part}_proj.weight"] = columns.reshape(width, -1).T
-        state[f"{name}self_attn.o_proj.weight"] = block["attention"]["out"]["kernel"].reshape(-1, width).T
+        state[f"{name}self_attn.o_proj.weight"] = (
+            block["attention"]["out"]["kernel"].reshape(-1, width).T
+        )
         if qk_norm:
             for part in "qk":
-                state[f"{name}self_attn.{part}_norm.weight"] = block["attention"][f"{part}_norm"]["scale"]
+                state[f"{name}self_attn.{part}_norm.weight"] = block["attention"][f"{part}_norm"][
+                    "scale"
+                ]
         for part in ("gate", "up", "down"):
             state[f"{name}mlp.{part}_proj.weight"] = block["mlp"][part]["kernel"].T
         state[f"{name}input_layernorm.weight"] = block["attention_norm"]["scale"]
@@ -54,12 +69,23 @@ def test_logits_match_transformers(name):
     torch, transformers = (pytest.importorskip(library) for library in ("torch", "transformers"))
     model = llama(qk_norm=name == "Qwen3")
     params, c = init(model), model.config
-    theirs = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(
-        vocab_size=c.vocab_size, hidden_size=c.d_model, intermediate_size=c.mlp_width, num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads, num_key_value_heads=c.kv_heads, head_dim=c.head_width,
-        max_position_embeddings=c.context_length, rms_norm_eps=c.norm_epsilon, hidden_act="silu",
-        attention_bias=False, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_base})).eval()
+    theirs = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(
+            vocab_size=c.vocab_size,
+            hidden_size=c.d_model,
+            intermediate_size=c.mlp_width,
+            num_hidden_layers=c.num_layers,
+            num_attention_heads=c.num_heads,
+            num_key_value_heads=c.kv_heads,
+            head_dim=c.head_width,
+            max_position_embeddings=c.context_length,
+            rms_norm_eps=c.norm_epsilon,
+            hidden_act="silu",
+            attention_bias=False,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope_base},
+        )
+    ).eval()
     missing = theirs.load_state_dict(llama_state_dict(theirs, params, c.qk_norm), strict=True)
     assert not missing.missing_keys
     tokens = np.random.default_rng(0).integers(0, c.vocab_size, (2, 40))
@@ -71,27 +97,40 @@ def test_logits_match_transformers(name):
 def test_parameters_and_flops_at_full_size():
     """The numbers of parameters and FLOPs follow from the shapes of the matrices.
 
-    A layer has query and output matrices of width 768, key and value matrices of a third of this width, and three MLP
-    matrices of width 2048.
+    A layer has query and output matrices of width 768, key and value matrices of a third of this
+    width, and three MLP matrices of width 2048.
     """
     model = models.build(**load_config("llama", "paper").model)
     width, layers, vocabulary = 768, 12, 50_304
-    multiplied = layers * (2 * width**2 + 2 * width * width // 3 + 3 * width * 2048) + vocabulary * width
+    multiplied = (
+        layers * (2 * width**2 + 2 * width * width // 3 + 3 * width * 2048) + vocabulary * width
+    )
     assert models.num_parameters(model) == multiplied + vocabulary * width + 25 * width
     assert train_flops_per_token(model) == 6 * multiplied + 12 * 1024 * layers * width
 
 
 @pytest.mark.slow
 def test_trains_shards_decodes_and_plans(text_file, tmp_path):
-    config = load_config("llama", data__source=str(text_file), data__validation_fraction=0.2, model__num_layers=2,
-                         mesh__data=2, mesh__fsdp=2, mesh__tensor=2, train__steps=2, train__eval_every=2,
-                         train__eval_steps=1, train__checkpoint_every=2)
+    config = load_config(
+        "llama",
+        data__source=str(text_file),
+        data__validation_fraction=0.2,
+        model__num_layers=2,
+        mesh__data=2,
+        mesh__fsdp=2,
+        mesh__tensor=2,
+        train__steps=2,
+        train__eval_every=2,
+        train__eval_steps=1,
+        train__checkpoint_every=2,
+    )
     config.model.update(d_model=32)
     train(config, str(tmp_path))
     trained = inference.load_trained(tmp_path)
     assert trained.step == 2
     check_decoding(trained.model, trained.params)
-    # The cache has half the usual size, because there are half as many key-value heads as query heads.
+    # The cache has half the usual size, because there are half as many key-value heads as query
+    # heads.
     session = DecodeSession(trained.model, layout.pack(trained.model, trained.params), 257, [[0]])
     session.reserve(63)
     session.sample(Sampling())

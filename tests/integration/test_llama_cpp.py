@@ -1,4 +1,6 @@
-"""llama.cpp runs exported GGUF files: the same token ids, greedy texts and probabilities as here."""
+"""llama.cpp runs exported GGUF files: the same token ids, greedy texts and probabilities as
+here.
+"""
 
 import json
 import urllib.request
@@ -21,9 +23,14 @@ pytest.importorskip("gguf", reason="needs gguf (extra llama-cpp)")
 llama_cpp = pytest.importorskip("xllamacpp", reason="needs xllamacpp (extra llama-cpp)")
 
 MODELS = {  # tokenizer, fields
-    "llama, SentencePiece": (small_sentencepiece, dict(num_kv_heads=2, head_dim=12, norm_epsilon=1e-3)),
+    "llama, SentencePiece": (
+        small_sentencepiece,
+        dict(num_kv_heads=2, head_dim=12, norm_epsilon=1e-3),
+    ),
     "llama, SentencePiece with a space before each text": (
-        lambda: small_sentencepiece(add_dummy_prefix=True, bos_id=2, bos_piece="<s>"), {}),
+        lambda: small_sentencepiece(add_dummy_prefix=True, bos_id=2, bos_piece="<s>"),
+        {},
+    ),
     "qwen3, GPT-2": (small_gpt2, dict(qk_norm=True, num_kv_heads=1, head_dim=16, rope_base=500.0)),
     "qwen3, bytes": (Bytes, dict(qk_norm=True, tie_embeddings=True)),
 }
@@ -33,7 +40,9 @@ NEW_TOKENS = 200
 
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request, tmp_path_factory):
-    """Returns a model, its parameters, its tokenizer, and a function that sends a request to llama.cpp."""
+    """Returns a model, its parameters, its tokenizer, and a function that sends a request to
+    llama.cpp.
+    """
     make_tokenizer, fields = MODELS[request.param]
     model, tokenizer = build("gpt", **{**BLOCK, "context_length": 256, **fields}), make_tokenizer()
     params = lively(model, tokenizer)
@@ -49,8 +58,11 @@ def pair(request, tmp_path_factory):
     server = llama_cpp.Server(settings)
 
     def request(name: str, **fields) -> dict:
-        message = urllib.request.Request(f"{server.listening_address}/{name}", json.dumps(fields).encode(),
-                                         {"Content-Type": "application/json"})
+        message = urllib.request.Request(
+            f"{server.listening_address}/{name}",
+            json.dumps(fields).encode(),
+            {"Content-Type": "application/json"},
+        )
         with urllib.request.urlopen(message, timeout=60) as answer:
             return json.load(answer)
 
@@ -59,13 +71,17 @@ def pair(request, tmp_path_factory):
 
 def lively(model, tokenizer):
     """Returns large random weights, with which greedy texts do not repeat and do not end."""
-    params = jax.tree.map(lambda x: x * (5 if x.ndim > 2 else 1), init(model))  # matrices in blocks, without norms
+    params = jax.tree.map(
+        lambda x: x * (5 if x.ndim > 2 else 1), init(model)
+    )  # matrices in blocks, without norms
     table = "token_embedding" if model.config.tie_embeddings else "head"
     return {**params, table: 5 * params[table].at[tokenizer.end_of_text].set(0.0)}
 
 
 def test_token_ids(pair):
-    """llama.cpp puts the begin-of-text token first, and encodes the names of special tokens as text if asked."""
+    """llama.cpp puts the begin-of-text token first, and encodes the names of special tokens as text
+    if asked.
+    """
     _, _, tokenizer, request = pair
     for text in PROBES:
         ids = request("tokenize", content=text, add_special=True, parse_special=False)["tokens"]
@@ -80,26 +96,41 @@ def test_greedy_texts(pair):
         session.reserve(NEW_TOKENS)
         while left := len(ids) + NEW_TOKENS - len(session.ids[0]):
             session.ids[0] += session.sample_steps(GREEDY, left)[0].tolist()
-        ours = session.ids[0][len(ids):]
-        answer = request("completion", prompt=prompt, n_predict=NEW_TOKENS, temperature=0, return_tokens=True)
+        ours = session.ids[0][len(ids) :]
+        answer = request(
+            "completion", prompt=prompt, n_predict=NEW_TOKENS, temperature=0, return_tokens=True
+        )
         assert answer["tokens"] == ours
         assert len(set(ours)) > 10
 
 
 def test_perplexity(pair):
-    """The perplexity of a text differs by less than 0.001%. With llama.cpp's defaults, it would be up to 0.03%."""
+    """The perplexity of a text differs by less than 0.001%. With llama.cpp's defaults, it would be
+    up to 0.03%.
+    """
     model, params, tokenizer, request = pair
     text = "the cat sat on the mat\nand that is that, on 12 other paths"
     ids = [tokenizer.begin_of_text, *tokenizer.encode([text])[0].tolist()]
-    logits_TxV = np.float64(forward(model, params, jnp.asarray([ids]))[0, :, :tokenizer.vocab_size])
+    logits_TxV = np.float64(
+        forward(model, params, jnp.asarray([ids]))[0, :, : tokenizer.vocab_size]
+    )
     log_p_TxV = logits_TxV - np.log(np.exp(logits_TxV).sum(1, keepdims=True))
     ours = -np.mean([log_p_TxV[i, token] for i, token in enumerate(ids[1:])])
     theirs, letter = [], tokenizer.encode(["a"])[0].tolist()[-1]
     for i in range(1, len(ids)):
-        # The bias does not change the probabilities. Without it, a part of a character may be sampled, which the
-        # server holds back.
-        answer = request("completion", prompt=ids[:i], n_predict=1, n_probs=tokenizer.vocab_size, temperature=0,
-                         logit_bias=[[letter, 1000]])
-        found = {entry["id"]: entry["logprob"] for entry in answer["completion_probabilities"][0]["top_logprobs"]}
+        # The bias does not change the probabilities. Without it, a part of a character may be
+        # sampled, which the server holds back.
+        answer = request(
+            "completion",
+            prompt=ids[:i],
+            n_predict=1,
+            n_probs=tokenizer.vocab_size,
+            temperature=0,
+            logit_bias=[[letter, 1000]],
+        )
+        found = {
+            entry["id"]: entry["logprob"]
+            for entry in answer["completion_probabilities"][0]["top_logprobs"]
+        }
         theirs.append(-found[ids[i]])
     assert np.exp(np.mean(theirs)) == pytest.approx(np.exp(ours), rel=1e-5)

@@ -1,4 +1,6 @@
-"""Tests of models whose matrices are products of two factors (`config.model.rank_ratio`), and of their conversion."""
+"""Tests of models whose matrices are products of two factors (`config.model.rank_ratio`), and of
+their conversion.
+"""
 
 import functools
 import json
@@ -36,8 +38,11 @@ def test_factors_match_the_truncated_svd(shape, rank):
     left, right = low_rank.factor(matrix, rank)
     assert left.shape == (*shape[:-1], rank) and right.shape == (*shape[:-2], rank, shape[-1])
     assert left.dtype == right.dtype == np.float32
-    for w, a, b in zip(matrix.reshape(-1, *shape[-2:]), left.reshape(-1, *left.shape[-2:]),
-                       right.reshape(-1, *right.shape[-2:])):
+    for w, a, b in zip(
+        matrix.reshape(-1, *shape[-2:]),
+        left.reshape(-1, *left.shape[-2:]),
+        right.reshape(-1, *right.shape[-2:]),
+    ):
         # The leading eigenvectors of WᵀW span the rows of the truncated decomposition.
         values, vectors = np.linalg.eigh(w.astype(np.float64).T @ w)
         leading = vectors[:, -rank:]
@@ -49,12 +54,20 @@ def test_factors_match_the_truncated_svd(shape, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture, fields", [
-    ("gpt", {"use_bias": True, "scan_layers": False}),
-    pytest.param("pgpt", {"num_kv_heads": 2, "mlp": "gated"}, marks=pytest.mark.slow),
-    pytest.param("gpt", {"mlp": "moe", "num_experts": 4, "num_layers": 1, "head_dim": 8}, marks=pytest.mark.slow),
-    pytest.param("lgpt", {"attention_windows": (3, 0)}, marks=pytest.mark.slow),
-    pytest.param("cgpt", {"norm_position": "deepnorm"}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "architecture, fields",
+    [
+        ("gpt", {"use_bias": True, "scan_layers": False}),
+        pytest.param("pgpt", {"num_kv_heads": 2, "mlp": "gated"}, marks=pytest.mark.slow),
+        pytest.param(
+            "gpt",
+            {"mlp": "moe", "num_experts": 4, "num_layers": 1, "head_dim": 8},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("lgpt", {"attention_windows": (3, 0)}, marks=pytest.mark.slow),
+        pytest.param("cgpt", {"norm_position": "deepnorm"}, marks=pytest.mark.slow),
+    ],
+)
 def test_full_rank_reproduces_the_logits(architecture, fields, monkeypatch):
     """Factors of full rank give the model's logits, and their products are the model's matrices."""
     model = build(architecture, **fields)
@@ -63,11 +76,16 @@ def test_full_rank_reproduces_the_logits(architecture, fields, monkeypatch):
     expected = forward(model, params, tokens_of(model), state)
     monkeypatch.setattr(layers, "factor_rank", lambda ratio, inputs, outputs: min(inputs, outputs))
     uncached = parameters.trace_variables.__wrapped__
-    monkeypatch.setattr(parameters, "trace_variables", functools.cache(uncached))  # apart from the usual shapes
+    monkeypatch.setattr(
+        parameters, "trace_variables", functools.cache(uncached)
+    )  # apart from the usual shapes
     factored, factors = low_rank.with_rank_ratio(model, params, 0.5)
     assert jax.tree.map(np.shape, factors) == jax.tree.map(
-        np.shape, models.abstract_params(factored), is_leaf=lambda x: hasattr(x, "shape"))
-    np.testing.assert_allclose(forward(factored, factors, tokens_of(model), state), expected, atol=1e-4)
+        np.shape, models.abstract_params(factored), is_leaf=lambda x: hasattr(x, "shape")
+    )
+    np.testing.assert_allclose(
+        forward(factored, factors, tokens_of(model), state), expected, atol=1e-4
+    )
     again, full = low_rank.with_rank_ratio(factored, factors, 0.0)
     assert again.config == model.config and jax.tree.structure(full) == jax.tree.structure(params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), full, params)
@@ -75,7 +93,9 @@ def test_full_rank_reproduces_the_logits(architecture, fields, monkeypatch):
 
 @pytest.mark.slow
 def test_matrices_that_are_factored():
-    """The matrices of attention and MLPs are factored, and no others. Each matrix of a stack is factored on its own."""
+    """The matrices of attention and MLPs are factored, and no others. Each matrix of a stack is
+    factored on its own.
+    """
     model = build("pgpt")
     params = init(model)
     _, factors = low_rank.with_rank_ratio(model, params, 0.5)
@@ -90,22 +110,32 @@ def test_matrices_that_are_factored():
     matrix = before[*module, "kernel"][path, layer].reshape(width, 3 * width).astype(np.float64)
     u, s, v = np.linalg.svd(matrix)
     rank = int(0.5 * width * 3 * width / (4 * width))
-    product = np.tensordot(after[*module, "kernel_in"][path, layer], after[*module, "kernel_out"][path, layer], 1)
-    np.testing.assert_allclose(product.reshape(matrix.shape), u[:, :rank] * s[:rank] @ v[:rank], atol=1e-6)
+    product = np.tensordot(
+        after[*module, "kernel_in"][path, layer], after[*module, "kernel_out"][path, layer], 1
+    )
+    np.testing.assert_allclose(
+        product.reshape(matrix.shape), u[:, :rank] * s[:rank] @ v[:rank], atol=1e-6
+    )
     # Heads and head width are the rows of one matrix.
     module = ("trunk", "paths", "blocks", "attention", "out")
     matrix = before[*module, "kernel"][path, layer].reshape(width, width).astype(np.float64)
     u, s, v = np.linalg.svd(matrix)
     rank = int(0.5 * width * width / (2 * width))
-    product = np.tensordot(after[*module, "kernel_in"][path, layer], after[*module, "kernel_out"][path, layer], 1)
-    np.testing.assert_allclose(product.reshape(matrix.shape), u[:, :rank] * s[:rank] @ v[:rank], atol=1e-6)
+    product = np.tensordot(
+        after[*module, "kernel_in"][path, layer], after[*module, "kernel_out"][path, layer], 1
+    )
+    np.testing.assert_allclose(
+        product.reshape(matrix.shape), u[:, :rank] * s[:rank] @ v[:rank], atol=1e-6
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("ratio", [0.33, 0.9])
 def test_parameters_and_flops(architecture, ratio):
-    """Two factors have r·(m + n) parameters instead of m·n. Each parameter takes 6 FLOPs per token."""
+    """Two factors have r·(m + n) parameters instead of m·n. Each parameter takes 6 FLOPs per
+    token.
+    """
     full, factored = build(architecture), build(architecture, rank_ratio=ratio)
     saved = 0
     for i in range(full.config.num_layers):
@@ -125,21 +155,34 @@ def test_rank_is_at_least_one():
 
 @pytest.mark.slow
 def test_memory_estimate():
-    """The estimate finds the same attention layers as without factors. It includes the outputs of the first factors."""
-    config = load_config("gpt", "paper", model__attention="xla", model__head_dim=32, train__microbatches=1)
+    """The estimate finds the same attention layers as without factors. It includes the outputs of
+    the first factors.
+    """
+    config = load_config(
+        "gpt", "paper", model__attention="xla", model__head_dim=32, train__microbatches=1
+    )
     full = build_program(config.copy_and_resolve_references(), jax.devices()[:1])
     config.model.rank_ratio = 0.5
     factored = build_program(config, jax.devices()[:1])
-    assert (memory.attention_layers(full.model, full.mesh, False)
-            == memory.attention_layers(factored.model, factored.mesh, False))
-    activations = [memory.memory_breakdown(program.model, program.mesh, program.abstract_state, 4, 8, False)[
-        "activations"] for program in (full, factored)]
-    ranks = [0.5 * m * n / (m + n) for m, n in ((768, 3 * 384), (384, 768), (768, 3072), (3072, 768))]
+    assert memory.attention_layers(full.model, full.mesh, False) == memory.attention_layers(
+        factored.model, factored.mesh, False
+    )
+    activations = [
+        memory.memory_breakdown(program.model, program.mesh, program.abstract_state, 4, 8, False)[
+            "activations"
+        ]
+        for program in (full, factored)
+    ]
+    ranks = [
+        0.5 * m * n / (m + n) for m, n in ((768, 3 * 384), (384, 768), (768, 3072), (3072, 768))
+    ]
     assert activations[1] - activations[0] == 4 * 1024 * 12 * sum(map(int, ranks)) * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm_position, scaled", [("pre", 0.02), ("deepnorm", 0.02 * (8 * 8) ** -0.25)])
+@pytest.mark.parametrize(
+    "norm_position, scaled", [("pre", 0.02), ("deepnorm", 0.02 * (8 * 8) ** -0.25)]
+)
 def test_initial_products_have_the_std_of_full_matrices(norm_position, scaled):
     model = build("gpt", d_model=128, num_layers=8, norm_position=norm_position, rank_ratio=0.5)
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
@@ -147,8 +190,13 @@ def test_initial_products_have_the_std_of_full_matrices(norm_position, scaled):
     block = full["trunk"]["blocks"]
     residual = 0.02 / math.sqrt(2 * 8) if norm_position == "pre" else scaled
     qkv = block["attention"]["qkv"]["kernel"]
-    for weight, std in ((qkv[..., :-1, :], 0.02), (qkv[..., -1, :], scaled), (block["mlp"]["up"]["kernel"], scaled),
-                        (block["attention"]["out"]["kernel"], residual), (block["mlp"]["down"]["kernel"], residual)):
+    for weight, std in (
+        (qkv[..., :-1, :], 0.02),
+        (qkv[..., -1, :], scaled),
+        (block["mlp"]["up"]["kernel"], scaled),
+        (block["attention"]["out"]["kernel"], residual),
+        (block["mlp"]["down"]["kernel"], residual),
+    ):
         assert np.std(weight) == pytest.approx(std, rel=0.03)
 
 
@@ -165,8 +213,14 @@ def test_scanned_unrolled_and_accelerator_forms_agree(monkeypatch):
     np.testing.assert_allclose(separate, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("ratio, rule", [
-    (1.0, "must be at least 0 and below 1"), (-0.1, "must be at least 0"), (math.nan, "must be at least 0")])
+@pytest.mark.parametrize(
+    "ratio, rule",
+    [
+        (1.0, "must be at least 0 and below 1"),
+        (-0.1, "must be at least 0"),
+        (math.nan, "must be at least 0"),
+    ],
+)
 def test_refused_ratios(ratio, rule):
     with pytest.raises(UserError, match=rf"config.model.rank_ratio={ratio}: {rule}"):
         build("gpt", rank_ratio=ratio)
@@ -188,14 +242,20 @@ def test_refuses_architectures_without_factors(monkeypatch):
     model = build("gpt", architecture="plain")
     with pytest.raises(UserError, match=r"rank_ratio=0\.5: no layer of plain uses this field"):
         low_rank.with_rank_ratio(model, init(model), 0.5)
-    with pytest.raises(UserError, match=r"rank_ratio=0\.5: no layer of plain uses this field; set it to 0"):
+    with pytest.raises(
+        UserError, match=r"rank_ratio=0\.5: no layer of plain uses this field; set it to 0"
+    ):
         build_program(load_config("gpt", model__architecture="plain", model__rank_ratio=0.5))
 
 
 def test_refuses_widths_at_which_factors_save_nothing():
-    with pytest.raises(UserError, match=r"rank_ratio=0\.5: saves nothing for matrices of width 2; set it to 0"):
+    with pytest.raises(
+        UserError, match=r"rank_ratio=0\.5: saves nothing for matrices of width 2; set it to 0"
+    ):
         build("lgpt", d_model=8, num_heads=1, num_layers=3, blocks_per_stage=1, rank_ratio=0.5)
-    with pytest.raises(UserError, match=r"rank_ratio=0\.5: saves nothing for matrices of width 1; set it to 0"):
+    with pytest.raises(
+        UserError, match=r"rank_ratio=0\.5: saves nothing for matrices of width 1; set it to 0"
+    ):
         build("gpt", num_heads=1, head_dim=1, rank_ratio=0.5)
 
 
@@ -203,17 +263,28 @@ def test_refuses_widths_at_which_factors_save_nothing():
 def test_converts_trains_and_exports(trained_run, text_file, tmp_path):
     """A trained run is factored, trained further, resumed, exported, and factored again."""
     source = trained_run("gpt", **SMALL)
-    tokens = inference.load(source).tokenizer.encode([text_file.read_text()[:4000]])[0][:1980].reshape(-1, 33)
+    tokens = (
+        inference.load(source)
+        .tokenizer.encode([text_file.read_text()[:4000]])[0][:1980]
+        .reshape(-1, 33)
+    )
 
     def loss(folder) -> float:
         trained = inference.load_trained(folder)
-        log_p = log_softmax(np.asarray(forward(trained.model, trained.params, tokens[:, :-1])), axis=-1)
+        log_p = log_softmax(
+            np.asarray(forward(trained.model, trained.params, tokens[:, :-1])), axis=-1
+        )
         return -float(np.take_along_axis(log_p, tokens[:, 1:, None], 2).mean())
 
     losses = [loss(source)]
     for ratio in (0.95, 0.2):
-        result = call("convert", "--from=run", f"--input={source}", f"--workdir={tmp_path / str(ratio)}",
-                      f"--rank_ratio={ratio}")
+        result = call(
+            "convert",
+            "--from=run",
+            f"--input={source}",
+            f"--workdir={tmp_path / str(ratio)}",
+            f"--rank_ratio={ratio}",
+        )
         assert result.returncode == 0, result.stderr
         losses.append(loss(tmp_path / str(ratio)))
     assert losses == sorted(losses) and losses[-1] > losses[1] + 0.01
@@ -222,37 +293,74 @@ def test_converts_trains_and_exports(trained_run, text_file, tmp_path):
     assert origin["rank_ratio"] == 0.2 and origin["format"] == "run"
     for steps in (4, 8):
         result = call(
-            "main", f"--config=configs/run.py:{folder}", f"--workdir={folder}", f"--config.train.steps={steps}",
-            f"--config.data.source={text_file}", "--config.optimizer.learning_rate=1e-3",
-            "--config.train.eval_steps=1", "--config.train.checkpoint_every=4", "--config.train.eval_every=4")
+            "main",
+            f"--config=configs/run.py:{folder}",
+            f"--workdir={folder}",
+            f"--config.train.steps={steps}",
+            f"--config.data.source={text_file}",
+            "--config.optimizer.learning_rate=1e-3",
+            "--config.train.eval_steps=1",
+            "--config.train.checkpoint_every=4",
+            "--config.train.eval_every=4",
+        )
         assert result.returncode == 0, result.stderr
     trained = inference.load_trained(folder)
-    assert trained.step == 8 and trained.model.config.rank_ratio == 0.2 and loss(folder) < losses[-1]
+    assert (
+        trained.step == 8 and trained.model.config.rank_ratio == 0.2 and loss(folder) < losses[-1]
+    )
     result = call("generate", f"--workdir={folder}", "--prompt=the cat", "--max_new_tokens=4")
     assert result.returncode == 0, result.stderr
     # An exported model has full matrices and the same logits.
     pytest.importorskip("safetensors")
     result = call("convert", "--to=hf", f"--workdir={folder}", f"--output={tmp_path / 'out'}")
-    assert result.returncode == 0 and "low-rank matrices are exported as full matrices" in result.stdout, result.stderr
+    assert (
+        result.returncode == 0
+        and "low-rank matrices are exported as full matrices" in result.stdout
+    ), result.stderr
     assert "| rank ratio | 0.2 |" in (tmp_path / "out" / "README.md").read_text()
-    assert call("convert", "--from=hf", f"--input={tmp_path / 'out'}", f"--workdir={tmp_path / 'back'}").returncode == 0
+    assert (
+        call(
+            "convert", "--from=hf", f"--input={tmp_path / 'out'}", f"--workdir={tmp_path / 'back'}"
+        ).returncode
+        == 0
+    )
     back = inference.load_trained(tmp_path / "back")
     logits = forward(trained.model, trained.params, tokens[:, :-1])
     np.testing.assert_allclose(forward(back.model, back.params, tokens[:, :-1]), logits, atol=1e-4)
-    assert models.num_parameters(back.model) == models.num_parameters(inference.load_trained(source).model)
+    assert models.num_parameters(back.model) == models.num_parameters(
+        inference.load_trained(source).model
+    )
     # The matrices have rank r, so that factors of rank r lose nothing.
-    result = call("convert", "--from=run", f"--input={tmp_path / 'back'}", f"--workdir={tmp_path / 'again'}",
-                  "--rank_ratio=0.2")
+    result = call(
+        "convert",
+        "--from=run",
+        f"--input={tmp_path / 'back'}",
+        f"--workdir={tmp_path / 'again'}",
+        "--rank_ratio=0.2",
+    )
     assert result.returncode == 0, result.stderr
     again = inference.load_trained(tmp_path / "again")
-    np.testing.assert_allclose(forward(again.model, again.params, tokens[:, :-1]), logits, atol=1e-4)
+    np.testing.assert_allclose(
+        forward(again.model, again.params, tokens[:, :-1]), logits, atol=1e-4
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags, message", [
-    (["--from=run", "--rank_ratio=1.5"], "config.model.rank_ratio=1.5: must be at least 0 and below 1"),
-    (["--from=hf", "--rank_ratio=0.5"], "--rank_ratio: cannot be combined with --from=hf")])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            ["--from=run", "--rank_ratio=1.5"],
+            "config.model.rank_ratio=1.5: must be at least 0 and below 1",
+        ),
+        (["--from=hf", "--rank_ratio=0.5"], "--rank_ratio: cannot be combined with --from=hf"),
+    ],
+)
 def test_bad_flags(flags, message, trained_run, tmp_path):
-    result = call("convert", *flags, f"--input={trained_run('gpt', **SMALL)}", f"--workdir={tmp_path / 'new'}")
-    assert result.returncode == 1 and message in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    result = call(
+        "convert", *flags, f"--input={trained_run('gpt', **SMALL)}", f"--workdir={tmp_path / 'new'}"
+    )
+    assert result.returncode == 1 and message in result.stderr and result.stderr.count("\n") == 1, (
+        result.stderr
+    )
     assert not (tmp_path / "new").exists()

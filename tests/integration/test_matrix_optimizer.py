@@ -1,4 +1,5 @@
-"""An optimizer whose state has matrices: registered in OPTIMIZERS, trained on sharded devices, and resumed.
+"""An optimizer whose state has matrices: registered in OPTIMIZERS, trained on sharded devices, and
+resumed.
 
 It stands for all optimizers whose state is not shaped like the parameters.
 """
@@ -20,13 +21,24 @@ from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.training.optimizer import OPTIMIZERS
 from smallgpt_jax.training.program import build_program
 
-SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__vocab_size=64,
-             model__context_length=32, train__batch_size=16, optimizer__warmup_steps=0, optimizer__learning_rate=0.01,
-             optimizer__name="kronecker")
+SMALL = dict(
+    model__num_layers=2,
+    model__d_model=16,
+    model__num_heads=2,
+    model__vocab_size=64,
+    model__context_length=32,
+    train__batch_size=16,
+    optimizer__warmup_steps=0,
+    optimizer__learning_rate=0.01,
+    optimizer__name="kronecker",
+)
 
 
 def kronecker(params, config) -> optax.GradientTransformation:
-    """Multiplies the gradient G of each (m, n) matrix by the running means of G·Gᵀ, (m, m), and of Gᵀ·G, (n, n)."""
+    """Multiplies the gradient G of each (m, n) matrix by the running means of G·Gᵀ, (m, m), and of
+    Gᵀ·G, (n, n).
+    """
+
     def as_matrices(p, x):  # (stack, m, n); the last axis is the output
         first = p.own_axes[0]
         return x.reshape(*p.shape[:first], math.prod(p.shape[first:-1]), p.shape[-1])
@@ -36,8 +48,12 @@ def kronecker(params, config) -> optax.GradientTransformation:
             *stack, m, n = as_matrices(p, x).shape
             return {"left": jnp.zeros((*stack, m, m)), "right": jnp.zeros((*stack, n, n))}
 
-        return {"factors": jax.tree.map(lambda p, x: factors(p, x) if p.is_matrix else (), params, weights),
-                "steps": jnp.zeros((3,))}
+        return {
+            "factors": jax.tree.map(
+                lambda p, x: factors(p, x) if p.is_matrix else (), params, weights
+            ),
+            "steps": jnp.zeros((3,)),
+        }
 
     def update(gradients, state, _=None):
         def mean(old, new):
@@ -45,19 +61,29 @@ def kronecker(params, config) -> optax.GradientTransformation:
 
         def moved(p, gradient, factors):
             g = as_matrices(p, gradient)
-            return {"left": mean(factors["left"], g @ jnp.swapaxes(g, -1, -2)),
-                    "right": mean(factors["right"], jnp.swapaxes(g, -1, -2) @ g)}
+            return {
+                "left": mean(factors["left"], g @ jnp.swapaxes(g, -1, -2)),
+                "right": mean(factors["right"], jnp.swapaxes(g, -1, -2) @ g),
+            }
 
         def direction(p, gradient, factors):
             if not p.is_matrix:
                 return gradient
             y = factors["left"] @ as_matrices(p, gradient) @ factors["right"]
-            return (y / jnp.sqrt(jnp.mean(jnp.square(y), axis=(-2, -1), keepdims=True))).reshape(p.shape)
+            return (y / jnp.sqrt(jnp.mean(jnp.square(y), axis=(-2, -1), keepdims=True))).reshape(
+                p.shape
+            )
 
-        factors = jax.tree.map(lambda p, g, old: moved(p, g, old) if p.is_matrix else (),
-                               params, gradients, state["factors"])
-        return (jax.tree.map(direction, params, gradients, factors),
-                {"factors": factors, "steps": state["steps"] + 1})
+        factors = jax.tree.map(
+            lambda p, g, old: moved(p, g, old) if p.is_matrix else (),
+            params,
+            gradients,
+            state["factors"],
+        )
+        return (
+            jax.tree.map(direction, params, gradients, factors),
+            {"factors": factors, "steps": state["steps"] + 1},
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -69,11 +95,23 @@ def step_once(program, state, seed: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture, lengths, blocks", [
-    ("gpt", {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}, ("blocks",)),
-    ("pgpt", {"mesh__data": 1, "mesh__fsdp": 2, "mesh__tensor": 2, "mesh__path": 2}, ("paths", "blocks"))])
-def test_matrices_of_the_optimizer_are_sharded_and_resumed(architecture, lengths, blocks, monkeypatch, tmp_path):
-    """Two steps on eight devices, with a restart after the first, give the weights and the state of one device."""
+@pytest.mark.parametrize(
+    "architecture, lengths, blocks",
+    [
+        ("gpt", {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}, ("blocks",)),
+        (
+            "pgpt",
+            {"mesh__data": 1, "mesh__fsdp": 2, "mesh__tensor": 2, "mesh__path": 2},
+            ("paths", "blocks"),
+        ),
+    ],
+)
+def test_matrices_of_the_optimizer_are_sharded_and_resumed(
+    architecture, lengths, blocks, monkeypatch, tmp_path
+):
+    """Two steps on eight devices, with a restart after the first, give the weights and the state of
+    one device.
+    """
     monkeypatch.setitem(OPTIMIZERS, "kronecker", kronecker)
     alone = build_program(load_config(architecture, **SMALL), jax.devices()[:1])
     expected = start_from(alone, init(alone.model))
@@ -92,8 +130,9 @@ def test_matrices_of_the_optimizer_are_sharded_and_resumed(architecture, lengths
     factors = state.opt_state[1]["factors"]["trunk"]
     for name in blocks:
         factors = factors[name]
-    stack = ("path", None)[2 - len(blocks):]
-    # (…, D, D) and (…, F, F) of the weight (…, D, F); (…, D, D) of the weight (…, heads, head width, D)
+    stack = ("path", None)[2 - len(blocks) :]
+    # (…, D, D) and (…, F, F) of the weight (…, D, F); (…, D, D) of the weight (…, heads, head
+    # width, D)
     assert factors["mlp"]["up"]["kernel"]["left"].sharding.spec == P(*stack, "fsdp", None)
     assert factors["mlp"]["up"]["kernel"]["right"].sharding.spec == P(*stack, "fsdp", "tensor")
     assert factors["attention"]["out"]["kernel"]["left"].sharding.spec == P(*stack, "fsdp", None)

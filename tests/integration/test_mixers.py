@@ -1,4 +1,6 @@
-"""Tests of `model.mixers`: blocks with other mixers than attention, in a pattern over the blocks."""
+"""Tests of `model.mixers`: blocks with other mixers than attention, in a pattern over the
+blocks.
+"""
 
 import importlib
 from types import SimpleNamespace
@@ -45,7 +47,9 @@ class Previous(nn.Module):
         if context.decode:
             last.value = jnp.take_along_axis(padded_BxSxD, context.length_B[:, None, None], axis=1)
         previous_BxTxD = jnp.where(context.positions(time)[:, :, None] > 0, padded_BxSxD[:, :-1], 0)
-        return Dense((c.d_model,), ("embed", "mlp"), INIT_STD, False, c.dtype, name="out")(previous_BxTxD, context)
+        return Dense((c.d_model,), ("embed", "mlp"), INIT_STD, False, c.dtype, name="out")(
+            previous_BxTxD, context
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +62,13 @@ def random_tokens(rows: int, length: int) -> np.ndarray:
 
 
 def layout(tree) -> set[str]:
-    """Returns the paths of the mixers in a tree of `Parameter`s, with their numbers of stacked layers."""
+    """Returns the paths of the mixers in a tree of `Parameter`s, with their numbers of stacked
+    layers.
+    """
     kernels = {"/".join(path): mixer["out"]["kernel"] for path, mixer in mixers_in(tree)}
-    return {f"{path} × {kernel.shape[kernel.axes.index('layers')]}" for path, kernel in kernels.items()}
+    return {
+        f"{path} × {kernel.shape[kernel.axes.index('layers')]}" for path, kernel in kernels.items()
+    }
 
 
 def mixers_in(tree, path=()):
@@ -71,18 +79,44 @@ def mixers_in(tree, path=()):
             yield from mixers_in(child, (*path, name))
 
 
-@pytest.mark.parametrize("architecture, fields, expected", [
-    ("gpt", {}, {"blocks/0/mixer × 2", "blocks/1/attention × 2"}),
-    ("gpt", {"num_layers": 3}, {"blocks/0/mixer × 1", "blocks/1/attention × 1", "blocks/2/mixer × 1"}),
-    ("gpt", {"mixers": ("previous",)}, {"blocks/mixer × 4"}),
-    ("gpt", {"attention_windows": (5, 5, 0, 0)},
-     {"blocks/0/mixer × 1", "blocks/1/attention × 1", "blocks/2/mixer × 1", "blocks/3/attention × 1"}),
-    ("pgpt", {}, {"paths/blocks/0/mixer × 1", "paths/blocks/1/attention × 1"}),
-    ("lgpt", {"blocks_per_stage": 1, "num_layers": 2}, {"stage_0/mixer × 1", "stage_1/attention × 1"}),
-    ("lgpt", {"scan_layers": True},
-     {f"stage_{i}/{name} × 1" for i in range(2) for name in ("0/mixer", "1/attention")}),
-    ("cgpt", {"position": "rope"},
-     {f"stage_{i}/{name} × 1" for i in range(2) for name in ("0/mixer", "1/attention")})])
+@pytest.mark.parametrize(
+    "architecture, fields, expected",
+    [
+        ("gpt", {}, {"blocks/0/mixer × 2", "blocks/1/attention × 2"}),
+        (
+            "gpt",
+            {"num_layers": 3},
+            {"blocks/0/mixer × 1", "blocks/1/attention × 1", "blocks/2/mixer × 1"},
+        ),
+        ("gpt", {"mixers": ("previous",)}, {"blocks/mixer × 4"}),
+        (
+            "gpt",
+            {"attention_windows": (5, 5, 0, 0)},
+            {
+                "blocks/0/mixer × 1",
+                "blocks/1/attention × 1",
+                "blocks/2/mixer × 1",
+                "blocks/3/attention × 1",
+            },
+        ),
+        ("pgpt", {}, {"paths/blocks/0/mixer × 1", "paths/blocks/1/attention × 1"}),
+        (
+            "lgpt",
+            {"blocks_per_stage": 1, "num_layers": 2},
+            {"stage_0/mixer × 1", "stage_1/attention × 1"},
+        ),
+        (
+            "lgpt",
+            {"scan_layers": True},
+            {f"stage_{i}/{name} × 1" for i in range(2) for name in ("0/mixer", "1/attention")},
+        ),
+        (
+            "cgpt",
+            {"position": "rope"},
+            {f"stage_{i}/{name} × 1" for i in range(2) for name in ("0/mixer", "1/attention")},
+        ),
+    ],
+)
 def test_layout(architecture, fields, expected):
     """Blocks have their own mixer in the order of the pattern."""
     model = build(architecture, **{**SIZES, "mixers": PATTERN, **fields})
@@ -108,15 +142,30 @@ def test_cached_decoding(architecture, mixers):
 @pytest.mark.parametrize("mixer", ["delta", "mamba", "conv"])
 def test_decoding_costs_the_same_at_any_position(mixer):
     """A token's program does not depend on the length of the cache."""
-    sizes = dict(SIZES, num_layers=1, context_length=16384, mixers=(mixer,), position="none", mamba_state=5)
+    sizes = dict(
+        SIZES, num_layers=1, context_length=16384, mixers=(mixer,), position="none", mamba_state=5
+    )
     model, texts = build("gpt", **sizes), set()
     weights = inference_layout.pack(model, init(model))
     for length in (1024, 16384):
         cache = decoder.cache_shapes(model, weights, 1, length)
-        texts.add(decoder.decode_step.lower(
-            weights, cache, None, np.ones((1, 1), np.int32), np.int32([length - 1]), np.int32([1]), np.uint32(0),
-            np.zeros((1, 2), np.uint32), Sampling(temperature=None), model=model, cache_length=length, vocab_size=64,
-            end_of_text=None).as_text())
+        texts.add(
+            decoder.decode_step.lower(
+                weights,
+                cache,
+                None,
+                np.ones((1, 1), np.int32),
+                np.int32([length - 1]),
+                np.int32([1]),
+                np.uint32(0),
+                np.zeros((1, 2), np.uint32),
+                Sampling(temperature=None),
+                model=model,
+                cache_length=length,
+                vocab_size=64,
+                end_of_text=None,
+            ).as_text()
+        )
     assert len(texts) == 1
 
 
@@ -124,13 +173,17 @@ def test_a_cache_that_does_not_grow():
     """`compare` measures its bytes, which are those of the last activations."""
     model = build("gpt", **{**SIZES, "num_layers": 1, "mixers": ("previous",)})
     assert [inference_cost.num_cache_bytes(model, length) for length in (1, 2, 24)] == [16 * 4] * 3
-    text_model = inference.TextModel(model, inference_layout.pack(model, init(model)), SimpleNamespace(vocab_size=64))
+    text_model = inference.TextModel(
+        model, inference_layout.pack(model, init(model)), SimpleNamespace(vocab_size=64)
+    )
     assert len(inference_cost.time_steps(text_model, 32, "full")) == inference_cost.SESSIONS * 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture, widths, paths", [("gpt", [16] * 4, 1), ("pgpt", [16] * 4, 2),
-                                                         ("lgpt", [16, 16, 8, 8], 1)])
+@pytest.mark.parametrize(
+    "architecture, widths, paths",
+    [("gpt", [16] * 4, 1), ("pgpt", [16] * 4, 2), ("lgpt", [16, 16, 8, 8], 1)],
+)
 def test_plan_counts_every_mixer(architecture, widths, paths):
     """Parameters, FLOPs and the formula of memory count each block's own mixer."""
     length, others = SIZES["context_length"], {}
@@ -141,19 +194,26 @@ def test_plan_counts_every_mixer(architecture, widths, paths):
         attended = widths[1::2] if pattern == PATTERN else widths
         assert parts.pop("Previous", 0) == sum(w**2 for w in own)
         assert parts.pop("attention") == sum(4 * w**2 for w in attended)
-        products = train_flops_per_token(model) - 6 * sum(w**2 for w in own) - sum(
-            24 * w**2 + 12 * length * w for w in attended)
+        products = (
+            train_flops_per_token(model)
+            - 6 * sum(w**2 for w in own)
+            - sum(24 * w**2 + 12 * length * w for w in attended)
+        )
         assert others.setdefault("all other components", (parts, products)) == (parts, products)
 
 
 def test_memory_of_a_pattern():
-    """The formula counts norms and MLP of each block, 12·D per position, and queries, keys and values of attention."""
+    """The formula counts norms and MLP of each block, 12·D per position, and queries, keys and
+    values of attention.
+    """
     activations = {}
     for pattern in (("previous",), PATTERN, ("attention",)):
-        program = build_program(load_config(
-            "gpt", model__mixers=pattern, **MODEL_SIZES), jax.devices()[:1])
+        program = build_program(
+            load_config("gpt", model__mixers=pattern, **MODEL_SIZES), jax.devices()[:1]
+        )
         activations[pattern] = memory.memory_breakdown(
-            program.model, program.mesh, program.abstract_state, 2, 1, False)["activations"]
+            program.model, program.mesh, program.abstract_state, 2, 1, False
+        )["activations"]
     positions = 2 * SIZES["context_length"]
     scores = positions * SIZES["context_length"] * SIZES["num_heads"]
     assert activations[("previous",)] == 4 * positions * 16 * 4 * 12
@@ -164,7 +224,16 @@ def test_memory_of_a_pattern():
 def test_a_comparison_with_a_pattern(tmp_path):
     """At equal FLOPs, a model with cheaper mixers is trained for more steps."""
     comparison = importlib.import_module("configs.compare.base").comparison(
-        load_config("gpt", train__steps=1000), {"gpt": {}, "own": {"model": {"mixers": PATTERN}}}, budget="flops")
-    steps = {run.name: run.config.train.steps for run in budget.make_comparison(comparison, tmp_path).runs({})}
+        load_config("gpt", train__steps=1000),
+        {"gpt": {}, "own": {"model": {"mixers": PATTERN}}},
+        budget="flops",
+    )
+    steps = {
+        run.name: run.config.train.steps
+        for run in budget.make_comparison(comparison, tmp_path).runs({})
+    }
     rest, attention = 6 * (4 * 8 * 64**2 + 64 * 512), 24 * 64**2 + 12 * 64 * 64
-    assert steps == {"gpt": 1000, "own": round(1000 * (rest + 4 * attention) / (rest + 2 * attention + 12 * 64**2))}
+    assert steps == {
+        "gpt": 1000,
+        "own": round(1000 * (rest + 4 * attention) / (rest + 2 * attention + 12 * 64**2)),
+    }

@@ -16,8 +16,9 @@ from smallgpt_jax.training.train import train
 
 pytestmark = pytest.mark.slow
 MUON = dict(**SMALL, optimizer__name="muon", mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
-# Each of the two layers has four (16, 16) matrices in attention and two (16, 64) matrices in the MLP. An update takes
-# five Newton–Schulz steps. A step on an (m, n) matrix takes 2·m²·n + 2·m³ + 2·m²·n FLOPs.
+# Each of the two layers has four (16, 16) matrices in attention and two (16, 64) matrices in the
+# MLP. An update takes five Newton–Schulz steps. A step on an (m, n) matrix takes 2·m²·n + 2·m³ +
+# 2·m²·n FLOPs.
 UPDATE_FLOPS = 2 * 5 * (4 * 6 * 16**3 + 2 * (4 * 16**2 * 64 + 2 * 16**3))
 
 
@@ -32,7 +33,9 @@ def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of):
     assert read_untimed_metrics(workdir) == lines
 
 
-def test_training_a_copy_of_a_run_starts_with_a_new_optimizer_state(text_file, trained_run, tmp_path):
+def test_training_a_copy_of_a_run_starts_with_a_new_optimizer_state(
+    text_file, trained_run, tmp_path
+):
     """Training of the copy starts from the run's last weights, and the loss falls."""
     source = trained_run("gpt", **SMALL)
     result = call("convert", "--from=run", f"--input={source}", f"--workdir={tmp_path / 'copy'}")
@@ -45,13 +48,18 @@ def test_training_a_copy_of_a_run_starts_with_a_new_optimizer_state(text_file, t
 
 def test_the_updates_count_as_flops(trained_run):
     """Reports and plans count the FLOPs of updates, but model FLOPs per token and MFU do not."""
-    muon, adamw = (results.read_run("run", trained_run("gpt", **fields)) for fields in (MUON, SMALL))
+    muon, adamw = (
+        results.read_run("run", trained_run("gpt", **fields)) for fields in (MUON, SMALL)
+    )
     assert muon.flops_per_token == adamw.flops_per_token
     assert [point.flops for point in muon.curve] == [
-        point.flops + point.step * UPDATE_FLOPS for point in adamw.curve]
+        point.flops + point.step * UPDATE_FLOPS for point in adamw.curve
+    ]
     program = build_program(load_config("gpt", **MUON))
     result = estimate(program)
     tokens = program.config.train.batch_size * 32
     assert result.flops_per_step == tokens * muon.flops_per_token + UPDATE_FLOPS
     share = UPDATE_FLOPS / result.flops_per_step
-    assert f"of which {UPDATE_FLOPS:.3e} ({share:.1%}) by the optimizer" in plan.format_plan(program, result)
+    assert f"of which {UPDATE_FLOPS:.3e} ({share:.1%}) by the optimizer" in plan.format_plan(
+        program, result
+    )

@@ -1,4 +1,6 @@
-"""Updates with a non-finite loss or gradient are skipped. Non-finite updated weights are only reported."""
+"""Updates with a non-finite loss or gradient are skipped. Non-finite updated weights are only
+reported.
+"""
 
 import functools
 
@@ -25,7 +27,9 @@ def build_tiny():
 
 
 def make_step(optimizer, learning_rate):
-    """Returns a state, and a step whose learning rate is that times the number of updates applied so far, plus one."""
+    """Returns a state, and a step whose learning rate is that times the number of updates applied
+    so far, plus one.
+    """
     model = build_tiny()
     params = init(model)
     state = TrainState(jnp.int32(0), params, optimizer.init(params))
@@ -33,8 +37,15 @@ def make_step(optimizer, learning_rate):
     @jax.jit
     def step(state, batch):
         rate = learning_rate * (1 + updates_applied(state.opt_state))
-        return train_step(state, batch, Hyperparameters(jnp.uint32(0), rate, 0.1), model=model, objective=Objective(),
-                          optimizer=optax.with_extra_args_support(optimizer), microbatches=1)
+        return train_step(
+            state,
+            batch,
+            Hyperparameters(jnp.uint32(0), rate, 0.1),
+            model=model,
+            objective=Objective(),
+            optimizer=optax.with_extra_args_support(optimizer),
+            microbatches=1,
+        )
 
     return state, step
 
@@ -51,7 +62,9 @@ def assert_equal(one, other):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_nonfinite_update_is_skipped(name):
-    """A batch that contains a token with a NaN embedding does not change weights, optimizer state or learning rate."""
+    """A batch that contains a token with a NaN embedding does not change weights, optimizer state
+    or learning rate.
+    """
     tokens = np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32)
     good, bad = Batch(tokens), Batch(np.where(tokens % 9, tokens, BROKEN))
     optimizer = make_optimizer(models.abstract_params(build_tiny()), OptimizerConfig(name=name))
@@ -63,16 +76,20 @@ def test_a_nonfinite_update_is_skipped(name):
     assert metrics["skipped"] == 1 and second.step == 2
     assert_equal(second[1:], first[1:])
     third, metrics = step(second, good)
-    assert metrics["skipped"] == 1 and metrics["learning_rate"] == np.float32(0.02)  # only one update was applied
+    assert metrics["skipped"] == 1 and metrics["learning_rate"] == np.float32(
+        0.02
+    )  # only one update was applied
     assert_equal(third[1:], step(first, good)[0][1:])
 
 
 @pytest.mark.slow
 def test_updated_weights_that_are_not_finite_are_reported():
-    """Updated weights that are not finite are reported, even if the loss and the gradient are finite.
+    """Updated weights that are not finite are reported, even if the loss and the gradient are
+    finite.
 
-    The test overwrites the embedding of a token that is not in the batch, so the loss does not depend on it. Infinite
-    and NaN embeddings are reported. So is an embedding that the update makes infinite. An embedding of 1.0 is not.
+    The test overwrites the embedding of a token that is not in the batch, so the loss does not
+    depend on it. Infinite and NaN embeddings are reported. So is an embedding that the update makes
+    infinite. An embedding of 1.0 is not.
     """
     batch = Batch(np.random.default_rng(0).integers(0, BROKEN, (4, 17), np.int32))
     state, step = make_step(optax.adamw(40.0, weight_decay=0.1), learning_rate=40.0)

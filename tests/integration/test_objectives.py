@@ -1,4 +1,6 @@
-"""Tests of training objectives other than the next token: drawn examples, and terms with parameters of their own."""
+"""Tests of training objectives other than the next token: drawn examples, and terms with parameters
+of their own.
+"""
 
 import dataclasses
 import functools
@@ -13,7 +15,15 @@ import orbax.checkpoint as ocp
 import pytest
 from conftest import build, call, forward, init, load_config, save_run
 from float64_model import plain_logits
-from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed_metrics, start_from, state_of
+from run_helpers import (
+    SMALL,
+    assert_equal,
+    config_for,
+    losses_in,
+    read_untimed_metrics,
+    start_from,
+    state_of,
+)
 from scipy.special import log_softmax
 
 from smallgpt_jax import inference, models
@@ -38,7 +48,9 @@ from smallgpt_jax.training.train import train
 
 
 class AheadHead(nn.Module):
-    """Maps the input of the output head to one with which the same output head predicts a later token."""
+    """Maps the input of the output head to one with which the same output head predicts a later
+    token.
+    """
 
     @nn.compact
     def __call__(self, x_BxTxW):
@@ -60,14 +72,23 @@ class TwoAhead(Term):
     def __call__(self, outputs, variables, examples, weights_BxT):
         x_BxTxW = AheadHead().apply({"params": variables}, outputs.x_BxTxW)
         targets_BxT = jnp.roll(examples.targets_BxT, -1, axis=1)
-        return cross_entropy(x_BxTxW, outputs.head_VxW, targets_BxT, weights_BxT.at[:, -1].set(0), 1)
+        return cross_entropy(
+            x_BxTxW, outputs.head_VxW, targets_BxT, weights_BxT.at[:, -1].set(0), 1
+        )
 
 
 @pytest.fixture(autouse=True)
 def own_objectives(monkeypatch):
     """Registers "two_ahead", as a contributor would in the table."""
-    monkeypatch.setitem(objectives.OBJECTIVES, "two_ahead", lambda train, model: Objective(
-        train.loss_chunks, train.z_loss, terms={"two_ahead": TwoAhead(weight=0.5, width=model.config.output_width)}))
+    monkeypatch.setitem(
+        objectives.OBJECTIVES,
+        "two_ahead",
+        lambda train, model: Objective(
+            train.loss_chunks,
+            train.z_loss,
+            terms={"two_ahead": TwoAhead(weight=0.5, width=model.config.output_width)},
+        ),
+    )
 
 
 BATCH = Batch(np.random.default_rng(0).integers(0, 257, (16, 33), np.int32))
@@ -77,7 +98,9 @@ MESH = dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
 
 def first_steps(devices, **fields):
     """Returns the program, and the state and the metrics of three steps on one batch."""
-    config = load_config("gpt", **{**SMALL, "train__batch_size": 16, "optimizer__warmup_steps": 0, **fields})
+    config = load_config(
+        "gpt", **{**SMALL, "train__batch_size": 16, "optimizer__warmup_steps": 0, **fields}
+    )
     program = build_program(config, jax.devices()[:devices])
     state = start_from(program, init(program.model))
     if program.objective.terms:
@@ -97,35 +120,62 @@ def test_heads_train_equally_on_one_and_eight_devices():
     one, state, expected = first_steps(1, **fields)
     eight, sharded, found = first_steps(8, **fields, **MESH)
     for metric in ("loss", "two_ahead", "mtp", "grad_norm"):
-        assert [line[metric] for line in found] == pytest.approx([line[metric] for line in expected], rel=1e-4)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=3e-4), sharded.heads, state.heads)
-    assert eight.shardings.heads["two_ahead"]["kernel"].spec == jax.sharding.PartitionSpec("fsdp", "tensor")
+        assert [line[metric] for line in found] == pytest.approx(
+            [line[metric] for line in expected], rel=1e-4
+        )
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=3e-4), sharded.heads, state.heads
+    )
+    assert eight.shardings.heads["two_ahead"]["kernel"].spec == jax.sharding.PartitionSpec(
+        "fsdp", "tensor"
+    )
 
     # The first step, computed with NumPy's logits.
     heads, params = jax.device_get(one.initial_state().heads), jax.device_get(init(one.model))
-    assert not np.allclose(state.heads["two_ahead"]["kernel"], heads["two_ahead"]["kernel"], atol=1e-4)
+    assert not np.allclose(
+        state.heads["two_ahead"]["kernel"], heads["two_ahead"]["kernel"], atol=1e-4
+    )
     inputs, targets = BATCH.tokens_BxT1[:, :-1], BATCH.tokens_BxT1[:, 1:]
-    x = np.float64(jax.jit(functools.partial(one.model.apply, method="hidden"))({"params": params}, inputs))
+    x = np.float64(
+        jax.jit(functools.partial(one.model.apply, method="hidden"))({"params": params}, inputs)
+    )
 
     def mean_loss(x, targets):
         log_p = log_softmax(x @ np.float64(params["head"]).T, axis=-1)
         return -np.take_along_axis(log_p, targets[..., None], 2).sum() / (16 * 32)
 
-    ahead = mean_loss((x @ heads["two_ahead"]["kernel"] + heads["two_ahead"]["bias"])[:, :-1], targets[:, 1:])
+    ahead = mean_loss(
+        (x @ heads["two_ahead"]["kernel"] + heads["two_ahead"]["bias"])[:, :-1], targets[:, 1:]
+    )
     assert expected[0]["two_ahead"] == pytest.approx(ahead, rel=1e-5)
     assert expected[0]["loss"] == pytest.approx(
-        mean_loss(x, targets) + 0.5 * ahead + 0.3 * expected[0]["mtp"], rel=1e-5)
+        mean_loss(x, targets) + 0.5 * ahead + 0.3 * expected[0]["mtp"], rel=1e-5
+    )
 
 
 @pytest.mark.slow
 def test_resumption_is_exact_and_other_commands_ignore_the_head(text_file, tmp_path, capsys):
-    """Of a prefix model with two further tokens. Muon updates the matrices of their head, AdamW its vectors."""
-    config, folder = config_for(text_file, **SMALL, train__objective="prefix", train__future_tokens=2,
-                                train__future_head="ftp", optimizer__name="muon", model__dropout=0.1), tmp_path / "run"
+    """Of a prefix model with two further tokens. Muon updates the matrices of their head, AdamW its
+    vectors.
+    """
+    config, folder = (
+        config_for(
+            text_file,
+            **SMALL,
+            train__objective="prefix",
+            train__future_tokens=2,
+            train__future_head="ftp",
+            optimizer__name="muon",
+            model__dropout=0.1,
+        ),
+        tmp_path / "run",
+    )
 
     def heads():
         with ocp.CheckpointManager(folder / "checkpoints") as checkpoints:
-            return checkpoints.restore(40, args=ocp.args.Composite(heads=ocp.args.StandardRestore()))["heads"]
+            return checkpoints.restore(
+                40, args=ocp.args.Composite(heads=ocp.args.StandardRestore())
+            )["heads"]
 
     train(config, str(folder))
     before, head, lines = state_of(folder, 40), heads(), read_untimed_metrics(folder)
@@ -145,48 +195,79 @@ def test_resumption_is_exact_and_other_commands_ignore_the_head(text_file, tmp_p
     result = call("generate", f"--workdir={folder}", "--prompt=the ", "--max_new_tokens=4")
     assert result.returncode == 0, result.stderr
     result = call("convert", "--to=hf", f"--workdir={folder}", f"--output={tmp_path / 'out'}")
-    assert result.returncode == 1 and "attention_mask='prefix': no PyTorch code for the export; it" in result.stderr
+    assert (
+        result.returncode == 1
+        and "attention_mask='prefix': no PyTorch code for the export; it" in result.stderr
+    )
     assert losses_in(folder, "eval")[40] < losses_in(folder)[40]  # without the head's loss
 
 
 @pytest.mark.slow
 def test_imported_models_get_initial_heads(tmp_path):
     """The checkpoint of an imported model has no heads."""
-    program = build_program(load_config("gpt", **SMALL, train__objective="two_ahead"), jax.devices()[:1])
+    program = build_program(
+        load_config("gpt", **SMALL, train__objective="two_ahead"), jax.devices()[:1]
+    )
     params = init(program.model)
-    workdir.write_imported(tmp_path / "run", program.model, params, {}, TokenizerSource("bytes").make(), {})
+    workdir.write_imported(
+        tmp_path / "run", program.model, params, {}, TokenizerSource("bytes").make(), {}
+    )
     state = program.restore_or_initialize(Checkpoints(tmp_path / "run" / workdir.CHECKPOINT_FOLDER))
     assert_equal(state.params, params)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state.heads, program.initial_state().heads)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6),
+        state.heads,
+        program.initial_state().heads,
+    )
     assert jax.tree.structure(state) == jax.tree.structure(program.abstract_state)
 
 
 @pytest.mark.slow
 def test_drawn_examples():
-    """The examples of a step do not depend on microbatches and mesh. The loss is that of a prefix language model."""
+    """The examples of a step do not depend on microbatches and mesh. The loss is that of a prefix
+    language model.
+    """
     program, _, expected = first_steps(1, train__objective="prefix")
     prefixes = []
     for step in range(3):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(program.config.train.seed), step), 2**32 - 1)
+        key = jax.random.fold_in(
+            jax.random.fold_in(jax.random.key(program.config.train.seed), step), 2**32 - 1
+        )
         prefixes.append(np.asarray(continuations(BATCH, key).prefix_BxT))
     assert not np.array_equal(*prefixes[:2])
     inputs, targets = BATCH.tokens_BxT1[:, :-1], BATCH.tokens_BxT1[:, 1:]
-    logits = jax.jit(lambda params: program.model.apply(
-        {"params": params}, inputs, Context(prefix_BxT=prefixes[0])))(init(program.model))
-    losses = -np.take_along_axis(log_softmax(np.asarray(logits), axis=-1), targets[..., None], 2)[..., 0]
+    logits = jax.jit(
+        lambda params: program.model.apply(
+            {"params": params}, inputs, Context(prefix_BxT=prefixes[0])
+        )
+    )(init(program.model))
+    losses = -np.take_along_axis(log_softmax(np.asarray(logits), axis=-1), targets[..., None], 2)[
+        ..., 0
+    ]
     mask = np.arange(1, 33) >= prefixes[0].sum(axis=1, keepdims=True)
     assert expected[0]["loss"] == pytest.approx(losses[mask].mean(), rel=1e-5)
-    for devices, fields in ((1, dict(train__microbatches=4)), (8, dict(train__microbatches=2, **MESH))):
+    for devices, fields in (
+        (1, dict(train__microbatches=4)),
+        (8, dict(train__microbatches=2, **MESH)),
+    ):
         _, _, found = first_steps(devices, train__objective="prefix", **fields)
-        assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], rel=1e-4)
+        assert [line["loss"] for line in found] == pytest.approx(
+            [line["loss"] for line in expected], rel=1e-4
+        )
 
 
 def test_validation_uses_the_examples_but_no_terms():
-    """Validation of an objective that shifts the targets by one more token, and has a term that cannot be computed."""
+    """Validation of an objective that shifts the targets by one more token, and has a term that
+    cannot be computed.
+    """
+
     def later(batch, key):
         mask_BxT = batch.loss_mask_BxT & (jnp.arange(batch.loss_mask_BxT.shape[1]) < 15)[None]
-        return Examples(batch._replace(
-            targets_BxT=jnp.roll(batch.tokens_BxT1, -2, axis=1)[:, :-1], loss_mask_BxT=mask_BxT))
+        return Examples(
+            batch._replace(
+                targets_BxT=jnp.roll(batch.tokens_BxT1, -2, axis=1)[:, :-1], loss_mask_BxT=mask_BxT
+            )
+        )
 
     model = build("gpt", num_layers=1, d_model=16, context_length=16)
     params, tokens = init(model), BATCH.tokens_BxT1[:4, :17]
@@ -196,7 +277,8 @@ def test_validation_uses_the_examples_but_no_terms():
     log_p = np.asarray(jax.nn.log_softmax(forward(model, params, tokens[:, :-1])))[[0, 2, 3], :15]
     assert targets == 3 * 15
     assert float(total) == pytest.approx(
-        -np.take_along_axis(log_p, tokens[[0, 2, 3], 2:, None], 2).sum(), rel=1e-5)
+        -np.take_along_axis(log_p, tokens[[0, 2, 3], 2:, None], 2).sum(), rel=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -206,73 +288,140 @@ def test_with_prefixes_of_length_zero_the_loss_is_causal_bit_for_bit():
 
     @jax.jit
     def loss_and_gradients(params, examples):
-        return jax.value_and_grad(lambda params: microbatch_loss(
-            params, {}, 0, examples, model=model, objective=Objective(), constants=None, step_key=jax.random.key(0),
-            total=examples.num_targets, microbatches=1)[0])(params)
+        return jax.value_and_grad(
+            lambda params: microbatch_loss(
+                params,
+                {},
+                0,
+                examples,
+                model=model,
+                objective=Objective(),
+                constants=None,
+                step_key=jax.random.key(0),
+                total=examples.num_targets,
+                microbatches=1,
+            )[0]
+        )(params)
 
-    causal, prefixed, other = (loss_and_gradients(init(model), examples) for examples in (
-        Examples(batch), with_prefixes(batch, np.zeros((4, 1), int)), with_prefixes(batch, np.full((4, 1), 5))))
+    causal, prefixed, other = (
+        loss_and_gradients(init(model), examples)
+        for examples in (
+            Examples(batch),
+            with_prefixes(batch, np.zeros((4, 1), int)),
+            with_prefixes(batch, np.full((4, 1), 5)),
+        )
+    )
     assert_equal(jax.device_get(prefixed), jax.device_get(causal))
     assert other[0] != causal[0]
 
 
 def test_the_loss_of_masked_tokens():
-    """The mean over the selected tokens, scaled to all of them. Attention sees later tokens, within its window."""
-    model = build("gpt", num_layers=2, d_model=16, context_length=16, attention_mask="bidirectional",
-                  attention_windows=(0, 4))
+    """The mean over the selected tokens, scaled to all of them. Attention sees later tokens, within
+    its window.
+    """
+    model = build(
+        "gpt",
+        num_layers=2,
+        d_model=16,
+        context_length=16,
+        attention_mask="bidirectional",
+        attention_windows=(0, 4),
+    )
     params, batch = init(model), Batch(BATCH.tokens_BxT1[:4, :17])
     objective = make_objective(TrainConfig(objective="masked", loss_chunks=1), model)
-    total, targets = jax.jit(functools.partial(
-        eval_step, model=model, objective=objective, microbatches=1))(params, {}, batch)
+    total, targets = jax.jit(
+        functools.partial(eval_step, model=model, objective=objective, microbatches=1)
+    )(params, {}, batch)
     examples = objective.examples(batch, jax.random.key(0))
-    logits = np.array([plain_logits(model.config, params, row) for row in np.asarray(examples.inputs_BxT)])
-    log_p = np.take_along_axis(log_softmax(logits, axis=2), batch.tokens_BxT1[:, :-1, None], 2)[..., 0]
+    logits = np.array(
+        [plain_logits(model.config, params, row) for row in np.asarray(examples.inputs_BxT)]
+    )
+    log_p = np.take_along_axis(log_softmax(logits, axis=2), batch.tokens_BxT1[:, :-1, None], 2)[
+        ..., 0
+    ]
     assert targets == 64
-    assert float(total) == pytest.approx(-64 * log_p[np.asarray(examples.selected_BxT)].mean(), rel=1e-5)
+    assert float(total) == pytest.approx(
+        -64 * log_p[np.asarray(examples.selected_BxT)].mean(), rel=1e-5
+    )
 
 
 @pytest.mark.slow
 def test_the_loss_of_answers_after_prompts_is_that_of_evaluate():
     """Two examples in a row. `evaluate` scores them one by one, with the prompt as the prefix."""
-    program = build_program(load_config("gpt", **{**SMALL, **TUNING, "train__objective": "prefix"}), jax.devices()[:1])
+    program = build_program(
+        load_config("gpt", **{**SMALL, **TUNING, "train__objective": "prefix"}), jax.devices()[:1]
+    )
     params, lengths, answer = init(program.model), (7, 20), 3
-    texts = [BATCH.tokens_BxT1[row, :length + 1] for row, length in enumerate(lengths)]
-    tokens, targets, counted = np.zeros((1, 33), np.int32), np.zeros((1, 32), np.int32), np.zeros((1, 32), bool)
+    texts = [BATCH.tokens_BxT1[row, : length + 1] for row, length in enumerate(lengths)]
+    tokens, targets, counted = (
+        np.zeros((1, 33), np.int32),
+        np.zeros((1, 32), np.int32),
+        np.zeros((1, 32), bool),
+    )
     segments = np.repeat([1, 2, 0], [*lengths, 5])[None]
     for start, text in zip((0, 7), texts):
         end = start + len(text) - 1
-        tokens[0, start:end], targets[0, start:end], counted[0, end - answer:end] = text[:-1], text[1:], True
-    total, count = jax.jit(functools.partial(
-        eval_step, model=program.model, objective=program.objective, microbatches=1))(
-        params, {}, Batch(tokens, segments, counted, targets))
+        tokens[0, start:end], targets[0, start:end], counted[0, end - answer : end] = (
+            text[:-1],
+            text[1:],
+            True,
+        )
+    total, count = jax.jit(
+        functools.partial(
+            eval_step, model=program.model, objective=program.objective, microbatches=1
+        )
+    )(params, {}, Batch(tokens, segments, counted, targets))
     scorer = Scorer(program.model, params, devices=jax.devices()[:1])
     scores = dict(scorer.score([TokenSequence(text.tolist(), answer) for text in texts]))
     assert count == 2 * answer
-    assert float(total) == pytest.approx(-sum(score.log_likelihood for score in scores.values()), rel=1e-5)
+    assert float(total) == pytest.approx(
+        -sum(score.log_likelihood for score in scores.values()), rel=1e-5
+    )
     causal = Objective().examples(Batch(tokens, segments, counted, targets), None)
     assert causal.prefix_BxT is None  # without prefixes, the loss is another one
-    other, _ = eval_step(params, {}, causal.batch, model=program.model, objective=Objective(), microbatches=1)
+    other, _ = eval_step(
+        params, {}, causal.batch, model=program.model, objective=Objective(), microbatches=1
+    )
     assert abs(float(other) - float(total)) > 1e-3
 
 
 @pytest.mark.slow
 def test_a_comparison_reads_what_evaluate_writes_about_the_whole_model(text_file, tmp_path):
-    config = Config.of(config_for(text_file, **SMALL, model__vocab_size=260, train__objective="prefix"))
+    config = Config.of(
+        config_for(text_file, **SMALL, model__vocab_size=260, train__objective="prefix")
+    )
     folder = save_run(tmp_path / "run", config, init(models.LanguageModel(config.model)))
-    rows = [{"prompt": f"question {number}", "completion": answer} for number, answer in enumerate((" a", " b", " b"))]
+    rows = [
+        {"prompt": f"question {number}", "completion": answer}
+        for number, answer in enumerate((" a", " b", " b"))
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for flags in (["--limit=1", "--label= a", "--label= b"], []):
-        result = call("evaluate", f"--workdir={folder}", f"--examples={tmp_path / 'a.jsonl'}", "--metrics=accuracy",
-                      *flags)
+        result = call(
+            "evaluate",
+            f"--workdir={folder}",
+            f"--examples={tmp_path / 'a.jsonl'}",
+            "--metrics=accuracy",
+            *flags,
+        )
         assert result.returncode == 0, result.stderr
-    (name, accuracy), = results.examples(folder / "evaluations", config.train.steps).items()
+    ((name, accuracy),) = results.examples(folder / "evaluations", config.train.steps).items()
     assert name == f"{tmp_path.name}/a.jsonl accuracy (3 examples)"
     assert f"| accuracy | 3 | {accuracy:.4f} ±" in result.stdout
 
 
 def masked_run(folder, text_file):
-    config = Config.of(config_for(text_file, **SMALL, model__vocab_size=260, model__position="alibi",
-                                  model__attention_windows=(5, 0), model__logit_softcap=2.0, train__objective="masked"))
+    config = Config.of(
+        config_for(
+            text_file,
+            **SMALL,
+            model__vocab_size=260,
+            model__position="alibi",
+            model__attention_windows=(5, 0),
+            model__logit_softcap=2.0,
+            train__objective="masked",
+        )
+    )
     model = models.LanguageModel(config.model)
     return model, save_run(folder, config, init(model))
 
@@ -283,7 +432,9 @@ def test_a_masked_model_is_exported_as_an_encoder(text_file, tmp_path):
     model, folder = masked_run(tmp_path / "run", text_file)
     result = call("convert", "--to=hf", f"--workdir={folder}", f"--output={tmp_path / 'out'}")
     assert result.returncode == 0 and "SmallGPTForMaskedLM" in result.stdout, result.stderr
-    encoder = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
+    encoder = transformers.AutoModelForMaskedLM.from_pretrained(
+        tmp_path / "out", trust_remote_code=True
+    ).eval()
     tokens = np.random.default_rng(0).integers(0, 260, (2, 32))
     expected = np.asarray(forward(model, init(model), tokens))
     with torch.no_grad():
@@ -298,31 +449,72 @@ def test_a_masked_model_is_exported_as_an_encoder(text_file, tmp_path):
     assert float(found.loss) == pytest.approx(-log_p.mean(), rel=1e-5)
     assert encoder.config.mask_token_id == 259
 
-    result = call("convert", "--from=hf", f"--input={tmp_path / 'out'}", f"--workdir={tmp_path / 'back'}")
+    result = call(
+        "convert", "--from=hf", f"--input={tmp_path / 'out'}", f"--workdir={tmp_path / 'back'}"
+    )
     assert result.returncode == 0, result.stderr
     for run in (folder, tmp_path / "back"):
         result = call("generate", f"--workdir={run}")
-        assert result.returncode == 1 and "predicts masked tokens, not the next one" in result.stderr
+        assert (
+            result.returncode == 1 and "predicts masked tokens, not the next one" in result.stderr
+        )
         assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("fields, message", [
-    (dict(train__objective="casual"), r"train\.objective='casual': must be one of causal, .*mean 'causal'\?"),
-    (dict(model__attention_mask="bidirectional"), "='bidirectional': does not belong to config.train.objective"),
-    (dict(train__objective="masked", model__mixers=("delta",)), "mixers=.delta.: does not see later tokens"),
-    (dict(train__objective="prefix", model__mixers=("attention", "mamba")), "use attention in all blocks, or another"),
-    (dict(train__objective="masked", train__mask_rate=1.0), "mask_rate=1.0: must be above 0 and below 1"),
-    (dict(train__objective="prefix", data__source="synthetic:copy", data__tokenizer="symbols"), "with a probe"),
-    (dict(TUNING, train__objective="masked"), "must be 'causal' or 'prefix' with config.data.format='completion'"),
-    (dict(TUNING, train__objective="prefix", data__format="messages"), "objective='prefix': must be 'causal' with"),
-    (dict(TUNING, train__objective="prefix", data__separate_documents=False), "separate_documents=False: must be True"),
-    (dict(train__future_tokens=1, optimizer__base_width=8), "have no rules for its heads")])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            dict(train__objective="casual"),
+            r"train\.objective='casual': must be one of causal, .*mean 'causal'\?",
+        ),
+        (
+            dict(model__attention_mask="bidirectional"),
+            "='bidirectional': does not belong to config.train.objective",
+        ),
+        (
+            dict(train__objective="masked", model__mixers=("delta",)),
+            "mixers=.delta.: does not see later tokens",
+        ),
+        (
+            dict(train__objective="prefix", model__mixers=("attention", "mamba")),
+            "use attention in all blocks, or another",
+        ),
+        (
+            dict(train__objective="masked", train__mask_rate=1.0),
+            "mask_rate=1.0: must be above 0 and below 1",
+        ),
+        (
+            dict(
+                train__objective="prefix", data__source="synthetic:copy", data__tokenizer="symbols"
+            ),
+            "with a probe",
+        ),
+        (
+            dict(TUNING, train__objective="masked"),
+            "must be 'causal' or 'prefix' with config.data.format='completion'",
+        ),
+        (
+            dict(TUNING, train__objective="prefix", data__format="messages"),
+            "objective='prefix': must be 'causal' with",
+        ),
+        (
+            dict(TUNING, train__objective="prefix", data__separate_documents=False),
+            "separate_documents=False: must be True",
+        ),
+        (dict(train__future_tokens=1, optimizer__base_width=8), "have no rules for its heads"),
+    ],
+)
 def test_refuses(fields, message):
     with pytest.raises(UserError, match=message):
         build_program(load_config("gpt", **{**SMALL, **fields}), jax.devices()[:1])
 
 
 def test_the_mask_token_must_not_be_a_token_of_the_text(text_file):
-    program = build_program(config_for(text_file, **SMALL, train__objective="masked", model__vocab_size=257))
-    with pytest.raises(UserError, match=r"vocab_size=257: .* the tokenizer uses all 257; increase it by 1 or more"):
+    program = build_program(
+        config_for(text_file, **SMALL, train__objective="masked", model__vocab_size=257)
+    )
+    with pytest.raises(
+        UserError, match=r"vocab_size=257: .* the tokenizer uses all 257; increase it by 1 or more"
+    ):
         program.open_pipeline()

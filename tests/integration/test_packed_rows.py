@@ -32,45 +32,61 @@ from smallgpt_jax.training.step import Hyperparameters, eval_step, train_step
 
 def random_params(model):
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: 0.3 * rng.standard_normal(x.shape, np.float32),
-                        models.abstract_params(model))
+    return jax.tree.map(
+        lambda x: 0.3 * rng.standard_normal(x.shape, np.float32), models.abstract_params(model)
+    )
 
 
 def variants():
-    """Yields pytest parameters (architecture, config fields) that cover all architectures and position encodings.
+    """Yields pytest parameters (architecture, config fields) that cover all architectures and
+    position encodings.
 
     The last pair is a cgpt with splash attention and convolutions of kernel size 5.
     """
     for name, position in zip(ARCHITECTURES, itertools.cycle(POSITIONS)):
-        yield pytest.param(name, {"position": position, "context_length": 32}, id=f"{name}-{position}")
-    yield pytest.param("cgpt", {"position": "rope", "conv_kernel": 5, "attention": "splash", "context_length": 128},
-                       id="cgpt-rope-splash", marks=pytest.mark.slow)
+        yield pytest.param(
+            name, {"position": position, "context_length": 32}, id=f"{name}-{position}"
+        )
+    yield pytest.param(
+        "cgpt",
+        {"position": "rope", "conv_kernel": 5, "attention": "splash", "context_length": 128},
+        id="cgpt-rope-splash",
+        marks=pytest.mark.slow,
+    )
 
 
 @pytest.mark.parametrize("name, fields", list(variants()))
 def test_separated_documents_do_not_see_each_other(name, fields):
     model = build(name, d_model=16, **fields)
     params, time = random_params(model), model.config.context_length
-    apply = jax.jit(lambda tokens, segments: model.apply({"params": params}, tokens, Context(segment_ids_BxT=segments)))
+    apply = jax.jit(
+        lambda tokens, segments: model.apply(
+            {"params": params}, tokens, Context(segment_ids_BxT=segments)
+        )
+    )
     lengths = [time // 4, time // 2 - 3, time // 8]
     tokens = np.random.default_rng(0).integers(0, 257, (5, time))
     segments = np.ones((5, time), np.int32)
-    # Row 0 has three documents and padding. Rows 1 to 3 have one of these documents each, followed by other tokens.
-    # Row 4 has the tokens of row 0 as a single document.
+    # Row 0 has three documents and padding. Rows 1 to 3 have one of these documents each, followed
+    # by other tokens. Row 4 has the tokens of row 0 as a single document.
     segments[0] = np.repeat([1, 2, 3, 0], [*lengths, time - sum(lengths)])
     starts = np.cumsum([0, *lengths])
     for row, (start, length) in enumerate(zip(starts, lengths), 1):
-        tokens[row, :length] = tokens[0, start:start + length]
+        tokens[row, :length] = tokens[0, start : start + length]
     tokens[4] = tokens[0]
     logits = apply(tokens, segments)
     for row, (start, length) in enumerate(zip(starts, lengths), 1):
-        np.testing.assert_allclose(logits[0, start:start + length], logits[row, :length], atol=2e-5, rtol=1e-4)
+        np.testing.assert_allclose(
+            logits[0, start : start + length], logits[row, :length], atol=2e-5, rtol=1e-4
+        )
 
     other = tokens.copy()
-    other[[0, 4], :lengths[0]] = (other[0, :lengths[0]] + 1) % 257  # only the first document changes
+    other[[0, 4], : lengths[0]] = (
+        other[0, : lengths[0]] + 1
+    ) % 257  # only the first document changes
     changed = np.abs(apply(other, segments) - logits).max(axis=2)
-    assert (changed[[0, 4], :lengths[0]] > 0).all()
-    assert not changed[0, lengths[0]:].any() and changed[4, lengths[0]:].max() > 0.01
+    assert (changed[[0, 4], : lengths[0]] > 0).all()
+    assert not changed[0, lengths[0] :].any() and changed[4, lengths[0] :].max() > 0.01
 
 
 @pytest.mark.slow
@@ -81,14 +97,23 @@ def test_loss_is_the_mean_over_targets_in_the_mask():
     """
     model, rng = build("gpt", num_layers=1, d_model=16, context_length=16), np.random.default_rng(0)
     params = random_params(model)
-    tokens, targets = rng.integers(0, 257, (4, 17), np.int32), rng.integers(0, 257, (4, 16), np.int32)
+    tokens, targets = (
+        rng.integers(0, 257, (4, 17), np.int32),
+        rng.integers(0, 257, (4, 16), np.int32),
+    )
     mask = rng.random((4, 16)) < [[0.9], [0.1], [0.5], [0.0]]
     log_probabilities = jax.nn.log_softmax(forward(model, params, tokens[:, :-1]))
     losses = -np.take_along_axis(log_probabilities, targets[..., None], axis=2)[..., 0]
 
-    batch, options = Batch(tokens, None, mask, targets), dict(model=model, objective=Objective(2), microbatches=2)
+    batch, options = (
+        Batch(tokens, None, mask, targets),
+        dict(model=model, objective=Objective(2), microbatches=2),
+    )
     total, number = jax.jit(functools.partial(eval_step, **options))(params, {}, batch)
-    assert float(total) == pytest.approx(float(losses[mask].sum()), rel=1e-5) and int(number) == mask.sum()
+    assert (
+        float(total) == pytest.approx(float(losses[mask].sum()), rel=1e-5)
+        and int(number) == mask.sum()
+    )
     optimizer = optax.with_extra_args_support(optax.scale_by_schedule(lambda count: -0.1))
     step = functools.partial(train_step, optimizer=optimizer, **options)
     state = TrainState(jnp.int32(0), params, optimizer.init(params))
@@ -107,13 +132,20 @@ def mixture(tmp_path_factory):
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("separate", [False, True])
 def test_batches_have_the_shapes_of_the_compiled_steps(mixture, packing, separate):
-    program = build_program(load_config("gpt", data__mixture=mixture, data__packing=packing,
-                                        data__separate_documents=separate))
+    program = build_program(
+        load_config(
+            "gpt", data__mixture=mixture, data__packing=packing, data__separate_documents=separate
+        )
+    )
     pipeline = program.open_pipeline()
-    for batches, evaluates in ((pipeline.train_batches, False), (pipeline.validation_batches, True)):
+    for batches, evaluates in (
+        (pipeline.train_batches, False),
+        (pipeline.validation_batches, True),
+    ):
         batch, expected = pipeline.to_devices(batches[0]), program.abstract_batch(evaluates)
         assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), batch) == jax.tree.map(
-            lambda x: (x.shape, x.dtype, x.sharding), expected)
+            lambda x: (x.shape, x.dtype, x.sharding), expected
+        )
 
 
 def test_a_run_on_a_mixture(mixture, tmp_path):
@@ -124,13 +156,21 @@ def test_a_run_on_a_mixture(mixture, tmp_path):
     config = load_config("gpt", data__mixture=mixture, data__packing="best_fit")
     program = build_program(config)
     pipeline = program.open_pipeline()
-    small, large = (rows.padding for rows in open_mixture(mixture).pack("train", "best_fit", False, 64).packings)
+    small, large = (
+        rows.padding for rows in open_mixture(mixture).pack("train", "best_fit", False, 64).packings
+    )
     padding = 0.25 * small + 0.75 * large
     assert padding > 0.002 and pipeline.tokens_per_step == pytest.approx(8 * 64 * (1 - padding))
     memory_stats = SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=0)
-    assert messages.session_facts(program, pipeline, memory_stats, 0)["padding"] == pytest.approx(padding)
+    assert messages.session_facts(program, pipeline, memory_stats, 0)["padding"] == pytest.approx(
+        padding
+    )
     message = messages.startup_message(program, pipeline, 0)
-    assert "small, best_fit: " in message and "large, best_fit: " in message and "of the documents split" in message
+    assert (
+        "small, best_fit: " in message
+        and "large, best_fit: " in message
+        and "of the documents split" in message
+    )
     initialize_workdir(tmp_path, config, pipeline.corpus)
     description = json.loads((tmp_path / "store.json").read_text())["mixture"]
     assert [store["weight"] for store in description] == [0.25, 0.75]

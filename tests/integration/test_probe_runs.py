@@ -15,9 +15,19 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.train import train
 
-FIELDS = {**SMALL, "data__source": "synthetic:parity", "data__tokenizer": "symbols", "data__store": "",
-          "data__probe_length": 4, "data__probe_min_length": 1, "data__probe_test_lengths": (9,),
-          "model__vocab_size": 8, "model__dropout": 0.1, "train__eval_steps": 3, "train__microbatches": 1}
+FIELDS = {
+    **SMALL,
+    "data__source": "synthetic:parity",
+    "data__tokenizer": "symbols",
+    "data__store": "",
+    "data__probe_length": 4,
+    "data__probe_min_length": 1,
+    "data__probe_test_lengths": (9,),
+    "model__vocab_size": 8,
+    "model__dropout": 0.1,
+    "train__eval_steps": 3,
+    "train__microbatches": 1,
+}
 
 
 @pytest.mark.slow
@@ -36,7 +46,7 @@ def test_a_run_on_a_probe(tmp_path, capsys):
         numbers = batches.sample_rows(rows[suffix], 3 * config.train.batch_size)
         batch = rows[suffix].read_rows(numbers)
         logits = np.asarray(forward(trained.model, trained.params, batch.tokens_BxT1[:, :-1]))
-        right = (logits.argmax(axis=2) == batch.targets_BxT)[:, 1:length + 1]
+        right = (logits.argmax(axis=2) == batch.targets_BxT)[:, 1 : length + 1]
         assert last[f"accuracy{suffix}"] == pytest.approx(right.mean())
         assert last[f"exact_match{suffix}"] == pytest.approx(right.all(axis=1).mean())
     assert last["accuracy"] > 0.4 and last["loss"] < 2
@@ -50,7 +60,9 @@ def test_a_run_on_a_probe(tmp_path, capsys):
     with pytest.raises(UserError, match=r"data\.probe_length was 4, now 5"):
         train(config, str(folder))
 
-    done = call("generate", f"--workdir={folder}", "--prompt=1 0 1", "--max_new_tokens=1", "--temperature=0")
+    done = call(
+        "generate", f"--workdir={folder}", "--prompt=1 0 1", "--max_new_tokens=1", "--temperature=0"
+    )
     assert done.returncode == 0 and done.stdout.strip() in ("1 0 1 0", "1 0 1 1"), done.stderr
     done = call("generate", f"--workdir={folder}", "--prompt=1 2")
     assert done.returncode == 1
@@ -59,22 +71,49 @@ def test_a_run_on_a_probe(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_comparison_on_a_probe(tmp_path):
-    done = call("compare", "--config=configs/compare/probes.py:tiny", "--config.compare.names=gpt rope,gpt learned",
-                "--config.compare.seeds=1", "--config.train.steps=4", "--config.train.eval_every=4",
-                "--config.train.eval_steps=1", "--config.train.batch_size=8", "--config.model.num_layers=1",
-                "--config.optimizer.name=adamw", f"--output={tmp_path}")
+    done = call(
+        "compare",
+        "--config=configs/compare/probes.py:tiny",
+        "--config.compare.names=gpt rope,gpt learned",
+        "--config.compare.seeds=1",
+        "--config.train.steps=4",
+        "--config.train.eval_every=4",
+        "--config.train.eval_steps=1",
+        "--config.train.batch_size=8",
+        "--config.model.num_layers=1",
+        "--config.optimizer.name=adamw",
+        f"--output={tmp_path}",
+    )
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "report.md").read_text()
-    head = next(line for line in report.splitlines() if "exact match" in line and line.startswith("|"))
-    assert "## Answers" in report and head.split("|")[2].strip() == "exact match" and "exact match at" in head
+    head = next(
+        line for line in report.splitlines() if "exact match" in line and line.startswith("|")
+    )
+    assert (
+        "## Answers" in report
+        and head.split("|")[2].strip() == "exact match"
+        and "exact match at" in head
+    )
     runs = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert len(runs) == 2 and all("exact_match" in run["curve"][-1]["answers"] for run in runs)
-    merged = call("compare", f"--results={tmp_path / 'results.json'}", f"--output={tmp_path / 'merged'}")
-    assert merged.returncode == 0 and "## Answers" in (tmp_path / "merged" / "report.md").read_text(), merged.stderr
+    merged = call(
+        "compare", f"--results={tmp_path / 'results.json'}", f"--output={tmp_path / 'merged'}"
+    )
+    assert (
+        merged.returncode == 0 and "## Answers" in (tmp_path / "merged" / "report.md").read_text()
+    ), merged.stderr
 
-    done = call("prepare", "--config=gpt:quickstart", "--config.data.source=synthetic:copy",
-                "--config.data.tokenizer=symbols")
+    done = call(
+        "prepare",
+        "--config=gpt:quickstart",
+        "--config.data.source=synthetic:copy",
+        "--config.data.tokenizer=symbols",
+    )
     assert done.returncode == 1 and "a probe has no token store" in done.stderr
-    done = call("compare", "--config=configs/compare/probes.py:tiny", "--config.compare.contexts=1,2",
-                f"--output={tmp_path / 'contexts'}")
+    done = call(
+        "compare",
+        "--config=configs/compare/probes.py:tiny",
+        "--config.compare.contexts=1,2",
+        f"--output={tmp_path / 'contexts'}",
+    )
     assert done.returncode == 1 and "probes have no longer contexts" in done.stderr

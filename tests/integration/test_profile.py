@@ -1,4 +1,6 @@
-"""Tests of a run's time measurements: traces of steps, seconds in metrics.jsonl, the goodput line."""
+"""Tests of a run's time measurements: traces of steps, seconds in metrics.jsonl, the goodput
+line.
+"""
 
 import re
 
@@ -13,21 +15,33 @@ from smallgpt_jax.training.train import train
 
 def train_steps_in(folder) -> list[int]:
     """Returns the numbers of the training steps in the trace in `folder`."""
-    trace, = folder.rglob("*.xplane.pb")
-    events = (event for plane in jax.profiler.ProfileData.from_file(str(trace)).planes for line in plane.lines
-              for event in line.events if event.name == "train")
+    (trace,) = folder.rglob("*.xplane.pb")
+    events = (
+        event
+        for plane in jax.profiler.ProfileData.from_file(str(trace)).planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
+    )
     return sorted(dict(event.stats)["step_num"] for event in events)
 
 
 @pytest.mark.slow
 def test_a_trace_changes_no_result(text_file, tmp_path, capsys):
-    """One run traces steps 3 and 4 and saves a checkpoint between them. Another run ends before its trace is over."""
-    fields = dict(SMALL, train__steps=6, train__log_every=1, train__eval_every=6, train__checkpoint_every=3)
+    """One run traces steps 3 and 4 and saves a checkpoint between them. Another run ends before its
+    trace is over.
+    """
+    fields = dict(
+        SMALL, train__steps=6, train__log_every=1, train__eval_every=6, train__checkpoint_every=3
+    )
     plain, inside, over_end = (tmp_path / name for name in ("plain", "inside", "over_end"))
     train(config_for(text_file, **fields), str(plain))
     assert "profile" not in capsys.readouterr().out and not (plain / "profile").exists()
     for folder, first, steps in ((inside, 3, 2), (over_end, 6, 5)):
-        train(config_for(text_file, **fields, train__profile_from=first, train__profile_steps=steps), str(folder))
+        train(
+            config_for(text_file, **fields, train__profile_from=first, train__profile_steps=steps),
+            str(folder),
+        )
         assert f"wrote a profile to {folder / 'profile'}; " in capsys.readouterr().out
         assert read_untimed_metrics(folder) == read_untimed_metrics(plain)
         assert_equal(state_of(folder, 6), state_of(plain, 6))
@@ -42,18 +56,32 @@ def test_seconds_are_logged(text_file, tmp_path, capsys):
         train(config_for(text_file, **fields, train__steps=steps), str(tmp_path))
         goodput = re.search(
             r"^goodput ([\d.]+)%: ([\d.]+) of ([\d.]+) s in training steps; ([\d.]+) s starting, ([\d.]+) s "
-            r"waiting for data, ([\d.]+) s saving, ([\d.]+) s evaluating$", capsys.readouterr().out, re.M)
+            r"waiting for data, ([\d.]+) s saving, ([\d.]+) s evaluating$",
+            capsys.readouterr().out,
+            re.M,
+        )
         share, training, total, *lost = map(float, goodput.groups())
         assert share == pytest.approx(100 * training / total, abs=100 * 0.1 / total + 0.1)
         assert training + sum(lost) == pytest.approx(total, abs=0.4)
     assert list(losses_in(tmp_path, metric="data_wait_seconds")) == [2, 4, 6, 8]
-    lines = {line["step"]: line for line in metrics.read_lines(tmp_path / "metrics.jsonl") if line["split"] == "train"}
+    lines = {
+        line["step"]: line
+        for line in metrics.read_lines(tmp_path / "metrics.jsonl")
+        if line["split"] == "train"
+    }
     assert [step for step, line in lines.items() if line.get("restart_seconds", 0) > 0] == [2, 6]
     assert [step for step, line in lines.items() if line["save_seconds"] > 0] == [4, 8]
 
 
-@pytest.mark.parametrize("field, value", [("profile_from", -1), ("profile_steps", 0), ("tracker", "tensorboard"),
-                                          ("stall_seconds", -1.0)])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("profile_from", -1),
+        ("profile_steps", 0),
+        ("tracker", "tensorboard"),
+        ("stall_seconds", -1.0),
+    ],
+)
 def test_invalid_fields(text_file, tmp_path, field, value):
     with pytest.raises(UserError, match=rf"config\.train\.{field}={value!r}: must "):
         train(config_for(text_file, **SMALL, **{f"train__{field}": value}), str(tmp_path / "run"))

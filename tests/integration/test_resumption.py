@@ -1,4 +1,6 @@
-"""Tests of resumption: after damage, with changed settings or devices, and with a config that lacks newer fields."""
+"""Tests of resumption: after damage, with changed settings or devices, and with a config that lacks
+newer fields.
+"""
 
 import json
 import re
@@ -9,7 +11,15 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT
-from run_helpers import SMALL, assert_equal, config_for, flip_a_bit, losses_in, read_untimed_metrics, state_of
+from run_helpers import (
+    SMALL,
+    assert_equal,
+    config_for,
+    flip_a_bit,
+    losses_in,
+    read_untimed_metrics,
+    state_of,
+)
 
 from configs import run as run_config
 from smallgpt_jax import inference
@@ -28,16 +38,21 @@ RESUMED = dict(**SMALL, model__dropout=0.1, train__log_every=15)
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["damaged", "full disk"])
 def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, failure):
-    """If the last checkpoint is damaged or could not be written, the steps since the previous checkpoint are lost.
+    """If the last checkpoint is damaged or could not be written, the steps since the previous
+    checkpoint are lost.
 
     The resumed run repeats these steps, and has the same state and metrics afterwards.
     """
     workdir, config = copy_of("pgpt", **RESUMED), config_for(text_file, "pgpt", **RESUMED)
     before, lines = state_of(workdir, 40), read_untimed_metrics(workdir)
     if failure == "damaged":
-        for path in (workdir / "checkpoints" / "40" / "params").rglob("d/*"):  # all, since the files that are read vary
+        for path in (workdir / "checkpoints" / "40" / "params").rglob(
+            "d/*"
+        ):  # all, since the files that are read vary
             flip_a_bit(path)
-        with pytest.raises(UserError, match=r"checkpoints/40: damaged checkpoint \(.*\); continue the"):
+        with pytest.raises(
+            UserError, match=r"checkpoints/40: damaged checkpoint \(.*\); continue the"
+        ):
             inference.load(workdir)
     else:
         shutil.rmtree(workdir / "checkpoints" / "40")
@@ -45,16 +60,20 @@ def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, f
         file.write('{"step": 50, "spl')  # truncated
     if failure == "full disk":
         _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        # The limit is below the size of opt_state/_METADATA, so every save fails. The sizes of data files vary too much
-        # for such a limit.
+        # The limit is below the size of opt_state/_METADATA, so every save fails. The sizes of data
+        # files vary too much for such a limit.
         resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, most))
         try:
-            with pytest.raises(UserError, match=re.escape(f"--workdir={workdir}: the last step, 40, could not")):
+            with pytest.raises(
+                UserError, match=re.escape(f"--workdir={workdir}: the last step, 40, could not")
+            ):
                 train(config, str(workdir))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         out = capsys.readouterr().out
-        assert out.count("could not write a checkpoint: File too large") == 1 and "step 40/40" in out
+        assert (
+            out.count("could not write a checkpoint: File too large") == 1 and "step 40/40" in out
+        )
     train(config, str(workdir))
     out = capsys.readouterr().out
     assert ", 20 done" in out and ("damaged checkpoint of step 40" in out) == (failure == "damaged")
@@ -106,7 +125,9 @@ def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of
 
 @pytest.mark.slow
 def test_resumes_a_run_whose_config_lacks_newer_fields(text_file, copy_of):
-    """Fields that are added later have neutral defaults, so they do not stop a run from resuming."""
+    """Fields that are added later have neutral defaults, so they do not stop a run from
+    resuming.
+    """
     workdir = copy_of("gpt", **SMALL)
     path = workdir / "config.json"
     groups = json.loads(path.read_text())
@@ -124,7 +145,9 @@ def test_resumes_a_run_whose_config_lacks_newer_fields(text_file, copy_of):
 
 @pytest.mark.slow
 def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp_path, monkeypatch):
-    """A model with RoPE trains at a longer context in a new workdir; a model with learned positions is refused."""
+    """A model with RoPE trains at a longer context in a new workdir; a model with learned positions
+    is refused.
+    """
     monkeypatch.chdir(ROOT)
     fields = dict(**SMALL, model__position="rope")
     short = trained_run("gpt", **fields)
@@ -143,7 +166,9 @@ def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp
     train(config, str(longer))
     assert list(losses_in(longer)) == [1, 2, 3]
     with pytest.raises(UserError, match=r"context_length was 32, now 64.\n.*convert --from=run"):
-        check_workdir(short, Config.of(config_for(text_file, **{**fields, "model__context_length": 64})))
+        check_workdir(
+            short, Config.of(config_for(text_file, **{**fields, "model__context_length": 64}))
+        )
 
     learned = tmp_path / "learned"
     trained = inference.load_trained(trained_run("gpt", **SMALL))
@@ -156,15 +181,27 @@ def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp
 
 @pytest.mark.slow
 def test_resumes_on_other_devices(text_file, tmp_path, monkeypatch):
-    """Two steps on each of three meshes give the losses of six steps on one mesh, up to rounding."""
+    """Two steps on each of three meshes give the losses of six steps on one mesh, up to
+    rounding.
+    """
     devices = jax.devices()
 
     def train_on(number, workdir, steps, **mesh):
         monkeypatch.setattr(jax, "devices", lambda *_: devices[:number])
-        train(config_for(
-            text_file, "pgpt", **SMALL, optimizer__decay_steps=40, train__steps=steps, train__log_every=1,
-            train__checkpoint_every=2, train__eval_steps=1,
-            **{f"mesh__{axis}": length for axis, length in mesh.items()}), str(workdir))
+        train(
+            config_for(
+                text_file,
+                "pgpt",
+                **SMALL,
+                optimizer__decay_steps=40,
+                train__steps=steps,
+                train__log_every=1,
+                train__checkpoint_every=2,
+                train__eval_steps=1,
+                **{f"mesh__{axis}": length for axis, length in mesh.items()},
+            ),
+            str(workdir),
+        )
 
     meshes = [(8, dict(data=2, path=2, tensor=2)), (4, dict(fsdp=2, path=2)), (1, {})]
     train_on(8, tmp_path / "one", 6)
@@ -172,4 +209,6 @@ def test_resumes_on_other_devices(text_file, tmp_path, monkeypatch):
         train_on(number, tmp_path / "many", 2 * i, **mesh)
     one, many = losses_in(tmp_path / "one"), losses_in(tmp_path / "many")
     assert list(many) == list(one) == list(range(1, 7))
-    np.testing.assert_allclose([many[step] for step in many], [one[step] for step in one], rtol=2e-5)
+    np.testing.assert_allclose(
+        [many[step] for step in many], [one[step] for step in one], rtol=2e-5
+    )

@@ -1,4 +1,6 @@
-"""Runs that differ only in seed, rates, schedule or length share their compiled steps, and have the same results."""
+"""Runs that differ only in seed, rates, schedule or length share their compiled steps, and have the
+same results.
+"""
 
 import dataclasses
 import functools
@@ -19,13 +21,42 @@ from smallgpt_jax.training.optimizer import OPTIMIZERS, make_optimizer
 from smallgpt_jax.training.program import RECENT_STEPS, shared_program
 
 NOT_COMPILED = {
-    "optimizer": {"schedule", "learning_rate", "warmup_steps", "warmup_fraction", "decay_steps", "decay_fraction",
-                  "final_learning_rate", "final_fraction", "weight_decay"},
-    "train": {"steps", "seed", "log_every", "eval_every", "eval_steps", "checkpoint_every", "keep_checkpoints",
-              "kept_steps", "trunk", "on_nonfinite", "max_nonfinite", "tracker", "profile_from", "profile_steps",
-              "stall_seconds"}}
-OTHERS = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: x / 2 + 0.25, str: lambda x: x + "x",
-          tuple: lambda x: (*x, 1)}  # another value of the same type
+    "optimizer": {
+        "schedule",
+        "learning_rate",
+        "warmup_steps",
+        "warmup_fraction",
+        "decay_steps",
+        "decay_fraction",
+        "final_learning_rate",
+        "final_fraction",
+        "weight_decay",
+    },
+    "train": {
+        "steps",
+        "seed",
+        "log_every",
+        "eval_every",
+        "eval_steps",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "kept_steps",
+        "trunk",
+        "on_nonfinite",
+        "max_nonfinite",
+        "tracker",
+        "profile_from",
+        "profile_steps",
+        "stall_seconds",
+    },
+}
+OTHERS = {
+    bool: lambda x: not x,
+    int: lambda x: x + 1,
+    float: lambda x: x / 2 + 0.25,
+    str: lambda x: x + "x",
+    tuple: lambda x: (*x, 1),
+}  # another value of the same type
 
 
 def test_only_these_fields_are_no_constants_of_the_steps():
@@ -44,8 +75,11 @@ def test_only_these_fields_are_no_constants_of_the_steps():
 def test_a_value_that_is_no_constant_cannot_be_compiled(monkeypatch):
     config = Config.of(load_config("gpt")).compiled_part().optimizer
     params = models.abstract_params(build("gpt"))
-    for read in (lambda c: optax.sgd(c.learning_rate), lambda c: optax.sgd(0.1 if c.weight_decay else 0.2),
-                 lambda c: optax.sgd(0.1 if c.decay_steps > 9 else 0.2)):
+    for read in (
+        lambda c: optax.sgd(c.learning_rate),
+        lambda c: optax.sgd(0.1 if c.weight_decay else 0.2),
+        lambda c: optax.sgd(0.1 if c.decay_steps > 9 else 0.2),
+    ):
         monkeypatch.setitem(OPTIMIZERS, "own", lambda _, config, read=read: read(config))
         with pytest.raises(TypeError, match=r"NotCompiled|no value in the compiled steps"):
             make_optimizer(params, config.replace(name="own"))
@@ -58,12 +92,19 @@ def config_of(**fields):
 def test_steps_are_found_again_until_others_replace_them(monkeypatch):
     device = jax.devices()[:1]
     first = shared_program(config_of(), device)
-    again = shared_program(config_of(train__seed=3, train__steps=9, optimizer__schedule="constant"), device)
-    assert again.steps is first.steps and (again.config.train.seed, again.config.train.steps) == (3, 9)
+    again = shared_program(
+        config_of(train__seed=3, train__steps=9, optimizer__schedule="constant"), device
+    )
+    assert again.steps is first.steps and (again.config.train.seed, again.config.train.steps) == (
+        3,
+        9,
+    )
     assert shared_program(config_of(), jax.devices()[:2]).steps is not first.steps
     optimizer = OPTIMIZERS["adamw"]
     monkeypatch.setitem(OPTIMIZERS, "adamw", lambda *arguments: optimizer(*arguments))
-    assert shared_program(config_of(), device).steps is not first.steps  # another function has the same name
+    assert (
+        shared_program(config_of(), device).steps is not first.steps
+    )  # another function has the same name
     monkeypatch.undo()
     assert shared_program(config_of(), device).steps is first.steps
     monkeypatch.setattr(RECENT_STEPS, "limit", 3)
@@ -75,18 +116,38 @@ def test_steps_are_found_again_until_others_replace_them(monkeypatch):
 
 @pytest.mark.slow
 def test_runs_with_shared_steps_have_their_own_numbers():
-    """The updates of two runs with one compiled step equal optax's with the schedules of optax's constructors."""
+    """The updates of two runs with one compiled step equal optax's with the schedules of optax's
+    constructors.
+    """
     rng, device = np.random.default_rng(0), jax.devices()[:1]
     tokens = rng.integers(0, 64, (8, 33), np.int32)
-    common = dict(optimizer__clip_norm=0.0, optimizer__final_learning_rate=0.0, optimizer__decay_steps=6)
+    common = dict(
+        optimizer__clip_norm=0.0, optimizer__final_learning_rate=0.0, optimizer__decay_steps=6
+    )
     runs = {
-        (1, 0.3): (config_of(**common, train__seed=1, optimizer__warmup_steps=2, optimizer__learning_rate=0.02,
-                             optimizer__weight_decay=0.3),
-                   optax.warmup_cosine_decay_schedule(0.0, 0.02, 2, 6)),
-        (2**32 - 1, 0.0): (config_of(**common, train__seed=2**32 - 1, optimizer__schedule="linear",
-                                     optimizer__warmup_steps=0, optimizer__learning_rate=0.01,
-                                     optimizer__weight_decay=0.0, train__steps=6),
-                           optax.linear_schedule(0.01, 0.0, 6))}
+        (1, 0.3): (
+            config_of(
+                **common,
+                train__seed=1,
+                optimizer__warmup_steps=2,
+                optimizer__learning_rate=0.02,
+                optimizer__weight_decay=0.3,
+            ),
+            optax.warmup_cosine_decay_schedule(0.0, 0.02, 2, 6),
+        ),
+        (2**32 - 1, 0.0): (
+            config_of(
+                **common,
+                train__seed=2**32 - 1,
+                optimizer__schedule="linear",
+                optimizer__warmup_steps=0,
+                optimizer__learning_rate=0.01,
+                optimizer__weight_decay=0.0,
+                train__steps=6,
+            ),
+            optax.linear_schedule(0.01, 0.0, 6),
+        ),
+    }
     programs = [shared_program(config, device) for config, _ in runs.values()]
     compiled = programs[0].compile_train_step()
     assert programs[1].compile_train_step() is compiled
@@ -94,13 +155,17 @@ def test_runs_with_shared_steps_have_their_own_numbers():
         state, step = program.initial_state(), program.bind(compiled)
         model, params = program.model, jax.device_get(state.params)
         variables = jax.jit(lambda seed=seed, model=model: models.init_variables(model, seed))()
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), params, variables["params"])
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-6), params, variables["params"]
+        )
         is_matrix = jax.tree.map(lambda p: p.is_matrix, models.abstract_params(model))
         optimizer = optax.adamw(schedule, 0.9, 0.95, weight_decay=decay, mask=is_matrix)
         expected, found = expected_losses(model, params, optimizer, tokens), []
         for number in range(4):
             state, metrics = step(state, Batch(jnp.asarray(tokens)))
-            assert float(metrics["learning_rate"]) == pytest.approx(float(schedule(number)), rel=1e-6)
+            assert float(metrics["learning_rate"]) == pytest.approx(
+                float(schedule(number)), rel=1e-6
+            )
             found.append(float(metrics["loss"]))
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 

@@ -1,4 +1,6 @@
-"""Stacks: runs in one program have the results of single runs, each in its own workdir, whatever ends them."""
+"""Stacks: runs in one program have the results of single runs, each in its own workdir, whatever
+ends them.
+"""
 
 import contextlib
 import signal
@@ -20,10 +22,22 @@ from smallgpt_jax.training.program import shared_program
 from smallgpt_jax.training.stack import can_be_stacked, require_one_device, train_stack
 
 STEPS = 8
-FIELDS = dict(SMALL, model__num_layers=1, model__dropout=0.1, train__steps=STEPS, train__checkpoint_every=4,
-              train__eval_every=4, train__eval_steps=1, train__log_every=1, optimizer__warmup_steps=2,
-              optimizer__decay_steps=STEPS)
-RUNS = {"first": {}, "other": {"train__seed": 7, "optimizer__learning_rate": 0.02, "optimizer__weight_decay": 0.3}}
+FIELDS = dict(
+    SMALL,
+    model__num_layers=1,
+    model__dropout=0.1,
+    train__steps=STEPS,
+    train__checkpoint_every=4,
+    train__eval_every=4,
+    train__eval_steps=1,
+    train__log_every=1,
+    optimizer__warmup_steps=2,
+    optimizer__decay_steps=STEPS,
+)
+RUNS = {
+    "first": {},
+    "other": {"train__seed": 7, "optimizer__learning_rate": 0.02, "optimizer__weight_decay": 0.3},
+}
 PLACES = 3  # one of them free
 
 
@@ -32,12 +46,17 @@ def program_on_one_device(config):
 
 
 def configs_in(folder, text_file):
-    return {folder / name: Config.of(config_for(text_file, **{**FIELDS, **fields})) for name, fields in RUNS.items()}
+    return {
+        folder / name: Config.of(config_for(text_file, **{**FIELDS, **fields}))
+        for name, fields in RUNS.items()
+    }
 
 
 def losses(folder, split):
     lines = [line for line in read_lines(folder / "metrics.jsonl") if line["split"] == split]
-    assert [line["step"] for line in lines] == (list(range(1, STEPS + 1)) if split == "train" else [4, STEPS])
+    assert [line["step"] for line in lines] == (
+        list(range(1, STEPS + 1)) if split == "train" else [4, STEPS]
+    )
     return [line["loss"] for line in lines]
 
 
@@ -56,13 +75,19 @@ def corpus(text_file):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, text_file, corpus):
-    """Returns {(name, split): losses} of single runs. All runs of this module are trained on one device."""
+    """Returns {(name, split): losses} of single runs. All runs of this module are trained on one
+    device.
+    """
     configs = configs_in(tmp_path_factory.mktemp("single"), text_file)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "shared_program", program_on_one_device)
         for folder, config in configs.items():
             train.train(config, str(folder), corpus)
-        yield {(folder.name, split): losses(folder, split) for folder in configs for split in ("train", "eval")}
+        yield {
+            (folder.name, split): losses(folder, split)
+            for folder in configs
+            for split in ("train", "eval")
+        }
 
 
 @contextlib.contextmanager
@@ -74,8 +99,11 @@ def stop_at_once():
 
 @pytest.mark.slow
 def test_a_stack_that_is_stopped_fails_and_is_resumed_has_the_losses_of_single_runs(
-        text_file, tmp_path, corpus, expected, capsys):
-    """One run fails between its checkpoints. It is resumed together with a run that starts, and diverges."""
+    text_file, tmp_path, corpus, expected, capsys
+):
+    """One run fails between its checkpoints. It is resumed together with a run that starts, and
+    diverges.
+    """
     configs = configs_in(tmp_path, text_file)
     first, other = configs
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +119,9 @@ def test_a_stack_that_is_stopped_fails_and_is_resumed_has_the_losses_of_single_r
     assert [saved_steps(folder / "checkpoints")[-1] for folder in configs] == [STEPS, 4]
     lines = capsys.readouterr().out.splitlines()
     assert {line.partition(":")[0] for line in lines} == {"first", "other"}
-    assert "waiting for other runs of the stack" in next(line for line in lines if "goodput" in line)
+    assert "waiting for other runs of the stack" in next(
+        line for line in lines if "goodput" in line
+    )
 
     diverging = tmp_path / "diverging"
     config = configs[first].replace(optimizer={"learning_rate": 1e38})
@@ -103,7 +133,11 @@ def test_a_stack_that_is_stopped_fails_and_is_resumed_has_the_losses_of_single_r
             assert losses(folder, split) == pytest.approx(expected[folder.name, split], abs=1e-5)
         assert saved_steps(folder / "checkpoints")[-2:] == [4, STEPS]
     reported = results.read_run("run", other)  # without the speed and memory of the stack
-    assert reported.is_finished and reported.tokens_per_second is None and reported.memory_bytes is None
+    assert (
+        reported.is_finished
+        and reported.tokens_per_second is None
+        and reported.memory_bytes is None
+    )
 
 
 def failing_save(workdir, failing_step):
@@ -124,7 +158,9 @@ def test_out_of_memory_message(text_file, tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(train, "shared_program", program_on_one_device)
     monkeypatch.setattr(CompiledSteps, "stacked_train_step", fail)
     monkeypatch.setattr(CompiledSteps, "eval_step", None)
-    with pytest.raises(UserError, match=r"(?s)config.compare.stack=3: .*Used 26.90G.*\ndecrease it$"):
+    with pytest.raises(
+        UserError, match=r"(?s)config.compare.stack=3: .*Used 26.90G.*\ndecrease it$"
+    ):
         train_stack(configs_in(tmp_path, text_file), PLACES, corpus)
 
 
@@ -132,7 +168,11 @@ def test_which_runs_can_be_stacked(text_file):
     config = Config.of(config_for(text_file))
     for fields in ({"train": {"seed": 3, "steps": 9}}, {"optimizer": {"weight_decay": 0.5}}):
         assert can_be_stacked(config, config.replace(**fields))
-    for fields in ({"optimizer": {"beta1": 0.5}}, {"train": {"tracker": "wandb"}}, {"train": {"profile_from": 3}}):
+    for fields in (
+        {"optimizer": {"beta1": 0.5}},
+        {"train": {"tracker": "wandb"}},
+        {"train": {"profile_from": 3}},
+    ):
         assert not can_be_stacked(config, config.replace(**fields))
     with_teacher = config.replace(train={"teacher": "folder"})
     assert not can_be_stacked(with_teacher, with_teacher)
@@ -141,4 +181,3 @@ def test_which_runs_can_be_stacked(text_file):
 def test_a_stack_needs_one_device():
     with pytest.raises(UserError, match=r"config.compare.stack=2: must be 1 on 8 devices"):
         require_one_device("config.compare.stack=2")
-

@@ -1,7 +1,7 @@
 """Tests of the training and evaluation steps, mostly on meshes of eight devices.
 
-The tests compare losses on eight devices with losses on one device. They also cover collectives, bfloat16, evaluation
-and dropout masks.
+The tests compare losses on eight devices with losses on one device. They also cover collectives,
+bfloat16, evaluation and dropout masks.
 """
 
 import functools
@@ -26,19 +26,32 @@ from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.step import eval_step
 
 pytestmark = pytest.mark.slow
-SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__vocab_size=64,
-             model__context_length=32, train__batch_size=16, optimizer__warmup_steps=0)
-# More config fields for each architecture. Together they cover learned positions, RoPE and ALiBi on a mesh.
-EXTRA_FIELDS = {"gpt": {}, "pgpt": {"model__position": "rope"},
-                "lgpt": {"model__position": "alibi", "model__blocks_per_stage": 1},
-                "cgpt": {"model__blocks_per_stage": 1}}
+SMALL = dict(
+    model__num_layers=2,
+    model__d_model=16,
+    model__num_heads=2,
+    model__vocab_size=64,
+    model__context_length=32,
+    train__batch_size=16,
+    optimizer__warmup_steps=0,
+)
+# More config fields for each architecture. Together they cover learned positions, RoPE and ALiBi on
+# a mesh.
+EXTRA_FIELDS = {
+    "gpt": {},
+    "pgpt": {"model__position": "rope"},
+    "lgpt": {"model__position": "alibi", "model__blocks_per_stage": 1},
+    "cgpt": {"model__blocks_per_stage": 1},
+}
 
 
 @functools.cache
 def compiled_program(architecture, devices, **fields):
     """Returns a program with the config fields SMALL, and its compiled training step."""
-    program = build_program(load_config(architecture, **{**SMALL, **EXTRA_FIELDS.get(architecture, {}), **fields}),
-                            jax.devices()[:devices])
+    program = build_program(
+        load_config(architecture, **{**SMALL, **EXTRA_FIELDS.get(architecture, {}), **fields}),
+        jax.devices()[:devices],
+    )
     return program, program.compile_train_step()
 
 
@@ -49,7 +62,9 @@ def first_metrics(architecture, devices=1, steps=3, **fields):
     found = []
     for seed in range(steps):
         tokens = np.random.default_rng(seed).integers(0, 64, (16, 33)).astype(np.int32)
-        state, metrics = step(state, Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh))))
+        state, metrics = step(
+            state, Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh)))
+        )
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     return np.array(found)
 
@@ -60,42 +75,79 @@ def mesh(**axes):
 
 ON_EIGHT_DEVICES = [
     ("gpt", {**mesh(data=2, fsdp=2, tensor=2), "train__microbatches": 2}),
-    ("gpt", {**mesh(fsdp=8), "model__remat": "full", "model__scan_layers": False, "train__loss_chunks": 8}),
+    (
+        "gpt",
+        {
+            **mesh(fsdp=8),
+            "model__remat": "full",
+            "model__scan_layers": False,
+            "train__loss_chunks": 8,
+        },
+    ),
     ("pgpt", {**mesh(data=2, tensor=2, path=2), "train__microbatches": 4}),
     ("lgpt", {**mesh(data=4, tensor=2), "model__remat": "dots", "model__scan_layers": False}),
     ("cgpt", {**mesh(data=2, fsdp=2, tensor=2), "model__remat": "full"}),
 ]
-ON_EIGHT_DEVICES += [(name, mesh(data=2, fsdp=2, tensor=2)) for name in ARCHITECTURES
-                     if name not in dict(ON_EIGHT_DEVICES)]
+ON_EIGHT_DEVICES += [
+    (name, mesh(data=2, fsdp=2, tensor=2))
+    for name in ARCHITECTURES
+    if name not in dict(ON_EIGHT_DEVICES)
+]
 
 
 @pytest.mark.parametrize("architecture, fields", ON_EIGHT_DEVICES)
 def test_eight_devices_match_one_device(architecture, fields):
-    """Losses and gradient norms match. The cases include microbatches, loss chunks, unrolled layers and remat."""
+    """Losses and gradient norms match. The cases include microbatches, loss chunks, unrolled layers
+    and remat.
+    """
     np.testing.assert_allclose(
-        first_metrics(architecture, devices=8, **fields), first_metrics(architecture), rtol=1e-5)
+        first_metrics(architecture, devices=8, **fields), first_metrics(architecture), rtol=1e-5
+    )
 
 
-@pytest.mark.parametrize("architecture, axes", [
-    ("gpt", dict(data=8)), ("gpt", dict(data=2, fsdp=2, tensor=2)), ("pgpt", dict(fsdp=2, tensor=2, path=2))])
+@pytest.mark.parametrize(
+    "architecture, axes",
+    [
+        ("gpt", dict(data=8)),
+        ("gpt", dict(data=2, fsdp=2, tensor=2)),
+        ("pgpt", dict(fsdp=2, tensor=2, path=2)),
+    ],
+)
 def test_muon_on_eight_devices_matches_one_device(architecture, axes):
     """Losses and gradient norms match at the first step and after two updates.
 
-    Each device has parts of matrices, or the matrices of some paths. With 4 heads and 2 key–value heads, queries and
-    keys differ in shape.
+    Each device has parts of matrices, or the matrices of some paths. With 4 heads and 2 key–value
+    heads, queries and keys differ in shape.
     """
     fields = {"optimizer__name": "muon", "model__num_heads": 4, "model__num_kv_heads": 2}
     found = first_metrics(architecture, devices=8, **fields, **mesh(**axes))
     np.testing.assert_allclose(found, first_metrics(architecture, **fields), rtol=1e-5)
 
 
-@pytest.mark.parametrize("architecture, axes, fields", [
-    ("gpt", dict(fsdp=4, tensor=2), {"model__tie_embeddings": True, "model__rank_ratio": 0.5, "model__remat": "dots",
-                                     "model__qk_norm": True, "model__num_kv_heads": 1}),
-    ("pgpt", dict(data=2, tensor=2, path=2), {"train__microbatches": 2})])
+@pytest.mark.parametrize(
+    "architecture, axes, fields",
+    [
+        (
+            "gpt",
+            dict(fsdp=4, tensor=2),
+            {
+                "model__tie_embeddings": True,
+                "model__rank_ratio": 0.5,
+                "model__remat": "dots",
+                "model__qk_norm": True,
+                "model__num_kv_heads": 1,
+            },
+        ),
+        ("pgpt", dict(data=2, tensor=2, path=2), {"train__microbatches": 2}),
+    ],
+)
 def test_bfloat16_on_eight_devices(architecture, axes, fields):
-    found = first_metrics(architecture, devices=8, **mesh(**axes), **fields, model__dtype="bfloat16")
-    np.testing.assert_allclose(found, first_metrics(architecture, **fields, model__dtype="float32"), rtol=0.02)
+    found = first_metrics(
+        architecture, devices=8, **mesh(**axes), **fields, model__dtype="bfloat16"
+    )
+    np.testing.assert_allclose(
+        found, first_metrics(architecture, **fields, model__dtype="float32"), rtol=0.02
+    )
 
 
 def test_mup_on_eight_devices_matches_one_device():
@@ -108,83 +160,137 @@ def test_factored_matrices_on_eight_devices():
     """Factors of matrices are sharded like their matrices; the axis of the rank is replicated."""
     fields = {"model__rank_ratio": 0.5}
     axes = mesh(fsdp=2, tensor=2, path=2)
-    np.testing.assert_allclose(first_metrics("pgpt", devices=8, **fields, **axes),
-                               first_metrics("pgpt", **fields), rtol=1e-5)
+    np.testing.assert_allclose(
+        first_metrics("pgpt", devices=8, **fields, **axes),
+        first_metrics("pgpt", **fields),
+        rtol=1e-5,
+    )
     program, _ = compiled_program("pgpt", 8, **fields, **axes)
     block = program.shardings.params["trunk"]["paths"]["blocks"]
     assert block["attention"]["qkv"]["kernel_in"].spec == P("path", None, "fsdp", None)
-    assert block["attention"]["qkv"]["kernel_out"].spec == P("path", None, None, "tensor", None, None)
+    assert block["attention"]["qkv"]["kernel_out"].spec == P(
+        "path", None, None, "tensor", None, None
+    )
     assert block["mlp"]["down"]["kernel_in"].spec == P("path", None, "tensor", None)
     assert block["mlp"]["down"]["kernel_out"].spec == P("path", None, None, "fsdp")
 
 
 def test_z_loss_is_added_to_the_training_loss():
-    """The added term is train.z_loss times the mean of log(Σ exp(logits))², also with microbatches."""
+    """The added term is train.z_loss times the mean of log(Σ exp(logits))², also with
+    microbatches.
+    """
     program, _ = compiled_program("gpt", 1)
     tokens = np.random.default_rng(0).integers(0, 64, (16, 33))
     logits = np.asarray(forward(program.model, init(program.model), tokens[:, :-1]), np.float64)
     expected = 0.5 * np.mean(np.log(np.exp(logits).sum(axis=-1)) ** 2)
-    plain, found = (first_metrics("gpt", steps=1, **fields)[0, 0]
-                    for fields in ({}, {"train__z_loss": 0.5, "train__microbatches": 2}))
+    plain, found = (
+        first_metrics("gpt", steps=1, **fields)[0, 0]
+        for fields in ({}, {"train__z_loss": 0.5, "train__microbatches": 2})
+    )
     assert found - plain == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_data_parallel_traffic_is_weights_and_gradients(microbatches):
-    """Devices gather the weights that they store, and sum the gradients, once per step. Only scales are replicated.
+    """Devices gather the weights that they store, and sum the gradients, once per step. Only scales
+    are replicated.
 
-    With several microbatches, sums are scattered: a device receives an eighth. Otherwise, the CPU compiler has no
-    reduce-scatters.
+    With several microbatches, sums are scattered: a device receives an eighth. Otherwise, the CPU
+    compiler has no reduce-scatters.
     """
     program, step = compiled_program("gpt", 8, **mesh(data=8), train__microbatches=microbatches)
     traffic = hlo.HloModule(step.as_text()).collectives()
     params = jax.tree.leaves(models.abstract_params(program.model))
     scales = 4 * sum(p.size for p in params if p.name == "scale")
     matrices = 4 * sum(p.size for p in params) - scales
-    found = [traffic.get(kind, {"bytes": 0})["bytes"] for kind in ("all-gather", "reduce-scatter", "all-reduce")]
-    expected = [matrices, 0, scales + matrices] if microbatches == 1 else [matrices, matrices / 8, scales]
+    found = [
+        traffic.get(kind, {"bytes": 0})["bytes"]
+        for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    ]
+    expected = (
+        [matrices, 0, scales + matrices] if microbatches == 1 else [matrices, matrices / 8, scales]
+    )
     few = [0, 0, 128]  # scalars, such as the loss and the norm of each gradient
     assert all(0 <= a - b <= more for a, b, more in zip(found, expected, few)), (found, expected)
 
 
 def test_fsdp_gathers_weights_but_not_the_embedding():
-    """Devices exchange tokens and rows of the embedding, forward and backward. All weights but scales are sharded."""
+    """Devices exchange tokens and rows of the embedding, forward and backward. All weights but
+    scales are sharded.
+    """
     program, step = compiled_program("gpt", 8, **mesh(fsdp=8))
-    traffic, params = hlo.HloModule(step.as_text()).collectives(), models.abstract_params(program.model)
+    traffic, params = (
+        hlo.HloModule(step.as_text()).collectives(),
+        models.abstract_params(program.model),
+    )
     matrices = sum(p.size for p in jax.tree.leaves(params) if p.name != "scale")
     assert traffic["all-gather"]["bytes"] == 4 * (matrices - 64 * 16 + 16 * 32)
     assert traffic["all-to-all"] == {"count": 2, "bytes": 2 * 4 * 2 * 32 * 16}
 
 
 def test_packed_rows_in_microbatches_on_eight_devices():
-    """Loss and gradient norm match one microbatch on one device. The microbatches have different numbers of targets."""
+    """Loss and gradient norm match one microbatch on one device. The microbatches have different
+    numbers of targets.
+    """
     rng = np.random.default_rng(0)
-    batch = Batch(rng.integers(0, 64, (4, 129), np.int32),
-                  np.sort(rng.integers(1, 4, (4, 128)), axis=1).astype(np.int32),
-                  rng.random((4, 128)) < [[0.9], [0.1], [0.5], [0.3]], rng.integers(0, 64, (4, 128), np.int32))
+    batch = Batch(
+        rng.integers(0, 64, (4, 129), np.int32),
+        np.sort(rng.integers(1, 4, (4, 128)), axis=1).astype(np.int32),
+        rng.random((4, 128)) < [[0.9], [0.1], [0.5], [0.3]],
+        rng.integers(0, 64, (4, 128), np.int32),
+    )
     found = []
-    for devices, fields in ((1, {}), (8, {**mesh(data=2, tensor=2, path=2), "train__microbatches": 2,
-                                          "model__attention": "splash"})):
-        program, step = compiled_program("pgpt", devices, **{
-            "model__context_length": 128, "train__batch_size": 4, "data__packing": "best_fit",
-            "data__separate_documents": True, **fields})
+    for devices, fields in (
+        (1, {}),
+        (
+            8,
+            {
+                **mesh(data=2, tensor=2, path=2),
+                "train__microbatches": 2,
+                "model__attention": "splash",
+            },
+        ),
+    ):
+        program, step = compiled_program(
+            "pgpt",
+            devices,
+            **{
+                "model__context_length": 128,
+                "train__batch_size": 4,
+                "data__packing": "best_fit",
+                "data__separate_documents": True,
+                **fields,
+            },
+        )
         state = start_from(program, init(program.model))
-        _, metrics = program.bind(step)(state, jax.device_put(batch, sharding.batch_sharding(program.mesh)))
+        _, metrics = program.bind(step)(
+            state, jax.device_put(batch, sharding.batch_sharding(program.mesh))
+        )
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
 def test_paths_are_joined_by_one_all_reduce():
-    """pgpt's forward pass with one path per device has a single collective, which sums the paths' outputs."""
+    """pgpt's forward pass with one path per device has a single collective, which sums the paths'
+    outputs.
+    """
     config = load_config("pgpt", **SMALL, mesh__data=1, mesh__path=2)
     program = build_program(config, jax.devices()[:2])
     params = program.abstract_state.params
     tokens = jax.ShapeDtypeStruct((8, 32), "int32", sharding=sharding.batch_sharding(program.mesh))
     with sharding.use_mesh(program.mesh):
-        forward = jax.jit(lambda params, tokens: program.model.apply(
-            {"params": params}, tokens, method="hidden")).lower(params, tokens).compile()
+        forward = (
+            jax.jit(
+                lambda params, tokens: program.model.apply(
+                    {"params": params}, tokens, method="hidden"
+                )
+            )
+            .lower(params, tokens)
+            .compile()
+        )
     assert hlo.HloModule(forward.as_text()).collectives() == {
-        "all-reduce": {"count": 1, "bytes": 4 * 8 * 32 * config.model.d_model}}
+        "all-reduce": {"count": 1, "bytes": 4 * 8 * 32 * config.model.d_model}
+    }
 
 
 def test_bfloat16_gradients_match_float32():
@@ -200,8 +306,10 @@ def test_bfloat16_gradients_match_float32():
         params = init(model)
         total = functools.partial(eval_step, model=model, objective=Objective(), microbatches=1)
         gradients[dtype], _ = jax.jit(jax.grad(total, has_aux=True))(params, {}, Batch(tokens))
-    for (path, expected), found in zip(jax.tree_util.tree_leaves_with_path(gradients["float32"]),
-                                     jax.tree.leaves(gradients["bfloat16"])):
+    for (path, expected), found in zip(
+        jax.tree_util.tree_leaves_with_path(gradients["float32"]),
+        jax.tree.leaves(gradients["bfloat16"]),
+    ):
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         assert error < 0.03, (path, error)
 
@@ -212,11 +320,17 @@ def test_evaluation_excludes_masked_targets():
     tokens = np.random.default_rng(0).integers(0, 257, (4, 65))
 
     def evaluate(batch, loss_chunks, microbatches):
-        return jax.jit(functools.partial(eval_step, model=model, objective=Objective(loss_chunks),
-                                         microbatches=microbatches))(params, {}, batch)
+        return jax.jit(
+            functools.partial(
+                eval_step, model=model, objective=Objective(loss_chunks), microbatches=microbatches
+            )
+        )(params, {}, batch)
 
     all_targets = np.ones((1, 64), bool)
-    rows = [evaluate(Batch(tokens[i:i + 1], None, all_targets), loss_chunks=1, microbatches=1) for i in (0, 2)]
+    rows = [
+        evaluate(Batch(tokens[i : i + 1], None, all_targets), loss_chunks=1, microbatches=1)
+        for i in (0, 2)
+    ]
     loss_mask = np.tile([[True], [False], [True], [False]], (1, 64))
     loss, targets = evaluate(Batch(tokens, None, loss_mask), loss_chunks=4, microbatches=2)
     assert int(targets) == 2 * 64
@@ -225,7 +339,9 @@ def test_evaluation_excludes_masked_targets():
 
 def test_microbatches_save_memory_in_evaluation():
     def temporaries(microbatches):
-        config = load_config("gpt", **{**SMALL, "train__batch_size": 64}, train__microbatches=microbatches)
+        config = load_config(
+            "gpt", **{**SMALL, "train__batch_size": 64}, train__microbatches=microbatches
+        )
         program = build_program(config, jax.devices()[:1])
         return program.compile_eval_step().memory_analysis().temp_size_in_bytes
 
@@ -234,18 +350,24 @@ def test_microbatches_save_memory_in_evaluation():
 
 # ---------------------------------------------------------------------- dropout
 
+
 class DropoutMasks:
     """Runs two training steps of a pgpt and records the dropout masks.
 
-    The pgpt has two paths of three blocks, and each step has two microbatches. Every block must have its own mask, so
-    three masks are recorded per path. If the blocks shared a mask, two would be recorded, because flax computes shared
-    values twice. With two blocks per path, the number of masks would be the same in both cases.
+    The pgpt has two paths of three blocks, and each step has two microbatches. Every block must
+    have its own mask, so three masks are recorded per path. If the blocks shared a mask, two would
+    be recorded, because flax computes shared values twice. With two blocks per path, the number of
+    masks would be the same in both cases.
     """
 
     def __init__(self, devices: int = 1, **fields):
         self.found = []
-        config = load_config("pgpt", **{**SMALL, "model__num_layers": 6, **fields}, model__dropout=0.5,
-                             train__microbatches=2)
+        config = load_config(
+            "pgpt",
+            **{**SMALL, "model__num_layers": 6, **fields},
+            model__dropout=0.5,
+            train__microbatches=2,
+        )
         self.program = build_program(config, jax.devices()[:devices])
         self.program.abstract_state  # noqa: B018 — traces the initialization now, before masks are recorded
         with nn.intercept_methods(self.record):
@@ -277,7 +399,9 @@ class DropoutMasks:
 
 
 def test_dropout_masks_differ_and_do_not_depend_on_mesh_or_resumption(tmp_path):
-    """Every step and microbatch has its own mask for the embedding, and for attention and MLP of each block."""
+    """Every step and microbatch has its own mask for the embedding, and for attention and MLP of
+    each block.
+    """
     one = DropoutMasks()
     expected = one.run()
     masks = [mask for step in expected for _, mask in step]
@@ -294,7 +418,9 @@ def test_dropout_masks_differ_and_do_not_depend_on_mesh_or_resumption(tmp_path):
 
 
 def test_the_initial_state_takes_two_traces():
-    """The model is traced once for shapes and axis names, and once for the state. Tracing slows the start of a run."""
+    """The model is traced once for shapes and axis names, and once for the state. Tracing slows the
+    start of a run.
+    """
     calls = []
 
     def count(call, arguments, keywords, context):
@@ -308,4 +434,5 @@ def test_the_initial_state_takes_two_traces():
         state = program.initial_state()
     assert len(calls) == 2
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), program.abstract_state)
+        lambda x: (x.shape, x.dtype), program.abstract_state
+    )

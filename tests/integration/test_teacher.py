@@ -1,4 +1,6 @@
-"""Tests of runs with a teacher (`config.train.teacher`): the distance of features, resumption and refusals."""
+"""Tests of runs with a teacher (`config.train.teacher`): the distance of features, resumption and
+refusals.
+"""
 
 import dataclasses
 import functools
@@ -28,8 +30,16 @@ from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 
-SMALL = dict(model__num_layers=2, model__d_model=16, model__num_heads=2, model__context_length=32,
-             train__batch_size=8, train__loss_chunks=1, optimizer__warmup_steps=0, optimizer__learning_rate=5e-3)
+SMALL = dict(
+    model__num_layers=2,
+    model__d_model=16,
+    model__num_heads=2,
+    model__context_length=32,
+    train__batch_size=8,
+    train__loss_chunks=1,
+    optimizer__warmup_steps=0,
+    optimizer__learning_rate=5e-3,
+)
 
 
 def write_teacher(folder, model, params) -> str:
@@ -40,7 +50,10 @@ def write_teacher(folder, model, params) -> str:
 
 @pytest.fixture
 def teacher(tmp_path):
-    """Returns a function (architecture, **fields) → the workdir of an untrained model of size SMALL."""
+    """Returns a function (architecture, **fields) → the workdir of an untrained model of size
+    SMALL.
+    """
+
     def write(architecture="gpt", seed=1, **fields):
         model = models.build(**load_config(architecture, **{**SMALL, **fields}).model)
         return write_teacher(tmp_path / f"teacher-{architecture}-{seed}", model, init(model, seed))
@@ -51,8 +64,10 @@ def teacher(tmp_path):
 @functools.cache
 def compiled_program(devices, architecture="gpt", **fields):
     """Returns a program and its training step."""
-    config = load_config(architecture, **{**SMALL, "train__teacher_step": 0 if "train__teacher" in fields else -1,
-                                          **fields})
+    config = load_config(
+        architecture,
+        **{**SMALL, "train__teacher_step": 0 if "train__teacher" in fields else -1, **fields},
+    )
     program = build_program(config, jax.devices()[:devices])
     return program, program.bind(program.compile_train_step())
 
@@ -66,14 +81,23 @@ def first_step(batch, devices=1, params=None, **fields):
 
 
 def block_outputs(model, params, tokens, context):
-    """Returns the output of each block of a gpt, in float64. Output k is that of a model cut after k blocks."""
+    """Returns the output of each block of a gpt, in float64. Output k is that of a model cut after
+    k blocks.
+    """
     outputs = []
     for k in range(1, model.config.num_layers + 1):
         cut = models.LanguageModel(dataclasses.replace(model.config, num_layers=k))
         blocks = jax.tree.map(lambda x: x[:k], params["trunk"]["blocks"])
-        _, captured = jax.jit(lambda params, cut=cut: cut.apply(
-            {"params": params}, tokens, context, method="hidden", mutable=["intermediates"],
-            capture_intermediates=lambda module, _: module.name == "trunk"))({**params, "trunk": {"blocks": blocks}})
+        _, captured = jax.jit(
+            lambda params, cut=cut: cut.apply(
+                {"params": params},
+                tokens,
+                context,
+                method="hidden",
+                mutable=["intermediates"],
+                capture_intermediates=lambda module, _: module.name == "trunk",
+            )
+        )({**params, "trunk": {"blocks": blocks}})
         outputs.append(np.float64(captured["intermediates"]["trunk"]["__call__"][0]))
     return outputs
 
@@ -82,24 +106,49 @@ PACKED = {"data__packing": "best_fit", "data__separate_documents": True}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields, devices", [
-    ({}, 1),
-    ({"train__microbatches": 2, "model__scan_layers": False, "mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2,
-      **PACKED}, 8)])
+@pytest.mark.parametrize(
+    "fields, devices",
+    [
+        ({}, 1),
+        (
+            {
+                "train__microbatches": 2,
+                "model__scan_layers": False,
+                "mesh__data": 2,
+                "mesh__fsdp": 2,
+                "mesh__tensor": 2,
+                **PACKED,
+            },
+            8,
+        ),
+    ],
+)
 def test_distance_matches_a_float64_formula(teacher, fields, devices):
-    """The loss grows by 0.25 times the mean-square distance, averaged over blocks and over targets in the loss mask."""
+    """The loss grows by 0.25 times the mean-square distance, averaged over blocks and over targets
+    in the loss mask.
+    """
     student = models.build(**load_config("gpt", **SMALL, model__rank_ratio=0.5).model)
     full = models.build(**load_config("gpt", **SMALL).model)
     rng = np.random.default_rng(0)
-    batch, mask, context = Batch(rng.integers(0, 257, (8, 33), np.int32)), np.ones((8, 32), bool), Context()
+    batch, mask, context = (
+        Batch(rng.integers(0, 257, (8, 33), np.int32)),
+        np.ones((8, 32), bool),
+        Context(),
+    )
     if PACKED.items() <= fields.items():
         segments = np.sort(rng.integers(1, 4, (8, 32)), axis=1).astype(np.int32)
         mask = rng.random((8, 32)) < rng.random((8, 1))
-        batch = batch._replace(segment_ids_BxT=segments, loss_mask_BxT=mask,
-                               targets_BxT=rng.integers(0, 257, (8, 32), np.int32))
+        batch = batch._replace(
+            segment_ids_BxT=segments,
+            loss_mask_BxT=mask,
+            targets_BxT=rng.integers(0, 257, (8, 32), np.int32),
+        )
         context = Context(segment_ids_BxT=segments)
     inputs = batch.tokens_BxT1[:, :-1]
-    features = [block_outputs(model, init(model, seed), inputs, context) for model, seed in ((student, 0), (full, 1))]
+    features = [
+        block_outputs(model, init(model, seed), inputs, context)
+        for model, seed in ((student, 0), (full, 1))
+    ]
     expected = np.mean([np.mean((x - y)[mask] ** 2) for x, y in zip(*features, strict=True)])
 
     fields = {**fields, "model__rank_ratio": 0.5}
@@ -110,7 +159,9 @@ def test_distance_matches_a_float64_formula(teacher, fields, devices):
     assert found["loss"] - plain["loss"] == pytest.approx(0.25 * expected, rel=1e-4)
     assert "feature_distance" not in plain
     if devices == 8:
-        one, _ = first_step(batch, **{name: x for name, x in fields.items() if not name.startswith("mesh")})
+        one, _ = first_step(
+            batch, **{name: x for name, x in fields.items() if not name.startswith("mesh")}
+        )
         assert found["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
 
 
@@ -119,13 +170,20 @@ BATCH = Batch(np.random.default_rng(0).integers(0, 257, (8, 33), np.int32))
 
 @pytest.mark.slow
 def test_gradient_of_the_distance(teacher):
-    """With weight 0, the updates are those without a teacher. With weight 10, an update reduces the distance."""
+    """With weight 0, the updates are those without a teacher. With weight 10, an update reduces the
+    distance.
+    """
     fields = {"model__rank_ratio": 0.5}
     plain, expected = first_step(BATCH, **fields)
     fields["train__teacher"] = teacher()
     found, params = first_step(BATCH, train__feature_weight=0.0, **fields)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), params, expected)
-    assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6) and found["feature_distance"] > 0.01
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), params, expected
+    )
+    assert (
+        found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6)
+        and found["feature_distance"] > 0.01
+    )
     distances = {}
     for weight in (0.0, 10.0):
         _, params = first_step(BATCH, train__feature_weight=weight, **fields)
@@ -134,23 +192,40 @@ def test_gradient_of_the_distance(teacher):
     assert distances[10.0] < 0.99 * distances[0.0]
 
 
-@pytest.mark.parametrize("architecture, fields", [
-    ("gpt", {"model__dropout": 0.3}), ("gpt", {"model__mlp": "moe", "model__num_experts": 4, "model__remat": "full"}),
-    *((architecture, {}) for architecture in ARCHITECTURES if architecture != "gpt")])
+@pytest.mark.parametrize(
+    "architecture, fields",
+    [
+        ("gpt", {"model__dropout": 0.3}),
+        ("gpt", {"model__mlp": "moe", "model__num_experts": 4, "model__remat": "full"}),
+        *((architecture, {}) for architecture in ARCHITECTURES if architecture != "gpt"),
+    ],
+)
 @pytest.mark.slow
 def test_full_rank_has_no_distance(tmp_path, monkeypatch, architecture, fields):
-    """A student with factors of full rank has the teacher's features. Dropout changes only the student's."""
-    fields = fields | {"lgpt": {"model__attention_windows": (4, 0), "model__blocks_per_stage": 1},
-                       "cgpt": {"model__blocks_per_stage": 1}}.get(architecture, {})
+    """A student with factors of full rank has the teacher's features. Dropout changes only the
+    student's.
+    """
+    fields = fields | {
+        "lgpt": {"model__attention_windows": (4, 0), "model__blocks_per_stage": 1},
+        "cgpt": {"model__blocks_per_stage": 1},
+    }.get(architecture, {})
     model = models.build(**load_config(architecture, **{**SMALL, **fields}).model)
     params = init(model)
     folder = write_teacher(tmp_path / "teacher", model, params)
     monkeypatch.setattr(layers, "factor_rank", lambda ratio, inputs, outputs: min(inputs, outputs))
     uncached = parameters.trace_variables.__wrapped__
-    monkeypatch.setattr(parameters, "trace_variables", functools.cache(uncached))  # apart from the usual shapes
+    monkeypatch.setattr(
+        parameters, "trace_variables", functools.cache(uncached)
+    )  # apart from the usual shapes
     _, factors = low_rank.with_rank_ratio(model, params, 0.5)
-    metrics, _ = first_step(BATCH, params=factors, architecture=architecture, model__rank_ratio=0.5,
-                            train__teacher=folder, **fields)
+    metrics, _ = first_step(
+        BATCH,
+        params=factors,
+        architecture=architecture,
+        model__rank_ratio=0.5,
+        train__teacher=folder,
+        **fields,
+    )
     if fields.get("model__dropout"):
         assert metrics["feature_distance"] > 1e-3
     else:
@@ -159,17 +234,28 @@ def test_full_rank_has_no_distance(tmp_path, monkeypatch, architecture, fields):
 
 @pytest.mark.slow
 def test_cost(teacher):
-    """`plan` includes the teacher's forward pass (without its head) and the memory of its weights."""
+    """`plan` includes the teacher's forward pass (without its head) and the memory of its
+    weights.
+    """
     config = load_config("gpt", **SMALL, model__rank_ratio=0.5)
     plain = estimate(build_program(config, jax.devices()[:1]))
     config.train.teacher = teacher()
     program = build_program(config, jax.devices()[:1])
     found = estimate(program)
     width, blocks, time = 16, 2, 32
-    assert found.flops_per_token - plain.flops_per_token == 2 * 12 * blocks * width**2 + 4 * time * width * blocks
+    assert (
+        found.flops_per_token - plain.flops_per_token
+        == 2 * 12 * blocks * width**2 + 4 * time * width * blocks
+    )
     size = 4 * models.num_parameters(program.teacher.model)
-    assert found.argument_bytes - plain.argument_bytes == size - 4 * (512 * width + width)  # no head, no final norm
-    assert found.account["teacher"] == size == memory.bytes_on_device(program.teacher.abstract_constants)
+    assert found.argument_bytes - plain.argument_bytes == size - 4 * (
+        512 * width + width
+    )  # no head, no final norm
+    assert (
+        found.account["teacher"]
+        == size
+        == memory.bytes_on_device(program.teacher.abstract_constants)
+    )
     assert train_flops_per_token(program.model, program.teacher.model) == found.flops_per_token
 
 
@@ -178,8 +264,11 @@ def test_resumption_is_exact_and_refuses_another_teacher(trained_run, text_file,
     """A run whose last checkpoint is lost repeats its steps bit for bit, on eight devices."""
     full = tmp_path / "full"
     shutil.copytree(trained_run("gpt", **RUN), full)
-    config = load_config("gpt", data__source=str(text_file), **{
-        **RUN, "model__rank_ratio": 0.5, "model__dropout": 0.1, "train__teacher": str(full)})
+    config = load_config(
+        "gpt",
+        data__source=str(text_file),
+        **{**RUN, "model__rank_ratio": 0.5, "model__dropout": 0.1, "train__teacher": str(full)},
+    )
     folder = tmp_path / "run"
     train(config, str(folder))
     assert config.train.teacher_step == -1
@@ -192,46 +281,95 @@ def test_resumption_is_exact_and_refuses_another_teacher(trained_run, text_file,
     assert ", 20 done" in capsys.readouterr().out
     assert_equal(state_of(folder, 40), before)
     assert read_untimed_metrics(folder) == lines
-    with pytest.raises(UserError, match=r"was trained with config\.train\.teacher, which comparisons do not support"):
+    with pytest.raises(
+        UserError,
+        match=r"was trained with config\.train\.teacher, which comparisons do not support",
+    ):
         results.read_run("run", folder)
     config.train.steps = 41
     (full / "checkpoints" / "40").rename(full / "checkpoints" / "50")
-    with pytest.raises(UserError, match=r"teacher: .*/full: no checkpoint of step 40; choose from 20, 50"):
+    with pytest.raises(
+        UserError, match=r"teacher: .*/full: no checkpoint of step 40; choose from 20, 50"
+    ):
         train(config, str(folder))  # a resumed run keeps the teacher's step
     config.train.teacher_step = 50
-    with pytest.raises(UserError, match=r"config: train\.teacher_step was 40, now 50\.\nUse the same settings"):
+    with pytest.raises(
+        UserError, match=r"config: train\.teacher_step was 40, now 50\.\nUse the same settings"
+    ):
         train(config, str(folder))
     config.train.teacher_step = -1
     full.rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=r"config\.train\.teacher: .*/full: no such folder; give the workdir"):
+    with pytest.raises(
+        UserError, match=r"config\.train\.teacher: .*/full: no such folder; give the workdir"
+    ):
         train(config, str(folder))
 
 
-RUN = dict(model__d_model=16, model__num_heads=2, model__num_layers=2, model__context_length=32, train__loss_chunks=1)
+RUN = dict(
+    model__d_model=16,
+    model__num_heads=2,
+    model__num_layers=2,
+    model__context_length=32,
+    train__loss_chunks=1,
+)
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"train__teacher": "absent"}, "config.train.teacher: absent: no such folder; give the workdir of a run"),
-    ({"train__teacher_step": 3}, "config.train.teacher_step=3: needs config.train.teacher"),
-    ({"train__feature_weight": float("nan")}, "config.train.feature_weight=nan: must be a finite number, at least 0"),
-    ({"model__d_model": 32}, "config.model.d_model is 32 here, but 16 in the teacher; the teacher must be the same"),
-    ({"model__vocab_size": 500, "model__context_length": 16},
-     "config.model.vocab_size is 500 here, but 512 in the teacher; config.model.context_length is 16 here, but 32"),
-    ({"data__tokenizer": "sentencepiece:300"}, "has another tokenizer (bytes, 257 entries) than this run"),
-])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"train__teacher": "absent"},
+            "config.train.teacher: absent: no such folder; give the workdir of a run",
+        ),
+        ({"train__teacher_step": 3}, "config.train.teacher_step=3: needs config.train.teacher"),
+        (
+            {"train__feature_weight": float("nan")},
+            "config.train.feature_weight=nan: must be a finite number, at least 0",
+        ),
+        (
+            {"model__d_model": 32},
+            "config.model.d_model is 32 here, but 16 in the teacher; the teacher must be the same",
+        ),
+        (
+            {"model__vocab_size": 500, "model__context_length": 16},
+            "config.model.vocab_size is 500 here, but 512 in the teacher; "
+            "config.model.context_length is 16 here, but 32",
+        ),
+        (
+            {"data__tokenizer": "sentencepiece:300"},
+            "has another tokenizer (bytes, 257 entries) than this run",
+        ),
+    ],
+)
 def test_refused_teachers(teacher, text_file, tmp_path, fields, message):
-    fields = {**SMALL, "train__teacher": "" if "train__teacher_step" in fields else teacher(), **fields}
+    fields = {
+        **SMALL,
+        "train__teacher": "" if "train__teacher_step" in fields else teacher(),
+        **fields,
+    }
     flags = [f"--config.{name.replace('__', '.')}={value}" for name, value in fields.items()]
-    result = call("main", "--config=configs/gpt.py:tiny", f"--config.data.source={text_file}",
-                  f"--workdir={tmp_path / 'run'}", *flags)
-    assert result.returncode == 1 and message in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    result = call(
+        "main",
+        "--config=configs/gpt.py:tiny",
+        f"--config.data.source={text_file}",
+        f"--workdir={tmp_path / 'run'}",
+        *flags,
+    )
+    assert result.returncode == 1 and message in result.stderr and result.stderr.count("\n") == 1, (
+        result.stderr
+    )
     assert not (tmp_path / "run").exists()
 
 
 def test_refuses_other_architectures_and_comparisons(teacher):
-    with pytest.raises(UserError, match=r"config\.model\.architecture is 'pgpt' here, but 'gpt' in the teacher; "):
+    with pytest.raises(
+        UserError, match=r"config\.model\.architecture is 'pgpt' here, but 'gpt' in the teacher; "
+    ):
         build_program(load_config("pgpt", **SMALL, train__teacher=teacher()))
     config = comparison.recipes(("gpt",), "tiny")
     config.train.teacher = "runs/full"
-    with pytest.raises(UserError, match=r"run 'gpt': config\.train\.teacher='runs/full': comparisons do not support"):
+    with pytest.raises(
+        UserError,
+        match=r"run 'gpt': config\.train\.teacher='runs/full': comparisons do not support",
+    ):
         budget.resolve_runs(config)

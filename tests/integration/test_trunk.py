@@ -16,10 +16,21 @@ from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.training.train import train
 from smallgpt_jax.training.trunk import Trunk, open_trunk
 
-# log_every does not divide the steps of the checkpoints, so these contain losses that are not logged yet.
-FIELDS = {**SMALL, "model__num_layers": 1, "model__dropout": 0.1, "optimizer__schedule": "wsd",
-          "optimizer__warmup_steps": 2, "optimizer__decay_fraction": 0.25, "train__log_every": 5,
-          "train__eval_every": 5, "train__eval_steps": 1, "train__checkpoint_every": 4, "train__keep_checkpoints": 1}
+# log_every does not divide the steps of the checkpoints, so these contain losses that are not
+# logged yet.
+FIELDS = {
+    **SMALL,
+    "model__num_layers": 1,
+    "model__dropout": 0.1,
+    "optimizer__schedule": "wsd",
+    "optimizer__warmup_steps": 2,
+    "optimizer__decay_fraction": 0.25,
+    "train__log_every": 5,
+    "train__eval_every": 5,
+    "train__eval_steps": 1,
+    "train__checkpoint_every": 4,
+    "train__keep_checkpoints": 1,
+}
 
 
 @pytest.mark.slow
@@ -27,8 +38,16 @@ def test_a_run_from_a_trunk_equals_one_trained_alone(text_file, tmp_path, capsys
     """The trunk is stopped and resumed. Afterwards, the run no longer needs it."""
     trunk, alone, short = (tmp_path / name for name in ("trunk", "alone", "short"))
     for stop in (10, 24):
-        train(config_for(text_file, **FIELDS, train__steps=stop, train__kept_steps=(6, 12),
-                         optimizer__decay_steps=24), str(trunk))
+        train(
+            config_for(
+                text_file,
+                **FIELDS,
+                train__steps=stop,
+                train__kept_steps=(6, 12),
+                optimizer__decay_steps=24,
+            ),
+            str(trunk),
+        )
     assert saved_steps(trunk / CHECKPOINT_FOLDER) == [6, 12, 24]
     config = config_for(text_file, **FIELDS, train__steps=16)
     train(config, str(alone))
@@ -51,8 +70,12 @@ def trunk(text_file, tmp_path):
     config, folder = Config.of(config_for(text_file, **FIELDS, train__steps=24)), tmp_path / "trunk"
     folder.mkdir()
     initialize_workdir(folder, config, load_or_prepare(config.data))
-    (folder / METRICS_FILE).write_text("".join(json.dumps(
-        {"step": step, "split": "train", "loss": 1.0}) + "\n" for step in (10, 12, 14)))
+    (folder / METRICS_FILE).write_text(
+        "".join(
+            json.dumps({"step": step, "split": "train", "loss": 1.0}) + "\n"
+            for step in (10, 12, 14)
+        )
+    )
     for step in (12, 24):
         (folder / CHECKPOINT_FOLDER / str(step)).mkdir(parents=True)
         (folder / CHECKPOINT_FOLDER / str(step) / "array").write_text(str(step))
@@ -60,14 +83,20 @@ def trunk(text_file, tmp_path):
 
 
 def short_config(text_file, trunk, **fields) -> Config:
-    return Config.of(config_for(text_file, **{**FIELDS, "train__steps": 16, "train__trunk": str(trunk), **fields}))
+    return Config.of(
+        config_for(
+            text_file, **{**FIELDS, "train__steps": 16, "train__trunk": str(trunk), **fields}
+        )
+    )
 
 
 def test_an_interrupted_copy_is_repeated(text_file, trunk, tmp_path, monkeypatch):
     config, folder = short_config(text_file, trunk), tmp_path / "run"
     folder.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copytree", lambda source, target: (target.mkdir(parents=True), 1 / 0))
+        patch.setattr(
+            shutil, "copytree", lambda source, target: (target.mkdir(parents=True), 1 / 0)
+        )
         with pytest.raises(ZeroDivisionError):
             open_trunk(folder, config).copy_to(folder)
     assert saved_steps(folder / CHECKPOINT_FOLDER) == []
@@ -84,23 +113,51 @@ def test_a_checkpoint_that_vanishes(text_file, trunk, tmp_path):
     (tmp_path / "run").mkdir()
     opened = open_trunk(tmp_path / "run", short_config(text_file, trunk))
     shutil.rmtree(trunk / CHECKPOINT_FOLDER / "12")
-    with pytest.raises(UserError, match=r"config.train.trunk='.*': step 12 could not be copied \(.*\); rerun"):
+    with pytest.raises(
+        UserError, match=r"config.train.trunk='.*': step 12 could not be copied \(.*\); rerun"
+    ):
         opened.copy_to(tmp_path / "run")
     assert saved_steps(tmp_path / "run" / CHECKPOINT_FOLDER) == []
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"model__d_model": 32}, "has another config: model.d_model is 16 there, but 32 here; use the same settings"),
-    ({"optimizer__warmup_steps": 1}, "has another config: optimizer.warmup_steps is 2 there, but 1 here"),
-    ({"optimizer__final_fraction": 0.2}, "has another config: optimizer.final_"),
-    ({"train__seed": 1}, "train.seed is 1337 there, but 1 here"),
-    ({"optimizer__schedule": "wsd_linear"}, "optimizer.schedule is 'wsd' there, but 'wsd_linear' here"),
-    ({"optimizer__schedule": "cosine"}, "config.optimizer.schedule='cosine': the runs of a trunk need a schedule with"),
-    ({"train__steps": 20}, "has no checkpoint of step 15, where the decay of this run starts (it has steps 12, 24); "
-                           "train the trunk with config.train.kept_steps=15"),
-    ({"train__steps": 32}, "its decay starts at step 18, but the decay of this run at step 24; use a trunk with more"),
-    ({"optimizer__decay_steps": 40}, "the decay of this run would start at step 30 of 16"),
-    ({"train__trunk": "nowhere"}, "config.train.trunk='nowhere': not a run; give the workdir of a run")])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"model__d_model": 32},
+            "has another config: model.d_model is 16 there, but 32 here; use the same settings",
+        ),
+        (
+            {"optimizer__warmup_steps": 1},
+            "has another config: optimizer.warmup_steps is 2 there, but 1 here",
+        ),
+        ({"optimizer__final_fraction": 0.2}, "has another config: optimizer.final_"),
+        ({"train__seed": 1}, "train.seed is 1337 there, but 1 here"),
+        (
+            {"optimizer__schedule": "wsd_linear"},
+            "optimizer.schedule is 'wsd' there, but 'wsd_linear' here",
+        ),
+        (
+            {"optimizer__schedule": "cosine"},
+            "config.optimizer.schedule='cosine': the runs of a trunk need a schedule with",
+        ),
+        (
+            {"train__steps": 20},
+            "has no checkpoint of step 15, where the decay of this run starts (it has steps 12, "
+            "24); train the trunk with config.train.kept_steps=15",
+        ),
+        (
+            {"train__steps": 32},
+            "its decay starts at step 18, but the decay of this run at step 24; use a trunk with "
+            "more",
+        ),
+        ({"optimizer__decay_steps": 40}, "the decay of this run would start at step 30 of 16"),
+        (
+            {"train__trunk": "nowhere"},
+            "config.train.trunk='nowhere': not a run; give the workdir of a run",
+        ),
+    ],
+)
 def test_refused_trunks(fields, message, text_file, trunk, tmp_path):
     with pytest.raises(UserError) as refused:
         open_trunk(tmp_path / "run", short_config(text_file, trunk, **fields))
@@ -109,8 +166,14 @@ def test_refused_trunks(fields, message, text_file, trunk, tmp_path):
 
 def test_accepted_differences(text_file, trunk, tmp_path):
     """Fields of a machine may differ, and so may those of the decay."""
-    config = short_config(text_file, trunk, train__log_every=1, train__microbatches=2, train__steps=15,
-                          optimizer__decay_fraction=0.2)
+    config = short_config(
+        text_file,
+        trunk,
+        train__log_every=1,
+        train__microbatches=2,
+        train__steps=15,
+        optimizer__decay_fraction=0.2,
+    )
     assert open_trunk(tmp_path / "run", config) == Trunk(trunk, 12)
 
 

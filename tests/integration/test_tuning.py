@@ -21,12 +21,35 @@ from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 from smallgpt_jax.training.trainable import make_masks
 
-MODEL = {**{name.removeprefix("model__"): value for name, value in SMALL.items() if name.startswith("model__")},
-         "num_layers": 1, "vocab_size": 260, "use_bias": True, "tie_embeddings": True, "activation": "gelu_tanh"}
+MODEL = {
+    **{
+        name.removeprefix("model__"): value
+        for name, value in SMALL.items()
+        if name.startswith("model__")
+    },
+    "num_layers": 1,
+    "vocab_size": 260,
+    "use_bias": True,
+    "tie_embeddings": True,
+    "activation": "gelu_tanh",
+}
 RANK, ALPHA = 2, 8.0
-LLAMA = dict(position="rope", norm="rms", mlp="gated", activation="silu", num_layers=2, d_model=32, num_heads=4,
-             context_length=32, vocab_size=300, mlp_ratio=2.625)
-NATIVE = {"Llama": {}, "Qwen3": dict(qk_norm=True, num_kv_heads=2, head_dim=12, tie_embeddings=True)}
+LLAMA = dict(
+    position="rope",
+    norm="rms",
+    mlp="gated",
+    activation="silu",
+    num_layers=2,
+    d_model=32,
+    num_heads=4,
+    context_length=32,
+    vocab_size=300,
+    mlp_ratio=2.625,
+)
+NATIVE = {
+    "Llama": {},
+    "Qwen3": dict(qk_norm=True, num_kv_heads=2, head_dim=12, tie_embeddings=True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,24 +58,45 @@ def imported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuning")
     model = build("gpt", **MODEL)
     write_imported(folder / "imported", model, init(model), {}, Bytes(), {"format": "run"})
-    rows = [{"prompt": f"question {i}", "completion": " yes" if i % 2 else " no"} for i in range(200)]
+    rows = [
+        {"prompt": f"question {i}", "completion": " yes" if i % 2 else " no"} for i in range(200)
+    ]
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
 def config_of(folder, **fields):
-    return load_config("gpt", **{
-        **{f"model__{name}": value for name, value in MODEL.items()}, "data__source": str(folder / "a.jsonl"),
-        "data__format": "completion", "data__packing": "best_fit", "data__separate_documents": True,
-        "data__tokenizer": "bytes", "train__batch_size": 8, "train__microbatches": 1, "train__loss_chunks": 1,
-        "train__eval_every": 100, "train__eval_steps": 1, "train__checkpoint_every": 2, "train__steps": 4,
-        "optimizer__warmup_steps": 0, "optimizer__decay_steps": 100, "optimizer__learning_rate": 1e-2,
-        "optimizer__lora_rank": RANK, "optimizer__lora_alpha": ALPHA, **fields})
+    return load_config(
+        "gpt",
+        **{
+            **{f"model__{name}": value for name, value in MODEL.items()},
+            "data__source": str(folder / "a.jsonl"),
+            "data__format": "completion",
+            "data__packing": "best_fit",
+            "data__separate_documents": True,
+            "data__tokenizer": "bytes",
+            "train__batch_size": 8,
+            "train__microbatches": 1,
+            "train__loss_chunks": 1,
+            "train__eval_every": 100,
+            "train__eval_steps": 1,
+            "train__checkpoint_every": 2,
+            "train__steps": 4,
+            "optimizer__warmup_steps": 0,
+            "optimizer__decay_steps": 100,
+            "optimizer__learning_rate": 1e-2,
+            "optimizer__lora_rank": RANK,
+            "optimizer__lora_alpha": ALPHA,
+            **fields,
+        },
+    )
 
 
 @pytest.fixture(scope="module")
 def tuned(imported):
-    """Returns the workdir of a run with LoRA from the imported weights, 4 steps without an interruption."""
+    """Returns the workdir of a run with LoRA from the imported weights, 4 steps without an
+    interruption.
+    """
     shutil.copytree(imported / "imported", imported / "tuned")
     train(config_of(imported), str(imported / "tuned"))
     return imported / "tuned"
@@ -64,7 +108,10 @@ def test_a_run_with_lora_changes_only_its_pairs_and_resumes(imported, tuned):
     for steps in (2, 4):
         train(config_of(imported, train__steps=steps), str(resumed))
     base, _ = state_of_step_0(imported / "imported")
-    (params, opt_state), (params_resumed, opt_state_resumed) = state_of(tuned, 4), state_of(resumed, 4)
+    (params, opt_state), (params_resumed, opt_state_resumed) = (
+        state_of(tuned, 4),
+        state_of(resumed, 4),
+    )
     assert_equal(params, base)
     assert_equal((params_resumed, opt_state_resumed), (params, opt_state))
     pairs, pairs_resumed = heads_of(tuned), heads_of(resumed)
@@ -94,9 +141,16 @@ def test_a_loaded_model_has_the_pairs_merged(imported, tuned):
     base, _ = state_of_step_0(imported / "imported")
     merged, pairs = inference.load_trained(tuned).params, heads_of(tuned)
     x = np.random.default_rng(0).standard_normal((3, MODEL["d_model"]))
-    sizes = {("attention", "qkv"): (16, 48), ("attention", "out"): (16, 16), ("mlp", "up"): (16, 64)}
+    sizes = {
+        ("attention", "qkv"): (16, 48),
+        ("attention", "out"): (16, 16),
+        ("mlp", "up"): (16, 64),
+    }
     for kernel, (m, n) in sizes.items():
-        w, found, pair = ((tree["trunk"]["blocks"][kernel[0]][kernel[1]]["kernel"]) for tree in (base, merged, pairs))
+        w, found, pair = (
+            (tree["trunk"]["blocks"][kernel[0]][kernel[1]]["kernel"])
+            for tree in (base, merged, pairs)
+        )
         a, b = np.float64(pair["a"]).reshape(m, RANK), np.float64(pair["b"]).reshape(RANK, n)
         applied = x @ np.float64(w).reshape(m, n) + ALPHA / RANK * (x @ a) @ b
         np.testing.assert_allclose(x @ np.float64(found).reshape(m, n), applied, atol=1e-6)
@@ -108,33 +162,58 @@ def test_a_loaded_model_has_the_pairs_merged(imported, tuned):
 
 @pytest.mark.slow
 def test_train_only_freezes_all_but_one_path():
-    """The other path, the embeddings and all norms keep each bit, with weight decay, and have no optimizer state."""
-    config = load_config("pgpt", model__d_model=16, model__num_heads=2, model__num_layers=2, model__context_length=8,
-                         train__batch_size=2, train__microbatches=1, train__loss_chunks=1, optimizer__warmup_steps=0,
-                         optimizer__train_only="(attention|dense)/.*path=1", optimizer__learning_rate=0.1)
+    """The other path, the embeddings and all norms keep each bit, with weight decay, and have no
+    optimizer state.
+    """
+    config = load_config(
+        "pgpt",
+        model__d_model=16,
+        model__num_heads=2,
+        model__num_layers=2,
+        model__context_length=8,
+        train__batch_size=2,
+        train__microbatches=1,
+        train__loss_chunks=1,
+        optimizer__warmup_steps=0,
+        optimizer__train_only="(attention|dense)/.*path=1",
+        optimizer__learning_rate=0.1,
+    )
     program = build_program(config, jax.devices()[:1])
     state = program.initial_state()
     before = jax.tree.map(np.array, state.params)
     before["head"][0, 0] = -0.0
     state = state._replace(params=jax.device_put(before, program.shardings.params))
     batch = program.abstract_batch()._replace(
-        tokens_BxT1=np.random.default_rng(0).integers(0, 100, (2, 9), np.int32))
+        tokens_BxT1=np.random.default_rng(0).integers(0, 100, (2, 9), np.int32)
+    )
     step = program.bind(program.compile_train_step())
     for _ in range(2):
         state, metrics = step(state, batch)
-    changed = {"/".join(p.path): (old.view(np.uint32) != np.asarray(new).view(np.uint32))
-               for p, old, new in zip(*map(jax.tree.leaves, (abstract_params(program.model), before, state.params)))}
+    changed = {
+        "/".join(p.path): (old.view(np.uint32) != np.asarray(new).view(np.uint32))
+        for p, old, new in zip(
+            *map(jax.tree.leaves, (abstract_params(program.model), before, state.params))
+        )
+    }
     trained = {path for path, is_changed in changed.items() if is_changed.any()}
     assert trained == {path for path in changed if "attention/" in path or "dense/" in path}
     assert all(not changed[path][0].any() and changed[path][1].all() for path in trained)
-    kept = [jax.tree_util.keystr(path) for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state) if x.ndim]
-    assert len(kept) == 2 * len(trained) and not any("mlp" in path or "embedding" in path for path in kept)
+    kept = [
+        jax.tree_util.keystr(path)
+        for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state)
+        if x.ndim
+    ]
+    assert len(kept) == 2 * len(trained) and not any(
+        "mlp" in path or "embedding" in path for path in kept
+    )
     assert metrics["grad_norm"] > 0
 
 
 def test_heads_are_trained_and_do_not_count_as_a_match():
-    parameters = {name: {"kernel": Parameter((name, "kernel"), (2, 3), np.float32, (None, None))}
-                  for name in ("trunk", "mtp")}
+    parameters = {
+        name: {"kernel": Parameter((name, "kernel"), (2, 3), np.float32, (None, None))}
+        for name in ("trunk", "mtp")
+    }
     params, heads = ({name: parameters[name]} for name in ("trunk", "mtp"))
     masks = make_masks(params, heads, OptimizerConfig(train_only="trunk"))
     assert masks["trunk"]["kernel"].all() and masks["mtp"]["kernel"].all()
@@ -142,14 +221,23 @@ def test_heads_are_trained_and_do_not_count_as_a_match():
         make_masks(params, heads, OptimizerConfig(train_only="mtp"))
 
 
-@pytest.mark.parametrize("fields, expected", [
-    ({"optimizer__train_only": "no_such", "optimizer__lora_rank": 0}, "matches no path of a parameter; paths are such"),
-    ({"optimizer__train_only": "norm"}, "matches no path of a matrix of attention, MLP or dense layer; paths are "
-     "such .*mlp/up/kernel'"),
-    ({"optimizer__train_only": "("}, "not a regular expression"),
-    ({"train__future_tokens": 1}, "lora_rank=2: cannot be combined with the objective's mtp"),
-    ({"optimizer__schedule": "cosin"}, "did you mean 'cosine'"),
-])
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        (
+            {"optimizer__train_only": "no_such", "optimizer__lora_rank": 0},
+            "matches no path of a parameter; paths are such",
+        ),
+        (
+            {"optimizer__train_only": "norm"},
+            "matches no path of a matrix of attention, MLP or dense layer; paths are "
+            "such .*mlp/up/kernel'",
+        ),
+        ({"optimizer__train_only": "("}, "not a regular expression"),
+        ({"train__future_tokens": 1}, "lora_rank=2: cannot be combined with the objective's mtp"),
+        ({"optimizer__schedule": "cosin"}, "did you mean 'cosine'"),
+    ],
+)
 def test_patterns_without_a_match_are_refused(imported, fields, expected):
     with pytest.raises(UserError, match=expected):
         build_program(config_of(imported, **fields))
@@ -160,13 +248,26 @@ def test_the_exported_adapter_is_what_was_trained(imported, tuned):
     arguments = ["convert", "--to=peft", f"--workdir={tuned}", f"--output={imported / 'adapter'}"]
     assert "an adapter of a GPT2LMHeadModel" in call(*arguments).stdout
     stored = load_file(imported / "adapter" / "adapter_model.safetensors")
-    base, tuned_params = (inference.load_trained(tuned, merge_lora=merge).params for merge in (False, True))
-    delta = (np.float64(tuned_params["trunk"]["blocks"]["mlp"]["up"]["kernel"]) -
-             np.float64(base["trunk"]["blocks"]["mlp"]["up"]["kernel"]))[0]
-    a, b = (stored[f"base_model.model.transformer.h.0.mlp.c_fc.lora_{letter}.weight"] for letter in "AB")
+    base, tuned_params = (
+        inference.load_trained(tuned, merge_lora=merge).params for merge in (False, True)
+    )
+    delta = (
+        np.float64(tuned_params["trunk"]["blocks"]["mlp"]["up"]["kernel"])
+        - np.float64(base["trunk"]["blocks"]["mlp"]["up"]["kernel"])
+    )[0]
+    a, b = (
+        stored[f"base_model.model.transformer.h.0.mlp.c_fc.lora_{letter}.weight"] for letter in "AB"
+    )
     np.testing.assert_allclose((b @ a).T, delta, atol=1e-6)
-    assert "not trained with LoRA" in call("convert", "--to=peft", f"--workdir={imported / 'imported'}",
-                                           f"--output={imported / 'none'}").stderr
+    assert (
+        "not trained with LoRA"
+        in call(
+            "convert",
+            "--to=peft",
+            f"--workdir={imported / 'imported'}",
+            f"--output={imported / 'none'}",
+        ).stderr
+    )
 
 
 def test_the_adapter_loads_in_peft(imported, tuned):
@@ -174,8 +275,10 @@ def test_the_adapter_loads_in_peft(imported, tuned):
     import torch
     import transformers
 
-    for name, arguments in {"base": ("--to=hf", f"--workdir={imported / 'imported'}"),
-                            "peft_adapter": ("--to=peft", f"--workdir={tuned}")}.items():
+    for name, arguments in {
+        "base": ("--to=hf", f"--workdir={imported / 'imported'}"),
+        "peft_adapter": ("--to=peft", f"--workdir={tuned}"),
+    }.items():
         done = call("convert", *arguments, f"--output={imported / name}")
         assert done.returncode == 0, done.stderr
     theirs = transformers.AutoModelForCausalLM.from_pretrained(str(imported / "base"))
@@ -185,8 +288,13 @@ def test_the_adapter_loads_in_peft(imported, tuned):
     with torch.no_grad():
         logits = theirs(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(forward(model.model, model.params, tokens), logits, atol=1e-5)
-    assert np.abs(forward(model.model, inference.load_trained(imported / "imported").params, tokens) - logits
-                  ).max() > 0.01
+    assert (
+        np.abs(
+            forward(model.model, inference.load_trained(imported / "imported").params, tokens)
+            - logits
+        ).max()
+        > 0.01
+    )
 
 
 def with_sums(theirs, adapter):
@@ -195,33 +303,51 @@ def with_sums(theirs, adapter):
 
     factors = load_file(adapter / "adapter_model.safetensors")
     with torch.no_grad():
-        for name in {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in factors}:
-            a, b = (torch.tensor(factors[f"base_model.model.{name}.lora_{letter}.weight"]) for letter in "AB")
+        for name in {
+            name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in factors
+        }:
+            a, b = (
+                torch.tensor(factors[f"base_model.model.{name}.lora_{letter}.weight"])
+                for letter in "AB"
+            )
             theirs.get_submodule(name).weight += b @ a
     return theirs
 
 
 def with_peft(theirs, adapter):
-    return pytest.importorskip("peft", reason="needs peft, which no extra installs").PeftModel.from_pretrained(
-        theirs, str(adapter)).eval()
+    return (
+        pytest.importorskip("peft", reason="needs peft, which no extra installs")
+        .PeftModel.from_pretrained(theirs, str(adapter))
+        .eval()
+    )
 
 
 @pytest.mark.parametrize("apply", [with_sums, with_peft])
 @pytest.mark.parametrize("name", NATIVE)
 def test_adapters_of_llama_and_qwen3(name, apply, tmp_path):
-    """With random pairs of all matrices and of the output head, which is adapted because the pattern names it."""
+    """With random pairs of all matrices and of the output head, which is adapted because the
+    pattern names it.
+    """
     torch, transformers = (pytest.importorskip(library) for library in ("torch", "transformers"))
     model = build("gpt", **LLAMA | NATIVE[name])
     abstract, params, rng = abstract_params(model), init(model), np.random.default_rng(0)
-    pairs = jax.tree.map(lambda x: np.float32(rng.normal(0, 0.1, x.shape)),
-                         lora.abstract_pairs(abstract, RANK, "kernel|head"))
-    assert ("head" in pairs) == (name == "Llama") and "head" not in lora.abstract_pairs(abstract, RANK, "")
+    pairs = jax.tree.map(
+        lambda x: np.float32(rng.normal(0, 0.1, x.shape)),
+        lora.abstract_pairs(abstract, RANK, "kernel|head"),
+    )
+    assert ("head" in pairs) == (name == "Llama") and "head" not in lora.abstract_pairs(
+        abstract, RANK, ""
+    )
     tuned = lora.merge(abstract, params, pairs, ALPHA / RANK)
     for folder in ("base", "adapter"):
         (tmp_path / folder).mkdir()
     hugging_face.export_folder(tmp_path / "base", model, params, None, "")
-    assert peft_adapter.write(tmp_path / "adapter", model, params, tuned, RANK) == f"{name}ForCausalLM"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    assert (
+        peft_adapter.write(tmp_path / "adapter", model, params, tuned, RANK) == f"{name}ForCausalLM"
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.float32
+    )
     tokens = rng.integers(0, 300, (2, 20))
     with torch.no_grad():
         logits = apply(theirs, tmp_path / "adapter")(torch.tensor(tokens)).logits.numpy()

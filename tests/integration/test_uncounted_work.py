@@ -1,4 +1,6 @@
-"""Custom models whose FLOPs cannot be counted, or do not contain all of their work: runs, plans, comparisons."""
+"""Custom models whose FLOPs cannot be counted, or do not contain all of their work: runs, plans,
+comparisons.
+"""
 
 import functools
 import json
@@ -37,8 +39,12 @@ def causal_fft(x_BxTxD):
 
 
 def unknown_loop(x_BxTxD):
-    """Multiplies with the identity until a condition is met. Only a forward pass can contain such a loop."""
-    return jax.lax.while_loop(lambda x: jnp.any(jnp.isnan(x)), lambda x: x @ jnp.eye(x.shape[-1]), x_BxTxD)
+    """Multiplies with the identity until a condition is met. Only a forward pass can contain such a
+    loop.
+    """
+    return jax.lax.while_loop(
+        lambda x: jnp.any(jnp.isnan(x)), lambda x: x @ jnp.eye(x.shape[-1]), x_BxTxD
+    )
 
 
 def recurrence(x_BxTxD):
@@ -47,7 +53,9 @@ def recurrence(x_BxTxD):
             h_BxD = 0.5 * h_BxD + x_BxD
         return h_BxD, h_BxD
 
-    return jnp.swapaxes(jax.lax.scan(step, jnp.zeros_like(x_BxTxD[:, 0]), jnp.swapaxes(x_BxTxD, 0, 1))[1], 0, 1)
+    return jnp.swapaxes(
+        jax.lax.scan(step, jnp.zeros_like(x_BxTxD[:, 0]), jnp.swapaxes(x_BxTxD, 0, 1))[1], 0, 1
+    )
 
 
 class MixedBlock(nn.Module):
@@ -62,7 +70,9 @@ class MixedBlock(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A stack of blocks with the function `mix`, by default a convolution per channel, and a dense layer."""
+    """A stack of blocks with the function `mix`, by default a convolution per channel, and a dense
+    layer.
+    """
 
     config: models.ModelConfig
     mix: callable = None
@@ -72,7 +82,9 @@ class Mixed(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD, context):
         configs = layer_configs(self.config, self.config.num_layers)
-        return stack_blocks(configs, context, block=functools.partial(MixedBlock, mix=self.mix))(x_BxTxD)
+        return stack_blocks(configs, context, block=functools.partial(MixedBlock, mix=self.mix))(
+            x_BxTxD
+        )
 
 
 class Fourier(Mixed):
@@ -88,7 +100,9 @@ class Recurrent(Mixed):
 
 
 def own_config(trunk: type, **fields):
-    return load_config("gpt", model__architecture=f"{__name__}:{trunk.__name__}", model__position="none", **fields)
+    return load_config(
+        "gpt", model__architecture=f"{__name__}:{trunk.__name__}", model__position="none", **fields
+    )
 
 
 @pytest.fixture
@@ -109,22 +123,42 @@ def test_unknown_flops(trunk, reason, known_chip, capsys, tmp_path):
     """There is no MFU, and a message says why. A comparison with equal FLOPs refuses the model."""
     program = build_program(own_config(trunk), jax.devices()[:1])
     assert messages.peak_tokens_per_second(program) is None
-    assert capsys.readouterr().out.startswith("MFU is not logged: ") and reason in train_cost(program.model).problem
-    comparison = base.comparison(load_config("gpt"), {
-        "gpt": {}, "own": {"model": {"architecture": program.model.config.architecture}}}, budget="flops")
-    with pytest.raises(UserError, match=f"budget='flops': .*{trunk.__name__}: .*{reason}.*another budget"):
+    assert (
+        capsys.readouterr().out.startswith("MFU is not logged: ")
+        and reason in train_cost(program.model).problem
+    )
+    comparison = base.comparison(
+        load_config("gpt"),
+        {"gpt": {}, "own": {"model": {"architecture": program.model.config.architecture}}},
+        budget="flops",
+    )
+    with pytest.raises(
+        UserError, match=f"budget='flops': .*{trunk.__name__}: .*{reason}.*another budget"
+    ):
         budget.make_comparison(comparison, tmp_path)
 
 
 @pytest.mark.slow
 def test_a_run_a_plan_and_a_report_without_flops(known_chip, text_file, tmp_path, capsys):
     config = own_config(
-        Fourier, model__num_layers=1, model__d_model=16, data__source=str(text_file), data__validation_fraction=0.2,
-        train__steps=2, train__eval_every=2, train__eval_steps=1, train__log_every=1)
+        Fourier,
+        model__num_layers=1,
+        model__d_model=16,
+        data__source=str(text_file),
+        data__validation_fraction=0.2,
+        train__steps=2,
+        train__eval_every=2,
+        train__eval_steps=1,
+        train__log_every=1,
+    )
     train(config, str(tmp_path / "own"))
     assert "MFU is not logged: the FLOPs of fft cannot be counted" in capsys.readouterr().out
-    lines = [json.loads(line) for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["split"] for line in lines] == ["train", "train", "eval"] and not any("mfu" in line for line in lines)
+    lines = [
+        json.loads(line) for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["split"] for line in lines] == ["train", "train", "eval"] and not any(
+        "mfu" in line for line in lines
+    )
 
     program = build_program(config)
     planned = estimate.estimate(program)
@@ -138,13 +172,23 @@ def test_a_run_a_plan_and_a_report_without_flops(known_chip, text_file, tmp_path
 
 
 def test_the_report_names_runs_with_uncounted_work():
-    """A recurrence of 200 operations per position and channel is not a matrix product, but it is work."""
-    costs = {name: train_cost(build("gpt", position="none", **fields)) for name, fields in (
-        ("plain", {"architecture": f"{__name__}:Mixed"}), ("deep", {"architecture": f"{__name__}:Recurrent"}))}
+    """A recurrence of 200 operations per position and channel is not a matrix product, but it is
+    work.
+    """
+    costs = {
+        name: train_cost(build("gpt", position="none", **fields))
+        for name, fields in (
+            ("plain", {"architecture": f"{__name__}:Mixed"}),
+            ("deep", {"architecture": f"{__name__}:Recurrent"}),
+        )
+    }
     products = LAYERS * WIDTH**2 + WIDTH * VOCABULARY
     assert costs["deep"].flops == 6 * products
     assert 0 < costs["deep"].uncounted - LAYERS * WIDTH * 200 / (2 * products) < 0.05
-    runs = [SimpleNamespace(name=name, uncounted=cost.uncounted, flops_problem="") for name, cost in costs.items()]
-    line, = loss_report.uncounted_work(runs)
+    runs = [
+        SimpleNamespace(name=name, uncounted=cost.uncounted, flops_problem="")
+        for name, cost in costs.items()
+    ]
+    (line,) = loss_report.uncounted_work(runs)
     assert f"{costs['plain'].uncounted:.0%} in plain, {costs['deep'].uncounted:.0%} in deep" in line
     assert not loss_report.uncounted_work(runs[:1])

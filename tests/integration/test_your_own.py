@@ -1,4 +1,6 @@
-"""Tests that run the examples of docs/your-own.md as printed, in a package outside the repository."""
+"""Tests that run the examples of docs/your-own.md as printed, in a package outside the
+repository.
+"""
 
 import importlib
 import json
@@ -30,7 +32,9 @@ SIZES = dict(num_layers=2, d_model=16, num_heads=2)
 
 @pytest.fixture(scope="module", autouse=True)
 def package(tmp_path_factory):
-    """Writes the files printed in docs/your-own.md to a folder, and adds the folder to `sys.path`."""
+    """Writes the files printed in docs/your-own.md to a folder, and adds the folder to
+    `sys.path`.
+    """
     folder = tmp_path_factory.mktemp("own")
     page = (ROOT / "docs" / "your-own.md").read_text()
     for name, code in re.findall(r"```python\n# (my_models/\w+\.py)\n(.*?)```", page, re.DOTALL):
@@ -45,12 +49,17 @@ def package(tmp_path_factory):
 
 
 def own_config(architecture: str, **fields):
-    return load_config("gpt", model__architecture=architecture,
-                       **{f"model__{name}": size for name, size in SIZES.items()}, **fields)
+    return load_config(
+        "gpt",
+        model__architecture=architecture,
+        **{f"model__{name}": size for name, size in SIZES.items()},
+        **fields,
+    )
 
 
 def test_an_architecture_with_its_own_fields(text_file, tmp_path):
-    """A model of the example architecture `Twice` can be trained, evaluated, planned and compared, and generates text.
+    """A model of the example architecture `Twice` can be trained, evaluated, planned and compared,
+    and generates text.
 
     It is trained on eight devices.
     """
@@ -61,12 +70,16 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
     config.train.update(steps=2, eval_every=2, eval_steps=1, checkpoint_every=2, log_every=1)
     train(config, str(tmp_path))
     saved = json.loads((tmp_path / "config.json").read_text())["model"]
-    assert (saved["architecture"], saved["passes"], saved["input_scale"]) == ("my_models.twice:Twice", 3, 0.5)
+    assert (saved["architecture"], saved["passes"], saved["input_scale"]) == (
+        "my_models.twice:Twice",
+        3,
+        0.5,
+    )
 
     model = inference.load(tmp_path)  # `load` also compares decoding with the full forward pass
     assert len(model.generate("a", max_new_tokens=5, temperature=0.0)) == 5
     trained = inference.load_trained(tmp_path)
-    (_, score), = Scorer(trained.model, trained.params).score([TokenSequence([1, 2, 3, 4], 2)])
+    ((_, score),) = Scorer(trained.model, trained.params).score([TokenSequence([1, 2, 3, 4], 2)])
     log_p = jax.nn.log_softmax(forward(trained.model, trained.params, np.array([[1, 2, 3]])))[0]
     assert score.log_likelihood == pytest.approx(float(log_p[1, 3] + log_p[2, 4]), rel=1e-4)
 
@@ -77,7 +90,9 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
     assert result.collectives
     assert results.read_run("twice", tmp_path).curve[-1].step == 2
     comparison = importlib.import_module("configs.compare.base").comparison(
-        load_config("gpt"), {"gpt": {}, "own": {"model": {"architecture": "my_models.twice:Twice", "passes": 2}}})
+        load_config("gpt"),
+        {"gpt": {}, "own": {"model": {"architecture": "my_models.twice:Twice", "passes": 2}}},
+    )
     resolved = budget.resolve_run(comparison, "own").model
     assert (resolved.passes, resolved.d_model) == (2, 64)
 
@@ -94,46 +109,83 @@ def test_refuses_wrong_fields():
 MEAN, RECURRENCE = "my_models.average:RunningMean", "my_models.recurrent:Recurrence"
 
 
-@pytest.mark.parametrize("architecture, fields", [
-    ("my_models.parallel_block:Parallel", {"model__mlp": "gated", "model__remat": "full"}),
-    ("my_models.parallel_block:Parallel", {"model__mixers": (MEAN,)}),
-    ("gpt", {"model__mixers": (MEAN,), "model__scan_layers": False}),
-    ("my_models.recurrent:Recurrent", {"model__mixers": (RECURRENCE,), "model__taps": 3})])
+@pytest.mark.parametrize(
+    "architecture, fields",
+    [
+        ("my_models.parallel_block:Parallel", {"model__mlp": "gated", "model__remat": "full"}),
+        ("my_models.parallel_block:Parallel", {"model__mixers": (MEAN,)}),
+        ("gpt", {"model__mixers": (MEAN,), "model__scan_layers": False}),
+        ("my_models.recurrent:Recurrent", {"model__mixers": (RECURRENCE,), "model__taps": 3}),
+    ],
+)
 def test_own_blocks_and_mixers(architecture, fields):
-    """Decoding matches the full forward pass, and documents in the same row do not affect each other."""
+    """Decoding matches the full forward pass, and documents in the same row do not affect each
+    other.
+    """
     model = models.build(**own_config(architecture, **fields).model)
     params = init(model)
     assert jax.tree.leaves(params["trunk"]["blocks"])[0].shape[0] == 2
     tokens = np.random.default_rng(0).integers(0, 257, (2, 64), np.int32)
     check_decoding(model, params, {}, tokens, forward(model, params, tokens))
     context = Context(segment_ids_BxT=np.repeat([[1, 2]], 32, axis=1).repeat(2, axis=0))
-    # In the two batches, only the first document of each row differs. The outputs of the second have equal bits.
-    first, second = (jax.jit(model.apply)({"params": params}, np.where(np.arange(64) < 32, other, tokens), context)
-                     for other in (tokens, (tokens + 100) % 257))
-    assert np.array_equal(first[:, 32:], second[:, 32:]) and not np.allclose(first[:, :32], second[:, :32])
+    # In the two batches, only the first document of each row differs. The outputs of the second
+    # have equal bits.
+    first, second = (
+        jax.jit(model.apply)(
+            {"params": params}, np.where(np.arange(64) < 32, other, tokens), context
+        )
+        for other in (tokens, (tokens + 100) % 257)
+    )
+    assert np.array_equal(first[:, 32:], second[:, 32:]) and not np.allclose(
+        first[:, :32], second[:, :32]
+    )
 
 
 def test_a_recurrent_mixer(text_file, tmp_path):
-    """The example `Recurrent` can be trained on eight devices, decoded, planned, and compared with gpt."""
+    """The example `Recurrent` can be trained on eight devices, decoded, planned, and compared with
+    gpt.
+    """
     config = own_config(
-        "my_models.recurrent:Recurrent", model__mixers=(RECURRENCE,), model__position="none",
-        data__source=str(text_file), data__validation_fraction=0.2, data__separate_documents=True, mesh__data=2,
-        mesh__fsdp=2, mesh__tensor=2, train__steps=2, train__eval_every=2, train__eval_steps=1,
-        train__checkpoint_every=2, train__log_every=1)
+        "my_models.recurrent:Recurrent",
+        model__mixers=(RECURRENCE,),
+        model__position="none",
+        data__source=str(text_file),
+        data__validation_fraction=0.2,
+        data__separate_documents=True,
+        mesh__data=2,
+        mesh__fsdp=2,
+        mesh__tensor=2,
+        train__steps=2,
+        train__eval_every=2,
+        train__eval_steps=1,
+        train__checkpoint_every=2,
+        train__log_every=1,
+    )
     train(config, str(tmp_path))
     model = inference.load(tmp_path)  # `load` also compares decoding with the full forward pass
     assert len(model.generate("a", max_new_tokens=5, temperature=0.0)) == 5
     program = build_program(config)
     mixer = models.abstract_params(program.model)["trunk"]["blocks"]["mixer"]
-    assert (mixer["memory"].axes, mixer["taps"].axes) == (("layers", "mlp"), ("layers", "tap", "mlp"))
+    assert (mixer["memory"].axes, mixer["taps"].axes) == (
+        ("layers", "mlp"),
+        ("layers", "tap", "mlp"),
+    )
     layers, width = SIZES["num_layers"], SIZES["d_model"]
-    flops = 6 * (layers * 11 * width**2 + width * config.model.vocab_size)  # input, gate, output; 8·D² in the MLP
+    flops = 6 * (
+        layers * 11 * width**2 + width * config.model.vocab_size
+    )  # input, gate, output; 8·D² in the MLP
     result = estimate(program)
     assert result.flops_per_token == results.read_run("own", tmp_path).flops_per_token == flops
     assert f"{flops:,.0f} FLOPs per token" in format_plan(program, result)
     comparison = importlib.import_module("configs.compare.base").comparison(
-        load_config("gpt", train__steps=1000), {"gpt": {}, "own": {"model": config.model.to_dict()}}, budget="flops")
-    steps = {run.name: run.config.train.steps for run in budget.make_comparison(comparison, tmp_path).runs({})}
+        load_config("gpt", train__steps=1000),
+        {"gpt": {}, "own": {"model": config.model.to_dict()}},
+        budget="flops",
+    )
+    steps = {
+        run.name: run.config.train.steps
+        for run in budget.make_comparison(comparison, tmp_path).runs({})
+    }
     gpt = 6 * (4 * 12 * 64**2 + 64 * 512) + 4 * 12 * 64 * 64
     assert steps == {"gpt": 1000, "own": round(1000 * gpt / flops)}
 
@@ -141,29 +193,50 @@ def test_a_recurrent_mixer(text_file, tmp_path):
 def test_own_losses_metrics_and_state():
     """The training step uses the loss, the metric and the state that the example `Calm` defines.
 
-    Covers scanned layers without microbatches on one device, and unscanned layers with two microbatches on two devices.
+    Covers scanned layers without microbatches on one device, and unscanned layers with two
+    microbatches on two devices.
     """
     rows = Batch(np.random.default_rng(0).integers(0, 257, (4, 65), np.int32))
-    plain, found = build_program(own_config("gpt", train__batch_size=4), jax.devices()[:1]).compile_eval_step(), []
+    plain, found = (
+        build_program(
+            own_config("gpt", train__batch_size=4), jax.devices()[:1]
+        ).compile_eval_step(),
+        [],
+    )
     for scan, microbatches, devices in ((True, 1, 1), (False, 2, 2)):
-        config = own_config("my_models.calm:Calm", model__scan_layers=scan, model__remat="full",
-                            train__microbatches=microbatches, train__batch_size=4)
+        config = own_config(
+            "my_models.calm:Calm",
+            model__scan_layers=scan,
+            model__remat="full",
+            train__microbatches=microbatches,
+            train__batch_size=4,
+        )
         program = build_program(config, jax.devices()[:devices])
         state = program.initial_state()
-        # With the initial weights, the loss that `Calm` adds is smaller than the rounding error of the total loss. So
-        # the test enlarges the kernels.
-        state = state._replace(params=jax.tree_util.tree_map_with_path(
-            lambda path, x: 5 * x if path[-1].key == "kernel" else x, state.params))
+        # With the initial weights, the loss that `Calm` adds is smaller than the rounding error of
+        # the total loss. So the test enlarges the kernels.
+        state = state._replace(
+            params=jax.tree_util.tree_map_with_path(
+                lambda path, x: 5 * x if path[-1].key == "kernel" else x, state.params
+            )
+        )
         same = {**state.params, "trunk": {"blocks": state.params["trunk"]["blocks"]["block"]}}
-        nats, targets = plain(jax.device_get(same), {}, rows._replace(loss_mask_BxT=np.ones((4, 64), bool)))
+        nats, targets = plain(
+            jax.device_get(same), {}, rows._replace(loss_mask_BxT=np.ones((4, 64), bool))
+        )
         step = program.bind(program.compile_train_step())
         state, metrics = step(state, rows)
         energies = np.asarray(state.model_state["trunk"]["blocks"]["energy"])
         assert energies.shape == (2,) and np.all(energies > 0)
-        # Each layer has one mean square per microbatch. A layer's state `energy` is their sum. The metric `mean_square`
-        # is the mean over layers and microbatches. `Calm` adds 1e-3 · layers · mean_square to the loss.
-        assert float(metrics["mean_square"]) == pytest.approx(float(np.mean(energies)) / microbatches, rel=1e-5)
-        np.testing.assert_allclose(metrics["mean_squares"]["trunk/blocks"], energies / microbatches, rtol=1e-5)
+        # Each layer has one mean square per microbatch. A layer's state `energy` is their sum. The
+        # metric `mean_square` is the mean over layers and microbatches. `Calm` adds 1e-3 · layers ·
+        # mean_square to the loss.
+        assert float(metrics["mean_square"]) == pytest.approx(
+            float(np.mean(energies)) / microbatches, rel=1e-5
+        )
+        np.testing.assert_allclose(
+            metrics["mean_squares"]["trunk/blocks"], energies / microbatches, rtol=1e-5
+        )
         own_loss = float(metrics["loss"]) - float(nats) / int(targets)
         assert own_loss == pytest.approx(1e-3 * 2 * float(metrics["mean_square"]), rel=0.01)
         found.append(float(metrics["loss"]))
@@ -195,26 +268,46 @@ def test_a_state_that_only_some_calls_change_is_that_of_all_rows():
         config = own_config(f"{__name__}:Counting", train__microbatches=2, train__batch_size=8)
         program = build_program(config, jax.devices()[:devices])
         state, _ = program.bind(program.compile_train_step())(program.initial_state(), rows)
-        totals.append([np.asarray(shard.data) for shard in jax.tree.leaves(state.model_state)[0].addressable_shards])
+        totals.append(
+            [
+                np.asarray(shard.data)
+                for shard in jax.tree.leaves(state.model_state)[0].addressable_shards
+            ]
+        )
     np.testing.assert_allclose(totals[1], totals[0] * 2, rtol=1e-5)
 
 
 def test_state_is_saved_and_restored(text_file, tmp_path):
-    """On eight devices, a resumed run ends with the same weights and model state as an uninterrupted run."""
+    """On eight devices, a resumed run ends with the same weights and model state as an
+    uninterrupted run.
+    """
+
     def config(steps):
         return own_config(
-            "my_models.calm:Calm", data__source=str(text_file), data__validation_fraction=0.2, mesh__data=8,
-            optimizer__decay_steps=40, train__steps=steps, train__eval_every=2, train__eval_steps=1,
-            train__checkpoint_every=1, train__log_every=1)
+            "my_models.calm:Calm",
+            data__source=str(text_file),
+            data__validation_fraction=0.2,
+            mesh__data=8,
+            optimizer__decay_steps=40,
+            train__steps=steps,
+            train__eval_every=2,
+            train__eval_steps=1,
+            train__checkpoint_every=1,
+            train__log_every=1,
+        )
 
     train(config(2), str(tmp_path / "whole"))
     train(config(1), str(tmp_path / "parts"))
     train(config(2), str(tmp_path / "parts"))
     whole, parts = (inference.load_trained(tmp_path / name) for name in ("whole", "parts"))
     assert jax.tree.leaves(whole.model_state)
-    for a, b in zip(jax.tree.leaves((whole.params, whole.model_state)),
-                    jax.tree.leaves((parts.params, parts.model_state))):
+    for a, b in zip(
+        jax.tree.leaves((whole.params, whole.model_state)),
+        jax.tree.leaves((parts.params, parts.model_state)),
+    ):
         assert np.array_equal(a, b)
-    lines = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert all(line["mean_square"] > 0 for line in lines if line["split"] == "train")
     assert inference.load(tmp_path / "parts").generate("a", max_new_tokens=2, temperature=0.0)

@@ -1,4 +1,6 @@
-"""Tests of data in subprocesses: a preparation that is killed, and batches that two processes read."""
+"""Tests of data in subprocesses: a preparation that is killed, and batches that two processes
+read.
+"""
 
 import hashlib
 import json
@@ -33,12 +35,20 @@ runpy.run_module("smallgpt_jax.prepare", run_name="__main__")
 
 
 def test_killed_preparation_is_resumed(tmp_path):
-    texts = write_jsonl(tmp_path / "corpus.jsonl",
-                        [f"document {i} " + "text " * (i * 37 % 500) for i in range(300)])
-    flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={texts}",
-             "--config.data.tokenizer=sentencepiece:400", "--workers=1", f"--config.data.store={tmp_path / 'store'}"]
+    texts = write_jsonl(
+        tmp_path / "corpus.jsonl", [f"document {i} " + "text " * (i * 37 % 500) for i in range(300)]
+    )
+    flags = [
+        "--config=configs/gpt.py:tiny",
+        f"--config.data.source={texts}",
+        "--config.data.tokenizer=sentencepiece:400",
+        "--workers=1",
+        f"--config.data.store={tmp_path / 'store'}",
+    ]
     journal = tmp_path / "store.partial" / "journal.json"
-    process = subprocess.Popen([sys.executable, "-c", HANGING_PREPARE, *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING_PREPARE, *flags], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
     until = time.monotonic() + 100
     while not (journal.exists() and json.loads(journal.read_text())["place"] != [0, 0]):
         assert process.poll() is None and time.monotonic() < until
@@ -71,26 +81,47 @@ for step, batch in zip(range(first, last), batches.read_ahead(pipeline.train_bat
 
 
 def test_global_batches_do_not_depend_on_processes(text_file):
-    """Two processes, with two devices each, read the same batches as one process with eight devices.
+    """Two processes, with two devices each, read the same batches as one process with eight
+    devices.
 
     The test compares batches in the middle of a run.
     """
     first, last = 23, 31
-    config = load_config("gpt", data__source=str(text_file), data__packing="best_fit", data__separate_documents=True)
+    config = load_config(
+        "gpt", data__source=str(text_file), data__packing="best_fit", data__separate_documents=True
+    )
     pipeline = build_program(config).open_pipeline()
     expected = []
     for step in range(first, last):
         batch = pipeline.to_devices(pipeline.train_batches[step])
-        expected.append(hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in batch)).hexdigest())
+        expected.append(
+            hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in batch)).hexdigest()
+        )
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
-                   "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    running = [subprocess.Popen(
-        [sys.executable, "-c", BATCH_HASHES, config.to_json_best_effort(), coordinator, *map(str, (i, first, last))],
-        env=environment, stdout=subprocess.PIPE, text=True) for i in range(2)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    running = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                BATCH_HASHES,
+                config.to_json_best_effort(),
+                coordinator,
+                *map(str, (i, first, last)),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
     outputs = [process.communicate(timeout=300)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    assert outputs[0].split()[-len(expected):] == expected
+    assert outputs[0].split()[-len(expected) :] == expected

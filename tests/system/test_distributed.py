@@ -15,13 +15,24 @@ from smallgpt_jax.training.train import train
 pytestmark = pytest.mark.slow
 
 STEPS = 20
-FIELDS = dict(model__d_model=16, model__num_layers=1, model__context_length=16, optimizer__decay_steps=40,
-              train__steps=STEPS, train__log_every=1, train__checkpoint_every=4, train__eval_every=10,
-              train__eval_steps=2)
-CONFIG = ("--config=configs/gpt.py:tiny",
-          *(f"--config.{field.replace('__', '.')}={value}" for field, value in FIELDS.items()))
+FIELDS = dict(
+    model__d_model=16,
+    model__num_layers=1,
+    model__context_length=16,
+    optimizer__decay_steps=40,
+    train__steps=STEPS,
+    train__log_every=1,
+    train__checkpoint_every=4,
+    train__eval_every=10,
+    train__eval_steps=2,
+)
+CONFIG = (
+    "--config=configs/gpt.py:tiny",
+    *(f"--config.{field.replace('__', '.')}={value}" for field, value in FIELDS.items()),
+)
 
-# Process 1 runs this program: smallgpt_jax.main with the faults that the environment variable FAULT names.
+# Process 1 runs this program: smallgpt_jax.main with the faults that the environment variable FAULT
+# names.
 FAULTY = """
 import os, runpy, signal, sys
 sys.path.insert(0, "")  # as with python -m
@@ -52,23 +63,41 @@ runpy.run_module("smallgpt_jax.main", run_name="__main__")
 def cluster(tmp_path_factory, text_file):
     """Returns a function (workdir, fault) that trains a run in `workdir` with local_cluster.sh.
 
-    The run has two processes, each of which holds half of the weights. `fault` names a fault that is injected into
-    process 1. By default, no fault is injected.
+    The run has two processes, each of which holds half of the weights. `fault` names a fault that
+    is injected into process 1. By default, no fault is injected.
     """
     folder = tmp_path_factory.mktemp("bin")
     (folder / "faulty.py").write_text(FAULTY)
     python = folder / "python"
-    python.write_text(f'#!/bin/bash\n[[ $FAULT && "$*" = *process_id=1* ]] && set -- {folder}/faulty.py "$@"\n'
-                      f'exec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/bash\n[[ $FAULT && "$*" = *process_id=1* ]] && set -- {folder}/faulty.py "$@"\n'
+        f'exec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
 
     def start(workdir, fault=""):
         return subprocess.run(
-            ["bash", ROOT / "launch" / "local_cluster.sh", "--", *CONFIG, f"--config.data.source={text_file}",
-             "--config.mesh.data=1", "--config.mesh.fsdp=2", f"--workdir={workdir}"],
-            env={**os.environ, "PYTHON": str(python), "XLA_FLAGS": XLA_FLAGS.format(devices=1),
-                 "FAULT": fault, "GRACE_SECONDS": "60"},
-            capture_output=True, text=True, timeout=600)
+            [
+                "bash",
+                ROOT / "launch" / "local_cluster.sh",
+                "--",
+                *CONFIG,
+                f"--config.data.source={text_file}",
+                "--config.mesh.data=1",
+                "--config.mesh.fsdp=2",
+                f"--workdir={workdir}",
+            ],
+            env={
+                **os.environ,
+                "PYTHON": str(python),
+                "XLA_FLAGS": XLA_FLAGS.format(devices=1),
+                "FAULT": fault,
+                "GRACE_SECONDS": "60",
+            },
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
 
     return start
 
@@ -81,14 +110,16 @@ def losses(workdir) -> np.ndarray:
 
 
 def saved_steps(workdir) -> list[int]:
-    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdecimal())
+    return sorted(
+        int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdecimal()
+    )
 
 
 def test_two_processes_train_as_one(tmp_path, text_file, cluster):
     """A run trained by two processes has the same losses as a run trained by one process.
 
-    The losses are also the same if process 1 is killed, cannot read a checkpoint or receives SIGTERM, and if the run is
-    resumed by a single process.
+    The losses are also the same if process 1 is killed, cannot read a checkpoint or receives
+    SIGTERM, and if the run is resumed by a single process.
     """
     undisturbed, run, alone = (tmp_path / name for name in ("undisturbed", "run", "alone"))
     result = cluster(undisturbed)
@@ -100,13 +131,18 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
     assert result.returncode in (1, 137)
     assert "error: another process of this run has exited or is unreachable" in result.stderr
     assert "Traceback" not in result.stderr, result.stderr
-    assert "process 0: exit status 1" in result.stderr and "process 1: exit status 137" in result.stderr
+    assert (
+        "process 0: exit status 1" in result.stderr
+        and "process 1: exit status 137" in result.stderr
+    )
 
     # Process 1 cannot read the newest checkpoint, so both processes resume from the one before it.
     before, newest = saved_steps(run)[-2:]
     result = cluster(run, fault="UNREADABLE,SIGTERM:16")
     assert result.returncode == 143
-    assert f"damaged checkpoint of step {newest} (another process could not read it)" in result.stdout
+    assert (
+        f"damaged checkpoint of step {newest} (another process could not read it)" in result.stdout
+    )
     assert f", {before} done" in result.stdout
     stopped = saved_steps(run)[-1]
     assert 16 <= stopped < STEPS
@@ -114,28 +150,44 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
     assert losses(run).tolist() == losses(undisturbed)[:stopped].tolist()
 
     for workdir in (alone, run):
-        train(load_config("gpt", **{**FIELDS, "data__source": str(text_file), "train__steps": STEPS + 5}),
-              str(workdir))
+        train(
+            load_config(
+                "gpt", **{**FIELDS, "data__source": str(text_file), "train__steps": STEPS + 5}
+            ),
+            str(workdir),
+        )
     np.testing.assert_allclose(losses(undisturbed), losses(alone)[:STEPS], rtol=1e-5)
     np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-5)
     assert len((run / "sessions.jsonl").read_text().splitlines()) == 3
 
 
 def test_all_processes_exit_if_the_primary_one_fails(tmp_path, cluster):
-    """Only process 0 checks the workdir. If it refuses the workdir, the other processes exit, too."""
+    """Only process 0 checks the workdir. If it refuses the workdir, the other processes exit,
+    too.
+    """
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "something").write_text("")
     started = time.monotonic()
     result = cluster(tmp_path / "run")
     assert result.returncode == 1 and time.monotonic() - started < 60
-    assert "error: --workdir=" in result.stderr and "folder is not empty and not a run" in result.stderr
+    assert (
+        "error: --workdir=" in result.stderr
+        and "folder is not empty and not a run" in result.stderr
+    )
     assert "process 1: error: process 0 has failed; see its message" in result.stderr
     assert "Traceback" not in result.stderr, result.stderr
 
 
 def test_join_timeout(tmp_path):
-    result = run("main", *CONFIG, f"--workdir={tmp_path / 'run'}", "--num_processes=2", "--process_id=1",
-                 "--coordinator=127.0.0.1:9", "--join_timeout=2")
+    result = run(
+        "main",
+        *CONFIG,
+        f"--workdir={tmp_path / 'run'}",
+        "--num_processes=2",
+        "--process_id=1",
+        "--coordinator=127.0.0.1:9",
+        "--join_timeout=2",
+    )
     assert result.returncode == 1
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
     assert "127.0.0.1:9" in result.stderr and "no answer within 2 seconds" in result.stderr

@@ -31,33 +31,66 @@ def test_shellcheck_finds_nothing(script):
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("script, args, message", [
-    ("local_cluster.sh", [], "missing --"),
-    ("local_cluster.sh", ["--config=configs/gpt.py"], "--config=configs/gpt.py: unknown flag"),
-    ("local_cluster.sh", ["--processes=none", "--"], "--processes=none"),
-    ("local_cluster.sh", ["--devices=0", "--"], "--devices=0"),
-    ("tpu_vm.sh", [], "missing command"),
-    ("tpu_vm.sh", ["restart"], "restart: unknown command"),
-    ("tpu_vm.sh", ["status", "--zone=z"], "--name="),
-    ("tpu_vm.sh", ["status", "--name=gpt"], "--zone="),
-    ("tpu_vm.sh", ["status", "--name=gpt", "--zone=z", "--zones=z"], "--zones: unknown flag"),
-    ("tpu_vm.sh", ["status", "--name=gpt", "--zone"], "--zone: missing value"),
-    ("tpu_vm.sh", ["status", "--name=gpt", "--zone=z", "--", "x"], "unexpected arguments after --"),
-    ("tpu_vm.sh", ["create", "--name=gpt", "--zone=z"], "--accelerator_type="),
-    ("tpu_vm.sh", ["start", "--name=gpt", "--zone=z", "--"], "after --"),
-    ("tpu_vm.sh", ["start", "--name=gpt", "--zone=z", "--config=c.py"], "follow --"),
-    ("tpu_vm.sh", ["start", "--name=gpt", "--zone=z", "--", "--workdir=~/bucket/x"], "--bucket=NAME"),
-    ("tpu_vm.sh", ["start", "--name=gpt", "--zone=z", "--stage=~/bucket/a:b", "--", "--x"], "--bucket=NAME"),
-    ("tpu_vm.sh", ["start", "--name=gpt", "--zone=z", "--stage=a", "--", "--x"], "--stage: expected FROM:TO"),
-    ("tpu_vm.sh", ["create", "--name=gpt", "--zone=z", "--accelerator_type=a", "--runtime_version=b", "--max_wait=1h"],
-     "--max_wait"),
-    ("slurm.sbatch", ["--config=c.py"], "start it with sbatch"),
-])
+@pytest.mark.parametrize(
+    "script, args, message",
+    [
+        ("local_cluster.sh", [], "missing --"),
+        ("local_cluster.sh", ["--config=configs/gpt.py"], "--config=configs/gpt.py: unknown flag"),
+        ("local_cluster.sh", ["--processes=none", "--"], "--processes=none"),
+        ("local_cluster.sh", ["--devices=0", "--"], "--devices=0"),
+        ("tpu_vm.sh", [], "missing command"),
+        ("tpu_vm.sh", ["restart"], "restart: unknown command"),
+        ("tpu_vm.sh", ["status", "--zone=z"], "--name="),
+        ("tpu_vm.sh", ["status", "--name=gpt"], "--zone="),
+        ("tpu_vm.sh", ["status", "--name=gpt", "--zone=z", "--zones=z"], "--zones: unknown flag"),
+        ("tpu_vm.sh", ["status", "--name=gpt", "--zone"], "--zone: missing value"),
+        (
+            "tpu_vm.sh",
+            ["status", "--name=gpt", "--zone=z", "--", "x"],
+            "unexpected arguments after --",
+        ),
+        ("tpu_vm.sh", ["create", "--name=gpt", "--zone=z"], "--accelerator_type="),
+        ("tpu_vm.sh", ["start", "--name=gpt", "--zone=z", "--"], "after --"),
+        ("tpu_vm.sh", ["start", "--name=gpt", "--zone=z", "--config=c.py"], "follow --"),
+        (
+            "tpu_vm.sh",
+            ["start", "--name=gpt", "--zone=z", "--", "--workdir=~/bucket/x"],
+            "--bucket=NAME",
+        ),
+        (
+            "tpu_vm.sh",
+            ["start", "--name=gpt", "--zone=z", "--stage=~/bucket/a:b", "--", "--x"],
+            "--bucket=NAME",
+        ),
+        (
+            "tpu_vm.sh",
+            ["start", "--name=gpt", "--zone=z", "--stage=a", "--", "--x"],
+            "--stage: expected FROM:TO",
+        ),
+        (
+            "tpu_vm.sh",
+            [
+                "create",
+                "--name=gpt",
+                "--zone=z",
+                "--accelerator_type=a",
+                "--runtime_version=b",
+                "--max_wait=1h",
+            ],
+            "--max_wait",
+        ),
+        ("slurm.sbatch", ["--config=c.py"], "start it with sbatch"),
+    ],
+)
 def test_wrong_usage_is_one_line(machine, script, args, message):
     result = machine.run(LAUNCH / script, *args)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and message in result.stderr
+    assert (
+        result.stderr.startswith("error: ")
+        and result.stderr.count("\n") == 1
+        and message in result.stderr
+    )
 
 
 @pytest.mark.parametrize("script", ["local_cluster.sh", "tpu_vm.sh"])
@@ -75,18 +108,34 @@ CLUSTER = LAUNCH / "local_cluster.sh"
 def test_cluster_starts_every_process(machine):
     machine.fake("python", "print('of', args[4])")
     result = machine.run(
-        CLUSTER, "--processes=3", "--devices=2", "--", "--workdir=runs/a b", "it's", cwd=machine.folder,
-        XLA_FLAGS="--xla_a=1 --xla_force_host_platform_device_count=8 --xla_b=2")
+        CLUSTER,
+        "--processes=3",
+        "--devices=2",
+        "--",
+        "--workdir=runs/a b",
+        "it's",
+        cwd=machine.folder,
+        XLA_FLAGS="--xla_a=1 --xla_force_host_platform_device_count=8 --xla_b=2",
+    )
     assert (result.returncode, result.stdout, result.stderr) == (0, "of --process_id=0\n", "")
     calls = sorted(machine.calls("python"), key=lambda call: call["args"][4])
     assert len(calls) == 3
     port = re.fullmatch(r"--coordinator=127\.0\.0\.1:(\d+)", calls[0]["args"][2])[1]
     for i, call in enumerate(calls):
-        assert call["args"] == [*MAIN, f"--coordinator=127.0.0.1:{port}", "--num_processes=3",
-                                f"--process_id={i}", "--workdir=runs/a b", "it's"]
+        assert call["args"] == [
+            *MAIN,
+            f"--coordinator=127.0.0.1:{port}",
+            "--num_processes=3",
+            f"--process_id={i}",
+            "--workdir=runs/a b",
+            "it's",
+        ]
         assert call["cwd"] == str(ROOT)
-        assert call["env"] == {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2",
-                               "XLA_FLAGS": "--xla_a=1  --xla_b=2"}
+        assert call["env"] == {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": "2",
+            "XLA_FLAGS": "--xla_a=1  --xla_b=2",
+        }
 
 
 def test_cluster_dry_run(machine):
@@ -94,8 +143,19 @@ def test_cluster_dry_run(machine):
     result = machine.run(CLUSTER, "--dry-run", "--", "--workdir=runs/a b", XLA_FLAGS="--xla_a=1")
     coordinator = re.search(r"--coordinator=127\.0\.0\.1:\d+", result.stdout)[0]
     assert commands(result.stdout) == [
-        ["env", "JAX_PLATFORMS=cpu", "JAX_NUM_CPU_DEVICES=1", "python", *MAIN, coordinator,
-         "--num_processes=2", f"--process_id={i}", "--workdir=runs/a b"] for i in (0, 1)]
+        [
+            "env",
+            "JAX_PLATFORMS=cpu",
+            "JAX_NUM_CPU_DEVICES=1",
+            "python",
+            *MAIN,
+            coordinator,
+            "--num_processes=2",
+            f"--process_id={i}",
+            "--workdir=runs/a b",
+        ]
+        for i in (0, 1)
+    ]
     assert machine.calls("python") == []
 
 
@@ -108,11 +168,15 @@ def test_cluster_uses_PYTHON(machine):
 def test_cluster_needs_a_python(machine):
     result = machine.run(CLUSTER, "--", "--x", PYTHON="/not/there")
     assert result.returncode == 1
-    assert result.stderr == "error: /not/there: not found; activate the environment, or set PYTHON\n"
+    assert (
+        result.stderr == "error: /not/there: not found; activate the environment, or set PYTHON\n"
+    )
 
 
 def test_cluster_stops_all_when_one_fails(machine):
-    machine.fake("python", """
+    machine.fake(
+        "python",
+        """
 print("output of", args[4], flush=True)
 if args[4] == "--process_id=1":
     while len((folder / "calls").read_text().splitlines()) < 4:
@@ -122,23 +186,30 @@ if args[4] == "--process_id=1":
 if args[4] == "--process_id=2":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 time.sleep(60)
-""")
+""",
+    )
     result = machine.run(CLUSTER, "--processes=4", "--", "--x", GRACE_SECONDS="0")
     assert result.returncode == 3
     assert result.stdout == "output of --process_id=0\n"
     assert result.stderr.splitlines() == [
-        "process 1: output of --process_id=1", "process 1: it broke", "process 1: exit status 3"]
+        "process 1: output of --process_id=1",
+        "process 1: it broke",
+        "process 1: exit status 3",
+    ]
     assert not any(is_running(call["pid"]) for call in machine.calls("python"))
 
 
 def test_cluster_waits_before_stopping_the_others(machine):
-    machine.fake("python", """
+    machine.fake(
+        "python",
+        """
 if args[4] == "--process_id=0":
     sys.exit(4)
 time.sleep(0.5)
 (folder / "saved").touch()
 sys.exit(5)
-""")
+""",
+    )
     result = machine.run(CLUSTER, "--", "--x", GRACE_SECONDS="10")
     assert result.returncode == 4
     assert (machine.folder / "saved").exists()
@@ -147,7 +218,9 @@ sys.exit(5)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_cluster_forwards_signals(machine, number):
-    machine.fake("python", """
+    machine.fake(
+        "python",
+        """
 def end(number, _):
     (folder / f"received {args[4]}").write_text(str(number))
     sys.exit(6)
@@ -156,12 +229,15 @@ signal.signal(signal.SIGTERM, end)
 (folder / f"ready {args[4]}").touch()
 while True:
     time.sleep(0.05)  # short, since a signal that arrives just before the sleep is handled only after it
-""")
+""",
+    )
     process = machine.start(CLUSTER, "--", "--x")
     wait_until(lambda: len(list(machine.folder.glob("ready *"))) == 2)
     process.send_signal(number)
     assert process.wait(10) == 6
-    assert [path.read_text() for path in machine.folder.glob("received *")] == [str(int(number))] * 2
+    assert [path.read_text() for path in machine.folder.glob("received *")] == [
+        str(int(number))
+    ] * 2
 
 
 # slurm.sbatch
@@ -173,7 +249,11 @@ SRUN = ["srun", "--kill-on-bad-exit=1"]
 def test_slurm_settings_are_one_task_per_gpu():
     settings = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", SBATCH.read_text(), re.M))
     assert settings["ntasks-per-node"] == settings["gpus-per-node"]
-    assert "gpus-per-task" not in settings and "requeue" in settings and settings["open-mode"] == "append"
+    assert (
+        "gpus-per-task" not in settings
+        and "requeue" in settings
+        and settings["open-mode"] == "append"
+    )
 
 
 def test_slurm_dry_run(machine):
@@ -185,10 +265,13 @@ def test_slurm_dry_run(machine):
 
 def test_slurm_runs_srun(machine):
     machine.fake("srun", "sys.exit(7)")
-    result = machine.run(SBATCH, "--workdir=/shared/it's a", SLURM_JOB_ID="5", SLURM_CPUS_PER_TASK="8")
+    result = machine.run(
+        SBATCH, "--workdir=/shared/it's a", SLURM_JOB_ID="5", SLURM_CPUS_PER_TASK="8"
+    )
     assert result.returncode == 7
     assert machine.args("srun") == [
-        [*SRUN[1:], "--cpus-per-task=8", "python", *MAIN, "--workdir=/shared/it's a"]]
+        [*SRUN[1:], "--cpus-per-task=8", "python", *MAIN, "--workdir=/shared/it's a"]
+    ]
 
 
 def test_slurm_requires_the_repository_root(machine):
@@ -196,10 +279,16 @@ def test_slurm_requires_the_repository_root(machine):
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
 
 
-@pytest.mark.parametrize("python, words", [
-    ("apptainer exec --nv image.sif python", ["apptainer", "exec", "--nv", "image.sif", "python"]),
-    ("FOLDER/my env/python", ["FOLDER/my env/python"]),
-])
+@pytest.mark.parametrize(
+    "python, words",
+    [
+        (
+            "apptainer exec --nv image.sif python",
+            ["apptainer", "exec", "--nv", "image.sif", "python"],
+        ),
+        ("FOLDER/my env/python", ["FOLDER/my env/python"]),
+    ],
+)
 def test_slurm_python_can_be_a_container_command(machine, python, words):
     (machine.folder / "my env").mkdir()
     machine.fake("python", folder=machine.folder / "my env")
@@ -208,8 +297,8 @@ def test_slurm_python_can_be_a_container_command(machine, python, words):
     assert commands(result.stdout) == [[*SRUN, *words, *MAIN, "--x"]]
 
 
-# The fake srun is a run that takes one second to save when it gets SIGTERM. The fake scancel sends this signal. As in a
-# real cluster, requeueing ends the run at once.
+# The fake srun is a run that takes one second to save when it gets SIGTERM. The fake scancel sends
+# this signal. As in a real cluster, requeueing ends the run at once.
 SAVING = """
 def save(*_):
     time.sleep(1)
@@ -228,7 +317,9 @@ sys.exit((folder / "disabled").exists() and "Requested operation is presently di
 """
 
 
-@pytest.mark.parametrize("status, requeueing, requeues", [(143, True, 1), (143, False, 1), (0, True, 0)])
+@pytest.mark.parametrize(
+    "status, requeueing, requeues", [(143, True, 1), (143, False, 1), (0, True, 0)]
+)
 def test_slurm_saves_and_requeues_before_the_time_limit(machine, status, requeueing, requeues):
     """The job is requeued after the run has saved. It is not requeued if the run has finished."""
     for name, program in dict(srun=SAVING, scancel=SCANCEL, scontrol=SCONTROL).items():
@@ -246,5 +337,10 @@ def test_slurm_saves_and_requeues_before_the_time_limit(machine, status, requeue
     assert (machine.folder / "saved").exists()
     assert machine.args("scancel") == [["--signal=TERM", "5.0"]]
     assert machine.args("scontrol") == [["requeue", "5"]] * requeues
-    assert err == "" if requeueing else err.endswith(
-        "error: the job could not be requeued; to resume the run, submit it again\n")
+    assert (
+        err == ""
+        if requeueing
+        else err.endswith(
+            "error: the job could not be requeued; to resume the run, submit it again\n"
+        )
+    )

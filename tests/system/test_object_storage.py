@@ -1,4 +1,5 @@
-"""gs:// paths, in an emulator of Google Cloud Storage: sources, token stores, locks, runs, and commands that read runs.
+"""gs:// paths, in an emulator of Google Cloud Storage: sources, token stores, locks, runs, and
+commands that read runs.
 
 The reference is the same command on local paths.
 """
@@ -39,8 +40,12 @@ from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.locks import file_lock
 
 TEXTS = [f"document {i} " + "of some words " * (i % 7) for i in range(300)]
-SHARDS = {"a.jsonl.gz": gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:200]).encode()),
-          "b.parquet": parquet({"text": TEXTS[200:]})}
+SHARDS = {
+    "a.jsonl.gz": gzip.compress(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:200]).encode()
+    ),
+    "b.parquet": parquet({"text": TEXTS[200:]}),
+}
 
 
 @pytest.fixture
@@ -59,17 +64,26 @@ def data_fields(source, store) -> list[str]:
 
 def test_a_store_prepared_in_object_storage_has_the_same_bytes(texts, bucket, tmp_path):
     remote, local = texts
-    first = call("prepare", *data_fields(f"{remote}/*.jsonl.gz,{remote}/b.parquet", bucket / "store"))
-    assert (first.returncode, first.stdout.splitlines()[-1]) == (0, f"new token store: {bucket}/store"), first.stderr
+    first = call(
+        "prepare", *data_fields(f"{remote}/*.jsonl.gz,{remote}/b.parquet", bucket / "store")
+    )
+    assert (first.returncode, first.stdout.splitlines()[-1]) == (
+        0,
+        f"new token store: {bucket}/store",
+    ), first.stderr
     assert call("prepare", *data_fields(local, tmp_path / "store")).returncode == 0
-    found, expected = (files_of(folder) for folder in (local_copy(bucket / "store"), tmp_path / "store"))
+    found, expected = (
+        files_of(folder) for folder in (local_copy(bucket / "store"), tmp_path / "store")
+    )
     metadata = [json.loads(files.pop("metadata.json")) for files in (found, expected)]
     assert found == expected and len(expected["train.bin"]) > 5000
     assert metadata[0].pop("made_from")["source"] == f"{remote}/*.jsonl.gz,{remote}/b.parquet"
     del metadata[1]["made_from"]
     assert metadata[0] == metadata[1]
 
-    again = call("prepare", *data_fields(f"{remote}/*.jsonl.gz,{remote}/b.parquet", bucket / "store"))
+    again = call(
+        "prepare", *data_fields(f"{remote}/*.jsonl.gz,{remote}/b.parquet", bucket / "store")
+    )
     assert again.stdout == f"existing token store: {bucket}/store\n"
     other = call("prepare", *data_fields(remote, bucket / "store"))
     assert other.returncode == 1 and "was made with source=" in other.stderr
@@ -77,9 +91,13 @@ def test_a_store_prepared_in_object_storage_has_the_same_bytes(texts, bucket, tm
 
 def test_failed_reads_are_not_damage(texts, bucket, monkeypatch):
     """A file is called damaged if its content is invalid, but not if reading it fails."""
-    config = load_config("gpt", data__source=f"{texts[0]}/a.jsonl.gz", data__store=f"{bucket}/store").data
+    config = load_config(
+        "gpt", data__source=f"{texts[0]}/a.jsonl.gz", data__store=f"{bucket}/store"
+    ).data
     (texts[0] / "a.jsonl.gz").write_bytes(b"not compressed")
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz: damaged, or of another type than its suffix"):
+    with pytest.raises(
+        UserError, match=r"a\.jsonl\.gz: damaged, or of another type than its suffix"
+    ):
         open_or_prepare(config, log=lambda _: None)
 
     class Unreachable(io.BytesIO):
@@ -89,8 +107,12 @@ def test_failed_reads_are_not_damage(texts, bucket, monkeypatch):
     for name in ("a.jsonl.gz", "b.parquet"):
         config.source = f"{texts[0]}/{name}"
         with monkeypatch.context() as patch:
-            patch.setattr(object_storage.file_system(), "open", lambda *_, **__: Unreachable(bytes(1000)))
-            with pytest.raises(UserError, match=rf"^{texts[0]}/{name}: request failed \(connection lost\); check"):
+            patch.setattr(
+                object_storage.file_system(), "open", lambda *_, **__: Unreachable(bytes(1000))
+            )
+            with pytest.raises(
+                UserError, match=rf"^{texts[0]}/{name}: request failed \(connection lost\); check"
+            ):
                 open_or_prepare(config, log=lambda _: None)
 
 
@@ -111,10 +133,13 @@ def test_an_interrupted_upload_is_no_store(texts, bucket, monkeypatch):
             if target.endswith(remote_file):
                 raise OSError("connection lost")
             upload(source, target)
+
         return put_file
 
-    config, storage = load_config("gpt", data__source=str(texts[0]), data__store=f"{bucket}/store").data, (
-        object_storage.file_system())
+    config, storage = (
+        load_config("gpt", data__source=str(texts[0]), data__store=f"{bucket}/store").data,
+        (object_storage.file_system()),
+    )
     upload = storage.put_file
     for name in ("validation.bin", "metadata.json"):
         monkeypatch.setattr(storage, "put_file", stop_before(name))
@@ -133,54 +158,105 @@ def test_a_store_is_copied_once(texts, bucket, capsys, monkeypatch):
     assert call("prepare", *data_fields(texts[0], bucket / "store")).returncode == 0
     get_file = object_storage.file_system().get_file
     with monkeypatch.context() as patch:  # the first copy is interrupted
-        patch.setattr(object_storage.file_system(), "get_file", lambda source, target: (
-            get_file(source, target) if "train" in source else os.truncate(target, 0)))
+        patch.setattr(
+            object_storage.file_system(),
+            "get_file",
+            lambda source, target: (
+                get_file(source, target) if "train" in source else os.truncate(target, 0)
+            ),
+        )
         with pytest.raises(FileNotFoundError):
             open_store(bucket / "store")
     capsys.readouterr()
     first, second = open_store(bucket / "store"), open_store(bucket / "store")
-    assert capsys.readouterr().err.count("copying") == 1 and isinstance(first.train.stream, np.memmap)
+    assert capsys.readouterr().err.count("copying") == 1 and isinstance(
+        first.train.stream, np.memmap
+    )
     assert first.train.folder == second.train.folder != first.folder == bucket / "store"
     # If the store changes, it is copied again.
     (bucket / "store" / "train.bin").write_bytes(b"\0" * 10)
-    with pytest.raises(UserError, match=rf"{bucket}/store/train.bin: damaged, has 10 bytes, expected"):
+    with pytest.raises(
+        UserError, match=rf"{bucket}/store/train.bin: damaged, has 10 bytes, expected"
+    ):
         open_store(bucket / "store")
 
 
-@pytest.mark.parametrize("name", ["../../../outside", "a/../../../../outside", "..", "/etc/outside", "a//b", "./a"])
+@pytest.mark.parametrize(
+    "name", ["../../../outside", "a/../../../../outside", "..", "/etc/outside", "a//b", "./a"]
+)
 def test_object_names_do_not_lead_out_of_the_folder(emulated_storage, tmp_path, monkeypatch, name):
     """The emulator refuses such names, so the test replaces the requests."""
+
     def find(path, detail):
-        return {f"{path.removeprefix('gs://')}/{each}": {"type": "file", "size": 7} for each in names}
+        return {
+            f"{path.removeprefix('gs://')}/{each}": {"type": "file", "size": 7} for each in names
+        }
 
     storage, names = object_storage.file_system(), ["config.json", "empty/", name]
     monkeypatch.setattr(storage, "find", find)
-    monkeypatch.setattr(storage, "get_file", lambda source, target: Path(target).write_text("content"))
+    monkeypatch.setattr(
+        storage, "get_file", lambda source, target: Path(target).write_text("content")
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"^gs://bucket/folder/.*: the name of this object is not a path; rename or"):
+    with pytest.raises(
+        UserError, match=r"^gs://bucket/folder/.*: the name of this object is not a path; rename or"
+    ):
         local_copy(emulated_storage / "folder")
     outside = {emulated_storage / "folder" / ".." / "b": object_storage.RemoteFile(7, "")}
     with pytest.raises(UserError, match=r"folder/../b: its copy would not be inside "):
         object_storage.download(emulated_storage / "folder", tmp_path / "target", outside)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
     del names[2]
-    assert [path.name for path in local_copy(emulated_storage / "folder").iterdir()] == ["config.json"]
+    assert [path.name for path in local_copy(emulated_storage / "folder").iterdir()] == [
+        "config.json"
+    ]
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--config.data.source=s3://b/texts"], "config.data.source: 's3://b/texts' is a URL, and only gs:// URLs"),
-    (["--config.data.store=https://b/c"], "config.data.store: 'https://b/c' is a URL, and only gs:// URLs"),
-    (["--config.data.source=gs://"], "config.data.source: 'gs://' is not a path in a bucket"),
-    (["--config.data.store=gs://bucket"], "config.data.store: 'gs://bucket' is not a path in a bucket; expected gs://"),
-    (["--config.data.store=gs://bucket/a/../b"], "config.data.store: 'gs://bucket/a/../b' is not a path in a bucket"),
-    (["--config.data.source=gs://bucket/missing/*.txt"], "config.data.source='gs://bucket/missing/*.txt': no such"),
-    (["--config.data.source=gs://nobucket/texts"], "config.data.source='gs://nobucket/texts': "),
-    (["--config.data.store=gs://nobucket/store"], "config.data.store=gs://nobucket/store: request failed"),
-    (["--config.data.source={0}", "--config.data.store={0}/store"], "config.data.store='{0}/store': is inside {0}"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ["--config.data.source=s3://b/texts"],
+            "config.data.source: 's3://b/texts' is a URL, and only gs:// URLs",
+        ),
+        (
+            ["--config.data.store=https://b/c"],
+            "config.data.store: 'https://b/c' is a URL, and only gs:// URLs",
+        ),
+        (["--config.data.source=gs://"], "config.data.source: 'gs://' is not a path in a bucket"),
+        (
+            ["--config.data.store=gs://bucket"],
+            "config.data.store: 'gs://bucket' is not a path in a bucket; expected gs://",
+        ),
+        (
+            ["--config.data.store=gs://bucket/a/../b"],
+            "config.data.store: 'gs://bucket/a/../b' is not a path in a bucket",
+        ),
+        (
+            ["--config.data.source=gs://bucket/missing/*.txt"],
+            "config.data.source='gs://bucket/missing/*.txt': no such",
+        ),
+        (
+            ["--config.data.source=gs://nobucket/texts"],
+            "config.data.source='gs://nobucket/texts': ",
+        ),
+        (
+            ["--config.data.store=gs://nobucket/store"],
+            "config.data.store=gs://nobucket/store: request failed",
+        ),
+        (
+            ["--config.data.source={0}", "--config.data.store={0}/store"],
+            "config.data.store='{0}/store': is inside {0}",
+        ),
+    ],
+)
 def test_wrong_paths(texts, arguments, message):
-    found = call("prepare", "--config=gpt:tiny", *(argument.format(texts[0]) for argument in arguments))
-    assert found.returncode == 1 and found.stderr.startswith(f"error: {message.format(texts[0])}"), found.stderr
+    found = call(
+        "prepare", "--config=gpt:tiny", *(argument.format(texts[0]) for argument in arguments)
+    )
+    assert found.returncode == 1 and found.stderr.startswith(
+        f"error: {message.format(texts[0])}"
+    ), found.stderr
     assert len(found.stderr.splitlines()) <= 2
 
 
@@ -190,19 +266,30 @@ def test_failed_requests_are_not_missing_files(bucket, monkeypatch):
 
     (bucket / "folder").mkdir(parents=True)
     monkeypatch.setattr(object_storage.file_system(), "_call", fail)
-    for request in (bucket.exists, bucket.is_dir, bucket.is_file, lambda: list(bucket.iterdir()), bucket.read_text,
-                    lambda: object_storage.list_files(bucket), lambda: object_storage.match(bucket / "*")):
+    for request in (
+        bucket.exists,
+        bucket.is_dir,
+        bucket.is_file,
+        lambda: list(bucket.iterdir()),
+        bucket.read_text,
+        lambda: object_storage.list_files(bucket),
+        lambda: object_storage.match(bucket / "*"),
+    ):
         with pytest.raises(OSError, match="Forbidden"):
             request()
     found = call("prepare", *data_fields("none.txt", bucket / "store"))
     assert (found.returncode, found.stderr) == (
-        1, "error: object storage: request failed (Forbidden); check the name of the bucket, your permissions and your "
-        "credentials (gcloud auth application-default login)\n")
+        1,
+        "error: object storage: request failed (Forbidden); check the name of the bucket, your "
+        "permissions and your credentials (gcloud auth application-default login)\n",
+    )
 
 
 def test_a_missing_bucket_is_named(emulated_storage):
     found = call("generate", "--workdir=gs://nobucket/run")
-    assert found.returncode == 1 and found.stderr.startswith("error: --workdir=gs://nobucket/run: request failed (404 ")
+    assert found.returncode == 1 and found.stderr.startswith(
+        "error: --workdir=gs://nobucket/run: request failed (404 "
+    )
 
 
 @pytest.mark.slow
@@ -210,9 +297,14 @@ def test_a_lock_is_refused_until_it_is_released(bucket, short_lease):  # noqa: F
     lock = bucket / "lock"
     with contextlib.ExitStack() as second:
         with file_lock(lock):
-            with pytest.raises(LockHeldError, match=rf"^process {os.getpid()} on \S+$"), file_lock(lock):
+            with (
+                pytest.raises(LockHeldError, match=rf"^process {os.getpid()} on \S+$"),
+                file_lock(lock),
+            ):
                 pass
-            waiter = threading.Thread(target=lambda: second.enter_context(file_lock(lock, wait=True)))
+            waiter = threading.Thread(
+                target=lambda: second.enter_context(file_lock(lock, wait=True))
+            )
             waiter.start()
             waiter.join(2 * LEASE["LEASE_SECONDS"])
             assert waiter.is_alive()
@@ -224,7 +316,10 @@ def test_a_lock_is_refused_until_it_is_released(bucket, short_lease):  # noqa: F
 @pytest.mark.slow
 def test_an_expired_lock_is_taken_over(bucket, short_lease):  # noqa: F811
     with hold_lock(bucket / "lock") as holder:
-        with pytest.raises(LockHeldError, match=f"process {holder.pid} on"), file_lock(bucket / "lock"):
+        with (
+            pytest.raises(LockHeldError, match=f"process {holder.pid} on"),
+            file_lock(bucket / "lock"),
+        ):
             pass
         holder.send_signal(signal.SIGSTOP)
         began = time.monotonic()
@@ -271,7 +366,9 @@ def test_a_torn_line_does_not_swallow_the_next_session(place, request):
     for step in (3, 4):
         append_session(folder, {"step": step})
     first, torn, *others = path.read_text().splitlines()
-    assert torn == '{"step": 2, "proc' and [json.loads(line)["step"] for line in (first, *others)] == [1, 3, 4]
+    assert torn == '{"step": 2, "proc' and [
+        json.loads(line)["step"] for line in (first, *others)
+    ] == [1, 3, 4]
 
 
 KILLED_WITH_SPOOL = """
@@ -323,18 +420,33 @@ def test_a_holder_that_cannot_renew_ends_before_its_lease(bucket, short_lease): 
         _, error = holder.communicate(timeout=20)
         assert time.monotonic() - began < LEASE["LEASE_SECONDS"] and holder.returncode == 1
     first, last = error.splitlines()
-    assert first == f"{bucket}/lock: the lock could not be renewed (no network); trying again every 0.5 s"
-    assert last == f"error: {bucket}/lock: the lock could not be renewed (no network); this process ends without saving"
+    assert (
+        first
+        == f"{bucket}/lock: the lock could not be renewed (no network); trying again every 0.5 s"
+    )
+    assert (
+        last
+        == f"error: {bucket}/lock: the lock could not be renewed (no network); this process ends without saving"
+    )
     assert (bucket / "lock").read_text().startswith(f"process {holder.pid} on")
 
 
 def small_state(step: int) -> TrainState:
-    return TrainState(jnp.int32(step), {"weight": jnp.full(8, step, jnp.float32)}, {"count": jnp.int32(step)})
+    return TrainState(
+        jnp.int32(step), {"weight": jnp.full(8, step, jnp.float32)}, {"count": jnp.int32(step)}
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("match, status", [
-    ("/checkpoints", 403), ("GET .*/o\\?", 403), ("POST .*/checkpoints/20/", 403), ("commit_success", 403)])
+@pytest.mark.parametrize(
+    "match, status",
+    [
+        ("/checkpoints", 403),
+        ("GET .*/o\\?", 403),
+        ("POST .*/checkpoints/20/", 403),
+        ("commit_success", 403),
+    ],
+)
 def test_saving_fails_while_requests_are_refused(bucket, faults, match, status):  # noqa: F811
     """The run goes on, the step is not taken for saved, and the next save succeeds."""
     messages = []
@@ -362,8 +474,16 @@ def test_saving_fails_while_requests_are_refused(bucket, faults, match, status):
 def test_a_save_repeats_requests(bucket, faults, status):  # noqa: F811
     messages = []
     checkpoints = Checkpoints(bucket / "checkpoints", keep=2, log=messages.append)
-    hits = faults(*({"match": match, "status": status, "times": 1} for match in (
-        "POST .*checkpoints/10/.*manifest", "POST .*commit_success", "GET .*/o\\?")))
+    hits = faults(
+        *(
+            {"match": match, "status": status, "times": 1}
+            for match in (
+                "POST .*checkpoints/10/.*manifest",
+                "POST .*commit_success",
+                "GET .*/o\\?",
+            )
+        )
+    )
     checkpoints.save(10, small_state(10))
     checkpoints.close()
     assert hits() == [1, 1, 1] and not messages and saved_steps(bucket / "checkpoints") == [10]
@@ -385,12 +505,20 @@ def test_processes_share_a_compilation_cache(place, request):
     """An incomplete entry is ignored. A process leaves one if it is killed while it writes."""
     folder = request.getfixturevalue(place) / "compiled"
 
-    environment = {**os.environ, compilation_cache.VARIABLE: str(folder),
-                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment = {
+        **os.environ,
+        compilation_cache.VARIABLE: str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
     def compile_in_process() -> tuple[str, int]:
-        done = subprocess.run([sys.executable, "-W", "default", "-c", COMPILE], cwd=ROOT, capture_output=True,
-                              text=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-W", "default", "-c", COMPILE],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
         assert done.returncode == 0 and "persistent" not in done.stderr, done.stderr
         value, hits = done.stdout.split()
         return value, int(hits)

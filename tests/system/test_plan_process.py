@@ -1,4 +1,6 @@
-"""Tests of the command `plan`, started as users start it, with the CPU compiler and the TPU compiler."""
+"""Tests of the command `plan`, started as users start it, with the CPU compiler and the TPU
+compiler.
+"""
 
 import contextlib
 import importlib.util
@@ -21,8 +23,13 @@ FIELDS = {"model__num_layers": 2, "model__d_model": 16}
 
 
 def test_memory_matches_the_compiled_steps():
-    result = run("plan", "--config=configs/gpt.py:tiny", "--topology=cpu:8", "--json",
-                 *(f"--config.{name.replace('__', '.')}={value}" for name, value in FIELDS.items()))
+    result = run(
+        "plan",
+        "--config=configs/gpt.py:tiny",
+        "--topology=cpu:8",
+        "--json",
+        *(f"--config.{name.replace('__', '.')}={value}" for name, value in FIELDS.items()),
+    )
     assert result.returncode == 0, result.stderr
     planned = json.loads(result.stdout)
     program = build_program(load_config("gpt", **FIELDS), jax.devices()[:8])
@@ -31,12 +38,14 @@ def test_memory_matches_the_compiled_steps():
     assert planned["temp_bytes"] == pytest.approx(memory_stats.temp_size_in_bytes, rel=0.1)
     assert planned["argument_bytes"] == memory_stats.argument_size_in_bytes
     assert planned["eval_temp_bytes"] == pytest.approx(eval_needs.temp_size_in_bytes, rel=0.1)
-    # An evaluation step reads only the weights, but the optimizer's moments stay in memory. They are twice as large as
-    # the weights, and divided among the devices, except for those of the five scales of width 16.
+    # An evaluation step reads only the weights, but the optimizer's moments stay in memory. They
+    # are twice as large as the weights, and divided among the devices, except for those of the five
+    # scales of width 16.
     scales = 5 * 16
     moments = 2 * 4 * ((planned["parameters"] - scales) / 8 + scales)
     assert planned["eval_needed_bytes"] - planned["eval_temp_bytes"] == pytest.approx(
-        eval_needs.argument_size_in_bytes + moments, rel=0.01)
+        eval_needs.argument_size_in_bytes + moments, rel=0.01
+    )
     assert planned["fits"] and planned["devices"] == 8 and planned["estimated_cycles"] is None
     assert planned["flops_per_step"] == planned["flops_per_token"] * 8 * 64
     assert set(planned["collectives"]) == {"all-gather", "all-reduce"}
@@ -44,16 +53,29 @@ def test_memory_matches_the_compiled_steps():
 
 needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="needs the TPU compiler: pip install -c constraints.txt -e '.[plan]'")
+    reason="needs the TPU compiler: pip install -c constraints.txt -e '.[plan]'",
+)
 
 
 @needs_tpu_compiler
 def test_a_stopped_compilation():
-    """On a terminal, `plan` shows the time. On SIGTERM it ends at once, without the TPU compiler's stack trace."""
+    """On a terminal, `plan` shows the time. On SIGTERM it ends at once, without the TPU compiler's
+    stack trace.
+    """
     reader, terminal = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "smallgpt_jax.plan", "--config=configs/gpt.py", "--topology=v5e:2x2"],
-        cwd=ROOT, env=os.environ | {"XLA_FLAGS": ""}, stdout=subprocess.PIPE, stderr=terminal)
+        [
+            sys.executable,
+            "-m",
+            "smallgpt_jax.plan",
+            "--config=configs/gpt.py",
+            "--topology=v5e:2x2",
+        ],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": ""},
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+    )
     os.close(terminal)
     try:
         shown = ""
@@ -72,16 +94,30 @@ def test_a_stopped_compilation():
 
 @needs_tpu_compiler
 def test_the_topology_determines_the_dtype():
-    result = run("plan", "--config=configs/gpt.py:tiny", "--config.model.dtype=auto", "--topology=v5e:2x2",
-                 "--inference", "--json", XLA_FLAGS="")
+    result = run(
+        "plan",
+        "--config=configs/gpt.py:tiny",
+        "--config.model.dtype=auto",
+        "--topology=v5e:2x2",
+        "--inference",
+        "--json",
+        XLA_FLAGS="",
+    )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["dtype"] == "bfloat16"
 
 
 @needs_tpu_compiler
 def test_a_tpu_program():
-    result = run("plan", "--config=configs/lgpt.py:tiny", "--topology=v5e:2x2", "--config.model.context_length=128",
-                 "--config.model.num_layers=2", "--json", XLA_FLAGS="")  # libtpu rejects flags of the CPU compiler
+    result = run(
+        "plan",
+        "--config=configs/lgpt.py:tiny",
+        "--topology=v5e:2x2",
+        "--config.model.context_length=128",
+        "--config.model.num_layers=2",
+        "--json",
+        XLA_FLAGS="",
+    )  # libtpu rejects flags of the CPU compiler
     assert result.returncode == 0, result.stderr
     assert not result.stderr
     planned = json.loads(result.stdout)
@@ -90,5 +126,6 @@ def test_a_tpu_program():
     seconds = (planned["estimated_cycles"] + planned["kernel_cycles"]) / 1.5e9
     assert planned["estimated_step_seconds"] == pytest.approx(seconds)
     assert planned["estimated_mfu"] == pytest.approx(
-        planned["flops_per_step"] / 4 / (seconds * 197e12))
+        planned["flops_per_step"] / 4 / (seconds * 197e12)
+    )
     assert set(planned["collectives"]) == {"all-gather", "reduce-scatter", "all-reduce"}

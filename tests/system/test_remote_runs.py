@@ -26,7 +26,8 @@ from smallgpt_jax.training import train
 
 pytestmark = pytest.mark.slow
 FIELDS = dict(train__checkpoint_every=10, train__log_every=5)
-# Runs the command `main`. Kills it after it has written the arrays of step 20, before it commits this checkpoint.
+# Runs the command `main`. Kills it after it has written the arrays of step 20, before it commits
+# this checkpoint.
 KILLED_IN_SAVE = """
 import os, runpy, signal, sys
 from smallgpt_jax.storage import object_storage
@@ -54,12 +55,21 @@ def remote_run(emulated_storage, text_file, short_lease):  # noqa: F811
     """Returns the workdir of a run that was killed while it saved step 20, and then resumed."""
     folder = emulated_storage / "runs" / "tiny"
     fields = {"data__source": text_file, "data__store": emulated_storage / "store", **FIELDS}
-    flags = ["--config=gpt:tiny", f"--workdir={folder}",
-             *(f"--config.{name.replace('__', '.')}={value}" for name, value in fields.items())]
-    killed = subprocess.run([sys.executable, "-c", KILLED_IN_SAVE, *flags], cwd=ROOT, capture_output=True, text=True)
+    flags = [
+        "--config=gpt:tiny",
+        f"--workdir={folder}",
+        *(f"--config.{name.replace('__', '.')}={value}" for name, value in fields.items()),
+    ]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_IN_SAVE, *flags], cwd=ROOT, capture_output=True, text=True
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert (folder / "checkpoints" / "20" / "params" / "manifest.ocdbt").exists()  # step 20 is not committed
-    assert saved_steps(folder / "checkpoints") == Checkpoints(folder / "checkpoints").steps() == [10]
+    assert (
+        folder / "checkpoints" / "20" / "params" / "manifest.ocdbt"
+    ).exists()  # step 20 is not committed
+    assert (
+        saved_steps(folder / "checkpoints") == Checkpoints(folder / "checkpoints").steps() == [10]
+    )
     assert {line["step"] for line in read_untimed_metrics(folder)} == {5, 10, 15, 20}
     assert (folder / LOCK_FILE).exists()
     before = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
@@ -67,35 +77,71 @@ def remote_run(emulated_storage, text_file, short_lease):  # noqa: F811
     resumed = call("main", *flags)
     assert resumed.returncode == 0 and "10 done" in resumed.stdout, resumed.stderr
     assert "waiting until it renews or loses the lock" in resumed.stderr
-    assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]) == before  # of the killed session
+    assert (
+        json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]) == before
+    )  # of the killed session
     assert not (folder / LOCK_FILE).exists()
     return folder
 
 
 def test_a_killed_run_ends_like_a_local_run(remote_run, local_run):
-    assert saved_steps(remote_run / "checkpoints") == saved_steps(local_run / "checkpoints") == [20, 30, 40]
+    assert (
+        saved_steps(remote_run / "checkpoints")
+        == saved_steps(local_run / "checkpoints")
+        == [20, 30, 40]
+    )
     assert_equal(state_of(remote_run, 40), state_of(local_run, 40))
     assert read_untimed_metrics(remote_run) == read_untimed_metrics(local_run)
-    ours, local = ({path.name.split(".out.")[0] for path in folder.iterdir()} for folder in (remote_run, local_run))
+    ours, local = (
+        {path.name.split(".out.")[0] for path in folder.iterdir()}
+        for folder in (remote_run, local_run)
+    )
     assert ours == local
-    sessions = [json.loads(line) for line in (remote_run / "sessions.jsonl").read_text().splitlines()]
+    sessions = [
+        json.loads(line) for line in (remote_run / "sessions.jsonl").read_text().splitlines()
+    ]
     assert len(sessions) == 2
 
 
 def test_a_second_process_is_refused(remote_run, text_file):
     with hold_lock(remote_run / LOCK_FILE) as holder:
-        second = call("main", f"--config=run:{remote_run}", f"--workdir={remote_run}", "--config.train.steps=50")
+        second = call(
+            "main",
+            f"--config=run:{remote_run}",
+            f"--workdir={remote_run}",
+            "--config.train.steps=50",
+        )
     assert second.returncode == 1 and second.stderr.splitlines()[-1] == (
-        f"error: --workdir={remote_run}: in use by {name_of(holder)}; wait for it, or use another --workdir")
+        f"error: --workdir={remote_run}: in use by {name_of(holder)}; wait for it, or use another "
+        "--workdir"
+    )
     assert 50 not in saved_steps(remote_run / "checkpoints")
-    other = call("main", f"--config=run:{remote_run}", f"--workdir={remote_run}", "--config.model.num_heads=2")
-    assert other.returncode == 1 and "existing run with another config: model.num_heads was 4, now 2" in other.stderr
+    other = call(
+        "main",
+        f"--config=run:{remote_run}",
+        f"--workdir={remote_run}",
+        "--config.model.num_heads=2",
+    )
+    assert (
+        other.returncode == 1
+        and "existing run with another config: model.num_heads was 4, now 2" in other.stderr
+    )
 
 
 def test_generate_reads_a_remote_run(remote_run, local_run):
-    texts = [call("generate", f"--workdir={folder}", "--prompt=the cat", "--step=30", "--max_new_tokens=20")
-             for folder in (remote_run, local_run)]
-    assert texts[0].stdout == texts[1].stdout and texts[0].stdout.startswith("the cat"), texts[0].stderr
+    texts = [
+        call(
+            "generate",
+            f"--workdir={folder}",
+            "--prompt=the cat",
+            "--step=30",
+            "--max_new_tokens=20",
+        )
+        for folder in (remote_run, local_run)
+    ]
+    assert texts[0].stdout == texts[1].stdout and texts[0].stdout.startswith("the cat"), texts[
+        0
+    ].stderr
 
 
 def test_convert_reads_and_writes_remote_folders(remote_run, local_run, bucket, tmp_path):
@@ -104,19 +150,29 @@ def test_convert_reads_and_writes_remote_folders(remote_run, local_run, bucket, 
         exported = call("convert", "--to=hf", f"--workdir={source}", f"--output={target}")
         assert exported.returncode == 0, exported.stderr
     names = {path.name for path in exports[1].iterdir()}
-    assert {path.name for path in exports[0].iterdir()} == names >= {"config.json", "model.safetensors"}
+    assert (
+        {path.name for path in exports[0].iterdir()}
+        == names
+        >= {"config.json", "model.safetensors"}
+    )
     for name in names - {"README.md"}:
         assert (exports[0] / name).read_bytes() == (exports[1] / name).read_bytes(), name
     for form, source in (("hf", exports[0]), ("run", remote_run)):
-        imported = call("convert", f"--from={form}", f"--input={source}", f"--workdir={bucket / form}")
+        imported = call(
+            "convert", f"--from={form}", f"--input={source}", f"--workdir={bucket / form}"
+        )
         assert imported.returncode == 0, imported.stderr
         params = Checkpoints(bucket / form / "checkpoints")
         assert params.steps() == [0]
     again = call("convert", "--to=hf", f"--workdir={remote_run}", f"--output={exports[0]}")
     assert (again.returncode, again.stderr) == (
-        1, f"error: --output={exports[0]}: folder is not empty; choose another\n")
-    text = [call("generate", f"--workdir={folder}", "--max_new_tokens=20").stdout
-            for folder in (bucket / "hf", bucket / "run", local_run)]
+        1,
+        f"error: --output={exports[0]}: folder is not empty; choose another\n",
+    )
+    text = [
+        call("generate", f"--workdir={folder}", "--max_new_tokens=20").stdout
+        for folder in (bucket / "hf", bucket / "run", local_run)
+    ]
     assert text[0] == text[1] == text[2] != ""
 
 
@@ -128,19 +184,32 @@ def test_compare_reads_and_writes_remote_folders(remote_run, local_run, bucket, 
         assert compared.returncode == 0, compared.stderr
     found = [json.loads((output / "results.json").read_text())["runs"][0] for output in outputs]
     assert found[0]["workdir"] == str(remote_run) and found[0]["name"] == "tiny"
-    assert [point["loss"] for point in found[0]["curve"]] == [point["loss"] for point in found[1]["curve"]]
+    assert [point["loss"] for point in found[0]["curve"]] == [
+        point["loss"] for point in found[1]["curve"]
+    ]
     assert {path.name for path in outputs[0].iterdir()} == {
-        path.name for path in outputs[1].iterdir() if not path.name.startswith(".")}
+        path.name for path in outputs[1].iterdir() if not path.name.startswith(".")
+    }
 
 
 def test_evaluate_reads_a_remote_run(remote_run, local_run, tmp_path):
     copied = shutil.copytree(local_run, tmp_path / "run")
     copa = {"choice1": "It broke.", "choice2": "It flew away.", "question": "effect"}
-    (tmp_path / "copa_val.jsonl").write_text("".join(
-        json.dumps(copa | {"premise": f"Cup {i} fell.", "label": i % 2, "idx": i}) + "\n" for i in range(4)))
+    (tmp_path / "copa_val.jsonl").write_text(
+        "".join(
+            json.dumps(copa | {"premise": f"Cup {i} fell.", "label": i % 2, "idx": i}) + "\n"
+            for i in range(4)
+        )
+    )
     scores = []
     for folder in (remote_run, copied):
-        evaluated = call("evaluate", f"--workdir={folder}", "--tasks=copa", f"--data_dir={tmp_path}", "--log_samples")
+        evaluated = call(
+            "evaluate",
+            f"--workdir={folder}",
+            "--tasks=copa",
+            f"--data_dir={tmp_path}",
+            "--log_samples",
+        )
         assert evaluated.returncode == 0, evaluated.stderr
         found = json.loads((folder / "evaluations" / "step40-copa.json").read_text())
         scores.append([sample["resps"] for sample in found["samples"]["copa"]])
@@ -162,7 +231,9 @@ def test_folders_of_the_user_survive_a_failed_save(remote_run, bucket, monkeypat
 
 
 def test_a_damaged_checkpoint_is_moved_away(remote_run, bucket):
-    """The test changes the saved checksums, so tensorstore can read the arrays, but they count as damaged."""
+    """The test changes the saved checksums, so tensorstore can read the arrays, but they count as
+    damaged.
+    """
     copy = bucket / "run"
     storage = object_storage.file_system()
     storage.copy(str(remote_run), str(copy), recursive=True)
@@ -173,7 +244,9 @@ def test_a_damaged_checkpoint_is_moved_away(remote_run, bucket):
     found = call("main", f"--config=run:{copy}", f"--workdir={copy}")
     assert found.returncode == 0, found.stderr
     assert "damaged checkpoint of step 40 (checksum of params['" in found.stdout
-    assert (copy / "damaged_checkpoints" / "40" / "check" / "metadata").read_text() == json.dumps(sums)
+    assert (copy / "damaged_checkpoints" / "40" / "check" / "metadata").read_text() == json.dumps(
+        sums
+    )
     assert_equal(state_of(copy, 40), state_of(remote_run, 40))  # trained again, from step 30
 
 
@@ -192,18 +265,26 @@ def test_metrics_are_uploaded_while_a_run_trains(bucket, monkeypatch):
     monkeypatch.setattr(spool, "write_atomically", flaky_write)
     (bucket / "run").mkdir(parents=True)
     (bucket / "run" / "metrics.jsonl").write_text("old\n")
-    with spool.open_spool(bucket / "run", ["metrics.jsonl", "tracker.json"], messages.append) as opened:
-        assert opened.folder.name == "run" and [path.name for path in opened.folder.iterdir()] == ["metrics.jsonl"]
+    with spool.open_spool(
+        bucket / "run", ["metrics.jsonl", "tracker.json"], messages.append
+    ) as opened:
+        assert opened.folder.name == "run" and [path.name for path in opened.folder.iterdir()] == [
+            "metrics.jsonl"
+        ]
         with (opened.folder / "metrics.jsonl").open("a") as file:
             file.write("new\n")
         assert uploaded.wait(5)
         deadline = time.monotonic() + 20
-        while (bucket / "run" / "metrics.jsonl").read_text() != "old\nnew\n" and time.monotonic() < deadline:
+        while (
+            bucket / "run" / "metrics.jsonl"
+        ).read_text() != "old\nnew\n" and time.monotonic() < deadline:
             time.sleep(0.05)
         assert (bucket / "run" / "metrics.jsonl").read_text() == "old\nnew\n"
         (opened.folder / "profile").mkdir()
         (opened.folder / "profile" / "trace").write_text("last")
-    assert (bucket / "run" / "profile" / "trace").read_text() == "last" and not opened.folder.exists()
+    assert (
+        bucket / "run" / "profile" / "trace"
+    ).read_text() == "last" and not opened.folder.exists()
     assert len(messages) == 1
     assert messages[0].startswith(f"{bucket}/run: metrics could not be uploaded (connection lost)")
 
@@ -222,18 +303,27 @@ def test_files_that_cannot_be_uploaded_are_kept(bucket, monkeypatch):
             (opened.folder / name).write_text(name)
     assert uploaded == ["metrics.jsonl", "trace", "z.txt", "trace", "trace"]
     assert (opened.folder / "trace").read_text() == "trace"
-    assert messages[-1] == f"{opened.folder}: not uploaded (quota exceeded); copy it to {bucket}/run"
+    assert (
+        messages[-1] == f"{opened.folder}: not uploaded (quota exceeded); copy it to {bucket}/run"
+    )
     assert len(messages) == 2
     shutil.rmtree(opened.folder.parent)
 
 
 def test_failed_requests_are_not_damage(remote_run, monkeypatch):
     """If the service fails, no checkpoint is moved, and the message has one line."""
+
     def fail(*_, **__):
         raise ValueError("UNAVAILABLE: Failed to connect")
 
     monkeypatch.setattr(Checkpoints, "_read", fail)
     before = sorted(object_storage.list_files(remote_run / "checkpoints"))
-    with pytest.raises(Exception, match=r"checkpoints/40: cannot be read \(UNAVAILABLE: Failed to connect\); nothing"):
+    with pytest.raises(
+        Exception,
+        match=r"checkpoints/40: cannot be read \(UNAVAILABLE: Failed to connect\); nothing",
+    ):
         train.train(load_config("run", str(remote_run), train__steps=60), str(remote_run))
-    assert sorted(object_storage.list_files(remote_run / "checkpoints")) == before and np.size(before) > 10
+    assert (
+        sorted(object_storage.list_files(remote_run / "checkpoints")) == before
+        and np.size(before) > 10
+    )

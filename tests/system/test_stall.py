@@ -38,12 +38,29 @@ runpy.run_module("smallgpt_jax.main", run_name="__main__", alter_sys=True)
 @pytest.mark.parametrize("fault, status", [("frozen data", 124), ("slow checkpoint", 0)])
 def test_a_stalled_run_ends(text_file, tmp_path, fault, status):
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, fault, "--config=configs/gpt.py:tiny", f"--workdir={tmp_path / 'run'}",
-         f"--config.data.source={text_file}", "--config.model.num_layers=1", "--config.train.checkpoint_every=10",
-         "--config.train.eval_every=40", "--config.train.stall_seconds=3"],
-        cwd=ROOT, env={**os.environ, "XLA_FLAGS": XLA_FLAGS.format(devices=1)}, capture_output=True, text=True,
-        timeout=120)
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            fault,
+            "--config=configs/gpt.py:tiny",
+            f"--workdir={tmp_path / 'run'}",
+            f"--config.data.source={text_file}",
+            "--config.model.num_layers=1",
+            "--config.train.checkpoint_every=10",
+            "--config.train.eval_every=40",
+            "--config.train.stall_seconds=3",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": XLA_FLAGS.format(devices=1)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == status, result.stderr
-    stalled = "error: no training step has finished for 3 seconds (config.train.stall_seconds); " in result.stderr
+    stalled = (
+        "error: no training step has finished for 3 seconds (config.train.stall_seconds); "
+        in result.stderr
+    )
     assert stalled == ("in freeze" in result.stderr) == (fault == "frozen data")
     assert Checkpoints(tmp_path / "run" / CHECKPOINT_FOLDER).steps()[-1] == (10 if stalled else 40)

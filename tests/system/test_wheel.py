@@ -1,4 +1,6 @@
-"""Tests of a wheel that is installed into an empty folder and used in another empty folder, without the clone."""
+"""Tests of a wheel that is installed into an empty folder and used in another empty folder, without
+the clone.
+"""
 
 import importlib.util
 import json
@@ -17,14 +19,29 @@ from smallgpt_jax import __version__
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("pip") is None or importlib.util.find_spec("setuptools") is None,
-                       reason="needs pip and setuptools to build a wheel without a network")]
+    pytest.mark.skipif(
+        importlib.util.find_spec("pip") is None or importlib.util.find_spec("setuptools") is None,
+        reason="needs pip and setuptools to build a wheel without a network",
+    ),
+]
 
 
 def pip(command: str, *arguments) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pip", command, "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check",
-         *map(str, arguments)], capture_output=True, text=True)
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            command,
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--disable-pip-version-check",
+            *map(str, arguments),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -43,30 +60,57 @@ def installed(tmp_path_factory) -> Path:
 
 
 def run_installed(installed: Path, *command, cwd: Path) -> str:
-    """Runs Python with the wheel and its dependencies, but without the clone; returns what it prints.
+    """Runs Python with the wheel and its dependencies, but without the clone; returns what it
+    prints.
 
-    `-S` ignores the .pth files of site-packages, which make a clone importable after `pip install -e`.
+    `-S` ignores the .pth files of site-packages, which make a clone importable after `pip install
+    -e`.
     """
-    path = os.pathsep.join([str(installed), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    path = os.pathsep.join(
+        [str(installed), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    )
     done = subprocess.run(
-        [sys.executable, "-S", *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": path, "XLA_FLAGS": XLA_FLAGS.format(devices=1)})
+        [sys.executable, "-S", *map(str, command)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": path, "XLA_FLAGS": XLA_FLAGS.format(devices=1)},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_trains_and_generates_in_an_empty_folder(installed, text_file, tmp_path):
-    """The script finds the installed recipe, and, like `python -m`, modules in the working directory."""
-    (tmp_path / "mine.py").write_text("from smallgpt_jax.models.gpt import GPT\n\nclass Mine(GPT):\n    pass\n")
+    """The script finds the installed recipe, and, like `python -m`, modules in the working
+    directory.
+    """
+    (tmp_path / "mine.py").write_text(
+        "from smallgpt_jax.models.gpt import GPT\n\nclass Mine(GPT):\n    pass\n"
+    )
     scripts = installed / "bin"
     output = run_installed(
-        installed, scripts / "smallgpt-train", "--config=gpt:tiny", "--workdir=run", "--config.train.steps=2",
-        f"--config.data.source={text_file}", "--config.model.architecture=mine:Mine", cwd=tmp_path)
+        installed,
+        scripts / "smallgpt-train",
+        "--config=gpt:tiny",
+        "--workdir=run",
+        "--config.train.steps=2",
+        f"--config.data.source={text_file}",
+        "--config.model.architecture=mine:Mine",
+        cwd=tmp_path,
+    )
     assert "step 2/2" in output
     session = json.loads((tmp_path / "run" / "sessions.jsonl").read_text())
     assert session["versions"]["smallgpt_jax"] == __version__ and "commit" not in session
-    text = run_installed(installed, scripts / "smallgpt-generate", "--workdir=run", "--trust_custom_code",
-                         "--prompt=the cat", "--max_new_tokens=2", cwd=tmp_path)
+    text = run_installed(
+        installed,
+        scripts / "smallgpt-generate",
+        "--workdir=run",
+        "--trust_custom_code",
+        "--prompt=the cat",
+        "--max_new_tokens=2",
+        cwd=tmp_path,
+    )
     assert text.startswith("the cat")
 
 
@@ -82,10 +126,14 @@ for value in sys.argv[1:]:
 
 @pytest.mark.parametrize("own_file", [None, "configs/mine.py", "configs/__init__.py", "configs.py"])
 def test_recipes_import_configs(installed, own_file, tmp_path):
-    """Shipped recipes and a user's recipe are loaded, even if the working directory has its own `configs`."""
-    (tmp_path / "own.py").write_text("from configs import base\n\ndef get_config(size):\n"
-                                     "    config = base.get_config(size)\n    config.model.architecture = 'own'\n"
-                                     "    return config\n")
+    """Shipped recipes and a user's recipe are loaded, even if the working directory has its own
+    `configs`.
+    """
+    (tmp_path / "own.py").write_text(
+        "from configs import base\n\ndef get_config(size):\n"
+        "    config = base.get_config(size)\n    config.model.architecture = 'own'\n"
+        "    return config\n"
+    )
     if own_file:
         (tmp_path / own_file).parent.mkdir(exist_ok=True)
         (tmp_path / own_file).touch()
@@ -95,5 +143,7 @@ def test_recipes_import_configs(installed, own_file, tmp_path):
 
 def test_every_command_has_a_script(installed):
     commands = {"train" if command == "main" else command: command for command in package.COMMANDS}
-    assert {path.name for path in (installed / "bin").iterdir()} == {f"smallgpt-{name}" for name in commands}
+    assert {path.name for path in (installed / "bin").iterdir()} == {
+        f"smallgpt-{name}" for name in commands
+    }
     assert {name: getattr(package, name).args[0] for name in commands} == commands

@@ -1,4 +1,6 @@
-"""Tests that compare attention backends with a plain formula in float64, on one device and on a mesh."""
+"""Tests that compare attention backends with a plain formula in float64, on one device and on a
+mesh.
+"""
 
 import re
 
@@ -38,15 +40,21 @@ def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None, causal=Tr
 
 
 def inputs(batch=2, heads=2, head_width=16, groups=None, time=TIME):
-    """Returns random queries, keys and values, and random weights for a weighted sum of the attention outputs."""
+    """Returns random queries, keys and values, and random weights for a weighted sum of the
+    attention outputs.
+    """
     q, k, v, weights = jax.random.normal(jax.random.key(0), (4, batch, heads, time, head_width))
     return q, k[:, :groups], v[:, :groups], weights
 
 
 def documents(batch: int) -> np.ndarray:
-    """Returns the segment ids of rows with documents of different lengths; one document is a single token."""
+    """Returns the segment ids of rows with documents of different lengths; one document is a single
+    token.
+    """
     cuts = [[100], [1, 2, 255], [128]]
-    return np.array([np.searchsorted(cuts[i % 3], np.arange(TIME), side="right") for i in range(batch)])
+    return np.array(
+        [np.searchsorted(cuts[i % 3], np.arange(TIME), side="right") for i in range(batch)]
+    )
 
 
 def in_prefix(lengths) -> np.ndarray:
@@ -62,39 +70,65 @@ def value_and_gradients(q, k, v, weights, mask, **options):
     return [y, *gradients]
 
 
-@pytest.mark.parametrize("backend, head_width, groups, window, has_segments, is_causal", [
-    ("xla", 16, 2, 0, False, True), ("xla", 16, 1, 0, True, True), ("xla", 16, 2, 1, True, True),
-    ("xla", 16, 1, 130, False, True), ("xla", 16, 1, 0, True, False), ("xla", 16, 2, 37, False, False),
-    ("reference", 16, 1, 3, True, True),
-    pytest.param("splash", 2, 2, 0, True, True, marks=pytest.mark.slow),
-    pytest.param("splash", 128, 2, 0, False, True, marks=pytest.mark.slow),
-    ("splash", 16, 1, 0, True, False), ("splash", 16, 2, 37, False, True), ("splash", 16, 2, 37, False, False)])
+@pytest.mark.parametrize(
+    "backend, head_width, groups, window, has_segments, is_causal",
+    [
+        ("xla", 16, 2, 0, False, True),
+        ("xla", 16, 1, 0, True, True),
+        ("xla", 16, 2, 1, True, True),
+        ("xla", 16, 1, 130, False, True),
+        ("xla", 16, 1, 0, True, False),
+        ("xla", 16, 2, 37, False, False),
+        ("reference", 16, 1, 3, True, True),
+        pytest.param("splash", 2, 2, 0, True, True, marks=pytest.mark.slow),
+        pytest.param("splash", 128, 2, 0, False, True, marks=pytest.mark.slow),
+        ("splash", 16, 1, 0, True, False),
+        ("splash", 16, 2, 37, False, True),
+        ("splash", 16, 2, 37, False, False),
+    ],
+)
 def test_backends_match_the_formula(backend, head_width, groups, window, has_segments, is_causal):
     """The outputs match the formula, and the gradients match those of the reference backend.
 
-    Covers keys shared by two query heads, and attention windows shorter and longer than a chunk of queries.
+    Covers keys shared by two query heads, and attention windows shorter and longer than a chunk of
+    queries.
     """
     q, k, v, weights = inputs(head_width=head_width, groups=groups)
     segments = documents(2) if has_segments else None
     mask = AttentionMask(window, segments, is_causal=is_causal)
     y, *gradients = value_and_gradients(q, k, v, weights, mask, backend=backend)
-    np.testing.assert_allclose(y, oracle(q, k, v, segments, window=window, causal=is_causal), rtol=1e-4, atol=1e-5)
-    # Gradients are compared with the reference backend, whose gradients are tested against finite differences.
+    np.testing.assert_allclose(
+        y, oracle(q, k, v, segments, window=window, causal=is_causal), rtol=1e-4, atol=1e-5
+    )
+    # Gradients are compared with the reference backend, whose gradients are tested against finite
+    # differences.
     expected = value_and_gradients(q, k, v, weights, mask, backend="reference")[1:]
     for found, gradient in zip(gradients, expected):
         np.testing.assert_allclose(found, gradient, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_width, heads, groups, window, time", [
-    (2, 2, 2, 0, 384), (64, 2, 1, 0, 128), (16, 2, 1, 37, 384), (16, 1, 1, 128, 384), (16, 1, 1, 130, 384),
-    (16, 1, 1, 383, 384), (16, 2, 1, 256, 768), (16, 1, 1, 512, 1024), (16, 1, 1, 520, 1024),
-    pytest.param(20, 4, 2, 0, 1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "head_width, heads, groups, window, time",
+    [
+        (2, 2, 2, 0, 384),
+        (64, 2, 1, 0, 128),
+        (16, 2, 1, 37, 384),
+        (16, 1, 1, 128, 384),
+        (16, 1, 1, 130, 384),
+        (16, 1, 1, 383, 384),
+        (16, 2, 1, 256, 768),
+        (16, 1, 1, 512, 1024),
+        (16, 1, 1, 520, 1024),
+        pytest.param(20, 4, 2, 0, 1024, marks=pytest.mark.slow),
+    ],
+)
 def test_flash_attention_matches_the_formula(head_width, heads, groups, window, time):
-    """Rows of 384 positions have blocks of 128. Longer rows have blocks of 512, or of 256 with a short window.
+    """Rows of 384 positions have blocks of 128. Longer rows have blocks of 512, or of 256 with a
+    short window.
 
-    A window of 128 positions touches at most two blocks of 128. A window of 130 touches up to three. With windows of
-    256 and 512, some blocks need no mask. A window of 520 is not short.
+    A window of 128 positions touches at most two blocks of 128. A window of 130 touches up to
+    three. With windows of 256 and 512, some blocks need no mask. A window of 520 is not short.
     """
     q, k, v, weights = inputs(heads=heads, head_width=head_width, groups=groups, time=time)
     y, *gradients = value_and_gradients(q, k, v, weights, AttentionMask(window), backend="flash")
@@ -105,17 +139,23 @@ def test_flash_attention_matches_the_formula(head_width, heads, groups, window, 
 
 
 def test_flash_attention_of_large_scores_is_finite():
-    """Outputs and gradients are finite for scores of ±1000, although the exponentials of these scores overflow."""
+    """Outputs and gradients are finite for scores of ±1000, although the exponentials of these
+    scores overflow.
+    """
     q, k, v, weights = inputs(heads=1, time=384)
     q, k = 1000 * jnp.sign(q), jnp.sign(k)
     for found in value_and_gradients(q, k, v, weights, AttentionMask(), backend="flash"):
         assert np.isfinite(found).all()
-    np.testing.assert_allclose(value(q, k, v, AttentionMask(), backend="flash"), oracle(q, k, v), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        value(q, k, v, AttentionMask(), backend="flash"), oracle(q, k, v), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_window_of_the_whole_row_equals_full_attention_bit_for_bit():
     q, k, v, weights = inputs()
-    full, wide = (value_and_gradients(q, k, v, weights, AttentionMask(window)) for window in (0, TIME))
+    full, wide = (
+        value_and_gradients(q, k, v, weights, AttentionMask(window)) for window in (0, TIME)
+    )
     assert all(np.array_equal(a, b) for a, b in zip(full, wide))
 
 
@@ -133,12 +173,18 @@ def test_positions_of_a_prefix_see_each_other(backend, window):
 
 
 def test_rows_without_a_prefix_are_causal_bit_for_bit():
-    """Of one chunk of queries; with more chunks, causal attention computes fewer keys, and sums in another order."""
+    """Of one chunk of queries; with more chunks, causal attention computes fewer keys, and sums in
+    another order.
+    """
     q, k, v, weights = inputs(time=128)
     prefix = np.arange(128) < np.array([[0], [70]])
-    found, causal = (value_and_gradients(q, k, v, weights, AttentionMask(prefix_BxT=mask), backend="xla")
-                     for mask in (prefix, None))
-    assert all(np.array_equal(a[0], b[0]) and not np.allclose(a[1], b[1]) for a, b in zip(found, causal))
+    found, causal = (
+        value_and_gradients(q, k, v, weights, AttentionMask(prefix_BxT=mask), backend="xla")
+        for mask in (prefix, None)
+    )
+    assert all(
+        np.array_equal(a[0], b[0]) and not np.allclose(a[1], b[1]) for a, b in zip(found, causal)
+    )
 
 
 def test_documents_have_prefixes_of_their_own():
@@ -146,8 +192,10 @@ def test_documents_have_prefixes_of_their_own():
     segments = documents(1)  # 100 and 156 positions
     prefix = np.isin(np.arange(TIME), [*range(30), *range(100, 150)])[None]
     y = value(q, k, v, AttentionMask(0, segments, prefix), backend="xla")
-    first, second = (oracle(*(x[:, :, part] for x in (q, k, v)), prefix=[length])
-                     for part, length in ((slice(100), 30), (slice(100, None), 50)))
+    first, second = (
+        oracle(*(x[:, :, part] for x in (q, k, v)), prefix=[length])
+        for part, length in ((slice(100), 30), (slice(100, None), 50))
+    )
     np.testing.assert_allclose(y, np.concatenate([first, second], axis=2), rtol=1e-4, atol=1e-5)
 
 
@@ -156,14 +204,20 @@ def test_alibi_matches_the_formula(has_segments, prefix):
     """Far positions get lower scores than near ones, also those after the query in a prefix."""
     q, k, v, _ = inputs()
     segments, slopes = documents(2) if has_segments else None, np.float32([0.3, 0.01])
-    mask = AttentionMask(segment_ids_BxT=segments, prefix_BxT=None if prefix is None else in_prefix(prefix))
+    mask = AttentionMask(
+        segment_ids_BxT=segments, prefix_BxT=None if prefix is None else in_prefix(prefix)
+    )
     y = value(q, k, v, mask, slopes, backend="xla")
-    np.testing.assert_allclose(y, oracle(q, k, v, segments, slopes, prefix=prefix), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        y, oracle(q, k, v, segments, slopes, prefix=prefix), rtol=1e-4, atol=1e-5
+    )
     assert np.abs(y - oracle(q, k, v, segments, prefix=prefix)).max() > 0.1
 
 
-@pytest.mark.parametrize("groups, window, has_slopes, time", [
-    (2, 0, False, 1), (1, 0, True, 1), (1, 5, True, 4), (2, 3, False, 4)])
+@pytest.mark.parametrize(
+    "groups, window, has_slopes, time",
+    [(2, 0, False, 1), (1, 0, True, 1), (1, 5, True, 4), (2, 3, False, 4)],
+)
 def test_cached_attention_matches_the_last_rows_of_the_formula(groups, window, has_slopes, time):
     q, k, v, _ = inputs(groups=groups)
     slopes = np.float32([0.3, 0.01]) if has_slopes else None
@@ -172,37 +226,55 @@ def test_cached_attention_matches_the_last_rows_of_the_formula(groups, window, h
     @jax.jit
     def cached(q, keys, values, start):
         positions = jnp.tile(start + jnp.arange(time), (2 * groups, 1))
-        return cached_attention(q, keys, values, positions, AttentionMask(window),
-                                None if slopes is None else np.tile(slopes, 2).reshape(2 * groups, -1))
+        return cached_attention(
+            q,
+            keys,
+            values,
+            positions,
+            AttentionMask(window),
+            None if slopes is None else np.tile(slopes, 2).reshape(2 * groups, -1),
+        )
 
     for start in (0, 100):
         rows = slice(start, start + time)
-        found = cached(q[:, :, rows].reshape(2 * groups, 2 // groups, time, -1),
-                       *(x.reshape(2 * groups, TIME, -1) for x in (k, v)), start)
-        np.testing.assert_allclose(found.reshape(2, 2, time, -1), expected[:, :, rows], rtol=1e-4, atol=1e-5)
+        found = cached(
+            q[:, :, rows].reshape(2 * groups, 2 // groups, time, -1),
+            *(x.reshape(2 * groups, TIME, -1) for x in (k, v)),
+            start,
+        )
+        np.testing.assert_allclose(
+            found.reshape(2, 2, time, -1), expected[:, :, rows], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_reference_gradients_match_finite_differences_of_the_formula():
     q, k, v, weights = inputs()
     segments = documents(2)
-    gradients = value_and_gradients(q, k, v, weights, AttentionMask(segment_ids_BxT=segments), backend="reference")[1:]
+    gradients = value_and_gradients(
+        q, k, v, weights, AttentionMask(segment_ids_BxT=segments), backend="reference"
+    )[1:]
     direction = np.asarray(jax.random.normal(jax.random.key(1), (3, *q.shape)), np.float64)
     arguments, step = [np.asarray(x, np.float64) for x in (q, k, v)], 1e-5
     above, below = (
-        np.sum(np.asarray(weights) * oracle(*(a + sign * step * d for a, d in zip(arguments, direction)),
-                                            segments))
-        for sign in (1, -1))
+        np.sum(
+            np.asarray(weights)
+            * oracle(*(a + sign * step * d for a, d in zip(arguments, direction)), segments)
+        )
+        for sign in (1, -1)
+    )
     slope = sum(np.sum(g * d) for g, d in zip(gradients, direction))
     assert slope == pytest.approx((above - below) / (2 * step), rel=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend, groups", [("splash", 4), ("splash", 2), ("splash", 1), ("flash", 4), ("flash", 1)])
+@pytest.mark.parametrize(
+    "backend, groups", [("splash", 4), ("splash", 2), ("splash", 1), ("flash", 4), ("flash", 1)]
+)
 def test_kernel_on_a_mesh(backend, groups):
     """On a mesh, the kernels give the outputs and gradients of the reference backend.
 
-    Rows are sharded over the mesh axes `data` and `fsdp`, and heads are sharded over `tensor`. Covers a single key
-    head, which cannot be sharded over the two devices of `tensor`.
+    Rows are sharded over the mesh axes `data` and `fsdp`, and heads are sharded over `tensor`.
+    Covers a single key head, which cannot be sharded over the two devices of `tensor`.
     """
     mesh = sharding.make_mesh(sharding.MeshConfig(data=2, fsdp=2, tensor=2, path=1))
     q, k, v, weights = inputs(batch=4, heads=4, groups=groups)
@@ -214,37 +286,58 @@ def test_kernel_on_a_mesh(backend, groups):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("requested, platform, change, name, reason", [
-    ("auto", "cpu", {}, "xla", ""),
-    ("auto", "tpu", {}, "flash", ""),
-    ("auto", "tpu", {"time": 4096}, "flash", ""),
-    ("auto", "tpu", {"time": 4096, "dtype": "float32"}, "splash", ""),
-    ("auto", "tpu", {"time": 8192}, "splash", ""),
-    ("auto", "tpu", {"time": 4096, "per_group": 2}, "splash", ""),
-    ("auto", "tpu", {"time": 32768, "head_width": 2}, "splash", ""),
-    ("auto", "tpu", {"mask": AttentionMask(segment_ids_BxT=documents(1))}, "splash", ""),
-    ("flash", "tpu", {"time": 8192, "mask": AttentionMask(window=100)}, "splash", ""),
-    ("auto", "gpu", {}, "cudnn", ""),
-    ("splash", "cpu", {}, "splash", ""),
-    ("xla", "tpu", {}, "xla", ""),
-    ("auto", "tpu", {"time": 100}, "xla", "multiple of 128"),
-    ("auto", "gpu", {"head_width": 4}, "xla", "multiple of 8"),
-    ("auto", "gpu", {"head_width": 256}, "xla", "up to 128"),
-    ("auto", "gpu", {"dtype": "float32"}, "xla", "bfloat16"),
-    ("auto", "gpu", {"mask": AttentionMask(segment_ids_BxT=documents(1))}, "xla", "documents"),
-    ("auto", "gpu", {"mask": AttentionMask(prefix_BxT=in_prefix([1]))}, "xla", "does not support prefixes"),
-    ("auto", "tpu", {"mask": AttentionMask(prefix_BxT=in_prefix([1]))}, "xla", "does not support prefixes"),
-    ("auto", "tpu", {"mask": AttentionMask(is_causal=False)}, "splash", ""),
-    ("auto", "gpu", {"mask": AttentionMask(is_causal=False)}, "cudnn", ""),
-    ("auto", "gpu", {"mask": AttentionMask(9, is_causal=False)}, "xla", "does not support bidirectional windows"),
-    ("auto", "tpu", {"mask": AttentionMask(window=100)}, "flash", ""),
-    ("auto", "gpu", {"mask": AttentionMask(window=100)}, "cudnn", ""),
-    ("cudnn", "cpu", {}, "xla", "NVIDIA"),
-    ("splash", "gpu", {}, "xla", "TPUs"),
-    ("auto", "tpu", {"has_alibi": True}, "xla", "flash attention does not support ALiBi"),
-    ("cudnn", "gpu", {"has_alibi": True}, "xla", "cuDNN's attention does not support ALiBi"),
-    ("auto", "cpu", {"has_alibi": True}, "xla", ""),
-])
+@pytest.mark.parametrize(
+    "requested, platform, change, name, reason",
+    [
+        ("auto", "cpu", {}, "xla", ""),
+        ("auto", "tpu", {}, "flash", ""),
+        ("auto", "tpu", {"time": 4096}, "flash", ""),
+        ("auto", "tpu", {"time": 4096, "dtype": "float32"}, "splash", ""),
+        ("auto", "tpu", {"time": 8192}, "splash", ""),
+        ("auto", "tpu", {"time": 4096, "per_group": 2}, "splash", ""),
+        ("auto", "tpu", {"time": 32768, "head_width": 2}, "splash", ""),
+        ("auto", "tpu", {"mask": AttentionMask(segment_ids_BxT=documents(1))}, "splash", ""),
+        ("flash", "tpu", {"time": 8192, "mask": AttentionMask(window=100)}, "splash", ""),
+        ("auto", "gpu", {}, "cudnn", ""),
+        ("splash", "cpu", {}, "splash", ""),
+        ("xla", "tpu", {}, "xla", ""),
+        ("auto", "tpu", {"time": 100}, "xla", "multiple of 128"),
+        ("auto", "gpu", {"head_width": 4}, "xla", "multiple of 8"),
+        ("auto", "gpu", {"head_width": 256}, "xla", "up to 128"),
+        ("auto", "gpu", {"dtype": "float32"}, "xla", "bfloat16"),
+        ("auto", "gpu", {"mask": AttentionMask(segment_ids_BxT=documents(1))}, "xla", "documents"),
+        (
+            "auto",
+            "gpu",
+            {"mask": AttentionMask(prefix_BxT=in_prefix([1]))},
+            "xla",
+            "does not support prefixes",
+        ),
+        (
+            "auto",
+            "tpu",
+            {"mask": AttentionMask(prefix_BxT=in_prefix([1]))},
+            "xla",
+            "does not support prefixes",
+        ),
+        ("auto", "tpu", {"mask": AttentionMask(is_causal=False)}, "splash", ""),
+        ("auto", "gpu", {"mask": AttentionMask(is_causal=False)}, "cudnn", ""),
+        (
+            "auto",
+            "gpu",
+            {"mask": AttentionMask(9, is_causal=False)},
+            "xla",
+            "does not support bidirectional windows",
+        ),
+        ("auto", "tpu", {"mask": AttentionMask(window=100)}, "flash", ""),
+        ("auto", "gpu", {"mask": AttentionMask(window=100)}, "cudnn", ""),
+        ("cudnn", "cpu", {}, "xla", "NVIDIA"),
+        ("splash", "gpu", {}, "xla", "TPUs"),
+        ("auto", "tpu", {"has_alibi": True}, "xla", "flash attention does not support ALiBi"),
+        ("cudnn", "gpu", {"has_alibi": True}, "xla", "cuDNN's attention does not support ALiBi"),
+        ("auto", "cpu", {"has_alibi": True}, "xla", ""),
+    ],
+)
 def test_selected_backend(requested, platform, change, name, reason):
     shape = {"time": 1024, "head_width": 64, "dtype": "bfloat16", "mask": AttentionMask(), **change}
     assert select_backend(requested, platform, **shape)[0] == name
@@ -252,7 +345,9 @@ def test_selected_backend(requested, platform, change, name, reason):
     assert bool(reason) == bool(select_backend(requested, platform, **shape)[1])
 
 
-@pytest.mark.parametrize("platform, called", [("tpu", "flash"), ("gpu", "cudnn"), ("cpu", "chunked")])
+@pytest.mark.parametrize(
+    "platform, called", [("tpu", "flash"), ("gpu", "cudnn"), ("cpu", "chunked")]
+)
 def test_backend_follows_the_platform_compiled_for(monkeypatch, platform, called):
     calls = []
     for name in ("chunked", "flash", "splash", "cudnn"):
@@ -265,22 +360,34 @@ def test_backend_follows_the_platform_compiled_for(monkeypatch, platform, called
 
 @pytest.mark.parametrize("window, mask_type", [(0, "CAUSAL"), (37, "CAUSAL"), (0, "NO_MASK")])
 def test_cudnn_is_lowered_for_cuda(monkeypatch, window, mask_type):
-    """The program for CUDA calls cuDNN's kernels, forward and backward, with the mask, the scale and grouped heads.
+    """The program for CUDA calls cuDNN's kernels, forward and backward, with the mask, the scale
+    and grouped heads.
 
-    Only the lowering is tested, because the kernels need a GPU. Lowering asks for the version of cuDNN, so the test
-    fakes one.
+    Only the lowering is tested, because the kernels need a GPU. Lowering asks for the version of
+    cuDNN, so the test fakes one.
     """
     kernels = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91000)
     q, k = (jax.ShapeDtypeStruct((2, heads, TIME, 64), jnp.bfloat16) for heads in (4, 2))
 
     def total(q, k, v):
-        return jnp.sum(ops.cudnn(
-            q, k, v, AttentionMask(window, is_causal=mask_type == "CAUSAL"), None).astype(jnp.float32))
+        return jnp.sum(
+            ops.cudnn(q, k, v, AttentionMask(window, is_causal=mask_type == "CAUSAL"), None).astype(
+                jnp.float32
+            )
+        )
 
-    text = jax.jit(jax.grad(total, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text()
+    text = (
+        jax.jit(jax.grad(total, (0, 1, 2)))
+        .trace(q, k, k)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
     calls = [line.replace("\\22", '"') for line in text.splitlines() if "@__cudnn" in line]
-    assert [re.search(r"@(\S+)\(", call)[1] for call in calls] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    assert [re.search(r"@(\S+)\(", call)[1] for call in calls] == [
+        "__cudnn$fmhaSoftmax",
+        "__cudnn$fmhaSoftmaxBackward",
+    ]
     for call in calls:
         assert f'"mask_type": "{mask_type}"' in call and '"fmha_scale": 1.0' in call
         assert f'"sliding_window_length": {window}' in call

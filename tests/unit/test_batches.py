@@ -34,16 +34,26 @@ def sorted_rows(rows):
 
 # ---------------------------------------------------------------------- both packings
 
+
 def numbered(lengths):
     """Returns a split of documents with these lengths.
 
-    The id of a token is its position in the stream. But each document starts with an end-of-text token, which has id 0.
+    The id of a token is its position in the stream. But each document starts with an end-of-text
+    token, which has id 0.
     """
     starts = np.cumsum(lengths) - lengths
     stream = np.arange(lengths.sum())
     stream[starts] = 0
-    return SimpleNamespace(stream=stream, starts=starts, tokens=len(stream), begin_of_text=0, has_answers=False,
-                           lengths=np.diff(starts, append=len(stream)), counted=None, check_ids=lambda ids: None)
+    return SimpleNamespace(
+        stream=stream,
+        starts=starts,
+        tokens=len(stream),
+        begin_of_text=0,
+        has_answers=False,
+        lengths=np.diff(starts, append=len(stream)),
+        counted=None,
+        check_ids=lambda ids: None,
+    )
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -52,8 +62,8 @@ def numbered(lengths):
 def test_targets_of_an_epoch(kind, context, separate):
     """Each token of the stream is an input once per epoch, and the loss mask includes its target.
 
-    The mask also includes targets that are end-of-text tokens. The packing `concat` drops the last tokens of the stream
-    if they do not fill a row.
+    The mask also includes targets that are end-of-text tokens. The packing `concat` drops the last
+    tokens of the stream if they do not fill a row.
     """
     lengths = np.random.default_rng(0).integers(2, 50, 300)
     split = numbered(lengths)
@@ -66,7 +76,8 @@ def test_targets_of_an_epoch(kind, context, separate):
     ends = set(split.starts + lengths - 1)
     positions = []
     for token, target in zip(inputs[in_mask], targets[in_mask]):
-        # The id of a token is its position. End-of-text has id 0, so its position is computed from the next token.
+        # The id of a token is its position. End-of-text has id 0, so its position is computed from
+        # the next token.
         position = token or target - 1
         assert target == (0 if position in ends else position + 1)
         positions.append(position)
@@ -77,13 +88,14 @@ def test_targets_of_an_epoch(kind, context, separate):
 
 # ---------------------------------------------------------------------- concat
 
+
 def test_each_token_is_a_target_once_per_epoch(documents):
     split, context = documents.train, 32
     windows = (split.tokens - 1) // context
     order = batches.train_batches(concat(split, context), batch_size=7, seed=3)
     epoch = np.concatenate([order[step].tokens_BxT1 for step in range(windows // 7 + 1)])[:windows]
     assert epoch.shape == (windows, context + 1) and epoch.dtype == np.int32
-    expected = np.array(split.stream[:windows * context + 1], np.int32)
+    expected = np.array(split.stream[: windows * context + 1], np.int32)
     assert sorted_rows(epoch[:, 1:]) == sorted_rows(expected[1:].reshape(windows, context))
     assert sorted_rows(epoch[:, :-1]) == sorted_rows(expected[:-1].reshape(windows, context))
 
@@ -97,13 +109,19 @@ def test_segment_ids_of_concat(documents):
             number += token == END_OF_TEXT and i > 0
             expected.append(number)
         assert segments.tolist() == expected
-    assert packing.Concat(documents.train, 64, False).read_rows(np.arange(3)).segment_ids_BxT is None
+    assert (
+        packing.Concat(documents.train, 64, False).read_rows(np.arange(3)).segment_ids_BxT is None
+    )
 
 
 def test_share_of_cut_documents(tmp_path):
-    split = random_store(tmp_path / "store", [9] * 60).train  # 60 documents of ten tokens, end-of-text included
+    split = random_store(
+        tmp_path / "store", [9] * 60
+    ).train  # 60 documents of ten tokens, end-of-text included
     whole = sum(start // 25 == (start + 9) // 25 for start in range(0, split.tokens, 10))
-    assert packing.Concat(split, 25, False).cut_documents == pytest.approx(1 - whole / split.documents)
+    assert packing.Concat(split, 25, False).cut_documents == pytest.approx(
+        1 - whole / split.documents
+    )
     assert packing.Concat(split, 10, False).cut_documents == 0
     assert packing.BestFit(split, 25, False).cut_documents == 0
     assert packing.BestFit(split, 9, False).cut_documents == 1
@@ -111,6 +129,7 @@ def test_share_of_cut_documents(tmp_path):
 
 
 # ---------------------------------------------------------------------- best_fit
+
 
 @pytest.mark.parametrize("room", [7, 40, 100])
 def test_best_fit_decreasing(room):
@@ -120,7 +139,9 @@ def test_best_fit_decreasing(room):
     """
     for seed in range(30):
         lengths = np.random.default_rng(seed).integers(1, 60, seed * 3 + 1)
-        pieces = sorted([room] * int(sum(lengths // room)) + [n for n in lengths % room if n], reverse=True)
+        pieces = sorted(
+            [room] * int(sum(lengths // room)) + [n for n in lengths % room if n], reverse=True
+        )
         left = []
         for piece in pieces:
             fitting = [(space, row) for row, space in enumerate(left) if space >= piece]
@@ -148,17 +169,22 @@ def test_best_fit_contains_every_token_and_every_target(documents, context):
         assert (np.diff(row_segments[row_segments > 0]) >= 0).all()
         found += [row[:-1][row_segments == n].tolist() for n in range(1, row_segments.max() + 1)]
         pairs += [(int(row[i]), int(row_targets[i])) for i in np.flatnonzero(row_mask)]
-    pieces = [text[i:i + context] for text in texts for i in range(0, len(text), context)]
+    pieces = [text[i : i + context] for text in texts for i in range(0, len(text), context)]
     assert sorted(found) == sorted(pieces)  # only documents longer than a row are cut
-    # The target of a token is the next token of its document. The target of a document's last token is end-of-text.
-    assert sorted(pairs) == sorted(pair for text in texts for pair in zip(text, [*text[1:], END_OF_TEXT]))
+    # The target of a token is the next token of its document. The target of a document's last token
+    # is end-of-text.
+    assert sorted(pairs) == sorted(
+        pair for text in texts for pair in zip(text, [*text[1:], END_OF_TEXT])
+    )
     assert packed.padding == pytest.approx(1 - split.tokens / segments.size)
     assert packed.padding < 0.02
 
 
 def test_best_fit_loss_mask_does_not_depend_on_separation(documents):
-    apart, joined = (packing.BestFit(documents.train, 64, separate).read_rows(np.arange(50))
-                     for separate in (True, False))
+    apart, joined = (
+        packing.BestFit(documents.train, 64, separate).read_rows(np.arange(50))
+        for separate in (True, False)
+    )
     assert joined.segment_ids_BxT is None
     np.testing.assert_array_equal(apart.loss_mask_BxT, joined.loss_mask_BxT)
     np.testing.assert_array_equal(apart.tokens_BxT1, joined.tokens_BxT1)
@@ -167,6 +193,7 @@ def test_best_fit_loss_mask_does_not_depend_on_separation(documents):
 
 # ---------------------------------------------------------------------- order
 
+
 def test_batch_depends_on_seed_and_step_only(documents):
     some = batches.train_batches(concat(documents.train, 32), 8, seed=3)
     in_order = [some[step].tokens_BxT1 for step in range(51)]
@@ -174,11 +201,15 @@ def test_batch_depends_on_seed_and_step_only(documents):
     assert all(np.array_equal(again[step].tokens_BxT1, in_order[step]) for step in (50, 0, 17))
     for first, workers in ((0, 0), (13, 2), (50, 1), (49, 0)):
         ahead = batches.read_ahead(again, first, workers)
-        assert all(np.array_equal(next(ahead).tokens_BxT1, in_order[step]) for step in range(first, 51))
+        assert all(
+            np.array_equal(next(ahead).tokens_BxT1, in_order[step]) for step in range(first, 51)
+        )
     for processes in (2, 4):
         rows = np.split(np.arange(8), processes)
-        parts = [batches.train_batches(concat(documents.train, 32), 8, 3, part)[17].tokens_BxT1
-                 for part in rows]
+        parts = [
+            batches.train_batches(concat(documents.train, 32), 8, 3, part)[17].tokens_BxT1
+            for part in rows
+        ]
         assert np.array_equal(np.concatenate(parts), in_order[17])
     other = batches.train_batches(concat(documents.train, 32), 8, seed=4)
     assert not np.array_equal(other[17].tokens_BxT1, in_order[17])
@@ -204,7 +235,11 @@ def test_validation_has_each_row_once(documents, kind):
     whole = list(batches.validation_batches(single(packed), 8, limit=0))
     found = np.concatenate([rows.tokens_BxT1[rows.loss_mask_BxT.any(axis=1)] for rows in whole])
     assert sorted_rows(found) == sorted_rows(all_rows.tokens_BxT1)
-    targets = all_rows.tokens_BxT1[:, 1:].size if all_rows.loss_mask_BxT is None else all_rows.loss_mask_BxT.sum()
+    targets = (
+        all_rows.tokens_BxT1[:, 1:].size
+        if all_rows.loss_mask_BxT is None
+        else all_rows.loss_mask_BxT.sum()
+    )
     assert sum(rows.loss_mask_BxT.sum() for rows in whole) == targets
     assert all(rows.tokens_BxT1.shape == (8, 65) for rows in whole)
     some = list(batches.validation_batches(single(packed), 8, limit=2))
@@ -220,6 +255,7 @@ def test_refuses_too_little_text(documents):
 
 # ---------------------------------------------------------------------- mixtures
 
+
 @pytest.fixture(scope="module")
 def two_stores(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixture")
@@ -230,7 +266,9 @@ def two_stores(tmp_path_factory):
 
 def test_number_of_validation_batches_of_a_mixture(two_stores):
     folders = [item.split("=")[0] for item in two_stores.split(",")]
-    corpus = open_mixture(",".join(f"{folder}=1" for folder in [folders[0], folders[1], folders[0]]))
+    corpus = open_mixture(
+        ",".join(f"{folder}=1" for folder in [folders[0], folders[1], folders[0]])
+    )
     texts = corpus.pack("train", "concat", False, 32)
     assert len(batches.validation_batches(texts, 8, limit=1)) == 1
     assert batches.validation_batches(texts, 8, limit=1)[0].loss_mask_BxT.all()
@@ -245,11 +283,14 @@ def test_rows_of_a_mixture_follow_its_weights(two_stores):
     assert abs(is_small.cumsum() - np.arange(1, 16 * 60 + 1) / 4).max() <= 1  # after every row
     np.testing.assert_allclose(is_small.sum(axis=1), 4, atol=1)  # of 16 rows per batch
     assert is_small.mean() == pytest.approx(0.25, abs=0.005)
-    assert all(np.array_equal(order[7][i], batches.train_batches(texts, 16, seed=5)[7][i]) for i in (0, 1))
-    # Each store has its own epochs: no row of a store is repeated before all rows of this store have been read.
+    assert all(
+        np.array_equal(order[7][i], batches.train_batches(texts, 16, seed=5)[7][i]) for i in (0, 1)
+    )
+    # Each store has its own epochs: no row of a store is repeated before all rows of this store
+    # have been read.
     small = texts.packings[0]
     numbers = np.concatenate([batches.row_numbers(texts, 16, 5)[i] for i in range(100)])
-    numbers = numbers[numbers < small.num_rows][:2 * small.num_rows]
+    numbers = numbers[numbers < small.num_rows][: 2 * small.num_rows]
     for epoch in np.split(numbers, 2):
         assert sorted(epoch) == list(range(small.num_rows))
     validation = corpus.pack("validation", "concat", True, 32)

@@ -17,14 +17,25 @@ def rounded(rng, *shape):
     return np.asarray(jnp.asarray(rng.standard_normal(shape), jnp.bfloat16), np.float64)
 
 
-@pytest.mark.parametrize("rows, inputs, outputs, stack", [(24, 16, 40, ()), (24, 40, 16, ()), (12, 8, 20, (3, 2))])
+@pytest.mark.parametrize(
+    "rows, inputs, outputs, stack", [(24, 16, 40, ()), (24, 40, 16, ()), (12, 8, 20, (3, 2))]
+)
 def test_product_and_its_gradients(rows, inputs, outputs, stack):
-    """With float32 arguments, gradients are not rounded. All operands are exact in bfloat16, so the sums are exact."""
+    """With float32 arguments, gradients are not rounded. All operands are exact in bfloat16, so the
+    sums are exact.
+    """
     rng = np.random.default_rng(0)
-    a, b, d_y = (rounded(rng, *stack, *shape) for shape in ((rows, inputs), (inputs, outputs), (rows, outputs)))
+    a, b, d_y = (
+        rounded(rng, *stack, *shape)
+        for shape in ((rows, inputs), (inputs, outputs), (rows, outputs))
+    )
     y, vjp = jax.vjp(jax.jit(bfloat16.product), jnp.float32(a), jnp.float32(b))
     d_a, d_b = vjp(jnp.float32(d_y))
-    for found, expected in ((y, a @ b), (d_a, d_y @ b.swapaxes(-1, -2)), (d_b, a.swapaxes(-1, -2) @ d_y)):
+    for found, expected in (
+        (y, a @ b),
+        (d_a, d_y @ b.swapaxes(-1, -2)),
+        (d_b, a.swapaxes(-1, -2) @ d_y),
+    ):
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -36,7 +47,9 @@ def test_gradients_have_the_dtype_of_the_arguments():
 
 
 def test_gradients_of_a_shared_operand():
-    """`a` is shared by three products, as in the paths of a pgpt; its gradient is the sum of theirs."""
+    """`a` is shared by three products, as in the paths of a pgpt; its gradient is the sum of
+    theirs.
+    """
     rng = np.random.default_rng(0)
     a, b, d_y = rounded(rng, 12, 8), rounded(rng, 3, 8, 20), rounded(rng, 3, 12, 20)
     y, vjp = jax.vjp(jax.jit(jax.vmap(bfloat16.product, (None, 0))), jnp.float32(a), jnp.float32(b))
@@ -45,11 +58,19 @@ def test_gradients_of_a_shared_operand():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not has_bfloat16_instructions(), reason="this processor has no bfloat16 instructions")
+@pytest.mark.skipif(
+    not has_bfloat16_instructions(), reason="this processor has no bfloat16 instructions"
+)
 def test_products_are_not_computed_in_float32():
-    """All operands of the three products are bfloat16 in the compiled program, also if they are transposed arrays."""
+    """All operands of the three products are bfloat16 in the compiled program, also if they are
+    transposed arrays.
+    """
     a, b = jnp.ones((64, 96), jnp.bfloat16), jnp.ones((32, 96), jnp.bfloat16)
-    compiled = jax.jit(jax.grad(lambda a, b: jnp.square(bfloat16.product(a, b.T)).sum(), (0, 1))).lower(a, b).compile()
+    compiled = (
+        jax.jit(jax.grad(lambda a, b: jnp.square(bfloat16.product(a, b.T)).sum(), (0, 1)))
+        .lower(a, b)
+        .compile()
+    )
     text = compiled.as_text()
     dots = re.findall(r" dot\(%?([\w.-]+), %?([\w.-]+)\)", text)
     operands = {name for pair in dots for name in pair}
@@ -68,7 +89,9 @@ def test_cross_entropy_in_bfloat16():
         return cross_entropy(x, head, targets, weights, chunks=4)
 
     def of(dtype):
-        value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(jnp.asarray(x, dtype), jnp.asarray(head, dtype))
+        value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(
+            jnp.asarray(x, dtype), jnp.asarray(head, dtype)
+        )
         return value, *(np.asarray(gradient, np.float32) for gradient in gradients)
 
     for found, expected in zip(of("bfloat16"), of("float32")):

@@ -25,8 +25,11 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.training import program
 from smallgpt_jax.training.program import Program
 
-SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "compare").glob("*.py")
-                 if path.stem not in ("base", "scaling", "mixers"))
+SHIPPED = sorted(
+    path.stem
+    for path in (ROOT / "configs" / "compare").glob("*.py")
+    if path.stem not in ("base", "scaling", "mixers")
+)
 
 
 def comparison(size: str = "tiny", **fields) -> ConfigDict:
@@ -40,13 +43,23 @@ def comparison(size: str = "tiny", **fields) -> ConfigDict:
 def test_tokens_are_equal_and_schedules_follow(tmp_path):
     config = comparison(compare__seeds=3)
     config.unlock()
-    config.runs.pgpt.train = ConfigDict({"batch_size": 16})  # twice as many tokens per step as in the other runs
+    config.runs.pgpt.train = ConfigDict(
+        {"batch_size": 16}
+    )  # twice as many tokens per step as in the other runs
     planned = budget.make_comparison(config, tmp_path).runs({})
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"] * 3
     assert [run.config.train.seed for run in planned[::4]] == [1337, 1338, 1339]
     assert len({run.folder for run in planned}) == 12
-    assert {run.name: run.config.train.steps for run in planned} == {"gpt": 40, "pgpt": 20, "lgpt": 40, "cgpt": 40}
-    assert (planned[1].config.optimizer.warmup_steps, planned[1].config.optimizer.decay_steps) == (2, 20)
+    assert {run.name: run.config.train.steps for run in planned} == {
+        "gpt": 40,
+        "pgpt": 20,
+        "lgpt": 40,
+        "cgpt": 40,
+    }
+    assert (planned[1].config.optimizer.warmup_steps, planned[1].config.optimizer.decay_steps) == (
+        2,
+        20,
+    )
 
 
 @pytest.mark.slow
@@ -58,36 +71,51 @@ def test_all_runs_have_the_same_dtype(tmp_path, monkeypatch):
 
 
 def test_padding_counts_as_flops_but_not_as_tokens(tmp_path):
-    """With a budget of tokens, a run with padding (`best_fit`) gets more steps than one without padding (`concat`).
+    """With a budget of tokens, a run with padding (`best_fit`) gets more steps than one without
+    padding (`concat`).
 
     With a budget of FLOPs, both runs get the same number of steps.
     """
-    source = tmp_path / "source.jsonl"  # every document has 41 tokens, so a row of 64 tokens has room for only one
+    source = (
+        tmp_path / "source.jsonl"
+    )  # every document has 41 tokens, so a row of 64 tokens has room for only one
     source.write_text("".join(json.dumps({"text": f"{n:040}"}) + "\n" for n in range(400)))
     common = load_config("gpt", data__source=str(source), train__steps=200)
     for kind, steps in (("tokens", round(200 * 64 / 41)), ("flops", 200)):
         config = base.comparison(
-            common, {"joined": {}, "whole": {"data": {"packing": "best_fit"}}}, budget=kind, seeds=1)
+            common, {"joined": {}, "whole": {"data": {"packing": "best_fit"}}}, budget=kind, seeds=1
+        )
         planned = budget.make_comparison(config, tmp_path).runs({})
-        assert {run.name: run.config.train.steps for run in planned} == {"joined": 200, "whole": steps}
+        assert {run.name: run.config.train.steps for run in planned} == {
+            "joined": 200,
+            "whole": steps,
+        }
 
 
 def flops(config) -> float:
     """Returns the FLOPs of a run, as `make_comparison` counts them."""
     model = models.LanguageModel(Config.of(config).model)
-    return train_flops_per_token(model) * config.train.steps * config.train.batch_size * config.model.context_length
+    return (
+        train_flops_per_token(model)
+        * config.train.steps
+        * config.train.batch_size
+        * config.model.context_length
+    )
 
 
 @pytest.mark.slow
 def test_flops_are_equal_within_one_percent(tmp_path):
-    planned = budget.make_comparison(comparison(compare__budget="flops", train__steps=2000), tmp_path).runs({})[:4]
+    planned = budget.make_comparison(
+        comparison(compare__budget="flops", train__steps=2000), tmp_path
+    ).runs({})[:4]
     target = flops(load_config("gpt", train__steps=2000))
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"]
     for run in planned:
         assert abs(flops(run.config) / target - 1) < 0.01, run.name
-    # Multiplications per token, counted by hand for width D, context length T and vocabulary size V. In gpt, each of
-    # the 4 blocks needs 12·D² for weights and 2·D·T for attention, and the head needs D·V. pgpt needs 2·D² more for its
-    # dense layers and 2·D more for the weighted sum of its two paths.
+    # Multiplications per token, counted by hand for width D, context length T and vocabulary size
+    # V. In gpt, each of the 4 blocks needs 12·D² for weights and 2·D·T for attention, and the head
+    # needs D·V. pgpt needs 2·D² more for its dense layers and 2·D more for the weighted sum of its
+    # two paths.
     D, T, V = 64, 64, 512
     gpt = 4 * (12 * D**2 + 2 * D * T) + D * V
     assert planned[1].config.train.steps == round(2000 * gpt / (gpt + 2 * D**2 + 2 * D)) == 1938
@@ -96,10 +124,13 @@ def test_flops_are_equal_within_one_percent(tmp_path):
 def test_equal_flops_include_those_of_the_optimizer(tmp_path):
     """Muon's five Newton–Schulz steps take more FLOPs than the model in a step of 128 tokens.
 
-    A step on an (m, n) matrix with m ≤ n has the products x·xᵀ, a·a and (…)·x (github.com/KellerJordan/Muon).
+    A step on an (m, n) matrix with m ≤ n has the products x·xᵀ, a·a and (…)·x
+    (github.com/KellerJordan/Muon).
     """
     common = load_config("gpt", model__context_length=16, train__steps=1000)
-    config = base.comparison(common, {"adamw": {}, "muon": {"optimizer": {"name": "muon"}}}, budget="flops", seeds=1)
+    config = base.comparison(
+        common, {"adamw": {}, "muon": {"optimizer": {"name": "muon"}}}, budget="flops", seeds=1
+    )
     planned = {run.name: run.config for run in budget.make_comparison(config, tmp_path).runs({})}
     D, layers = 64, 4
     step = flops(planned["adamw"]) / planned["adamw"].train.steps
@@ -109,39 +140,62 @@ def test_equal_flops_include_those_of_the_optimizer(tmp_path):
     assert planned["muon"].train.steps == round(1000 * step / (step + muon)) < 500
 
 
-# At size `paper`, no width of lgpt gives gpt's number of parameters within 2%. So gpt's width is changed to match the
-# nearest lgpt.
-@pytest.mark.parametrize("size, names, target", [
-    ("quickstart", "gpt,pgpt,lgpt,cgpt", 1_066_112), ("paper", "gpt,lgpt", 157_112_256)])
+# At size `paper`, no width of lgpt gives gpt's number of parameters within 2%. So gpt's width is
+# changed to match the nearest lgpt.
+@pytest.mark.parametrize(
+    "size, names, target",
+    [("quickstart", "gpt,pgpt,lgpt,cgpt", 1_066_112), ("paper", "gpt,lgpt", 157_112_256)],
+)
 @pytest.mark.slow
 def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
     config = comparison(size, compare__budget="parameters", compare__seeds=1, compare__names=names)
     config.runs.cgpt.model.conv_kernel = 1  # as in configs/compare/paper.py
     planned = budget.make_comparison(config, tmp_path).runs({})
     assert [run.name for run in planned] == names.split(",")
-    tokens = {run.config.train.steps * run.config.train.batch_size * run.config.model.context_length
-              for run in planned}
+    tokens = {
+        run.config.train.steps * run.config.train.batch_size * run.config.model.context_length
+        for run in planned
+    }
     assert len(tokens) == 1
     for run in planned:
         assert abs(parameters.num_parameters(run.config) / target - 1) < 0.02, run.name
         recipe = load_config(run.name, size)
         recipe.model.update({"conv_kernel": 1} if run.name == "cgpt" else {})
-        ours = {**run.config.to_dict()["model"], "d_model": recipe.model.d_model, "num_heads": recipe.model.num_heads}
+        ours = {
+            **run.config.to_dict()["model"],
+            "d_model": recipe.model.d_model,
+            "num_heads": recipe.model.num_heads,
+        }
         assert ours == recipe.model.to_dict()  # only the width differs
 
 
-@pytest.mark.parametrize("target, d_model, num_heads, head_dim", [
-    (10_240, 32, 4, 0),  # the recipe's own width
-    (2_560, 16, 4, 0),  # another width than the recipe's, but the recipe's number of heads (4)
-    (6_250, 25, 5, 0),  # another number of heads, because no width for 4 heads is within 2% of the target
-    (12_250, 35, 5, 0),
-    (5_000, 22, 2, 0),  # no width is within 2% of the target for any number of heads; 22 is the nearest
-    (6_250, 24, 4, 8),  # the number of heads is kept if the head width is set
-])
+@pytest.mark.parametrize(
+    "target, d_model, num_heads, head_dim",
+    [
+        (10_240, 32, 4, 0),  # the recipe's own width
+        (2_560, 16, 4, 0),  # another width than the recipe's, but the recipe's number of heads (4)
+        (
+            6_250,
+            25,
+            5,
+            0,
+        ),  # another number of heads, because no width for 4 heads is within 2% of the target
+        (12_250, 35, 5, 0),
+        (
+            5_000,
+            22,
+            2,
+            0,
+        ),  # no width is within 2% of the target for any number of heads; 22 is the nearest
+        (6_250, 24, 4, 8),  # the number of heads is kept if the head width is set
+    ],
+)
 def test_width_search(target, d_model, num_heads, head_dim, monkeypatch):
-    """The search finds the width and the number of heads that bring the number of parameters near `target`.
+    """The search finds the width and the number of heads that bring the number of parameters near
+    `target`.
 
-    The search counts parameters at most six times, because each count takes seconds for deep models.
+    The search counts parameters at most six times, because each count takes seconds for deep
+    models.
     """
     counted = []
 
@@ -171,21 +225,38 @@ def test_digests_of_older_versions():
 
 
 def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
-    monkeypatch.setattr(budget, "steps_per_second", lambda run: {"gpt": 3.0, "pgpt": 2.0}[run.model.architecture])
+    monkeypatch.setattr(
+        budget, "steps_per_second", lambda run: {"gpt": 3.0, "pgpt": 2.0}[run.model.architecture]
+    )
     config = comparison(compare__budget="seconds", compare__seconds=30.0, compare__names="gpt,pgpt")
-    assert [run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})] == [90, 60] * 2
+    assert [
+        run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})
+    ] == [90, 60] * 2
     monkeypatch.setattr(budget, "steps_per_second", lambda run: 5.0)
-    assert [run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})] == [90, 60] * 2
+    assert [
+        run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})
+    ] == [90, 60] * 2
     config.compare.seconds = 60.0
-    assert [run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})] == [180, 120] * 2
-    config.model.d_model = 128  # the configs are new, so their speeds are measured again, but not for a report
+    assert [
+        run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})
+    ] == [180, 120] * 2
+    config.model.d_model = (
+        128  # the configs are new, so their speeds are measured again, but not for a report
+    )
     config.compare.train = False
-    with pytest.raises(UserError, match=r"config.compare.train=False: the speed of gpt, .* has not been measured"):
+    with pytest.raises(
+        UserError, match=r"config.compare.train=False: the speed of gpt, .* has not been measured"
+    ):
         budget.make_comparison(config, tmp_path)
     config.compare.train = True
-    assert [run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})] == [300, 300] * 2
+    assert [
+        run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})
+    ] == [300, 300] * 2
     config.compare.seconds = 0.1
-    with pytest.raises(UserError, match=r"gpt takes 0.2 seconds and the budget is 0.1.* steps, 1, misses .* \+100.0%"):
+    with pytest.raises(
+        UserError,
+        match=r"gpt takes 0.2 seconds and the budget is 0.1.* steps, 1, misses .* \+100.0%",
+    ):
         budget.make_comparison(config, tmp_path)
     config.compare.seconds, config.model.d_model = 60.0, 256
     run_folder(tmp_path, "pgpt", config.train.seed).mkdir(parents=True)
@@ -208,93 +279,179 @@ def test_speed_excludes_the_first_two_steps(monkeypatch):
 
 
 def test_names_with_dots_and_spaces(tmp_path):
-    """Covers run names such as "lr 0.001", as in the learning rate example of configs/compare/base.py."""
+    """Covers run names such as "lr 0.001", as in the learning rate example of
+    configs/compare/base.py.
+    """
     rates = {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (0.001, 0.01)}
-    planned = budget.make_comparison(base.comparison(load_config("gpt"), rates, seeds=1), tmp_path).runs({})
+    planned = budget.make_comparison(
+        base.comparison(load_config("gpt"), rates, seeds=1), tmp_path
+    ).runs({})
     assert [(run.name, run.config.optimizer.learning_rate, run.folder.name) for run in planned] == [
-        ("lr 0.001", 0.001, "lr_0.001-seed1337"), ("lr 0.01", 0.01, "lr_0.01-seed1337")]
+        ("lr 0.001", 0.001, "lr_0.001-seed1337"),
+        ("lr 0.01", 0.01, "lr_0.01-seed1337"),
+    ]
 
 
 def test_flags_set_any_field_of_any_run(monkeypatch):
-    """Of the reference too, which overrides no field. Fields that a run does not override follow the common config."""
+    """Of the reference too, which overrides no field. Fields that a run does not override follow
+    the common config.
+    """
     monkeypatch.setattr(budget, "build_program", validate)
-    arguments = ["compare", f"--config={ROOT}/configs/compare/paper.py:tiny", "--config.runs.gpt.model.d_model=32",
-                 "--config.runs.pgpt.optimizer.learning_rate=1", "--config.optimizer.beta1=0.7"]
+    arguments = [
+        "compare",
+        f"--config={ROOT}/configs/compare/paper.py:tiny",
+        "--config.runs.gpt.model.d_model=32",
+        "--config.runs.pgpt.optimizer.learning_rate=1",
+        "--config.optimizer.beta1=0.7",
+    ]
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
     values(arguments)
     config = values["config"].value
     gpt, pgpt, *_ = budget.resolve_runs(config).values()
     assert (gpt.model.d_model, pgpt.model.d_model) == (32, config.model.d_model)
-    assert (gpt.optimizer.learning_rate, pgpt.optimizer.learning_rate) == (config.optimizer.learning_rate, 1.0)
+    assert (gpt.optimizer.learning_rate, pgpt.optimizer.learning_rate) == (
+        config.optimizer.learning_rate,
+        1.0,
+    )
     assert gpt.optimizer.beta1 == pgpt.optimizer.beta1 == 0.7
     assert budget.own_fields(config, "gpt")["model"] == {"d_model": 32}
 
 
-@pytest.mark.parametrize("given, read", [
-    ("--config.runs.lr 0.1.optimizer.learning_rate=0.2", ("lr 0.1", "optimizer", "learning_rate", "0.2")),
-    ("--config.runs.2×.model.d_model=8", ("2×", "model", "d_model", "8")),
-    ("--config.runs.a.b.data.source=x.model.y=z", ("a.b", "data", "source", "x.model.y=z")),
-    ("--config.runs.lgpt.model.d_model=8", ("lgpt", "model", "d_model", "8"))])
+@pytest.mark.parametrize(
+    "given, read",
+    [
+        (
+            "--config.runs.lr 0.1.optimizer.learning_rate=0.2",
+            ("lr 0.1", "optimizer", "learning_rate", "0.2"),
+        ),
+        ("--config.runs.2×.model.d_model=8", ("2×", "model", "d_model", "8")),
+        ("--config.runs.a.b.data.source=x.model.y=z", ("a.b", "data", "source", "x.model.y=z")),
+        ("--config.runs.lgpt.model.d_model=8", ("lgpt", "model", "d_model", "8")),
+    ],
+)
 def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
-    quoted, = cli.quote_run_names([given])
+    (quoted,) = cli.quote_run_names([given])
     path, _, value = quoted.removeprefix("--config.").partition("=")
     assert " " not in path and (*config_path.split(path), value) == ("runs", *read)
     assert cli.unquote_run_names(quoted) == given
 
 
-@pytest.mark.parametrize("fields, message", [
-    (dict(compare__budget="time"), "config.compare.budget='time': must be one of tokens, flops, parameters, seconds"),
-    (dict(compare__budget="flops", train__steps=8), r"step of pgpt .* number of steps, 8, misses .*% \(limit: 1%\)"),
-    (dict(compare__budget="seconds"), "config.compare.seconds=0.0: must be above 0"),
-    (dict(compare__seconds=3.0), "needs config.compare.budget='seconds'"),
-    (dict(compare__seeds=0), "config.compare.seeds=0: must be at least 1"),
-    (dict(compare__stack=0), "config.compare.stack=0: must be at least 1"),
-    (dict(compare__names=""), "the comparison has no runs"),
-    (dict(compare__names="gtp"), "no run 'gtp'; choose from cgpt, gpt"),
-    (dict(compare__reference="x"), "config.compare.reference='x': must be one of cgpt, gpt"),
-    (dict(train__steps=0), "config.train.steps=0: must be at least 1"),
-    (dict(train__batch_size=0), "config.train.batch_size=0: must be at least 1"),
-    (dict(compare__contexts=(0,)), "must be integers, at least 1"),
-    (dict(compare__learning_rates=(1, 0)), r"config.compare.learning_rates=\(1, 0\): 0 is not a positive, finite num"),
-    (dict(compare__learning_rates=(1, math.inf)), "inf is not a positive, finite number"),
-    (dict(compare__learning_rates=(1, math.nan)), "nan is not a positive, finite number"),
-    (dict(compare__learning_rates=("a", 1)), "'a' is not a positive, finite number"),
-    (dict(compare__learning_rates=(True, 2)), "True is not a positive, finite number"),
-    (dict(compare__learning_rates=(1, 2, 1.0)), "1.0 is listed twice"),
-    (dict(compare__learning_rates=(2,)), r"learning_rates=\(2,\): a grid has at least two multiples"),
-    (dict(train__seed=0, compare__learning_rates=(1, 2)), "config.train.seed=0: must be at least 1 with"),
-    (dict(compare__averaged_evaluations=0), "config.compare.averaged_evaluations=0: must be at least 1"),
-    (dict(compare__averaged_evaluations=99), r"averaged_evaluations=99: gpt has only \d evaluations; decrease"),
-    (dict(compare__horizons=(0.5, 0.25, 1)), r"horizons=\(0.5, 0.25, 1\): must be in ascending order and end in 1"),
-    (dict(compare__horizons=(0.5,)), r"horizons=\(0.5,\): must be in ascending order and end in 1"),
-    (dict(compare__horizons=(0, 1)), r"horizons=\(0, 1\): must be numbers above 0"),
-    (dict(compare__horizons=(0.5, 1)), "gpt: config.optimizer.schedule='cosine': the runs of a trunk need a schedule"),
-    (dict(compare__horizons=(0.1, 1), optimizer__schedule="wsd"),
-     r"horizons: 0.1: the decay of gpt would start at step 4 of 4, but must start after the warmup \(5 steps\)"),
-    (dict(compare__horizons=(0.5, 0.501, 1), optimizer__schedule="wsd"),
-     "horizons: 0.501: gpt has 20 steps, as at the horizon before it"),
-    (dict(train__trunk="runs/gpt"), "run 'gpt': config.train.trunk='runs/gpt': comparisons set this field; use config"),
-    (dict(compare__max_added_learning_rates=-1), "config.compare.max_added_learning_rates=-1: must be at least 0"),
-    (dict(model__num_heads=3), "run 'gpt': config.model.num_heads=3: must divide")])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            dict(compare__budget="time"),
+            "config.compare.budget='time': must be one of tokens, flops, parameters, seconds",
+        ),
+        (
+            dict(compare__budget="flops", train__steps=8),
+            r"step of pgpt .* number of steps, 8, misses .*% \(limit: 1%\)",
+        ),
+        (dict(compare__budget="seconds"), "config.compare.seconds=0.0: must be above 0"),
+        (dict(compare__seconds=3.0), "needs config.compare.budget='seconds'"),
+        (dict(compare__seeds=0), "config.compare.seeds=0: must be at least 1"),
+        (dict(compare__stack=0), "config.compare.stack=0: must be at least 1"),
+        (dict(compare__names=""), "the comparison has no runs"),
+        (dict(compare__names="gtp"), "no run 'gtp'; choose from cgpt, gpt"),
+        (dict(compare__reference="x"), "config.compare.reference='x': must be one of cgpt, gpt"),
+        (dict(train__steps=0), "config.train.steps=0: must be at least 1"),
+        (dict(train__batch_size=0), "config.train.batch_size=0: must be at least 1"),
+        (dict(compare__contexts=(0,)), "must be integers, at least 1"),
+        (
+            dict(compare__learning_rates=(1, 0)),
+            r"config.compare.learning_rates=\(1, 0\): 0 is not a positive, finite num",
+        ),
+        (dict(compare__learning_rates=(1, math.inf)), "inf is not a positive, finite number"),
+        (dict(compare__learning_rates=(1, math.nan)), "nan is not a positive, finite number"),
+        (dict(compare__learning_rates=("a", 1)), "'a' is not a positive, finite number"),
+        (dict(compare__learning_rates=(True, 2)), "True is not a positive, finite number"),
+        (dict(compare__learning_rates=(1, 2, 1.0)), "1.0 is listed twice"),
+        (
+            dict(compare__learning_rates=(2,)),
+            r"learning_rates=\(2,\): a grid has at least two multiples",
+        ),
+        (
+            dict(train__seed=0, compare__learning_rates=(1, 2)),
+            "config.train.seed=0: must be at least 1 with",
+        ),
+        (
+            dict(compare__averaged_evaluations=0),
+            "config.compare.averaged_evaluations=0: must be at least 1",
+        ),
+        (
+            dict(compare__averaged_evaluations=99),
+            r"averaged_evaluations=99: gpt has only \d evaluations; decrease",
+        ),
+        (
+            dict(compare__horizons=(0.5, 0.25, 1)),
+            r"horizons=\(0.5, 0.25, 1\): must be in ascending order and end in 1",
+        ),
+        (
+            dict(compare__horizons=(0.5,)),
+            r"horizons=\(0.5,\): must be in ascending order and end in 1",
+        ),
+        (dict(compare__horizons=(0, 1)), r"horizons=\(0, 1\): must be numbers above 0"),
+        (
+            dict(compare__horizons=(0.5, 1)),
+            "gpt: config.optimizer.schedule='cosine': the runs of a trunk need a schedule",
+        ),
+        (
+            dict(compare__horizons=(0.1, 1), optimizer__schedule="wsd"),
+            r"horizons: 0.1: the decay of gpt would start at step 4 of 4, but must start after the warmup \(5 steps\)",
+        ),
+        (
+            dict(compare__horizons=(0.5, 0.501, 1), optimizer__schedule="wsd"),
+            "horizons: 0.501: gpt has 20 steps, as at the horizon before it",
+        ),
+        (
+            dict(train__trunk="runs/gpt"),
+            "run 'gpt': config.train.trunk='runs/gpt': comparisons set this field; use config",
+        ),
+        (
+            dict(compare__max_added_learning_rates=-1),
+            "config.compare.max_added_learning_rates=-1: must be at least 0",
+        ),
+        (dict(model__num_heads=3), "run 'gpt': config.model.num_heads=3: must divide"),
+    ],
+)
 def test_refuses_invalid_comparisons(fields, message, tmp_path):
     with pytest.raises(UserError, match=message):
         budget.make_comparison(comparison(**fields), tmp_path)
 
 
-@pytest.mark.parametrize("runs, message", [
-    ({"a": {"modl": {"d_model": 8}}}, "config.runs.a.modl: must be one of the groups"),
-    ({"a": {"model": {"num_haeds": 2}}}, "config.runs.a.model.num_haeds: no such field; did you mean 'num_he"),
-    ({"a": {"model": {"d_model": "wide"}}}, "config.runs.a.model.d_model='wide': expected the same type as 64"),
-    ({"a": {"model": {"architecture": "pgpt", "num_paths": "two"}}}, "run 'a': config.model.num_paths='two': must be"),
-    ({"a": {"train": {"microbatches": 3}}}, "run 'a': config.train.batch_size=8: must be a multiple of"),
-    ({"a": {"optimizer": {"name": "sgd"}}}, "run 'a': config.optimizer.name='sgd'"),
-    ({"a": {"train": {"steps": 8}}}, "config.runs.a.train.steps: the budget determines it"),
-    ({"a, b": {}}, "names cannot contain commas"),
-    ({"a": {"model": {"num_paths": 2}}}, "config.runs.a.model.num_paths: no such field"),
-    ({"a": {}, "b": {"data": {"tokenizer": "gpt2"}}}, "data.tokenizer is 'bytes' in 'a' and 'gpt2' in 'b'"),
-    ({"a b": {}, "a_b": {}}, "'a b' and 'a_b' have the same workdir"),
-    ({}, "the comparison has no runs")])
+@pytest.mark.parametrize(
+    "runs, message",
+    [
+        ({"a": {"modl": {"d_model": 8}}}, "config.runs.a.modl: must be one of the groups"),
+        (
+            {"a": {"model": {"num_haeds": 2}}},
+            "config.runs.a.model.num_haeds: no such field; did you mean 'num_he",
+        ),
+        (
+            {"a": {"model": {"d_model": "wide"}}},
+            "config.runs.a.model.d_model='wide': expected the same type as 64",
+        ),
+        (
+            {"a": {"model": {"architecture": "pgpt", "num_paths": "two"}}},
+            "run 'a': config.model.num_paths='two': must be",
+        ),
+        (
+            {"a": {"train": {"microbatches": 3}}},
+            "run 'a': config.train.batch_size=8: must be a multiple of",
+        ),
+        ({"a": {"optimizer": {"name": "sgd"}}}, "run 'a': config.optimizer.name='sgd'"),
+        ({"a": {"train": {"steps": 8}}}, "config.runs.a.train.steps: the budget determines it"),
+        ({"a, b": {}}, "names cannot contain commas"),
+        ({"a": {"model": {"num_paths": 2}}}, "config.runs.a.model.num_paths: no such field"),
+        (
+            {"a": {}, "b": {"data": {"tokenizer": "gpt2"}}},
+            "data.tokenizer is 'bytes' in 'a' and 'gpt2' in 'b'",
+        ),
+        ({"a b": {}, "a_b": {}}, "'a b' and 'a_b' have the same workdir"),
+        ({}, "the comparison has no runs"),
+    ],
+)
 def test_refuses_invalid_runs(runs, message, tmp_path):
     with pytest.raises(UserError, match=re.escape(message)):
         budget.make_comparison(base.comparison(load_config("gpt"), runs), tmp_path)
@@ -302,11 +459,17 @@ def test_refuses_invalid_runs(runs, message, tmp_path):
 
 def test_refuses_parameters_that_no_width_has(tmp_path):
     config = base.comparison(
-        load_config("gpt"), {"gpt": {}, "deep": {"model": {"num_layers": 400, "d_model": 8}}}, budget="parameters",
-        reference="gpt")
-    with pytest.raises(UserError, match=r"deep has no width that gives 266,816 parameters within 2%; the nearest "
-                                        r"width gives [\d,]+ \([+-][\d.]+%\), with "
-                                        r"model.d_model=\d+, model.num_heads=\d+"):
+        load_config("gpt"),
+        {"gpt": {}, "deep": {"model": {"num_layers": 400, "d_model": 8}}},
+        budget="parameters",
+        reference="gpt",
+    )
+    with pytest.raises(
+        UserError,
+        match=r"deep has no width that gives 266,816 parameters within 2%; the nearest "
+        r"width gives [\d,]+ \([+-][\d.]+%\), with "
+        r"model.d_model=\d+, model.num_heads=\d+",
+    ):
         budget.make_comparison(config, tmp_path).runs({})
 
 
@@ -316,9 +479,13 @@ def test_refuses_misspelt_comparison_fields():
 
 
 def validate(config: ConfigDict) -> None:
-    """Validates a config without tracing the model. Used in place of `build_program`, which takes seconds."""
+    """Validates a config without tracing the model. Used in place of `build_program`, which takes
+    seconds.
+    """
     config = Config.of(config)
-    program.validate(config, sharding.num_batch_shards(sharding.make_mesh(config.mesh)), path_shards=1)
+    program.validate(
+        config, sharding.num_batch_shards(sharding.make_mesh(config.mesh)), path_shards=1
+    )
 
 
 @pytest.mark.slow
@@ -327,7 +494,9 @@ def validate(config: ConfigDict) -> None:
 def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "build_program", validate)
     config = importlib.import_module(f"configs.compare.{name}").get_config(size)
-    if name == "ladder" and size != "quickstart":  # counting the FLOPs of its 18 models takes ten seconds and more
+    if (
+        name == "ladder" and size != "quickstart"
+    ):  # counting the FLOPs of its 18 models takes ten seconds and more
         assert budget.resolve_runs(config).keys() == set(config.runs)
         return
     planned = budget.make_comparison(config, tmp_path).runs({})
@@ -348,23 +517,27 @@ def test_presets_of_the_mixers_comparison(preset, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["small", "medium", "full"])
 def test_sizes_of_the_scaling_comparison(preset, tmp_path, monkeypatch):
-    """All models of a size have equal tokens and about as many active parameters. The held-out size has four times the
-    compute.
+    """All models of a size have equal tokens and about as many active parameters. The held-out size
+    has four times the compute.
     """
     monkeypatch.setattr(budget, "build_program", validate)
     scaling = importlib.import_module("configs.compare.scaling")
     config = scaling.get_config(preset)
     (*_, largest), held_out, *_ = scaling.PRESETS[preset]
     names = ("gpt", "cgpt", "moe")
-    config.compare.names = ",".join(f"{name}@{size}" for size in (largest, held_out) for name in names)
+    config.compare.names = ",".join(
+        f"{name}@{size}" for size in (largest, held_out) for name in names
+    )
     planned = budget.make_comparison(config, tmp_path).models
     compute = {}
     for size in (largest, held_out):
         group = [planned[f"{name}@{size}"] for name in names]
-        counts = [models.num_active_parameters(models.LanguageModel(one.model.replace(scan_layers=True)))
-                  for one in group]
+        counts = [
+            models.num_active_parameters(models.LanguageModel(one.model.replace(scan_layers=True)))
+            for one in group
+        ]
         assert max(counts) < 1.12 * min(counts)
-        steps, = {one.train.steps for one in group}
+        (steps,) = {one.train.steps for one in group}
         assert 20 * counts[0] == pytest.approx(steps * 8 * 256, rel=0.01) and steps % 8 == 0
         compute[size] = flops(group[0])
     assert 4 <= compute[held_out] / compute[largest] < 6

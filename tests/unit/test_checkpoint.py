@@ -1,4 +1,6 @@
-"""Tests of checkpoints (damage, failed writes, checksums) and of benchmarks/chaos.py, without training."""
+"""Tests of checkpoints (damage, failed writes, checksums) and of benchmarks/chaos.py, without
+training.
+"""
 
 import collections
 import itertools
@@ -29,19 +31,25 @@ import chaos
 
 def state_of(step: int) -> TrainState:
     keys = jax.random.split(jax.random.key(step), 3)
-    params = {"a": jax.random.normal(keys[0], (40, 30)), "b": {"c": jax.random.normal(keys[1], (7,))}}
+    params = {
+        "a": jax.random.normal(keys[0], (40, 30)),
+        "b": {"c": jax.random.normal(keys[1], (7,))},
+    }
     moments = (jax.tree.map(jnp.square, params), jnp.int32(step))
     return TrainState(jnp.int32(step), params, moments)
 
 
 ABSTRACT = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0))
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0)
+)
 
 
 def assert_equal(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
-    assert all(np.array_equal(a, b, equal_nan=True)
-               for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
+    assert all(
+        np.array_equal(a, b, equal_nan=True)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,22 +90,28 @@ def flip_a_bit(path, place):
 
 
 def truncate(path, place):
-    path.write_bytes(path.read_bytes()[:int(place * path.stat().st_size)])
+    path.write_bytes(path.read_bytes()[: int(place * path.stat().st_size)])
 
 
 @pytest.mark.slow
 def test_damage_to_any_file_is_detected(saved, tmp_path):
     """Whichever file of the newest checkpoint is damaged, the restored state is intact.
 
-    If the state itself is damaged, the older checkpoint is restored. Otherwise, the newest one is restored. The test
-    damages one file at a time.
+    If the state itself is damaged, the older checkpoint is restored. Otherwise, the newest one is
+    restored. The test damages one file at a time.
     """
-    names = [path.relative_to(saved / "20") for path in (saved / "20").rglob("*")
-             if path.is_file() and path.stat().st_size]
+    names = [
+        path.relative_to(saved / "20")
+        for path in (saved / "20").rglob("*")
+        if path.is_file() and path.stat().st_size
+    ]
     assert len(names) > 15
     outcomes = collections.Counter()
     for number, name in enumerate(names):
-        for damage, place in ((flip_a_bit, (0.0, 0.37, 0.73)[number % 3]), (truncate, (0.0, 0.6)[number % 2])):
+        for damage, place in (
+            (flip_a_bit, (0.0, 0.37, 0.73)[number % 3]),
+            (truncate, (0.0, 0.6)[number % 2]),
+        ):
             folder, logged = tmp_path / f"{number}-{damage.__name__}" / "checkpoints", []
             shutil.copytree(saved, folder)
             damage(folder / "20" / name, place)
@@ -116,12 +130,20 @@ def test_damage_to_any_file_is_detected(saved, tmp_path):
     assert outcomes[10] > len(names) / 2
 
 
-@pytest.mark.parametrize("damage", [
-    lambda folder: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in folder.iterdir()],
-    lambda folder: shutil.rmtree(folder / "opt_state"),
-    lambda folder: shutil.rmtree(folder / "check"),
-    lambda folder: [flip_a_bit(path, 0.5) for path in (folder / "params").rglob("d/*")],  # which are read varies
-], ids=["empty", "no opt_state", "no check", "flipped bit"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: [
+            shutil.rmtree(path) if path.is_dir() else path.unlink() for path in folder.iterdir()
+        ],
+        lambda folder: shutil.rmtree(folder / "opt_state"),
+        lambda folder: shutil.rmtree(folder / "check"),
+        lambda folder: [
+            flip_a_bit(path, 0.5) for path in (folder / "params").rglob("d/*")
+        ],  # which are read varies
+    ],
+    ids=["empty", "no opt_state", "no check", "flipped bit"],
+)
 def test_a_damaged_checkpoint_is_quarantined(saved, tmp_path, damage):
     shutil.copytree(saved, tmp_path / "checkpoints")
     damage(tmp_path / "checkpoints" / "20")
@@ -134,13 +156,24 @@ def test_a_damaged_checkpoint_is_quarantined(saved, tmp_path, damage):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["10", "20"]
 
 
-@pytest.mark.parametrize("check", [
-    {}, None, [], {"params": None, "opt_state": {}}, {"params": {"['a']": "1"}, "opt_state": {}},
-    {"unlogged_losses": 3}, {"unlogged_losses": ["low"]}])
+@pytest.mark.parametrize(
+    "check",
+    [
+        {},
+        None,
+        [],
+        {"params": None, "opt_state": {}},
+        {"params": {"['a']": "1"}, "opt_state": {}},
+        {"unlogged_losses": 3},
+        {"unlogged_losses": ["low"]},
+    ],
+)
 def test_checksums_of_another_shape_are_damage(saved, tmp_path, check):
-    """JSON without the expected keys and types counts as damage to the checkpoint, in training and in inference."""
+    """JSON without the expected keys and types counts as damage to the checkpoint, in training and
+    in inference.
+    """
     shutil.copytree(saved, tmp_path / "checkpoints")
-    path, = (tmp_path / "checkpoints" / "20" / "check").glob("metadata")
+    (path,) = (tmp_path / "checkpoints" / "20" / "check").glob("metadata")
     if isinstance(check, dict) and "unlogged_losses" in check:
         check = json.loads(path.read_text()) | check
     path.write_text(json.dumps(check))
@@ -159,7 +192,10 @@ def test_nothing_is_moved_if_all_checkpoints_are_damaged(saved, tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
     with pytest.raises(UserError, match="all checkpoints are damaged"):
         checkpoints.restore_latest(ABSTRACT)
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.name.isdecimal()) == ["10", "20"]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.name.isdecimal()) == [
+        "10",
+        "20",
+    ]
     checkpoints.close()
 
 
@@ -171,7 +207,9 @@ def test_machine_errors_are_not_damage(saved, tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", "somewhere")
 
     monkeypatch.setattr(checkpoints, "_read", refuse)
-    with pytest.raises(UserError, match=r"checkpoints/20: cannot be read \(Permission denied\); nothing"):
+    with pytest.raises(
+        UserError, match=r"checkpoints/20: cannot be read \(Permission denied\); nothing"
+    ):
         checkpoints.restore_latest(ABSTRACT)
     with pytest.raises(UserError, match=r"checkpoints/20: cannot be read \(Permission denied\)$"):
         checkpoints.restore_model(20, ABSTRACT.params, {})
@@ -186,7 +224,10 @@ def test_a_checkpoint_that_a_run_removes_is_not_damaged(saved, tmp_path):
     shutil.rmtree(folder / "10" / "params")
     remover = threading.Timer(0.2, shutil.rmtree, (folder / "10",))
     remover.start()
-    with pytest.raises(UserError, match=r"checkpoints/10: removed while it was read, because the run keeps only its"):
+    with pytest.raises(
+        UserError,
+        match=r"checkpoints/10: removed while it was read, because the run keeps only its",
+    ):
         checkpoints.restore_model(10, ABSTRACT.params, {})
     remover.join()
     shutil.rmtree(folder / "20" / "params")
@@ -210,7 +251,10 @@ def test_a_failed_save_is_logged_and_the_next_one_tried(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert checkpoints.steps() == [1]
         assert os.listdir(tmp_path / "checkpoints") == ["1"]
-    assert logged == ["could not write a checkpoint: File too large. Training continues; newest checkpoint: step 1"]
+    assert logged == [
+        "could not write a checkpoint: File too large. Training continues; newest checkpoint: "
+        "step 1"
+    ]
     checkpoints.save(4, state_of(4))
     checkpoints.wait_until_finished()
     assert logged[1:] == ["checkpoints can be written again; newest checkpoint: step 4"]
@@ -225,24 +269,37 @@ def test_checksums_do_not_depend_on_the_mesh():
     for spec in (("x", "y"), (None, "y"), ("y", None)):
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
         sharded[spec] = bit_checksums({"a": jax.device_put(state.params["a"], sharding)})
-    expected = int((np.asarray(state.params["a"]).reshape(-1).view(np.uint32).astype(object)
-                    * (2 * np.arange(1200, dtype=object) + 1)).sum() % 2**32)
+    expected = int(
+        (
+            np.asarray(state.params["a"]).reshape(-1).view(np.uint32).astype(object)
+            * (2 * np.arange(1200, dtype=object) + 1)
+        ).sum()
+        % 2**32
+    )
     assert all(sums == {"['a']": expected} for sums in sharded.values())
 
 
-@pytest.mark.parametrize("dtype, view", [("bfloat16", "uint16"), ("int8", "uint8"), ("bool", "uint8")])
+@pytest.mark.parametrize(
+    "dtype, view", [("bfloat16", "uint16"), ("int8", "uint8"), ("bool", "uint8")]
+)
 def test_checksums_of_narrow_dtypes(dtype, view):
     x = jnp.asarray([[0, 1, 1], [1, 0, 1]], dtype)
     bits = np.asarray(x).reshape(-1).view(view).astype(object)
-    assert bit_checksums({"a": x}) == {"['a']": (bits * np.array([1, 3, 5, 7, 9, 11], object)).sum() % 2**32}
+    assert bit_checksums({"a": x}) == {
+        "['a']": (bits * np.array([1, 3, 5, 7, 9, 11], object)).sum() % 2**32
+    }
 
 
 def test_chaos_finds_every_difference(tmp_path):
-    """`chaos.differences` finds a changed weight, a changed loss and a duplicate line of metrics.jsonl.
+    """`chaos.differences` finds a changed weight, a changed loss and a duplicate line of
+    metrics.jsonl.
 
     It finds no difference between a run and an unchanged copy of it.
     """
-    runs = {name: chaos.Run(tmp_path / name, "gpt", 10) for name in ("one", "copy", "weights", "loss", "line")}
+    runs = {
+        name: chaos.Run(tmp_path / name, "gpt", 10)
+        for name in ("one", "copy", "weights", "loss", "line")
+    }
     for name, run in runs.items():
         checkpoints = Checkpoints(run.workdir / "checkpoints", keep=1)
         state = state_of(10)
@@ -251,17 +308,26 @@ def test_chaos_finds_every_difference(tmp_path):
         checkpoints.save(10, state)
         checkpoints.close()
         losses = [1.0, 2.5 if name == "loss" else 2.0] + [2.0] * (name == "line")
-        (run.workdir / "metrics.jsonl").write_text("".join(
-            json.dumps({"step": min(step, 2), "split": "train", "loss": loss}) + "\n"
-            for step, loss in enumerate(losses, start=1)))
+        (run.workdir / "metrics.jsonl").write_text(
+            "".join(
+                json.dumps({"step": min(step, 2), "split": "train", "loss": loss}) + "\n"
+                for step, loss in enumerate(losses, start=1)
+            )
+        )
     assert {name: chaos.differences(runs["one"], run) for name, run in runs.items()} == {
-        "one": [], "copy": [], "weights": ["params['b']['c']"], "loss": ["('train', 2)"], "line": ["lines"]}
+        "one": [],
+        "copy": [],
+        "weights": ["params['b']['c']"],
+        "loss": ["('train', 2)"],
+        "line": ["lines"],
+    }
 
 
 def test_chaos_restarts_killed_runs(tmp_path, monkeypatch):
     """`chaos.kill_runs` restarts each killed run until the run finishes.
 
-    The training processes are fakes. They finish after the third start, so each run is killed at most twice.
+    The training processes are fakes. They finish after the third start, so each run is killed at
+    most twice.
     """
     events = []
 
@@ -282,13 +348,21 @@ def test_chaos_restarts_killed_runs(tmp_path, monkeypatch):
             events.append(f"{self.workdir.name} ends after {self.starts} starts")
 
     monkeypatch.setattr(chaos, "Run", Run)
-    monkeypatch.setattr(chaos, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
-    monkeypatch.setattr(chaos, "differences", lambda one, other: [f"{one.workdir.name} {other.workdir.name}"])
-    kills_by_phase, different, runs = chaos.kill_runs("gpt", tmp_path, kills=5, steps=10, rng=random.Random(0),
-                                                    log=lambda line: None)
+    monkeypatch.setattr(
+        chaos, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
+    )
+    monkeypatch.setattr(
+        chaos, "differences", lambda one, other: [f"{one.workdir.name} {other.workdir.name}"]
+    )
+    kills_by_phase, different, runs = chaos.kill_runs(
+        "gpt", tmp_path, kills=5, steps=10, rng=random.Random(0), log=lambda line: None
+    )
     assert (kills_by_phase, runs) == ({"training": 5}, 3)
-    assert events == ["undisturbed ends after 1 starts", "undisturbed ends after 2 starts",
-                      *(f"victim-{i} ends after {starts} starts" for i, starts in ((1, 3), (2, 3), (3, 2)))]
+    assert events == [
+        "undisturbed ends after 1 starts",
+        "undisturbed ends after 2 starts",
+        *(f"victim-{i} ends after {starts} starts" for i, starts in ((1, 3), (2, 3), (3, 2))),
+    ]
     assert len(different) == 3 and different[0].endswith("victim-1: undisturbed victim-1")
 
 

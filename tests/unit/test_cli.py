@@ -41,12 +41,18 @@ def full_disk() -> int:
 
 
 @pytest.mark.parametrize("is_buffered", [True, False])  # True: text is written only when flushed
-@pytest.mark.parametrize("output, status, message", [
-    (closed_pipe, 141, ""), (full_disk, 1, "error: input or output: No space left on device\n")])
+@pytest.mark.parametrize(
+    "output, status, message",
+    [(closed_pipe, 141, ""), (full_disk, 1, "error: input or output: No space left on device\n")],
+)
 def test_unwritable_output(monkeypatch, capsys, is_buffered, output, status, message):
-    """The exit status is 141 for a closed pipe and 1 for a full disk. Only the full disk causes a message."""
+    """The exit status is 141 for a closed pipe and 1 for a full disk. Only the full disk causes a
+    message.
+    """
     raw = io.FileIO(output(), "wb")
-    unwritable = io.TextIOWrapper(io.BufferedWriter(raw) if is_buffered else raw, write_through=not is_buffered)
+    unwritable = io.TextIOWrapper(
+        io.BufferedWriter(raw) if is_buffered else raw, write_through=not is_buffered
+    )
     monkeypatch.setattr(sys, "stdout", unwritable)
     with pytest.raises(SystemExit) as end:
         cli.run_command(lambda: print("text"))
@@ -73,25 +79,45 @@ def test_failed_requests_are_named_only_after_a_gs_path_was_used(monkeypatch, ca
     monkeypatch.setattr(object_storage, "is_used", lambda: True)
     with pytest.raises(SystemExit):
         cli.run_command(fail)
-    assert capsys.readouterr().err.startswith(f"error: object storage: request failed ({error}); check")
+    assert capsys.readouterr().err.startswith(
+        f"error: object storage: request failed ({error}); check"
+    )
     monkeypatch.setattr(object_storage, "is_used", lambda: False)
     with pytest.raises(SystemExit if isinstance(error, OSError) else ValueError):
         cli.run_command(fail)
-    assert capsys.readouterr().err == ("error: input or output: Forbidden\n" if isinstance(error, OSError) else "")
+    assert capsys.readouterr().err == (
+        "error: input or output: Forbidden\n" if isinstance(error, OSError) else ""
+    )
 
 
-@pytest.mark.parametrize("command", [
-    ["-m", "smallgpt_jax.prepare"], ["-c", "from smallgpt_jax.__main__ import prepare; prepare()"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "smallgpt_jax.prepare"],
+        ["-c", "from smallgpt_jax.__main__ import prepare; prepare()"],
+    ],
+)
 def test_ctrl_c_while_a_command_imports_its_libraries(command, tmp_path):
-    """NumPy's place is taken by a module that sends Ctrl-C, and turns a KeyboardInterrupt into an ImportError."""
-    (tmp_path / "numpy.py").write_text("import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
-                                       "except KeyboardInterrupt:\n    raise ImportError('numpy')\n")
+    """NumPy's place is taken by a module that sends Ctrl-C, and turns a KeyboardInterrupt into an
+    ImportError.
+    """
+    (tmp_path / "numpy.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n    raise ImportError('numpy')\n"
+    )
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     # Shells ignore Ctrl-C in commands in the background, and their children inherit this.
-    accepting = ("import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-                 "os.execv(sys.argv[1], sys.argv[1:])")
-    result = subprocess.run([sys.executable, "-c", accepting, sys.executable, *command], cwd=tmp_path,
-                            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    accepting = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", accepting, sys.executable, *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     assert (result.returncode, result.stderr) == (130, "error: stopped\n")
 
 
@@ -101,7 +127,9 @@ def test_messages_of_the_hub_are_printed_once():
     reached, handler = [], logging.Handler()
     handler.handle = reached.append
     logging.getLogger().addHandler(handler)
-    cli.run_command(lambda: hub_logging.get_logger("huggingface_hub.retries").warning("Retrying in 1s"))
+    cli.run_command(
+        lambda: hub_logging.get_logger("huggingface_hub.retries").warning("Retrying in 1s")
+    )
     logging.getLogger().removeHandler(handler)
     assert not reached
 
@@ -126,12 +154,24 @@ def test_the_arguments_of_the_config_are_those_of_the_process(monkeypatch):
     assert errors.config_arguments() == given
 
 
-@pytest.mark.parametrize("flag, message", [
-    ("--config.lr=1e-3", "error: no config field 'lr'; configs/base.py documents the fields\n"),
-    ("--config.steps=3", "error: no config field 'steps'; did you mean --config.train.steps?\n"),
-    ("--config.train.step=3", "error: no config field 'step'; did you mean --config.train.steps?\n"),
-    ("--config.train.foo=3", "error: no config field 'foo'; configs/base.py documents the fields\n"),
-])
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("--config.lr=1e-3", "error: no config field 'lr'; configs/base.py documents the fields\n"),
+        (
+            "--config.steps=3",
+            "error: no config field 'steps'; did you mean --config.train.steps?\n",
+        ),
+        (
+            "--config.train.step=3",
+            "error: no config field 'step'; did you mean --config.train.steps?\n",
+        ),
+        (
+            "--config.train.foo=3",
+            "error: no config field 'foo'; configs/base.py documents the fields\n",
+        ),
+    ],
+)
 def test_unknown_config_fields(flag, message):
     result = call("prepare", "--config=configs/gpt.py:tiny", flag)
     assert (result.returncode, result.stderr) == (2, message)

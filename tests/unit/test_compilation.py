@@ -1,4 +1,6 @@
-"""Tests of the store of compiled programs, with a compiler that counts its calls, and of the progress line."""
+"""Tests of the store of compiled programs, with a compiler that counts its calls, and of the
+progress line.
+"""
 
 import dataclasses
 import gzip
@@ -56,20 +58,31 @@ def test_the_same_program_is_compiled_once(compiled):
 
 
 def device(kind: str, number: int = 0, compiler: str = "XLA 1") -> SimpleNamespace:
-    return SimpleNamespace(device_kind=kind, id=number, process_index=0, platform="gpu",
-                           client=SimpleNamespace(platform_version=compiler))
+    return SimpleNamespace(
+        device_kind=kind,
+        id=number,
+        process_index=0,
+        platform="gpu",
+        client=SimpleNamespace(platform_version=compiler),
+    )
 
 
-@pytest.mark.parametrize("change", [
-    lambda monkeypatch: (lower(factor=3.0), [device("NVIDIA H100")]),
-    lambda monkeypatch: (lower(length=4), [device("NVIDIA H100")]),
-    lambda monkeypatch: (lower(), [device("NVIDIA H200")]),
-    lambda monkeypatch: (lower(), [device("NVIDIA H100"), device("NVIDIA H100", 1)]),
-    lambda monkeypatch: (lower(), [device("NVIDIA H100", compiler="XLA 2")]),
-    lambda monkeypatch: monkeypatch.setattr(compilation, "PACKAGES", ("jax", "jaxlib", "numpy")),
-    lambda monkeypatch: monkeypatch.setenv("XLA_FLAGS", "--xla_new=1"),
-    lambda monkeypatch: monkeypatch.setattr(compilation, "code_fingerprint", lambda: "another")],
-    ids=["constant", "shape", "device", "devices", "compiler", "versions", "flags", "code"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda monkeypatch: (lower(factor=3.0), [device("NVIDIA H100")]),
+        lambda monkeypatch: (lower(length=4), [device("NVIDIA H100")]),
+        lambda monkeypatch: (lower(), [device("NVIDIA H200")]),
+        lambda monkeypatch: (lower(), [device("NVIDIA H100"), device("NVIDIA H100", 1)]),
+        lambda monkeypatch: (lower(), [device("NVIDIA H100", compiler="XLA 2")]),
+        lambda monkeypatch: monkeypatch.setattr(
+            compilation, "PACKAGES", ("jax", "jaxlib", "numpy")
+        ),
+        lambda monkeypatch: monkeypatch.setenv("XLA_FLAGS", "--xla_new=1"),
+        lambda monkeypatch: monkeypatch.setattr(compilation, "code_fingerprint", lambda: "another"),
+    ],
+    ids=["constant", "shape", "device", "devices", "compiler", "versions", "flags", "code"],
+)
 def test_another_program_is_compiled(compiled, monkeypatch, change):
     Compiler([device("NVIDIA H100")]).compile(lower())
     lowered, devices = change(monkeypatch) or (lower(), [device("NVIDIA H100")])
@@ -78,14 +91,22 @@ def test_another_program_is_compiled(compiled, monkeypatch, change):
     assert len(compiled) == 2 and len(stored_files()) == 2
 
 
-@pytest.mark.parametrize("damage", [
-    lambda content: b"", lambda content: content[:-9], lambda content: b"text",
-    lambda content: content[:20] + b"\0\1\2" + content[23:],
-    lambda content: gzip.compress(b"[1, 2]"),
-    lambda content: gzip.compress(json.dumps(dataclasses.asdict(PROGRAM) | {"temp_bytes": -1}).encode())])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:-9],
+        lambda content: b"text",
+        lambda content: content[:20] + b"\0\1\2" + content[23:],
+        lambda content: gzip.compress(b"[1, 2]"),
+        lambda content: gzip.compress(
+            json.dumps(dataclasses.asdict(PROGRAM) | {"temp_bytes": -1}).encode()
+        ),
+    ],
+)
 def test_a_damaged_file_is_replaced(compiled, damage):
     Compiler(jax.devices()[:1]).compile(lower())
-    file, = stored_files()
+    (file,) = stored_files()
     intact = file.read_bytes()
     file.write_bytes(damage(intact))
     assert Compiler(jax.devices()[:1]).compile(lower()) == PROGRAM
@@ -118,16 +139,28 @@ def test_a_folder_that_cannot_be_written(compiled, tmp_path):
     assert len(compiled) == 2
 
 
-@pytest.mark.parametrize("platform, expected", [
-    ("gpu", {"xla_gpu_enable_triton_gemm": False}), ("cpu", {}), ("tpu", {"xla_dump_hlo_as_text": True})])
+@pytest.mark.parametrize(
+    "platform, expected",
+    [
+        ("gpu", {"xla_gpu_enable_triton_gemm": False}),
+        ("cpu", {}),
+        ("tpu", {"xla_dump_hlo_as_text": True}),
+    ],
+)
 def test_the_options_of_the_compilers(platform, expected):
-    memory = SimpleNamespace(argument_size_in_bytes=1, temp_size_in_bytes=2, output_size_in_bytes=3,
-                             alias_size_in_bytes=4)
+    memory = SimpleNamespace(
+        argument_size_in_bytes=1,
+        temp_size_in_bytes=2,
+        output_size_in_bytes=3,
+        alias_size_in_bytes=4,
+    )
     options = {}
     program = SimpleNamespace(as_text=lambda: HLO, memory_analysis=lambda: memory)
     lowered = SimpleNamespace(compile=lambda given: options.update(given) or program)
     assert compilation.run_compiler(lowered, platform) == CompiledProgram(1, 2, 3, 4, HLO)
-    assert (options.pop("xla_dump_to", None) is not None) == (platform == "tpu") and options == expected
+    assert (options.pop("xla_dump_to", None) is not None) == (
+        platform == "tpu"
+    ) and options == expected
 
 
 @pytest.mark.slow
@@ -136,15 +169,28 @@ def test_plan_compiles_a_changed_config_anew(compiled, monkeypatch):
     monkeypatch.setattr(topologies, "topology_devices", lambda topology: jax.devices()[:1])
 
     def plan(*flags) -> str:
-        result = call("plan", "--config=configs/gpt.py:tiny", "--config.model.num_layers=1", "--topology=cpu:1", *flags)
+        result = call(
+            "plan",
+            "--config=configs/gpt.py:tiny",
+            "--config.model.num_layers=1",
+            "--topology=cpu:1",
+            *flags,
+        )
         assert result.returncode == 0 and not result.stderr, result.stderr
         return result.stdout
 
     first, again = (json.loads(plan("--json")) for _ in range(2))
-    assert (first.pop("compiled_programs"), again.pop("compiled_programs"), len(compiled)) == (2, 0, 2)
+    assert (first.pop("compiled_programs"), again.pop("compiled_programs"), len(compiled)) == (
+        2,
+        0,
+        2,
+    )
     assert first.pop("compile_seconds") > 0 < again.pop("compile_seconds") and first == again
-    assert re.search(rf"^0 of 2 programs compiled in \d+ s; earlier compilations are in {compilation.folder()}$",
-                     plan("--config.train.seed=1"), re.MULTILINE)
+    assert re.search(
+        rf"^0 of 2 programs compiled in \d+ s; earlier compilations are in {compilation.folder()}$",
+        plan("--config.train.seed=1"),
+        re.MULTILINE,
+    )
     assert json.loads(plan("--json", "--config.optimizer.beta1=0.5"))["compiled_programs"] == 1
     assert json.loads(plan("--json", "--config.model.d_model=32"))["compiled_programs"] == 2
     assert len(compiled) == 5

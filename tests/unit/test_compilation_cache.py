@@ -17,10 +17,14 @@ def processor(monkeypatch):
     """Returns a function that sets the content of /proc/cpuinfo."""
     read = Path.read_text
     content = {}
-    monkeypatch.setattr(Path, "read_text", lambda path, *args: content.get(str(path)) or read(path, *args))
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *args: content.get(str(path)) or read(path, *args)
+    )
 
     def set_processor(**values):
-        content["/proc/cpuinfo"] = CPUINFO.format(**{"model": "A", "mhz": 2000, "flag": "avx2", **values})
+        content["/proc/cpuinfo"] = CPUINFO.format(
+            **{"model": "A", "mhz": 2000, "flag": "avx2", **values}
+        )
         return compilation_cache.processor_kind()
 
     return set_processor
@@ -31,20 +35,32 @@ def test_processors_with_other_instructions_have_other_folders(processor):
     assert len({processor(), processor(flag="avx512f"), processor(model="B")}) == 3
 
 
-def test_the_shared_folder_is_that_of_the_environment(processor, monkeypatch, tmp_path, cache_folder):
+def test_the_shared_folder_is_that_of_the_environment(
+    processor, monkeypatch, tmp_path, cache_folder
+):
     kind = processor()
     monkeypatch.delenv(compilation_cache.VARIABLE, raising=False)
     assert compilation_cache.folder() == cache_folder / "smallgpt_jax" / "compiled" / kind
     monkeypatch.setenv(compilation_cache.VARIABLE, str(tmp_path))
     assert compilation_cache.folder() == tmp_path / kind
     monkeypatch.setenv(compilation_cache.VARIABLE, "s3://bucket/compiled")
-    with pytest.raises(UserError, match=r"^JAX_COMPILATION_CACHE_DIR: 's3://bucket/compiled' is a URL, and only gs://"):
+    with pytest.raises(
+        UserError,
+        match=r"^JAX_COMPILATION_CACHE_DIR: 's3://bucket/compiled' is a URL, and only gs://",
+    ):
         compilation_cache.folder()
 
 
-@pytest.mark.parametrize("variable, before, is_kept", [
-    ("/shared", "/elsewhere", True), (None, "/elsewhere", True), ("", "", True), ("/shared", "/shared", False),
-    (None, None, False)])
+@pytest.mark.parametrize(
+    "variable, before, is_kept",
+    [
+        ("/shared", "/elsewhere", True),
+        (None, "/elsewhere", True),
+        ("", "", True),
+        ("/shared", "/shared", False),
+        (None, None, False),
+    ],
+)
 def test_a_cache_that_the_program_has_set_is_kept(monkeypatch, variable, before, is_kept):
     """If the environment variable is empty, there is no cache."""
     if variable is None:
@@ -55,13 +71,18 @@ def test_a_cache_that_the_program_has_set_is_kept(monkeypatch, variable, before,
     try:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.configure()
-        assert jax.config.jax_compilation_cache_dir == (before if is_kept else str(compilation_cache.folder()))
+        assert jax.config.jax_compilation_cache_dir == (
+            before if is_kept else str(compilation_cache.folder())
+        )
     finally:
         jax.config.update("jax_compilation_cache_dir", original)
 
 
 def test_programs_that_compile_in_a_tenth_of_a_second_are_cached(monkeypatch):
-    option, variable = "jax_persistent_cache_min_compile_time_secs", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    option, variable = (
+        "jax_persistent_cache_min_compile_time_secs",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+    )
     before = getattr(jax.config, option)
     try:
         jax.config.update(option, 3.0)
@@ -77,5 +98,7 @@ def test_programs_that_compile_in_a_tenth_of_a_second_are_cached(monkeypatch):
 
 def test_installation_commands(monkeypatch, tmp_path):
     assert errors.install_command("hf") == "pip install -c constraints.txt -e '.[hf]'"
-    monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "smallgpt_jax" / "errors.py"))
+    monkeypatch.setattr(
+        errors, "__file__", str(tmp_path / "site-packages" / "smallgpt_jax" / "errors.py")
+    )
     assert errors.install_command("hf") == "pip install 'smallgpt_jax[hf]'"

@@ -27,11 +27,17 @@ def test_hugging_face_dataset(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     from huggingface_hub import constants
 
-    for module in (datasets.config, constants):  # both read HF_HUB_OFFLINE from the environment only at import
+    for module in (
+        datasets.config,
+        constants,
+    ):  # both read HF_HUB_OFFLINE from the environment only at import
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
     datasets.utils.logging.set_verbosity_error()
     for shard in range(3):
-        lines = [json.dumps({"text": f"text {i} of {shard}" if i % 9 else "", "id": i}) for i in range(40)]
+        lines = [
+            json.dumps({"text": f"text {i} of {shard}" if i % 9 else "", "id": i})
+            for i in range(40)
+        ]
         (tmp_path / f"{shard}.jsonl").write_text("\n".join(lines))
     source = f"hf:{tmp_path}"
     texts = [f"text {i} of {shard}" for shard in range(3) for i in range(40) if i % 9]
@@ -39,8 +45,11 @@ def test_hugging_face_dataset(tmp_path, monkeypatch):
     parts = Source(source).parts
     assert len(parts) == 3
     rest = document_batches(parts, RULES, Place(1, 30))
-    assert [text for batch in rest for text in batch.texts] == texts[texts.index("text 30 of 1"):]
-    with pytest.raises(UserError, match=r"row 1: no string in the field 'body': the item's fields are named text, id"):
+    assert [text for batch in rest for text in batch.texts] == texts[texts.index("text 30 of 1") :]
+    with pytest.raises(
+        UserError,
+        match=r"row 1: no string in the field 'body': the item's fields are named text, id",
+    ):
         read(source, text_field="body")
     with pytest.raises(UserError, match=r"hf:nobody/nothing"):
         read("hf:nobody/nothing")
@@ -59,13 +68,35 @@ def write_tfds(folder, file_format: str, shards: list[list[dict]], monkeypatch) 
     folder = folder / "words" / "1.0.0"
     folder.mkdir(parents=True)
     features = "tensorflow_datasets.core.features."
-    (folder / "features.json").write_text(json.dumps({
-        "pythonClassName": features + "features_dict.FeaturesDict", "featuresDict": {"features": {
-            name: {"pythonClassName": features + "text_feature.Text", "text": {}} for name in shards[0][0]}}}))
-    (folder / "dataset_info.json").write_text(json.dumps({
-        "name": "words", "version": "1.0.0", "fileFormat": file_format, "splits": [
-            {"name": "train", "shardLengths": [str(len(items)) for items in shards],
-             "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"}]}))
+    (folder / "features.json").write_text(
+        json.dumps(
+            {
+                "pythonClassName": features + "features_dict.FeaturesDict",
+                "featuresDict": {
+                    "features": {
+                        name: {"pythonClassName": features + "text_feature.Text", "text": {}}
+                        for name in shards[0][0]
+                    }
+                },
+            }
+        )
+    )
+    (folder / "dataset_info.json").write_text(
+        json.dumps(
+            {
+                "name": "words",
+                "version": "1.0.0",
+                "fileFormat": file_format,
+                "splits": [
+                    {
+                        "name": "train",
+                        "shardLengths": [str(len(items)) for items in shards],
+                        "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+                    }
+                ],
+            }
+        )
+    )
     files = []
     for number, items in enumerate(shards):
         files.append(folder / f"words-train.{file_format}-{number:05}-of-{len(shards):05}")
@@ -89,21 +120,31 @@ def write_tfds(folder, file_format: str, shards: list[list[dict]], monkeypatch) 
 
 def tfrecord_bytes(record: bytes) -> bytes:
     length = struct.pack("<Q", len(record))
-    return b"".join([length, struct.pack("<I", masked_crc32c(length)), record,
-                     struct.pack("<I", masked_crc32c(record))])
+    return b"".join(
+        [
+            length,
+            struct.pack("<I", masked_crc32c(length)),
+            record,
+            struct.pack("<I", masked_crc32c(record)),
+        ]
+    )
 
 
 @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
 def test_tensorflow_dataset(file_format, tmp_path, monkeypatch):
     """A TensorFlow dataset gives the same token store as JSON lines of the same texts."""
-    shards = [[{"text": f"text {i} ü of {shard}".encode(), "url": b"-"} for i in range(count)]
-              for shard, count in enumerate((30, 0, 20))]
+    shards = [
+        [{"text": f"text {i} ü of {shard}".encode(), "url": b"-"} for i in range(count)]
+        for shard, count in enumerate((30, 0, 20))
+    ]
     items = [item for shard in shards for item in shard]
     write_tfds(tmp_path, file_format, shards if file_format == "tfrecord" else [items], monkeypatch)
     texts = [item["text"].decode() for item in items]
     assert read("tfds:words") == texts
     assert_stores_equal("tfds:words", texts, tmp_path)
-    with pytest.raises(UserError, match="no string in the field 'body': the item's fields are named text, url; set"):
+    with pytest.raises(
+        UserError, match="no string in the field 'body': the item's fields are named text, url; set"
+    ):
         read("tfds:words", text_field="body")
     with pytest.raises(UserError, match="'tfds:nothing': Dataset nothing not found"):
         read("tfds:nothing")
@@ -114,7 +155,9 @@ def assert_stores_equal(source: str, texts: list[str], folder: Path) -> None:
         prepare_store(folder / name, which)
     for split in store.SPLITS:
         for ending in (store.TOKENS, store.DOCUMENTS):
-            one, other = ((folder / made / f"{split}{ending}").read_bytes() for made in ("one", "other"))
+            one, other = (
+                (folder / made / f"{split}{ending}").read_bytes() for made in ("one", "other")
+            )
             assert one == other
 
 
@@ -142,22 +185,27 @@ def test_tfrecord_resumes_at_any_record(tmp_path, monkeypatch):
 
 def test_names_damaged_tfrecord_files(tmp_path, monkeypatch):
     assert crc32c(b"123456789") == 0xE3069283
-    one, two = write_tfds(tmp_path, "tfrecord", [[{"text": b"a" * 40}] * 9, [{"text": b"b"}] * 2], monkeypatch)
+    one, two = write_tfds(
+        tmp_path, "tfrecord", [[{"text": b"a" * 40}] * 9, [{"text": b"b"}] * 2], monkeypatch
+    )
     whole = one.read_bytes()
     record, flipped = len(whole) // 9, bytearray(whole)
     flipped[2 * record + 5] ^= 1
     for damaged, message in (
-            (whole[:-3], f"the record at byte {8 * record} is truncated"),
-            (whole[:4 * record + 7], f"the record at byte {4 * record} is truncated"),
-            (bytes(flipped), f"no record starts at byte {2 * record}"),
-            (whole + tfrecord_bytes(b"text"), "record 10 is not a tf.train.Example"),
-            (whole[:8 * record], "has 8 records, but dataset_info.json lists 9; download this shard")):
+        (whole[:-3], f"the record at byte {8 * record} is truncated"),
+        (whole[: 4 * record + 7], f"the record at byte {4 * record} is truncated"),
+        (bytes(flipped), f"no record starts at byte {2 * record}"),
+        (whole + tfrecord_bytes(b"text"), "record 10 is not a tf.train.Example"),
+        (whole[: 8 * record], "has 8 records, but dataset_info.json lists 9; download this shard"),
+    ):
         one.write_bytes(damaged)
         with pytest.raises(UserError, match=f"{re.escape(str(one))}: .*{message}"):
             read("tfds:words", invalid_items="skip")
     one.write_bytes(whole)
     two.unlink()
-    with pytest.raises(UserError, match=f"{re.escape(str(two))}: No such file or directory; download this shard"):
+    with pytest.raises(
+        UserError, match=f"{re.escape(str(two))}: No such file or directory; download this shard"
+    ):
         Source("tfds:words").parts  # noqa: B018
 
 
@@ -172,14 +220,20 @@ def test_prepare_resumes_after_a_damaged_shard_is_replaced(tmp_path, monkeypatch
     files[1].write_bytes(whole)
     logged = []
     prepare_store(tmp_path / "one", "tfds:words", log=logged.append)
-    assert "61% done" in logged[0], logged  # resumed after the last complete batch of the second shard
+    assert "61% done" in logged[0], (
+        logged
+    )  # resumed after the last complete batch of the second shard
     prepare_store(tmp_path / "other", "tfds:words")
-    assert all((tmp_path / "one" / f"{split}.bin").read_bytes() == (tmp_path / "other" / f"{split}.bin").read_bytes()
-               for split in store.SPLITS)
+    assert all(
+        (tmp_path / "one" / f"{split}.bin").read_bytes()
+        == (tmp_path / "other" / f"{split}.bin").read_bytes()
+        for split in store.SPLITS
+    )
 
 
 def test_real_tfrecord_dataset(shared_data, tmp_path, monkeypatch):
-    """A TensorFlow dataset of 1,000 C4 documents gives the same token store as JSON lines of the same texts.
+    """A TensorFlow dataset of 1,000 C4 documents gives the same token store as JSON lines of the
+    same texts.
 
     To write the JSON lines, the test reads the records with grain and decodes them with tfds.
     """
@@ -187,9 +241,11 @@ def test_real_tfrecord_dataset(shared_data, tmp_path, monkeypatch):
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(shared_data / "tfds"))
     name = "c4_minimal/en:3.0.1"
     builder = tfds.builder(name)
-    texts = [builder.info.features.deserialize_example_np(record)["text"].decode()
-             for path in builder.info.splits["train"].filepaths
-             for record in grain.experimental.TFRecordIterDataset(str(path))]
+    texts = [
+        builder.info.features.deserialize_example_np(record)["text"].decode()
+        for path in builder.info.splits["train"].filepaths
+        for record in grain.experimental.TFRecordIterDataset(str(path))
+    ]
     assert len(texts) == 1000
     assert_stores_equal(f"tfds:{name}", texts, tmp_path)
 
@@ -202,5 +258,3 @@ def test_names_missing_libraries(tmp_path, monkeypatch):
     for source in ("tfds:words", "hf:some/corpus", tmp_path / "a.parquet", tmp_path / "b.txt.zst"):
         with pytest.raises(UserError, match=r"pip install -c constraints.txt -e '\.\[data\]'"):
             read(source)
-
-

@@ -10,13 +10,17 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 def anchors(page: str) -> set[str]:
     """Returns the anchors of the headings, as GitHub makes them."""
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-            for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    }
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links(path):
-    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)  # without code
+    text = re.sub(
+        r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE
+    )  # without code
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not target.startswith("http"):
             name, _, anchor = target.partition("#")

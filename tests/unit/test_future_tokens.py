@@ -1,4 +1,6 @@
-"""Tests of the heads that predict further tokens: their losses by the formulas of the papers, in float64."""
+"""Tests of the heads that predict further tokens: their losses by the formulas of the papers, in
+float64.
+"""
 
 import dataclasses
 import functools
@@ -22,19 +24,29 @@ ROWS, TIME, VOCABULARY = 2, 13, 19
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, TIME + 1), np.int32)
 EXAMPLES = Examples(Batch(TOKENS))
 TRAIN = TrainConfig(future_tokens=3, pseudo_length=4, loss_chunks=1)
-GPT = dict(vocab_size=VOCABULARY, context_length=TIME, num_layers=2, num_heads=2, d_model=8, use_bias=True)
+GPT = dict(
+    vocab_size=VOCABULARY, context_length=TIME, num_layers=2, num_heads=2, d_model=8, use_bias=True
+)
 
 
 def random_parameters(term, seed: int = 1):
     rng = np.random.default_rng(seed)
     shapes = Objective(terms={"term": term}).abstract_heads()["term"]
-    return jax.tree.map(lambda p: np.float32((p.name == "scale") + rng.normal(0, 0.3, p.shape)), shapes)
+    return jax.tree.map(
+        lambda p: np.float32((p.name == "scale") + rng.normal(0, 0.3, p.shape)), shapes
+    )
 
 
 def random_outputs(config) -> Outputs:
     rng = np.random.default_rng(2)
-    x, head, embedding = (np.float32(rng.standard_normal(shape)) for shape in (
-        (ROWS, TIME, config.output_width), (VOCABULARY, config.output_width), (VOCABULARY, config.d_model)))
+    x, head, embedding = (
+        np.float32(rng.standard_normal(shape))
+        for shape in (
+            (ROWS, TIME, config.output_width),
+            (VOCABULARY, config.output_width),
+            (VOCABULARY, config.d_model),
+        )
+    )
     return Outputs(x, head, embedding, {})
 
 
@@ -47,31 +59,46 @@ def losses(x, head, targets):
 
 
 def multi_token_loss(config, depth, weights, outputs, tokens):
-    """Returns the sum over one row (arXiv 2412.19437, equations 21 to 25, with i from 0 to T − 1)."""
+    """Returns the sum over one row (arXiv 2412.19437, equations 21 to 25, with i from 0 to T −
+    1).
+    """
     h, total = outputs.x_BxTxW, 0.0
     for k in range(1, depth + 1):
         module, end = weights[str(k)], TIME - k  # t_{i+k+1} exists for i < T − k
-        embedded = outputs.embedding_VxD[tokens[k:k + end]]
-        joint = np.concatenate([rms(h[:end], module["hidden_norm"]), rms(embedded, module["embedding_norm"])], axis=1)
-        h = plain_blocks(config, module["blocks"], joint @ module["joint"]["kernel"], None)  # equations 21 and 22
+        embedded = outputs.embedding_VxD[tokens[k : k + end]]
+        joint = np.concatenate(
+            [rms(h[:end], module["hidden_norm"]), rms(embedded, module["embedding_norm"])], axis=1
+        )
+        h = plain_blocks(
+            config, module["blocks"], joint @ module["joint"]["kernel"], None
+        )  # equations 21 and 22
         x = plain_norm(config, module["final_norm"], h)
-        total += losses(x, outputs.head_VxW, tokens[k + 1:k + 1 + end]).sum()  # equations 23 and 24
+        total += losses(
+            x, outputs.head_VxW, tokens[k + 1 : k + 1 + end]
+        ).sum()  # equations 23 and 24
     return total / depth  # equation 25, without λ
 
 
 def future_loss(config, count, discount, weights, outputs, tokens):
-    """Returns the sum over one row (arXiv 2410.18160; docs/objectives.md says what the paper leaves open)."""
+    """Returns the sum over one row (arXiv 2410.18160; docs/objectives.md says what the paper leaves
+    open).
+    """
     first, total = tokens[:TIME].sum() % count, 0.0
     positions = [first + count * i for i in range(TIME // count)]
     for i in positions:
         pseudo = np.einsum("w,wpv->pv", outputs.x_BxTxW[i], weights["pseudo_sequence"]["kernel"])
         pseudo = pseudo + weights["pseudo_sequence"]["bias"]
-        following = tokens[i:i + count + 1]  # shorter at the end of the row
+        following = tokens[i : i + count + 1]  # shorter at the end of the row
         known = len(following) - 1
-        y = rms(outputs.embedding_VxD[following[:known]], weights["tokens_norm"]) @ weights["tokens"]["kernel"]
+        y = (
+            rms(outputs.embedding_VxD[following[:known]], weights["tokens_norm"])
+            @ weights["tokens"]["kernel"]
+        )
         y = y + weights["places"][:known]
-        norms = {name: functools.partial(plain_norm, config, weights[f"{name}_norm"])
-                 for name in ("attention", "cross_attention", "mlp", "final")}
+        norms = {
+            name: functools.partial(plain_norm, config, weights[f"{name}_norm"])
+            for name in ("attention", "cross_attention", "mlp", "final")
+        }
         y = y + plain_attention(config, weights["attention"], norms["attention"](y), 2, known, None)
         y = y + cross_attention(weights["cross_attention"], norms["cross_attention"](y), pseudo)
         y = norms["final"](y + plain_mlp(config, weights["mlp"], norms["mlp"](y)))
@@ -82,54 +109,90 @@ def future_loss(config, count, discount, weights, outputs, tokens):
 def cross_attention(weights, x, pseudo):
     y = weights["out"]["bias"]
     for head in range(2):
-        q, k, v = (inputs @ weights[name]["kernel"][:, head] + weights[name]["bias"][head]
-                   for name, inputs in (("query", x), ("key", pseudo), ("value", pseudo)))
+        q, k, v = (
+            inputs @ weights[name]["kernel"][:, head] + weights[name]["bias"][head]
+            for name, inputs in (("query", x), ("key", pseudo), ("value", pseudo))
+        )
         y = y + softmax(q @ k.T / np.sqrt(q.shape[1]), axis=1) @ v @ weights["out"]["kernel"][head]
     return y
 
 
-@pytest.mark.parametrize("kind, architecture, fields", [
-    ("mtp", "gpt", dict(position="rope", attention_windows=(0, 4))), ("ftp", "lgpt", dict(blocks_per_stage=1))])
+@pytest.mark.parametrize(
+    "kind, architecture, fields",
+    [
+        ("mtp", "gpt", dict(position="rope", attention_windows=(0, 4))),
+        ("ftp", "lgpt", dict(blocks_per_stage=1)),
+    ],
+)
 def test_the_losses_match_the_formulas(kind, architecture, fields):
     model = build(architecture, **GPT, **fields)
     term = future_terms(TRAIN.replace(future_head=kind), model)[kind]
     weights, outputs = random_parameters(term), random_outputs(model.config)
-    formula = functools.partial(*{"mtp": (multi_token_loss, term.head.config, 3),
-                                  "ftp": (future_loss, term.head.config, 3, 0.8)}[kind])
+    formula = functools.partial(
+        *{
+            "mtp": (multi_token_loss, term.head.config, 3),
+            "ftp": (future_loss, term.head.config, 3, 0.8),
+        }[kind]
+    )
     exact = jax.tree.map(np.float64, (weights, outputs))
-    expected = sum(formula(exact[0], exact[1]._replace(x_BxTxW=exact[1].x_BxTxW[row]), TOKENS[row])
-                   for row in range(ROWS)) / (ROWS * TIME)
-    found = jax.jit(lambda weights: term(outputs, weights, EXAMPLES, EXAMPLES.weights(ROWS * TIME)))(weights)
+    expected = sum(
+        formula(exact[0], exact[1]._replace(x_BxTxW=exact[1].x_BxTxW[row]), TOKENS[row])
+        for row in range(ROWS)
+    ) / (ROWS * TIME)
+    found = jax.jit(
+        lambda weights: term(outputs, weights, EXAMPLES, EXAMPLES.weights(ROWS * TIME))
+    )(weights)
     assert float(found) == pytest.approx(expected, rel=2e-5)
 
 
 def test_targets_ahead_are_in_the_row_the_document_and_the_loss():
-    """The positions inside a prefix see the tokens of the prefix, so they must not predict what follows it."""
+    """The positions inside a prefix see the tokens of the prefix, so they must not predict what
+    follows it.
+    """
     segments = np.int32([[1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0]])
     batch = Batch(TOKENS[:1], segments, segments > 0)
     examples = with_prefixes(batch, np.where(segments == 1, 4, 0))
     weights = examples.weights(1)
     assert np.array_equal(weights[0], [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0])
-    assert np.array_equal(weights_ahead(examples, weights, 2)[0], [0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0])
+    assert np.array_equal(
+        weights_ahead(examples, weights, 2)[0], [0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0]
+    )
 
 
 @pytest.mark.slow
 def test_with_weight_zero_the_gradients_are_those_of_the_plain_model():
     model = build("gpt", **{**GPT, "num_layers": 1})
     train, params = TRAIN.replace(future_tokens=1, pseudo_length=2), init(model)
-    terms = {kind: future_terms(train.replace(future_head=kind), model)[kind] for kind in ("mtp", "ftp")}
+    terms = {
+        kind: future_terms(train.replace(future_head=kind), model)[kind] for kind in ("mtp", "ftp")
+    }
     heads = {name: random_parameters(term) for name, term in terms.items()}
 
     def loss(trained, terms):
         return microbatch_loss(
-            trained, {}, 0, EXAMPLES, model=model, objective=Objective(terms=terms), constants=None,
-            step_key=jax.random.key(0), total=ROWS * TIME, microbatches=1)[0]
+            trained,
+            {},
+            0,
+            EXAMPLES,
+            model=model,
+            objective=Objective(terms=terms),
+            constants=None,
+            step_key=jax.random.key(0),
+            total=ROWS * TIME,
+            microbatches=1,
+        )[0]
 
     @jax.jit
     def gradients(trained, weight):
-        return jax.grad(loss)(trained, {name: dataclasses.replace(term, weight=weight) for name, term in terms.items()})
+        return jax.grad(loss)(
+            trained,
+            {name: dataclasses.replace(term, weight=weight) for name, term in terms.items()},
+        )
 
-    plain, found = jax.jit(jax.grad(lambda params: loss(params, {})))(params), gradients({**params, **heads}, 0.0)
+    plain, found = (
+        jax.jit(jax.grad(lambda params: loss(params, {})))(params),
+        gradients({**params, **heads}, 0.0),
+    )
     assert not any(np.any(x) for name in heads for x in jax.tree.leaves(found.pop(name)))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-8), found, plain)
     changed = gradients({**params, **heads}, 0.1)
@@ -137,10 +200,23 @@ def test_with_weight_zero_the_gradients_are_those_of_the_plain_model():
     assert not np.allclose(changed["token_embedding"], plain["token_embedding"], rtol=1e-3)
 
 
-@pytest.mark.parametrize("fields, message", [
-    (dict(future_head="mpt"), r"future_head='mpt': must be one of mtp, ftp; did you mean 'mtp'"),
-    (dict(objective="masked"), "future_tokens=2: must be 0 with config.train.objective='masked'"),
-    (dict(future_tokens=13), "future_tokens=13: must be less than config.model.context_length=13")])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            dict(future_head="mpt"),
+            r"future_head='mpt': must be one of mtp, ftp; did you mean 'mtp'",
+        ),
+        (
+            dict(objective="masked"),
+            "future_tokens=2: must be 0 with config.train.objective='masked'",
+        ),
+        (
+            dict(future_tokens=13),
+            "future_tokens=13: must be less than config.model.context_length=13",
+        ),
+    ],
+)
 def test_refuses(fields, message):
     with pytest.raises(UserError, match=message):
         future_terms(TRAIN.replace(**{"future_tokens": 2, **fields}), build("gpt", **GPT))

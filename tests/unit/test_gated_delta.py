@@ -1,5 +1,6 @@
-"""Tests of ops/gated_delta.py: the chunked form against equation 10 of arXiv 2412.06464, token by token in float64, in
-plain JAX and as a TPU kernel, which runs in interpret mode on CPUs, with float32 in place of bfloat16.
+"""Tests of ops/gated_delta.py: the chunked form against equation 10 of arXiv 2412.06464, token by
+token in float64, in plain JAX and as a TPU kernel, which runs in interpret mode on CPUs, with
+float32 in place of bfloat16.
 """
 
 import jax
@@ -13,7 +14,10 @@ from smallgpt_jax.ops.gated_delta import gated_delta, unit_lower_inverse
 from smallgpt_jax.ops.recurrence_kernel import in_kernel
 
 BATCH, HEADS, KEY, VALUE = 2, 2, 5, 6
-RULES = {"plain": gated_delta, "kernel": lambda *inputs: in_kernel(inputs[:5], *inputs[5:], dtype="float32")}
+RULES = {
+    "plain": gated_delta,
+    "kernel": lambda *inputs: in_kernel(inputs[:5], *inputs[5:], dtype="float32"),
+}
 
 
 @pytest.fixture(params=RULES)
@@ -41,8 +45,9 @@ def expected_outputs(inputs, borders=()):
     y, ends = np.zeros(v.shape), (*borders, q.shape[1])
     for start, end in zip((0, *borders), ends):
         for b, h in np.ndindex(BATCH, HEADS):
-            y[b, start:end, h] = plain_gated_delta_rule(*(
-                x[b, start:end, h] for x in (q, k, v, np.exp(log_decay), beta)))
+            y[b, start:end, h] = plain_gated_delta_rule(
+                *(x[b, start:end, h] for x in (q, k, v, np.exp(log_decay), beta))
+            )
     return y
 
 
@@ -54,7 +59,9 @@ def no_state():
     return np.zeros((BATCH, HEADS, KEY, VALUE), np.float32)
 
 
-@pytest.mark.parametrize("name, time", [*(("plain", time) for time in (1, 2, 7, 64, 65, 150)), ("kernel", 700)])
+@pytest.mark.parametrize(
+    "name, time", [*(("plain", time) for time in (1, 2, 7, 64, 65, 150)), ("kernel", 700)]
+)
 def test_chunks_are_the_recurrence(name, time):
     """Also for lengths that no chunk divides."""
     inputs = random_inputs(time)
@@ -64,34 +71,56 @@ def test_chunks_are_the_recurrence(name, time):
 
 @pytest.mark.slow
 def test_a_state_continues(run):
-    """Parts of a text with the state of the part before give the outputs of the whole text; padding changes nothing."""
+    """Parts of a text with the state of the part before give the outputs of the whole text; padding
+    changes nothing.
+    """
     inputs, parts, state = random_inputs(90), [], no_state()
     for start, end in ((0, 70), (70, 71), (71, 90)):
-        part = [np.pad(x[:, start:end], [(0, 0), (0, 3), *[(0, 0)] * (x.ndim - 2)], constant_values=value)
-                for x, value in zip(inputs, (1, 1, 1, 0, 0))]  # padding has log α = 0 and β = 0
+        part = [
+            np.pad(
+                x[:, start:end], [(0, 0), (0, 3), *[(0, 0)] * (x.ndim - 2)], constant_values=value
+            )
+            for x, value in zip(inputs, (1, 1, 1, 0, 0))
+        ]  # padding has log α = 0 and β = 0
         y, state = run(*part, np.zeros((1, end - start + 3), bool), state)
-        parts.append(y[:, :end - start])
+        parts.append(y[:, : end - start])
     np.testing.assert_allclose(np.concatenate(parts, axis=1), expected_outputs(inputs), atol=1e-5)
 
 
 def test_texts_in_a_row_do_not_affect_each_other(run):
-    """The outputs of the second text have equal bits after any other first text, also after one with strong decays."""
+    """The outputs of the second text have equal bits after any other first text, also after one
+    with strong decays.
+    """
     borders, time = (9, 75, 76), 140
     inputs = random_inputs(time)
     found, _ = run(*inputs, begins(time, *borders), no_state())
     np.testing.assert_allclose(found, expected_outputs(inputs, borders), atol=1e-5)
-    other = [np.concatenate([a[:, :9], b[:, 9:]], axis=1)
-             for a, b in zip(random_inputs(time, seed=1, log_decay=(-1e4, -1e3)), inputs)]
+    other = [
+        np.concatenate([a[:, :9], b[:, 9:]], axis=1)
+        for a, b in zip(random_inputs(time, seed=1, log_decay=(-1e4, -1e3)), inputs)
+    ]
     changed, _ = run(*other, begins(time, *borders), no_state())
-    assert np.array_equal(found[:, 9:], changed[:, 9:]) and not np.allclose(found[:, :9], changed[:, :9])
+    assert np.array_equal(found[:, 9:], changed[:, 9:]) and not np.allclose(
+        found[:, :9], changed[:, :9]
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, log_decay", [("plain", (0.0, 0.0)), ("plain", (-1e-6, 0.0)), ("plain", (-300.0, 0.0)),
-                                             ("plain", (-1e30, -1e20)), ("kernel", (0.0, 0.0)),
-                                             ("kernel", (-1e30, -1e20))])
+@pytest.mark.parametrize(
+    "name, log_decay",
+    [
+        ("plain", (0.0, 0.0)),
+        ("plain", (-1e-6, 0.0)),
+        ("plain", (-300.0, 0.0)),
+        ("plain", (-1e30, -1e20)),
+        ("kernel", (0.0, 0.0)),
+        ("kernel", (-1e30, -1e20)),
+    ],
+)
 def test_extreme_decays(name, log_decay):
-    """At 16,384 positions nothing overflows, even with equal keys, for which powers of a chunk's matrix are largest."""
+    """At 16,384 positions nothing overflows, even with equal keys, for which powers of a chunk's
+    matrix are largest.
+    """
     time = 16_384
     inputs = random_inputs(time, log_decay=log_decay)
     inputs[1][:] = inputs[1][:, :1]
@@ -103,7 +132,9 @@ def test_extreme_decays(name, log_decay):
 
     (_, y), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(inputs)
     assert np.isfinite(y).all() and all(np.isfinite(x).all() for x in gradients)
-    expected = expected_outputs([x[:, -600:] for x in inputs])  # each token overwrites half of what the key stores
+    expected = expected_outputs(
+        [x[:, -600:] for x in inputs]
+    )  # each token overwrites half of what the key stores
     np.testing.assert_allclose(y[:, -300:], expected[:, -300:], atol=1e-4)
 
 
@@ -117,7 +148,9 @@ def test_a_strong_decay_between_weak_ones(run):
 
 @pytest.mark.slow
 def test_gradients_are_those_of_the_recurrence(rule):
-    """Central differences of the recurrence in float64, in random directions. Gradients pass through a given state."""
+    """Central differences of the recurrence in float64, in random directions. Gradients pass
+    through a given state.
+    """
     inputs, time, border, split = random_inputs(70), 70, 30, 50
     weights = np.random.default_rng(3).standard_normal((BATCH, time, HEADS, VALUE))
 
@@ -126,8 +159,11 @@ def test_gradients_are_those_of_the_recurrence(rule):
         second, _ = rule(*(x[:, split:] for x in inputs), np.zeros((1, time - split), bool), state)
         return jnp.sum(weights * jnp.concatenate([first, second], axis=1))
 
-    assert_gradients(jax.jit(jax.grad(total))(inputs), inputs,
-                     lambda inputs: np.sum(weights * expected_outputs(inputs, (border,))))
+    assert_gradients(
+        jax.jit(jax.grad(total))(inputs),
+        inputs,
+        lambda inputs: np.sum(weights * expected_outputs(inputs, (border,))),
+    )
 
 
 @pytest.mark.slow
@@ -140,4 +176,6 @@ def test_the_kernel_in_bfloat16():
 
 def test_inverse():
     matrices = np.tril(np.random.default_rng(0).uniform(-1, 1, (3, 16, 16)), -1) + np.eye(16)
-    np.testing.assert_allclose(unit_lower_inverse(np.float32(matrices)), np.linalg.inv(matrices), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        unit_lower_inverse(np.float32(matrices)), np.linalg.inv(matrices), rtol=1e-4, atol=1e-4
+    )

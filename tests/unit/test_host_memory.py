@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-# A command whose threads allocate, write and free 200 MB one after another. Prints by how many MB this increases the
-# memory of the process, and how many threads got new pages.
+# A command whose threads allocate, write and free 200 MB one after another. Prints by how many MB
+# this increases the memory of the process, and how many threads got new pages.
 PROGRAM = """
 import ctypes, pathlib, resource, threading
 from smallgpt_jax import cli
@@ -49,10 +49,18 @@ cli.run(main)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are those of glibc")
 def test_freed_memory_is_kept_on_cpus():
     def kept_megabytes_and_new_blocks(**variables):
-        inherited = {name: value for name, value in os.environ.items()
-                     if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"}
-        ran = subprocess.run([sys.executable, "-c", PROGRAM], env={**inherited, **variables}, capture_output=True,
-                             text=True, check=True)
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
+        }
+        ran = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**inherited, **variables},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return [*map(float, ran.stdout.split())]
 
     kept, new_blocks = kept_megabytes_and_new_blocks(JAX_PLATFORMS="cpu")

@@ -17,8 +17,16 @@ from smallgpt_jax.inference.detokenizer import Detokenizer
 
 library = pytest.importorskip("tokenizers")
 
-TEXTS = ["", " ", "  two  spaces", "tab\tand\nline\r\n", "ünïcödé 漢字 🙂\u200d🙂", "a <|endoftext|> b <s> c </s>",
-         "def f(x):\n    return x  # comment\n", "'s 12345 ...!!!"]
+TEXTS = [
+    "",
+    " ",
+    "  two  spaces",
+    "tab\tand\nline\r\n",
+    "ünïcödé 漢字 🙂\u200d🙂",
+    "a <|endoftext|> b <s> c </s>",
+    "def f(x):\n    return x  # comment\n",
+    "'s 12345 ...!!!",
+]
 WORDS = ["some words to learn from, and other words\n" * 9, *TEXTS]
 SPECIAL = ["<|endoftext|>", "<s>", "</s>", "<unk>"]
 
@@ -28,25 +36,49 @@ def byte_level() -> library.Tokenizer:
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
-    tokenizer.train_from_iterator(WORDS, library.trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIAL, show_progress=False,
-        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        WORDS,
+        library.trainers.BpeTrainer(
+            vocab_size=320,
+            special_tokens=SPECIAL,
+            show_progress=False,
+            initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     return tokenizer
 
 
 def with_spaces(old_form: bool) -> library.Tokenizer:
-    """Returns a tokenizer like those of Llama 2, which prepends a space to each text and has byte tokens."""
-    tokenizer = library.Tokenizer(library.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    """Returns a tokenizer like those of Llama 2, which prepends a space to each text and has byte
+    tokens.
+    """
+    tokenizer = library.Tokenizer(
+        library.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     if old_form:
         tokenizer.normalizer = library.normalizers.Sequence(
-            [library.normalizers.Prepend("▁"), library.normalizers.Replace(" ", "▁")])
+            [library.normalizers.Prepend("▁"), library.normalizers.Replace(" ", "▁")]
+        )
     else:
-        tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = library.decoders.Sequence([
-        library.decoders.Replace("▁", " "), library.decoders.ByteFallback(), library.decoders.Fuse(),
-        library.decoders.Strip(" ", 1, 0)])
-    tokenizer.train_from_iterator(["the cat sat on the mat " * 9], library.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=[*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))], show_progress=False))
+        tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace(
+            prepend_scheme="first", split=False
+        )
+    tokenizer.decoder = library.decoders.Sequence(
+        [
+            library.decoders.Replace("▁", " "),
+            library.decoders.ByteFallback(),
+            library.decoders.Fuse(),
+            library.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.train_from_iterator(
+        ["the cat sat on the mat " * 9],
+        library.trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=[*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))],
+            show_progress=False,
+        ),
+    )
     return tokenizer
 
 
@@ -58,13 +90,20 @@ def save(folder: Path, tokenizer: library.Tokenizer, **settings) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("make", [byte_level, lambda: with_spaces(True), lambda: with_spaces(False)],
-                         ids=["byte level", "Prepend", "Metaspace"])
+@pytest.mark.parametrize(
+    "make",
+    [byte_level, lambda: with_spaces(True), lambda: with_spaces(False)],
+    ids=["byte level", "Prepend", "Metaspace"],
+)
 def test_ids_are_those_of_the_library(make, tmp_path):
-    """The names of special tokens in a text are encoded as ordinary text. Nothing is added, cut or padded."""
+    """The names of special tokens in a text are encoded as ordinary text. Nothing is added, cut or
+    padded.
+    """
     theirs = make()
-    theirs.post_processor = library.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[
-        (token, theirs.token_to_id(token)) for token in ("<s>", "</s>")])
+    theirs.post_processor = library.processors.TemplateProcessing(
+        single="<s> $A </s>",
+        special_tokens=[(token, theirs.token_to_id(token)) for token in ("<s>", "</s>")],
+    )
     theirs.enable_truncation(4)
     theirs.enable_padding(length=50)
     folder = save(tmp_path / "theirs", theirs, eos_token="</s>")
@@ -74,13 +113,21 @@ def test_ids_are_those_of_the_library(make, tmp_path):
     theirs.encode_special_tokens = True
     ids = tokenizer.encode(TEXTS)
     for text, own in zip(TEXTS, ids):
-        assert own.dtype == np.int32 and own.tolist() == theirs.encode(text, add_special_tokens=False).ids
+        assert (
+            own.dtype == np.int32
+            and own.tolist() == theirs.encode(text, add_special_tokens=False).ids
+        )
         assert not {theirs.token_to_id(token) for token in SPECIAL[:3]} & {*own.tolist()}
-    assert tokenizer.end_of_text == theirs.token_to_id("</s>") and tokenizer.vocab_size == theirs.get_vocab_size()
+    assert (
+        tokenizer.end_of_text == theirs.token_to_id("</s>")
+        and tokenizer.vocab_size == theirs.get_vocab_size()
+    )
     assert tokenizer.unknown == (None if make is byte_level else theirs.token_to_id("<unk>"))
-    # If a text begins with a space, Metaspace prepends none. Decoding then removes the text's own space.
+    # If a text begins with a space, Metaspace prepends none. Decoding then removes the text's own
+    # space.
     assert [tokenizer.decode(own) for own in ids] == [
-        text.removeprefix(" ") if "Metaspace" in theirs.to_str() else text for text in TEXTS]
+        text.removeprefix(" ") if "Metaspace" in theirs.to_str() else text for text in TEXTS
+    ]
     tokenizers.save(tokenizer, tmp_path / "saved")
     loaded = tokenizers.load(tmp_path / "saved")
     assert [own.tolist() for own in loaded.encode(TEXTS)] == [own.tolist() for own in ids]
@@ -99,24 +146,42 @@ def test_a_continuation_begins_without_a_space(old_form, tmp_path):
     assert tokenizer.decode([*start, *tokenizer.encode(["at"])[0].tolist()]) == "the c at"
 
 
-@pytest.mark.parametrize("make", [byte_level, lambda: with_spaces(True)], ids=["byte level", "Prepend"])
+@pytest.mark.parametrize(
+    "make", [byte_level, lambda: with_spaces(True)], ids=["byte level", "Prepend"]
+)
 def test_streamed_text(make, tmp_path):
-    """Pieces of streamed text never contain parts of a character, and together they are the text."""
+    """Pieces of streamed text never contain parts of a character, and together they are the
+    text.
+    """
     tokenizer = TokenizerSource(str(save(tmp_path, make(), eos_token="</s>"))).make()
     text = "the cat 🙂\u200d🙂 sat <s> ünïcödé"
     detokenizer = Detokenizer(tokenizer, before=tokenizer.encode(["on"])[0].tolist(), prompt="on")
-    pieces = [detokenizer.add(int(token)) for token in (*tokenizer.encode_continuation(text), tokenizer.end_of_text)]
-    assert "".join(pieces) == text and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    pieces = [
+        detokenizer.add(int(token))
+        for token in (*tokenizer.encode_continuation(text), tokenizer.end_of_text)
+    ]
+    assert "".join(pieces) == text and not any(
+        "\N{REPLACEMENT CHARACTER}" in piece for piece in pieces
+    )
     assert detokenizer.is_done
 
 
-@pytest.mark.parametrize("files, token", [
-    ({}, "<|endoftext|>"),
-    ({"tokenizer_config.json": {"eos_token": None}}, "<|endoftext|>"),
-    ({"tokenizer_config.json": {"eos_token": {"content": "<s>"}}}, "<s>"),
-    ({"special_tokens_map.json": {"eos_token": "</s>"}}, "</s>"),
-    ({"special_tokens_map.json": {"eos_token": "</s>"}, "tokenizer_config.json": {"eos_token": "<s>"}}, "<s>"),
-])
+@pytest.mark.parametrize(
+    "files, token",
+    [
+        ({}, "<|endoftext|>"),
+        ({"tokenizer_config.json": {"eos_token": None}}, "<|endoftext|>"),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<s>"}}}, "<s>"),
+        ({"special_tokens_map.json": {"eos_token": "</s>"}}, "</s>"),
+        (
+            {
+                "special_tokens_map.json": {"eos_token": "</s>"},
+                "tokenizer_config.json": {"eos_token": "<s>"},
+            },
+            "<s>",
+        ),
+    ],
+)
 def test_end_of_text(files, token, tmp_path):
     save(tmp_path, byte_level())
     for name, content in files.items():
@@ -126,7 +191,9 @@ def test_end_of_text(files, token, tmp_path):
 
 
 def test_tokenizer_json_precedes_the_files_of_other_formats(tmp_path):
-    """Folders of SmolLM2 and Qwen3 also contain a vocab.json and a merges.txt, which lack the splitting rules."""
+    """Folders of SmolLM2 and Qwen3 also contain a vocab.json and a merges.txt, which lack the
+    splitting rules.
+    """
     theirs = byte_level()
     save(tmp_path / "model", theirs).joinpath("model.safetensors").write_bytes(b"weights")
     theirs.model.save(str(tmp_path / "model"))
@@ -140,15 +207,24 @@ def test_tokenizer_json_precedes_the_files_of_other_formats(tmp_path):
     assert TokenizerSource(file).fingerprint != before
 
 
-@pytest.mark.parametrize("files, message", [
-    ({"tokenizer.json": "{"}, "tokenizer.json: unsupported tokenizer, or damaged"),
-    ({"tokenizer.json": "{}"}, "tokenizer.json: unsupported tokenizer, or damaged"),
-    ({"tokenizer.json": "[]"}, "tokenizer.json: unsupported tokenizer, or damaged"),
-    ({"tokenizer_config.json": "{"}, "tokenizer.json: unsupported tokenizer, or damaged"),
-    ({"tokenizer_config.json": "[]"}, "tokenizer.json: unsupported tokenizer, or damaged"),
-    ({"tokenizer_config.json": '{"eos_token": "<end>"}'}, r"eos_token='<end>' is not in the vocabulary"),
-    ({"tokenizer_config.json": '{"eos_token": "a"}'}, r"the text 'a' is encoded as a special token"),
-])
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({"tokenizer.json": "{"}, "tokenizer.json: unsupported tokenizer, or damaged"),
+        ({"tokenizer.json": "{}"}, "tokenizer.json: unsupported tokenizer, or damaged"),
+        ({"tokenizer.json": "[]"}, "tokenizer.json: unsupported tokenizer, or damaged"),
+        ({"tokenizer_config.json": "{"}, "tokenizer.json: unsupported tokenizer, or damaged"),
+        ({"tokenizer_config.json": "[]"}, "tokenizer.json: unsupported tokenizer, or damaged"),
+        (
+            {"tokenizer_config.json": '{"eos_token": "<end>"}'},
+            r"eos_token='<end>' is not in the vocabulary",
+        ),
+        (
+            {"tokenizer_config.json": '{"eos_token": "a"}'},
+            r"the text 'a' is encoded as a special token",
+        ),
+    ],
+)
 def test_refuses_bad_files(files, message, tmp_path):
     save(tmp_path, byte_level())
     for name, content in files.items():
@@ -159,21 +235,27 @@ def test_refuses_bad_files(files, message, tmp_path):
 
 def test_refuses_a_tokenizer_without_end_of_text(tmp_path):
     tokenizer = library.Tokenizer(library.models.BPE(vocab={"a": 0}, merges=[]))
-    with pytest.raises(UserError, match=r"no end-of-text token; set eos_token in a tokenizer_config\.json"):
+    with pytest.raises(
+        UserError, match=r"no end-of-text token; set eos_token in a tokenizer_config\.json"
+    ):
         TokenizerSource(str(save(tmp_path, tokenizer))).make()
 
 
 def test_settings_of_exported_tokenizers(tmp_path):
-    """transformers reads the end-of-text token from these settings; llama.cpp's converter reads add_prefix_space, and
-    whether a text begins with bos_token. tokenizer.json says so if bos_token is a token of its own.
+    """transformers reads the end-of-text token from these settings; llama.cpp's converter reads
+    add_prefix_space, and whether a text begins with bos_token. tokenizer.json says so if bos_token
+    is a token of its own.
     """
+
     def settings(tokenizer) -> dict:
         files = tokenizer_files.hugging_face_files(tokenizer, 64)
         return json.loads(files.get("tokenizer_config.json", "{}"))
 
     save(tmp_path, byte_level())
-    assert settings(TokenizerSource(str(tmp_path)).make()).items() >= dict(
-        eos_token="<|endoftext|>", bos_token="<|endoftext|>", model_max_length=64).items()
+    assert (
+        settings(TokenizerSource(str(tmp_path)).make()).items()
+        >= dict(eos_token="<|endoftext|>", bos_token="<|endoftext|>", model_max_length=64).items()
+    )
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
     assert tokenizer_files.hugging_face_files(TokenizerSource(str(tmp_path)).make(), 64) == {}
     trained = settings(TokenizerSource("sentencepiece:400").make(WORDS))
@@ -185,5 +267,7 @@ def test_settings_of_exported_tokenizers(tmp_path):
 def test_a_missing_library_is_named(tmp_path, monkeypatch):
     save(tmp_path, byte_level())
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"tokenizers is not installed; run pip install -c .* '\.\[hf\]'"):
+    with pytest.raises(
+        UserError, match=r"tokenizers is not installed; run pip install -c .* '\.\[hf\]'"
+    ):
         TokenizerSource(str(tmp_path)).make()

@@ -11,11 +11,26 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.ops import attention, flash_attention, recurrence_kernel
 from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.training.kernel_check import check_attention_kernels, check_recurrence_kernels, recurrences
+from smallgpt_jax.training.kernel_check import (
+    check_attention_kernels,
+    check_recurrence_kernels,
+    recurrences,
+)
 
 FIELDS = dict(
-    architecture="gpt", num_layers=1, num_heads=2, d_model=32, mlp_ratio=1, vocab_size=64, context_length=128,
-    dropout=0.0, use_bias=False, tie_embeddings=False, dtype="bfloat16", scan_layers=False)
+    architecture="gpt",
+    num_layers=1,
+    num_heads=2,
+    d_model=32,
+    mlp_ratio=1,
+    vocab_size=64,
+    context_length=128,
+    dropout=0.0,
+    use_bias=False,
+    tie_embeddings=False,
+    dtype="bfloat16",
+    scan_layers=False,
+)
 
 
 class MeshLabelled:
@@ -31,13 +46,31 @@ class MeshLabelled:
 
 @pytest.fixture
 def check(monkeypatch):
-    """Returns a function that checks the attention kernels of a model, as if its devices were TPUs."""
-    def check(check_kernels=check_attention_kernels, platform: str = "tpu", data: int = 1, tensor: int = 1,
-              separate_documents: bool = False, **fields):
-        mesh = sharding.make_mesh(sharding.MeshConfig(data=data, tensor=tensor), jax.devices()[:data * tensor])
-        config = types.SimpleNamespace(data=types.SimpleNamespace(separate_documents=separate_documents))
-        check_kernels(types.SimpleNamespace(
-            model=models.build(**FIELDS | fields), mesh=MeshLabelled(mesh, platform), config=config))
+    """Returns a function that checks the attention kernels of a model, as if its devices were
+    TPUs.
+    """
+
+    def check(
+        check_kernels=check_attention_kernels,
+        platform: str = "tpu",
+        data: int = 1,
+        tensor: int = 1,
+        separate_documents: bool = False,
+        **fields,
+    ):
+        mesh = sharding.make_mesh(
+            sharding.MeshConfig(data=data, tensor=tensor), jax.devices()[: data * tensor]
+        )
+        config = types.SimpleNamespace(
+            data=types.SimpleNamespace(separate_documents=separate_documents)
+        )
+        check_kernels(
+            types.SimpleNamespace(
+                model=models.build(**FIELDS | fields),
+                mesh=MeshLabelled(mesh, platform),
+                config=config,
+            )
+        )
 
     use_mesh = sharding.use_mesh
     monkeypatch.setattr(sharding, "use_mesh", lambda mesh: use_mesh(mesh.mesh))
@@ -45,24 +78,37 @@ def check(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [
-    {"attention": "flash", "num_kv_heads": 1, "attention_windows": (37,)},
-    {"attention": "flash", "data": 2, "tensor": 2, "num_heads": 4},
-    {"attention": "flash", "tensor": 2, "num_heads": 3, "d_model": 48},  # replicated heads
-    {"attention": "splash", "attention_windows": (37,), "d_model": 4, "attention_mask": "bidirectional"},
-    {"attention": "splash", "separate_documents": True, "data": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention": "flash", "num_kv_heads": 1, "attention_windows": (37,)},
+        {"attention": "flash", "data": 2, "tensor": 2, "num_heads": 4},
+        {"attention": "flash", "tensor": 2, "num_heads": 3, "d_model": 48},  # replicated heads
+        {
+            "attention": "splash",
+            "attention_windows": (37,),
+            "d_model": 4,
+            "attention_mask": "bidirectional",
+        },
+        {"attention": "splash", "separate_documents": True, "data": 2},
+    ],
+)
 def test_correct_kernels_pass(check, fields):
     check(**fields)
 
 
 def first_head(kernel):
     """Returns a kernel that reads the first key–value head for all heads."""
-    return lambda q, k, v, *options: kernel(q, *(jnp.broadcast_to(x[:, :1], x.shape) for x in (k, v)), *options)
+    return lambda q, k, v, *options: kernel(
+        q, *(jnp.broadcast_to(x[:, :1], x.shape) for x in (k, v)), *options
+    )
 
 
 def first_row(kernel):
     """Returns a kernel that reads the first row's keys and values for all rows."""
-    return lambda q, k, v, *options: kernel(q, *(jnp.broadcast_to(x[:1], x.shape) for x in (k, v)), *options)
+    return lambda q, k, v, *options: kernel(
+        q, *(jnp.broadcast_to(x[:1], x.shape) for x in (k, v)), *options
+    )
 
 
 def longer_window(kernel):
@@ -71,6 +117,7 @@ def longer_window(kernel):
 
 def neighbors_keys(kernel):
     """Returns a kernel that reads the keys of the other of two shards of heads."""
+
     def shifted(x):
         is_sharded = jax.sharding.get_abstract_mesh().size > 1
         return jax.lax.ppermute(x, "tensor", [(0, 1), (1, 0)]) if is_sharded else x
@@ -79,14 +126,21 @@ def neighbors_keys(kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation, fields", [
-    (first_head, {}), (first_head, {"data": 2, "tensor": 2, "num_heads": 4}),
-    (first_row, {"data": 2}),
-    (longer_window, {"context_length": 1152, "attention_windows": (1024,)}),
-    (neighbors_keys, {"tensor": 2, "num_heads": 4})])
+@pytest.mark.parametrize(
+    "mutation, fields",
+    [
+        (first_head, {}),
+        (first_head, {"data": 2, "tensor": 2, "num_heads": 4}),
+        (first_row, {"data": 2}),
+        (longer_window, {"context_length": 1152, "attention_windows": (1024,)}),
+        (neighbors_keys, {"tensor": 2, "num_heads": 4}),
+    ],
+)
 def test_mutated_kernels_are_refused(check, monkeypatch, mutation, fields):
     fields = {"num_heads": 2, **fields}
-    monkeypatch.setattr(flash_attention, "flash_attention", mutation(flash_attention.flash_attention))
+    monkeypatch.setattr(
+        flash_attention, "flash_attention", mutation(flash_attention.flash_attention)
+    )
     with pytest.raises(UserError, match=r"relative error of [\d.]+;"):
         check(attention="flash", d_model=16 * fields["num_heads"], **fields)
 
@@ -107,12 +161,20 @@ def test_a_kernel_that_separates_all_rows_like_the_first_is_refused(check, monke
 
 @pytest.mark.slow
 def test_message_for_wrong_kernels(check, monkeypatch):
-    """A kernel that ignores the attention window is refused, and so is one whose results are not numbers."""
+    """A kernel that ignores the attention window is refused, and so is one whose results are not
+    numbers.
+    """
     flash = attention.flash
-    monkeypatch.setattr(attention, "flash", lambda q, k, v, mask, slopes: flash(q, k, v, AttentionMask(), slopes))
-    with pytest.raises(UserError, match=r"config.model.attention=flash.*flash kernel for heads of width 16.*=xla"):
+    monkeypatch.setattr(
+        attention, "flash", lambda q, k, v, mask, slopes: flash(q, k, v, AttentionMask(), slopes)
+    )
+    with pytest.raises(
+        UserError, match=r"config.model.attention=flash.*flash kernel for heads of width 16.*=xla"
+    ):
         check(attention="flash", attention_windows=(37,))
-    check(platform="cpu", attention="flash", attention_windows=(37,))  # runs on CPUs are not checked
+    check(
+        platform="cpu", attention="flash", attention_windows=(37,)
+    )  # runs on CPUs are not checked
     monkeypatch.setattr(attention, "splash", lambda q, *_: q * jnp.nan)
     with pytest.raises(UserError, match="relative error of nan"):
         check(attention="splash")
@@ -129,9 +191,24 @@ def test_correct_kernels_of_recurrences_pass(check, mixer):
 
 def test_kernels_of_all_stages_are_checked():
     """The second stage of an lgpt has half the width."""
-    model = models.build(architecture="lgpt", mixers=("delta", "mamba"), position="none", d_model=32, num_heads=2,
-                         num_layers=4, blocks_per_stage=2, vocab_size=64, context_length=16, mamba_state=8)
-    assert recurrences(model) == {("delta", 2, 16, 32), ("delta", 2, 8, 16), ("mamba", 2, 8, 32), ("mamba", 2, 8, 16)}
+    model = models.build(
+        architecture="lgpt",
+        mixers=("delta", "mamba"),
+        position="none",
+        d_model=32,
+        num_heads=2,
+        num_layers=4,
+        blocks_per_stage=2,
+        vocab_size=64,
+        context_length=16,
+        mamba_state=8,
+    )
+    assert recurrences(model) == {
+        ("delta", 2, 16, 32),
+        ("delta", 2, 8, 16),
+        ("mamba", 2, 8, 32),
+        ("mamba", 2, 8, 16),
+    }
 
 
 def keys_of_first_head(state, q, k, *others):
@@ -143,15 +220,26 @@ def constant_keys(state, q, k, *others):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer, mutate, width, part", [
-    ("delta", keys_of_first_head, 4, "gradients of [a-zβ]+|outputs"),
-    ("mamba", constant_keys, 128, "gradients of keys")])
+@pytest.mark.parametrize(
+    "mixer, mutate, width, part",
+    [
+        ("delta", keys_of_first_head, 4, "gradients of [a-zβ]+|outputs"),
+        ("mamba", constant_keys, 128, "gradients of keys"),
+    ],
+)
 def test_wrong_kernels_of_recurrences_are_refused(check, monkeypatch, mixer, mutate, width, part):
     kernel = recurrence_kernel.recurrence
-    monkeypatch.setattr(recurrence_kernel, "recurrence", lambda *inputs, interpret: kernel(*mutate(*inputs), interpret))
+    monkeypatch.setattr(
+        recurrence_kernel,
+        "recurrence",
+        lambda *inputs, interpret: kernel(*mutate(*inputs), interpret),
+    )
     wrong = RECURRENT | {"mixers": (mixer,)}
-    with pytest.raises(UserError, match=rf"kernel of '{mixer}' for keys of width {width} has .* error of [\d.]+ in the "
-                                        rf"({part}); set --config.model.attention=xla"):
+    with pytest.raises(
+        UserError,
+        match=rf"kernel of '{mixer}' for keys of width {width} has .* error of [\d.]+ in the "
+        rf"({part}); set --config.model.attention=xla",
+    ):
         check(**wrong)
     check(**wrong, platform="cpu")
     check(**wrong, attention="xla")

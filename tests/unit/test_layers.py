@@ -1,4 +1,6 @@
-"""Tests of layers and model configs: positions, activations, initial weights, paths of pgpt, refused configs."""
+"""Tests of layers and model configs: positions, activations, initial weights, paths of pgpt,
+refused configs.
+"""
 
 import functools
 import math
@@ -20,10 +22,12 @@ rotate = functools.partial(apply_rope, base=10_000.0)
 
 
 def complex_rope(x_BxHxTxK, positions_BxT, base=10_000.0):
-    """Returns x, rotated as in Su et al. (arXiv 2104.09864). The rotation is computed with complex numbers.
+    """Returns x, rotated as in Su et al. (arXiv 2104.09864). The rotation is computed with complex
+    numbers.
 
-    Entries n and n + K/2 of the last axis of x are the real part and the imaginary part of a complex number. At
-    position t, this number is multiplied by exp(i·t·θ_n), where θ_n = base^(−2n/K).
+    Entries n and n + K/2 of the last axis of x are the real part and the imaginary part of a
+    complex number. At position t, this number is multiplied by exp(i·t·θ_n), where θ_n =
+    base^(−2n/K).
     """
     half = x_BxHxTxK.shape[-1] // 2
     thetas = base ** (-2 * np.arange(half) / (2 * half))
@@ -40,7 +44,8 @@ def test_rope_matches_complex_rotation():
     assert np.abs(rotated - x).max() > 1
     slower = apply_rope(jnp.array(x), jnp.array(positions), base=500_000.0)
     np.testing.assert_allclose(slower, complex_rope(x, positions, base=500_000.0), atol=5e-4)
-    # With a bfloat16 input, the rotation is computed in float32, and only its result is rounded to bfloat16.
+    # With a bfloat16 input, the rotation is computed in float32, and only its result is rounded to
+    # bfloat16.
     coarse = jnp.array(x, "bfloat16")
     exact = rotate(coarse.astype("float32"), jnp.array(positions))
     assert np.array_equal(rotate(coarse, jnp.array(positions)), exact.astype("bfloat16"))
@@ -48,8 +53,10 @@ def test_rope_matches_complex_rotation():
 
 def test_rope_scores_depend_on_distance_alone():
     q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 5, 16))
-    scores = [rotate(jnp.array(q), at) @ jnp.swapaxes(rotate(jnp.array(k), at), 2, 3)
-              for at in (jnp.arange(5)[None], 300 + jnp.arange(5)[None], 2 * jnp.arange(5)[None])]
+    scores = [
+        rotate(jnp.array(q), at) @ jnp.swapaxes(rotate(jnp.array(k), at), 2, 3)
+        for at in (jnp.arange(5)[None], 300 + jnp.arange(5)[None], 2 * jnp.arange(5)[None])
+    ]
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-3)
     assert np.abs(scores[0] - scores[2]).max() > 0.5
 
@@ -61,7 +68,9 @@ def test_alibi_slopes_match_the_paper():
     """
     assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
     np.testing.assert_allclose(alibi_slopes(16), [0.5 ** (i / 2) for i in range(1, 17)], rtol=1e-6)
-    np.testing.assert_allclose(alibi_slopes(12), [0.5 ** (i / 1.5) for i in range(1, 13)], rtol=1e-6)
+    np.testing.assert_allclose(
+        alibi_slopes(12), [0.5 ** (i / 1.5) for i in range(1, 13)], rtol=1e-6
+    )
 
 
 def test_gelu_and_its_derivative():
@@ -70,7 +79,8 @@ def test_gelu_and_its_derivative():
     density = np.exp(-np.square(x) / 2) / math.sqrt(2 * math.pi)
     np.testing.assert_allclose(gelu(x), x * cdf, rtol=1e-5, atol=2e-6)
     np.testing.assert_allclose(jax.vmap(jax.grad(gelu))(x), cdf + x * density, rtol=1e-5, atol=2e-6)
-    # For a bfloat16 input, `gelu` computes in float32. With 1 + erf in bfloat16, the result for −3 would be 45% off.
+    # For a bfloat16 input, `gelu` computes in float32. With 1 + erf in bfloat16, the result for −3
+    # would be 45% off.
     tail = jnp.array([-3.0], "bfloat16")
     assert float(gelu(tail)[0]) == pytest.approx(-3 * math.erfc(3 / math.sqrt(2)) / 2, rel=0.01)
 
@@ -81,37 +91,56 @@ def test_gpt2_initialization():
     tokens = jnp.zeros((1, 64), int)
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens))["params"]
     block = params["trunk"]["blocks"]
-    for weight in (params["token_embedding"], params["position_embedding"], params["head"],
-                   block["attention"]["qkv"]["kernel"], block["mlp"]["up"]["kernel"]):
+    for weight in (
+        params["token_embedding"],
+        params["position_embedding"],
+        params["head"],
+        block["attention"]["qkv"]["kernel"],
+        block["mlp"]["up"]["kernel"],
+    ):
         assert np.std(weight) == pytest.approx(0.02, rel=0.03)
     for weight in (block["attention"]["out"]["kernel"], block["mlp"]["down"]["kernel"]):
         assert np.std(weight) == pytest.approx(0.02 / math.sqrt(2 * 8), rel=0.03)
-    assert not any(np.any(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-                   if path[-1].key == "bias")
+    assert not any(
+        np.any(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if path[-1].key == "bias"
+    )
     # Every layer has its own random weights.
     assert np.std(block["mlp"]["up"]["kernel"][0] - block["mlp"]["up"]["kernel"][1]) > 0.02
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm_position, scaled, others", [
-    ("post", 0.02, 0.02), ("deepnorm", 0.02 * (8 * 4) ** -0.25, 0.02)])
+@pytest.mark.parametrize(
+    "norm_position, scaled, others",
+    [("post", 0.02, 0.02), ("deepnorm", 0.02 * (8 * 4) ** -0.25, 0.02)],
+)
 def test_initialization_by_norm_position(norm_position, scaled, others):
-    """DeepNorm scales the weights of MLPs, values and attention outputs by (8N)^−¼ for N blocks per path."""
-    model = build("pgpt", d_model=128, num_layers=8, num_paths=2, norm_position=norm_position, mlp="gated")
+    """DeepNorm scales the weights of MLPs, values and attention outputs by (8N)^−¼ for N blocks per
+    path.
+    """
+    model = build(
+        "pgpt", d_model=128, num_layers=8, num_paths=2, norm_position=norm_position, mlp="gated"
+    )
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
     block = params["trunk"]["paths"]["blocks"]
-    # The axes are (paths, layers, width, key heads, J, head width). The last entry of axis J belongs to the values, and
-    # the other entries belong to the queries and keys.
+    # The axes are (paths, layers, width, key heads, J, head width). The last entry of axis J
+    # belongs to the values, and the other entries belong to the queries and keys.
     qkv = block["attention"]["qkv"]["kernel"]
-    for weight in (qkv[..., -1, :], block["attention"]["out"]["kernel"],
-                   *(block["mlp"][name]["kernel"] for name in ("gate", "up", "down"))):
+    for weight in (
+        qkv[..., -1, :],
+        block["attention"]["out"]["kernel"],
+        *(block["mlp"][name]["kernel"] for name in ("gate", "up", "down")),
+    ):
         assert np.std(weight) == pytest.approx(scaled, rel=0.03)
     assert np.std(qkv[..., :-1, :]) == pytest.approx(others, rel=0.03)
     assert "final_norm" not in params
 
 
-@pytest.mark.parametrize("norm_position, compress_last_stage, has_final_norm", [
-    ("pre", False, True), ("post", False, False), ("deepnorm", True, True)])
+@pytest.mark.parametrize(
+    "norm_position, compress_last_stage, has_final_norm",
+    [("pre", False, True), ("post", False, False), ("deepnorm", True, True)],
+)
 def test_final_norm(norm_position, compress_last_stage, has_final_norm):
     """The model has a final norm, except if its trunk already ends with a norm."""
     model = build("lgpt", norm_position=norm_position, compress_last_stage=compress_last_stage)
@@ -119,9 +148,12 @@ def test_final_norm(norm_position, compress_last_stage, has_final_norm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture, d_model", [("gpt", 768), ("pgpt", 64), ("lgpt", 768), ("cgpt", 64)])
+@pytest.mark.parametrize(
+    "architecture, d_model", [("gpt", 768), ("pgpt", 64), ("lgpt", 768), ("cgpt", 64)]
+)
 def test_initial_loss_is_uniform(architecture, d_model):
-    """The initial loss of narrow and wide models is that of a uniform distribution over the vocabulary.
+    """The initial loss of narrow and wide models is that of a uniform distribution over the
+    vocabulary.
 
     Both widths are tested, because the initial std of some weights depends on the width.
     """
@@ -139,7 +171,10 @@ def test_initial_loss_is_uniform(architecture, d_model):
 def test_with_paths_cuts_params_and_state():
     config = build("pgpt", num_paths=4).config
     stacked = np.arange(8.0).reshape(4, 2)
-    params = {"head": stacked, "trunk": {"paths": {"w": stacked}, "path_logits": jnp.array([1.0, 2.0, 5.0])}}
+    params = {
+        "head": stacked,
+        "trunk": {"paths": {"w": stacked}, "path_logits": jnp.array([1.0, 2.0, 5.0])},
+    }
     state = {"trunk": {"paths": {"energy": 10 * stacked}, "count": stacked}}
     cut_config, cut_params, cut_state = with_paths(config, params, state, [2, 1])
     assert (cut_config.num_paths, cut_config.num_layers) == (2, 2)
@@ -151,55 +186,90 @@ def test_with_paths_cuts_params_and_state():
     assert cut_state == {} and set(cut_params["trunk"]) == {"paths"}
 
 
-@pytest.mark.parametrize("architecture, fields, substrings", [
-    ("gpt", {"num_heads": 3}, ["num_heads=3", "d_model=64"]),
-    ("gpt", {"num_layers": 0}, ["num_layers=0", "at least 1"]),
-    ("gpt", {"dropout": 1.0}, ["dropout=1.0"]),
-    ("gpt", {"dtype": "float16"}, ["dtype='float16'", "bfloat16"]),
-    ("gpt", {"position": "rotary"}, ["position='rotary'", "learned, rope, alibi, none"]),
-    ("gpt", {"position": "rope", "d_model": 60}, ["position='rope'", "width 60 have 15"]),
-    ("lgpt", {"position": "rope", "num_heads": 32}, ["position='rope'", "width 32 have 1;"]),
-    ("cgpt", {"position": "rope", "d_model": 96, "num_heads": 16}, ["position='rope'", "width 48 have 3;"]),
-    ("gpt", {"num_paths": 2}, ["num_paths=2", "gpt has no such field"]),
-    ("gpt", {"architecture": "pgtp"}, ["'pgtp'", "did you mean 'pgpt'"]),
-    ("pgpt", {"num_paths": 3}, ["num_paths=3", "num_layers=4"]),
-    ("pgpt", {"num_paths": 0}, ["num_paths=0", "at least 1"]),
-    ("gpt", {"path_weights": "equal"}, ["path_weights='equal'", "gpt has no such field"]),
-    ("pgpt", {"path_weights": "best"}, ["path_weights='best'", "learned, equal"]),
-    ("lgpt", {"blocks_per_stage": 3}, ["blocks_per_stage=3", "num_layers=4"]),
-    ("lgpt", {"blocks_per_stage": 0}, ["blocks_per_stage=0"]),
-    ("lgpt", {"stage_heads": "many"}, ["stage_heads='many'", "fixed, scaled"]),
-    ("lgpt", {"d_model": 4, "num_heads": 1, "blocks_per_stage": 1}, ["d_model=4", "halved 4 times"]),
-    ("lgpt", {"d_model": 96, "num_heads": 32}, ["num_heads=32"]),
-    ("lgpt", {"num_heads": 1, "stage_heads": "scaled"}, ["num_heads=1", "2^1=2 must divide"]),
-    ("lgpt", {"blocks_per_stage": 1, "num_heads": 4, "stage_heads": "scaled"}, ["2^3=8 must divide"]),
-    ("lgpt", {"d_model": 64, "num_heads": 64}, ["num_heads=64", "must divide 32"]),
-    ("gpt", {"architecture": None}, ["architecture=None", "must be one of"]),
-    ("lgpt", {"tie_embeddings": True}, ["tie_embeddings=True", "width 16"]),
-    ("gpt", {"num_layer": 3}, ["num_layer=3", "did you mean 'num_layers'"]),
-    ("gpt", {"num_kv_heads": 3}, ["num_kv_heads=3", "must divide config.model.num_heads=4"]),
-    ("gpt", {"num_kv_heads": -1}, ["num_kv_heads=-1"]),
-    ("lgpt", {"num_kv_heads": 1, "stage_heads": "scaled"}, ["num_kv_heads=1", "2^1=2 must divide"]),
-    ("gpt", {"attention_windows": (4, -1)}, ["attention_windows=(4, -1)"]),
-    ("gpt", {"value_embeddings": (0, 2)}, ["value_embeddings=(0, 2): must be 0 or 1"]),
-    ("gpt", {"canon_taps": 1}, ["canon_taps=1: must be 0, or at least 2"]),
-    ("gpt", {"loops": 0}, ["loops=0: must be at least 1"]),
-    ("gpt", {"logit_softcap": -1.0}, ["logit_softcap=-1.0: must be"]),
-    ("gpt", {"attention_gate": True, "mixers": ("mamba",)}, ["attention_gate=True: only attention uses it"]),
-    ("gpt", {"mixers": ("attention", "atention")}, ["mixers='atention'", "did you mean 'attention'"]),
-    ("gpt", {"mixers": ()}, ["mixers=()", "at least one"]),
-    ("gpt", {"mixers": ("no_such_package.module:Class",)}, ["no module 'no_such_package'", "PYTHONPATH"]),
-    ("gpt", {"mixers": ("math:pi",)}, ["mixers='math:pi'", "Linen module"]),
-    ("gpt", {"mixers": ("flax.linen:Dense",)}, ["mixers='flax.linen:Dense'", "a field config"]),
-    ("gpt", {"norm": "batch"}, ["norm='batch'", "layer, rms"]),
-    ("gpt", {"mlp": "sparse"}, ["mlp='sparse'", "dense, gated, moe"]),
-    ("gpt", {"norm_epsilon": 0.0}, ["norm_epsilon=0.0", "above 0"]),
-    ("gpt", {"architecture": "no_such_package.module:Class"}, ["no module 'no_such_package'", "PYTHONPATH"]),
-    ("gpt", {"architecture": "math:Class"}, ["math has no 'Class'"]),
-    ("gpt", {"architecture": "math:pi"}, ["needs a class attribute Config"]),
-    ("cgpt", {"conv_kernel": 0}, ["conv_kernel=0"]),
-    ("cgpt", {"conv_kernel": 65}, ["conv_kernel=65", "context_length=64"]),
-])
+@pytest.mark.parametrize(
+    "architecture, fields, substrings",
+    [
+        ("gpt", {"num_heads": 3}, ["num_heads=3", "d_model=64"]),
+        ("gpt", {"num_layers": 0}, ["num_layers=0", "at least 1"]),
+        ("gpt", {"dropout": 1.0}, ["dropout=1.0"]),
+        ("gpt", {"dtype": "float16"}, ["dtype='float16'", "bfloat16"]),
+        ("gpt", {"position": "rotary"}, ["position='rotary'", "learned, rope, alibi, none"]),
+        ("gpt", {"position": "rope", "d_model": 60}, ["position='rope'", "width 60 have 15"]),
+        ("lgpt", {"position": "rope", "num_heads": 32}, ["position='rope'", "width 32 have 1;"]),
+        (
+            "cgpt",
+            {"position": "rope", "d_model": 96, "num_heads": 16},
+            ["position='rope'", "width 48 have 3;"],
+        ),
+        ("gpt", {"num_paths": 2}, ["num_paths=2", "gpt has no such field"]),
+        ("gpt", {"architecture": "pgtp"}, ["'pgtp'", "did you mean 'pgpt'"]),
+        ("pgpt", {"num_paths": 3}, ["num_paths=3", "num_layers=4"]),
+        ("pgpt", {"num_paths": 0}, ["num_paths=0", "at least 1"]),
+        ("gpt", {"path_weights": "equal"}, ["path_weights='equal'", "gpt has no such field"]),
+        ("pgpt", {"path_weights": "best"}, ["path_weights='best'", "learned, equal"]),
+        ("lgpt", {"blocks_per_stage": 3}, ["blocks_per_stage=3", "num_layers=4"]),
+        ("lgpt", {"blocks_per_stage": 0}, ["blocks_per_stage=0"]),
+        ("lgpt", {"stage_heads": "many"}, ["stage_heads='many'", "fixed, scaled"]),
+        (
+            "lgpt",
+            {"d_model": 4, "num_heads": 1, "blocks_per_stage": 1},
+            ["d_model=4", "halved 4 times"],
+        ),
+        ("lgpt", {"d_model": 96, "num_heads": 32}, ["num_heads=32"]),
+        ("lgpt", {"num_heads": 1, "stage_heads": "scaled"}, ["num_heads=1", "2^1=2 must divide"]),
+        (
+            "lgpt",
+            {"blocks_per_stage": 1, "num_heads": 4, "stage_heads": "scaled"},
+            ["2^3=8 must divide"],
+        ),
+        ("lgpt", {"d_model": 64, "num_heads": 64}, ["num_heads=64", "must divide 32"]),
+        ("gpt", {"architecture": None}, ["architecture=None", "must be one of"]),
+        ("lgpt", {"tie_embeddings": True}, ["tie_embeddings=True", "width 16"]),
+        ("gpt", {"num_layer": 3}, ["num_layer=3", "did you mean 'num_layers'"]),
+        ("gpt", {"num_kv_heads": 3}, ["num_kv_heads=3", "must divide config.model.num_heads=4"]),
+        ("gpt", {"num_kv_heads": -1}, ["num_kv_heads=-1"]),
+        (
+            "lgpt",
+            {"num_kv_heads": 1, "stage_heads": "scaled"},
+            ["num_kv_heads=1", "2^1=2 must divide"],
+        ),
+        ("gpt", {"attention_windows": (4, -1)}, ["attention_windows=(4, -1)"]),
+        ("gpt", {"value_embeddings": (0, 2)}, ["value_embeddings=(0, 2): must be 0 or 1"]),
+        ("gpt", {"canon_taps": 1}, ["canon_taps=1: must be 0, or at least 2"]),
+        ("gpt", {"loops": 0}, ["loops=0: must be at least 1"]),
+        ("gpt", {"logit_softcap": -1.0}, ["logit_softcap=-1.0: must be"]),
+        (
+            "gpt",
+            {"attention_gate": True, "mixers": ("mamba",)},
+            ["attention_gate=True: only attention uses it"],
+        ),
+        (
+            "gpt",
+            {"mixers": ("attention", "atention")},
+            ["mixers='atention'", "did you mean 'attention'"],
+        ),
+        ("gpt", {"mixers": ()}, ["mixers=()", "at least one"]),
+        (
+            "gpt",
+            {"mixers": ("no_such_package.module:Class",)},
+            ["no module 'no_such_package'", "PYTHONPATH"],
+        ),
+        ("gpt", {"mixers": ("math:pi",)}, ["mixers='math:pi'", "Linen module"]),
+        ("gpt", {"mixers": ("flax.linen:Dense",)}, ["mixers='flax.linen:Dense'", "a field config"]),
+        ("gpt", {"norm": "batch"}, ["norm='batch'", "layer, rms"]),
+        ("gpt", {"mlp": "sparse"}, ["mlp='sparse'", "dense, gated, moe"]),
+        ("gpt", {"norm_epsilon": 0.0}, ["norm_epsilon=0.0", "above 0"]),
+        (
+            "gpt",
+            {"architecture": "no_such_package.module:Class"},
+            ["no module 'no_such_package'", "PYTHONPATH"],
+        ),
+        ("gpt", {"architecture": "math:Class"}, ["math has no 'Class'"]),
+        ("gpt", {"architecture": "math:pi"}, ["needs a class attribute Config"]),
+        ("cgpt", {"conv_kernel": 0}, ["conv_kernel=0"]),
+        ("cgpt", {"conv_kernel": 65}, ["conv_kernel=65", "context_length=64"]),
+    ],
+)
 def test_refuses_impossible_models(architecture, fields, substrings):
     with pytest.raises(UserError) as error:
         build(architecture, **fields)

@@ -1,4 +1,6 @@
-"""Tests of logging with made-up metrics: files, full disks, closed outputs, divergence, the final message."""
+"""Tests of logging with made-up metrics: files, full disks, closed outputs, divergence, the final
+message.
+"""
 
 import json
 import math
@@ -28,15 +30,23 @@ LOSSES = [5 / step for step in range(1, 21)]
 
 
 def log_run(workdir, log_every, clock, first_step=0, unlogged_losses=()) -> list[float] | None:
-    """Logs 20 steps as the training loop does. A step takes 0.5 s; a save after step 15 takes 1,000 s.
+    """Logs 20 steps as the training loop does. A step takes 0.5 s; a save after step 15 takes 1,000
+    s.
 
-    Returns the losses that were not logged yet when step 15 was saved. Returns None if `first_step` is not 0.
+    Returns the losses that were not logged yet when step 15 was saved. Returns None if `first_step`
+    is not 0.
     """
     timer = RunClock()
     clock.now += 7
     timer.start_training()
-    logger = Logger(MetricsWriter(workdir, first_step), RunProgress(20), timer, Units(512, 1.0, None), log_every,
-                    unlogged_losses)
+    logger = Logger(
+        MetricsWriter(workdir, first_step),
+        RunProgress(20),
+        timer,
+        Units(512, 1.0, None),
+        log_every,
+        unlogged_losses,
+    )
     for step in range(first_step + 1, 21):
         values = {"loss": LOSSES[step - 1], "grad_norm": 1.0, "is_finite": True}
         if (previous := logger.exchange(step, values)) is not None:
@@ -61,11 +71,16 @@ def clock(monkeypatch):
 
 
 def lines_of(workdir, split="train"):
-    return {line["step"]: line for line in read_lines(workdir / "metrics.jsonl") if line["split"] == split}
+    return {
+        line["step"]: line
+        for line in read_lines(workdir / "metrics.jsonl")
+        if line["split"] == split
+    }
 
 
 def test_logged_lines(tmp_path, clock, capsys):
-    """A logged line contains the loss, the mean loss since the previous line, the tokens so far, and the speed.
+    """A logged line contains the loss, the mean loss since the previous line, the tokens so far,
+    and the speed.
 
     The time that saves take does not lower the logged speed.
     """
@@ -78,13 +93,24 @@ def test_logged_lines(tmp_path, clock, capsys):
     lines = lines_of(tenth)
     assert {step: line["loss"] for step, line in lines.items()} == {10: LOSSES[9], 20: LOSSES[19]}
     assert {step: line["loss_mean"] for step, line in lines.items()} == {
-        10: pytest.approx(np.mean(LOSSES[:10])), 20: pytest.approx(np.mean(LOSSES[10:]))}
+        10: pytest.approx(np.mean(LOSSES[:10])),
+        20: pytest.approx(np.mean(LOSSES[10:])),
+    }
     assert {step: (line["tokens"], line["tokens_per_second"]) for step, line in lines.items()} == {
-        10: (5120, 1024.0), 20: (10240, 1024.0)}
-    assert {step: {name: line[name] for name in line if name.endswith("wait_seconds") or name in (
-        "save_seconds", "restart_seconds")} for step, line in lines.items()} == {
-            10: {"data_wait_seconds": 0, "save_seconds": 0, "restart_seconds": 7},
-            20: {"data_wait_seconds": 0, "save_seconds": 1000}}
+        10: (5120, 1024.0),
+        20: (10240, 1024.0),
+    }
+    assert {
+        step: {
+            name: line[name]
+            for name in line
+            if name.endswith("wait_seconds") or name in ("save_seconds", "restart_seconds")
+        }
+        for step, line in lines.items()
+    } == {
+        10: {"data_wait_seconds": 0, "save_seconds": 0, "restart_seconds": 7},
+        20: {"data_wait_seconds": 0, "save_seconds": 1000},
+    }
     evaluation = lines_of(tenth, "eval")[20]
     assert (evaluation["loss"], evaluation["targets"], evaluation["tokens"]) == (2.0, 512, 10240)
     assert evaluation["bits_per_byte"] == pytest.approx(2.0 / math.log(2))
@@ -92,11 +118,13 @@ def test_logged_lines(tmp_path, clock, capsys):
     assert list(tenth.glob("events.out.tfevents*"))
     assert "step 20/20   validation loss 2.0000, 2.8854 bits per byte\n" in capsys.readouterr().out
 
-    # A run that resumes from the checkpoint of step 15 logs the same mean losses as an uninterrupted run.
+    # A run that resumes from the checkpoint of step 15 logs the same mean losses as an
+    # uninterrupted run.
     assert unlogged == LOSSES[10:15]
     log_run(tenth, 10, clock, first_step=15, unlogged_losses=unlogged)
     assert {step: line["loss_mean"] for step, line in lines_of(tenth).items()} == {
-        step: line["loss_mean"] for step, line in lines.items()}
+        step: line["loss_mean"] for step, line in lines.items()
+    }
 
 
 def test_metrics_are_kept_until_the_disk_has_room(tmp_path):
@@ -113,7 +141,12 @@ def test_metrics_are_kept_until_the_disk_has_room(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     writer.write(4, "train", {"loss": float("nan")})
     lines = read_lines(tmp_path / "metrics.jsonl")
-    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, None)]
+    assert [(line["step"], line["loss"]) for line in lines] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, None),
+    ]
     assert sum("metrics.jsonl: File too large. Training continues" in line for line in logged) == 1
     writer.close()
 
@@ -135,20 +168,47 @@ def test_logging_continues_without_the_event_file_on_a_full_disk(tmp_path):
     writer.close()
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 40))
     assert sorted(line.split(":")[0].split("/")[-1] for line in logged) == [
-        "TensorBoard event file", "metrics.jsonl"]
+        "TensorBoard event file",
+        "metrics.jsonl",
+    ]
     event_files = list(tmp_path.glob("events.out.tfevents.*"))
     assert [path.stat().st_size for path in event_files] == [1500]
 
 
-@pytest.mark.parametrize("line", [
-    {"step": "3"}, {"step": None}, {"step": 2.5}, {"step": -1}, {"step": True}, {"step": 10**30}, {"split": "test"},
-    {"split": []}, {"loss": "low"}, {"loss": [1]}, {"split": "eval", "loss": {}}, {"split": "eval", "targets": "8"},
-    {"split": "eval", "bits_per_byte": "1"}, {"tokens_per_second": 0}, {"expert_load": {"router": "even"}}])
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"step": "3"},
+        {"step": None},
+        {"step": 2.5},
+        {"step": -1},
+        {"step": True},
+        {"step": 10**30},
+        {"split": "test"},
+        {"split": []},
+        {"loss": "low"},
+        {"loss": [1]},
+        {"split": "eval", "loss": {}},
+        {"split": "eval", "targets": "8"},
+        {"split": "eval", "bits_per_byte": "1"},
+        {"tokens_per_second": 0},
+        {"expert_load": {"router": "even"}},
+    ],
+)
 def test_a_run_resumes_from_foreign_lines(tmp_path, line):
     """Lines that are not metrics of ours are skipped when the run resumes."""
     good = {"step": 1, "split": "train", "loss": 1.0}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in (
-        good, good | {"step": 3} | line, {"step": 2, "split": "eval"}, good | {"step": 2})))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps(entry) + "\n"
+            for entry in (
+                good,
+                good | {"step": 3} | line,
+                {"step": 2, "split": "eval"},
+                good | {"step": 2},
+            )
+        )
+    )
     writer = MetricsWriter(tmp_path, 5)
     writer.write(6, "train", {"loss": 0.5})
     writer.close()
@@ -160,7 +220,9 @@ def test_a_run_starts_with_a_folder_in_place_of_its_metrics(tmp_path):
     logged = []
     writer = MetricsWriter(tmp_path, 0, log=logged.append)
     writer.write(1, "train", {"loss": 1.0})
-    assert (tmp_path / "metrics.jsonl" / "mine").is_dir() and "metrics.jsonl: Is a directory" in logged[0]
+    assert (
+        tmp_path / "metrics.jsonl" / "mine"
+    ).is_dir() and "metrics.jsonl: Is a directory" in logged[0]
     shutil.rmtree(tmp_path / "metrics.jsonl")
     writer.close()
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1]
@@ -169,8 +231,11 @@ def test_a_run_starts_with_a_folder_in_place_of_its_metrics(tmp_path):
 def test_damaged_lines_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "split": "train", "loss": 1.0}) for step in range(5)]
-    path.write_bytes("\n".join([*lines[:2], '{"step": 2, "spl']).encode() + b"\n\xff\xfe\n[1]\n"
-                     + "\n".join(lines[3:]).encode())
+    path.write_bytes(
+        "\n".join([*lines[:2], '{"step": 2, "spl']).encode()
+        + b"\n\xff\xfe\n[1]\n"
+        + "\n".join(lines[3:]).encode()
+    )
     assert [line["step"] for line in read_lines(path)] == [0, 1, 3, 4]
 
 
@@ -193,7 +258,9 @@ def test_removed_metrics_do_not_end_a_run(tmp_path, failure):
     if failure == "replaced by a folder":
         path.rmdir()
     writer.close()
-    assert [line["step"] for line in read_lines(path)] == ([] if failure == "folder removed" else [2, 3])
+    assert [line["step"] for line in read_lines(path)] == (
+        [] if failure == "folder removed" else [2, 3]
+    )
     if failure == "folder removed":
         assert "No such file or directory. The last 2 lines are lost" in logged[-1]
 
@@ -213,7 +280,9 @@ class ClosedStream:
     flush = write
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left")])
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left")]
+)
 def test_best_effort_ignores_write_errors(monkeypatch, error):
     monkeypatch.setattr(sys, "stdout", ClosedStream(error))
     with best_effort("stdout"):
@@ -227,8 +296,11 @@ def test_the_exit_status_does_not_depend_on_a_full_disk(stream, status):
 
     Without `best_effort`, the flush at exit would fail, and Python would replace the status by 120.
     """
-    program = (f"import sys; from smallgpt_jax.output import best_effort\n"
-               f"with best_effort({stream!r}):\n    print('x' * 10_000, file=sys.{stream}); sys.exit({status})")
+    program = (
+        f"import sys; from smallgpt_jax.output import best_effort\n"
+        f"with best_effort({stream!r}):\n    print('x' * 10_000, file=sys.{stream}); "
+        f"sys.exit({status})"
+    )
     with open("/dev/full", "w") as full:
         result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, **{stream: full})
     assert result.returncode == status
@@ -251,9 +323,15 @@ with output.best_effort("stdout"), output.best_effort("stderr"):
 
 @pytest.mark.parametrize("arguments, status", [([], 0), (["stall"], 124)])
 def test_a_reader_that_does_not_read_does_not_block_a_run(arguments, status):
-    """The output is ten times as large as the buffer of a pipe. The watchdog can still end a run that hangs."""
-    with subprocess.Popen([sys.executable, "-c", PRINT_MUCH, *arguments], cwd=ROOT, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT) as process:
+    """The output is ten times as large as the buffer of a pipe. The watchdog can still end a run
+    that hangs.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINT_MUCH, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
         try:
             assert process.wait(30) == status
         finally:
@@ -262,23 +340,36 @@ def test_a_reader_that_does_not_read_does_not_block_a_run(arguments, status):
 
 @pytest.mark.slow
 def test_a_slow_reader_gets_everything():
-    with subprocess.Popen([sys.executable, "-c", PRINT_MUCH], cwd=ROOT, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINT_MUCH], cwd=ROOT, stdout=subprocess.PIPE
+    ) as process:
         time.sleep(0.1)
         lines = [line.split()[1] for line in process.stdout]
     assert list(map(int, lines)) == list(range(30_000)) and process.returncode == 0
 
 
-@pytest.mark.parametrize("on_nonfinite, values, message", [
-    ("stop", (math.nan, math.nan),
-     "training has diverged: step 3: loss nan, gradient norm nan; its batch: rows 7, 3 of the training text.\n"
-     "The newest checkpoint, of step 2, is not affected. Try a lower config.optimizer.learning_rate, or "
-     "--config.train.on_nonfinite=skip"),
-    # Loss and gradient are finite, but the update made the weights non-finite.
-    ("skip", (2.5, 1.0),
-     "training has diverged: step 3: loss 2.5, gradient norm 1, the updated weights are not finite; its batch: "
-     "rows 7, 3 of the training text.\nThe newest checkpoint, of step 2, is not affected. Try a lower "
-     "config.optimizer.learning_rate"),
-])
+@pytest.mark.parametrize(
+    "on_nonfinite, values, message",
+    [
+        (
+            "stop",
+            (math.nan, math.nan),
+            "training has diverged: step 3: loss nan, gradient norm nan; its batch: rows 7, 3 of "
+            "the training text.\n"
+            "The newest checkpoint, of step 2, is not affected. Try a lower "
+            "config.optimizer.learning_rate, or "
+            "--config.train.on_nonfinite=skip",
+        ),
+        # Loss and gradient are finite, but the update made the weights non-finite.
+        (
+            "skip",
+            (2.5, 1.0),
+            "training has diverged: step 3: loss 2.5, gradient norm 1, the updated weights are "
+            "not finite; its batch: rows 7, 3 of the training text.\nThe newest checkpoint, of "
+            "step 2, is not affected. Try a lower config.optimizer.learning_rate",
+        ),
+    ],
+)
 def test_divergence_message(on_nonfinite, values, message):
     guard = NonFiniteGuard(on_nonfinite, 3, lambda step: [7, step], lambda: 2)
     with pytest.raises(DivergenceError) as error:
@@ -287,18 +378,28 @@ def test_divergence_message(on_nonfinite, values, message):
 
 
 def test_final_message(tmp_path, monkeypatch, capsys):
-    """Covers a run with an evaluation, and a run that has no metrics.jsonl and whose model cannot generate text."""
+    """Covers a run with an evaluation, and a run that has no metrics.jsonl and whose model cannot
+    generate text.
+    """
     workdir = tmp_path / "my run"
     workdir.mkdir()
-    monkeypatch.setattr(messages.inference, "load", lambda folder: SimpleNamespace(
-        stream=lambda **settings: iter(["a ", "text"])))
+    monkeypatch.setattr(
+        messages.inference,
+        "load",
+        lambda folder: SimpleNamespace(stream=lambda **settings: iter(["a ", "text"])),
+    )
     (workdir / "metrics.jsonl").write_text(
-        json.dumps({"step": 10, "split": "eval", "loss": 1.23456, "bits_per_byte": None, "targets": 8}) + "\n")
+        json.dumps(
+            {"step": 10, "split": "eval", "loss": 1.23456, "bits_per_byte": None, "targets": 8}
+        )
+        + "\n"
+    )
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))  # the environment is active
     messages.print_final_message(str(workdir))
     command = f"To generate more:\n  python -m smallgpt_jax.generate '--workdir={workdir}' --prompt=\"...\"\n"
     assert capsys.readouterr().out == (
-        f"\nSample:\n\na text\n\n\nStep 10: validation loss 1.2346. {command}")
+        f"\nSample:\n\na text\n\n\nStep 10: validation loss 1.2346. {command}"
+    )
 
     def refuse(folder):
         raise UserError("it cannot be decoded")

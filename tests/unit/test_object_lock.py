@@ -1,4 +1,6 @@
-"""Locks and writes in object storage, in simulated processes with a fake clock; see simulated_storage.py."""
+"""Locks and writes in object storage, in simulated processes with a fake clock; see
+simulated_storage.py.
+"""
 
 import contextlib
 import itertools
@@ -19,7 +21,9 @@ FILES = [Path("bucket/run/metrics.jsonl"), *(Path(f"bucket/run/{i}") for i in ra
 
 
 class Run(Process):
-    """A process that holds the lock and writes files, each time one more line. It ends after `WRITES` writes."""
+    """A process that holds the lock and writes files, each time one more line. It ends after
+    `WRITES` writes.
+    """
 
     WRITES = 12
 
@@ -44,11 +48,15 @@ class Run(Process):
                 simulation.sleep(simulation.random.uniform(0, 20))
                 if self._suspensions and simulation.random.random() < 0.3:
                     self._suspensions -= 1
-                    simulation.at(simulation.time + simulation.random.uniform(0, 3),
-                                  lambda: self.suspend(simulation.random.uniform(1, 300)))
+                    simulation.at(
+                        simulation.time + simulation.random.uniform(0, 3),
+                        lambda: self.suspend(simulation.random.uniform(1, 300)),
+                    )
                 path = simulation.random.choice(FILES)
                 contents[path] += f"{self.number} {i}\n"
-                with contextlib.suppress(GoogleAPIError, OSError):  # the next write contains the line, too
+                with contextlib.suppress(
+                    GoogleAPIError, OSError
+                ):  # the next write contains the line, too
                     self.writer.write(path, contents[path].encode())
         self.is_released = self.is_finished = True
         self.lease.release()
@@ -93,7 +101,8 @@ class Observer:
                 assert owner not in self._owners
                 self._owners.append(owner)
                 assert self._clock_stops or not any(
-                    run.holds_lock() and run.lease._id != owner for run in self._runs)
+                    run.holds_lock() and run.lease._id != owner for run in self._runs
+                )
             return
         rank = self._owners.index(writer_of(content, self._runs).lease._id)
         assert rank >= self._newest.get(name, 0), "a run has overwritten its successor"
@@ -104,14 +113,23 @@ def writer_of(content: bytes, runs: list[Run]) -> Run:
     return runs[int(content.decode().splitlines()[-1].split()[0])]
 
 
-def simulate(monkeypatch, seed: int, is_faulty: bool, suspensions: int, clock_stops: bool) -> list[Run]:
-    """Runs processes, each a restart while the earlier ones may still run, until one of them finishes."""
+def simulate(
+    monkeypatch, seed: int, is_faulty: bool, suspensions: int, clock_stops: bool
+) -> list[Run]:
+    """Runs processes, each a restart while the earlier ones may still run, until one of them
+    finishes.
+    """
     simulation, runs = Simulation(seed, is_faulty), []
     monkeypatch.setattr(object_lock, "now", lambda: simulation.current.process.now())
     monkeypatch.setattr(object_lock, "time", simulation)
     monkeypatch.setattr(object_lock, "threading", SimpleNamespace(Lock=lambda: Lock(simulation)))
-    monkeypatch.setattr(object_lock, "os", SimpleNamespace(
-        getpid=lambda: len(runs), _exit=lambda status: simulation.current.process.exit(status)))
+    monkeypatch.setattr(
+        object_lock,
+        "os",
+        SimpleNamespace(
+            getpid=lambda: len(runs), _exit=lambda status: simulation.current.process.exit(status)
+        ),
+    )
     for module in (object_lock, object_storage):
         monkeypatch.setattr(module, "bucket_of", lambda path: (Bucket(simulation), str(path)))
     monkeypatch.setattr(object_storage, "retry_policy", lambda: "default")
@@ -129,11 +147,17 @@ def simulate(monkeypatch, seed: int, is_faulty: bool, suspensions: int, clock_st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_faulty, suspensions, clock_stops", [
-    (False, 3, False), (True, 0, False), (True, 2, False), (False, 3, True), (True, 3, True)])
+@pytest.mark.parametrize(
+    "is_faulty, suspensions, clock_stops",
+    [(False, 3, False), (True, 0, False), (True, 2, False), (False, 3, True), (True, 3, True)],
+)
 def test_a_successor_is_never_overwritten(monkeypatch, is_faulty, suspensions, clock_stops):
     """Asserted by `Observer`. Most of these runs lose their lock; some finish."""
-    runs = [run for seed in range(40) for run in simulate(monkeypatch, seed, is_faulty, suspensions, clock_stops)]
+    runs = [
+        run
+        for seed in range(40)
+        for run in simulate(monkeypatch, seed, is_faulty, suspensions, clock_stops)
+    ]
     assert len(runs) > 100 and sum(run.is_finished for run in runs) > 10
 
 
@@ -143,7 +167,10 @@ def test_a_healthy_run_keeps_its_lock(monkeypatch):
 
 
 def test_a_late_renewal_is_not_a_takeover(monkeypatch):
-    """The version that is read has just been replaced by an own renewal, which arrived after its answer was due."""
+    """The version that is read has just been replaced by an own renewal, which arrived after its
+    answer was due.
+    """
+
     def upload(content, if_generation_match):
         contents.append(content)
         if if_generation_match != 3:
@@ -157,20 +184,28 @@ def test_a_late_renewal_is_not_a_takeover(monkeypatch):
     contents, reads, generations = [], itertools.count(1), itertools.count(2)
     bucket = SimpleNamespace(
         blob=lambda name: SimpleNamespace(upload_from_string=upload, generation=4),
-        get_blob=lambda name: SimpleNamespace(generation=next(generations), download_as_text=download))
+        get_blob=lambda name: SimpleNamespace(
+            generation=next(generations), download_as_text=download
+        ),
+    )
     monkeypatch.setattr(object_lock, "bucket_of", lambda path: (bucket, str(path)))
     lease = object_lock.Lease(LOCK)
     assert lease._write(1) and lease.generation == 4
 
 
 def test_a_released_lock_is_not_renewed(monkeypatch):
-    """A thread may list the locks of the process just before another thread, of a run that ends, releases one."""
+    """A thread may list the locks of the process just before another thread, of a run that ends,
+    releases one.
+    """
+
     def upload(content, **request):
         if deleted:
             raise PreconditionFailed("no such generation")
 
     deleted, ends = [], []
-    blob = SimpleNamespace(upload_from_string=upload, generation=1, delete=lambda **request: deleted.append(request))
+    blob = SimpleNamespace(
+        upload_from_string=upload, generation=1, delete=lambda **request: deleted.append(request)
+    )
     bucket = SimpleNamespace(blob=lambda name: blob, get_blob=lambda name, **request: None)
     monkeypatch.setattr(object_lock, "bucket_of", lambda path: (bucket, str(path)))
     monkeypatch.setattr(object_lock, "os", SimpleNamespace(getpid=lambda: 1, _exit=ends.append))

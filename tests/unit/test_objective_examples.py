@@ -1,4 +1,6 @@
-"""Tests of the examples of prefix and masked language models, on batches of literal or random tokens."""
+"""Tests of the examples of prefix and masked language models, on batches of literal or random
+tokens.
+"""
 
 import functools
 
@@ -30,7 +32,9 @@ def test_each_text_has_a_random_prefix():
         assert np.array_equal(in_loss[:, start:end], places >= lengths[:, None] - 1)
         assert set(lengths) == set(range(end - start))  # 256 draws of at most 20 lengths
         assert abs(lengths.mean() - (end - start - 1) / 2) < 1
-    assert np.array_equal(examples.inputs_BxT, TOKENS[:, :-1]) and np.array_equal(examples.targets_BxT, TOKENS[:, 1:])
+    assert np.array_equal(examples.inputs_BxT, TOKENS[:, :-1]) and np.array_equal(
+        examples.targets_BxT, TOKENS[:, 1:]
+    )
     assert np.array_equal(in_prefix, draw_prefixes(BATCH, 0).prefix_BxT)
     assert not np.array_equal(in_prefix, draw_prefixes(BATCH, 1).prefix_BxT)
 
@@ -44,10 +48,16 @@ def test_a_row_without_separate_documents_has_one_prefix():
 
 
 def test_masked_tokens_are_to_be_predicted():
-    """Of the selected tokens, 80% become the mask token, and 10% a random token (arXiv 1810.04805, section 3.1)."""
+    """Of the selected tokens, 80% become the mask token, and 10% a random token (arXiv 1810.04805,
+    section 3.1).
+    """
     draw = jax.jit(functools.partial(masked_tokens, rate=0.3, vocab_size=100))
     examples = draw(BATCH, jax.random.key(0))
-    tokens, inputs, in_loss = TOKENS[:, :-1], np.asarray(examples.inputs_BxT), np.asarray(examples.loss_mask_BxT)
+    tokens, inputs, in_loss = (
+        TOKENS[:, :-1],
+        np.asarray(examples.inputs_BxT),
+        np.asarray(examples.loss_mask_BxT),
+    )
     assert np.array_equal(examples.targets_BxT, tokens)
     assert abs(in_loss[:, :33].mean() - 0.3) < 0.02 and not in_loss[:, 33:].any()
     is_selected = np.asarray(examples.selected_BxT)
@@ -55,12 +65,17 @@ def test_masked_tokens_are_to_be_predicted():
     is_masked, is_same = (inputs == 99)[is_selected], (inputs == tokens)[is_selected]
     assert abs(is_masked.mean() - 0.801) < 0.02 and abs(is_same.mean() - 0.101) < 0.02
     assert len(set(inputs[is_selected & (inputs != tokens)])) > 90  # of 100 random tokens
-    assert int(examples.num_targets) == in_loss.sum() and int(examples.all_targets) == SEGMENTS.astype(bool).sum()
+    assert (
+        int(examples.num_targets) == in_loss.sum()
+        and int(examples.all_targets) == SEGMENTS.astype(bool).sum()
+    )
     assert not np.array_equal(inputs, draw(BATCH, jax.random.key(1)).inputs_BxT)
 
 
 def test_the_prompt_of_each_text_is_its_prefix():
-    """Two conversations, of which the first has a second answer, and padding. 1 marks the targets of answers."""
+    """Two conversations, of which the first has a second answer, and padding. 1 marks the targets
+    of answers.
+    """
     counted = np.array([[0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0]], bool)
     segments = np.array([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0]])
     examples = jax.jit(answers)(Batch(TOKENS[:1, :13], segments, counted), jax.random.key(0))

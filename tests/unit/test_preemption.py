@@ -12,7 +12,9 @@ from smallgpt_jax.training import preemption
 
 @pytest.fixture
 def exits(monkeypatch):
-    """Replaces os._exit by a function that only records the exit status. Returns the list of recorded statuses."""
+    """Replaces os._exit by a function that only records the exit status. Returns the list of
+    recorded statuses.
+    """
     exits = []
     monkeypatch.setattr(os, "_exit", exits.append)
     return exits
@@ -34,8 +36,8 @@ def test_the_second_request_exits(exits, capsys):
         with pytest.raises(StoppedError, match="stopped after step 7") as stopped:
             stop.raise_stopped(7)
         assert stopped.value.status == 143
-        # A repeated SIGTERM does not count as a second request, because the command `timeout` sends SIGTERM to the
-        # process and also to its process group.
+        # A repeated SIGTERM does not count as a second request, because the command `timeout` sends
+        # SIGTERM to the process and also to its process group.
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)  # a second request
         wait_for(lambda: exits)
@@ -63,13 +65,19 @@ def test_exits_at_once_if_there_is_nothing_to_save(exits, capsys):
         assert stop.signal is None
     assert exits == [143]
     assert capsys.readouterr().err == (
-        "stopped without saving; rerun the same command to resume from the newest checkpoint, if there is one\n")
+        "stopped without saving; rerun the same command to resume from the newest checkpoint, if "
+        "there is one\n"
+    )
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_the_message_is_the_last_output(exits, capsys, monkeypatch):
-    """The main thread is not stopped by the signal, and may print between the message and the end of the process."""
-    monkeypatch.setattr(preemption.os, "_exit", lambda status: (print("compiled and ready"), exits.append(status)))
+    """The main thread is not stopped by the signal, and may print between the message and the end
+    of the process.
+    """
+    monkeypatch.setattr(
+        preemption.os, "_exit", lambda status: (print("compiled and ready"), exits.append(status))
+    )
     with preemption.handle_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(lambda: exits)

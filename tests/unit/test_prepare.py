@@ -1,4 +1,6 @@
-"""Tests of the preparation of token stores: content, resuming, concurrent preparations, failures."""
+"""Tests of the preparation of token stores: content, resuming, concurrent preparations,
+failures.
+"""
 
 import contextlib
 import errno
@@ -70,16 +72,21 @@ def test_store_does_not_depend_on_workers(corpus, tmp_path, monkeypatch, tokeniz
 
 
 def test_resumes_after_interruptions(corpus, tmp_path, monkeypatch):
-    """A preparation that is interrupted three times makes the same store as an uninterrupted preparation.
+    """A preparation that is interrupted three times makes the same store as an uninterrupted
+    preparation.
 
     In this test, preparation writes its journal after every batch.
     """
-    whole = files_of(prepare_store(tmp_path / "whole", corpus[0], tokenizer="sentencepiece:400").folder)
+    whole = files_of(
+        prepare_store(tmp_path / "whole", corpus[0], tokenizer="sentencepiece:400").folder
+    )
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(unfinished_store, "JOURNAL_SECONDS", 0)
     encode, trained, logged = encoding.encode, [], []
     train = tokenizer_source.train_sentencepiece
-    monkeypatch.setattr(tokenizer_source, "train_sentencepiece", lambda *args: trained.append(1) or train(*args))
+    monkeypatch.setattr(
+        tokenizer_source, "train_sentencepiece", lambda *args: trained.append(1) or train(*args)
+    )
     for batches in (3, 1, 8):
         left = [batches]
 
@@ -91,7 +98,13 @@ def test_resumes_after_interruptions(corpus, tmp_path, monkeypatch):
 
         monkeypatch.setattr(encoding, "encode", encode_some)
         with pytest.raises(KeyboardInterrupt):
-            prepare_store(tmp_path / "parts", corpus[0], tokenizer="sentencepiece:400", workers=1, log=logged.append)
+            prepare_store(
+                tmp_path / "parts",
+                corpus[0],
+                tokenizer="sentencepiece:400",
+                workers=1,
+                log=logged.append,
+            )
         assert not (tmp_path / "parts").exists()
     monkeypatch.setattr(encoding, "encode", encode)
     prepare_store(tmp_path / "parts", corpus[0], tokenizer="sentencepiece:400", log=logged.append)
@@ -125,7 +138,10 @@ def shards(tmp_path, monkeypatch):
     folder = tmp_path / "shards"
     folder.mkdir()
     for name in "abc":
-        lines = [json.dumps({"text": f"document {i} of {name} " + "text " * (i % 30)}) + "\n" for i in range(100)]
+        lines = [
+            json.dumps({"text": f"document {i} of {name} " + "text " * (i % 30)}) + "\n"
+            for i in range(100)
+        ]
         (folder / f"{name}.jsonl").write_text("".join(lines))
     edit(folder / "b.jsonl", lambda lines: [*lines[:49], "{invalid\n", *lines[49:]])
     return folder
@@ -138,13 +154,17 @@ def edit(path, change):
 def tokenized(monkeypatch):
     """Returns a list, initially empty, to which every text is appended when it is tokenized."""
     texts, encode = [], encoding.encode
-    monkeypatch.setattr(encoding, "encode", lambda batch, tokenizer: texts.extend(batch) or encode(batch, tokenizer))
+    monkeypatch.setattr(
+        encoding, "encode", lambda batch, tokenizer: texts.extend(batch) or encode(batch, tokenizer)
+    )
     return texts
 
 
 @contextlib.contextmanager
 def interrupted(monkeypatch, after):
-    """Interrupts the preparation in the `with` block after `after` texts, and catches the KeyboardInterrupt."""
+    """Interrupts the preparation in the `with` block after `after` texts, and catches the
+    KeyboardInterrupt.
+    """
     texts, encode = [], encoding.encode
 
     def encode_some(batch, tokenizer):
@@ -164,20 +184,49 @@ def prepare_until_the_invalid_line(shards, tmp_path, **settings):
         prepare_store(tmp_path / "store", shards, **settings)
 
 
-@pytest.mark.parametrize("fix, settings, max_tokenized", [
-    (lambda folder: None, {"invalid_items": "skip"}, 160),
-    (lambda folder: edit(folder / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]]), {}, 160),
-    (lambda folder: edit(folder / "b.jsonl", lambda lines: [*lines[:49], '{"text": "repaired"}\n', *lines[50:]]),
-     {"invalid_utf8": "replace"}, 165),
-    (lambda folder: (edit(folder / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]]),
-                     shutil.copy(folder / "a.jsonl", folder / "d.jsonl")), {}, 260),
-    (lambda folder: (folder / "b.jsonl").unlink(), {}, 120),  # the file with the error
-], ids=["line skipped", "line removed", "line repaired", "line removed, file added", "file removed"])
-def test_resumes_after_bad_input_is_fixed(shards, tmp_path, monkeypatch, fix, settings, max_tokenized):
-    """After the bad input is fixed, preparation resumes and tokenizes at most `max_tokenized` texts.
+@pytest.mark.parametrize(
+    "fix, settings, max_tokenized",
+    [
+        (lambda folder: None, {"invalid_items": "skip"}, 160),
+        (
+            lambda folder: edit(folder / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]]),
+            {},
+            160,
+        ),
+        (
+            lambda folder: edit(
+                folder / "b.jsonl",
+                lambda lines: [*lines[:49], '{"text": "repaired"}\n', *lines[50:]],
+            ),
+            {"invalid_utf8": "replace"},
+            165,
+        ),
+        (
+            lambda folder: (
+                edit(folder / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]]),
+                shutil.copy(folder / "a.jsonl", folder / "d.jsonl"),
+            ),
+            {},
+            260,
+        ),
+        (lambda folder: (folder / "b.jsonl").unlink(), {}, 120),  # the file with the error
+    ],
+    ids=[
+        "line skipped",
+        "line removed",
+        "line repaired",
+        "line removed, file added",
+        "file removed",
+    ],
+)
+def test_resumes_after_bad_input_is_fixed(
+    shards, tmp_path, monkeypatch, fix, settings, max_tokenized
+):
+    """After the bad input is fixed, preparation resumes and tokenizes at most `max_tokenized`
+    texts.
 
-    `fix` changes the folder, and `settings` are config fields of the resumed preparation. An uninterrupted preparation
-    with the same files and settings makes the same store.
+    `fix` changes the folder, and `settings` are config fields of the resumed preparation. An
+    uninterrupted preparation with the same files and settings makes the same store.
     """
     prepare_until_the_invalid_line(shards, tmp_path)
     fix(shards)
@@ -189,10 +238,21 @@ def test_resumes_after_bad_input_is_fixed(shards, tmp_path, monkeypatch, fix, se
 
 @pytest.mark.parametrize("limits, max_tokenized", [((2000, 5000), 160), ((5000, 2000), 301)])
 def test_resumes_with_another_length_limit(shards, tmp_path, monkeypatch, limits, max_tokenized):
-    """With a higher limit, preparation resumes at the document that was too long. With a lower one, it starts over."""
-    edit(shards / "a.jsonl", lambda lines: [json.dumps({"text": "x" * 4000}) + "\n"] * (limits[0] > 4000) + lines)
-    edit(shards / "b.jsonl", lambda lines: [
-        *lines[:49], json.dumps({"text": "x" * 4500}) + "\n" if limits[0] < 4500 else "{invalid\n", *lines[50:]])
+    """With a higher limit, preparation resumes at the document that was too long. With a lower one,
+    it starts over.
+    """
+    edit(
+        shards / "a.jsonl",
+        lambda lines: [json.dumps({"text": "x" * 4000}) + "\n"] * (limits[0] > 4000) + lines,
+    )
+    edit(
+        shards / "b.jsonl",
+        lambda lines: [
+            *lines[:49],
+            json.dumps({"text": "x" * 4500}) + "\n" if limits[0] < 4500 else "{invalid\n",
+            *lines[50:],
+        ],
+    )
     with pytest.raises(UserError, match=r"b\.jsonl, line 50"):
         prepare_store(tmp_path / "store", shards, max_document_bytes=limits[0])
     settings = dict(max_document_bytes=limits[1], invalid_items="skip")
@@ -215,10 +275,16 @@ def test_starts_over_before_a_text_file_that_is_now_skipped(shards, tmp_path, mo
     assert made == files_of(prepare_store(tmp_path / "whole", shards, invalid_items="skip").folder)
 
 
-@pytest.mark.parametrize("damage", [
-    lambda text: text.replace('"place": [', '"place": [1'), lambda text: text[:-9], lambda text: "null",
-    lambda text: text.replace('"documents": ', '"documents": 1'),
-], ids=["place", "truncated", "null", "counts"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace('"place": [', '"place": [1'),
+        lambda text: text[:-9],
+        lambda text: "null",
+        lambda text: text.replace('"documents": ', '"documents": 1'),
+    ],
+    ids=["place", "truncated", "null", "counts"],
+)
 def test_starts_over_after_damage_to_the_journal(shards, tmp_path, damage):
     prepare_until_the_invalid_line(shards, tmp_path)
     journal = tmp_path / "store.partial" / "journal.json"
@@ -230,11 +296,15 @@ def test_starts_over_after_damage_to_the_journal(shards, tmp_path, damage):
 def test_names_a_truncated_file_of_an_unfinished_store(shards, tmp_path):
     prepare_until_the_invalid_line(shards, tmp_path)
     (tmp_path / "store.partial" / "train.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"train\.bin: damaged, has 0 bytes, .* remove .*store\.partial and rerun"):
+    with pytest.raises(
+        UserError, match=r"train\.bin: damaged, has 0 bytes, .* remove .*store\.partial and rerun"
+    ):
         prepare_store(tmp_path / "store", shards, invalid_items="skip")
 
 
-def test_keeps_a_damaged_unfinished_store_of_text_that_is_read_completely(corpus, tmp_path, monkeypatch):
+def test_keeps_a_damaged_unfinished_store_of_text_that_is_read_completely(
+    corpus, tmp_path, monkeypatch
+):
     def stop(*_):
         raise KeyboardInterrupt
 
@@ -242,16 +312,22 @@ def test_keeps_a_damaged_unfinished_store_of_text_that_is_read_completely(corpus
         patch.setattr(prepare, "rename", stop)
         prepare_store(tmp_path / "store", corpus[0])
     (tmp_path / "store.partial" / "train.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"train\.bin: damaged, .* remove .*store\.partial and rerun"):
+    with pytest.raises(
+        UserError, match=r"train\.bin: damaged, .* remove .*store\.partial and rerun"
+    ):
         prepare_store(tmp_path / "store", corpus[0])
     assert (tmp_path / "store.partial" / "validation.bin").exists()
 
 
 def test_names_the_file_that_the_training_of_a_tokenizer_cannot_read(tmp_path):
     path, rng = tmp_path / "corpus.jsonl.gz", random.Random(0)
-    lines = [json.dumps({"text": " ".join(str(rng.random()) for _ in range(30))}) for _ in range(5000)]
+    lines = [
+        json.dumps({"text": " ".join(str(rng.random()) for _ in range(30))}) for _ in range(5000)
+    ]
     content = gzip.compress("\n".join(lines).encode(), 1)
-    path.write_bytes(content[:3 * len(content) // 4])  # SentencePiece has texts already when reading fails
+    path.write_bytes(
+        content[: 3 * len(content) // 4]
+    )  # SentencePiece has texts already when reading fails
     with pytest.raises(UserError, match=r"^\S*corpus\.jsonl\.gz: "):
         prepare_store(tmp_path / "store", path, tokenizer="sentencepiece:300")
 
@@ -262,25 +338,52 @@ def test_resumes_in_the_cache_folder(shards, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="line 50"):
         open_or_prepare(load_config("gpt", **fields).data, log=lambda _: None)
     texts = tokenized(monkeypatch)
-    open_or_prepare(load_config("gpt", data__invalid_items="skip", **fields).data, log=lambda _: None)
+    open_or_prepare(
+        load_config("gpt", data__invalid_items="skip", **fields).data, log=lambda _: None
+    )
     assert len(texts) <= 160
     assert [path.suffix for path in (tmp_path / "cache/smallgpt_jax/stores").iterdir()] == [""]
 
 
-@pytest.mark.parametrize("first, change, then", [
-    ({}, lambda folder: edit(folder / "a.jsonl", lambda lines: lines[1:]), {"invalid_items": "skip"}),
-    ({}, lambda folder: edit(folder / "b.jsonl", lambda lines: [lines[0].replace("0", "1"), *lines[1:]]),
-     {"invalid_items": "skip"}),
-    ({}, lambda folder: None, {"invalid_items": "skip", "validation_fraction": 0.3}),
-    ({"tokenizer": "TMP/my.model"}, lambda folder: shutil.copy(folder.parent / "two", folder.parent / "my.model"),
-     {"tokenizer": "TMP/my.model", "invalid_items": "skip"}),
-], ids=["earlier file", "earlier line", "validation fraction", "tokenizer file"])
-def test_starts_over_when_earlier_text_or_settings_changed(shards, tmp_path, monkeypatch, first, change, then):
+@pytest.mark.parametrize(
+    "first, change, then",
+    [
+        (
+            {},
+            lambda folder: edit(folder / "a.jsonl", lambda lines: lines[1:]),
+            {"invalid_items": "skip"},
+        ),
+        (
+            {},
+            lambda folder: edit(
+                folder / "b.jsonl", lambda lines: [lines[0].replace("0", "1"), *lines[1:]]
+            ),
+            {"invalid_items": "skip"},
+        ),
+        ({}, lambda folder: None, {"invalid_items": "skip", "validation_fraction": 0.3}),
+        (
+            {"tokenizer": "TMP/my.model"},
+            lambda folder: shutil.copy(folder.parent / "two", folder.parent / "my.model"),
+            {"tokenizer": "TMP/my.model", "invalid_items": "skip"},
+        ),
+    ],
+    ids=["earlier file", "earlier line", "validation fraction", "tokenizer file"],
+)
+def test_starts_over_when_earlier_text_or_settings_changed(
+    shards, tmp_path, monkeypatch, first, change, then
+):
     for name, size in (("my.model", 300), ("two", 310)):
-        made = TokenizerSource(f"sentencepiece:{size}").make(["some words to learn from, and others " * 9])
+        made = TokenizerSource(f"sentencepiece:{size}").make(
+            ["some words to learn from, and others " * 9]
+        )
         (tmp_path / name).write_bytes(made.files()["tokenizer.model"])
-    first, then = ({key: str(value).replace("TMP", str(tmp_path)) if key == "tokenizer" else value
-                    for key, value in settings.items()} for settings in (first, then))
+    first, then = (
+        {
+            key: str(value).replace("TMP", str(tmp_path)) if key == "tokenizer" else value
+            for key, value in settings.items()
+        }
+        for settings in (first, then)
+    )
     prepare_until_the_invalid_line(shards, tmp_path, **first)
     change(shards)
     made = files_of(prepare_store(tmp_path / "store", shards, **then).folder)
@@ -288,8 +391,12 @@ def test_starts_over_when_earlier_text_or_settings_changed(shards, tmp_path, mon
 
 
 def test_starts_over_when_skipped_bytes_are_now_replaced(shards, tmp_path, monkeypatch):
-    """A preparation that has skipped texts with invalid UTF-8 starts over if a new config replaces invalid bytes."""
-    (shards / "a.jsonl").write_bytes(b'{"text": "not \xff UTF-8"}\n' + (shards / "a.jsonl").read_bytes())
+    """A preparation that has skipped texts with invalid UTF-8 starts over if a new config replaces
+    invalid bytes.
+    """
+    (shards / "a.jsonl").write_bytes(
+        b'{"text": "not \xff UTF-8"}\n' + (shards / "a.jsonl").read_bytes()
+    )
     with interrupted(monkeypatch, after=60):
         prepare_store(tmp_path / "store", shards, invalid_items="skip", workers=1)
     settings = dict(invalid_items="skip", invalid_utf8="replace")
@@ -298,11 +405,14 @@ def test_starts_over_when_skipped_bytes_are_now_replaced(shards, tmp_path, monke
 
 
 @pytest.mark.parametrize("max_characters", [3000, 10**9])
-def test_retrains_the_tokenizer_when_its_text_changed(shards, tmp_path, monkeypatch, max_characters):
-    """If the tokenizer's training text has changed, the tokenizer is retrained, and preparation starts over.
+def test_retrains_the_tokenizer_when_its_text_changed(
+    shards, tmp_path, monkeypatch, max_characters
+):
+    """If the tokenizer's training text has changed, the tokenizer is retrained, and preparation
+    starts over.
 
-    The training text is the beginning of the source, up to about `max_characters` characters. If only later texts have
-    changed, the tokenizer is kept, and preparation resumes.
+    The training text is the beginning of the source, up to about `max_characters` characters. If
+    only later texts have changed, the tokenizer is kept, and preparation resumes.
     """
     edit(shards / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]])
     monkeypatch.setattr(tokenizer_source, "MAX_TRAINING_CHARACTERS", max_characters)
@@ -312,7 +422,9 @@ def test_retrains_the_tokenizer_when_its_text_changed(shards, tmp_path, monkeypa
     texts = tokenized(monkeypatch)
     made = files_of(prepare_store(tmp_path / "store", shards, tokenizer="sentencepiece:400").folder)
     assert (len(texts) < 300) == (max_characters == 3000)
-    assert made == files_of(prepare_store(tmp_path / "whole", shards, tokenizer="sentencepiece:400").folder)
+    assert made == files_of(
+        prepare_store(tmp_path / "whole", shards, tokenizer="sentencepiece:400").folder
+    )
 
 
 def test_keeps_other_files_at_the_partial_path(corpus, tmp_path):
@@ -320,7 +432,9 @@ def test_keeps_other_files_at_the_partial_path(corpus, tmp_path):
     precious = tmp_path / "store.partial" / "precious"
     precious.parent.mkdir()
     precious.write_text("mine")
-    with pytest.raises(UserError, match=r"store\.partial: is reserved .* contains other files; move it"):
+    with pytest.raises(
+        UserError, match=r"store\.partial: is reserved .* contains other files; move it"
+    ):
         prepare_store(tmp_path / "store", path)
     assert precious.read_text() == "mine" and not (tmp_path / "store").exists()
 
@@ -331,7 +445,8 @@ def test_refuses_store_inside_source(corpus, tmp_path):
 
 
 def test_store_behind_a_symlink(corpus, tmp_path, monkeypatch):
-    """If the path of the store is a symbolic link, unfinished and finished stores are written where the link points.
+    """If the path of the store is a symbolic link, unfinished and finished stores are written where
+    the link points.
 
     The finished store does not replace the link.
     """
@@ -346,7 +461,9 @@ def test_store_behind_a_symlink(corpus, tmp_path, monkeypatch):
         path.write_text(good + "nonsense")
         with pytest.raises(UserError, match="not JSON"):
             prepare_store(link, path)
-        assert (tmp_path / f"{target}.partial").is_dir() and not link.with_name(f"{link.name}.partial").exists()
+        assert (tmp_path / f"{target}.partial").is_dir() and not link.with_name(
+            f"{link.name}.partial"
+        ).exists()
         path.write_text(good)
         assert prepare_store(link, path).folder == link and link.is_symlink()
         assert files_of(tmp_path / target) == whole
@@ -361,12 +478,16 @@ def test_compares_store_made_while_waiting(corpus, tmp_path, monkeypatch):
         return locked(*args, **kwargs)
 
     monkeypatch.setattr(prepare, "file_lock", locked_after_another)
-    with pytest.raises(UserError, match="was made with tokenizer='sentencepiece:300', but this config has"):
+    with pytest.raises(
+        UserError, match="was made with tokenizer='sentencepiece:300', but this config has"
+    ):
         prepare_store(tmp_path / "store", corpus[0])
 
 
 def test_concurrent_preparations_make_one_store(corpus, tmp_path, monkeypatch):
-    """The second preparation waits until the first has made the store, and then opens this store."""
+    """The second preparation waits until the first has made the store, and then opens this
+    store.
+    """
     encode, has_begun, second_waits = encoding.encode, threading.Event(), threading.Event()
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 10**6)
     logs = [], []
@@ -400,18 +521,21 @@ def test_summary(tmp_path):
     prepare_store(tmp_path / "store", path, invalid_items="skip", log=logged.append)
     text = "\n".join(logged)
     assert "100 documents" in text and "bytes per token" in text
-    # A document of n letters also contains the digits of n. Its length in tokens counts the letters, the digits and
-    # an end-of-text token.
+    # A document of n letters also contains the digits of n. Its length in tokens counts the
+    # letters, the digits and an end-of-text token.
     assert "median 54, 95% at most 98, longest 5,005" in text
     assert "skipped: 1 no string in the field 'text'" in text
 
 
-@pytest.mark.parametrize("changes, substrings", [
-    ({"validation_fraction": 1e-9}, ["300 documents", "validation"]),
-    ({"text_field": "body"}, ["line 1"]),
-    ({"tokenizer": "nothing"}, ["'nothing'"]),
-    ({"tokenizer": "sentencepiece:9"}, ["at least 300"]),
-])
+@pytest.mark.parametrize(
+    "changes, substrings",
+    [
+        ({"validation_fraction": 1e-9}, ["300 documents", "validation"]),
+        ({"text_field": "body"}, ["line 1"]),
+        ({"tokenizer": "nothing"}, ["'nothing'"]),
+        ({"tokenizer": "sentencepiece:9"}, ["at least 300"]),
+    ],
+)
 def test_failure_leaves_no_files(corpus, tmp_path, changes, substrings):
     path, _ = corpus
     with pytest.raises(UserError) as error:
@@ -436,7 +560,9 @@ def test_keeps_files_put_at_the_store_meanwhile(corpus, tmp_path, name):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
 
-    with pytest.raises(UserError, match="store': exists and is not a token store; choose another folder"):
+    with pytest.raises(
+        UserError, match="store': exists and is not a token store; choose another folder"
+    ):
         prepare_store(tmp_path / "store", corpus[0], log=put)
     assert (tmp_path / name).read_text() == "text"
 
@@ -451,7 +577,9 @@ def test_refuses_source_without_text(tmp_path):
 
 
 def test_resumes_after_a_failed_sync(corpus, tmp_path, monkeypatch):
-    """A network disk reports that it is full when a file is synced, once, and has lost what was not synced before."""
+    """A network disk reports that it is full when a file is synced, once, and has lost what was not
+    synced before.
+    """
     whole = files_of(prepare_store(tmp_path / "whole", corpus[0]).folder)
     monkeypatch.setattr(parts, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(unfinished_store, "JOURNAL_SECONDS", 0)
@@ -469,7 +597,9 @@ def test_resumes_after_a_failed_sync(corpus, tmp_path, monkeypatch):
         sync(file)
 
     monkeypatch.setattr(os, "fsync", fail_once)
-    with pytest.raises(UserError, match="No space left on device; rerun the same command to resume"):
+    with pytest.raises(
+        UserError, match="No space left on device; rerun the same command to resume"
+    ):
         prepare_store(tmp_path / "store", corpus[0])
     assert failed
     logged = []
@@ -479,12 +609,16 @@ def test_resumes_after_a_failed_sync(corpus, tmp_path, monkeypatch):
 
 
 def test_full_disk(corpus, tmp_path):
-    """On a full disk, the command ends with an error and makes no store. The same command can be rerun later.
+    """On a full disk, the command ends with an error and makes no store. The same command can be
+    rerun later.
 
     A limit of 20 kB per file simulates the full disk.
     """
-    flags = ["--config=configs/gpt.py:tiny", f"--config.data.source={corpus[0]}",
-             f"--config.data.store={tmp_path / 'store'}"]
+    flags = [
+        "--config=configs/gpt.py:tiny",
+        f"--config.data.source={corpus[0]}",
+        f"--config.data.store={tmp_path / 'store'}",
+    ]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:

@@ -1,6 +1,7 @@
 """Tests of multi-process runs in one process, with fakes of the other processes.
 
-The tests cover flags, equal configs in all processes, failures, and the rows of the batch that a process reads.
+The tests cover flags, equal configs in all processes, failures, and the rows of the batch that a
+process reads.
 """
 
 import numpy as np
@@ -13,12 +14,27 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.training.train import train
 
 
-@pytest.mark.parametrize("flags, substrings", [
-    (["--coordinator=127.0.0.1:9"],
-     ["--num_processes and", "--process_id: missing", "needs --coordinator, --num_processes and --process_id"]),
-    (["--num_processes=2", "--process_id=2", "--coordinator=127.0.0.1:9"], ["--process_id=2", "expected 0 to 1"]),
-    (["--num_processes=2", "--process_id=1", "--coordinator=here"], ["--coordinator=here", "HOST:PORT"]),
-])
+@pytest.mark.parametrize(
+    "flags, substrings",
+    [
+        (
+            ["--coordinator=127.0.0.1:9"],
+            [
+                "--num_processes and",
+                "--process_id: missing",
+                "needs --coordinator, --num_processes and --process_id",
+            ],
+        ),
+        (
+            ["--num_processes=2", "--process_id=2", "--coordinator=127.0.0.1:9"],
+            ["--process_id=2", "expected 0 to 1"],
+        ),
+        (
+            ["--num_processes=2", "--process_id=1", "--coordinator=here"],
+            ["--coordinator=here", "HOST:PORT"],
+        ),
+    ],
+)
 def test_refuses_invalid_flags(tmp_path, flags, substrings):
     result = call("main", "--config=configs/gpt.py:tiny", f"--workdir={tmp_path / 'run'}", *flags)
     assert result.returncode == 1
@@ -29,8 +45,11 @@ def test_refuses_invalid_flags(tmp_path, flags, substrings):
 
 def test_refuses_processes_with_different_configs(tmp_path, text_file, monkeypatch):
     monkeypatch.setattr(distributed, "is_single_process", lambda: False)
-    monkeypatch.setattr(multihost_utils, "process_allgather",
-                        lambda digest: np.stack([digest, digest, digest ^ (np.arange(8) == 3)]))
+    monkeypatch.setattr(
+        multihost_utils,
+        "process_allgather",
+        lambda digest: np.stack([digest, digest, digest ^ (np.arange(8) == 3)]),
+    )
     with pytest.raises(UserError, match="process 2: config differs from process 0's"):
         train(load_config("gpt", data__source=str(text_file)), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -41,12 +60,16 @@ def test_all_processes_raise_if_the_primary_one_fails(monkeypatch):
         raise UserError("it cannot be done")
 
     sent = []
-    monkeypatch.setattr(distributed, "broadcast_from_primary", lambda numbers: sent.append(numbers) or numbers)
+    monkeypatch.setattr(
+        distributed, "broadcast_from_primary", lambda numbers: sent.append(numbers) or numbers
+    )
     with pytest.raises(UserError, match="it cannot be done"):
         distributed.run_on_primary(fail)
     assert sent == [(True,)]
     monkeypatch.setattr(distributed, "is_primary", lambda: False)
-    distributed.run_on_primary(fail)  # does not raise, because only the primary process calls `fail`
+    distributed.run_on_primary(
+        fail
+    )  # does not raise, because only the primary process calls `fail`
     monkeypatch.setattr(distributed, "broadcast_from_primary", lambda numbers: (1,))
     with pytest.raises(UserError, match="process 0 has failed; see its message"):
         distributed.run_on_primary(fail)
@@ -64,7 +87,9 @@ def test_a_global_batch_has_the_rows_of_the_host_batch(lengths):
 
 
 def test_local_rows_need_not_be_contiguous(monkeypatch):
-    """The devices of a process can be scattered over the mesh, as on TPU slices. Here, they are devices 0, 3 and 6."""
+    """The devices of a process can be scattered over the mesh, as on TPU slices. Here, they are
+    devices 0, 3 and 6.
+    """
     mesh = sharding.make_mesh(sharding.MeshConfig(data=4, fsdp=1, tensor=2, path=1))
     whole = sharding.batch_sharding(mesh).devices_indices_map((8,))
     local = {device: index for device, index in whole.items() if device.id in (0, 3, 6)}
@@ -75,5 +100,3 @@ def test_local_rows_need_not_be_contiguous(monkeypatch):
 
     monkeypatch.setattr(sharding, "batch_sharding", lambda mesh: Sharding())
     np.testing.assert_array_equal(sharding.local_rows(mesh, 8), [0, 1, 2, 3, 6, 7])
-
-

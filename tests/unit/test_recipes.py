@@ -14,14 +14,17 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import provenance
 
 
-@pytest.mark.parametrize("value, expected", [
-    ("gpt", f"{ROOT}/configs/gpt.py"),
-    ("gpt:tiny", f"{ROOT}/configs/gpt.py:tiny"),
-    ("compare/paper:tiny", f"{ROOT}/configs/compare/paper.py:tiny"),
-    ("run:runs/a:b", f"{ROOT}/configs/run.py:runs/a:b"),
-    ("mine.py:tiny", "mine.py:tiny"),
-    ("lgpt:tiny", "lgpt:tiny"),  # a file in the working directory
-])
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        ("gpt", f"{ROOT}/configs/gpt.py"),
+        ("gpt:tiny", f"{ROOT}/configs/gpt.py:tiny"),
+        ("compare/paper:tiny", f"{ROOT}/configs/compare/paper.py:tiny"),
+        ("run:runs/a:b", f"{ROOT}/configs/run.py:runs/a:b"),
+        ("mine.py:tiny", "mine.py:tiny"),
+        ("lgpt:tiny", "lgpt:tiny"),  # a file in the working directory
+    ],
+)
 def test_a_name_is_a_recipe_and_a_path_is_a_file(value, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").touch()
@@ -30,13 +33,16 @@ def test_a_name_is_a_recipe_and_a_path_is_a_file(value, expected, tmp_path, monk
     assert recipes.find_recipe(value) == expected
 
 
-@pytest.mark.parametrize("value, message", [
-    ("configs/gpt.py:tiny", "no file 'configs/gpt.py'; did you mean gpt:tiny?"),
-    ("my/own.py", "no file 'my/own.py'; did you mean configs/owns.py?"),
-    ("compare/papr", "no recipe or file 'compare/papr'; did you mean compare/paper?"),
-    ("base:tiny", "no recipe or file 'base'"),
-    ("", "no recipe or file ''"),
-])
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ("configs/gpt.py:tiny", "no file 'configs/gpt.py'; did you mean gpt:tiny?"),
+        ("my/own.py", "no file 'my/own.py'; did you mean configs/owns.py?"),
+        ("compare/papr", "no recipe or file 'compare/papr'; did you mean compare/paper?"),
+        ("base:tiny", "no recipe or file 'base'"),
+        ("", "no recipe or file ''"),
+    ],
+)
 def test_missing_recipes(value, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
@@ -49,8 +55,13 @@ def test_missing_recipes(value, message, tmp_path, monkeypatch):
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_the_commit_of_a_clone(tmp_path):
     def git(*arguments) -> str:
-        return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path,
-                              check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
 
     assert provenance.commit_of(tmp_path) == {}
     git("init")
@@ -70,7 +81,9 @@ def test_the_commit_of_a_clone(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_records_its_software(trained_run):
-    session = json.loads((trained_run("gpt", **SMALL) / "sessions.jsonl").read_text().splitlines()[-1])
+    session = json.loads(
+        (trained_run("gpt", **SMALL) / "sessions.jsonl").read_text().splitlines()[-1]
+    )
     assert session["versions"]["smallgpt_jax"] == __version__ and "jax" in session["versions"]
     if (ROOT / ".git").exists() and shutil.which("git"):
         assert len(session["commit"]) == 40 and isinstance(session["dirty"], bool)

@@ -1,5 +1,5 @@
-"""Tests of ops/recurrence_kernel.py under vmap, and of when it is used. test_gated_delta.py and test_state_space.py
-compare it with the recurrences.
+"""Tests of ops/recurrence_kernel.py under vmap, and of when it is used. test_gated_delta.py and
+test_state_space.py compare it with the recurrences.
 """
 
 import jax
@@ -15,10 +15,14 @@ RULES = {"delta": (gated_delta, "gated_delta", HEADS), "mamba": (state_space, "s
 
 
 def random_inputs(mixer: str):
-    """Returns queries, keys, values, logarithms of decays and, for "delta", β, with a leading axis of paths."""
+    """Returns queries, keys, values, logarithms of decays and, for "delta", β, with a leading axis
+    of paths.
+    """
     rng, shared = np.random.default_rng(0), RULES[mixer][2]
-    q, k, v, decay, beta = (rng.standard_normal((PATHS, ROWS, TIME, *shape)).astype(np.float32) for shape in (
-        (shared, KEY), (shared, KEY), (HEADS, VALUE), (HEADS,), (HEADS,)))
+    q, k, v, decay, beta = (
+        rng.standard_normal((PATHS, ROWS, TIME, *shape)).astype(np.float32)
+        for shape in ((shared, KEY), (shared, KEY), (HEADS, VALUE), (HEADS,), (HEADS,))
+    )
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     return [q, k, v, -np.abs(decay), *[1 / (1 + np.exp(beta))] * (mixer == "delta")]
 
@@ -31,6 +35,7 @@ def begins():
 @pytest.mark.parametrize("mixer", RULES)
 def test_paths_side_by_side(mixer):
     """Under vmap, as in pgpt, each path has its own outputs, states and gradients."""
+
     def run(inputs, state):
         def total(inputs, state):
             y, last = in_kernel(inputs, begins(), state, dtype="float32")
@@ -39,11 +44,18 @@ def test_paths_side_by_side(mixer):
         return jax.value_and_grad(total, (0, 1), has_aux=True)(inputs, state)
 
     inputs = random_inputs(mixer)
-    state = np.random.default_rng(1).standard_normal((PATHS, ROWS, HEADS, KEY, VALUE)).astype(np.float32)
+    state = (
+        np.random.default_rng(1)
+        .standard_normal((PATHS, ROWS, HEADS, KEY, VALUE))
+        .astype(np.float32)
+    )
     found, one_path = jax.jit(jax.vmap(run))(inputs, state), jax.jit(run)
     for path in range(PATHS):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[path], b, rtol=1e-5, atol=1e-5),
-                     found, one_path([x[path] for x in inputs], state[path]))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a[path], b, rtol=1e-5, atol=1e-5),
+            found,
+            one_path([x[path] for x in inputs], state[path]),
+        )
 
 
 @pytest.mark.parametrize("mixer", RULES)
@@ -54,9 +66,15 @@ def test_backend(mixer, monkeypatch):
 
     def uses_kernel(time: int, backend: str) -> bool:
         inputs = [x[0, :, :time] for x in random_inputs(mixer)]
-        program = jax.make_jaxpr(lambda *inputs: rule(*inputs, begins()[:, :time], state, backend=backend))(*inputs)
+        program = jax.make_jaxpr(
+            lambda *inputs: rule(*inputs, begins()[:, :time], state, backend=backend)
+        )(*inputs)
         return f"{name}_forward" in str(program)
 
     assert not uses_kernel(300, "auto")
     monkeypatch.setattr(module, "platform", lambda: "tpu")
-    assert [uses_kernel(300, "auto"), uses_kernel(300, "xla"), uses_kernel(100, "auto")] == [True, False, False]
+    assert [uses_kernel(300, "auto"), uses_kernel(300, "xla"), uses_kernel(100, "auto")] == [
+        True,
+        False,
+        False,
+    ]

@@ -14,18 +14,22 @@ SEEN = np.array([[True, True, False, False, False], [False, False, True, True, F
 PENALIZED = np.where(SEEN, np.where(LOGITS > 0, LOGITS / 1.3, LOGITS * 1.3), LOGITS)
 
 
-@pytest.mark.parametrize("settings, expected", [
-    (dict(), LOGITS),
-    (dict(temperature=0.7), LOGITS / 0.7),
-    (dict(temperature=None, repetition_penalty=1.3), PENALIZED),
-    (dict(temperature=0.5, repetition_penalty=1.3), PENALIZED / 0.5),
-    (dict(top_k=2), [[2.0, INF, INF, 1.5, INF], [INF, 3.0, INF, INF, 2.9]]),
-    # The probabilities are .49 .02 .11 .30 .07 in the first row of LOGITS, and .02 .47 .00 .06 .43 in the second row.
-    (dict(top_p=0.5), [[2.0, INF, INF, 1.5, INF], [INF, 3.0, INF, INF, 2.9]]),
-    (dict(top_p=0.1), [[2.0, INF, INF, INF, INF], [INF, 3.0, INF, INF, INF]]),
-    (dict(top_p=0.8), [[2.0, INF, 0.5, 1.5, INF], [INF, 3.0, INF, INF, 2.9]]),
-    (dict(top_k=2, top_p=0.3), [[2.0, INF, INF, INF, INF], [INF, 3.0, INF, INF, INF]]),
-])
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (dict(), LOGITS),
+        (dict(temperature=0.7), LOGITS / 0.7),
+        (dict(temperature=None, repetition_penalty=1.3), PENALIZED),
+        (dict(temperature=0.5, repetition_penalty=1.3), PENALIZED / 0.5),
+        (dict(top_k=2), [[2.0, INF, INF, 1.5, INF], [INF, 3.0, INF, INF, 2.9]]),
+        # The probabilities are .49 .02 .11 .30 .07 in the first row of LOGITS, and .02 .47 .00 .06
+        # .43 in the second row.
+        (dict(top_p=0.5), [[2.0, INF, INF, 1.5, INF], [INF, 3.0, INF, INF, 2.9]]),
+        (dict(top_p=0.1), [[2.0, INF, INF, INF, INF], [INF, 3.0, INF, INF, INF]]),
+        (dict(top_p=0.8), [[2.0, INF, 0.5, 1.5, INF], [INF, 3.0, INF, INF, 2.9]]),
+        (dict(top_k=2, top_p=0.3), [[2.0, INF, INF, INF, INF], [INF, 3.0, INF, INF, INF]]),
+    ],
+)
 def test_filters_match_the_formulas(settings, expected):
     found = filter_logits(jnp.array(LOGITS), jnp.array(SEEN), Sampling(**settings))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
@@ -34,16 +38,32 @@ def test_filters_match_the_formulas(settings, expected):
 def test_samples_have_the_distribution():
     logits = jnp.tile(jnp.array([[1.0, 0.0, -1.0, 2.0]]), (20_000, 1))
     keys = jax.random.split(jax.random.key(0), 20_000)
-    frequencies = np.bincount(sample(logits, None, Sampling(temperature=0.5), keys), minlength=4) / 20_000
+    frequencies = (
+        np.bincount(sample(logits, None, Sampling(temperature=0.5), keys), minlength=4) / 20_000
+    )
     expected = np.exp([2, 0, -2, 4]) / np.exp([2, 0, -2, 4]).sum()
     np.testing.assert_allclose(frequencies, expected, atol=0.01)
 
 
 def test_settings_without_effect_become_none():
-    assert Sampling(temperature=0, top_p=1, repetition_penalty=1).validated() == Sampling(temperature=None)
+    assert Sampling(temperature=0, top_p=1, repetition_penalty=1).validated() == Sampling(
+        temperature=None
+    )
 
 
 def test_buckets():
     lengths = (1, 16, 17, 33, 64, 65, 96, 97, 128, 129, 700, 1000)
     assert [decoder.bucket(n, 1000) for n in lengths] == [
-        16, 16, 32, 48, 64, 96, 96, 128, 128, 192, 768, 1000]
+        16,
+        16,
+        32,
+        48,
+        64,
+        96,
+        96,
+        128,
+        128,
+        192,
+        768,
+        1000,
+    ]

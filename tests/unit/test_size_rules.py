@@ -1,4 +1,6 @@
-"""Tests of the rules for hyperparameters by size against numbers computed by hand from the sources' formulas."""
+"""Tests of the rules for hyperparameters by size against numbers computed by hand from the sources'
+formulas.
+"""
 
 import pytest
 
@@ -21,6 +23,12 @@ def test_step_law():
 
 
 def test_nanochat():
-    # 8 times the tokens: 8^0.383 = 2.2176, so twice the batch; the rate grows by √2, the decay is 0.2 · √2/8
+    # 8 times the tokens: 8^0.383 = 2.2176, so twice the batch; the rate grows by √2, the decay is
+    # 0.2 · √2/8
     found = nanochat(Reference(10**9, 2**19, 0.02, 0.2), tokens=8 * 10**9)
-    assert found == (8 * 10**9, 2**20, pytest.approx(0.0282843, rel=1e-5), pytest.approx(0.0353553, rel=1e-5))
+    assert found == (
+        8 * 10**9,
+        2**20,
+        pytest.approx(0.0282843, rel=1e-5),
+        pytest.approx(0.0353553, rel=1e-5),
+    )

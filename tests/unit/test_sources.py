@@ -24,7 +24,7 @@ def test_python_stdlib():
     texts = read("python_stdlib")
     assert sum(map(len, texts)) > 5_000_000
     assert any("class JSONDecoder" in text for text in texts)
-    library, = Source("python_stdlib").members
+    (library,) = Source("python_stdlib").members
     files = library.files
     assert files == sorted(set(files))
 
@@ -73,7 +73,8 @@ def test_follows_each_linked_folder_once(tmp_path):
 
 
 def test_preparation_walks_a_folder_once(tmp_path, monkeypatch):
-    """All uses of a source see the same files: its size, its fingerprint, its parts and the check of the store's path.
+    """All uses of a source see the same files: its size, its fingerprint, its parts and the check
+    of the store's path.
 
     In the cache, the name of the store depends on the fingerprint.
     """
@@ -84,7 +85,9 @@ def test_preparation_walks_a_folder_once(tmp_path, monkeypatch):
     walked, walk = [], os.walk
     monkeypatch.setattr(os, "walk", lambda folder: walked.append(folder) or walk(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = load_config("gpt", data__source=str(texts), data__tokenizer="bytes", data__store="").data
+    config = load_config(
+        "gpt", data__source=str(texts), data__tokenizer="bytes", data__store=""
+    ).data
     assert open_or_prepare(config, log=lambda _: None)[1]
     assert walked == [str(texts)]
     assert not open_or_prepare(config)[1]
@@ -92,32 +95,62 @@ def test_preparation_walks_a_folder_once(tmp_path, monkeypatch):
 
 
 def test_files_read_by_ending(tmp_path):
-    """The messages list the files of a folder by ending. Other endings can be read as text, as the message suggests."""
-    for name in ("a/one.md", "a/b/two.MD.gz", "a/.git/three.md", "a/four.zip", "a/five.rst", "a/b/README", "six.txt",
-                 "a/seven.jsonl"):
+    """The messages list the files of a folder by ending. Other endings can be read as text, as the
+    message suggests.
+    """
+    for name in (
+        "a/one.md",
+        "a/b/two.MD.gz",
+        "a/.git/three.md",
+        "a/four.zip",
+        "a/five.rst",
+        "a/b/README",
+        "six.txt",
+        "a/seven.jsonl",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         content = json.dumps({"text": name}) if name.endswith("jsonl") else name
-        (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+        (tmp_path / name).write_bytes(
+            gzip.compress(content.encode()) if name.endswith("gz") else content.encode()
+        )
     assert read(tmp_path) == ["a/seven.jsonl", "six.txt"]
-    message, = Source(f"{tmp_path},{tmp_path}/six.txt,python_stdlib").messages()
+    (message,) = Source(f"{tmp_path},{tmp_path}/six.txt,python_stdlib").messages()
     assert message == (
-        f"{tmp_path}: files read: 1 .jsonl, 1 .txt; files not read: 2 .md, 1 without ending, 1 .rst, 1 .zip; to read "
-        "its 2 .md files as text, set --config.data.text_endings=.txt,.md")
+        f"{tmp_path}: files read: 1 .jsonl, 1 .txt; files not read: 2 .md, 1 without ending, 1 "
+        ".rst, 1 .zip; to read its 2 .md files as text, set --config.data.text_endings=.txt,.md"
+    )
     shutil.rmtree(tmp_path / "a" / ".git")
     (tmp_path / "a" / "four.zip").unlink()
-    assert set(read(tmp_path, text_endings=".txt, .MD")) == {"a/one.md", "a/b/two.MD.gz", "a/seven.jsonl", "six.txt"}
+    assert set(read(tmp_path, text_endings=".txt, .MD")) == {
+        "a/one.md",
+        "a/b/two.MD.gz",
+        "a/seven.jsonl",
+        "six.txt",
+    }
     assert read(tmp_path, text_endings=".rst") == ["a/five.rst", "a/seven.jsonl"]
-    with pytest.raises(UserError, match=r"contains no \.txt.* to read its 2 \.md files .*text_endings=\.txt,\.md$"):
+    with pytest.raises(
+        UserError, match=r"contains no \.txt.* to read its 2 \.md files .*text_endings=\.txt,\.md$"
+    ):
         (tmp_path / "a" / "seven.jsonl").unlink()
         read(tmp_path / "a")
     logged = []
-    prepare_store(tmp_path / "../new", tmp_path, validation_fraction=0.5, text_endings=".txt,.md,.rst",
-                  log=logged.append)
-    assert logged[0] == f"{tmp_path}: files read: 2 .md, 1 .rst, 1 .txt; files not read: 1 without ending"
+    prepare_store(
+        tmp_path / "../new",
+        tmp_path,
+        validation_fraction=0.5,
+        text_endings=".txt,.md,.rst",
+        log=logged.append,
+    )
+    assert (
+        logged[0]
+        == f"{tmp_path}: files read: 2 .md, 1 .rst, 1 .txt; files not read: 1 without ending"
+    )
 
 
 def test_skips_text_files_that_are_not_utf8(tmp_path):
-    """A text file with an invalid byte is skipped as a whole, even if passages before this byte are valid."""
+    """A text file with an invalid byte is skipped as a whole, even if passages before this byte are
+    valid.
+    """
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.txt").write_bytes(b"valid passages\n\n" * 200_000 + b"\xff")
@@ -134,25 +167,37 @@ def test_skips_text_files_that_are_not_utf8(tmp_path):
     assert logged[-1].endswith("skipped: 3 not UTF-8 (whole file)")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.zst", "a.parquet"]
+)
 def test_refuses_or_skips_long_documents(tmp_path, name):
     texts = ["short", "x" * 100_000, "also short"]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    compress = {"gz": gzip.compress, "bz2": bz2.compress, "zst": zstd, "parquet": lambda _: parquet({"text": texts})}
+    compress = {
+        "gz": gzip.compress,
+        "bz2": bz2.compress,
+        "zst": zstd,
+        "parquet": lambda _: parquet({"text": texts}),
+    }
     (tmp_path / name).write_bytes(compress.get(name.split(".")[-1], bytes)(lines))
     assert read(tmp_path, max_document_bytes=100_020) == texts
     assert read(tmp_path, max_document_bytes=99_999, invalid_items="skip") == [texts[0], texts[2]]
-    with pytest.raises(UserError, match=r" 2: too long: more than 99,999 bytes; increase config.data.max_docu"):
+    with pytest.raises(
+        UserError, match=r" 2: too long: more than 99,999 bytes; increase config.data.max_docu"
+    ):
         read(tmp_path, max_document_bytes=99_999)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("invalid_items", ["refuse", "skip"])
 def test_a_hostile_line_takes_little_memory(tmp_path, invalid_items):
-    """A file of 300 kB that expands to a single line of 300 MB is refused or skipped within 30 MB."""
+    """A file of 300 kB that expands to a single line of 300 MB is refused or skipped within 30
+    MB.
+    """
     block = gzip.compress(b"x" * 10_000_000)
     (tmp_path / "a.jsonl.gz").write_bytes(
-        gzip.compress(b'{"text": "') + block * 30 + gzip.compress(b'"}\n{"text": "fine"}\n'))
+        gzip.compress(b'{"text": "') + block * 30 + gzip.compress(b'"}\n{"text": "fine"}\n')
+    )
     tracemalloc.start()
     try:
         if invalid_items == "skip":
@@ -169,39 +214,92 @@ def test_web_text(shared_data):
     assert len(read(shared_data / "text/web/openwebtext_1k.jsonl")) == 1000
 
 
-@pytest.mark.parametrize("name, content, settings, substrings", [
-    ("a.txt", None, {}, ["no such file"]),
-    ("a.txt", b"fine\nbut \xff\xfe not\n", {}, ["a.txt", "byte 9", "line 2", "replace"]),
-    ("a.txt", b"x\xe2\x82", {}, ["byte 1 "]),
-    ("a.txt", b"\n" * 1_000_000 + b"y\xe2\x82x", {}, ["byte 1000001 ", "line 1000001"]),
-    ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', {}, ["a.jsonl", "line 2", "'text'", "body"]),
-    ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', {}, ["a.jsonl", "line 2", "'text'"]),
-    ("a.jsonl", b'{"text": "a"}\n[1]\n', {}, ["line 2", "list"]),
-    ("a.jsonl", b'\n{"text": "a"\n', {}, ["line 2", "not JSON"]),
-    ("a.jsonl", b'{"text": "\\ud800"}\n', {}, ["line 1", "surrogate"]),
-    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', {}, ["line 2", "byte 24 "]),
-    ("a.txt", b"\xef\xbb\xbfabc\xff", {}, ["byte 6 "]),
-    ("a.jsonl", b"[" * 100_000, {}, ["line 1", "not JSON", "deep"]),
-    ("a.jsonl", b'{"text": null}', {}, ["line 1", "no string in the field", "invalid_items=skip"]),
-    ("a.png", b"\x89PNG\r\n\x1a\n\x00", {}, ["a.png", "not UTF-8 at byte 0"]),
-    ("a.txt", "text".encode("utf-16"), {}, ["not UTF-8"]),
-    ("a.jsonl.gz", b'{"text": "a"}\n', {}, ["a.jsonl.gz", "damaged", "gzip"]),
-    ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:-20], {}, ["a.jsonl.gz", "damaged", "ended"]),
-    ("a.txt.gz", gzip.compress(b"words " * 99, mtime=0)[:-9] + b"123456789", {}, ["a.txt.gz", "damaged"]),
-    ("a.jsonl.bz2", bz2.compress(b'{"text": "a"}\n' * 999)[:-9], {}, ["a.jsonl.bz2", "damaged"]),
-    ("a.txt.bz2", b"nonsense", {}, ["a.txt.bz2", "damaged"]),
-    ("a.jsonl.zst", b"nonsense", {}, ["a.jsonl.zst", "damaged"]),
-    ("a.jsonl.zst", zstd(b'{"text": "a"}\n' * 999)[:-9], {}, ["a.jsonl.zst", "damaged", "runcated"]),
-    ("a.zip", b"PK", {}, ["a.zip", "archives", "unpack"]),
-    ("a.parquet", b"PAR1", {}, ["a.parquet", "damaged"]),
-    ("a.parquet", parquet({"text": ["a"] * 5000})[:-100], {}, ["a.parquet", "damaged"]),
-    ("a.parquet", parquet({"body": ["a"], "n": [1]}), {}, ["a.parquet", "no column 'text'", "body, n"]),
-    ("a.parquet", parquet({"text": [1, 2]}), {}, ["a.parquet", "row 1", "no string in the field"]),
-    ("a.parquet", parquet({"text": ["a", None]}), {}, ["a.parquet", "row 2", "no string in the field"]),
-    ("a.jsonl", b'{"text": "a"}\n', {"text_field": "body"}, ["line 1", "'body'", "text"]),
-    ("a.txt", b"text", {"text_endings": "txt,md"}, ["text_endings='txt,md'", "'txt' is no ending"]),
-    ("a.txt", b"text", {"text_endings": ".txt,.parquet"}, [".parquet files are not plain text"]),
-])
+@pytest.mark.parametrize(
+    "name, content, settings, substrings",
+    [
+        ("a.txt", None, {}, ["no such file"]),
+        ("a.txt", b"fine\nbut \xff\xfe not\n", {}, ["a.txt", "byte 9", "line 2", "replace"]),
+        ("a.txt", b"x\xe2\x82", {}, ["byte 1 "]),
+        ("a.txt", b"\n" * 1_000_000 + b"y\xe2\x82x", {}, ["byte 1000001 ", "line 1000001"]),
+        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', {}, ["a.jsonl", "line 2", "'text'", "body"]),
+        ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', {}, ["a.jsonl", "line 2", "'text'"]),
+        ("a.jsonl", b'{"text": "a"}\n[1]\n', {}, ["line 2", "list"]),
+        ("a.jsonl", b'\n{"text": "a"\n', {}, ["line 2", "not JSON"]),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', {}, ["line 1", "surrogate"]),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', {}, ["line 2", "byte 24 "]),
+        ("a.txt", b"\xef\xbb\xbfabc\xff", {}, ["byte 6 "]),
+        ("a.jsonl", b"[" * 100_000, {}, ["line 1", "not JSON", "deep"]),
+        (
+            "a.jsonl",
+            b'{"text": null}',
+            {},
+            ["line 1", "no string in the field", "invalid_items=skip"],
+        ),
+        ("a.png", b"\x89PNG\r\n\x1a\n\x00", {}, ["a.png", "not UTF-8 at byte 0"]),
+        ("a.txt", "text".encode("utf-16"), {}, ["not UTF-8"]),
+        ("a.jsonl.gz", b'{"text": "a"}\n', {}, ["a.jsonl.gz", "damaged", "gzip"]),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:-20],
+            {},
+            ["a.jsonl.gz", "damaged", "ended"],
+        ),
+        (
+            "a.txt.gz",
+            gzip.compress(b"words " * 99, mtime=0)[:-9] + b"123456789",
+            {},
+            ["a.txt.gz", "damaged"],
+        ),
+        (
+            "a.jsonl.bz2",
+            bz2.compress(b'{"text": "a"}\n' * 999)[:-9],
+            {},
+            ["a.jsonl.bz2", "damaged"],
+        ),
+        ("a.txt.bz2", b"nonsense", {}, ["a.txt.bz2", "damaged"]),
+        ("a.jsonl.zst", b"nonsense", {}, ["a.jsonl.zst", "damaged"]),
+        (
+            "a.jsonl.zst",
+            zstd(b'{"text": "a"}\n' * 999)[:-9],
+            {},
+            ["a.jsonl.zst", "damaged", "runcated"],
+        ),
+        ("a.zip", b"PK", {}, ["a.zip", "archives", "unpack"]),
+        ("a.parquet", b"PAR1", {}, ["a.parquet", "damaged"]),
+        ("a.parquet", parquet({"text": ["a"] * 5000})[:-100], {}, ["a.parquet", "damaged"]),
+        (
+            "a.parquet",
+            parquet({"body": ["a"], "n": [1]}),
+            {},
+            ["a.parquet", "no column 'text'", "body, n"],
+        ),
+        (
+            "a.parquet",
+            parquet({"text": [1, 2]}),
+            {},
+            ["a.parquet", "row 1", "no string in the field"],
+        ),
+        (
+            "a.parquet",
+            parquet({"text": ["a", None]}),
+            {},
+            ["a.parquet", "row 2", "no string in the field"],
+        ),
+        ("a.jsonl", b'{"text": "a"}\n', {"text_field": "body"}, ["line 1", "'body'", "text"]),
+        (
+            "a.txt",
+            b"text",
+            {"text_endings": "txt,md"},
+            ["text_endings='txt,md'", "'txt' is no ending"],
+        ),
+        (
+            "a.txt",
+            b"text",
+            {"text_endings": ".txt,.parquet"},
+            [".parquet files are not plain text"],
+        ),
+    ],
+)
 def test_refuses_bad_sources(tmp_path, name, content, settings, substrings):
     path = tmp_path / name
     if content is not None:
@@ -215,33 +313,49 @@ def test_invalid_utf8_in_parquet(tmp_path):
     good, bad = "grün".encode(), b"a\xffb"
     for column_type in (pyarrow.binary(), pyarrow.string()):
         column = pyarrow.Array.from_buffers(
-            column_type, 2, pyarrow.array([good, bad], pyarrow.binary()).buffers())
+            column_type, 2, pyarrow.array([good, bad], pyarrow.binary()).buffers()
+        )
         (tmp_path / "a.parquet").write_bytes(parquet({"text": column}))
         assert read(tmp_path / "a.parquet", "replace") == ["grün", "a\N{REPLACEMENT CHARACTER}b"]
         assert read(tmp_path / "a.parquet", invalid_items="skip") == ["grün"]
-        with pytest.raises(UserError, match=r"row 2: not UTF-8: byte 1; set --config.data.invalid_utf8"):
+        with pytest.raises(
+            UserError, match=r"row 2: not UTF-8: byte 1; set --config.data.invalid_utf8"
+        ):
             read(tmp_path / "a.parquet")
 
 
 def test_skips_invalid_items(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(
         b'{"text": "one"}\n{"text": ""}\nnonsense\n{"body": 1}\n[1]\n{"text": "\\ud800"}\n'
-        b'{"text": "\xff"}\n{"text": "two"}\n')
+        b'{"text": "\xff"}\n{"text": "two"}\n'
+    )
     (tmp_path / "b.parquet").write_bytes(parquet({"text": ["three", None, "", "four"]}))
-    *_, last = found = list(document_batches(
-        Source(str(tmp_path)).parts, Rules("text", "refuse", "skip", 10**8)))
+    *_, last = found = list(
+        document_batches(Source(str(tmp_path)).parts, Rules("text", "refuse", "skip", 10**8))
+    )
     assert [text for batch in found for text in batch.texts] == ["one", "two", "three", "four"]
     skipped = sum((batch.skipped for batch in found), collections.Counter())
-    assert skipped == {"empty": 2, "not JSON": 1, "no string in the field 'text'": 2, "not a JSON object": 1,
-                       "half a surrogate pair": 1, "not UTF-8": 1}
+    assert skipped == {
+        "empty": 2,
+        "not JSON": 1,
+        "no string in the field 'text'": 2,
+        "not a JSON object": 1,
+        "half a surrogate pair": 1,
+        "not UTF-8": 1,
+    }
     assert (last.place, last.done) == ((2, 0), 1.0)
 
 
 def test_all_formats_give_the_same_documents(tmp_path):
     texts = [f"document {i}\nwith ünïcödé " + "words " * i for i in range(300)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    files = {"a.jsonl": lines, "b.ndjson.gz": gzip.compress(lines), "c.json.bz2": bz2.compress(lines),
-             "d.jsonl.zst": zstd(lines[:5000]) + zstd(lines[5000:]), "e.parquet": parquet({"text": texts})}
+    files = {
+        "a.jsonl": lines,
+        "b.ndjson.gz": gzip.compress(lines),
+        "c.json.bz2": bz2.compress(lines),
+        "d.jsonl.zst": zstd(lines[:5000]) + zstd(lines[5000:]),
+        "e.parquet": parquet({"text": texts}),
+    }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         assert read(tmp_path / name) == texts, name
@@ -260,11 +374,13 @@ def test_resumes_at_any_place(tmp_path):
     (tmp_path / "c.parquet").write_bytes(parquet({"text": [f"row {i}" for i in range(500)]}))
     parts, rules = Source(str(tmp_path)).parts, RULES
     whole = list(document_batches(parts, rules, size=900))
-    assert len(whole) > 50 and [batch.done for batch in whole] == sorted(batch.done for batch in whole)
+    assert len(whole) > 50 and [batch.done for batch in whole] == sorted(
+        batch.done for batch in whole
+    )
     for number in range(0, len(whole), 7):
         rest = document_batches(parts, rules, whole[number].place, size=10_000)
         texts = [text for batch in rest for text in batch.texts]
-        assert texts == [text for batch in whole[number + 1:] for text in batch.texts]
+        assert texts == [text for batch in whole[number + 1 :] for text in batch.texts]
 
 
 def test_byte_order_mark_special_name_and_broken_link(tmp_path):
@@ -286,7 +402,8 @@ def test_batches_span_small_files(tmp_path):
     parts = Source(str(tmp_path)).parts
     found = list(document_batches(parts, rules, size=100))
     assert len(found) < 10 and [text for batch in found for text in batch.texts] == [
-        f"text {i}" for i in range(50)]
+        f"text {i}" for i in range(50)
+    ]
     again = list(document_batches(parts, rules, start=found[2].place, size=100))
     assert [batch.texts for batch in again] == [batch.texts for batch in found[3:]]
     assert found[-1].done == 1 and found[2].place.parts > 20

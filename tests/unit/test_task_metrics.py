@@ -24,7 +24,9 @@ def silent(*_):
 def model():
     model = build("gpt", num_layers=1, d_model=16, num_heads=2, vocab_size=257, context_length=32)
     params = init(model)
-    times_V = np.where(np.arange(257) == 256, 100, 1)  # the likelihood of the end varies more than that of letters
+    times_V = np.where(
+        np.arange(257) == 256, 100, 1
+    )  # the likelihood of the end varies more than that of letters
     return model, {**params, "head": params["head"] * times_V[:, None].astype(np.float32)}
 
 
@@ -33,27 +35,50 @@ def write(path, rows):
     return str(path)
 
 
-ROWS = [{"prompt": f"question {i}", "completion": answer} for i, answer in enumerate([" yes", " no", " no", " maybe"])]
+ROWS = [
+    {"prompt": f"question {i}", "completion": answer}
+    for i, answer in enumerate([" yes", " no", " no", " maybe"])
+]
 
 
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
     def subsequences(words):
-        return {chosen for count in range(len(words) + 1) for chosen in itertools.combinations(words, count)}
+        return {
+            chosen
+            for count in range(len(words) + 1)
+            for chosen in itertools.combinations(words, count)
+        }
 
     rng, words = np.random.default_rng(0), ["the", "The", "cat", "sat,", "on", "mat-2", "é", "!"]
     for _ in range(20):
         texts = [" ".join(rng.choice(words, rng.integers(1, 6))) for _ in range(2)]
-        one, other = (tuple(text.lower().replace("-", " ").replace(",", "").replace("é", "").replace("!", "").split())
-                      for text in texts)
+        one, other = (
+            tuple(
+                text.lower()
+                .replace("-", " ")
+                .replace(",", "")
+                .replace("é", "")
+                .replace("!", "")
+                .split()
+            )
+            for text in texts
+        )
         common = max(map(len, subsequences(one) & subsequences(other)))
         expected = 2 * common / (len(one) + len(other)) if common else 0.0
         assert examples.rouge_l(*texts) == pytest.approx(expected)
 
 
 def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
-    """The likelihoods are computed from whole logits, one text at a time. The labels differ little."""
-    rows = [{"prompt": f"question {i}", "completion": f" {letter}"} for i, letter in enumerate("hgfedcbah")]
-    questions = examples.read_questions(write(tmp_path / "a.jsonl", rows), Bytes(), "completion", "", 32, None)
+    """The likelihoods are computed from whole logits, one text at a time. The labels differ
+    little.
+    """
+    rows = [
+        {"prompt": f"question {i}", "completion": f" {letter}"}
+        for i, letter in enumerate("hgfedcbah")
+    ]
+    questions = examples.read_questions(
+        write(tmp_path / "a.jsonl", rows), Bytes(), "completion", "", 32, None
+    )
     labels = examples.find_labels(questions)
     assert labels == [f" {letter}" for letter in "abcdefgh"]
 
@@ -61,7 +86,7 @@ def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
         tokens = np.array([256, *prompt.encode(), *label.encode(), 256])
         logits = np.asarray(forward(*model, tokens[None, :-1]), np.float64)[0]
         log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        return log_p[np.arange(len(tokens) - 1), tokens[1:]][len(prompt.encode()):].sum()
+        return log_p[np.arange(len(tokens) - 1), tokens[1:]][len(prompt.encode()) :].sum()
 
     expected = [max(labels, key=lambda label: likelihood(row["prompt"], label)) for row in rows]
     scorer = Scorer(*model, devices=jax.devices()[:1])
@@ -70,28 +95,44 @@ def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
 
 @pytest.mark.slow
 def test_generated_answers_are_those_of_generate(model, tmp_path):
-    questions = examples.read_questions(write(tmp_path / "a.jsonl", ROWS), Bytes(), "completion", "", 32, 2)
+    questions = examples.read_questions(
+        write(tmp_path / "a.jsonl", ROWS), Bytes(), "completion", "", 32, 2
+    )
     text_model = build_text_model(*model, Bytes())
     assert examples.generate_answers(text_model, questions, 4, silent) == [
-        text_model.generate(row["prompt"], 4, temperature=0) for row in ROWS[:2]]
+        text_model.generate(row["prompt"], 4, temperature=0) for row in ROWS[:2]
+    ]
     assert [examples.exact_match(" yes\n", text) for text in ("yes", "yes.")] == [1.0, 0.0]
 
 
 def test_answers_end_where_the_template_ends_a_text(tmp_path):
-    template = ("{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token if m.role == 'assistant' }}"
-                "{% endfor %}{{ 'assistant:' if add_generation_prompt }}")
-    rows = [{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]}
-            for answer in ("yes", "no", "yes", "no")]
-    read = [examples.read_questions(write(tmp_path / "a.jsonl", rows), Bytes(), "messages", template, 64, limit)
-            for limit in (None, 3, 0.5)]
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token if m.role == 'assistant' "
+        "}}{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
+    )
+    rows = [
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]}
+        for answer in ("yes", "no", "yes", "no")
+    ]
+    read = [
+        examples.read_questions(
+            write(tmp_path / "a.jsonl", rows), Bytes(), "messages", template, 64, limit
+        )
+        for limit in (None, 3, 0.5)
+    ]
     assert [[question.answer for question in questions] for questions in read] == [
-        ["yes", "no", "yes", "no"], ["yes", "no", "yes"], ["yes", "no"]]
+        ["yes", "no", "yes", "no"],
+        ["yes", "no", "yes"],
+        ["yes", "no"],
+    ]
     assert read[0][0].text == "user:xassistant:" and examples.find_labels(read[0]) == ["no", "yes"]
 
 
 def test_bad_files_are_refused(tmp_path):
     def read(rows):
-        return examples.read_questions(write(tmp_path / "a.jsonl", rows), Bytes(), "completion", "", 32, None)
+        return examples.read_questions(
+            write(tmp_path / "a.jsonl", rows), Bytes(), "completion", "", 32, None
+        )
 
     with pytest.raises(UserError, match=r"a.jsonl, line 1: the prompt has 41 tokens"):
         read([{"prompt": "p" * 40, "completion": "a"}])
@@ -102,8 +143,10 @@ def test_bad_files_are_refused(tmp_path):
 
 
 def test_a_chat_continues_what_the_template_writes(model):
-    template = ("{% for m in messages %}{{ {'user': 'U', 'assistant': 'A'}[m.role] }}:{{ m.content }}"
-                "{{ ';' if m.role == 'assistant' }}{% endfor %}{{ 'A:' if add_generation_prompt }}")
+    template = (
+        "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A'}[m.role] }}:{{ m.content }}"
+        "{{ ';' if m.role == 'assistant' }}{% endfor %}{{ 'A:' if add_generation_prompt }}"
+    )
     text_model, settings = build_text_model(*model, Bytes()), dict(max_new_tokens=3, temperature=0)
     chat = text_model.chat(ChatTemplate(template))
     first = "".join(chat.say("x", **settings))
@@ -111,9 +154,15 @@ def test_a_chat_continues_what_the_template_writes(model):
     second = "".join(chat.say("y", **settings))
     assert second == text_model.generate(f"U:xA:{first.strip()};U:yA:", **settings)
     assert [message["content"] for message in chat.messages] == [
-        "x", first.strip(), "y", second.strip()]
+        "x",
+        first.strip(),
+        "y",
+        second.strip(),
+    ]
     last = f"U:yA:{second.strip()};"
-    question = "z" * (32 - 3 - len(f"^{last}U:A:".encode()))  # with an answer, there is room for only one pair before
+    question = "z" * (
+        32 - 3 - len(f"^{last}U:A:".encode())
+    )  # with an answer, there is room for only one pair before
     third = "".join(chat.say(question, **settings))
     assert chat.dropped == len(f"U:xA:{first.strip()};".encode())
     assert third == text_model.generate(f"{last}U:{question}A:", **settings)

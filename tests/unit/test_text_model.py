@@ -24,10 +24,19 @@ def model():
 
 @pytest.fixture
 def generate(monkeypatch):
-    """Returns the command's module, with FlagValues of its own, because other commands define the same flags."""
+    """Returns the command's module, with FlagValues of its own, because other commands define the
+    same flags.
+    """
     own = flags.FlagValues()
-    for name in ("DEFINE_string", "DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_multi_string",
-                 "mark_flag_as_required", "mark_flags_as_required"):
+    for name in (
+        "DEFINE_string",
+        "DEFINE_integer",
+        "DEFINE_float",
+        "DEFINE_bool",
+        "DEFINE_multi_string",
+        "mark_flag_as_required",
+        "mark_flags_as_required",
+    ):
         monkeypatch.setattr(flags, name, functools.partial(getattr(flags, name), flag_values=own))
     from smallgpt_jax import generate
 
@@ -36,10 +45,18 @@ def generate(monkeypatch):
 
 def test_every_method_passes_its_settings_on(model, monkeypatch):
     received = []
-    monkeypatch.setattr(inference.TextModel, "complete", lambda self, text, prompts, *settings:
-                        received.append(settings[:3]) or ["" for _ in prompts])
-    monkeypatch.setattr(inference.TextModel, "_stream", lambda self, text, prompt, *settings:
-                        received.append(settings[:3]))
+    monkeypatch.setattr(
+        inference.TextModel,
+        "complete",
+        lambda self, text, prompts, *settings: (
+            received.append(settings[:3]) or ["" for _ in prompts]
+        ),
+    )
+    monkeypatch.setattr(
+        inference.TextModel,
+        "_stream",
+        lambda self, text, prompt, *settings: received.append(settings[:3]),
+    )
     given = dict(temperature=0.5, top_k=3, top_p=0.4, repetition_penalty=2.0)
     for method in (model.generate, model.stream, model.generate_batch, model.conversation().say):
         method(["the"] if method == model.generate_batch else "the", 7, stop=["x"], **given)
@@ -48,10 +65,18 @@ def test_every_method_passes_its_settings_on(model, monkeypatch):
 
 def test_python_and_the_command_have_the_same_default_temperature(model, generate, monkeypatch):
     received = []
-    monkeypatch.setattr(inference.TextModel, "complete", lambda self, text, prompts, *settings:
-                        received.append(settings[2]) or ["" for _ in prompts])
-    monkeypatch.setattr(inference.TextModel, "_stream", lambda self, text, prompt, *settings:
-                        received.append(settings[2]))
+    monkeypatch.setattr(
+        inference.TextModel,
+        "complete",
+        lambda self, text, prompts, *settings: (
+            received.append(settings[2]) or ["" for _ in prompts]
+        ),
+    )
+    monkeypatch.setattr(
+        inference.TextModel,
+        "_stream",
+        lambda self, text, prompt, *settings: received.append(settings[2]),
+    )
     for method in (model.generate, model.stream, model.generate_batch, model.conversation().say):
         method(["the"] if method == model.generate_batch else "the", 7)
     assert received == [Sampling(temperature=generate._TEMPERATURE.default)] * 4
@@ -63,19 +88,22 @@ def test_methods_refuse_unknown_settings(model):
             method("the", max_tokens=3)
 
 
-@pytest.mark.parametrize("settings, substrings", [
-    ({"temperature": -1.0}, ["temperature=-1.0"]),
-    ({"temperature": float("nan")}, ["temperature=nan"]),
-    ({"top_k": 0}, ["top_k=0"]),
-    ({"top_p": 0.0}, ["top_p=0.0"]),
-    ({"top_p": 1.5}, ["top_p=1.5"]),
-    ({"repetition_penalty": 0.0}, ["repetition_penalty=0.0"]),
-    ({"max_new_tokens": -1}, ["max_new_tokens=-1"]),
-    ({"seed": -1}, ["seed=-1"]),
-    ({"stop": "END"}, ["stop='END'", "list"]),
-    ({"prompt": "x" * 64}, ["64 tokens", "room for 63"]),
-    ({"prompt": "a\udcffb"}, ["character 2", "UTF-8"]),
-])
+@pytest.mark.parametrize(
+    "settings, substrings",
+    [
+        ({"temperature": -1.0}, ["temperature=-1.0"]),
+        ({"temperature": float("nan")}, ["temperature=nan"]),
+        ({"top_k": 0}, ["top_k=0"]),
+        ({"top_p": 0.0}, ["top_p=0.0"]),
+        ({"top_p": 1.5}, ["top_p=1.5"]),
+        ({"repetition_penalty": 0.0}, ["repetition_penalty=0.0"]),
+        ({"max_new_tokens": -1}, ["max_new_tokens=-1"]),
+        ({"seed": -1}, ["seed=-1"]),
+        ({"stop": "END"}, ["stop='END'", "list"]),
+        ({"prompt": "x" * 64}, ["64 tokens", "room for 63"]),
+        ({"prompt": "a\udcffb"}, ["character 2", "UTF-8"]),
+    ],
+)
 def test_refuses_impossible_settings(model, settings, substrings):
     for method in (model.generate, model.stream):
         with pytest.raises(UserError) as error:
@@ -107,9 +135,19 @@ def test_refuses_characters_without_a_piece(model):
 
 # ---------------------------------------------------------------------- detokenizing
 
+
 def test_multibyte_characters_are_not_split():
     detokenizer = inference.Detokenizer(Bytes(), stop=["né!"])
-    assert [detokenizer.add(byte) for byte in "né§né".encode()] == ["", "", "", "", "né§", "", "", ""]
+    assert [detokenizer.add(byte) for byte in "né§né".encode()] == [
+        "",
+        "",
+        "",
+        "",
+        "né§",
+        "",
+        "",
+        "",
+    ]
     assert (detokenizer.flush(), detokenizer.is_done) == ("né", False)
 
 
@@ -121,7 +159,8 @@ def test_a_character_split_between_turns_is_completed():
 def test_a_space_of_the_prompt_is_not_repeated():
     """The generated text does not start with a space if the prompt ends with a space.
 
-    The tokenizer of this test drops a space at the end of the prompt. The first new token then starts with a space.
+    The tokenizer of this test drops a space at the end of the prompt. The first new token then
+    starts with a space.
     """
     tokenizer = spaced_tokenizer(remove_extra_whitespaces=True)
     before, new = (tokenizer.encode([text])[0].tolist() for text in ("the model ", "is"))
@@ -135,14 +174,23 @@ def test_a_space_of_the_prompt_is_not_repeated():
 def test_a_turn_is_encoded_without_a_leading_space(remove_extra_whitespaces, text):
     tokenizer = spaced_tokenizer(remove_extra_whitespaces)
     ids = [*tokenizer.encode(["the model is"])[0], *tokenizer.encode_continuation(text)]
-    assert tokenizer.decode(ids) == "the model is" + tokenizer.decode(tokenizer.encode([f"x{text}"])[0])[1:]
+    assert (
+        tokenizer.decode(ids)
+        == "the model is" + tokenizer.decode(tokenizer.encode([f"x{text}"])[0])[1:]
+    )
 
 
 # ---------------------------------------------------------------------- paths
 
+
 def test_selected_paths():
     model = build("pgpt", num_paths=4)
-    params = {"trunk": {"path_logits": np.array([0.1, -0.3, 0.6]), "paths": {"dense": {"bias": np.zeros((4, 64))}}}}
+    params = {
+        "trunk": {
+            "path_logits": np.array([0.1, -0.3, 0.6]),
+            "paths": {"dense": {"bias": np.zeros((4, 64))}},
+        }
+    }
     expected = np.exp([0.1, -0.3, 0.6, 0.0]) / np.exp([0.1, -0.3, 0.6, 0.0]).sum()
     np.testing.assert_allclose(path_weights(params), expected, rtol=1e-6)
     assert inference.select_paths(model, params, "best") == [2]
@@ -156,7 +204,10 @@ def test_selected_paths():
 
 # ---------------------------------------------------------------------- commands
 
-def test_an_architecture_that_cannot_be_decoded_can_be_trained_and_compared(monkeypatch, tmp_path, capsys):
+
+def test_an_architecture_that_cannot_be_decoded_can_be_trained_and_compared(
+    monkeypatch, tmp_path, capsys
+):
     def refuse(folder):
         raise UserError("no layer keeps a cache")
 

@@ -14,16 +14,27 @@ from smallgpt_jax.data import encoding, tokenizer_source, tokenizers
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 
-STRANGE = ["", " ", "  two  spaces", "tab\tand\nline\r\nends\n", "ünïcödé 漢字 🙂\u200d🙂", "<|endoftext|>",
-           "def f(x):\n    return x  # comment\n", "\x00\x01", "'s 12345 ...!!!"]
+STRANGE = [
+    "",
+    " ",
+    "  two  spaces",
+    "tab\tand\nline\r\nends\n",
+    "ünïcödé 漢字 🙂\u200d🙂",
+    "<|endoftext|>",
+    "def f(x):\n    return x  # comment\n",
+    "\x00\x01",
+    "'s 12345 ...!!!",
+]
 
 
 @pytest.fixture(scope="module")
 def all_tokenizers():
     """Returns {kind: tokenizer}. Contains "gpt2" only if its vocabulary is available."""
     texts = [*STRANGE[1:], *(f"some words {i} and other words to learn from\n" for i in range(300))]
-    all_tokenizers = {"bytes": TokenizerSource("bytes").make(),
-            "sentencepiece": TokenizerSource("sentencepiece:400").make(texts)}
+    all_tokenizers = {
+        "bytes": TokenizerSource("bytes").make(),
+        "sentencepiece": TokenizerSource("sentencepiece:400").make(texts),
+    }
     if SHARED_DATA.is_dir():
         all_tokenizers["gpt2"] = TokenizerSource(str(SHARED_DATA / "tokenizer/gpt2")).make()
     return all_tokenizers
@@ -48,7 +59,10 @@ def test_gpt2_ids(all_tokenizers):
     """The token ids and the vocabulary size are those published for OpenAI's encoder."""
     if "gpt2" not in all_tokenizers:
         pytest.skip("needs the GPT-2 vocabulary of the reference data, which only developers have")
-    assert all_tokenizers["gpt2"].encode(["Hello world", " tokenization"]) [0].tolist() == [15496, 995]
+    assert all_tokenizers["gpt2"].encode(["Hello world", " tokenization"])[0].tolist() == [
+        15496,
+        995,
+    ]
     assert (all_tokenizers["gpt2"].vocab_size, all_tokenizers["gpt2"].end_of_text) == (50257, 50256)
 
 
@@ -65,14 +79,21 @@ def test_sentencepiece_on_small_text_has_fewer_pieces():
 
 
 def test_end_of_text_is_never_a_user_defined_piece():
-    """If <|endoftext|> is a user-defined piece, the end-of-sentence piece marks the end of a text instead.
+    """If <|endoftext|> is a user-defined piece, the end-of-sentence piece marks the end of a text
+    instead.
 
     The reason is that a text can contain user-defined pieces.
     """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a few words and more of them"] * 20), model_writer=model, vocab_size=300,
-        hard_vocab_limit=False, byte_fallback=True, user_defined_symbols=["<|endoftext|>"], minloglevel=2)
+        sentence_iterator=iter(["a few words and more of them"] * 20),
+        model_writer=model,
+        vocab_size=300,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        user_defined_symbols=["<|endoftext|>"],
+        minloglevel=2,
+    )
     tokenizer = tokenizers.SentencePiece(model.getvalue())
     assert tokenizer.end_of_text not in tokenizer.encode(["words <|endoftext|> and more"])[0]
 
@@ -82,20 +103,25 @@ def test_sentencepiece_learns_from_every_document():
     texts = [f"w{c * 9} " * 2000 for c in "abcdefghij"]
     tokenizer = TokenizerSource("sentencepiece:600").make(text for text in texts)
     assert all(len(tokenizer.encode([text])[0]) < 2500 for text in texts)
-    with pytest.raises(UserError, match=r"'sentencepiece:600': cannot be trained on this text \(it is empty\)"):
+    with pytest.raises(
+        UserError, match=r"'sentencepiece:600': cannot be trained on this text \(it is empty\)"
+    ):
         TokenizerSource("sentencepiece:600").make()
 
 
-@pytest.mark.parametrize("spec, files, substrings", [
-    ("sentencepiece:10", {}, ["at least 300"]),
-    ("sentencepiece:many", {}, ["SIZE"]),
-    ("gpt3", {}, ["'gpt3'"]),
-    ("FOLDER", {}, ["contains no tokenizer"]),
-    ("FOLDER", {"vocab.json": b"{}"}, ["merges.txt"]),
-    ("FOLDER", {"vocab.json": b"{", "merges.txt": b""}, ["vocab.json", "not GPT-2's"]),
-    ("FOLDER", {"vocab.json": b"{}", "merges.txt": b""}, ["vocab.json", "not GPT-2's"]),
-    ("FOLDER/tokenizer.model", {"tokenizer.model": b"nonsense"}, ["not a SentencePiece model"]),
-])
+@pytest.mark.parametrize(
+    "spec, files, substrings",
+    [
+        ("sentencepiece:10", {}, ["at least 300"]),
+        ("sentencepiece:many", {}, ["SIZE"]),
+        ("gpt3", {}, ["'gpt3'"]),
+        ("FOLDER", {}, ["contains no tokenizer"]),
+        ("FOLDER", {"vocab.json": b"{}"}, ["merges.txt"]),
+        ("FOLDER", {"vocab.json": b"{", "merges.txt": b""}, ["vocab.json", "not GPT-2's"]),
+        ("FOLDER", {"vocab.json": b"{}", "merges.txt": b""}, ["vocab.json", "not GPT-2's"]),
+        ("FOLDER/tokenizer.model", {"tokenizer.model": b"nonsense"}, ["not a SentencePiece model"]),
+    ],
+)
 def test_refuses_bad_tokenizers(tmp_path, spec, files, substrings):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -107,7 +133,9 @@ def test_refuses_bad_tokenizers(tmp_path, spec, files, substrings):
 def test_save_syncs_contents_and_names(all_tokenizers, tmp_path, monkeypatch):
     """`save` syncs all files, and then their folder, because the folder stores their names."""
     synced, sync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or sync(file))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or sync(file)
+    )
     tokenizers.save(all_tokenizers["sentencepiece"], tmp_path)
     files = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
     assert set(files) == {"tokenizer.model", "tokenizer_kind.json"}
@@ -116,7 +144,11 @@ def test_save_syncs_contents_and_names(all_tokenizers, tmp_path, monkeypatch):
 
 
 def test_long_documents_are_tokenized_in_pieces(all_tokenizers, monkeypatch):
-    texts = [" ".join(f"word{i % 97} and {'x' * (i % 9)}, then" for i in range(2000)), "y" * 5000, "short"]
+    texts = [
+        " ".join(f"word{i % 97} and {'x' * (i % 9)}, then" for i in range(2000)),
+        "y" * 5000,
+        "short",
+    ]
     for kind, tokenizer in all_tokenizers.items():
         monkeypatch.setattr(encoding, "LONG_TEXT", 10**9)
         whole = encoding.encode(texts, tokenizer)

@@ -1,4 +1,6 @@
-"""Tests of muP and CompleteP: multipliers, updates and initial weights against the rules of the papers' tables."""
+"""Tests of muP and CompleteP: multipliers, updates and initial weights against the rules of the
+papers' tables.
+"""
 
 import functools
 
@@ -14,18 +16,26 @@ from smallgpt_jax.training.transfer import Multipliers, scale_initial
 
 TRANSFER = dict(model__d_model=128, optimizer__base_width=32, optimizer__base_depth=1)
 BLOCK = {  # m = 4, m_L = 2 → (initial std, rate, ε), each relative to a model without transfer
-    # 1/√m from the width, 1/m_L from the branch, and √m_L because 0.02/√(2N) has the N of the base model
+    # 1/√m from the width, 1/m_L from the branch, and √m_L because 0.02/√(2N) has the N of the base
+    # model
     "attention/out/kernel": (0.5 / 2**0.5, 1 / 8, 1 / 4),
     "mlp/down/kernel": (0.5 / 2**0.5, 1 / 8, 1 / 4),
     "mlp/up/kernel": (0.5, 1 / 4, 1 / 8),
     "attention_norm/scale": (1, 1, 1 / 8),
     "mlp_norm/scale": (1, 1, 1 / 8),
 }
-TOP = {"token_embedding": (1, 1, 1), "position_embedding": (1, 1, 1), "final_norm/scale": (1, 1, 1),
-       "head": (1 / 4, 1 / 4, 4)}
+TOP = {
+    "token_embedding": (1, 1, 1),
+    "position_embedding": (1, 1, 1),
+    "final_norm/scale": (1, 1, 1),
+    "head": (1 / 4, 1 / 4, 4),
+}
 # A dense layer outside of blocks already has the initial std 1/√inputs.
 DENSE = {"kernel": (1, 1 / 4, 1), "bias": (1, 1, 1)}
-QUERIES, KEYS_AND_VALUES = (0.25, 1 / 8, 1 / 4), (0.5, 1 / 4, 1 / 8)  # queries have the factor 1/√m: heads are wider
+QUERIES, KEYS_AND_VALUES = (
+    (0.25, 1 / 8, 1 / 4),
+    (0.5, 1 / 4, 1 / 8),
+)  # queries have the factor 1/√m: heads are wider
 
 
 def program(architecture, **fields):
@@ -33,13 +43,20 @@ def program(architecture, **fields):
 
 
 def by_path(tree):
-    return {"/".join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: isinstance(x, Multipliers))}
+    return {
+        "/".join(key.key for key in path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=lambda x: isinstance(x, Multipliers)
+        )
+    }
 
 
 def numbers(multipliers):
     """Returns {path: the distinct values of each multiplier}."""
-    return {path: tuple(np.unique(np.float64(x)).tolist() for x in m) for path, m in by_path(multipliers).items()}
+    return {
+        path: tuple(np.unique(np.float64(x)).tolist() for x in m)
+        for path, m in by_path(multipliers).items()
+    }
 
 
 def assert_multipliers(multipliers, expected):
@@ -54,24 +71,51 @@ def prefixed(prefix, values):
 
 
 def test_multipliers_of_lgpt():
-    """Each stage is as much wider as the whole model, because the stages of the base model shrink, too."""
+    """Each stage is as much wider as the whole model, because the stages of the base model shrink,
+    too.
+    """
     found = program("lgpt", **TRANSFER, model__num_layers=2, model__blocks_per_stage=1).multipliers
-    assert_multipliers(found, TOP | {path: value for i in (0, 1) for path, value in {
-        **prefixed(f"trunk/stage_{i}", BLOCK), **prefixed(f"trunk/compress_{i}", DENSE)}.items()})
+    assert_multipliers(
+        found,
+        TOP
+        | {
+            path: value
+            for i in (0, 1)
+            for path, value in {
+                **prefixed(f"trunk/stage_{i}", BLOCK),
+                **prefixed(f"trunk/compress_{i}", DENSE),
+            }.items()
+        },
+    )
 
 
 def test_multipliers_of_pgpt():
     """With two paths, four blocks are two in sequence."""
     found = program("pgpt", **TRANSFER, model__num_layers=4, model__num_paths=2).multipliers
-    assert_multipliers(found, TOP | prefixed("trunk/paths/blocks", BLOCK) | prefixed("trunk/paths/dense", DENSE)
-                       | {"trunk/path_logits": (1, 1, 1)})
+    assert_multipliers(
+        found,
+        TOP
+        | prefixed("trunk/paths/blocks", BLOCK)
+        | prefixed("trunk/paths/dense", DENSE)
+        | {"trunk/path_logits": (1, 1, 1)},
+    )
 
 
 def test_queries_have_the_factor_of_the_scores():
-    """Scores are divided by K, relative to a base model with heads of width K/4, whose scores are divided by √(K/4)."""
-    found = program("gpt", **TRANSFER, model__num_layers=2, model__num_heads=4, model__num_kv_heads=2,
-                    model__use_bias=True).multipliers["trunk"]["blocks"]["attention"]["qkv"]
-    for values, multiplier in zip(zip(QUERIES, KEYS_AND_VALUES), found["kernel"]):  # (L, D, G, J, K)
+    """Scores are divided by K, relative to a base model with heads of width K/4, whose scores are
+    divided by √(K/4).
+    """
+    found = program(
+        "gpt",
+        **TRANSFER,
+        model__num_layers=2,
+        model__num_heads=4,
+        model__num_kv_heads=2,
+        model__use_bias=True,
+    ).multipliers["trunk"]["blocks"]["attention"]["qkv"]
+    for values, multiplier in zip(
+        zip(QUERIES, KEYS_AND_VALUES), found["kernel"]
+    ):  # (L, D, G, J, K)
         np.testing.assert_allclose(multiplier.shape, (1, 1, 1, 4, 1))
         np.testing.assert_allclose(multiplier.ravel(), np.repeat(values, 2))
     np.testing.assert_allclose(found["bias"].rate.ravel(), (0.5, 0.5, 1, 1))
@@ -79,13 +123,17 @@ def test_queries_have_the_factor_of_the_scores():
 
 def test_more_heads_of_a_fixed_width_leave_the_scores():
     fields = {**TRANSFER, "model__num_layers": 2, "model__num_heads": 8, "model__head_dim": 16}
-    attention = program("llama", **fields, model__num_kv_heads=4).multipliers["trunk"]["blocks"]["attention"]
+    attention = program("llama", **fields, model__num_kv_heads=4).multipliers["trunk"]["blocks"][
+        "attention"
+    ]
     np.testing.assert_allclose(np.unique(attention["qkv"]["kernel"].rate), 1 / 4)
     np.testing.assert_allclose(attention["out"]["kernel"].rate, 1 / 8)
 
 
 def test_with_qk_norm_its_scale_has_the_factor():
-    attention = program("gpt", **TRANSFER, model__qk_norm=True).multipliers["trunk"]["blocks"]["attention"]
+    attention = program("gpt", **TRANSFER, model__qk_norm=True).multipliers["trunk"]["blocks"][
+        "attention"
+    ]
     assert attention["qkv"]["kernel"].rate == 1 / 4
     np.testing.assert_allclose(attention["q_norm"]["scale"].rate, [[0.5]])
     assert attention["k_norm"]["scale"].rate == 1
@@ -93,18 +141,35 @@ def test_with_qk_norm_its_scale_has_the_factor():
 
 def test_experts_and_router():
     """A router is an output layer, with as many outputs as there are experts."""
-    mlp = numbers(program("moe", **TRANSFER, model__num_layers=2).multipliers["trunk"]["blocks"]["mlp"])
+    mlp = numbers(
+        program("moe", **TRANSFER, model__num_layers=2).multipliers["trunk"]["blocks"]["mlp"]
+    )
     assert mlp["router/kernel"] == ([1 / 4], [1 / 4], [1 / 2])
     assert mlp["up"] == mlp["shared/up/kernel"] == ([1 / 2], [1 / 4], [1 / 8])
     np.testing.assert_allclose(mlp["down"], np.float64(BLOCK["mlp/down/kernel"])[:, None])
 
 
 def test_block_options():
-    """Value embeddings are embeddings. A gate is a score: the number of heads does not grow without `head_dim`."""
-    found = numbers(program("gpt", **TRANSFER, model__num_layers=2, model__value_embeddings=(1,), model__canon_taps=2,
-                            model__attention_gate=True, model__residual_scales=True).multipliers)
-    for path, values in {"attention/value_embedding": (1, 1, 1 / 8), "attention/gate/kernel": (1 / 4, 1 / 4, 1 / 2),
-                         "mlp_canon/convolution/taps": (1, 1, 1 / 8), "residual_scales": (1, 1, 1 / 8)}.items():
+    """Value embeddings are embeddings. A gate is a score: the number of heads does not grow without
+    `head_dim`.
+    """
+    found = numbers(
+        program(
+            "gpt",
+            **TRANSFER,
+            model__num_layers=2,
+            model__value_embeddings=(1,),
+            model__canon_taps=2,
+            model__attention_gate=True,
+            model__residual_scales=True,
+        ).multipliers
+    )
+    for path, values in {
+        "attention/value_embedding": (1, 1, 1 / 8),
+        "attention/gate/kernel": (1 / 4, 1 / 4, 1 / 2),
+        "mlp_canon/convolution/taps": (1, 1, 1 / 8),
+        "residual_scales": (1, 1, 1 / 8),
+    }.items():
         assert found[f"trunk/blocks/{path}"] == tuple([value] for value in values), path
 
 
@@ -115,8 +180,12 @@ def test_a_tied_head_leaves_its_factor_to_the_final_norm():
 
 
 def test_muon_scales_with_the_root_of_the_width():
-    """Its updates of a matrix with m times as many rows and columns have √m times the singular values."""
-    found = numbers(program("gpt", **TRANSFER, model__num_layers=2, optimizer__name="muon").multipliers)
+    """Its updates of a matrix with m times as many rows and columns have √m times the singular
+    values.
+    """
+    found = numbers(
+        program("gpt", **TRANSFER, model__num_layers=2, optimizer__name="muon").multipliers
+    )
     assert found["trunk/blocks/mlp/up/kernel"][1] == [1 / 2]
     assert found["head"][1] == [1 / 4]
 
@@ -133,27 +202,48 @@ def test_updates_of_all_recipes_have_the_shapes_of_the_parameters(name):
     params = p.abstract_state.params
     update = functools.partial(p.optimizer.update, learning_rate=0.1, weight_decay=0.1)
     updates, _ = jax.eval_shape(update, params, p.abstract_state.opt_state, params)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), updates) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), updates) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), params
+    )
 
 
 def test_training_follows_the_table_of_completep():
-    """Trains the weights of arXiv 2505.01618, table 1, by AdamW's formula, with their factors in the loss. The products
-    of weights and factors are our weights. Gradients are small, so that ε matters.
+    """Trains the weights of arXiv 2505.01618, table 1, by AdamW's formula, with their factors in
+    the loss. The products of weights and factors are our weights. Gradients are small, so that ε
+    matters.
     """
     rate, decay, epsilon, m, m_l = 0.1, 0.3, 1e-8, 4, 2
-    p = program("gpt", model__d_model=32, model__num_heads=2, optimizer__base_width=8, optimizer__base_depth=1,
-                model__num_layers=2, model__qk_norm=True, optimizer__clip_norm=0.0)
+    p = program(
+        "gpt",
+        model__d_model=32,
+        model__num_heads=2,
+        optimizer__base_width=8,
+        optimizer__base_depth=1,
+        model__num_layers=2,
+        model__qk_norm=True,
+        optimizer__clip_norm=0.0,
+    )
     # path → (factor in the forward pass, rate, decay, ε)
     in_block = epsilon / (m * m_l)
     table = {
-        "token_embedding": (1, rate, decay, epsilon), "position_embedding": (1, rate, decay, epsilon),
-        "head": (1 / m, rate, decay, epsilon), "final_norm/scale": (1, rate, 0, epsilon),
-        "qkv/kernel": (1, rate / m, decay * m, in_block), "up/kernel": (1, rate / m, decay * m, in_block),
-        "out/kernel": (1 / m_l, rate / m, decay * m, in_block), "down/kernel": (1 / m_l, rate / m, decay * m, in_block),
-        "q_norm/scale": (m**-0.5, rate, 0, in_block), "k_norm/scale": (1, rate, 0, in_block),
-        "attention_norm/scale": (1, rate, 0, in_block), "mlp_norm/scale": (1, rate, 0, in_block)}
+        "token_embedding": (1, rate, decay, epsilon),
+        "position_embedding": (1, rate, decay, epsilon),
+        "head": (1 / m, rate, decay, epsilon),
+        "final_norm/scale": (1, rate, 0, epsilon),
+        "qkv/kernel": (1, rate / m, decay * m, in_block),
+        "up/kernel": (1, rate / m, decay * m, in_block),
+        "out/kernel": (1 / m_l, rate / m, decay * m, in_block),
+        "down/kernel": (1 / m_l, rate / m, decay * m, in_block),
+        "q_norm/scale": (m**-0.5, rate, 0, in_block),
+        "k_norm/scale": (1, rate, 0, in_block),
+        "attention_norm/scale": (1, rate, 0, in_block),
+        "mlp_norm/scale": (1, rate, 0, in_block),
+    }
     params, phases = init(p.model), init(p.model, seed=1)
-    expected = {path: trained(w, by_path(phases)[path], *named(table, path)) for path, w in by_path(params).items()}
+    expected = {
+        path: trained(w, by_path(phases)[path], *named(table, path))
+        for path, w in by_path(params).items()
+    }
     state = p.optimizer.init(params)
     update = jax.jit(functools.partial(p.optimizer.update, learning_rate=rate, weight_decay=decay))
     for _ in range(4):
@@ -164,7 +254,9 @@ def test_training_follows_the_table_of_completep():
 
 
 def trained(w, phase, factor, rate, decay, epsilon):
-    """Returns factor · v after four steps of AdamW with the loss of factor · v, from factor · v = w, in float64."""
+    """Returns factor · v after four steps of AdamW with the loss of factor · v, from factor · v =
+    w, in float64.
+    """
     v, phase = np.float64(w) / factor, np.float64(phase)
     mean = square = np.zeros_like(v)
     for step in range(1, 5):
@@ -181,16 +273,43 @@ def loss_gradient(w, a):
 
 
 def test_initial_stds():
-    """σ = 0.02, times 1/√m in hidden matrices, 1/m in the head, and 1/√2 · 1/m_L at the end of a branch (N = 1)."""
-    p = program("gpt", **TRANSFER, model__num_layers=2, model__position="rope", model__head_dim=32,
-                model__use_bias=True)
-    usual = {"qkv/kernel": 0.02, "up/kernel": 0.02, "out/kernel": 0.02 / 4**0.5, "down/kernel": 0.02 / 4**0.5,
-             "token_embedding": 0.02, "head": 0.02, "scale": 1.0, "bias": 0.0}  # of this model, with N = 2
-    expected = {"qkv/kernel": 0.01, "up/kernel": 0.01, "out/kernel": 0.01 / 2**0.5 / 2, "token_embedding": 0.02,
-                "down/kernel": 0.01 / 2**0.5 / 2, "head": 0.02 / 4, "scale": 1.0, "bias": 0.0}
+    """σ = 0.02, times 1/√m in hidden matrices, 1/m in the head, and 1/√2 · 1/m_L at the end of a
+    branch (N = 1).
+    """
+    p = program(
+        "gpt",
+        **TRANSFER,
+        model__num_layers=2,
+        model__position="rope",
+        model__head_dim=32,
+        model__use_bias=True,
+    )
+    usual = {
+        "qkv/kernel": 0.02,
+        "up/kernel": 0.02,
+        "out/kernel": 0.02 / 4**0.5,
+        "down/kernel": 0.02 / 4**0.5,
+        "token_embedding": 0.02,
+        "head": 0.02,
+        "scale": 1.0,
+        "bias": 0.0,
+    }  # of this model, with N = 2
+    expected = {
+        "qkv/kernel": 0.01,
+        "up/kernel": 0.01,
+        "out/kernel": 0.01 / 2**0.5 / 2,
+        "token_embedding": 0.02,
+        "down/kernel": 0.01 / 2**0.5 / 2,
+        "head": 0.02 / 4,
+        "scale": 1.0,
+        "bias": 0.0,
+    }
     stds = jax.tree_util.tree_map_with_path(
-        lambda path, x: np.full(x.shape, named(usual, "/".join(key.key for key in path)), np.float32),
-        p.abstract_state.params)
+        lambda path, x: np.full(
+            x.shape, named(usual, "/".join(key.key for key in path)), np.float32
+        ),
+        p.abstract_state.params,
+    )
     for path, std in by_path(scale_initial(stds, p.multipliers)).items():
         np.testing.assert_allclose(std, named(expected, path), rtol=1e-6)
 
@@ -206,20 +325,49 @@ def test_the_head_of_a_wide_model_starts_from_the_std_of_the_base():
     np.testing.assert_allclose(p.multipliers["head"].init, 2**0.5 / 2)
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"optimizer__base_width": -1}, "config.optimizer.base_width=-1: must be at least 0"),
-    ({"optimizer__base_width": 30}, "config.optimizer.base_width=30: no such base model"),
-    ({"optimizer__base_width": 32, "model__rank_ratio": 0.5}, "config.model.rank_ratio=0.5: cannot be combined"),
-    ({"optimizer__base_width": 32, "model__mixers": ("attention", "conv")},
-     "config.model.mixers=('attention', 'conv'): cannot be combined"),
-    ({"optimizer__base_depth": 2, "model__norm_position": "post"}, "config.model.norm_position='post': must be 'pre'"),
-    ({"optimizer__base_width": 32, "model__norm_position": "post", "model__tie_embeddings": True},
-     "config.model.tie_embeddings=True: cannot be combined"),
-    ({"optimizer__base_width": 32, "model__smear": True}, "config.model.smear=True: cannot be combined"),
-    ({"optimizer__base_depth": 2, "model__input_mix": True}, "config.model.input_mix=True: cannot be combined"),
-    ({"optimizer__base_depth": 2, "model__loops": 2}, "config.model.loops=2: cannot be combined"),
-    ({"optimizer__base_width": 24, "model__head_dim": 16}, "the base model would have 4 · 24 / 64 heads"),
-])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"optimizer__base_width": -1}, "config.optimizer.base_width=-1: must be at least 0"),
+        ({"optimizer__base_width": 30}, "config.optimizer.base_width=30: no such base model"),
+        (
+            {"optimizer__base_width": 32, "model__rank_ratio": 0.5},
+            "config.model.rank_ratio=0.5: cannot be combined",
+        ),
+        (
+            {"optimizer__base_width": 32, "model__mixers": ("attention", "conv")},
+            "config.model.mixers=('attention', 'conv'): cannot be combined",
+        ),
+        (
+            {"optimizer__base_depth": 2, "model__norm_position": "post"},
+            "config.model.norm_position='post': must be 'pre'",
+        ),
+        (
+            {
+                "optimizer__base_width": 32,
+                "model__norm_position": "post",
+                "model__tie_embeddings": True,
+            },
+            "config.model.tie_embeddings=True: cannot be combined",
+        ),
+        (
+            {"optimizer__base_width": 32, "model__smear": True},
+            "config.model.smear=True: cannot be combined",
+        ),
+        (
+            {"optimizer__base_depth": 2, "model__input_mix": True},
+            "config.model.input_mix=True: cannot be combined",
+        ),
+        (
+            {"optimizer__base_depth": 2, "model__loops": 2},
+            "config.model.loops=2: cannot be combined",
+        ),
+        (
+            {"optimizer__base_width": 24, "model__head_dim": 16},
+            "the base model would have 4 · 24 / 64 heads",
+        ),
+    ],
+)
 def test_models_without_rules_are_refused(fields, message):
     with pytest.raises(UserError) as error:
         program("gpt", **fields)

@@ -37,7 +37,9 @@ def test_a_stall_ends_the_process_with_the_stacks_of_its_threads(clock, statuses
         wait_for_data_that_never_comes(clock)
     assert statuses[0] == 124 and time.monotonic() - began < 2
     error = capfd.readouterr().err
-    assert error.startswith("error: no training step has finished for 0.2 seconds (config.train.stall_seconds); ")
+    assert error.startswith(
+        "error: no training step has finished for 0.2 seconds (config.train.stall_seconds); "
+    )
     assert "in wait_for_data_that_never_comes" in error and "in _watch" in error
 
 

@@ -1,1 +1,3 @@
-"""PyTorch code for Hugging Face's libraries, copied to exported folders. It imports nothing from this project."""
+"""PyTorch code for Hugging Face's libraries, copied to exported folders. It imports nothing from
+this project.
+"""

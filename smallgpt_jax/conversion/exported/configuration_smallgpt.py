@@ -4,28 +4,75 @@ from transformers import PretrainedConfig
 
 
 class SmallGPTConfig(PretrainedConfig):
-    """Configuration of a GPT, ParallelGPT, LinearGPT or ConvGPT (arXiv 2404.14462) trained by smallgpt_jax.
+    """Configuration of a GPT, ParallelGPT, LinearGPT or ConvGPT (arXiv 2404.14462) trained by
+    smallgpt_jax.
 
-    Most fields have the same names as in smallgpt_jax's `model` config group. `num_hidden_layers` is the number of
-    layers with a cache: all blocks, and the convolutions if their kernel size is above 1.
+    Most fields have the same names as in smallgpt_jax's `model` config group. `num_hidden_layers`
+    is the number of layers with a cache: all blocks, and the convolutions if their kernel size is
+    above 1.
     """
 
     model_type = "smallgpt"
     attribute_map = {  # noqa: RUF012
-        "max_position_embeddings": "context_length", "hidden_size": "d_model",
-        "num_attention_heads": "num_heads"}
+        "max_position_embeddings": "context_length",
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+    }
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
-    def __init__(self, architecture="gpt", vocab_size=50304, context_length=1024, num_layers=12, num_heads=12,
-                 num_kv_heads=0, head_dim=0, d_model=768, mlp="dense", mlp_ratio=4, activation="gelu", norm="layer",
-                 norm_position="pre", norm_epsilon=1e-5, qk_norm=False, attention_mask="causal", attention_windows=(),
-                 mixers=("attention",), delta_head_dim=0, delta_value_ratio=2, mamba_state=128, mamba_expand=2,
-                 conv_taps=3, position="learned", rope_base=10_000.0, use_bias=False, input_mix=False,
-                 residual_scales=False, parallel_block=False, attention_gate=False, value_embeddings=(),
-                 logit_softcap=0.0, num_experts=16, experts_per_token=3, num_shared_experts=1, expert_mlp="dense",
-                 expert_scale=1.0, expert_bias_rate=0.001, balance_loss=0.0, num_paths=None, path_weights="learned",
-                 blocks_per_stage=None, compress_last_stage=None, stage_heads=None, conv_kernel=None,
-                 training_dtype="float32", training_dropout=0.0, tie_word_embeddings=False, use_cache=True, **kwargs):
+    def __init__(
+        self,
+        architecture="gpt",
+        vocab_size=50304,
+        context_length=1024,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=0,
+        head_dim=0,
+        d_model=768,
+        mlp="dense",
+        mlp_ratio=4,
+        activation="gelu",
+        norm="layer",
+        norm_position="pre",
+        norm_epsilon=1e-5,
+        qk_norm=False,
+        attention_mask="causal",
+        attention_windows=(),
+        mixers=("attention",),
+        delta_head_dim=0,
+        delta_value_ratio=2,
+        mamba_state=128,
+        mamba_expand=2,
+        conv_taps=3,
+        position="learned",
+        rope_base=10_000.0,
+        use_bias=False,
+        input_mix=False,
+        residual_scales=False,
+        parallel_block=False,
+        attention_gate=False,
+        value_embeddings=(),
+        logit_softcap=0.0,
+        num_experts=16,
+        experts_per_token=3,
+        num_shared_experts=1,
+        expert_mlp="dense",
+        expert_scale=1.0,
+        expert_bias_rate=0.001,
+        balance_loss=0.0,
+        num_paths=None,
+        path_weights="learned",
+        blocks_per_stage=None,
+        compress_last_stage=None,
+        stage_heads=None,
+        conv_kernel=None,
+        training_dtype="float32",
+        training_dropout=0.0,
+        tie_word_embeddings=False,
+        use_cache=True,
+        **kwargs,
+    ):
         self.architecture = architecture
         self.vocab_size = vocab_size
         self.context_length = context_length
@@ -57,7 +104,9 @@ class SmallGPTConfig(PretrainedConfig):
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.num_shared_experts = num_shared_experts
         self.expert_mlp, self.expert_scale = expert_mlp, expert_scale
-        self.expert_bias_rate = expert_bias_rate  # only smallgpt_jax's training uses this field and the next
+        self.expert_bias_rate = (
+            expert_bias_rate  # only smallgpt_jax's training uses this field and the next
+        )
         self.balance_loss = balance_loss
         self.num_paths = num_paths
         self.path_weights = path_weights
@@ -68,7 +117,9 @@ class SmallGPTConfig(PretrainedConfig):
         self.training_dtype, self.training_dropout = training_dtype, training_dropout
         self.use_cache = use_cache
         kwargs.pop("num_hidden_layers", None)
-        self.num_hidden_layers = num_layers + (self.num_compressions if (conv_kernel or 1) > 1 else 0)
+        self.num_hidden_layers = num_layers + (
+            self.num_compressions if (conv_kernel or 1) > 1 else 0
+        )
         kwargs.pop("layer_types", None)
         if set(self.mixers) != {"attention"}:  # read by transformers' DynamicCache
             self.layer_types = self.cache_types()
@@ -96,7 +147,9 @@ class SmallGPTConfig(PretrainedConfig):
         return self.norm_position != "pre" and not self.compress_last_stage
 
     def stage(self, number: int) -> tuple[int, int, int, int]:
-        """Returns (width, number of heads, number of key–value heads, head width) of the blocks of stage `number`."""
+        """Returns (width, number of heads, number of key–value heads, head width) of the blocks of
+        stage `number`.
+        """
         divisor = 2**number if self.stage_heads == "scaled" else 1
         width, heads = self.d_model // 2**number, self.num_heads // divisor
         return width, heads, self.num_kv_heads // divisor or heads, self.head_dim or width // heads
@@ -107,14 +160,25 @@ class SmallGPTConfig(PretrainedConfig):
 
     def cache_types(self) -> list[str]:
         """Returns transformers' name for the cache of each layer."""
-        numbers = [i % self.depth for i in range(self.num_layers)]  # each path of a pgpt starts the pattern again
-        types = ["full_attention" if self.mixer(number) == "attention" else "hybrid" for number in numbers]
+        numbers = [
+            i % self.depth for i in range(self.num_layers)
+        ]  # each path of a pgpt starts the pattern again
+        types = [
+            "full_attention" if self.mixer(number) == "attention" else "hybrid"
+            for number in numbers
+        ]
         return types + ["full_attention"] * (self.num_hidden_layers - self.num_layers)
 
     def window(self, number: int) -> int:
         """Returns the attention window of block `number`, in positions; 0: full attention."""
-        return self.attention_windows[number % len(self.attention_windows)] if self.attention_windows else 0
+        return (
+            self.attention_windows[number % len(self.attention_windows)]
+            if self.attention_windows
+            else 0
+        )
 
     def has_value_embedding(self, number: int) -> bool:
         """Returns whether the attention of block `number` adds a vector per token to its values."""
-        return bool(self.value_embeddings and self.value_embeddings[number % len(self.value_embeddings)])
+        return bool(
+            self.value_embeddings and self.value_embeddings[number % len(self.value_embeddings)]
+        )

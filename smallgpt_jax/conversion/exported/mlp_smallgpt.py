@@ -1,7 +1,7 @@
 """The MLPs of smallgpt_jax in PyTorch: dense, gated, mixture of experts.
 
-`width` is the width of an MLP's input and output. `inner` is the width of its inner layer, or of the inner layer of one
-expert.
+`width` is the width of an MLP's input and output. `inner` is the width of its inner layer, or of
+the inner layer of one expert.
 """
 
 from functools import partial
@@ -15,7 +15,12 @@ def relu2(x):
     return F.relu(x).square()
 
 
-ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu, "relu2": relu2}
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "relu2": relu2,
+}
 
 
 class MLP(nn.Module):
@@ -41,11 +46,12 @@ class GatedMLP(MLP):
 
 
 class Router(nn.Linear):
-    """Returns a factor for each of N tokens and E experts, (N, E). It is 0 if the token does not use the expert.
+    """Returns a factor for each of N tokens and E experts, (N, E). It is 0 if the token does not
+    use the expert.
 
-    The biases balance the load of the experts. They affect the choice of experts, but not the factors
-    (arXiv 2412.19437, section 2.1.2). Weights and biases stay in float32, because the differences between biases are
-    too small for bfloat16.
+    The biases balance the load of the experts. They affect the choice of experts, but not the
+    factors (arXiv 2412.19437, section 2.1.2). Weights and biases stay in float32, because the
+    differences between biases are too small for bfloat16.
     """
 
     def __init__(self, config, width):
@@ -69,13 +75,18 @@ class Router(nn.Linear):
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum of shared experts and of the routed experts that the router chooses for each token."""
+    """The sum of shared experts and of the routed experts that the router chooses for each
+    token.
+    """
 
     def __init__(self, config, width, inner):
         super().__init__()
         experts = config.num_experts
         self.router = Router(config, width)
-        self.activation, self.is_gated = ACTIVATIONS[config.activation], config.expert_mlp == "gated"
+        self.activation, self.is_gated = (
+            ACTIVATIONS[config.activation],
+            config.expert_mlp == "gated",
+        )
         if self.is_gated:
             self.gate = nn.Parameter(0.02 * torch.randn(experts, width, inner))
         self.up = nn.Parameter(0.02 * torch.randn(experts, width, inner))
@@ -89,7 +100,7 @@ class MixtureOfExperts(nn.Module):
         gates = self.router(tokens).to(x.dtype)
         y = torch.zeros_like(tokens)
         for e in range(len(self.up)):
-            chosen, = gates[:, e].nonzero(as_tuple=True)
+            (chosen,) = gates[:, e].nonzero(as_tuple=True)
             y = y.index_add(0, chosen, gates[chosen, e, None] * self.expert(e, tokens[chosen]))
         y = y.view_as(x)
         return y if self.shared is None else y + self.shared(x)
@@ -101,4 +112,3 @@ class MixtureOfExperts(nn.Module):
 
 
 MLPS = {"dense": MLP, "gated": GatedMLP, "moe": MixtureOfExperts}
-

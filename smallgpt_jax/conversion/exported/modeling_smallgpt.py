@@ -1,7 +1,7 @@
 """The models of smallgpt_jax in PyTorch, for Hugging Face's transformers.
 
-Shapes in comments: B batch size, T new positions, S cached and new positions, D width, H heads, G key–value heads, K
-head width.
+Shapes in comments: B batch size, T new positions, S cached and new positions, D width, H heads, G
+key–value heads, K head width.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,9 @@ class MixerInputs(NamedTuple):
     """The tokens, attention mask, positions and padding of a forward pass."""
 
     tokens: torch.Tensor | None  # (B, T)
-    mask: torch.Tensor  # (B or 1, 1, T, S): whether a query attends to a key (attention windows are ignored)
+    mask: (
+        torch.Tensor
+    )  # (B or 1, 1, T, S): whether a query attends to a key (attention windows are ignored)
     distances: torch.Tensor  # (B or 1, 1, T, S): position of a query minus position of a key
     positions: torch.Tensor  # (B or 1, T): positions of the queries in their texts
     is_text: torch.Tensor | None  # (B, T, 1): 0 at padding; None without padding
@@ -40,7 +42,9 @@ def apply_rope(x, positions, base):
     Entries i and i + K/2 form a pair, which is rotated by the angle position · base^(−2i/K).
     """
     half = x.shape[-1] // 2
-    frequencies = torch.tensor([base ** (-i / half) for i in range(half)], dtype=torch.float32, device=x.device)
+    frequencies = torch.tensor(
+        [base ** (-i / half) for i in range(half)], dtype=torch.float32, device=x.device
+    )
     angles = positions[:, None, :, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     first, second = x.float().split(half, dim=-1)
@@ -48,7 +52,9 @@ def apply_rope(x, positions, base):
 
 
 def alibi_bias(mask, distances, heads):
-    """Returns ALiBi's bias for the attention scores, (B or 1, H, T, S) (arXiv 2108.12409). Masked keys get −∞."""
+    """Returns ALiBi's bias for the attention scores, (B or 1, H, T, S) (arXiv 2108.12409). Masked
+    keys get −∞.
+    """
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=mask.device) / heads)
     return (-slopes[:, None, None] * distances.abs()).masked_fill(~mask, -torch.inf)
 
@@ -56,8 +62,9 @@ def alibi_bias(mask, distances, heads):
 class Attention(nn.Module):
     """Self-attention. Each of the G key–value heads is shared by H/G heads.
 
-    For each key–value head in turn, `qkv` returns H/G queries, one key and one value. With a window of w positions, a
-    query attends to its own position and the w − 1 positions before, in an encoder also to the w − 1 positions after.
+    For each key–value head in turn, `qkv` returns H/G queries, one key and one value. With a window
+    of w positions, a query attends to its own position and the w − 1 positions before, in an
+    encoder also to the w − 1 positions after.
     """
 
     def __init__(self, config, layer, number, stage):
@@ -65,9 +72,15 @@ class Attention(nn.Module):
         width, self.heads, self.kv_heads, head_width = config.stage(stage)
         self.layer, self.window = layer, config.window(number)
         self.position, self.rope_base = config.position, config.rope_base
-        self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * head_width, bias=config.use_bias)
-        self.q_norm = nn.RMSNorm(head_width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(head_width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
+        self.qkv = nn.Linear(
+            width, (self.heads + 2 * self.kv_heads) * head_width, bias=config.use_bias
+        )
+        self.q_norm = (
+            nn.RMSNorm(head_width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
+        )
+        self.k_norm = (
+            nn.RMSNorm(head_width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
+        )
         self.out = nn.Linear(self.heads * head_width, width, bias=config.use_bias)
         self.gate = nn.Linear(width, self.heads, bias=False) if config.attention_gate else None
         self.value_embedding = None
@@ -77,11 +90,15 @@ class Attention(nn.Module):
     def forward(self, x, inputs, cache):  # (B, T, D)
         batch, time, _ = x.shape
         shared = self.heads // self.kv_heads
-        qkv = self.qkv(x).view(batch, time, self.kv_heads, shared + 2, -1).transpose(1, 2)  # (B, G, T, H/G + 2, K)
+        qkv = (
+            self.qkv(x).view(batch, time, self.kv_heads, shared + 2, -1).transpose(1, 2)
+        )  # (B, G, T, H/G + 2, K)
         q = self.q_norm(qkv[..., :-2, :].transpose(2, 3).flatten(1, 2))  # (B, H, T, K)
         k, v = self.k_norm(qkv[..., -2, :]), qkv[..., -1, :]  # (B, G, T, K)
         if self.value_embedding is not None:
-            v = v + self.value_embedding(inputs.tokens).view(batch, time, self.kv_heads, -1).transpose(1, 2)
+            v = v + self.value_embedding(inputs.tokens).view(
+                batch, time, self.kv_heads, -1
+            ).transpose(1, 2)
         if self.position == "rope":
             q, k = (apply_rope(x, inputs.positions, self.rope_base) for x in (q, k))
         if cache is not None:
@@ -99,10 +116,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A mixer (attention or a recurrent one), then an MLP, each with a residual connection and a norm.
+    """A mixer (attention or a recurrent one), then an MLP, each with a residual connection and a
+    norm.
 
-    `layer` is the number of the block's cache, `number` its place in the patterns of mixers, windows and value
-    embeddings.
+    `layer` is the number of the block's cache, `number` its place in the patterns of mixers,
+    windows and value embeddings.
     """
 
     def __init__(self, config, layer, number, stage=0):
@@ -124,24 +142,34 @@ class Block(nn.Module):
 
     def forward(self, x, first, inputs, cache):
         """Returns the next x; `first` is the first block's input."""
-        norm, mixer = (self.attention_norm, self.attention) if self.has_attention else (self.mixer_norm, self.mixer)
+        norm, mixer = (
+            (self.attention_norm, self.attention)
+            if self.has_attention
+            else (self.mixer_norm, self.mixer)
+        )
         if self.input_mix is not None:
             x = self.input_mix[0] * x + self.input_mix[1] * first
         mixer_scale, mlp_scale = (1, 1) if self.residual_scales is None else self.residual_scales
         if self.mlp_norm is None:
-            return self.add(x, norm, lambda x: mixer_scale * mixer(x, inputs, cache) + mlp_scale * self.mlp(x))
+            return self.add(
+                x, norm, lambda x: mixer_scale * mixer(x, inputs, cache) + mlp_scale * self.mlp(x)
+            )
         x = self.add(x, norm, lambda x: mixer_scale * mixer(x, inputs, cache))
         return self.add(x, self.mlp_norm, lambda x: mlp_scale * self.mlp(x))
 
     def add(self, x, norm, f):
-        """Returns x + f(x). The norm is applied to the input of f ("pre") or to the sum ("post", "deepnorm")."""
+        """Returns x + f(x). The norm is applied to the input of f ("pre") or to the sum ("post",
+        "deepnorm").
+        """
         if self.norm_position == "pre":
             return x + f(norm(x))
         return norm(self.alpha * x + f(x))  # DeepNorm: arXiv 2203.00555
 
 
 class CausalConv(nn.Conv1d):
-    """A causal convolution over time. Its past inputs are cached like the keys of an attention layer."""
+    """A causal convolution over time. Its past inputs are cached like the keys of an attention
+    layer.
+    """
 
     def __init__(self, width, features, taps, layer):
         super().__init__(width, features, taps)
@@ -150,11 +178,12 @@ class CausalConv(nn.Conv1d):
     def forward(self, x, is_text, cache):  # x (B, T, D), is_text (B, T, 1) or None
         time, past = x.shape[1], self.kernel_size[0] - 1
         if is_text is not None:
-            # Set the padding to zero, so that the convolution reads zeros before the first token, as in unpadded texts.
+            # Set the padding to zero, so that the convolution reads zeros before the first token,
+            # as in unpadded texts.
             x = x * is_text
         if cache is not None and past:
             x = cache.update(x[:, None], x[:, None, :, :0], self.layer)[0][:, 0]
-        x = F.pad(x[:, -(time + past):], (0, 0, max(0, time + past - x.shape[1]), 0))
+        x = F.pad(x[:, -(time + past) :], (0, 0, max(0, time + past - x.shape[1]), 0))
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
@@ -171,8 +200,7 @@ class Path(nn.Module):
     def __init__(self, config, first_layer, length):
         super().__init__()
         self.dense = nn.Linear(config.d_model, config.d_model)
-        self.blocks = nn.ModuleList(
-            Block(config, first_layer + i, i) for i in range(length))
+        self.blocks = nn.ModuleList(Block(config, first_layer + i, i) for i in range(length))
 
     def forward(self, x, inputs, cache):
         return apply_blocks(self.blocks, self.dense(x), inputs, cache)
@@ -188,16 +216,20 @@ class Trunk(nn.Module):
             self.blocks = nn.ModuleList(Block(config, i, i) for i in range(config.num_layers))
         elif config.architecture == "pgpt":
             length = config.num_layers // config.num_paths
-            self.paths = nn.ModuleList(Path(config, p * length, length) for p in range(config.num_paths))
+            self.paths = nn.ModuleList(
+                Path(config, p * length, length) for p in range(config.num_paths)
+            )
             if config.num_paths > 1 and config.path_weights == "learned":
                 self.path_logits = nn.Parameter(torch.full((config.num_paths - 1,), 0.5))
         else:
             length = config.blocks_per_stage
             self.stage = nn.ModuleList(
                 nn.ModuleList(Block(config, i, i, s) for i in range(s * length, (s + 1) * length))
-                for s in range(config.num_stages))
+                for s in range(config.num_stages)
+            )
             self.compress = nn.ModuleList(
-                self.compression(config, s) for s in range(config.num_compressions))
+                self.compression(config, s) for s in range(config.num_compressions)
+            )
 
     @staticmethod
     def compression(config, stage):
@@ -222,7 +254,11 @@ class Trunk(nn.Module):
                 x = apply_blocks(stage, x, inputs, cache)
                 if s < len(self.compress):
                     compress = self.compress[s]
-                    x = compress(x) if self.architecture == "lgpt" else compress(x, inputs.is_text, cache)
+                    x = (
+                        compress(x)
+                        if self.architecture == "lgpt"
+                        else compress(x, inputs.is_text, cache)
+                    )
         return x
 
 
@@ -264,8 +300,8 @@ class SmallGPT(PreTrainedModel):
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def hidden(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds):
-        """Returns the input of the output head, (B, T, W). Texts may be padded on either side; `attention_mask` is 1 at
-        tokens and 0 at padding.
+        """Returns the input of the output head, (B, T, W). Texts may be padded on either side;
+        `attention_mask` is 1 at tokens and 0 at padding.
         """
         x = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         time = x.shape[1]
@@ -289,18 +325,33 @@ class SmallGPT(PreTrainedModel):
         if input_ids is None and any(self.config.value_embeddings):
             raise ValueError("a model with value_embeddings needs input_ids, not inputs_embeds")
         distances = (key_positions[:, -time:, None] - key_positions[:, None])[:, None]
-        return self.final_norm(self.trunk(x, MixerInputs(input_ids, mask, distances, position_ids, is_text),
-                                          past_key_values))
+        return self.final_norm(
+            self.trunk(
+                x, MixerInputs(input_ids, mask, distances, position_ids, is_text), past_key_values
+            )
+        )
 
 
 class SmallGPTForCausalLM(SmallGPT, GenerationMixin):
     """Predicts the next token."""
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
-                inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, return_dict=None, **kwargs):
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        return_dict=None,
+        **kwargs,
+    ):
         """Returns the logits of each position's next token, and the loss if `labels` are given.
 
-        `labels` are the input tokens, not shifted; positions with the label −100 do not count in the loss.
+        `labels` are the input tokens, not shifted; positions with the label −100 do not count in
+        the loss.
         """
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache(config=self.config)
@@ -316,14 +367,26 @@ class SmallGPTForCausalLM(SmallGPT, GenerationMixin):
 class SmallGPTForMaskedLM(SmallGPT):
     """An encoder that predicts masked tokens. `config.mask_token_id` is the mask token."""
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, labels=None,
-                output_hidden_states=None, return_dict=None, **kwargs):
-        """Returns the logits of each position's own token, and the loss if `labels` are given; positions with the label
-        −100 do not count. With `output_hidden_states`, also returns the input of the output head, (B, T, W).
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        inputs_embeds=None,
+        labels=None,
+        output_hidden_states=None,
+        return_dict=None,
+        **kwargs,
+    ):
+        """Returns the logits of each position's own token, and the loss if `labels` are given;
+        positions with the label −100 do not count. With `output_hidden_states`, also returns the
+        input of the output head, (B, T, W).
         """
         x = self.hidden(input_ids, attention_mask, position_ids, None, inputs_embeds)
         logits, loss = self.logits(x), None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=(x,) if output_hidden_states else None)
+        output = MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=(x,) if output_hidden_states else None
+        )
         return output.to_tuple() if return_dict is False else output

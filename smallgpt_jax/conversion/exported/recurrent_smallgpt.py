@@ -1,11 +1,11 @@
-"""The mixers of smallgpt_jax with a state of constant size, in PyTorch: Gated DeltaNet (arXiv 2412.06464), Mamba-2
-(arXiv 2405.21060) and the gated short convolution of LFM2 (arXiv 2511.23404).
+"""The mixers of smallgpt_jax with a state of constant size, in PyTorch: Gated DeltaNet (arXiv
+2412.06464), Mamba-2 (arXiv 2405.21060) and the gated short convolution of LFM2 (arXiv 2511.23404).
 
-The cache of layer `layer` has the states and the last inputs of the convolutions. It also has one number per position,
-because transformers takes the length of the text from the first layer.
+The cache of layer `layer` has the states and the last inputs of the convolutions. It also has one
+number per position, because transformers takes the length of the text from the first layer.
 
-Shapes in comments: B batch size, T new positions, D width, H heads, K key width or state size, V value width, C
-positions per chunk.
+Shapes in comments: B batch size, T new positions, D width, H heads, K key width or state size, V
+value width, C positions per chunk.
 """
 
 import torch
@@ -17,13 +17,18 @@ CHUNK = 64  # positions per chunk
 
 
 class GatedDeltaNet(nn.Module):
-    """Per head, a state S (K, V) maps keys to values: S ← α·(I − β·k·kᵀ)·S + β·k·vᵀ, and y = Sᵀ·q."""
+    """Per head, a state S (K, V) maps keys to values: S ← α·(I − β·k·kᵀ)·S + β·k·vᵀ, and y =
+    Sᵀ·q.
+    """
 
     def __init__(self, config, layer, stage):
         super().__init__()
         width, self.heads, _, head_width = config.stage(stage)
         self.layer, self.key_width = layer, config.delta_head_dim or head_width
-        keys, values = self.heads * self.key_width, self.heads * self.key_width * config.delta_value_ratio
+        keys, values = (
+            self.heads * self.key_width,
+            self.heads * self.key_width * config.delta_value_ratio,
+        )
         self.query = nn.Linear(width, keys, bias=config.use_bias)
         self.key = nn.Linear(width, keys, bias=config.use_bias)
         self.value = nn.Linear(width, values, bias=config.use_bias)
@@ -39,29 +44,45 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x, inputs, cache):  # x (B, T, D)
         batch, time, _ = x.shape
         state = old_state(cache, self.layer)
-        qkv = torch.cat([part(x).view(batch, time, self.heads, -1) for part in (self.query, self.key, self.value)], -1)
+        qkv = torch.cat(
+            [
+                part(x).view(batch, time, self.heads, -1)
+                for part in (self.query, self.key, self.value)
+            ],
+            -1,
+        )
         qkv = self.convolution(with_past(qkv.flatten(2), inputs.is_text, cache, self.layer))
         qkv = F.silu(qkv).view(batch, time, self.heads, -1)
-        q, k, v = qkv.split((self.key_width, self.key_width, qkv.shape[-1] - 2 * self.key_width), dim=-1)
-        log_decay = -self.A_log.float().exp() * F.softplus(self.decay(x).float() + self.dt_bias.float())
+        q, k, v = qkv.split(
+            (self.key_width, self.key_width, qkv.shape[-1] - 2 * self.key_width), dim=-1
+        )
+        log_decay = -self.A_log.float().exp() * F.softplus(
+            self.decay(x).float() + self.dt_bias.float()
+        )
         beta = self.beta(x).float().sigmoid()
         if inputs.is_text is not None:
             log_decay, beta = log_decay * inputs.is_text, beta * inputs.is_text
-        y, state = gated_delta(normalize(q) / self.key_width**0.5, normalize(k), v, log_decay, beta, state)
+        y, state = gated_delta(
+            normalize(q) / self.key_width**0.5, normalize(k), v, log_decay, beta, state
+        )
         save_state(state, x, cache, self.layer)
         y = self.out_norm(y.to(x.dtype)) * F.silu(self.gate(x).view(batch, time, self.heads, -1))
         return self.out(y.flatten(2))
 
 
 class Mamba2(nn.Module):
-    """Per head, a state h (K, V) decays and adds what a token stores: h ← a·h + b·(Δ·v)ᵀ, and y = hᵀ·c + D·v. All heads
-    share b and c.
+    """Per head, a state h (K, V) decays and adds what a token stores: h ← a·h + b·(Δ·v)ᵀ, and y =
+    hᵀ·c + D·v. All heads share b and c.
     """
 
     def __init__(self, config, layer, stage):
         super().__init__()
         width, self.heads, _, head_width = config.stage(stage)
-        self.layer, values, state = layer, self.heads * head_width * config.mamba_expand, config.mamba_state
+        self.layer, values, state = (
+            layer,
+            self.heads * head_width * config.mamba_expand,
+            config.mamba_state,
+        )
         self.value = nn.Linear(width, values, bias=config.use_bias)
         self.gate = nn.Linear(width, values, bias=config.use_bias)
         self.key = nn.Linear(width, state, bias=False)
@@ -78,7 +99,12 @@ class Mamba2(nn.Module):
     def forward(self, x, inputs, cache):  # x (B, T, D)
         batch, time, _ = x.shape
         state, values = old_state(cache, self.layer), self.value.out_features
-        vbc = with_past(torch.cat([self.value(x), self.key(x), self.query(x)], -1), inputs.is_text, cache, self.layer)
+        vbc = with_past(
+            torch.cat([self.value(x), self.key(x), self.query(x)], -1),
+            inputs.is_text,
+            cache,
+            self.layer,
+        )
         v = F.silu(self.convolution(vbc[..., :values])).view(batch, time, self.heads, -1)
         b, c = F.silu(self.key_query_convolution(vbc[..., values:]))[:, :, None].chunk(2, dim=-1)
         steps = F.softplus(self.step(x).float() + self.dt_bias.float())
@@ -104,7 +130,9 @@ class GatedConvolution(nn.Module):
 
     def forward(self, x, inputs, cache):  # x (B, T, D)
         v = self.input_gate(x) * self.value(x)
-        y = self.convolution(with_past(v, inputs.is_text, cache, self.layer, self.num_taps)).to(x.dtype)
+        y = self.convolution(with_past(v, inputs.is_text, cache, self.layer, self.num_taps)).to(
+            x.dtype
+        )
         count_positions(x, cache, self.layer)
         return self.out(self.output_gate(x) * y)
 
@@ -118,22 +146,28 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x):
         time = x.shape[1] - len(self.taps) + 1
-        return sum(taps.float() * x[:, j:j + time] for j, taps in enumerate(self.taps))
+        return sum(taps.float() * x[:, j : j + time] for j, taps in enumerate(self.taps))
 
 
 def with_past(x, is_text, cache, layer, num_taps=TAPS):
-    """Returns (B, T + J − 1, C) float32: the last inputs and the new ones; 0 at padding and before the text."""
+    """Returns (B, T + J − 1, C) float32: the last inputs and the new ones; 0 at padding and before
+    the text.
+    """
     length = x.shape[1] + num_taps - 1
     if is_text is not None:
         x = x * is_text
     if cache is not None:
-        past_and_new = cache.update_conv_state(x.transpose(1, 2), layer, conv_kernel_size=num_taps - 1)
+        past_and_new = cache.update_conv_state(
+            x.transpose(1, 2), layer, conv_kernel_size=num_taps - 1
+        )
         x = past_and_new.transpose(1, 2)[:, -length:]
     return F.pad(x.float(), (0, 0, length - x.shape[1], 0))
 
 
 def old_state(cache, layer):
-    """Returns None for a new text. Call it before `with_past`, after which a state counts as set."""
+    """Returns None for a new text. Call it before `with_past`, after which a state counts as
+    set.
+    """
     return None if cache is None else cache.get_recurrent_state(layer)
 
 
@@ -158,9 +192,11 @@ def chunks(*inputs):
 
 
 def decays_in_chunk(log_decay):
-    """Returns Γ, (B, H, C, C), where Γ_ij is the decay from token j to token i, and γ, (B, H, C, 1), that up to i.
+    """Returns Γ, (B, H, C, C), where Γ_ij is the decay from token j to token i, and γ, (B, H, C,
+    1), that up to i.
 
-    log Γ_ij is the sum over m of log_decay_m with j < m ≤ i. Differences of cumulative sums would be less exact.
+    log Γ_ij is the sum over m of log_decay_m with j < m ≤ i. Differences of cumulative sums would
+    be less exact.
     """
     later = torch.ones(2 * log_decay.shape[-1:], dtype=torch.bool, device=log_decay.device).tril(-1)
     decays = (torch.where(later.T, 0.0, log_decay[..., None, :]) @ later.float()).exp().tril()
@@ -170,9 +206,9 @@ def decays_in_chunk(log_decay):
 def gated_delta(q, k, v, log_decay, beta, state):
     """Returns y (B, T, H, V) and the last state (B, H, K, V), in float32.
 
-    q and k are (B, T, H, K), v is (B, T, H, V), log_decay and beta are (B, T, H); a state of None is zero. The rows u_i
-    of what a chunk adds to the state solve (I + A)·U = β·(V − γ·K·S) with A_ij = β_i·Γ_ij·(k_i·k_j) for j < i
-    (section 3.3 of the paper).
+    q and k are (B, T, H, K), v is (B, T, H, V), log_decay and beta are (B, T, H); a state of None
+    is zero. The rows u_i of what a chunk adds to the state solve (I + A)·U = β·(V − γ·K·S) with
+    A_ij = β_i·Γ_ij·(k_i·k_j) for j < i (section 3.3 of the paper).
     """
     if state is None:
         state = v.new_zeros(len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=torch.float32)
@@ -181,14 +217,17 @@ def gated_delta(q, k, v, log_decay, beta, state):
         decays, kept = decays_in_chunk(log_decay_)
         system = beta_[..., None] * decays * (k_ @ k_.transpose(-1, -2))
         u = torch.linalg.solve_triangular(
-            system, beta_[..., None] * (v_ - kept * (k_ @ state)), upper=False, unitriangular=True)
+            system, beta_[..., None] * (v_ - kept * (k_ @ state)), upper=False, unitriangular=True
+        )
         outputs.append(kept * (q_ @ state) + (decays * (q_ @ k_.transpose(-1, -2))) @ u)
         state = kept[..., -1:, :] * state + (decays[..., -1, :, None] * k_).transpose(-1, -2) @ u
     return torch.cat(outputs, dim=2).transpose(1, 2), state
 
 
 def state_space(c, b, v, log_decay, state):
-    """Returns y (B, T, H, V) and the last state (B, H, K, V), in float32; c and b are (B, T, 1, K)."""
+    """Returns y (B, T, H, V) and the last state (B, H, K, V), in float32; c and b are (B, T, 1,
+    K).
+    """
     if state is None:
         state = v.new_zeros(len(v), v.shape[2], b.shape[-1], v.shape[-1], dtype=torch.float32)
     outputs = []

@@ -1,4 +1,6 @@
-"""The load of experts by text and by token. Shapes: N windows, T positions, K experts per token, E experts."""
+"""The load of experts by text and by token. Shapes: N windows, T positions, K experts per token, E
+experts.
+"""
 
 from collections.abc import Mapping
 
@@ -10,12 +12,17 @@ LISTED = 5  # tokens per expert
 
 def load_by_text(experts: Mapping[str, np.ndarray], num_experts: int) -> dict[str, list[float]]:
     """Returns {text: fraction of its choices per expert} from {text: (N, T, K)}."""
-    return {name: (np.bincount(chosen.ravel(), minlength=num_experts) / chosen.size).tolist()
-            for name, chosen in experts.items()}
+    return {
+        name: (np.bincount(chosen.ravel(), minlength=num_experts) / chosen.size).tolist()
+        for name, chosen in experts.items()
+    }
 
 
-def load_by_token(tokens_R: np.ndarray, experts_RxK: np.ndarray, num_experts: int) -> list[list[tuple[int, float]]]:
-    """Returns for each expert the (token, fraction of its occurrences that use the expert) with the largest fractions.
+def load_by_token(
+    tokens_R: np.ndarray, experts_RxK: np.ndarray, num_experts: int
+) -> list[list[tuple[int, float]]]:
+    """Returns for each expert the (token, fraction of its occurrences that use the expert) with the
+    largest fractions.
 
     Only tokens with at least FREQUENT occurrences count.
     """
@@ -25,4 +32,7 @@ def load_by_token(tokens_R: np.ndarray, experts_RxK: np.ndarray, num_experts: in
     is_frequent = counts >= FREQUENT
     tokens, fractions = tokens[is_frequent], uses[is_frequent] / counts[is_frequent, None]
     best = np.argsort(-fractions, axis=0, kind="stable")[:LISTED]
-    return [[(int(tokens[i]), float(fractions[i, expert])) for i in best[:, expert]] for expert in range(num_experts)]
+    return [
+        [(int(tokens[i]), float(fractions[i, expert])) for i in best[:, expert]]
+        for expert in range(num_experts)
+    ]

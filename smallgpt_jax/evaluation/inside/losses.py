@@ -1,4 +1,6 @@
-"""Losses of whole models, and of models without some of their blocks. Shapes: N windows, T positions, L blocks."""
+"""Losses of whole models, and of models without some of their blocks. Shapes: N windows, T
+positions, L blocks.
+"""
 
 import functools
 
@@ -13,10 +15,14 @@ LOGITS = 2**26  # entries that are computed at a time
 
 
 def token_losses(model: LanguageModel, variables, windows_NxT1, kept_L) -> np.ndarray:
-    """Returns −ln p of each next token in nats, (N, T), with the blocks for which `kept_L` is true."""
+    """Returns −ln p of each next token in nats, (N, T), with the blocks for which `kept_L` is
+    true.
+    """
     rows = max(1, LOGITS // (windows_NxT1[0].size * model.config.vocab_size))
-    batches = [windows_NxT1[start:start + rows] for start in range(0, len(windows_NxT1), rows)]
-    return np.concatenate([_token_losses(model, variables, batch, np.asarray(kept_L, bool)) for batch in batches])
+    batches = [windows_NxT1[start : start + rows] for start in range(0, len(windows_NxT1), rows)]
+    return np.concatenate(
+        [_token_losses(model, variables, batch, np.asarray(kept_L, bool)) for batch in batches]
+    )
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -31,25 +37,29 @@ def _token_losses(model: LanguageModel, variables, windows_BxT1, kept_L):
 
 
 def in_context_score(losses_NxT: np.ndarray) -> tuple[float, float]:
-    """Returns the mean and standard error over windows of: loss at the last tenth of the positions − loss around the
-    first tenth (from 5% to 15%). Olsson et al. (arXiv 2209.11895) use positions 500 and 50 of 512.
+    """Returns the mean and standard error over windows of: loss at the last tenth of the positions
+    − loss around the first tenth (from 5% to 15%). Olsson et al. (arXiv 2209.11895) use positions
+    500 and 50 of 512.
     """
     time = losses_NxT.shape[1]
     tenth = max(1, time // 10)
     late_N = losses_NxT[:, -tenth:].mean(axis=1)
-    early_N = losses_NxT[:, time // 20:time // 20 + tenth].mean(axis=1)
+    early_N = losses_NxT[:, time // 20 : time // 20 + tenth].mean(axis=1)
     return mean_and_error(late_N - early_N)
 
 
 def loss_of_repeats(losses_NxT: np.ndarray, windows_NxT1: np.ndarray) -> dict[str, float]:
     is_repeat_NxT = repeats(windows_NxT1)
-    loss, others = (float(values.mean()) if len(values) else np.nan
-                    for values in (losses_NxT[is_repeat_NxT], losses_NxT[~is_repeat_NxT]))
+    loss, others = (
+        float(values.mean()) if len(values) else np.nan
+        for values in (losses_NxT[is_repeat_NxT], losses_NxT[~is_repeat_NxT])
+    )
     return {"fraction": float(is_repeat_NxT.mean()), "loss": loss, "others": others}
 
 
 def repeats(windows_NxT1: np.ndarray) -> np.ndarray:
-    """Returns whether a target follows its pair of tokens as when the pair last occurred in the window, (N, T).
+    """Returns whether a target follows its pair of tokens as when the pair last occurred in the
+    window, (N, T).
 
     Copying predicts these targets: what induction heads do (Olsson et al., arXiv 2209.11895).
     """

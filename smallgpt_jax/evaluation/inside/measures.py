@@ -1,11 +1,13 @@
-"""Measures of activations, (T, D) for T positions of width D, and of a matrix A of attention weights, (T, T)."""
+"""Measures of activations, (T, D) for T positions of width D, and of a matrix A of attention
+weights, (T, T).
+"""
 
 import jax.numpy as jnp
 
 
 def residual_to_rank_one(x_TxD):
-    """Returns ‖R‖/‖X‖ with R = X − 1·mean_t(X): 0 if all tokens are equal. ‖A‖ = √(‖A‖₁·‖A‖_∞), the norm of Dong et al.
-    (arXiv 2103.03404, section 2.1).
+    """Returns ‖R‖/‖X‖ with R = X − 1·mean_t(X): 0 if all tokens are equal. ‖A‖ = √(‖A‖₁·‖A‖_∞), the
+    norm of Dong et al. (arXiv 2103.03404, section 2.1).
     """
     return composite_norm(x_TxD - jnp.mean(x_TxD, axis=0, keepdims=True)) / composite_norm(x_TxD)
 
@@ -16,7 +18,9 @@ def composite_norm(x_TxD):
 
 
 def token_similarity(x_TxD):
-    """Returns the mean cosine over all pairs of different positions, (‖Σ x̂_t‖² − T) / (T·(T − 1))."""
+    """Returns the mean cosine over all pairs of different positions, (‖Σ x̂_t‖² − T) / (T·(T −
+    1)).
+    """
     time, sum_D = len(x_TxD), jnp.sum(normalized(x_TxD), axis=0)
     return (jnp.sum(jnp.square(sum_D)) - time) / (time * (time - 1))
 
@@ -32,7 +36,9 @@ def normalized(x_TxD):
 
 
 def effective_rank(matrix):
-    """Returns exp(entropy of σ/Σσ), σ the singular values (Roy & Vetterli, 2007): from 1 to the number of σ."""
+    """Returns exp(entropy of σ/Σσ), σ the singular values (Roy & Vetterli, 2007): from 1 to the
+    number of σ.
+    """
     values = jnp.linalg.svd(matrix, compute_uv=False)
     return jnp.exp(entropy(values / jnp.sum(values)))
 
@@ -43,7 +49,9 @@ def entropy(p):
 
 
 def attention_entropy(weights_TxT, window: int = 0):
-    """Returns the mean over t ≥ 1 of entropy / ln(n), with n the number of keys that t can attend to: 1 is uniform."""
+    """Returns the mean over t ≥ 1 of entropy / ln(n), with n the number of keys that t can attend
+    to: 1 is uniform.
+    """
     reach_T = jnp.arange(1, len(weights_TxT) + 1)
     reach_T = jnp.minimum(reach_T, window) if window else reach_T
     return jnp.mean(entropy(weights_TxT)[1:] / jnp.log(jnp.maximum(reach_T[1:], 2)))
@@ -59,5 +67,9 @@ def log_determinant(weights_TxT):
     return jnp.sum(jnp.log(jnp.maximum(jnp.diagonal(weights_TxT), jnp.finfo(jnp.float32).tiny)))
 
 
-STREAM = {"residual": residual_to_rank_one, "token_similarity": token_similarity,
-          "neighbour_similarity": neighbour_similarity, "effective_rank": effective_rank}
+STREAM = {
+    "residual": residual_to_rank_one,
+    "token_similarity": token_similarity,
+    "neighbour_similarity": neighbour_similarity,
+    "effective_rank": effective_rank,
+}

@@ -1,4 +1,5 @@
-"""Measures of one window inside a model. Modules stay as they are: interceptors see their calls in a prefill.
+"""Measures of one window inside a model. Modules stay as they are: interceptors see their calls in
+a prefill.
 
 Shapes: B batch (1), T time, D width, H heads, G key–value heads, K head width or experts per token.
 """
@@ -31,26 +32,41 @@ WHOLE = Parts()
 
 @functools.partial(jax.jit, static_argnames="model")
 def observe(model: LanguageModel, variables, tokens_T, parts: Parts = WHOLE) -> list[dict]:
-    """Returns the measures of each block: {"width": D, "input": {…}, "output": {…}, "attention": {measure: (H,)}};
-    recurrent blocks have no "attention".
+    """Returns the measures of each block: {"width": D, "input": {…}, "output": {…}, "attention":
+    {measure: (H,)}}; recurrent blocks have no "attention".
     """
-    return [{"width": record["input"].shape[1],
-             "input": measure_stream(record["input"]), "output": measure_stream(record["output"]),
-             **({"attention": measure_attention(record["attention"])} if "attention" in record else {})}
-            for record in run(model, variables, tokens_T, parts)]
+    return [
+        {
+            "width": record["input"].shape[1],
+            "input": measure_stream(record["input"]),
+            "output": measure_stream(record["output"]),
+            **(
+                {"attention": measure_attention(record["attention"])}
+                if "attention" in record
+                else {}
+            ),
+        }
+        for record in run(model, variables, tokens_T, parts)
+    ]
 
 
 @functools.partial(jax.jit, static_argnames="model")
 def observe_streams(model: LanguageModel, variables, tokens_T, parts: Parts = WHOLE) -> list[dict]:
     """Returns measures of each block's output that take little time."""
-    return [{name: measures.STREAM[name](record["output"]) for name in ("residual", "token_similarity")}
-            for record in run(model, variables, tokens_T, parts)]
+    return [
+        {name: measures.STREAM[name](record["output"]) for name in ("residual", "token_similarity")}
+        for record in run(model, variables, tokens_T, parts)
+    ]
 
 
 @functools.partial(jax.jit, static_argnames="model")
 def chosen_experts(model: LanguageModel, variables, tokens_T) -> list[jax.Array]:
     """Returns the experts of each token, (T, K), for each block with a router."""
-    return [record["experts"] for record in run(model, variables, tokens_T, WHOLE) if "experts" in record]
+    return [
+        record["experts"]
+        for record in run(model, variables, tokens_T, WHOLE)
+        if "experts" in record
+    ]
 
 
 def run(model: LanguageModel, variables, tokens_T, parts: Parts) -> list[dict]:
@@ -73,8 +89,14 @@ def run(model: LanguageModel, variables, tokens_T, parts: Parts) -> list[dict]:
                 return jnp.where(parts.skips, call(*arguments), arguments[0])
             case Block(), "add":
                 x_BxTxD, branch, *_ = arguments
-                return jnp.where(parts.mlps, call(*arguments), x_BxTxD) if branch == "mlp" else call(*arguments)
-            case nn.Module(name="mlp", parent=Block(config=config)), "__call__" if config.parallel_block:
+                return (
+                    jnp.where(parts.mlps, call(*arguments), x_BxTxD)
+                    if branch == "mlp"
+                    else call(*arguments)
+                )
+            case nn.Module(name="mlp", parent=Block(config=config)), "__call__" if (
+                config.parallel_block
+            ):
                 return parts.mlps * call(*arguments, **keywords)
             case Attention(), "attend_with_cache":
                 records[-1]["attention"] = attention_weights(*arguments[:2], *arguments[3:5])
@@ -84,7 +106,11 @@ def run(model: LanguageModel, variables, tokens_T, parts: Parts) -> list[dict]:
                 return experts_BxTxK, gates_BxTxK
         return call(*arguments, **keywords)
 
-    with jax.default_matmul_precision("highest"), replaced_blocks(record_block), nn.intercept_methods(intercept):
+    with (
+        jax.default_matmul_precision("highest"),
+        replaced_blocks(record_block),
+        nn.intercept_methods(intercept),
+    ):
         prefill(model, variables, tokens_T[None], "hidden")
     return records
 
@@ -93,7 +119,9 @@ def attention_weights(q_1xHxTxK, k_1xGxTxK, mask, slopes_H):
     """Returns (H, T, T), as the attention to values that are the identity, and the window."""
     _, groups, time, _ = k_1xGxTxK.shape
     values = jnp.broadcast_to(jnp.eye(time, dtype=k_1xGxTxK.dtype), (1, groups, time, time))
-    return attention(q_1xHxTxK, k_1xGxTxK, values, mask, slopes_H, backend="reference")[0], mask.window
+    return attention(q_1xHxTxK, k_1xGxTxK, values, mask, slopes_H, backend="reference")[
+        0
+    ], mask.window
 
 
 def measure_stream(x_TxD) -> dict:
@@ -102,7 +130,10 @@ def measure_stream(x_TxD) -> dict:
 
 def measure_attention(weights_and_window) -> dict:
     weights_HxTxT, window = weights_and_window
-    by_head = {"entropy": functools.partial(measures.attention_entropy, window=window),
-               "first_weight": measures.first_weight, "effective_rank": measures.effective_rank,
-               "log_determinant": measures.log_determinant}
+    by_head = {
+        "entropy": functools.partial(measures.attention_entropy, window=window),
+        "first_weight": measures.first_weight,
+        "effective_rank": measures.effective_rank,
+        "log_determinant": measures.log_determinant,
+    }
     return {name: jax.lax.map(measure, weights_HxTxT) for name, measure in by_head.items()}

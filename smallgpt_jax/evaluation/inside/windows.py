@@ -1,4 +1,6 @@
-"""The texts that a model is observed on: windows of context_length + 1 tokens, none of which crosses two documents."""
+"""The texts that a model is observed on: windows of context_length + 1 tokens, none of which
+crosses two documents.
+"""
 
 from pathlib import Path
 
@@ -13,21 +15,31 @@ from smallgpt_jax.run.config import Config
 WINDOWS = 64  # per text, by default
 
 
-def windows_of_file(path: Path, tokenizer: Tokenizer, context_length: int, count: int) -> np.ndarray:
-    """Returns at most `count` windows, evenly spaced, (windows, context_length + 1) int32; the file is one document."""
+def windows_of_file(
+    path: Path, tokenizer: Tokenizer, context_length: int, count: int
+) -> np.ndarray:
+    """Returns at most `count` windows, evenly spaced, (windows, context_length + 1) int32; the file
+    is one document.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--text={path}: cannot be read as UTF-8 text ({error}); give another file") from None
+        raise UserError(
+            f"--text={path}: cannot be read as UTF-8 text ({error}); give another file"
+        ) from None
     tokens = np.append([tokenizer.begin_of_text], tokenizer.encode([text])[0]).astype(np.int32)
     if len(tokens) <= context_length:
-        raise UserError(f"--text={path}: has {len(tokens):,} tokens with the first, fewer than a window of "
-                        f"{context_length + 1:,}; give a longer text")
+        raise UserError(
+            f"--text={path}: has {len(tokens):,} tokens with the first, fewer than a window of "
+            f"{context_length + 1:,}; give a longer text"
+        )
     return cut(tokens, [0], [len(tokens)], context_length, count)
 
 
 def validation_windows(config: Config, tokenizer: Tokenizer, count: int) -> dict[str, np.ndarray]:
-    """Returns {text: windows} of the run's validation split: one text, or one per store of a mixture."""
+    """Returns {text: windows} of the run's validation split: one text, or one per store of a
+    mixture.
+    """
     advice = "give a text file with --text"
     if is_synthetic(config.data):
         config.data.refuse("source", f"a probe has no text; {advice}")
@@ -35,20 +47,29 @@ def validation_windows(config: Config, tokenizer: Tokenizer, count: int) -> dict
     if corpus is None:
         config.data.refuse("source", f"its token store does not exist here; {advice}")
     if corpus.tokenizer.files() != tokenizer.files():
-        config.data.refuse("source", f"its token store has another tokenizer than the run; {advice}")
+        config.data.refuse(
+            "source", f"its token store has another tokenizer than the run; {advice}"
+        )
     found, length = {}, config.model.context_length
     for store in corpus.stores:
         split = store.validation
         ends = np.append(split.starts[1:], split.tokens)
         if max(ends - split.starts) <= length:
-            raise UserError(f"{split.shown}: no validation document has {length + 1:,} tokens, a window; {advice}")
+            raise UserError(
+                f"{split.shown}: no validation document has {length + 1:,} tokens, a window; "
+                f"{advice}"
+            )
         name = "validation" if len(corpus.stores) == 1 else store.folder.name
         found[name] = cut(split.stream, split.starts, ends, length, count)
     return found
 
 
 def cut(stream, starts, ends, length: int, count: int) -> np.ndarray:
-    """Returns at most `count` of the windows that begin `length` tokens apart in each document, evenly spaced."""
-    firsts = np.concatenate([np.arange(start, end - length, length) for start, end in zip(starts, ends)])
+    """Returns at most `count` of the windows that begin `length` tokens apart in each document,
+    evenly spaced.
+    """
+    firsts = np.concatenate(
+        [np.arange(start, end - length, length) for start, end in zip(starts, ends)]
+    )
     chosen = firsts[np.linspace(0, len(firsts) - 1, min(count, len(firsts))).round().astype(int)]
-    return np.stack([stream[first:first + length + 1] for first in chosen]).astype(np.int32)
+    return np.stack([stream[first : first + length + 1] for first in chosen]).astype(np.int32)

@@ -1,0 +1,79 @@
+"""Learning rates at the size 0.2M: does the order of the models depend on a rate that was chosen at
+the smallest size?
+
+    python -m smallgpt_jax.compare --config=configs/compare/rates.py --output=runs/rates
+
+configs/compare/scaling.py and configs/compare/mixers.py choose each model's rate from a grid at 45k
+parameters, with one seed, and let it fall with the cube root of the size. Here each model is
+trained at half of the rate that was chosen for it, at that rate, and at twice that rate: at 0.2M
+with two seeds, for 20 tokens per parameter of gpt. Four models are also trained at half and twice
+their rate at 0.47M, with one seed. Names are "MODEL MULTIPLEx@SIZE", where the multiple is that of
+the chosen rate; attention is llama, as in configs/compare/mixers.py.
+
+The presets, after a colon, are `tiny` (seconds per run, for tests), `0.2M` (78 runs, 5.5e14 FLOPs)
+and `0.47M` (8 runs, 2.1e14 FLOPs).
+"""
+
+from configs.compare import base, mixers, scaling
+from smallgpt_jax.errors import UserError
+
+# Model → the multiple of the size's rate that its grid chose at 45k, in docs/results/scaling.json
+# and in mixers.json.
+SCALING = {
+    "pgpt": 2.0,
+    "gpt": 1.0,
+    "llama": 1.0,
+    "moe": 2.0,
+    "lgpt": 1.0,
+    "cgpt": 0.5,
+    "gpt-learned": 1.0,
+}
+MIXERS = {"hybrid": 1.0, "conv": 2.0, "delta": 2.0, "canon": 1.0, "mamba": 4.0, "x0": 1.0}
+MULTIPLES = (0.5, 1.0, 2.0)
+AT_LARGER_SIZE = ("pgpt", "gpt", "llama", "moe")
+# Preset → size, tokens per parameter of gpt, seeds.
+PRESETS = {"tiny": ("20k", 1, 1), "0.2M": ("0.2M", 20, 2), "0.47M": ("0.47M", 20, 1)}
+
+
+def get_config(preset: str = "0.2M"):
+    if preset not in PRESETS:
+        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
+    size, tokens_per_parameter, seeds = PRESETS[preset]
+    common = scaling.common_config(preset)
+    common.model.num_heads = 2
+    steps = scaling.num_steps(size, tokens_per_parameter, common)
+    if preset == "0.47M":
+        models, multiples = {name: SCALING[name] for name in AT_LARGER_SIZE}, (0.5, 2.0)
+    else:
+        models, multiples = {**SCALING, **MIXERS}, MULTIPLES
+    runs = {}
+    for model, chosen in models.items():
+        fields = (
+            mixer_fields(model, size, steps)
+            if model in MIXERS
+            else scaling.run_fields(model, size, steps)
+        )
+        for multiple in multiples:
+            rate = scaling.learning_rate(size) * chosen * multiple
+            runs[f"{model} {multiple:g}x@{size}"] = {
+                **fields,
+                "optimizer": {**fields["optimizer"], "learning_rate": rate},
+            }
+    return base.comparison(
+        common, runs, budget="own", reference=next(iter(runs)), seeds=seeds, decoding=False
+    )
+
+
+def mixer_fields(model: str, size: str, steps: int) -> dict[str, dict]:
+    """Returns the fields of a model of configs/compare/mixers.py."""
+    width, _ = scaling.WIDTHS[size]
+    llama = base.differences(base.recipe("llama", "quickstart"), base.recipe("gpt", "quickstart"))[
+        "model"
+    ]
+    own = {**mixers.mixers(width), **mixers.OPTIONS}[model]
+    fields = scaling.size_fields(size, steps)
+    return {
+        **fields,
+        "model": {**llama, "num_kv_heads": 0, "d_model": width, **own.get("model", {})},
+        "train": {**fields["train"], **own.get("train", {})},
+    }

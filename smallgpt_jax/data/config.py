@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from smallgpt_jax.config.group import ConfigGroup, free, in_store, of_probe
+from smallgpt_jax.config.group import ConfigGroup, free, in_store, not_compiled, of_probe
 from smallgpt_jax.data.probes import PROBES, Probe
 from smallgpt_jax.errors import suggestion
 
@@ -69,11 +69,16 @@ class DataConfig(ConfigGroup):
     probe_symbols: int = of_probe(0)
     # of synthetic:inverse: scratch tokens per item of the permutation
     probe_scratch: int = of_probe(0)
+    # seed of the order of the batches; -1: train.seed, which otherwise seeds only the initial weights
+    # and random choices within steps. Runs of one data.seed read the same batches
+    seed: int = not_compiled(-1)
     # threads that prefetch batches; 0: none
     workers: int = free(2)
 
     def validate(self) -> None:
         self.validate_range("workers")
+        if not -1 <= self.seed < 2**32:
+            self.refuse("seed", "must be -1, or at least 0 and below 2^32")
         self.validate_range("max_document_bytes", least=1)
         self.validate_choice("packing", ("concat", "best_fit"))
         self.validate_choice("format", FORMATS)

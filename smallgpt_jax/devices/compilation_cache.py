@@ -12,17 +12,11 @@ from pathlib import Path
 
 import jax
 
-from smallgpt_jax.devices.platform import processor
+from smallgpt_jax.devices.platform import processor, processor_identity
 from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.paths import as_path
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-PROCESSOR_FIELDS = (
-    "model name",
-    "flags",
-    "CPU part",
-    "Features",
-)  # of /proc/cpuinfo, on x86 and ARM
 
 
 def configure() -> None:
@@ -49,8 +43,7 @@ def processor_kind() -> str:
     """Returns a name that is the same on machines with the same kind of processor, such as
     x86_64-1f3b09c2.
     """
-    fields = processor() or {"name": platform.processor()}
-    described = repr(
-        [(name, fields[name]) for name in sorted(fields) if name in ("name", *PROCESSOR_FIELDS)]
-    )
+    fields = processor()
+    flags = fields.get("flags", fields.get("Features", ""))
+    described = repr((sorted(processor_identity().items()), flags))
     return f"{platform.machine()}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"

@@ -4,6 +4,7 @@ machine.
 
 import contextlib
 import functools
+import platform as platform_module
 from pathlib import Path
 
 import jax
@@ -42,6 +43,38 @@ def has_bfloat16_instructions() -> bool:
 
 def processor_flags() -> list[str]:
     return processor().get("flags", "").split()
+
+
+# Fields of /proc/cpuinfo, on x86 and ARM. Hypervisors give several kinds of processors one name, so
+# the name does not say which speed and which bits a program has.
+IDENTITY_FIELDS = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "model name",
+    "stepping",
+    "CPU implementer",
+    "CPU part",
+    "CPU variant",
+    "CPU revision",
+)
+INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "asimd", "sve")
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def processor_identity() -> dict[str, str]:
+    """Returns what distinguishes the kinds of processors: family, model, stepping, instruction sets
+    and cache sizes, such as {"cpu family": "6", …, "caches": "48K 64K 2048K 491520K"}.
+    """
+    fields = processor() or {"model name": platform_module.processor()}
+    identity = {name: fields[name] for name in IDENTITY_FIELDS if name in fields}
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    vector_flags = [flag for flag in flags if flag.startswith(INSTRUCTION_SETS)]
+    identity["instruction sets"] = " ".join(vector_flags)
+    with contextlib.suppress(OSError):
+        sizes = [(index / "size").read_text().strip() for index in sorted(CACHES.glob("index*"))]
+        identity["caches"] = " ".join(sizes)
+    return identity
 
 
 def processor() -> dict[str, str]:

@@ -284,6 +284,11 @@ class Config:
         typed["optimizer"] = typed["optimizer"].started(typed["train"].steps)
         return cls(model=models.make_config(**groups["model"]), **typed)
 
+    @property
+    def data_seed(self) -> int:
+        """The seed of the order of the batches."""
+        return self.train.seed if self.data.seed == -1 else self.data.seed
+
     def replace(self, **groups: Mapping) -> Self:
         return dataclasses.replace(
             self, **{name: getattr(self, name).replace(**fields) for name, fields in groups.items()}

@@ -9,6 +9,7 @@ import jax
 from smallgpt_jax import inference, models
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.devices import chips, distributed, sharding
+from smallgpt_jax.devices.platform import processor_identity
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import BARS, parameter_count, sparkline
 from smallgpt_jax.models import memory
@@ -85,11 +86,17 @@ def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_
         "first_step": first_step,
         "device": chips.device_name(program.mesh.devices.flat[0]),
         "devices": program.mesh.size,
+        **processor_facts(),
         "stack": program.stack,
         "argument_bytes": memory_stats.argument_size_in_bytes,
         "temp_bytes": memory_stats.temp_size_in_bytes,
         "padding": pipeline.train.padding,
     }
+
+
+def processor_facts() -> dict[str, dict]:
+    """Returns {"processor": its identity} on CPUs, whose bits and speed depend on it, else {}."""
+    return {"processor": processor_identity()} if jax.default_backend() == "cpu" else {}
 
 
 def peak_tokens_per_second(program: Program) -> float | None:

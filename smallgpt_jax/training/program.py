@@ -145,7 +145,7 @@ class Program:
             vocab_size=c.model.vocab_size,
             batch_size=c.train.batch_size,
             eval_steps=c.train.eval_steps,
-            seed=c.train.seed,
+            seed=c.data_seed,
             corpus=corpus,
         )
         if self.teacher:

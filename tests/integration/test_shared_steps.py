@@ -21,6 +21,7 @@ from smallgpt_jax.training.optimizer import OPTIMIZERS, make_optimizer
 from smallgpt_jax.training.program import RECENT_STEPS, shared_program
 
 NOT_COMPILED = {
+    "data": {"seed"},
     "optimizer": {
         "schedule",
         "learning_rate",
@@ -186,3 +187,22 @@ def expected_losses(model, params, optimizer, tokens) -> list[float]:
         value, params, state = step(params, state)
         found.append(float(value))
     return found
+
+
+def test_the_order_of_batches_and_the_initial_weights_have_seeds_of_their_own(text_file):
+    def weights_and_rows(**seeds):
+        program = shared_program(
+            config_of(data__source=str(text_file), model__vocab_size=300, **seeds),
+            jax.devices()[:1],
+        )
+        weights = jax.tree.leaves(program.initial_state().params)
+        return np.concatenate(
+            [np.ravel(x) for x in weights]
+        ), program.open_pipeline().row_numbers_at(1)
+
+    weights, rows = weights_and_rows(train__seed=1)
+    same_weights, other_rows = weights_and_rows(train__seed=1, data__seed=2)
+    other_weights, same_rows = weights_and_rows(train__seed=2, data__seed=1)
+    assert (weights == same_weights).all() and rows != other_rows
+    assert rows == same_rows and (weights != other_weights).any()
+    assert weights_and_rows(train__seed=2)[1] == other_rows

@@ -9,7 +9,10 @@ from smallgpt_jax import errors
 from smallgpt_jax.devices import compilation_cache
 from smallgpt_jax.errors import UserError
 
-CPUINFO = "processor\t: 0\nmodel name\t: {model}\ncpu MHz\t\t: {mhz}\nflags\t\t: sse2 {flag}\n\nprocessor\t: 1\n"
+CPUINFO = (
+    "processor\t: 0\nmodel\t: {number}\nmodel name\t: {model}\ncpu MHz\t\t: {mhz}\n"
+    "flags\t\t: sse2 {flag}\n\nprocessor\t: 1\n"
+)
 
 
 @pytest.fixture
@@ -23,7 +26,7 @@ def processor(monkeypatch):
 
     def set_processor(**values):
         content["/proc/cpuinfo"] = CPUINFO.format(
-            **{"model": "A", "mhz": 2000, "flag": "avx2", **values}
+            **{"number": 17, "model": "A", "mhz": 2000, "flag": "avx2", **values}
         )
         return compilation_cache.processor_kind()
 
@@ -32,7 +35,8 @@ def processor(monkeypatch):
 
 def test_processors_with_other_instructions_have_other_folders(processor):
     assert processor() == processor(mhz=2400)
-    assert len({processor(), processor(flag="avx512f"), processor(model="B")}) == 3
+    kinds = {processor(), processor(flag="avx512f"), processor(model="B"), processor(number=1)}
+    assert len(kinds) == 4
 
 
 def test_the_shared_folder_is_that_of_the_environment(

@@ -19,9 +19,9 @@ from configs import hybrid, llama, mamba
 from smallgpt_jax import cli
 from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.estimation import estimate, topologies
-from smallgpt_jax.estimation.compilation import Compiler
-from smallgpt_jax.estimation.hlo import HloModule
+from smallgpt_jax.planning import estimate, topologies
+from smallgpt_jax.planning.compilation import Compiler
+from smallgpt_jax.planning.hlo import HloModule
 from smallgpt_jax.training.program import build_program
 
 MIXERS = {

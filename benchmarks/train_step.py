@@ -53,10 +53,10 @@ from ml_collections import ConfigDict
 from smallgpt_jax import cli, models
 from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError, install_command
-from smallgpt_jax.estimation.gpus import find_gpu
-from smallgpt_jax.estimation.hlo import HloModule
-from smallgpt_jax.estimation.roofline import Roofline
 from smallgpt_jax.models.flops import train_flops_per_token
+from smallgpt_jax.planning.gpus import find_gpu
+from smallgpt_jax.planning.hlo import HloModule
+from smallgpt_jax.planning.roofline import Roofline
 
 CPU_SIZES = {  # --sizes → (blocks, heads, width of the model); the head width is 64
     "256": (8, 4, 256),

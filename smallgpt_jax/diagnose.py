@@ -16,8 +16,8 @@ import numpy as np
 from absl import flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.evaluation.inside import diagnosis
-from smallgpt_jax.evaluation.inside.windows import WINDOWS
+from smallgpt_jax.diagnosis import diagnosis
+from smallgpt_jax.diagnosis.windows import WINDOWS
 from smallgpt_jax.formatting import aligned_rows
 from smallgpt_jax.run.names import DIAGNOSIS_FOLDER
 from smallgpt_jax.storage.paths import as_path

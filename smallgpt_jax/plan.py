@@ -23,10 +23,10 @@ from absl import flags
 from smallgpt_jax import cli, models, output
 from smallgpt_jax.devices import chips, sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.estimation import compilation, inference, topologies
-from smallgpt_jax.estimation.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.formatting import parameter_count
 from smallgpt_jax.models import memory
+from smallgpt_jax.planning import compilation, inference, topologies
+from smallgpt_jax.planning.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training import messages, preemption
 from smallgpt_jax.training.program import Program, build_program

@@ -24,12 +24,12 @@ from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.errors import UserError, suggestion
+from smallgpt_jax.optim.learning_rate import decay_start
 from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
 from smallgpt_jax.storage.locks import file_lock
-from smallgpt_jax.training.learning_rate import decay_start
 from smallgpt_jax.training.program import build_program, shared_program
 
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds

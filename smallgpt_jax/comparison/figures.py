@@ -17,8 +17,8 @@ from smallgpt_jax.comparison.equal_budgets import Estimate
 from smallgpt_jax.comparison.learning_rates import Grid
 from smallgpt_jax.comparison.names import size_of
 from smallgpt_jax.comparison.results import Run
+from smallgpt_jax.diagnosis import summary
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation.inside import summary
 from smallgpt_jax.run.plotting import COLORS, style_axes
 
 STYLES = ("-", (0, (4, 3)))  # every second line is dashed, so that overlapping lines stay visible

@@ -6,7 +6,7 @@ from smallgpt_jax.comparison import aggregation, figures
 from smallgpt_jax.comparison.blocks import MISSING, Heading, Paragraph, Plot, Table, with_range
 from smallgpt_jax.comparison.measurement_report import differences_blocks
 from smallgpt_jax.comparison.results import Run
-from smallgpt_jax.evaluation.inside import summary
+from smallgpt_jax.diagnosis import summary
 
 STREAM_LABELS = ("similarity", "neighbours", "effective rank")  # of summary.STREAM
 

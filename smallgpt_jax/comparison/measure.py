@@ -18,9 +18,9 @@ from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.corpus import Corpus, load_or_prepare
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.diagnosis.summary import read_summary
+from smallgpt_jax.diagnosis.windows import WINDOWS
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation.inside.summary import read_summary
-from smallgpt_jax.evaluation.inside.windows import WINDOWS
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import EVALUATION_FOLDER
@@ -189,7 +189,7 @@ def measure_texts(folder: Path, texts: dict[str, str], contexts: Sequence[int], 
 
 def observe(folder: Path, log=print) -> None:
     """Writes diagnosis/diagnose.json and its plots, unless they exist for the last step."""
-    from smallgpt_jax.evaluation.inside import (
+    from smallgpt_jax.diagnosis import (
         diagnosis,
     )  # here, because it imports matplotlib, which takes time
 

@@ -20,8 +20,8 @@ from smallgpt_jax.comparison.names import RESULTS_FORMAT, grouped, model_of, siz
 from smallgpt_jax.comparison.results import Point, Run
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import DESCRIPTION
+from smallgpt_jax.diagnosis.summary import SUMMARY
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation.inside.summary import SUMMARY
 from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.sessions import SESSION
 from smallgpt_jax.run.training_text import text_changes

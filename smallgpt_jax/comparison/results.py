@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from smallgpt_jax import models
+from smallgpt_jax.diagnosis.summary import read_summary
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation.inside.summary import read_summary
 from smallgpt_jax.inference import layout
 from smallgpt_jax.models import memory
 from smallgpt_jax.models.flops import Cost, train_cost, update_flops
-from smallgpt_jax.run.config import OptimizerConfig, flatten
+from smallgpt_jax.optim.config import OptimizerConfig
+from smallgpt_jax.optim.optimizer import OPTIMIZERS
+from smallgpt_jax.run.config import flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.metrics import answers_in, read_lines
 from smallgpt_jax.run.names import (
@@ -45,7 +47,6 @@ from smallgpt_jax.storage.json_files import (
 )
 from smallgpt_jax.storage.object_storage import is_remote
 from smallgpt_jax.storage.paths import resolve
-from smallgpt_jax.training.optimizer import OPTIMIZERS
 
 OWN_TEXT = "own"  # in the results, the name of a run's training text
 TEXTS_FILE, INFERENCE_FILE = "texts.json", "inference.json"  # in a workdir's evaluations/

@@ -4,7 +4,7 @@ its grid.
 Runs named MODEL@SIZE train one model at several sizes. They share a grid, which is trained at the
 first size.
 
-With horizons, the run of horizon 1 is the trunk of the shorter ones (training/trunk.py).
+With horizons, the run of horizon 1 is the trunk of the shorter ones (training/branch.py).
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from smallgpt_jax.comparison.names import model_of, size_of
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.formatting import safe_name
+from smallgpt_jax.optim.learning_rate import decay_start
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.names import STORE_FILE
-from smallgpt_jax.training.learning_rate import decay_start
 
 RUNS_FOLDER = "runs"  # in a comparison's folder
 

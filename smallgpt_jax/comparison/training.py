@@ -13,6 +13,7 @@ from smallgpt_jax.comparison.runs import Comparison, PlannedRun
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
 from smallgpt_jax.models import ModelConfig
+from smallgpt_jax.optim.learning_rate import decay_start
 from smallgpt_jax.run.checkpoint import saved_steps
 from smallgpt_jax.run.completion import is_finished
 from smallgpt_jax.run.config import Config
@@ -22,7 +23,6 @@ from smallgpt_jax.run.training_text import check_same_text
 from smallgpt_jax.run.workdir import check_workdir
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training import train
-from smallgpt_jax.training.learning_rate import decay_start
 from smallgpt_jax.training.program import RECENT_STEPS
 from smallgpt_jax.training.stack import can_be_stacked, train_stack
 

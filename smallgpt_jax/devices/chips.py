@@ -16,7 +16,7 @@ class Chip:
     hertz: float | None = None  # clock rate of TPUs, in Hz
     cores: int = 1  # per JAX device
     bandwidth: float | None = (
-        None  # bytes/s of the memory of TPUs; those of GPUs are in estimation/gpus.py
+        None  # bytes/s of the memory of TPUs; those of GPUs are in planning/gpus.py
     )
 
 

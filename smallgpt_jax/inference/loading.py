@@ -18,8 +18,8 @@ from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.single_blocks import without_blocks
 from smallgpt_jax.inference.text_model import TextModel
-from smallgpt_jax.models import lora
 from smallgpt_jax.models.pgpt import path_weights, with_paths
+from smallgpt_jax.optim import lora
 from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from smallgpt_jax.models import lora
+from smallgpt_jax.optim import lora
 
 
 class TrainState(NamedTuple):

@@ -1,1 +1,1 @@
-"""Training: optimizer, learning rate, train step, loop."""
+"""Training: the compiled program, the loop, the run around it."""

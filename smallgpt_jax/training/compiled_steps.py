@@ -18,15 +18,15 @@ from smallgpt_jax import models
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.objectives.future_tokens import future_terms
+from smallgpt_jax.objectives.objective import Objective, make_objective
+from smallgpt_jax.objectives.teacher import Teacher, open_teacher
+from smallgpt_jax.optim import trainable
+from smallgpt_jax.optim.optimizer import make_optimizer
+from smallgpt_jax.optim.transfer import base_config, multipliers
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
-from smallgpt_jax.training import trainable
-from smallgpt_jax.training.future_tokens import future_terms
-from smallgpt_jax.training.objectives import Objective, make_objective
-from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.step import Hyperparameters, eval_step, init_state, train_step
-from smallgpt_jax.training.teacher import Teacher, open_teacher
-from smallgpt_jax.training.transfer import base_config, multipliers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

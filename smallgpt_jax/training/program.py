@@ -19,16 +19,16 @@ from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.objectives.future_tokens import FUTURE_HEADS
+from smallgpt_jax.objectives.objective import OBJECTIVES
+from smallgpt_jax.optim.learning_rate import SCHEDULES, learning_rate_schedule
+from smallgpt_jax.optim.optimizer import OPTIMIZERS
+from smallgpt_jax.optim.transfer import scale_initial
 from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.trackers import TRACKERS
 from smallgpt_jax.training.compiled_steps import CompiledSteps, build_steps
-from smallgpt_jax.training.future_tokens import FUTURE_HEADS
-from smallgpt_jax.training.learning_rate import SCHEDULES, learning_rate_schedule
-from smallgpt_jax.training.objectives import OBJECTIVES
-from smallgpt_jax.training.optimizer import OPTIMIZERS
 from smallgpt_jax.training.step import Hyperparameters, updates_applied
-from smallgpt_jax.training.transfer import scale_initial
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,10 @@ from smallgpt_jax.devices.platform import exchange_dtype
 from smallgpt_jax.models import LanguageModel, abstract_params, init_variables
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.router import load_metrics, move_biases
+from smallgpt_jax.objectives.objective import Examples, Objective, forward
 from smallgpt_jax.ops.cross_entropy import most_probable
+from smallgpt_jax.optim.transfer import scale_initial
 from smallgpt_jax.run.state import TrainState
-from smallgpt_jax.training.objectives import Examples, Objective, forward
-from smallgpt_jax.training.transfer import scale_initial
 
 # Variable collections that modules sow values into during training.
 SOWN = ("losses", "metrics", "layer_metrics", "loads")

@@ -21,11 +21,11 @@ from smallgpt_jax.run.spool import open_spool
 from smallgpt_jax.run.workdir import check_workdir, config_in_workdir, open_workdir
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training import preemption
+from smallgpt_jax.training.branch import Branch, open_branch
 from smallgpt_jax.training.kernel_check import check_attention_kernels, check_recurrence_kernels
 from smallgpt_jax.training.preemption import StopRequest
 from smallgpt_jax.training.program import Program, memory_errors_explained, shared_program
 from smallgpt_jax.training.session import Session
-from smallgpt_jax.training.trunk import Trunk, open_trunk
 
 
 @best_effort("stdout")
@@ -46,11 +46,11 @@ def open_training(config: ConfigDict | Config, folder: Path) -> "Training":
     """Checks the config, the workdir and the devices. Writes nothing."""
     config = config_in_workdir(config, folder)
 
-    def check() -> Trunk | None:
+    def check() -> Branch | None:
         check_workdir(folder, config)
-        return open_trunk(folder, config)
+        return open_branch(folder, config)
 
-    trunk = distributed.run_on_primary(check)
+    branch = distributed.run_on_primary(check)
     distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
     program = shared_program(config)
     train_config = program.config.train
@@ -58,23 +58,23 @@ def open_training(config: ConfigDict | Config, folder: Path) -> "Training":
     trackers.require_installed(train_config.tracker)
     check_attention_kernels(program)
     check_recurrence_kernels(program)
-    return Training(folder, program, trunk)
+    return Training(folder, program, branch)
 
 
 class Training(NamedTuple):
     folder: Path
     program: Program
-    trunk: Trunk | None
+    branch: Branch | None
 
     def run(
         self, corpus: Corpus | None, stop: StopRequest, clock: RunClock, label: str = ""
     ) -> None:
         """Each line of the progress begins with `label`."""
-        folder, program, trunk, config = *self, self.program.config
+        folder, program, branch, config = *self, self.program.config
         pipeline, progress = program.open_pipeline(corpus), RunProgress(config.train.steps, label)
-        distributed.run_on_primary(lambda: trunk and trunk.check_text(pipeline.corpus))
+        distributed.run_on_primary(lambda: branch and branch.check_text(pipeline.corpus))
         with open_workdir(folder, config, pipeline.corpus):
-            distributed.run_on_primary(lambda: trunk and trunk.copy_to(folder))
+            distributed.run_on_primary(lambda: branch and branch.copy_to(folder))
             try:
                 with (
                     memory_errors_explained(config.train, program.stack),

@@ -21,7 +21,7 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.workdir import initialize_workdir, lock_workdir
 from smallgpt_jax.training import train
-from smallgpt_jax.training.trunk import open_trunk
+from smallgpt_jax.training.branch import open_branch
 
 HORIZONS = (0.25, 0.5, 0.75, 1.0)
 COMPARE = (
@@ -47,7 +47,7 @@ class FakeTrain:
 
     def __call__(self, config: Config, folder: str, corpus) -> None:
         folder, steps = Path(folder), config.train.steps
-        trunk = open_trunk(folder, config)
+        trunk = open_branch(folder, config)
         with lock_workdir(folder):
             if is_finished(folder, config, corpus):
                 return

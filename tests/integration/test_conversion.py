@@ -29,11 +29,11 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.pgpt import with_paths
+from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.training import train
-from smallgpt_jax.training.objectives import Objective
 from smallgpt_jax.training.program import shared_program
 from smallgpt_jax.training.step import eval_step
 

@@ -20,7 +20,7 @@ from smallgpt_jax.models import memory
 from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.gated_delta import GatedDeltaNet
-from smallgpt_jax.training.muon import uses_muon
+from smallgpt_jax.optim.muon import uses_muon
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 

@@ -15,7 +15,7 @@ from smallgpt_jax.models import memory
 from smallgpt_jax.models.context import EVALUATION
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.gated_convolution import GatedConvolution
-from smallgpt_jax.training.muon import uses_muon
+from smallgpt_jax.optim.muon import uses_muon
 
 SIZES = dict(
     d_model=16, num_heads=2, context_length=24, num_layers=4, vocab_size=64, mixers=("conv",)

@@ -10,9 +10,9 @@ from float64_model import plain_attention, plain_layers, plain_logits, plain_mlp
 from scipy.special import logsumexp
 
 from smallgpt_jax.comparison import measure
+from smallgpt_jax.diagnosis import diagnosis, observation
+from smallgpt_jax.diagnosis.losses import token_losses
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation.inside import diagnosis, observation
-from smallgpt_jax.evaluation.inside.losses import token_losses
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling

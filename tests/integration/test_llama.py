@@ -9,12 +9,12 @@ import pytest
 from conftest import forward, init, load_config
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.estimation.estimate import estimate
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.flops import train_flops_per_token
+from smallgpt_jax.planning.estimate import estimate
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 

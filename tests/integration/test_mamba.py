@@ -15,7 +15,7 @@ from smallgpt_jax.models import memory
 from smallgpt_jax.models.context import EVALUATION
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.mamba import Mamba2
-from smallgpt_jax.training.muon import uses_muon
+from smallgpt_jax.optim.muon import uses_muon
 
 SIZES = dict(
     d_model=16,

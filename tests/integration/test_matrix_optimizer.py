@@ -17,8 +17,8 @@ from run_helpers import start_from
 
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.optim.optimizer import OPTIMIZERS
 from smallgpt_jax.run.checkpoint import Checkpoints
-from smallgpt_jax.training.optimizer import OPTIMIZERS
 from smallgpt_jax.training.program import build_program
 
 SMALL = dict(

@@ -10,7 +10,7 @@ from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed
 
 from smallgpt_jax import plan
 from smallgpt_jax.comparison import results
-from smallgpt_jax.estimation.estimate import estimate
+from smallgpt_jax.planning.estimate import estimate
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 

@@ -13,10 +13,10 @@ from conftest import build, init
 
 from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.run.config import OptimizerConfig
+from smallgpt_jax.objectives.objective import Objective
+from smallgpt_jax.optim.config import OptimizerConfig
+from smallgpt_jax.optim.optimizer import make_optimizer
 from smallgpt_jax.run.state import TrainState
-from smallgpt_jax.training.objectives import Objective
-from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.step import Hyperparameters, train_step, updates_applied
 
 BROKEN = 63  # the token whose embedding the tests overwrite

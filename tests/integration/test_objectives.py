@@ -35,13 +35,12 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import normal
+from smallgpt_jax.objectives.examples import Examples, continuations, with_prefixes
+from smallgpt_jax.objectives.objective import OBJECTIVES, Objective, Term, make_objective
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run import workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.config import Config, TrainConfig
-from smallgpt_jax.training import objectives
-from smallgpt_jax.training.examples import Examples, continuations, with_prefixes
-from smallgpt_jax.training.objectives import Objective, Term, make_objective
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.step import eval_step, microbatch_loss
 from smallgpt_jax.training.train import train
@@ -81,7 +80,7 @@ class TwoAhead(Term):
 def own_objectives(monkeypatch):
     """Registers "two_ahead", as a contributor would in the table."""
     monkeypatch.setitem(
-        objectives.OBJECTIVES,
+        OBJECTIVES,
         "two_ahead",
         lambda train, model: Objective(
             train.loss_chunks,

@@ -22,10 +22,10 @@ from smallgpt_jax.data.packing import PACKINGS, Batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.config import POSITIONS
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.training import messages
-from smallgpt_jax.training.objectives import Objective
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.step import Hyperparameters, eval_step, train_step
 

@@ -16,8 +16,8 @@ from run_helpers import SMALL
 from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.optim.optimizer import OPTIMIZERS, make_optimizer
 from smallgpt_jax.run.config import GROUPS, Config
-from smallgpt_jax.training.optimizer import OPTIMIZERS, make_optimizer
 from smallgpt_jax.training.program import RECENT_STEPS, shared_program
 
 NOT_COMPILED = {

@@ -18,10 +18,10 @@ from run_helpers import start_from
 from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
-from smallgpt_jax.estimation import hlo
 from smallgpt_jax.models import parameters
+from smallgpt_jax.objectives.objective import Objective
+from smallgpt_jax.planning import hlo
 from smallgpt_jax.run.checkpoint import Checkpoints
-from smallgpt_jax.training.objectives import Objective
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.step import eval_step
 

@@ -14,12 +14,13 @@ from smallgpt_jax import inference
 from smallgpt_jax.conversion import hugging_face, peft_adapter
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import Parameter, abstract_params, lora
-from smallgpt_jax.run.config import OptimizerConfig
+from smallgpt_jax.models import Parameter, abstract_params
+from smallgpt_jax.optim import lora
+from smallgpt_jax.optim.config import OptimizerConfig
+from smallgpt_jax.optim.trainable import make_masks
 from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
-from smallgpt_jax.training.trainable import make_masks
 
 MODEL = {
     **{

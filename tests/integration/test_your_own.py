@@ -19,10 +19,10 @@ from smallgpt_jax import inference, models
 from smallgpt_jax.comparison import budget, results
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.estimation.estimate import estimate
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.plan import format_plan
+from smallgpt_jax.planning.estimate import estimate
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 

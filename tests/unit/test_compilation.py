@@ -15,9 +15,9 @@ import jax
 import pytest
 from conftest import call
 
-from smallgpt_jax.estimation import compilation, topologies
-from smallgpt_jax.estimation.compilation import CompiledProgram, Compiler
 from smallgpt_jax.output import elapsed_time_shown
+from smallgpt_jax.planning import compilation, topologies
+from smallgpt_jax.planning.compilation import CompiledProgram, Compiler
 
 HLO = """HloModule m
 

@@ -11,8 +11,8 @@ from configs import base
 from smallgpt_jax import __main__ as package
 from smallgpt_jax import cli, models
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.optim.optimizer import make_optimizer
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.training.optimizer import make_optimizer
 from smallgpt_jax.training.program import validate
 
 RECIPES = [

@@ -15,7 +15,7 @@ from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.examples import with_begin
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.training.objectives import Examples, Objective, Outputs
+from smallgpt_jax.objectives.objective import Examples, Objective, Outputs
 
 END = 256  # of the byte tokenizer; also the beginning
 TEMPLATE = """\

@@ -14,10 +14,10 @@ from scipy.special import log_softmax, softmax
 
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.objectives.examples import Examples, with_prefixes
+from smallgpt_jax.objectives.future_tokens import future_terms, weights_ahead
+from smallgpt_jax.objectives.objective import Objective, Outputs
 from smallgpt_jax.run.config import TrainConfig
-from smallgpt_jax.training.examples import Examples, with_prefixes
-from smallgpt_jax.training.future_tokens import future_terms, weights_ahead
-from smallgpt_jax.training.objectives import Objective, Outputs
 from smallgpt_jax.training.step import microbatch_loss
 
 ROWS, TIME, VOCABULARY = 2, 13, 19

@@ -10,7 +10,7 @@ from conftest import ROOT, call, load_config
 
 from smallgpt_jax import models
 from smallgpt_jax.devices import chips
-from smallgpt_jax.estimation import inference, topologies
+from smallgpt_jax.planning import inference, topologies
 
 V, T, D, L, H = 4096, 256, 128, 2, 4
 SIZES = dict(

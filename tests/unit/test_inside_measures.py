@@ -9,9 +9,9 @@ import pytest
 from scipy.special import softmax
 
 from smallgpt_jax.data.tokenizers import Bytes
+from smallgpt_jax.diagnosis import experts, losses, measures, windows
+from smallgpt_jax.diagnosis.observation import attention_weights, measure_attention
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation.inside import experts, losses, measures, windows
-from smallgpt_jax.evaluation.inside.observation import attention_weights, measure_attention
 from smallgpt_jax.ops.attention_mask import AttentionMask
 
 RNG = np.random.default_rng(0)

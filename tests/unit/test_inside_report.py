@@ -7,7 +7,7 @@ import pytest
 from test_report import make_run
 
 from smallgpt_jax.comparison import inside_report
-from smallgpt_jax.evaluation.inside.summary import read_summary, summarize
+from smallgpt_jax.diagnosis.summary import read_summary, summarize
 
 
 def diagnosis(paths: int, offset: float = 0.0) -> dict:

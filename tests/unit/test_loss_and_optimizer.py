@@ -24,9 +24,9 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.flops import UnknownFlops, count_operations, train_flops_per_token
 from smallgpt_jax.ops.cross_entropy import cross_entropy
-from smallgpt_jax.run.config import OptimizerConfig
-from smallgpt_jax.training.learning_rate import learning_rate_schedule
-from smallgpt_jax.training.optimizer import make_optimizer
+from smallgpt_jax.optim.config import OptimizerConfig
+from smallgpt_jax.optim.learning_rate import learning_rate_schedule
+from smallgpt_jax.optim.optimizer import make_optimizer
 from smallgpt_jax.training.program import build_program
 
 

@@ -15,9 +15,10 @@ from conftest import ARCHITECTURES, build, init, load_config
 from smallgpt_jax import models
 from smallgpt_jax.comparison.budget import cost_per_step
 from smallgpt_jax.models.flops import update_flops
-from smallgpt_jax.run.config import Config, OptimizerConfig
-from smallgpt_jax.training.muon import uses_muon
-from smallgpt_jax.training.optimizer import make_optimizer
+from smallgpt_jax.optim.config import OptimizerConfig
+from smallgpt_jax.optim.muon import uses_muon
+from smallgpt_jax.optim.optimizer import make_optimizer
+from smallgpt_jax.run.config import Config
 
 RATE, DECAY = 0.01, 0.1
 SMALL = dict(d_model=16, num_heads=4, num_layers=2, vocab_size=32, context_length=16)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.training.examples import answers, continuations, masked_tokens
+from smallgpt_jax.objectives.examples import answers, continuations, masked_tokens
 
 TOKENS = np.random.default_rng(0).integers(0, 90, (256, 41), np.int32)
 SEGMENTS = np.repeat([1, 2, 3, 0], [1, 20, 12, 7])[None].repeat(256, axis=0)  # 0 is padding

@@ -17,8 +17,6 @@ from conftest import call, load_config
 from smallgpt_jax import models
 from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.estimation import compilation, estimate, hlo, kernels, topologies
-from smallgpt_jax.estimation.compilation import Compiler
 from smallgpt_jax.models import memory
 from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.flops import train_flops_per_token
@@ -26,6 +24,8 @@ from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.plan import format_plan
+from smallgpt_jax.planning import compilation, estimate, hlo, kernels, topologies
+from smallgpt_jax.planning.compilation import Compiler
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.program import build_program
 

@@ -20,15 +20,16 @@ from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.config.group import IN_DECAY, ConfigGroup
 from smallgpt_jax.devices import platform
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.config import GROUPS, Config, OptimizerConfig
-from smallgpt_jax.run.config_file import FORMAT, read_config, write_config
-from smallgpt_jax.run.workdir import check_workdir, config_in_workdir
-from smallgpt_jax.training.learning_rate import (
+from smallgpt_jax.optim.config import OptimizerConfig
+from smallgpt_jax.optim.learning_rate import (
     DECAYS,
     SCHEDULES,
     decay_start,
     learning_rate_schedule,
 )
+from smallgpt_jax.run.config import GROUPS, Config
+from smallgpt_jax.run.config_file import FORMAT, read_config, write_config
+from smallgpt_jax.run.workdir import check_workdir, config_in_workdir
 
 
 def test_every_field_of_the_paper_recipe_has_its_default():

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from smallgpt_jax.evaluation.inside import measures
+from smallgpt_jax.diagnosis import measures
 from smallgpt_jax.inference.single_blocks import prefill, replaced_blocks
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.attention import Attention

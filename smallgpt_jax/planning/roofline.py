@@ -16,8 +16,8 @@ import dataclasses
 import math
 import re
 
-from smallgpt_jax.estimation.gpus import Gpu
-from smallgpt_jax.estimation.hlo import COLLECTIVES, Array, HloModule, Instruction
+from smallgpt_jax.planning.gpus import Gpu
+from smallgpt_jax.planning.hlo import COLLECTIVES, Array, HloModule, Instruction
 
 # Instructions without work: names of memory, constants, and the ends of asynchronous instructions.
 FREE = (

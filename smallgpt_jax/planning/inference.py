@@ -26,12 +26,12 @@ import jax.numpy as jnp
 
 from smallgpt_jax import models
 from smallgpt_jax.devices import chips, sharding
-from smallgpt_jax.estimation.compilation import Compiler
-from smallgpt_jax.estimation.gpus import find_gpu
 from smallgpt_jax.inference import decoder, layout, require_next_tokens
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models import flops
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.planning.compilation import Compiler
+from smallgpt_jax.planning.gpus import find_gpu
 
 USABLE = 0.9  # fraction of the device's memory for weights and cache
 LARGEST_BATCH = 2**24  # larger compute-bound batches are None

@@ -14,10 +14,10 @@ import jax
 from smallgpt_jax import models
 from smallgpt_jax.devices import chips, sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.estimation import gpus, hlo, kernels
-from smallgpt_jax.estimation.compilation import Compiler
-from smallgpt_jax.estimation.roofline import Roofline
 from smallgpt_jax.models import flops, memory
+from smallgpt_jax.planning import gpus, hlo, kernels
+from smallgpt_jax.planning.compilation import Compiler
+from smallgpt_jax.planning.roofline import Roofline
 
 if TYPE_CHECKING:
     from smallgpt_jax.training.program import Program

@@ -11,26 +11,26 @@ import jax
 import numpy as np
 
 from smallgpt_jax import models
-from smallgpt_jax.evaluation.inside import experts, figures, losses
-from smallgpt_jax.evaluation.inside.observation import (
+from smallgpt_jax.diagnosis import experts, figures, losses
+from smallgpt_jax.diagnosis.observation import (
     WHOLE,
     Parts,
     chosen_experts,
     observe,
     observe_streams,
 )
-from smallgpt_jax.evaluation.inside.summary import FORMAT, JSON_FILE, VALIDATION
-from smallgpt_jax.evaluation.inside.windows import validation_windows, windows_of_file
+from smallgpt_jax.diagnosis.summary import FORMAT, JSON_FILE, VALIDATION
+from smallgpt_jax.diagnosis.windows import validation_windows, windows_of_file
 from smallgpt_jax.inference.loading import TrainedModel, load_trained, require_next_tokens
 from smallgpt_jax.inference.single_blocks import num_blocks
+from smallgpt_jax.objectives.objective import make_objective
+from smallgpt_jax.optim.transfer import scale_initial
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import DIAGNOSIS_FOLDER
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.paths import as_path, local_path
 from smallgpt_jax.training.compiled_steps import transfer_multipliers
-from smallgpt_jax.training.objectives import make_objective
-from smallgpt_jax.training.transfer import scale_initial
 
 MEASURED = (
     8  # windows on which activations and attention are measured; losses are computed on all windows

@@ -36,8 +36,8 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig, Parameter
 from smallgpt_jax.models.language_model import head_std
 from smallgpt_jax.models.mixers import MIXERS
-from smallgpt_jax.run.config import OptimizerConfig
-from smallgpt_jax.training.muon import uses_muon
+from smallgpt_jax.optim.config import OptimizerConfig
+from smallgpt_jax.optim.muon import uses_muon
 
 # Logical axes of matrices whose initial std is 1/√inputs. Axes of flax's own layers have no names.
 SCALED_BY_INPUTS = {"path_embed", "embed_compressed", None}

@@ -5,9 +5,9 @@ rate.
 import jax
 import optax
 
-from smallgpt_jax.run.config import OptimizerConfig
-from smallgpt_jax.training.muon import muon
-from smallgpt_jax.training.transfer import with_multipliers
+from smallgpt_jax.optim.config import OptimizerConfig
+from smallgpt_jax.optim.muon import muon
+from smallgpt_jax.optim.transfer import with_multipliers
 
 # {name: function (tree of `models.Parameter`, config) → transformation of gradients into updates}.
 # The transformation's state may contain arrays of any shapes; `sharding.optimizer_shardings` shards

@@ -1,4 +1,4 @@
-"""The trunk of a run: a longer run with the same config, from whose checkpoint the run starts.
+"""A branch: a run that starts from a checkpoint of a longer run with the same config, its trunk.
 
 With a warmup-stable-decay schedule, runs that differ only in their length have all steps in common
 up to the start of the shorter one's decay. The checkpoint and the metrics of these steps are
@@ -13,6 +13,7 @@ from smallgpt_jax.config.group import IN_DECAY
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.optim.learning_rate import decay_start
 from smallgpt_jax.run.checkpoint import copy_checkpoint, saved_steps
 from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.config_file import saved_config
@@ -22,12 +23,11 @@ from smallgpt_jax.run.training_text import identity_of, read_identity, text_chan
 from smallgpt_jax.run.workdir import changed_fields
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.paths import as_path
-from smallgpt_jax.training.learning_rate import decay_start
 
 
 @dataclasses.dataclass(frozen=True)
-class Trunk:
-    folder: Path
+class Branch:
+    folder: Path  # of the trunk
     step: int  # of the checkpoint from which the run starts
 
     def check_text(self, corpus: Corpus) -> None:
@@ -62,7 +62,7 @@ class Trunk:
             ) from None
 
 
-def open_trunk(workdir: Path, config: Config) -> Trunk | None:
+def open_branch(workdir: Path, config: Config) -> Branch | None:
     """Returns None if the run has no trunk, or a checkpoint of its own. Raises UserError for an
     unsuitable trunk.
     """
@@ -107,4 +107,4 @@ def open_trunk(workdir: Path, config: Config) -> Trunk | None:
             f"has steps {', '.join(map(str, saved)) or 'none'}); train the trunk with "
             f"config.train.kept_steps={step}"
         )
-    return Trunk(folder, step)
+    return Branch(folder, step)

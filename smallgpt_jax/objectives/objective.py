@@ -14,18 +14,19 @@ import flax.linen as nn
 import jax
 
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.models import LanguageModel, ModelConfig, lora
+from smallgpt_jax.models import LanguageModel, ModelConfig
 from smallgpt_jax.models.custom_code import custom_classes
 from smallgpt_jax.models.parameters import name_axes, with_axes
-from smallgpt_jax.ops.cross_entropy import cross_entropy
-from smallgpt_jax.run.config import TrainConfig
-from smallgpt_jax.training.examples import (
+from smallgpt_jax.objectives.examples import (
     Examples,
     answers,
     continuations,
     masked_tokens,
     next_tokens,
 )
+from smallgpt_jax.ops.cross_entropy import cross_entropy
+from smallgpt_jax.optim import lora
+from smallgpt_jax.run.config import TrainConfig
 
 
 class Outputs(NamedTuple):

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import optax
 
-from smallgpt_jax.run.config import OptimizerConfig
+from smallgpt_jax.optim.config import OptimizerConfig
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:

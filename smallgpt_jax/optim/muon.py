@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 
 from smallgpt_jax.models import Parameter
-from smallgpt_jax.run.config import OptimizerConfig
+from smallgpt_jax.optim.config import OptimizerConfig
 
 NOT_MUON = (
     "vocab",

@@ -17,15 +17,16 @@ import optax
 
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import Parameter, lora
-from smallgpt_jax.run.config import OptimizerConfig
+from smallgpt_jax.models import Parameter
+from smallgpt_jax.optim import lora
+from smallgpt_jax.optim.config import OptimizerConfig
 
 FROZEN = -0.0  # an update; x + 0.0 would change −0.0
 
 
 def init_adapters(params, config: OptimizerConfig, key):
     """Returns the pairs of LoRA for the model's `params`, a tree of `Parameter`; see
-    `models.lora`.
+    `optim.lora`.
     """
     pairs = lora.init(params, config.lora_rank, config.train_only, key)
     if not pairs:

@@ -16,12 +16,12 @@ from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.objectives.objective import Examples, Outputs, Term
 from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
 from smallgpt_jax.run.config import TrainConfig
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
 from smallgpt_jax.storage.paths import local_path
-from smallgpt_jax.training.objectives import Examples, Outputs, Term
 
 FEATURES = (
     "features"  # the collection that blocks sow their outputs into; collected only for a teacher

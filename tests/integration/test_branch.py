@@ -13,8 +13,8 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 from smallgpt_jax.run.sessions import read_sessions
 from smallgpt_jax.run.workdir import initialize_workdir
+from smallgpt_jax.training.branch import Branch, open_branch
 from smallgpt_jax.training.train import train
-from smallgpt_jax.training.trunk import Trunk, open_trunk
 
 # log_every does not divide the steps of the checkpoints, so these contain losses that are not
 # logged yet.
@@ -98,20 +98,20 @@ def test_an_interrupted_copy_is_repeated(text_file, trunk, tmp_path, monkeypatch
             shutil, "copytree", lambda source, target: (target.mkdir(parents=True), 1 / 0)
         )
         with pytest.raises(ZeroDivisionError):
-            open_trunk(folder, config).copy_to(folder)
+            open_branch(folder, config).copy_to(folder)
     assert saved_steps(folder / CHECKPOINT_FOLDER) == []
-    open_trunk(folder, config).copy_to(folder)
+    open_branch(folder, config).copy_to(folder)
     assert [path.name for path in (folder / CHECKPOINT_FOLDER).iterdir()] == ["12"]
     assert list(losses_in(folder)) == [10, 12]
-    assert open_trunk(folder, config) is None  # the run resumes from its own checkpoint
+    assert open_branch(folder, config) is None  # the run resumes from its own checkpoint
     (folder / CHECKPOINT_FOLDER / "12" / "array").write_text("own")
-    Trunk(trunk, 12).copy_to(folder)
+    Branch(trunk, 12).copy_to(folder)
     assert (folder / CHECKPOINT_FOLDER / "12" / "array").read_text() == "own"
 
 
 def test_a_checkpoint_that_vanishes(text_file, trunk, tmp_path):
     (tmp_path / "run").mkdir()
-    opened = open_trunk(tmp_path / "run", short_config(text_file, trunk))
+    opened = open_branch(tmp_path / "run", short_config(text_file, trunk))
     shutil.rmtree(trunk / CHECKPOINT_FOLDER / "12")
     with pytest.raises(
         UserError, match=r"config.train.trunk='.*': step 12 could not be copied \(.*\); rerun"
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_vanishes(text_file, trunk, tmp_path):
 )
 def test_refused_trunks(fields, message, text_file, trunk, tmp_path):
     with pytest.raises(UserError) as refused:
-        open_trunk(tmp_path / "run", short_config(text_file, trunk, **fields))
+        open_branch(tmp_path / "run", short_config(text_file, trunk, **fields))
     assert message in str(refused.value) and "\n" not in str(refused.value), refused.value
 
 
@@ -174,13 +174,13 @@ def test_accepted_differences(text_file, trunk, tmp_path):
         train__steps=15,
         optimizer__decay_fraction=0.2,
     )
-    assert open_trunk(tmp_path / "run", config) == Trunk(trunk, 12)
+    assert open_branch(tmp_path / "run", config) == Branch(trunk, 12)
 
 
 def test_refuses_a_trunk_of_another_text(trunk, tmp_path):
     (tmp_path / "other.txt").write_text("\n\n".join(str(n) * 40 for n in range(1000)))
     config = short_config(tmp_path / "other.txt", trunk)
     with pytest.raises(UserError, match=r"config.train.trunk='.*': was trained on another text \("):
-        Trunk(trunk, 12).check_text(load_or_prepare(config.data))
+        Branch(trunk, 12).check_text(load_or_prepare(config.data))
     with pytest.raises(UserError, match=r"data\.source is"):
-        open_trunk(tmp_path / "run", config)
+        open_branch(tmp_path / "run", config)

@@ -10,7 +10,7 @@ from jax.experimental import topologies
 
 from smallgpt_jax.devices.chips import CHIPS
 from smallgpt_jax.errors import UserError, install_command
-from smallgpt_jax.estimation.gpus import CUDNN, GPUS, target_config
+from smallgpt_jax.planning.gpus import CUDNN, GPUS, target_config
 
 # Generation → slices that Google Cloud offers. The TPU compiler also knows slices of other shapes,
 # such as v4:1x1x1.

@@ -20,10 +20,10 @@ from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.initializers import INIT_STD, normal, residual_std
 from smallgpt_jax.models.language_model import embed
 from smallgpt_jax.models.layers import MLPS, Dense, norm, rms_norm
+from smallgpt_jax.objectives.examples import Examples
+from smallgpt_jax.objectives.objective import Outputs, Term
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import TrainConfig
-from smallgpt_jax.training.examples import Examples
-from smallgpt_jax.training.objectives import Outputs, Term
 
 
 def head_config(config: ModelConfig) -> ModelConfig:

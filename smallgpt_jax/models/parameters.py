@@ -28,6 +28,7 @@ MODULE_STACKS = (
 # Axes that number matrices, such as those of routed experts, or vectors, such as taps of a
 # convolution per channel.
 STACKS = (*MODULE_STACKS, "expert", "tap")
+WHOLE_INPUTS = ("embed", "rank", "lora_rank")  # axes that alone are a matrix's inputs
 FLOAT32 = "router"  # an axis of the weights that are not cast, because routers compute in float32
 TRACED_POSITIONS = 128
 
@@ -64,11 +65,11 @@ class Parameter:
     @property
     def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes of a matrix's inputs and outputs. Outputs are the last axis, or all axes after
-        "embed" or "rank".
+        one in WHOLE_INPUTS.
         """
         axes = self.own_axes
         inputs = next(
-            (n for n, i in enumerate(axes[:-1], start=1) if self.axes[i] in ("embed", "rank")),
+            (n for n, i in enumerate(axes[:-1], start=1) if self.axes[i] in WHOLE_INPUTS),
             len(axes) - 1,
         )
         return axes[:inputs], axes[inputs:]

@@ -36,24 +36,28 @@ def init(params, rank: int, pattern: str, key):
     """Returns the pairs for the parameters whose path matches `pattern`, with axis names; the
     products are 0.
     """
-    pairs = {}
-    for number, p in enumerate(jax.tree.leaves(params)):
-        if is_adapted(p, pattern):
-            stack, (inputs, outputs) = range(p.module_stacks), p.matrix_axes
-            shape_a, axes_a = (
-                [*(values[i] for i in (*stack, *inputs)), last]
-                for values, last in ((p.shape, rank), (p.axes, "rank"))
-            )
-            shape_b, axes_b = (
-                [*(values[i] for i in stack), first, *(values[i] for i in outputs)]
-                for values, first in ((p.shape, rank), (p.axes, "rank"))
-            )
-            std = 1 / math.sqrt(math.prod(p.shape[i] for i in inputs))
-            pairs[p.path] = {
-                "a": normal(std, *axes_a)(jax.random.fold_in(key, number), tuple(shape_a)),
-                "b": zeros(*axes_b)(key, tuple(shape_b)),
-            }
+    pairs = {
+        p.path: init_pair(p, rank, jax.random.fold_in(key, number))
+        for number, p in enumerate(jax.tree.leaves(params))
+        if is_adapted(p, pattern)
+    }
     return flax.traverse_util.unflatten_dict(pairs)
+
+
+def init_pair(p: Parameter, rank: int, key):
+    inputs, outputs = p.matrix_axes
+    stack, stack_axes = p.shape[: p.module_stacks], p.axes[: p.module_stacks]
+    input_shape, output_shape = ([p.shape[i] for i in axes] for axes in (inputs, outputs))
+    input_axes, output_axes = ([p.axes[i] for i in axes] for axes in (inputs, outputs))
+    # not "rank", which the factors of a low-rank model have already
+    initialize_a = normal(
+        1 / math.sqrt(math.prod(input_shape)), *stack_axes, *input_axes, "lora_rank"
+    )
+    initialize_b = zeros(*stack_axes, "lora_rank", *output_axes)
+    return {
+        "a": initialize_a(key, (*stack, *input_shape, rank)),
+        "b": initialize_b(key, (*stack, rank, *output_shape)),
+    }
 
 
 def abstract_pairs(params, rank: int, pattern: str):

@@ -57,7 +57,8 @@ def mask(p: Parameter, pattern: str) -> np.ndarray:
     matches = [
         bool(re.search(pattern, name(p, index))) for index in itertools.product(*map(range, stacks))
     ]
-    return np.array(matches).reshape(*stacks, *(1,) * (len(p.shape) - len(stacks)))
+    shape = (*stacks, *(1,) * (len(p.shape) - len(stacks)))  # () for a number
+    return np.array(matches).reshape(shape)
 
 
 def name(p: Parameter, index: tuple[int, ...]) -> str:
@@ -126,8 +127,10 @@ def only(make: Callable, params, masks, multipliers) -> optax.GradientTransforma
     )
 
     def update(gradients, state, trained=None, **further):
-        chosen = prune(jax.tree.map(lambda g, m: jnp.where(m, g, 0), gradients, masks), masks)
-        updates, state = optimizer.update(chosen, state, prune(trained, masks), **further)
+        # `weights_of` has made the gradients of frozen slices 0
+        updates, state = optimizer.update(
+            prune(gradients, masks), state, prune(trained, masks), **further
+        )
         return fill(updates, masks, trained), state
 
     return optax.GradientTransformationExtraArgs(

@@ -1,17 +1,22 @@
 """Fine-tuning: starting weights, frozen parameters, LoRA, and the model that comes out."""
 
 import json
+import re
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import build, call, forward, init, load_config
+from flax import traverse_util
 from run_helpers import SMALL, assert_equal, state_of
 from safetensors.numpy import load_file
 
 from smallgpt_jax import inference
 from smallgpt_jax.conversion import hugging_face, peft_adapter
+from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import Parameter, abstract_params
@@ -161,10 +166,75 @@ def test_a_loaded_model_has_the_pairs_merged(imported, tuned):
     assert_equal(jax.device_get(unmerged), base)
 
 
+def test_merged_weights_of_any_model_are_products_in_float64():
+    """W + scale·A·B, of the output head, which the pattern names, and of both factors of matrices
+    with a rank_ratio: A is (inputs, rank), B is (rank, outputs).
+    """
+    model = build("pgpt", **{**MODEL, "num_layers": 2, "tie_embeddings": False, "rank_ratio": 0.5})
+    abstract, params, rng = abstract_params(model), init(model), np.random.default_rng(0)
+    pairs = jax.tree.map(
+        lambda x: np.float32(rng.normal(0, 0.1, x.shape)),
+        lora.abstract_pairs(abstract, RANK, "kernel|head"),
+    )
+    merged = traverse_util.flatten_dict(lora.merge(abstract, params, pairs, scale=3.0))
+    factors = traverse_util.flatten_dict(pairs)
+    adapted = {path[:-1] for path in factors}
+    assert ("head",) in adapted and {"kernel_in", "kernel_out"} <= {path[-1] for path in adapted}
+    for path, weight in traverse_util.flatten_dict(jax.device_get(params)).items():
+        expected = np.float64(weight)
+        if path in adapted:
+            a, b = (np.float64(factors[*path, letter]) for letter in "ab")
+            stack = a.shape[: 2 if "blocks" in path else 1 if "paths" in path else 0]
+            a, b = a.reshape(*stack, -1, RANK), b.reshape(*stack, RANK, -1)
+            expected = expected + 3 * (a @ b).reshape(weight.shape)
+        np.testing.assert_allclose(merged[path], expected, atol=1e-6)
+
+
+def small_step(**fields):
+    """Returns the parameters before a step on random tokens, and what it returns."""
+    program = build_program(
+        load_config(
+            "gpt",
+            **{f"model__{name}": value for name, value in {**MODEL, "context_length": 8}.items()},
+            train__batch_size=2,
+            train__microbatches=1,
+            train__loss_chunks=1,
+            optimizer__warmup_steps=0,
+            optimizer__learning_rate=0.1,
+            **fields,
+        ),
+        jax.devices()[:1],
+    )
+    state = program.initial_state()
+    before = jax.device_get(state.params)
+    batch = Batch(np.random.default_rng(0).integers(0, 100, (2, 9), np.int32))
+    state, metrics = program.bind(program.compile_train_step())(state, batch)
+    return before, state, metrics
+
+
+@pytest.mark.slow
+def test_a_low_rank_model_is_trained_with_lora():
+    before, state, metrics = small_step(model__rank_ratio=0.5, optimizer__lora_rank=RANK)
+    assert_equal(jax.device_get(state.params), before)
+    pairs = traverse_util.flatten_dict(jax.device_get(state.heads[lora.NAME]))
+    assert ("trunk", "blocks", "mlp", "up", "kernel_in", "b") in pairs
+    assert all(np.any(factor) for factor in pairs.values()) and metrics["is_finite"]
+
+
+@pytest.mark.slow
+def test_a_number_can_be_the_only_parameter_that_is_trained():
+    """`smear` has a vector, and the number λ, which is 0 at first."""
+    before, state, metrics = small_step(model__smear=True, optimizer__train_only="smear/strength")
+    after = jax.device_get(state.params)
+    assert after["smear"].pop("strength") != before["smear"].pop("strength")
+    assert_equal(after, before)
+    assert metrics["grad_norm"] > 0
+
+
 @pytest.mark.slow
 def test_train_only_freezes_all_but_one_path():
     """The other path, the embeddings and all norms keep each bit, with weight decay, and have no
-    optimizer state.
+    optimizer state. Norm and clipping of the gradient are those of the trained path alone.
     """
     config = load_config(
         "pgpt",
@@ -178,6 +248,7 @@ def test_train_only_freezes_all_but_one_path():
         optimizer__warmup_steps=0,
         optimizer__train_only="(attention|dense)/.*path=1",
         optimizer__learning_rate=0.1,
+        optimizer__clip_norm=0.01,
     )
     program = build_program(config, jax.devices()[:1])
     state = program.initial_state()
@@ -188,8 +259,13 @@ def test_train_only_freezes_all_but_one_path():
         tokens_BxT1=np.random.default_rng(0).integers(0, 100, (2, 9), np.int32)
     )
     step = program.bind(program.compile_train_step())
-    for _ in range(2):
-        state, metrics = step(state, batch)
+    squares = gradient_of_path_1(program.model, before, batch.tokens_BxT1)
+    state, metrics = step(state, batch)
+    assert float(metrics["grad_norm"]) == pytest.approx(squares**0.5, rel=1e-5)
+    assert optax.tree.norm(optax.tree_utils.tree_get(state.opt_state, "mu")) == pytest.approx(
+        0.1 * 0.01, rel=1e-5
+    )
+    state, _ = step(state, batch)
     changed = {
         "/".join(p.path): (old.view(np.uint32) != np.asarray(new).view(np.uint32))
         for p, old, new in zip(
@@ -207,7 +283,22 @@ def test_train_only_freezes_all_but_one_path():
     assert len(kept) == 2 * len(trained) and not any(
         "mlp" in path or "embedding" in path for path in kept
     )
-    assert metrics["grad_norm"] > 0
+
+
+def gradient_of_path_1(model, params, tokens_BxT1) -> float:
+    """Returns the squared norm of the gradient of the mean loss by path 1, without the train step."""
+
+    def loss(params):
+        logits = model.apply({"params": params}, tokens_BxT1[:, :-1])
+        targets = tokens_BxT1[:, 1:, None]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=-1))
+
+    gradients = traverse_util.flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
+    return sum(
+        float(np.sum(np.square(np.float64(gradient[1]))))
+        for path, gradient in gradients.items()
+        if re.search("paths/.*(attention|dense)/", path)
+    )
 
 
 def test_heads_are_trained_and_do_not_count_as_a_match():

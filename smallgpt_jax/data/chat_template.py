@@ -7,9 +7,12 @@ written as characters that no text contains, so that a message cannot contain th
 """
 
 import functools
+import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from smallgpt_jax.data import template_process
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
@@ -24,23 +27,10 @@ TEMPLATE_FILE = "chat_template.jinja"
 class ChatTemplate:
     def __init__(self, source: str):
         """Raises ValueError for a template with wrong syntax."""
-        try:
-            import jinja2.sandbox
-        except ImportError:
-            raise UserError(f"jinja2 is not installed; run {install_command('hf')}") from None
-        self._error = jinja2.TemplateError
-
-        def raise_exception(message: str):
-            raise jinja2.TemplateError(message)
-
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = raise_exception
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(short_reason(error)) from None
+        if not importlib.util.find_spec("jinja2"):
+            raise UserError(f"jinja2 is not installed; run {install_command('hf')}")
+        self._source = source
+        self._render([], [])
 
     @classmethod
     @functools.cache
@@ -49,29 +39,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
         """Raises ValueError if the template fails."""
-        if any(
-            mark in str(value)
-            for message in messages
-            for value in message.values()
-            for mark in MARKS
-        ):
-            raise ValueError("a message contains U+FDD0 or U+FDD1, which stand for special tokens")
-        try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                bos_token=BEGIN,
-                eos_token=END,
-            )
-        except (
-            self._error,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-        ) as error:
-            raise ValueError(short_reason(error)) from None
+        return self._render(messages, [(len(messages), add_generation_prompt)])[0]
 
     def pieces(
         self, messages: Sequence[Mapping], add_generation_prompt: bool = False
@@ -83,26 +51,44 @@ class ChatTemplate:
         Raises ValueError if the template does not write a longer conversation by appending to a
         shorter one.
         """
-        pieces, written = [], ""
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt, answered = self.render(messages[:i], True), self.render(messages[: i + 1])
-                if (
-                    not prompt.startswith(written)
-                    or not answered.startswith(prompt)
-                    or answered == prompt
-                ):
-                    raise ValueError(
-                        f"message {i + 1} is not appended to the generation prompt before it"
-                    )
-                pieces += [(prompt[len(written) :], False), (answered[len(prompt) :], True)]
-                written = answered
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        prefixes = [prefix for i in answers for prefix in ((i, True), (i + 1, False))]
         if add_generation_prompt:
-            prompt = self.render(messages, True)
+            prefixes.append((len(messages), True))
+        texts = dict(zip(prefixes, self._render(messages, prefixes)))
+        pieces, written = [], ""
+        for i in answers:
+            prompt, answered = texts[i, True], texts[i + 1, False]
+            if (
+                not prompt.startswith(written)
+                or not answered.startswith(prompt)
+                or answered == prompt
+            ):
+                raise ValueError(
+                    f"message {i + 1} is not appended to the generation prompt before it"
+                )
+            pieces += [(prompt[len(written) :], False), (answered[len(prompt) :], True)]
+            written = answered
+        if add_generation_prompt:
+            prompt = texts[len(messages), True]
             if not prompt.startswith(written):
                 raise ValueError("the last message is not appended to the text before it")
             pieces.append((prompt[len(written) :], False))
         return pieces
+
+    def _render(
+        self, messages: Sequence[Mapping], prefixes: Sequence[tuple[int, bool]]
+    ) -> list[str]:
+        """Returns one text per prefix of the conversation; see `template_process.render`."""
+        try:
+            conversation = json.dumps([*messages], ensure_ascii=False, default=str)
+        except RecursionError:
+            raise ValueError("the messages are nested too deeply") from None
+        if any(mark in conversation for mark in MARKS):
+            raise ValueError("a message contains U+FDD0 or U+FDD1, which stand for special tokens")
+        return template_process.render(
+            self._source, conversation, prefixes, {"bos_token": BEGIN, "eos_token": END}
+        )
 
 
 def find_template(field: str, tokenizer_folder: Path) -> str:

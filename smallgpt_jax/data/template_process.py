@@ -1,0 +1,156 @@
+"""Renders chat templates in a process of their own, with bounded time and memory.
+
+A chat template is a program that comes with somebody else's tokenizer. Jinja's sandbox keeps it
+away from files and from Python's objects, but not from endless loops or from texts of gigabytes,
+and a thread that runs one cannot be interrupted. So the operating system bounds the process.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from smallgpt_jax.formatting import short_reason
+
+SECONDS = 5.0  # of processor time, per text
+MEMORY_BYTES = 2**31
+MAX_CHARACTERS = 2**26  # per text
+SERVE = (
+    "import sys; sys.path[:] = {}; from smallgpt_jax.data.template_process import serve; serve()"
+)
+
+
+def render(
+    source: str,
+    messages: str,
+    prefixes: Sequence[tuple[int, bool]],
+    variables: Mapping[str, str],
+) -> list[str]:
+    """Returns one text per prefix: (number of messages, value of add_generation_prompt).
+
+    `messages` are a JSON array. Raises ValueError if the template is wrong or fails, or takes too
+    much time or memory.
+    """
+    request = {
+        "source": source,
+        "messages": messages,
+        "prefixes": prefixes,
+        "variables": variables,
+        "seconds": SECONDS,
+    }
+    reply = _renderer(os.getpid()).answer(_to_line(request))
+    if "error" in reply:
+        raise ValueError(reply["error"])
+    return reply["texts"]
+
+
+def _to_line(content: Mapping) -> bytes:
+    """JSON may contain half a surrogate pair."""
+    return json.dumps(content, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
+
+
+def _from_line(line: bytes) -> dict:
+    return json.loads(line.decode(errors="surrogatepass"))
+
+
+@functools.cache
+def _renderer(process: int) -> "_Renderer":
+    """A forked process must not share the pipes of its parent."""
+    return _Renderer()
+
+
+class _Renderer:
+    """The process that renders. It is started when it is needed, and again if a template has ended
+    it.
+    """
+
+    def __init__(self):
+        self._process: subprocess.Popen | None = None
+        self._lock = threading.Lock()
+
+    def answer(self, request: bytes) -> dict:
+        with self._lock:
+            self._process = self._process or self._start()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(request)
+                self._process.stdin.flush()
+            reply = self._process.stdout.readline()
+            if reply.endswith(b"\n"):
+                return _from_line(reply)
+            status = self._process.wait()
+            self._process = None
+        if status == -signal.SIGPROF:
+            return {"error": f"takes longer than {SECONDS:g} seconds"}
+        return {"error": f"its process has ended with status {status}"}
+
+    @staticmethod
+    def _start() -> subprocess.Popen:
+        # With the modules that this process has found, not with those of the current folder.
+        return subprocess.Popen(
+            [sys.executable, "-c", SERVE.format(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+def serve() -> None:
+    """Answers each line of standard input. SIGPROF ends the process if a text takes too long."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    with contextlib.suppress(OSError, ValueError):  # the limit is lower already, or not supported
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    for line in sys.stdin.buffer:
+        try:
+            reply = {"texts": _render(**_from_line(line))}
+        except MemoryError:
+            reply = {"error": f"needs more than {MEMORY_BYTES // 2**30} GiB of memory"}
+        except Exception as error:  # a template can raise any exception
+            reply = {"error": short_reason(error)}
+        sys.stdout.buffer.write(_to_line(reply))
+        sys.stdout.buffer.flush()
+
+
+def _render(
+    source: str,
+    messages: str,
+    prefixes: list[tuple[int, bool]],
+    variables: dict[str, str],
+    seconds: float,
+) -> list[str]:
+    texts = []
+    try:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        template, conversation = _compile(source), json.loads(messages)
+        for length, add_generation_prompt in prefixes:
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            text = template.render(
+                messages=conversation[:length],
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+            if len(text) > MAX_CHARACTERS:
+                raise ValueError(f"writes more than {MAX_CHARACTERS:,} characters")
+            texts.append(text)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return texts
+
+
+@functools.lru_cache
+def _compile(source: str):
+    import jinja2.sandbox
+
+    def raise_exception(message: str):
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(source)

@@ -1,5 +1,6 @@
 # make quickstart   environment, install, train a small model, sample from it
 # make test         environment, install, all tests
+# make docs         the documentation site
 #
 # Another recipe: make quickstart CONFIG=configs/lgpt.py:quickstart
 # Another Python: make quickstart PYTHON=python3.13
@@ -11,7 +12,7 @@ WORKDIR ?= runs/$(subst :,-,$(subst .py,,$(notdir $(CONFIG))))
 VENV := .venv
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 
-.PHONY: quickstart test test-fast install corpus clean
+.PHONY: quickstart test test-fast docs install corpus clean
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m smallgpt_jax.main --config=$(CONFIG) --workdir=$(WORKDIR)
@@ -25,6 +26,10 @@ test: $(VENV)/installed-test
 test-fast: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest -m "not slow"
 
+# The documentation site, in site/. Broken links fail.
+docs: $(VENV)/installed-test
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
 install: $(VENV)/installed-test
 
 # The list of the files of data.source=python_packages, after a change of constraints.txt.
@@ -33,7 +38,7 @@ corpus: $(VENV)/installed-test
 		write_manifest(Path('constraints.txt'))"
 
 # Reinstalls only after a change of setup.py or constraints.txt.
-$(VENV)/installed: setup.py constraints.txt
+$(VENV)/installed: setup.py constraints.txt docs/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -43,7 +48,8 @@ $(VENV)/installed: setup.py constraints.txt
 
 $(VENV)/installed-test: $(VENV)/installed
 	@echo "installing what the tests need, PyTorch included: 2.4 GB on disk (more with CUDA), minutes ..."
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
+	$(PIP) install --quiet --constraint constraints.txt --constraint docs/constraints.txt \
+		--editable '.[test,docs]'
 	@touch $@
 
 clean:

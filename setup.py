@@ -71,6 +71,8 @@ setup(
         # tensorflow-datasets does not say that it needs importlib_resources.
         "data": ["datasets", "importlib_resources", "pyarrow", "tensorflow-datasets"],
         "bench": ["torch", "transformers"],
+        # mkdocs-material 9 is maintained until May 2027; its successor, Zensical, reads mkdocs.yml too.
+        "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]"],
         "eval": ["lm_eval>=0.4.12"],  # tasks._yaml_loader and the task index
         "gcs": ["gcsfs"],  # brings google-cloud-storage
         "gguf": ["gguf>=0.19"],  # the oldest version tried

@@ -31,6 +31,7 @@ LAYERS = (
     ("optim", "data", "models"),
     ("ops",),
     ("devices",),
+    ("analysis",),  # reads no run and no model: only the record of a comparison
     ("storage", "config"),
     ("errors", "formatting", "output"),
 )

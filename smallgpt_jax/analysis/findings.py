@@ -1,0 +1,398 @@
+"""What `analyse` and `choose` find in a record. Data only: report/ puts it into words and figures.
+
+Losses are nats per token, costs are in the units of their budget (`budgets.BUDGETS`).
+"""
+
+import dataclasses
+from typing import Literal
+
+INTERVAL = 0.8  # probability of the intervals of losses, multipliers, laws and numbers of seeds
+LEVEL = 0.05  # probability of at least one false verdict among the pairs of a contest
+CERTAIN = 0.975  # probability of being best from which a model is chosen
+POSSIBLE = 0.05  # probability of being best from which a model is listed as a possible best
+STAKE = 0.9  # probability with which the loss at stake is not exceeded
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A measure over the runs of one name."""
+
+    mean: float
+    low: float  # the least value
+    high: float  # the largest value
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A cluster of losses, for example of the seeds that have learned to copy."""
+
+    share: float  # of the runs
+    loss: float  # their mean
+    runs: int
+
+
+# ------------------------------------------------------------------ contests
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """A model in a contest, at the best of its sizes, lengths and learning rates that the budget
+    allows.
+    """
+
+    model: str
+    name: str  # of its runs, MODEL@SIZE; of interpolated losses, of the nearer runs
+    loss: float  # expected over seeds; inf if a seed has diverged or nothing was trained within
+    interval: Range | None  # of the expected loss; None with modes, or if the spread is unknown
+    modes: tuple[Mode, ...]  # two, lowest first, if the losses of the seeds split; else ()
+    probability: float  # of having the lowest expected loss of the contest
+    seeds: int
+    diverged: int  # of these seeds
+    cost: float | None  # None if it was not measured
+    parameters: int
+    active_parameters: int  # that one token uses
+    tokens: float  # of training
+    steps: int  # of the named runs
+    learning_rate: float  # of the named runs
+    equal_to: tuple[str, ...]  # further names of the same function, such as cgpt with kernel 1
+    # How the loss at the budget is known.
+    # "trained": by runs of this cost, within 1%
+    # "interpolated": between cheaper and dearer runs
+    # "cheaper": from runs with less; the loss is an upper bound, more training was not tried
+    # "dearer": only from runs just above the budget; the loss at the budget is higher than theirs
+    known: Literal["trained", "interpolated", "cheaper", "dearer"]
+    # Lowest loss that is plausible at the budget: for "cheaper", with the training that was not
+    # tried; for "dearer", the loss just above the budget. Else `loss`.
+    potential: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The verdict on two models: the only one for these runs, wherever it is shown."""
+
+    model: str
+    other: str
+    seeds: int  # runs of both with the same order of batches
+    difference: float  # expected loss of `model` minus that of `other`
+    interval: Range | None  # 95% interval of the difference; None if the spread is unknown
+    p_value: float | None  # two-sided, with Holm's correction for the pairs of the contest
+    verdict: Literal["lower", "higher", "cannot tell"]  # of `model`
+    seeds_needed: Range | None  # INTERVAL of the seeds per model that would decide; None if decided
+
+
+# Why no model is chosen.
+Refusal = Literal[
+    "uncertain",  # several models may be the best
+    "few seeds",  # too few seeds to know the spread of the losses
+    "diverged",  # every model has a diverged seed
+    "dearer",  # a model just above the budget may be the best at it
+    "more training",  # a model that was trained with less may be the best with the whole budget
+    "not measured",  # a model without a measured cost may be the best
+    "nothing within",  # the cheapest model costs more than the budget
+    "beyond",  # the budget is larger than the validated range
+    "no cost",  # no run has measured the cost
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contest:
+    """Models compared within one budget, or as they were trained."""
+
+    standings: tuple[Standing, ...]  # lowest loss first; of equal losses, the cheapest
+    pairs: tuple[Pair, ...]  # all pairs, `model` after `other` in `standings`
+    chosen: str | None
+    refusal: Refusal | None  # why none is chosen; None for a chosen model
+    blockers: tuple[str, ...]  # models that may be better than the first, most probable first
+    at_stake: float  # the first one's loss is at most this above the lowest, with probability STAKE
+
+    def pair(self, model: str, other: str) -> Pair:
+        """Returns the verdict, seen from `model`."""
+        for pair in self.pairs:
+            if (pair.model, pair.other) == (model, other):
+                return pair
+            if (pair.model, pair.other) == (other, model):
+                return _reversed(pair)
+        raise KeyError(f"{model} and {other}")
+
+    @property
+    def possible(self) -> tuple[Standing, ...]:
+        """The chosen model, or the first one and those that may be better."""
+        first = self.standings[:1]
+        if self.chosen:
+            return first
+        return (*first, *(one for one in self.standings[1:] if one.model in self.blockers))
+
+
+def _reversed(pair: Pair) -> Pair:
+    opposite = {"lower": "higher", "higher": "lower", "cannot tell": "cannot tell"}
+    interval = pair.interval and Range(-pair.interval.high, -pair.interval.low)
+    return dataclasses.replace(
+        pair,
+        model=pair.other,
+        other=pair.model,
+        difference=-pair.difference,
+        interval=interval,
+        verdict=opposite[pair.verdict],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontPoint:
+    """A trained candidate that has a lower loss than all that cost no more."""
+
+    model: str
+    name: str
+    cost: float
+    loss: float
+    parameters: int
+    active_parameters: int
+    tokens: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The answer to a budget."""
+
+    budget: str  # key of `budgets.BUDGETS`
+    limit: float
+    batch: int  # of decoding
+    chosen: str | None
+    refusal: Refusal | None
+    # At `limit`; if nothing is comparable there, at `compared_at`, the nearest budget with one.
+    contest: Contest | None
+    compared_at: float | None
+    factor: float | None  # limit / nearest measured cost, of "nothing within" and "beyond"
+    measured: Range | None  # costs of the candidates
+    front: tuple[FrontPoint, ...]  # over all candidates, cheapest first
+    devices: tuple[str, ...]  # of the measurements of this cost, if several
+
+
+# ------------------------------------------------------------------ over budgets
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    low: float
+    high: float
+    better: str | None  # None: it cannot be told
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The better of two models over the training FLOPs that both were trained near.
+
+    The verdicts hold over all budgets together: with probability 95%, no segment names the worse.
+    """
+
+    model: str
+    other: str  # the reference
+    segments: tuple[Segment, ...]  # () without common budgets or seeds
+    budgets: tuple[float, ...]  # of the following three, for a plot
+    differences: tuple[float, ...]  # expected loss of `model` minus that of `other`
+    low: tuple[float, ...]  # band in which the whole difference lies with probability 95%
+    high: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiplier:
+    """FLOPs of `other` divided by those of `model` at the loss that `other` reaches with `budget`.
+
+    Above 1, `model` needs less.
+    """
+
+    model: str
+    other: str  # the reference
+    budget: float
+    value: float | None
+    interval: Range | None
+    # Why it is refused; None if it is not.
+    # "not reached": a model does not reach the loss within its trained budgets
+    # "few seeds": the spread is unknown
+    # "one budget": a model was trained with one budget only
+    # "gap": the runs next to the loss are too far apart to interpolate
+    refusal: Literal["not reached", "few seeds", "one budget", "gap"] | None
+
+
+# ------------------------------------------------------------------ laws
+@dataclasses.dataclass(frozen=True)
+class FormError:
+    """How well a form of law predicts the largest size from the smaller ones."""
+
+    form: str  # key of `laws.FORMS`
+    error: float  # mean absolute error over models and lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    model: str
+    constants: dict[str, float]  # of the chosen form: {term: coefficient}
+
+
+@dataclasses.dataclass(frozen=True)
+class Decisions:
+    """Pairs of models at the largest size whose order is decided there."""
+
+    right: int
+    pairs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A held-out loss beside its prediction."""
+
+    model: str
+    tokens: float
+    predicted: float
+    interval: Range
+    loss: float | None  # mean over seeds; None until it is trained
+    seeds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Predictions that were written before the runs of the held-out size were trained."""
+
+    size: str
+    time: str  # of the prediction
+    form: str
+    sha256: str  # of the losses that were fitted
+    outcomes: tuple[Outcome, ...]
+    error: float | None  # mean absolute one
+    coverage: float | None  # share of the outcomes inside their intervals
+    by_law: Decisions | None
+    by_largest_size: Decisions | None  # the order at the largest size that was fitted
+
+
+@dataclasses.dataclass(frozen=True)
+class Laws:
+    forms: tuple[FormError, ...]  # best first; the first one is used
+    size: str  # the largest size, which was left out
+    error: float  # of the first form; the half-width of its intervals covers INTERVAL of the misses
+    half_width: float
+    laws: tuple[Law, ...]
+    by_law: Decisions  # of the left-out size
+    by_largest_size: Decisions  # the order at the largest of the other sizes
+    missing: dict[str, str]  # {model: what it lacks for a law: "sizes", "lengths" or "FLOPs"}
+
+
+# ------------------------------------------------------------------ learning rates and setup
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    multiple: float  # of the model's own learning rate
+    loss: float | None  # mean over seeds; inf if it has diverged, None if it is not trained
+    seeds: int
+    is_plausible: bool  # whether it may be the best, given the spread over seeds
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """The learning rates that were tried for one name."""
+
+    name: str
+    learning_rate: float  # the name's own
+    seed: int | None  # of a grid
+    rates: tuple[Rate, ...]  # in ascending order
+    best: float | None  # multiple with the lowest loss; None if unfinished or all have diverged
+    edge: Literal["lowest", "highest", ""]  # where the best multiple is in the grid
+    minimum: float | None  # multiple at the minimum of the parabola in ln(rate)
+    rise: float | None  # of the loss, at half and at twice the rate of the minimum
+    spread: float | None  # standard deviation over seeds by which plausible rates are judged
+
+
+@dataclasses.dataclass(frozen=True)
+class Diverged:
+    name: str
+    seed: int
+    steps: int  # that it had done
+    tokens: float  # that it was to train on
+
+
+@dataclasses.dataclass(frozen=True)
+class Untried:
+    """A size whose longest training is its best at a budget that allows more."""
+
+    name: str
+    tokens: float
+    tokens_per_parameter: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    source: str
+    tokens: int | None  # of the training split; None for a probe, whose rows are generated
+    tokenizer: str
+    vocabulary: int | None
+    most_read: float  # tokens of the longest run / tokens of the corpus; above 1, it was repeated
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    corpus: Corpus
+    models: tuple[str, ...]
+    sizes: tuple[str, ...]  # in ascending order of parameters; ("",) for names without a size
+    seeds: tuple[int, ...]
+    parameters: Range
+    tokens: Range  # per run
+    steps: Range
+    context_lengths: tuple[int, ...]
+    batch_tokens: Range  # tokens per step
+    runs: int  # that are finished
+    unfinished: int
+    hours: float | None  # of training, over all runs; None if a speed is missing
+    devices: tuple[str, ...]
+    software: tuple[str, ...]  # "jax 0.10.2", …
+    dates: tuple[str, str] | None  # first and last start of a run
+    rows: int  # validation tokens
+
+
+# ------------------------------------------------------------------ measurements
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A further measure of the longest runs, beside the loss."""
+
+    kind: Literal["text", "benchmark", "answers", "inside", "speed", "memory", "inference"]
+    measure: str  # such as "hellaswag acc_norm", "own × 2", "tokens_per_second"
+    lower_is_better: bool | None
+    spreads: dict[str, Spread]  # {name: …}
+    pairs: tuple[Pair, ...]  # each other name against the reference; () with single seeds
+
+
+@dataclasses.dataclass(frozen=True)
+class CurvePoint:
+    tokens: float
+    flops: float | None
+    seconds: float | None
+    loss: Spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Validation loss of a name's longest runs over training, where all seeds were evaluated."""
+
+    name: str
+    points: tuple[CurvePoint, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    setup: Setup
+    reference: str  # model that the others are compared with
+    # The models as they were trained: the longest runs of the largest size that all have. None if
+    # fewer than one is finished, or if their losses are not of the same validation rows.
+    ranking: Contest | None
+    ranked_size: str
+    correlation: float  # of losses of two models with the same order of batches, over the record
+    choices: tuple[Choice, ...]  # by budget, in ascending order of the limit
+    orders: tuple[Order, ...]  # of each other model and the reference
+    multipliers: tuple[Multiplier, ...]  # of each other model, at the budgets of `choices`
+    laws: Laws | None  # of several sizes
+    laws_refused: dict[str, str]  # {model: what it lacks}, if there are no laws
+    held_out: HeldOut | None
+    rates: tuple[Rates, ...]
+    diverged: tuple[Diverged, ...]
+    untried: tuple[Untried, ...]
+    measures: tuple[Measure, ...]
+    curves: tuple[Curve, ...]

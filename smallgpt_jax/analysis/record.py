@@ -1,0 +1,414 @@
+"""The record of a comparison, results.json: its runs, their learning-rate grids and predictions.
+
+The dataclasses are the format: `read` checks a file against their types, `write` stores their
+fields. docs/comparison.md documents the fields. A change of meaning increases FORMAT.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from smallgpt_jax.storage import json_files
+from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.json_files import BOOLEAN, NULL, NUMBER, TEXT, Each, Kind, integer
+
+RESULTS_FILE = "results.json"  # in a comparison's folder
+PREDICTIONS_FILE = "predictions.json"  # in a comparison's folder
+FORMAT = 1
+
+Positive = Annotated[float, json_files.POSITIVE]
+Count = Annotated[int, integer(1)]
+Finite = Annotated[float, NUMBER]
+FlatConfig = Annotated[
+    dict[str, Any],
+    Kind(
+        "an object with train.steps",
+        lambda value: json_files.find_mismatch(value, {"train.steps": integer(1)}) is None,
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """An evaluation of a run. `tokens`, `flops` and `seconds` are totals over all training steps
+    before it.
+    """
+
+    step: int
+    tokens: int  # without padding
+    flops: float | None  # with padding and the optimizer; None if they cannot be counted
+    seconds: float | None  # None if the run has logged no speed
+    loss: float | None  # nats per token; None if not finite
+    bits_per_byte: float | None
+    targets: Count  # tokens over which `loss` is the mean
+    answers: dict[str, float] = dataclasses.field(default_factory=dict)  # measures of a probe
+    loss_of_repeats: float | None = None  # on tokens that end a repeat; None if it was not logged
+
+
+@dataclasses.dataclass(frozen=True)
+class TextLoss:
+    """The loss on a further text or context length, after the last step."""
+
+    step: int
+    text: str  # its name; "own" is the text of training
+    source: str
+    context_length: Count
+    bits_per_byte: float
+    fingerprint: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Quartiles:
+    median: Positive
+    low: Positive
+    high: Positive
+    count: Count
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingStep:
+    batch: Count
+    cache: str  # "empty" or "full"
+    step_ms: Quartiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Inference:
+    """Measurements by comparison/inference_cost.py, on the machine of the comparison."""
+
+    device: str
+    dtype: str
+    context_length: Count
+    cache_bytes: int
+    cache_bytes_per_token: int
+    prefill_ms: Quartiles | None
+    decoding: tuple[DecodingStep, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Depth:
+    """What a diagnosis says of one block; None where it does not apply."""
+
+    token_similarity: float | None
+    neighbour_similarity: float | None
+    effective_rank: float | None
+    entropy: float | None
+    first_weight: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """Summary of the diagnosis after the last step."""
+
+    step: int
+    loss: float | None
+    in_context_score: float | None
+    least_important_block: float | None
+    most_important_block: float | None
+    blocks: tuple[Depth, ...]
+    loss_of_repeats: float | None = None
+    loss_of_others: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A start of a run."""
+
+    time: str
+    device: str
+    devices: Count
+    versions: dict[str, str]
+    argument_bytes: int
+    temp_bytes: int
+    padding: float
+    first_step: int = 0
+    stack: int = 1  # runs that the program trained at the same time
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingText:
+    description: dict[str, Any]  # `Corpus.description`
+    tokenizer: str  # fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a finished or running run says of itself, from a workdir or a record."""
+
+    name: str  # MODEL or MODEL@SIZE
+    workdir: str
+    seed: int  # of the initial weights
+    config: FlatConfig  # {"group.field": value}
+    text: TrainingText | None
+    is_finished: bool  # trained and evaluated to the config's last step
+    diverged: bool
+    is_imported: bool  # started from imported weights
+    steps_done: int  # the last logged step
+    parameters: Count
+    active_parameters: Count  # that one token uses; in a mixture of experts, fewer
+    components: dict[str, int]
+    flops_per_token: float | None  # without the optimizer; None if they cannot be counted
+    tokens_per_step: Positive  # padding excluded
+    curve: tuple[Point, ...]
+    tokens_per_second: float | None  # mean training speed of the whole run
+    memory_bytes: int | None  # per device, of the compiled training step
+    sessions: tuple[Session, ...]
+    expert_load: dict[str, list] | None  # last {path of a router: load by layer and expert}
+    texts: tuple[TextLoss, ...]
+    benchmarks: dict[str, float]  # {"task metric (shots, examples)": score}
+    uncounted: float | None = 0.0  # arithmetic besides products, per FLOP
+    flops_problem: str = ""  # why the FLOPs cannot be counted
+    averaged: Count = 1  # last evaluations over which `loss` is the mean
+    weight_bytes: int | None = None  # in decoding
+    inference: Inference | None = None
+    inside: Inside | None = None
+    horizon: Positive = 1.0  # steps, as a multiple of those of the name's longest run
+    run: str = ""  # workdir of the longest run, if this one has copied its first steps
+
+    @property
+    def model(self) -> str:
+        return self.name.partition("@")[0]
+
+    @property
+    def size(self) -> str:
+        return self.name.partition("@")[2]
+
+    @property
+    def label(self) -> str:
+        return self.name if self.horizon == 1 else f"{self.name} × {self.horizon:g}"
+
+    @property
+    def order(self) -> int:
+        """The seed of the order of the batches: runs of one order are compared in pairs."""
+        order = self.config.get("data.seed", -1)
+        return self.seed if order == -1 else order
+
+    @property
+    def steps(self) -> int:
+        """The steps of the config, done or not."""
+        return self.config["train.steps"]
+
+    @property
+    def tokens(self) -> float:
+        """The training tokens of the config, padding excluded."""
+        return round(self.steps * self.tokens_per_step)
+
+    @property
+    def learning_rate(self) -> float:
+        return self.config.get("optimizer.learning_rate", math.nan)
+
+    @property
+    def last(self) -> Point | None:
+        return self.curve[-1] if self.curve else None
+
+    @property
+    def copied_steps(self) -> int:
+        """The steps that the run has copied from its longest run."""
+        if not self.sessions or not self.config.get("train.trunk"):
+            return 0
+        return self.sessions[0].first_step
+
+    def final(self, field: str) -> float | None:
+        """Returns the mean of a field over the last evaluations on as many targets as the last;
+        None if a value is missing.
+        """
+        points = [point for point in self.curve if point.targets == self.curve[-1].targets]
+        values = [getattr(point, field) for point in points[-self.averaged :]]
+        return None if not values or None in values else math.fsum(values) / len(values)
+
+    @property
+    def loss(self) -> float:
+        """The loss by which every reader compares; infinite if the run has diverged, NaN if it is
+        unfinished.
+        """
+        if self.diverged:
+            return math.inf
+        loss = self.final("loss") if self.is_finished else math.nan
+        return math.inf if loss is None else loss
+
+
+@dataclasses.dataclass(frozen=True)
+class GridRate:
+    multiple: Positive
+    loss: float | None  # after the last step; None if it is unfinished or has diverged
+    diverged: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A name's losses at multiples of its own learning rate, with one seed that no mean has."""
+
+    seed: int
+    learning_rate: Positive  # that is multiplied
+    rates: tuple[GridRate, ...]  # in ascending order of the multiples
+
+    @property
+    def losses(self) -> dict[float, float | None]:
+        """{multiple: loss}; inf if it has diverged, None if it is unfinished."""
+        return {rate.multiple: math.inf if rate.diverged else rate.loss for rate in self.rates}
+
+    @property
+    def is_finished(self) -> bool:
+        return None not in self.losses.values()
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the model has diverged at every multiple."""
+        return all(rate.diverged for rate in self.rates)
+
+    @property
+    def best(self) -> float | None:
+        """The multiple with the lowest loss, of equal ones the lowest; None until all are known."""
+        if not self.is_finished:
+            return None
+        return min(self.losses, key=lambda multiple: (self.losses[multiple], multiple))
+
+    @property
+    def edge(self) -> str:
+        """Returns "lowest" or "highest" if the best multiple is at that end of the grid, else
+        "".
+        """
+        multiples = list(self.losses)
+        return {multiples[0]: "lowest", multiples[-1]: "highest"}.get(self.best, "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The predicted loss of a held-out name, with an 80% interval."""
+
+    name: str  # of the model, at all sizes
+    size: Positive  # parameters
+    tokens: Positive
+    loss: Finite
+    low: Finite
+    high: Finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictions:
+    """Content of predictions.json, which is written once, before the first held-out run starts."""
+
+    time: str
+    command: str
+    held_out: str  # SIZE
+    interval: Positive
+    records_sha256: str  # of the losses that were fitted
+    predictions: dict[str, tuple[Prediction, ...]]  # by the kind of size: "parameters"
+    not_predicted: dict[str, str]  # {model: what it lacked}
+    form: str = "power"  # of the law
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    title: str
+    budget: str  # a sentence about the budget of the runs
+    command: str  # that repeats the comparison
+    reference: str  # name of the run that the others are compared with
+    runs: tuple[Run, ...]  # with grids, those at the best learning rates
+    learning_rates: dict[str, Grid] = dataclasses.field(default_factory=dict)
+    held_out: str = ""  # SIZE of the held-out runs
+    predictions: Predictions | None = None
+
+
+def read(path: Path) -> Record:
+    """Returns the record in a results.json. Raises UserError, which names the field, if it is none."""
+    schema = {"format": json_files.one_of(FORMAT), **schema_of(Record)}
+    advice = f"expected a results.json of format {FORMAT}; repeat the command that made it"
+    return _value(Record, json_files.read_json(path, schema, advice))
+
+
+def write(record: Record, path: Path) -> None:
+    write_atomically(path, json.dumps(content(record), indent=1) + "\n")
+
+
+def content(record: Record) -> dict[str, Any]:
+    return {"format": FORMAT, **dataclasses.asdict(record)}
+
+
+# ------------------------------------------------------------------ JSON and dataclasses
+_KINDS: dict[Any, Kind] = {
+    int: integer(0),
+    float: json_files.LOSS,
+    str: TEXT,
+    bool: BOOLEAN,
+    types.NoneType: NULL,
+    list: json_files.ARRAY,
+    Any: json_files.ANYTHING,
+}
+T = TypeVar("T")
+
+
+@functools.cache
+def schema_of(kind: Any) -> Any:
+    """Returns the schema (json_files.py) of a type: a dataclass, a scalar, or a container of these.
+
+    A field with a default may be missing. `Annotated[float, POSITIVE]` has the annotated schema.
+    """
+    if dataclasses.is_dataclass(kind):
+        return {name: _field_schema(kind, name) for name in _hints(kind)}
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return arguments[1]
+    if origin in (types.UnionType, typing.Union):
+        return tuple(map(schema_of, sorted(arguments, key=_is_container)))
+    if origin is tuple:
+        return [schema_of(arguments[0])]
+    if origin is dict:
+        return Each(schema_of(arguments[1]))
+    return _KINDS[kind]
+
+
+def _is_container(kind: Any) -> bool:
+    """Containers come last in a union, because the message about a mismatch is of the last one."""
+    return kind is not types.NoneType
+
+
+def _field_schema(kind: type, name: str) -> Any:
+    (field,) = (field for field in dataclasses.fields(kind) if field.name == name)
+    schema = schema_of(_hints(kind)[name])
+    is_required = dataclasses.MISSING is field.default is field.default_factory
+    return schema if is_required else json_files.Optional(schema)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def _value(kind: type[T], value: Any) -> T:
+    """Returns a JSON value that matches `schema_of(kind)` as an instance of `kind`."""
+    return _reader(kind)(value)
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    if dataclasses.is_dataclass(kind):
+        readers = {name: _reader(hint) for name, hint in _hints(kind).items()}
+        return lambda fields: kind(
+            **{name: read(fields[name]) for name, read in readers.items() if name in fields}
+        )
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _reader(arguments[0])
+    if origin in (types.UnionType, typing.Union):
+        (other,) = (argument for argument in arguments if argument is not types.NoneType)
+        return lambda value: None if value is None else _reader(other)(value)
+    if origin is tuple:
+        return lambda items: tuple(map(_reader(arguments[0]), items))
+    if origin is dict:
+        return lambda items: {name: _reader(arguments[1])(item) for name, item in items.items()}
+    return lambda value: value
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Both the groups and their items are in the order of `items`."""
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

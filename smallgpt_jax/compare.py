@@ -49,7 +49,6 @@ from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, match
 from smallgpt_jax.storage.paths import as_path, local_path, resolve
-from smallgpt_jax.training import stack
 
 _CONFIG = cli.define_config()
 _WORKDIRS = flags.DEFINE_list(
@@ -203,8 +202,6 @@ def train_runs(output: Path) -> tuple[Comparison, dict[Path, float]]:
         [*map(Config.of, budget.resolve_runs(_CONFIG.value).values())],
         _CONFIG.value.compare,
     )
-    if compare.train and compare.stack > 1:
-        stack.require_one_device(f"config.compare.stack={compare.stack}")
     print_ignored_overrides()
     texts = measure.parse_texts(compare.texts)
     corpora = measure.open_texts(configs[0], texts)  # raises UserError before training starts

@@ -71,7 +71,6 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
         horizons,
         compare.held_out,
         compare.train_held_out,
-        compare.stack,
     )
 
 

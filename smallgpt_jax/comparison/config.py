@@ -47,10 +47,6 @@ class CompareConfig(ConfigGroup):
     held_out: str = ""
     # False: the comparison ends before the first held-out run, with predictions.json written
     train_held_out: bool = True
-    # number of runs of one model, with different seeds or learning rates, that are trained at the
-    # same time: their updates are computed by one program. For tiny models on a GPU; on CPUs, it is
-    # slower (docs/comparison.md). 1: one run after another
-    stack: int = 1
     # False: no run is trained or measured; the report and results.json contain the runs so far
     train: bool = True
     # the loss of a run is the mean over this number of its last evaluations. 1: the evaluation
@@ -67,7 +63,7 @@ class CompareConfig(ConfigGroup):
 
     def validate(self) -> None:
         self.validate_choice("budget", BUDGETS)
-        self.validate_range("seeds", "averaged_evaluations", "stack", least=1)
+        self.validate_range("seeds", "averaged_evaluations", least=1)
         if self.budget == "seconds" and not 0 < self.seconds < math.inf:
             self.refuse("seconds", "must be above 0 with budget 'seconds'")
         if self.budget != "seconds" and self.seconds:

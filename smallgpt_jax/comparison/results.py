@@ -226,9 +226,7 @@ def read_run(
     evaluated = {
         line["step"]: line for line in lines if line["split"] == "eval"
     }  # the newest line per step
-    # The speed and memory of a stack are not those of a run.
-    is_stacked = any(session.get("stack", 1) > 1 for session in sessions)
-    steps, seconds = training_seconds([] if is_stacked else lines, tokens_per_step)
+    steps, seconds = training_seconds(lines, tokens_per_step)
 
     def point(line: dict) -> Point:
         step = line["step"]
@@ -266,9 +264,7 @@ def read_run(
         tokens_per_step=tokens_per_step,
         curve=tuple(point(evaluated[step]) for step in sorted(evaluated)),
         tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
-        memory_bytes=None
-        if is_stacked
-        else max((s["argument_bytes"] + s["temp_bytes"] for s in sessions), default=None),
+        memory_bytes=max((s["argument_bytes"] + s["temp_bytes"] for s in sessions), default=None),
         sessions=tuple(sessions),
         expert_load=next(
             (line["expert_load"] for line in reversed(lines) if "expert_load" in line), None

@@ -51,7 +51,6 @@ class Comparison:
     horizons: tuple[float, ...] = (1.0,)  # of each run, except those of grids
     held_out: str = ""  # SIZE of the runs that are trained last
     train_held_out: bool = True
-    stack: int = 1  # maximum number of runs to train at the same time
     recorded: Record | None = None  # runs that were trained elsewhere (recorded.py)
 
     @property

@@ -24,7 +24,6 @@ from smallgpt_jax.run.workdir import check_workdir
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training import train
 from smallgpt_jax.training.program import RECENT_STEPS
-from smallgpt_jax.training.stack import can_be_stacked, train_stack
 
 # Models whose other seeds do not compile again. On CPUs, the programs that measure inference take
 # 0.2 GB per model.
@@ -73,15 +72,17 @@ def train_comparison(
             return losses
         if run.folder not in losses:
             free_programs(run.config.model, compiled)
-            folders = list(dict.fromkeys(other.folder for other in planned))
-            together = runs_to_train(ready, losses, comparison, text)
-            for other in together:
-                print_headline(
-                    other, f"[{folders.index(other.folder) + 1}/{comparison.num_runs(losses)}]"
-                )
-            found = train_runs(together, comparison, text) if together else {}
-            busy |= {folder for folder, loss in found.items() if loss is None}
-            losses |= {folder: loss for folder, loss in found.items() if loss is not None}
+            check_existing(run, comparison.output, text)
+            loss = known_loss(run, comparison, text)
+            if loss is None:
+                folders = list(dict.fromkeys(other.folder for other in planned))
+                number = folders.index(run.folder) + 1
+                print_headline(run, f"[{number}/{comparison.num_runs(losses)}]")
+                loss = train_run(run, comparison, text)
+            if loss is None:
+                busy.add(run.folder)
+            else:
+                losses[run.folder] = loss
             continue
         if not run.in_grid:
             measured.add(run.folder)
@@ -118,32 +119,6 @@ def awaited_folders(
     )
 
 
-def runs_to_train(
-    ready: Sequence[PlannedRun], losses: dict[Path, float], comparison: Comparison, text: Corpus
-) -> list[PlannedRun]:
-    """Returns the first ready run and those to train together with it; [] if it is finished or in a
-    record.
-
-    Adds the losses of such runs to `losses`.
-    """
-    first, found = ready[0], []
-    for run in ready:
-        if (
-            run.folder in losses
-            or run.is_held_out != first.is_held_out
-            or (run is not first and not can_be_stacked(run.config, first.config))
-        ):
-            continue
-        check_existing(run, comparison.output, text)
-        if (loss := known_loss(run, comparison, text)) is None:
-            found.append(run)
-        else:
-            losses[run.folder] = loss
-        if first.folder in losses or len(found) == comparison.stack:
-            break
-    return found
-
-
 def print_headline(run: PlannedRun, number: str) -> None:
     rate = (
         f", learning rate × {format_multiple(run.multiple)}"
@@ -154,40 +129,21 @@ def print_headline(run: PlannedRun, number: str) -> None:
     print(f"\n{number} {run.name}, seed {run.config.train.seed}{rate}{horizon}", flush=True)
 
 
-def train_runs(
-    runs: Sequence[PlannedRun], comparison: Comparison, text: Corpus
-) -> dict[Path, float | None]:
-    """Trains one run, or several in a stack. Returns {folder: loss}: inf if the run has diverged,
-    None if another process trains it.
-    """
-    configs = {run.folder: with_available_trunk(run) for run in runs}
-    errors: dict[Path, BaseException | None] = {}
+def train_run(run: PlannedRun, comparison: Comparison, text: Corpus) -> float | None:
+    """Returns the loss of the run: inf if it has diverged, None if another process trains it."""
     try:
-        if len(runs) > 1:
-            errors = train_stack(configs, comparison.stack, text)
-        else:
-            train.train(configs[runs[0].folder], str(runs[0].folder), text)
-    except Exception as error:
-        errors = dict.fromkeys(configs, error)
-    gc.collect()  # frees the runs' arrays; this process rarely collects by itself (cli.py)
-    return {run.folder: loss_after(run, errors.get(run.folder), comparison) for run in runs}
-
-
-def loss_after(
-    run: PlannedRun, error: BaseException | None, comparison: Comparison
-) -> float | None:
-    """Returns the loss of a run that has ended, as `train_runs` does. Raises other errors."""
-    if error is None:
-        return comparison.result(run).score
-    if isinstance(error, WorkdirBusyError):
+        train.train(with_available_trunk(run), str(run.folder), text)
+    except WorkdirBusyError as error:
         print(f"{run.folder}: skipped: {error.by} is training it", flush=True)
         return None
-    if isinstance(error, DivergenceError):
+    except DivergenceError as error:
         print(f"{error}\nThe run is kept; the comparison continues without it", flush=True)
         return math.inf
-    if isinstance(error, UserError):
+    except UserError as error:
         raise UserError(f"{run.name}: {error}") from None
-    raise error
+    finally:
+        gc.collect()  # frees the run's arrays; this process rarely collects by itself (cli.py)
+    return comparison.result(run).score
 
 
 def known_loss(run: PlannedRun, comparison: Comparison, text: Corpus) -> float | None:

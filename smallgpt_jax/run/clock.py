@@ -14,7 +14,6 @@ PHASES = {
     "data_wait": "waiting for data",
     "save": "saving",
     "evaluate": "evaluating",
-    "stack_wait": "waiting for other runs of the stack",
 }
 LARGE_EVALUATION_SHARE = 0.2
 

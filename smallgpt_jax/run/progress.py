@@ -4,14 +4,11 @@ import sys
 
 
 class RunProgress:
-    """On a terminal, updates one line in place; elsewhere, and with a label, adds a line per
-    update.
-    """
+    """On a terminal, updates one line in place; elsewhere, adds a line per update."""
 
-    def __init__(self, steps: int, label: str = ""):
-        """`label` distinguishes runs that print at the same time."""
-        self.steps, self._label = steps, label
-        self._in_place = sys.stdout.isatty() and not label
+    def __init__(self, steps: int):
+        self.steps = steps
+        self._in_place = sys.stdout.isatty()
         self._open = False
 
     def update(self, step: int, text: str) -> None:
@@ -22,10 +19,10 @@ class RunProgress:
         self.message(self._counted(step, text))
 
     def message(self, text: str, end: str = "\n") -> None:
-        clear, labeled = "\r\x1b[K" if self._open else "", text.replace("\n", f"\n{self._label}")
+        clear = "\r\x1b[K" if self._open else ""
         # `end` is part of the text: print would write it separately, possibly after the text of
         # another thread.
-        print(f"{clear}{self._label}{labeled}{end}", end="", flush=True)
+        print(f"{clear}{text}{end}", end="", flush=True)
         self._open = not end
 
     def _counted(self, step: int, text: str) -> str:

@@ -11,7 +11,6 @@ import os
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from smallgpt_jax import models
@@ -121,36 +120,6 @@ class CompiledSteps:
         )
         with sharding.use_mesh(self.mesh):
             return jitted.lower(*self._abstract_arguments, *([constants] if constants else []))
-
-    def stacked_train_step(self, runs: int) -> jax.stages.Compiled:
-        if runs not in self._stacked:
-            self._stacked[runs] = self.lower_stacked_train_step(runs).compile()
-        return self._stacked[runs]
-
-    @functools.cached_property
-    def _stacked(self) -> dict[int, jax.stages.Compiled]:
-        return {}
-
-    def lower_stacked_train_step(self, runs: int) -> jax.stages.Lowered:
-        """Returns (states, batches, hyperparameters) → (states, metrics), each a tuple with one
-        item per run.
-
-        The arrays are stacked and separated within the program, because each run saves and
-        evaluates its own state.
-        """
-
-        def update(*arguments):
-            stacked = [jax.tree.map(lambda *x: jnp.stack(x), *trees) for trees in arguments]
-            results = jax.vmap(self._update)(*stacked)
-            return [
-                tuple(jax.tree.map(lambda x: x[run], tree) for run in range(runs))
-                for tree in results
-            ]
-
-        with sharding.use_mesh(self.mesh):
-            return jax.jit(update, donate_argnums=0).lower(
-                *((argument,) * runs for argument in self._abstract_arguments)
-            )
 
     @functools.cached_property
     def _update(self):

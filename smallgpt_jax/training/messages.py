@@ -87,7 +87,6 @@ def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_
         "device": chips.device_name(program.mesh.devices.flat[0]),
         "devices": program.mesh.size,
         **processor_facts(),
-        "stack": program.stack,
         "argument_bytes": memory_stats.argument_size_in_bytes,
         "temp_bytes": memory_stats.temp_size_in_bytes,
         "padding": pipeline.train.padding,

@@ -51,11 +51,6 @@ class Program:
     abstract_batch = property(operator.attrgetter("steps.abstract_batch"))
 
     @property
-    def stack(self) -> int:
-        """Number of runs that a call of the train step updates."""
-        return 1
-
-    @property
     def is_simulated(self) -> bool:
         """Simulated devices share the threads of one CPU."""
         return self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
@@ -275,13 +270,13 @@ def require_mask_token(model: models.ModelConfig, tokenizer: Tokenizer) -> None:
 
 
 @contextlib.contextmanager
-def memory_errors_explained(config: TrainConfig, stack: int) -> Iterator[None]:
+def memory_errors_explained(config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(out_of_memory_message(config, stack, error)) from None
+        raise UserError(out_of_memory_message(config, error)) from None
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -294,10 +289,8 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def out_of_memory_message(config: TrainConfig, stack: int, error: Exception) -> str:
+def out_of_memory_message(config: TrainConfig, error: Exception) -> str:
     reason = textwrap.shorten(str(error), 160, placeholder=" …")
-    if stack > 1:
-        return f"config.compare.stack={stack}: needs more memory than a device has ({reason});\ndecrease it"
     return (
         f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
         f"config.train.microbatches={config.microbatches} ({reason});\nincrease "

@@ -66,18 +66,15 @@ class Training(NamedTuple):
     program: Program
     branch: Branch | None
 
-    def run(
-        self, corpus: Corpus | None, stop: StopRequest, clock: RunClock, label: str = ""
-    ) -> None:
-        """Each line of the progress begins with `label`."""
+    def run(self, corpus: Corpus | None, stop: StopRequest, clock: RunClock) -> None:
         folder, program, branch, config = *self, self.program.config
-        pipeline, progress = program.open_pipeline(corpus), RunProgress(config.train.steps, label)
+        pipeline, progress = program.open_pipeline(corpus), RunProgress(config.train.steps)
         distributed.run_on_primary(lambda: branch and branch.check_text(pipeline.corpus))
         with open_workdir(folder, config, pipeline.corpus):
             distributed.run_on_primary(lambda: branch and branch.copy_to(folder))
             try:
                 with (
-                    memory_errors_explained(config.train, program.stack),
+                    memory_errors_explained(config.train),
                     open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool,
                 ):
                     Session(program, pipeline, spool, stop, clock, progress).run()

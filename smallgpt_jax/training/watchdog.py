@@ -11,13 +11,12 @@ from smallgpt_jax.run.clock import RunClock
 
 STALLED_STATUS = 124  # the exit status of the shell command `timeout`
 PRINTING_SECONDS = 10.0
-EXEMPT_PHASES = ("restart", "save", "evaluate", "stack_wait")
+EXEMPT_PHASES = ("restart", "save", "evaluate")
 
 
 class Watchdog:
     """Ends the process with STALLED_STATUS if no training step finishes for `seconds`; never if
-    `seconds` is 0. Waiting for data counts; EXEMPT_PHASES do not. The other runs of a stack have
-    watchdogs of their own.
+    `seconds` is 0. Waiting for data counts; EXEMPT_PHASES do not.
     """
 
     def __init__(self, clock: RunClock, seconds: float):

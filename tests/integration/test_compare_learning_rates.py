@@ -179,48 +179,6 @@ def test_grid_then_seeds_then_report(text_file, tmp_path, fake_train, monkeypatc
     assert [name for name, _ in named] == ["gpt-lr2x"] * 2
 
 
-@pytest.mark.slow
-def test_runs_of_a_model_are_stacked(text_file, tmp_path, fake_train, monkeypatch):
-    """At most three in a stack. A run without another one of its model is trained alone."""
-    fake, stacks, measured = fake_train(), [], []
-
-    def train_stack(runs, places, corpus):
-        stacks.append([folder.name for folder in runs])
-        assert places == 3
-        return {folder: error_of(fake, config, folder, corpus) for folder, config in runs.items()}
-
-    monkeypatch.setattr(training, "train_stack", train_stack)
-    models = {
-        name: Config.of(load_config(name, data__source=str(text_file), train__steps=8))
-        for name in BEST
-    }
-    comparison = Comparison(tmp_path, models, range(1, 3), (0.5, 1, 2), 4, stack=3)
-    text = load_or_prepare(models["gpt"].data)
-    training.train_comparison(comparison, text, lambda run: measured.append(run.folder.name))
-    seeds = ["gpt-seed1-lr2x", "gpt-seed2-lr2x", "pgpt-seed1", "pgpt-seed2"]
-    assert stacks == [
-        ["gpt-seed0-lr0.5x", "gpt-seed0", "gpt-seed0-lr2x"],
-        ["pgpt-seed0-lr0.5x", "pgpt-seed0", "pgpt-seed0-lr2x"],
-        seeds[:2],
-        seeds[2:],
-    ]
-    stacked = {name for names in stacks for name in names}
-    assert [name for name in fake.trained if name not in stacked] == [
-        "gpt-seed0-lr4x"
-    ]  # it diverges
-    assert measured == [seeds[0], seeds[2], seeds[1], seeds[3]]
-    before = len(fake.trained)
-    training.train_comparison(comparison, text, lambda run: None)
-    assert len(fake.trained) == before and len(stacks) == 4
-
-
-def error_of(function, *arguments) -> Exception | None:
-    try:
-        function(*arguments)
-    except Exception as error:
-        return error
-
-
 def test_every_learning_rate_diverges(text_file, tmp_path, monkeypatch):
     """The comparison then has no runs; the report says why."""
     monkeypatch.setattr(train, "train", FakeTrain())

@@ -51,7 +51,7 @@ def test_steps_keep_a_run_alive(clock, statuses):
     assert statuses == []
 
 
-@pytest.mark.parametrize("phase", ["restart", "save", "evaluate", "stack_wait"])
+@pytest.mark.parametrize("phase", ["restart", "save", "evaluate"])
 def test_other_phases_are_exempt(clock, statuses, phase):
     with Watchdog(clock, LIMIT):
         with clock.during(phase):

@@ -33,7 +33,6 @@ from smallgpt_jax.run.names import EVALUATION_FOLDER
 from smallgpt_jax.run.training_text import training_format
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.cache import cache_folder
-from smallgpt_jax.storage.object_storage import is_remote
 from smallgpt_jax.storage.paths import as_path, local_path
 
 SCORING_VERSION = 2  # part of the cache key; increase it when a code change affects the scores
@@ -234,11 +233,6 @@ def evaluate_tasks() -> None:
     trained = load_model()
     model, params, model_state, tokenizer, step = trained
     is_one_path = _PATHS.value != "all" and model.config.num_paths == 1
-    folder = as_path("--workdir", _WORKDIR.value) / EVALUATION_FOLDER
-    scores = (
-        cache_folder() / "scores" if is_remote(folder) else folder
-    )  # lm_eval stores scores in a local database
-    scores.mkdir(parents=True, exist_ok=True)
     prefix, limit, shots, seed = name_of_model(step), _LIMIT.value, _NUM_FEWSHOT.value, _SEED.value
     results = run.evaluate(
         lambda: SmallGPT(
@@ -246,7 +240,7 @@ def evaluate_tasks() -> None:
         ),
         _TASKS.value,
         data_dir,
-        cache=scores / f"cache-{prefix}-{model_fingerprint(params, model_state, tokenizer)}",
+        cache=cache_folder() / "scores" / f"{model_fingerprint(trained)}.jsonl",
         num_fewshot=shots,
         limit=int(limit) if limit and limit >= 1 else limit,
         random_seed=seed,
@@ -294,15 +288,17 @@ def write_results(name: str, results: dict, table: str) -> None:
     print(f"{table}\n{folder / name}.json")
 
 
-def model_fingerprint(params, model_state, tokenizer) -> str:
-    variables = [bit_checksums(tree) for tree in (params, model_state) if tree]
+def model_fingerprint(trained: inference.TrainedModel) -> str:
+    """Returns a hash of all that the scores depend on: equal models of all runs share a cache."""
+    variables = [bit_checksums(tree) for tree in (trained.params, trained.model_state) if tree]
     content = [
         SCORING_VERSION,
+        repr(trained.model),  # its config, and the blocks that are left out
         *variables,
-        tokenizers.fingerprint(tokenizer),
+        tokenizers.fingerprint(trained.tokenizer),
         importlib.metadata.version("lm_eval"),
     ]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
 def join_name_parts(*parts: str | bool | None) -> str:

@@ -11,6 +11,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation.score_cache import ScoreCache
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence, split_into_sequences
 from smallgpt_jax.inference import TextModel, build_text_model
 from smallgpt_jax.inference.sampling import Sampling
@@ -41,6 +42,7 @@ class SmallGPT(TemplateLM):
         model_state=None,
     ):
         super().__init__()
+        self.set_cache_hook(ScoreCache())
         self._scorer, self._params, self._tokenizer = scorer, params, tokenizer
         self._model_state = model_state
         self._progress, self._seed = progress, seed
@@ -111,11 +113,18 @@ class SmallGPT(TemplateLM):
     def _score(
         self, kind: str, keys: Sequence[tuple], jobs: Sequence[Sequence[TokenSequence]]
     ) -> list[Score]:
-        """Returns the score of each job, a text that is split into sequences. Caches that of
+        """Returns the score of each job, a text that is split into sequences. The cache has that of
         jobs[i] under keys[i].
         """
+        total = [Score(0.0, True)] * len(jobs)
+        jobs = list(jobs)
+        for i, key in enumerate(keys):
+            cached = self.cache_hook.find(kind, key)
+            if cached is not None:
+                total[i] = Score(cached, True) if isinstance(cached, float) else Score(*cached)
+                jobs[i] = ()
         sequences = [(job, sequence) for job, parts in enumerate(jobs) for sequence in parts]
-        left, total = [len(parts) for parts in jobs], [Score(0.0, True)] * len(jobs)
+        left = [len(parts) for parts in jobs]
         done = sum(not parts for parts in jobs)
         for index, score in self._scorer.score([sequence for _, sequence in sequences]):
             job = sequences[index][0]
@@ -136,13 +145,23 @@ class SmallGPT(TemplateLM):
         return total
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Requests with equal settings are batched, longest contexts first."""
-        texts: list[str] = [""] * len(requests)
+        """Requests with equal settings are batched, longest contexts first. Sampled texts are not
+        cached.
+        """
+        is_sampled = [
+            normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)["do_sample"]
+            for request in requests
+        ]
+        texts = [
+            None if sampled else self.cache_hook.find("generate_until", request.args)
+            for request, sampled in zip(requests, is_sampled)
+        ]
         contexts = [
             self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests
         ]
         order = sorted(
-            range(len(requests)), key=lambda i: (repr(requests[i].args[1]), -len(contexts[i]))
+            (i for i, text in enumerate(texts) if text is None),
+            key=lambda i: (repr(requests[i].args[1]), -len(contexts[i])),
         )
         seen, samples = Counter(), []
         for (
@@ -162,7 +181,8 @@ class SmallGPT(TemplateLM):
             )
             for i, text in zip(batch, continuations):
                 texts[i] = text
-                self.cache_hook.add_partial("generate_until", requests[i].args, text)
+                if not is_sampled[i]:
+                    self.cache_hook.add_partial("generate_until", requests[i].args, text)
             done += len(batch)
             self._progress("texts generated", done, len(order))
         return texts

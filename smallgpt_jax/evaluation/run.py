@@ -12,6 +12,7 @@ from typing import Any
 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data
+from smallgpt_jax.evaluation.score_cache import ScoreCache
 from smallgpt_jax.formatting import short_reason
 
 # The tasks of arXiv 2404.14462, in the order of its table 2. The number of examples there shows
@@ -46,8 +47,8 @@ def evaluate(
     Args:
       model: returns the `lm_eval` model; called after tasks and data are loaded. tasks: the
       harness's task names; `paper` stands for the tasks in PAPER. data_dir: folder with the
-      benchmarks' original files (see `local_data`). None: data comes from the hub. cache: path at
-      which scores are stored. An interrupted evaluation resumes from the stored scores. settings:
+      benchmarks' original files (see `local_data`). None: data comes from the hub. cache: local
+      file in which scores are kept. An interrupted evaluation resumes from these scores. settings:
       arguments of `lm_eval.simple_evaluate`.
     """
     with quiet_logging():
@@ -67,13 +68,13 @@ def evaluate(
         specs = [task_spec(name, "paper" in tasks, data_dir, manager) for name in names]
         loaded = load_tasks(specs, manager, data_dir)
         lm = model()
+        lm.set_cache_hook(ScoreCache(cache))
         with contextlib.redirect_stdout(io.StringIO()):  # hides the harness's prints
             try:
                 return lm_eval.simple_evaluate(
                     lm,
                     tasks=loaded,
                     task_manager=manager,
-                    use_cache=cache and str(cache),
                     **settings,
                 )
             except ValueError as error:

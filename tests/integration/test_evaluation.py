@@ -5,7 +5,9 @@ lm-evaluation-harness.
 import functools
 import json
 import math
+import pickle
 import shutil
+import sqlite3
 import string
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data
 from smallgpt_jax.evaluation import run as evaluation
 from smallgpt_jax.evaluation.harness import SmallGPT
+from smallgpt_jax.evaluation.score_cache import ScoreCache
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence
 
 CONTEXT = 32
@@ -364,7 +367,9 @@ def test_an_interrupted_evaluation_resumes(gpt, questions, tmp_path):
     class Interrupted(Exception):
         pass
 
-    def evaluate(limit=math.inf, cache=tmp_path / "cache"):
+    scores = tmp_path / "scores.jsonl"
+
+    def evaluate(limit=math.inf, cache=scores):
         done = []
 
         def progress(what, number, total):
@@ -393,6 +398,79 @@ def test_an_interrupted_evaluation_resumes(gpt, questions, tmp_path):
     assert evaluate()["results"] == interrupted["results"]
     assert counts == [12, 2 * 8 + 2 * 8 - 12, 0]
     assert evaluate(cache=None)["results"] == interrupted["results"]
+
+    # Damaged lines are computed again: of 32, one is no JSON, one has a wrong result, one is cut.
+    lines = scores.read_bytes().splitlines(keepends=True)
+    lines[0], lines[1], lines[-1] = b"\xff\n", lines[1].replace(b"result", b"x"), lines[-1][:50]
+    scores.write_bytes(b"".join(lines))
+    assert evaluate()["results"] == interrupted["results"] and counts[-1] == 3
+    assert evaluate()["results"] == interrupted["results"] and counts[-1] == 0
+
+
+class Writes:
+    """Its pickle writes a file."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self._path,))
+
+
+@pytest.mark.slow
+def test_no_pickle_in_a_workdir_is_executed(trained_run, questions, tmp_path):
+    """Somebody else has written to the files that `evaluate` left in the workdir."""
+    run, written = tmp_path / "run", tmp_path / "written"
+    shutil.copytree(trained_run("gpt", **SMALL), run)
+    poison = pickle.dumps(Writes(written))
+    pickle.loads(poison)
+    assert written.exists()
+    written.unlink()
+    for _ in range(2):
+        result = call("evaluate", f"--workdir={run}", "--tasks=copa", f"--data_dir={questions}")
+        assert result.returncode == 0 and not written.exists(), result.stderr
+        for path in (run / "evaluations").iterdir():
+            if path.read_bytes().startswith(b"SQLite format 3"):
+                with sqlite3.connect(path) as database:
+                    database.execute("update unnamed set value = ?", (poison,))
+            else:
+                path.write_bytes(poison)
+
+
+def test_scores_are_kept_by_request(tmp_path):
+    """Requests that differ in their kind or arguments have other results, also in a new process."""
+    settings = {"until": ["\n"], "temperature": 0.0}
+    results = [
+        ("loglikelihood", ("a", "b"), (-2.5, True)),
+        ("loglikelihood_rolling", ("a",), -math.inf),
+        ("loglikelihood_rolling", ("b",), -0.1),
+        ("generate_until", ("a cup", settings), "of tea\u2028\ud800\n"),
+    ]
+    cache = ScoreCache(tmp_path / "scores.jsonl")
+    for kind, arguments, result in results:
+        cache.add_partial(kind, arguments, result)
+    again = ScoreCache(tmp_path / "scores.jsonl")
+    for kind, arguments, result in results:
+        assert again.find(kind, arguments) == result
+    assert again.find("loglikelihood", ("ab", "")) is None
+    assert again.find("generate_until", ("a cup", {"until": ["\n"]})) is None
+
+
+@pytest.mark.slow
+def test_only_texts_that_are_not_sampled_are_kept(gpt, tmp_path):
+    requests = [
+        request("generate_until", "a cup", {"until": [], "max_gen_toks": 4, "temperature": heat})
+        for heat in (0.0, 1.0)
+    ]
+    done = []
+    harness = harness_model(*gpt, progress=lambda what, number, total: done.append(total))
+    texts = []
+    for _ in range(2):
+        harness.set_cache_hook(ScoreCache(tmp_path / "scores.jsonl"))
+        texts.append(harness.generate_until(requests))
+    assert texts[0] == texts[1] and done == [2, 2, 1]
+    (line,) = (tmp_path / "scores.jsonl").read_text().splitlines()
+    assert json.loads(line)["result"] == texts[0][0]
 
 
 # ---------------------------------------------------------------------- refusals

@@ -81,3 +81,40 @@ def test_few_modules_are_directly_in_the_package():
         len([name for name in SOURCES if "." not in name and (PACKAGE / f"{name}.py").exists()])
         <= 20
     )
+
+
+# Modules that execute what they read, or import those that do.
+UNSAFE_MODULES = {
+    *("pickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal"),
+    *("shelve", "dbm", "sqlitedict", "yaml"),
+}
+SAFE_ARGUMENTS = {  # of functions that unpickle without them
+    "torch.load": ("weights_only", True),
+    "np.load": ("allow_pickle", False),
+    "numpy.load": ("allow_pickle", False),
+}
+
+
+def test_nothing_is_unpickled_or_evaluated():
+    """A file of a workdir, a store or a record may come from somebody who means harm."""
+    imported = set()
+    for node in NODES:
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").split(".")[0])
+    assert "json" in imported and not imported & UNSAFE_MODULES
+
+    unsafe = []
+    for call in (node for node in NODES if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        if name in ("eval", "exec", "__import__"):
+            unsafe.append(name)
+        if name.endswith("simple_evaluate") and "use_cache" in arguments:  # of pickles
+            unsafe.append(f"{name} with use_cache")
+        if name in SAFE_ARGUMENTS:
+            argument, value = SAFE_ARGUMENTS[name]
+            if arguments.get(argument) != str(value):
+                unsafe.append(f"{name} without {argument}={value}")
+    assert unsafe == []

@@ -150,19 +150,19 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
         )
 
 
-def first_other(config: ModelConfig, fixed: Mapping, free: Iterable[str]) -> tuple[str, Any] | None:
-    """Returns the first field not in `free` with another value than its value in `fixed` or else
-    its default, and the latter. So new fields are unsupported.
+def other_fields(
+    config: ModelConfig, fixed: Mapping, free: Iterable[str]
+) -> dict[str, tuple[Any, Any]]:
+    """Returns {field: (value, needed value)} of the fields not in `free` that have another value
+    than in `fixed`, or else than their default. So new fields are unsupported.
     """
     config, free = with_defaults(config), {*free, *training_fields()}
-    needed = {
-        field.name: fixed.get(field.name, field.default)
-        for field in dataclasses.fields(config)
-        if field.name not in free
-    }
-    return next(
-        ((name, value) for name, value in needed.items() if getattr(config, name) != value), None
-    )
+    others = {}
+    for field in dataclasses.fields(config):
+        value, needed = getattr(config, field.name), fixed.get(field.name, field.default)
+        if field.name not in free and value != needed:
+            others[field.name] = value, needed
+    return others
 
 
 def with_defaults(config: ModelConfig) -> ModelConfig:

@@ -13,7 +13,7 @@ import numpy as np
 
 from smallgpt_jax import models
 from smallgpt_jax.conversion import llama, tensors
-from smallgpt_jax.conversion.config_json import first_other
+from smallgpt_jax.conversion.config_json import other_fields
 from smallgpt_jax.conversion.tokenizer_files import byte_pairs, sentencepiece_spec
 from smallgpt_jax.conversion.weight_files import import_library
 from smallgpt_jax.data.tokenizers import END_OF_TEXT, Tokenizer
@@ -76,12 +76,14 @@ def architecture(config: ModelConfig) -> str:
 
 
 def require_support(config: ModelConfig, tokenizer: Tokenizer) -> None:
-    if other := first_other(config, llama.FIXED, llama.FREE):
-        field, needed = other
-        config.refuse(
-            field,
-            f"llama.cpp's llama and qwen3 differ; --to=gguf needs {needed!r}, as in "
-            "configs/llama.py",
+    others = other_fields(config, llama.FIXED, llama.FREE)
+    if others:
+        listed = ", ".join(
+            f"{field}={value!r} instead of {needed!r}" for field, (value, needed) in others.items()
+        )
+        raise UserError(
+            f"--to=gguf: this {config.architecture} cannot be a GGUF file, models with the block of "
+            f"Llama or Qwen3 can (config.model: {listed}); use --to=hf"
         )
     if tokenizer.kind not in TOKENIZERS:
         raise UserError(

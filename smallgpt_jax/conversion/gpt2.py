@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from smallgpt_jax.conversion.config_json import ConfigJson, first_other
+from smallgpt_jax.conversion.config_json import ConfigJson, other_fields
 from smallgpt_jax.models import ModelConfig
 
 MODEL_TYPES = ("gpt2",)
@@ -70,7 +70,7 @@ def heads_last(x: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def supports(config: ModelConfig) -> bool:
-    return first_other(config, FIXED, FREE) is None
+    return not other_fields(config, FIXED, FREE)
 
 
 def class_name(config: ModelConfig) -> str:

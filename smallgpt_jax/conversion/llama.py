@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from smallgpt_jax.conversion.config_json import ConfigJson, first_other
+from smallgpt_jax.conversion.config_json import ConfigJson, other_fields
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
 
@@ -65,7 +65,7 @@ DEFAULT_KV_HEADS = {"qwen3": 32}  # not if the field is null; then it is the num
 def supports(config: ModelConfig) -> bool:
     # Llama's config refuses a width that is not a multiple of the number of heads, even if head_dim
     # is given.
-    return not first_other(config, FIXED, FREE) and (
+    return not other_fields(config, FIXED, FREE) and (
         config.qk_norm or config.d_model % config.num_heads == 0
     )
 

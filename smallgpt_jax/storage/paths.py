@@ -7,7 +7,7 @@ from pathlib import Path
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.cache import local_copy
-from smallgpt_jax.storage.object_storage import SCHEME, is_remote
+from smallgpt_jax.storage.object_storage import SCHEME, is_remote, list_files, require_bucket
 
 
 def as_path(field: str, name: str | Path) -> Path:
@@ -43,3 +43,36 @@ def local_path(field: str, name: str | Path) -> Path:
 
 def resolve(path: Path) -> Path:
     return path if is_remote(path) else path.resolve()
+
+
+def new_folder(field: str, name: str | Path | None) -> Path:
+    """Raises UserError unless `name` is a new or empty folder other than the current one."""
+    if not name:
+        raise UserError(f"{field}: must be given; name a new folder")
+    folder = resolve(as_path(field, name))
+    if is_remote(folder):
+        require_bucket(field, folder)
+        is_free = not list_files(folder)
+    elif folder == Path.cwd():
+        raise UserError(f"{field}={name}: this is the current folder; choose another")
+    else:
+        is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_free:
+        raise UserError(f"{field}={name}: folder is not empty; choose another")
+    return folder
+
+
+def new_file(field: str, name: str | Path | None, suffix: str) -> Path:
+    """Raises UserError unless `name` is a new file whose name ends in `suffix`."""
+    if not name or not str(name).endswith(suffix):
+        shown = f"{field}={name}" if name else field
+        raise UserError(f"{shown}: must be the name of a new file that ends in {suffix}")
+    path = resolve(as_path(field, name))
+    if is_remote(path):
+        require_bucket(field, path)
+        exists = bool(list_files(path))
+    else:
+        exists = path.exists()
+    if exists:
+        raise UserError(f"{field}={name}: exists; choose another name")
+    return path

@@ -1,0 +1,158 @@
+"""Exports the model of a run. A format is a class in EXPORTS, whose fields are its options."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from smallgpt_jax import inference, models
+from smallgpt_jax.conversion import (
+    gguf_file,
+    hugging_face,
+    low_rank,
+    model_card,
+    peft_adapter,
+)
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config_file import read_config, read_groups
+from smallgpt_jax.storage.atomic import atomic_file, atomic_folder
+from smallgpt_jax.storage.paths import as_path, new_file, new_folder
+
+
+class Export(Protocol):
+    paths: str | Sequence[int]  # of a pgpt
+
+    def new_output(self, name: str | Path) -> Path:
+        """Raises UserError if the output cannot be written."""
+
+    def write(self, workdir: Path, output: Path, trained: inference.TrainedModel) -> str:
+        """Returns what was written."""
+
+
+def export(
+    workdir: str | Path, output: str | Path, to: str | Export = "hf", *, step: int | None = None
+) -> str:
+    """Writes the model of a run in another format, and returns a description of what was written.
+
+    `to` is "hf" (a Hugging Face folder), "gguf" (a file for llama.cpp), "peft" (an adapter, of a
+    run with LoRA), or a format with options, such as GgufExport(dtype="q8_0"). `step` is the
+    checkpoint's; None: the newest. Raises UserError if `output` exists or the format does not
+    support the model; then nothing is written.
+    """
+    form = make_export(to) if isinstance(to, str) else to
+    source, output = as_path("--workdir", workdir), form.new_output(output)
+    refuse_custom_classes(source)
+    trained = inference.load_trained(source, step).with_paths(form.paths)
+    rank_ratio = trained.model.config.rank_ratio
+    if rank_ratio:
+        model, params = low_rank.with_rank_ratio(trained.model, trained.params, 0.0)
+        trained = trained._replace(model=model, params=params)
+    written = form.write(source, output, trained)
+    summary = (
+        f"{trained.model.config.architecture} of step {trained.step}, "
+        f"{models.num_parameters(trained.model):,} parameters, as {written}"
+    )
+    return (
+        f"{summary}; its low-rank matrices are exported as full matrices" if rank_ratio else summary
+    )
+
+
+def make_export(name: str, **options) -> Export:
+    if name not in EXPORTS:
+        raise UserError(f"--to={name}: no such format; choose from {', '.join(EXPORTS)}")
+    return EXPORTS[name](**options)
+
+
+def refuse_custom_classes(workdir: Path) -> None:
+    """Needs no trust in them, because it imports no module."""
+    if not workdir.is_dir():
+        return
+    for field, name in models.custom_classes(read_groups(workdir)["model"]):
+        raise UserError(
+            f"--workdir={workdir}: config.model.{field}={name!r} is not built in, and exports "
+            "support only built-in parts; use the model in Python, with smallgpt_jax.load"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HuggingFaceExport:
+    paths: str | Sequence[int] = "all"  # of a pgpt: "all", "best", or indices such as "0,1"
+    tokenizer: bool = True  # False: without the tokenizer
+
+    def new_output(self, name: str | Path) -> Path:
+        return new_folder("--output", name)
+
+    def write(self, workdir: Path, output: Path, trained: inference.TrainedModel) -> str:
+        model, params, model_state, tokenizer, step = trained
+        form = hugging_face.find_format(model.config)
+        card = model_card.format_model_card(
+            workdir,
+            output.name,
+            model,
+            step,
+            bool(form.CODE),
+            self.paths if isinstance(self.paths, str) else ",".join(map(str, self.paths)),
+            adds_begin=tokenizer.begin_of_text != tokenizer.end_of_text,
+        )
+        if self.tokenizer:
+            template = inference.portable_chat_template(workdir, tokenizer)
+        else:
+            tokenizer, template = None, ""
+        with atomic_folder(output) as folder:
+            hugging_face.export_folder(
+                folder, model, params, tokenizer, card, model_state, template
+            )
+        name = form.class_name(model.config)
+        return f"{name} with its own code (trust_remote_code=True)" if form.CODE else name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufExport:
+    dtype: str = "float32"  # of matrices, one of gguf_file.DTYPES
+
+    paths = "all"
+
+    def new_output(self, name: str | Path) -> Path:
+        return new_file("--output", name, ".gguf")
+
+    def write(self, workdir: Path, output: Path, trained: inference.TrainedModel) -> str:
+        if self.dtype not in gguf_file.DTYPES:
+            raise UserError(f"--dtype={self.dtype}: must be one of {', '.join(gguf_file.DTYPES)}")
+        with atomic_file(output) as path:
+            return gguf_file.write(
+                path, output.stem, trained.model, trained.params, trained.tokenizer, self.dtype
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeftExport:
+    paths = "all"
+
+    def new_output(self, name: str | Path) -> Path:
+        return new_folder("--output", name)
+
+    def write(self, workdir: Path, output: Path, trained: inference.TrainedModel) -> str:
+        config = read_config(workdir)
+        if not config.optimizer.lora_rank:
+            raise UserError(
+                f"--workdir={workdir}: was not trained with LoRA (config.optimizer.lora_rank); "
+                "use --to=hf"
+            )
+        if config.model.rank_ratio:
+            raise UserError(
+                f"--workdir={workdir}: has matrices of low rank; export the merged weights with "
+                "--to=hf"
+            )
+        base = inference.load_trained(workdir, trained.step, merge_lora=False)
+        with atomic_folder(output) as folder:
+            name = peft_adapter.write(
+                folder, trained.model, base.params, trained.params, config.optimizer.lora_rank
+            )
+        return f"an adapter of a {name}"
+
+
+EXPORTS: dict[str, type[Export]] = {
+    "hf": HuggingFaceExport,
+    "gguf": GgufExport,
+    "peft": PeftExport,
+}

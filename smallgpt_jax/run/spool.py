@@ -5,7 +5,9 @@ uploaded whole.
 """
 
 import contextlib
+import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -24,9 +26,6 @@ from smallgpt_jax.storage.object_storage import is_remote
 SPOOL_PREFIX = "smallgpt_jax-spool-"
 LOCK_FILE = ".lock"  # in a spool; a process holds it as long as it uses the spool
 UPLOAD_SECONDS = 30.0  # maximum time between uploads
-OPENING = (
-    threading.Lock()
-)  # another thread could take a lock file before its lock is held, and remove the spool
 CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run ends
 
 
@@ -97,10 +96,8 @@ def open_spool(
         yield Spool(workdir, workdir, log)
         return
     with contextlib.ExitStack() as held:
-        with OPENING:
-            remove_abandoned_spools()
-            folder = Path(tempfile.mkdtemp(prefix=SPOOL_PREFIX)) / workdir.name
-            held.enter_context(file_lock(folder.parent / LOCK_FILE))
+        remove_abandoned_spools()
+        folder = new_locked_folder(held) / workdir.name
         with removed_on_error(folder.parent):
             folder.mkdir()
             for name in continued:
@@ -123,10 +120,33 @@ def open_spool(
             spool.upload_last()
 
 
+def new_locked_folder(held: contextlib.ExitStack) -> Path:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=SPOOL_PREFIX))
+        try:
+            held.enter_context(file_lock(folder / LOCK_FILE))
+            return folder
+        except (LockHeldError, FileNotFoundError):
+            # Another run that starts now has found the lock file before its lock was held, and
+            # removes the folder.
+            continue
+
+
 def remove_abandoned_spools() -> None:
     """Runs that were killed leave a lock that no process holds. Folders that `upload_last` kept
     have no lock.
+
+    The temporary folder may be shared with other users.
     """
-    for lock in Path(tempfile.gettempdir()).glob(f"{SPOOL_PREFIX}*/{LOCK_FILE}"):
-        with contextlib.suppress(LockHeldError, OSError), file_lock(lock):
-            shutil.rmtree(lock.parent)
+    for folder in Path(tempfile.gettempdir()).glob(f"{SPOOL_PREFIX}*"):
+        lock = folder / LOCK_FILE
+        with contextlib.suppress(LockHeldError, OSError):
+            if is_own_folder(folder) and lock.exists():
+                with file_lock(lock):
+                    shutil.rmtree(folder)
+
+
+def is_own_folder(path: Path) -> bool:
+    """Returns False for a symbolic link, too."""
+    status = path.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

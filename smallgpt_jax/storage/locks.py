@@ -25,7 +25,7 @@ def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
             yield
         return
     while True:
-        file = path.open("a+")
+        file = open(path, "a+", opener=_open_without_links)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -47,3 +47,8 @@ def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         file.close()
+
+
+def _open_without_links(path: str, flags: int) -> int:
+    """A symbolic link in a folder of somebody else could name any file of this user."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

@@ -5,6 +5,7 @@ The reference is the same command on local paths.
 """
 
 import contextlib
+import fcntl
 import gzip
 import io
 import json
@@ -397,6 +398,71 @@ def test_the_spools_of_killed_runs_are_removed(bucket, tmp_path, monkeypatch):
     with spool.open_spool(bucket / "third", []) as third:
         assert second.folder.exists() and not first.folder.exists()
     assert not third.folder.exists()
+
+
+@pytest.fixture
+def temporary_folder(tmp_path, monkeypatch):
+    """Returns an empty folder, which is that of temporary files during the test."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_folders_of_other_users_are_left_alone(bucket, tmp_path, temporary_folder, monkeypatch):
+    """Neither a lock nor a folder that is a symbolic link is followed."""
+    text = tmp_path / "thesis.txt"
+    text.write_text("ten years")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".lock").touch()
+    linked_lock, linked_folder, foreign, abandoned = (
+        temporary_folder / f"{spool.SPOOL_PREFIX}{name}" for name in "abcd"
+    )
+    for folder in (linked_lock, foreign, abandoned):
+        folder.mkdir()
+    (linked_lock / ".lock").symlink_to(text)
+    linked_folder.symlink_to(tmp_path / "home")
+    (foreign / ".lock").touch()
+    (abandoned / ".lock").touch()
+    lstat = Path.lstat
+
+    def lstat_of_two_users(path):
+        status = lstat(path)
+        owner = status.st_uid + (path == foreign)
+        return os.stat_result((*status[:4], owner, *status[5:]))
+
+    monkeypatch.setattr(Path, "lstat", lstat_of_two_users)
+    with spool.open_spool(bucket / "run", []):
+        assert text.read_text() == "ten years" and (tmp_path / "home" / ".lock").exists()
+        assert (foreign / ".lock").exists() and linked_lock.exists() and not abandoned.exists()
+
+
+@pytest.mark.parametrize("moment", ["before the lock", "while it removes"])
+def test_runs_that_start_at_once_do_not_meet(moment, bucket, temporary_folder, monkeypatch):
+    """Another run finds the lock file of this one before this one holds its lock."""
+    lock, removed = fcntl.flock, []
+
+    def other_run():
+        monkeypatch.setattr(fcntl, "flock", lock)
+        (folder,) = temporary_folder.iterdir()
+        removed.append(folder)
+        if moment == "before the lock":
+            spool.remove_abandoned_spools()
+            assert not folder.exists()
+        else:
+            other = (folder / ".lock").open()
+            lock(other, fcntl.LOCK_EX)
+            others.enter_context(other)
+
+    def flock_after_the_other(*arguments):
+        other_run()
+        lock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", flock_after_the_other)
+    with contextlib.ExitStack() as others, spool.open_spool(bucket / "run", []) as opened:
+        assert removed and opened.folder.parent not in removed
+        (opened.folder / "file").write_text("text")
+        assert opened.upload() and (bucket / "run" / "file").read_text() == "text"
 
 
 @pytest.mark.slow

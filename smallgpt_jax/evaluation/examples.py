@@ -43,7 +43,11 @@ def read_questions(
     """
     rules = Rules("text", "refuse", "refuse", 10**8, form, chat_template)
     source = Source(path)
-    if not all(part.has_fields for part in source.parts):
+    try:
+        has_fields = all(part.has_fields for part in source.parts)
+    except UserError as error:  # it names the field that a run's text comes from
+        raise UserError(str(error).replace("config.data.source", "--examples")) from None
+    if not has_fields:
         raise UserError(
             f"--examples={path}: expected JSON lines with the fields of config.data.format={form!r}"
         )

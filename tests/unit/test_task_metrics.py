@@ -142,6 +142,13 @@ def test_bad_files_are_refused(tmp_path):
         examples.find_labels(read(ROWS[:1]))
 
 
+@pytest.mark.parametrize("name", ["none.jsonl", "none/", "none.txt"])
+def test_a_missing_file_is_named_by_its_flag(name, tmp_path):
+    path = f"{tmp_path}/{name}"
+    with pytest.raises(UserError, match=f"^--examples='{path}': no such file$"):
+        examples.read_questions(path, Bytes(), "completion", "", 32, None)
+
+
 def test_a_chat_continues_what_the_template_writes(model):
     template = (
         "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A'}[m.role] }}:{{ m.content }}"

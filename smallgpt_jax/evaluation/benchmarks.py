@@ -1,0 +1,99 @@
+"""Evaluation on benchmarks: tasks of lm-evaluation-harness."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from smallgpt_jax import inference
+from smallgpt_jax.data import tokenizers
+from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.evaluation import report, run
+from smallgpt_jax.evaluation.model_options import ModelOptions, join_name_parts
+from smallgpt_jax.evaluation.progress import ScoringProgress
+from smallgpt_jax.run.checksums import bit_checksums
+from smallgpt_jax.storage.cache import cache_folder
+from smallgpt_jax.storage.paths import local_path
+
+SCORING_VERSION = 2  # part of the cache key; increase it when a code change affects the scores
+SEED = 1234
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Benchmarks:
+    tasks: Sequence[str]  # names of the harness; "paper": the seven tasks of arXiv 2404.14462
+    # folder with the benchmarks' original files; None: they come from the Hugging Face hub
+    data_dir: str | Path | None = None
+    num_fewshot: int | None = None  # examples before each question; None: the task's own number
+    seed: int = SEED  # of the choice of these examples, and of sampled texts
+    gen_kwargs: str | None = None  # of tasks that generate text, such as "temperature=0.8"
+
+    def score(
+        self, workdir: Path, model: ModelOptions, limit: float | None, log_samples: bool
+    ) -> tuple[str, dict, str]:
+        """Returns the name of the files to write, the results, and a table of them."""
+        try:
+            from smallgpt_jax.evaluation.harness import SmallGPT
+        except ImportError:
+            raise UserError(
+                f"lm-evaluation-harness is not installed; run {install_command('eval')}"
+            ) from None
+        data_dir = local_path("--data_dir", self.data_dir) if self.data_dir else None
+        if data_dir and not data_dir.is_dir():
+            raise UserError(
+                f"--data_dir={data_dir}: no such folder; create it, or omit the flag to use the "
+                "Hugging Face hub"
+            )
+        trained = model.load(workdir)
+
+        def build() -> SmallGPT:
+            return SmallGPT(
+                model.scorer(trained),
+                trained.params,
+                trained.tokenizer,
+                ScoringProgress(),
+                self.seed,
+                trained.model_state,
+            )
+
+        results = run.evaluate(
+            build,
+            self.tasks,
+            data_dir,
+            cache=cache_folder() / "scores" / f"{model_fingerprint(trained)}.jsonl",
+            num_fewshot=self.num_fewshot,
+            limit=int(limit) if limit and limit >= 1 else limit,
+            random_seed=self.seed,
+            numpy_random_seed=self.seed,
+            torch_random_seed=self.seed,
+            fewshot_random_seed=self.seed,
+            gen_kwargs=self.gen_kwargs,
+            log_samples=log_samples,
+        )
+        name = join_name_parts(
+            model.file_name(trained.step),
+            "_".join(self.tasks)[:80],
+            None if self.num_fewshot is None else f"{self.num_fewshot}shot",
+            None if limit is None else f"limit{limit:g}",
+            None if self.seed == SEED else f"seed{self.seed}",
+            self.gen_kwargs,
+        )
+        config = trained.model.config
+        is_one_path = model.paths != "all" and config.num_paths == 1
+        shown = "pgpt, one path" if is_one_path else config.architecture
+        return name[:200], results, report.results_table(results, shown)
+
+
+def model_fingerprint(trained: inference.TrainedModel) -> str:
+    """Returns a hash of all that the scores depend on: equal models of all runs share a cache."""
+    variables = [bit_checksums(tree) for tree in (trained.params, trained.model_state) if tree]
+    content = [
+        SCORING_VERSION,
+        repr(trained.model),  # its config, and the blocks that are left out
+        *variables,
+        tokenizers.fingerprint(trained.tokenizer),
+        importlib.metadata.version("lm_eval"),
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

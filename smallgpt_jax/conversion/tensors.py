@@ -59,11 +59,16 @@ def from_params(model: models.LanguageModel, params, model_state=None) -> dict[s
 
 def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
     return {
-        slot.name: jax.eval_shape(
-            lambda x, slot=slot: to_torch(x, slot), jax.ShapeDtypeStruct(slot.shape, "float32")
-        ).shape
+        slot.name: torch_shape(slot.path[-1], slot.axes, slot.shape)
         for slot in (*tensor_slots(model), *router_bias_slots(model))
     }
+
+
+@functools.cache
+def torch_shape(leaf: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The layers of a model share these arguments, so that this traces once and not per layer."""
+    slot = TensorSlot("", (leaf,), (), axes, shape)
+    return jax.eval_shape(lambda x: to_torch(x, slot), jax.ShapeDtypeStruct(shape, "float32")).shape
 
 
 def to_params(

@@ -21,8 +21,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import Parameter
-from smallgpt_jax.models.block import block_numbers, layer_configs
 from smallgpt_jax.models.router import ROUTER_AXES
+from smallgpt_jax.models.stacks import block_numbers, layer_configs
 
 MAX_LISTED = 3  # maximum number of tensor names in an error message
 TABLES = (
@@ -185,7 +185,7 @@ def stacked_modules(
     along `axis`.
 
     `tree` is usually one stack. If blocks have different attention windows, it contains several;
-    see models/block.py.
+    see models/stacks.py.
     """
     if not all(child.isdigit() for child in tree):
         yield from ((i, tree, path, i) for i in range(jax.tree.leaves(tree)[0].shape[axis]))

@@ -16,7 +16,6 @@ from smallgpt_jax import models
 from smallgpt_jax.diagnosis import experts, figures, losses
 from smallgpt_jax.diagnosis.observation import (
     WHOLE,
-    Parts,
     chosen_experts,
     observe,
     observe_streams,
@@ -26,6 +25,7 @@ from smallgpt_jax.diagnosis.table import table_lines
 from smallgpt_jax.diagnosis.windows import WINDOWS, validation_windows, windows_of_file
 from smallgpt_jax.inference.loading import TrainedModel, load_trained, require_next_tokens
 from smallgpt_jax.inference.single_blocks import num_blocks
+from smallgpt_jax.models.variants import Ablation
 from smallgpt_jax.objectives.objective import make_objective
 from smallgpt_jax.optim.transfer import scale_initial
 from smallgpt_jax.run.config import Config
@@ -39,11 +39,12 @@ MEASURED = (
     8  # windows on which activations and attention are measured; losses are computed on all windows
 )
 DEEP = 24  # blocks of the untrained model whose collapse is measured
-# Parts of an untrained model whose collapse is measured (Dong et al., arXiv 2103.03404, section 4).
+# Ablations of an untrained model whose collapse is measured (Dong et al., arXiv 2103.03404, section
+# 4).
 COLLAPSE = {
     "whole": WHOLE,
-    "without_skips": Parts(skips=0.0),
-    "attention_alone": Parts(skips=0.0, mlps=0.0),
+    "without_skips": Ablation(skips=0.0),
+    "attention_alone": Ablation(skips=0.0, mlps=0.0),
 }
 
 

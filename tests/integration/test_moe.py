@@ -23,10 +23,10 @@ from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models.block import stack_blocks
 from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.flops import count_operations, train_flops_per_token
 from smallgpt_jax.models.layers import MLPS
+from smallgpt_jax.models.stacks import stack_blocks
 from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.planning import hlo
 from smallgpt_jax.run.checkpoint import Checkpoints

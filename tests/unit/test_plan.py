@@ -18,9 +18,9 @@ from smallgpt_jax import models
 from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import memory
-from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.mixers import MIXERS
+from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.planning import compilation, estimate, hlo, kernels, topologies

@@ -38,7 +38,8 @@ from measuring import PAUSE, generate, in_turn, table, table_row
 from configs import llama
 from smallgpt_jax import cli, models
 from smallgpt_jax.conversion import gguf_file
-from smallgpt_jax.data.tokenizers import END_OF_TEXT, gpt2_bytes
+from smallgpt_jax.data.special_tokens import END_OF_TEXT
+from smallgpt_jax.data.tokenizers import gpt2_bytes
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.inference import layout
 

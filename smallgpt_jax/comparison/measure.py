@@ -197,7 +197,9 @@ def observe(folder: Path, log=print) -> None:
     if read_summary(folder, steps):
         return
     try:
-        diagnosis.diagnose(folder, step=steps, windows=WINDOWS, deep=0)
+        diagnosis.diagnose(
+            str(folder), steps, [], WINDOWS, 0, log=lambda message: log(f"{folder.name}: {message}")
+        )
     except UserError as error:  # a custom architecture, or a masked model
         log(f"{folder.name}: not observed: {error}")
 

@@ -30,7 +30,12 @@ from smallgpt_jax.conversion import gpt2, llama, smallgpt, tensors, tokenizer_fi
 from smallgpt_jax.conversion.config_json import ConfigJson, require_fit
 from smallgpt_jax.conversion.weight_files import import_library, open_weights
 from smallgpt_jax.data import tokenizers
-from smallgpt_jax.data.chat_template import TEMPLATE_FILE, own_template, save_template
+from smallgpt_jax.data.chat_template import (
+    TEMPLATE_FILE,
+    ChatTemplate,
+    own_template,
+    save_template,
+)
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
@@ -91,6 +96,7 @@ def export_folder(
             folder / "generation_config.json",
             {
                 **special,
+                "eos_token_id": ends_of_texts(tokenizer, chat_template),
                 "max_length": config.context_length,
                 **({"suppress_tokens": unused} if unused else {}),
             },
@@ -106,6 +112,18 @@ def export_folder(
         tokenizers.save(tokenizer, folder)  # the original tokenizer files, which read_folder reads
         save_template(chat_template, folder)
     (folder / "README.md").write_text(card)
+
+
+def ends_of_texts(tokenizer: Tokenizer | None, chat_template: str) -> int | list[int] | None:
+    """Returns the ids at which generation stops, in the form of generation_config.json."""
+    if not tokenizer:
+        return None
+    if not chat_template:
+        return tokenizer.end_of_text
+    end_of_turn = ChatTemplate(chat_template, tokenizer.special_tokens).end_of_turn
+    if end_of_turn in (None, tokenizer.end_of_text):
+        return tokenizer.end_of_text
+    return [tokenizer.end_of_text, end_of_turn]
 
 
 def write_json(path: Path, content: dict) -> None:

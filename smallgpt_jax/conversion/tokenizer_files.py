@@ -5,7 +5,8 @@ import json
 from smallgpt_jax.conversion.weight_files import import_library
 from smallgpt_jax.data.config import SYMBOLS
 from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from smallgpt_jax.data.tokenizers import END_OF_TEXT, Tokenizer, gpt2_bytes
+from smallgpt_jax.data.special_tokens import END_OF_TEXT
+from smallgpt_jax.data.tokenizers import Tokenizer, gpt2_bytes
 from smallgpt_jax.errors import UserError
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's symbol for a space

@@ -1,94 +1,154 @@
 """Chat templates: Jinja templates that write the messages of a conversation as one text, as in
 transformers.
 
-A template gets `messages`, `add_generation_prompt`, `bos_token` and `eos_token`. The last two are
-written as characters that no text contains, so that a message cannot contain them;
-`examples.encode_chat` turns them into ids.
+A template gets `messages`, `add_generation_prompt`, and the names of special tokens as `bos_token`,
+`eos_token` and so on. What it writes is encoded by `Tokenizer.encode_chat`.
 """
 
-import functools
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+import os.path
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from smallgpt_jax.data import template_process
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES
+from smallgpt_jax.data.special_tokens import SpecialTokens
+from smallgpt_jax.data.template_process import CONTENT, Rendering
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import OBJECT, read_json_or_none
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode noncharacters
-MARKS = (BEGIN, END)
 TEMPLATE_FILE = "chat_template.jinja"
+# The names of a message's reasoning; transformers fills in the first two.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class Answer(NamedTuple):
+    """What the model writes after the generation prompt."""
+
+    before: str  # what the template writes before the content, such as a space
+    content: str
+    end: str  # such as "<|im_end|>": up to the first special token, if there is one
+
+    @property
+    def text(self) -> str:
+        return self.before + self.content + self.end
 
 
 class ChatTemplate:
-    def __init__(self, source: str):
+    def __init__(self, source: str, special_tokens: SpecialTokens = SpecialTokens()):  # noqa: B008
         """Raises ValueError for a template with wrong syntax."""
         if not importlib.util.find_spec("jinja2"):
             raise UserError(f"jinja2 is not installed; run {install_command('hf')}")
-        self._source = source
+        self.source, self.special_tokens = source, special_tokens
         self._render([], [])
-
-    @classmethod
-    @functools.cache
-    def of(cls, source: str) -> "ChatTemplate":
-        return cls(source)
 
     def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
         """Raises ValueError if the template fails."""
-        return self._render(messages, [(len(messages), add_generation_prompt)])[0]
+        whole = Rendering(len(messages), add_generation_prompt)
+        return self._render(messages, [whole])[whole]
 
     def pieces(
         self, messages: Sequence[Mapping], add_generation_prompt: bool = False
-    ) -> list[tuple[str, bool]]:
-        """Returns (text, whether it is an answer). An answer is what an assistant's message adds to
-        the generation prompt. Text after the last answer is left out, unless
-        `add_generation_prompt` asks for another answer.
+    ) -> list[str | Answer]:
+        """Returns the answers in what the template writes for all messages, and the texts between
+        them. Text after the last answer is left out, unless `add_generation_prompt` asks for
+        another answer.
 
-        Raises ValueError if the template does not write a longer conversation by appending to a
-        shorter one.
+        To find an answer, the template also writes the conversation with another content in its
+        place. Raises ValueError if the rest of the text then differs, or if the last answer is not
+        appended to the generation prompt.
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        prefixes = [prefix for i in answers for prefix in ((i, True), (i + 1, False))]
-        if add_generation_prompt:
-            prefixes.append((len(messages), True))
-        texts = dict(zip(prefixes, self._render(messages, prefixes)))
-        pieces, written = [], ""
+        length = len(messages) if add_generation_prompt else answers[-1] + 1
+        whole = Rendering(length, add_generation_prompt)
+        texts = self._render(messages, [whole, *_renderings_of_answers(answers, whole)])
+        text, pieces, written = texts[whole], [], 0
         for i in answers:
-            prompt, answered = texts[i, True], texts[i + 1, False]
-            if (
-                not prompt.startswith(written)
-                or not answered.startswith(prompt)
-                or answered == prompt
-            ):
+            start, answer = self._find_answer(texts, whole, i)
+            is_last = not add_generation_prompt and i == answers[-1]
+            if start < written or (is_last and not text.startswith(texts[Rendering(i, True)])):
                 raise ValueError(
                     f"message {i + 1} is not appended to the generation prompt before it"
                 )
-            pieces += [(prompt[len(written) :], False), (answered[len(prompt) :], True)]
-            written = answered
-        if add_generation_prompt:
-            prompt = texts[len(messages), True]
-            if not prompt.startswith(written):
-                raise ValueError("the last message is not appended to the text before it")
-            pieces.append((prompt[len(written) :], False))
-        return pieces
+            pieces += [text[written:start], answer]
+            written = start + len(answer.text)
+        return [*pieces, text[written:]] if add_generation_prompt else pieces
+
+    def _find_answer(
+        self, texts: Mapping[Rendering, str], whole: Rendering, i: int
+    ) -> tuple[int, Answer]:
+        """Returns where the answer in message `i` begins in the text, and the answer."""
+        text, prompt = texts[whole], texts[Rendering(i, True)]
+        before, mark, after = texts[whole._replace(marked=i)].partition(CONTENT)
+        if not mark or not text.endswith(after):
+            raise ValueError(f"message {i + 1} is not written as it is, in one place")
+        end = len(text) - len(after)
+        content = len(os.path.commonprefix([text[:end], before]))  # noqa: RUF071 (of characters)
+        start = len(prompt) if text[:end].startswith(prompt) else content
+        # The last turn tells how a turn ends. Some templates end earlier turns in another way.
+        ending = self._ending(texts[Rendering(i + 1, False, marked=i)])
+        return start, Answer(
+            text[start:content],
+            text[max(start, content) : end],
+            ending if after.startswith(ending) else "",
+        )
+
+    def _ending(self, marked_turn: str) -> str:
+        return self.special_tokens.up_to_first(marked_turn.rpartition(CONTENT)[2])
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """Returns the special token that the template writes after an answer, or None."""
+        messages = [{"role": role, "content": "text"} for role in ("user", "assistant")]
+        turn = Rendering(2, False, marked=1)
+        try:
+            ending = self._ending(self._render(messages, [turn])[turn])
+        except ValueError:  # it needs other messages
+            return None
+        ids = self.special_tokens.ids
+        return next((ids[part] for part in self.special_tokens.split(ending) if part in ids), None)
 
     def _render(
-        self, messages: Sequence[Mapping], prefixes: Sequence[tuple[int, bool]]
-    ) -> list[str]:
-        """Returns one text per prefix of the conversation; see `template_process.render`."""
+        self, messages: Sequence[Mapping], renderings: Sequence[Rendering]
+    ) -> dict[Rendering, str]:
         try:
-            conversation = json.dumps([*messages], ensure_ascii=False, default=str)
+            conversation = json.dumps(
+                list(map(_as_in_transformers, messages)), ensure_ascii=False, default=str
+            )
         except RecursionError:
             raise ValueError("the messages are nested too deeply") from None
-        if any(mark in conversation for mark in MARKS):
-            raise ValueError("a message contains U+FDD0 or U+FDD1, which stand for special tokens")
-        return template_process.render(
-            self._source, conversation, prefixes, {"bos_token": BEGIN, "eos_token": END}
+        if CONTENT in conversation:
+            raise ValueError("a message contains U+FDD0, which marks answers; remove it")
+        texts = template_process.render(
+            self.source, conversation, renderings, self.special_tokens.variables
         )
+        return dict(zip(renderings, texts))
+
+
+def _renderings_of_answers(answers: Iterable[int], whole: Rendering) -> list[Rendering]:
+    return [
+        rendering
+        for i in answers
+        for rendering in (
+            Rendering(i, True),
+            whole._replace(marked=i),
+            Rendering(i + 1, False, marked=i),
+        )
+    ]
+
+
+def _as_in_transformers(message: Mapping) -> dict:
+    """Returns the message without empty fields, and with its reasoning under both usual names."""
+    message = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def find_template(field: str, tokenizer_folder: Path) -> str:
@@ -146,7 +206,7 @@ def save_template(source: str, tokenizer_folder: Path) -> None:
 
 def checked(source: str, where: str) -> str:
     try:
-        ChatTemplate.of(source)
+        ChatTemplate(source)
     except ValueError as error:
         raise UserError(f"{where}: not a Jinja template ({error}); correct it") from None
     return source

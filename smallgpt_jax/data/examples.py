@@ -2,39 +2,47 @@
 completion, or with the messages of a conversation; and their token ids.
 """
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
-from smallgpt_jax.data.chat_template import BEGIN, END, MARKS, ChatTemplate
+from smallgpt_jax.data.chat_template import Answer, ChatTemplate
 from smallgpt_jax.data.parts import Item, Rules, Skipped, extract_text
+from smallgpt_jax.data.special_tokens import SpecialTokens
 from smallgpt_jax.data.tokenizers import Tokenizer
-from smallgpt_jax.errors import UserError
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
-
-
-class Piece(NamedTuple):
-    text: str
-    is_answer: bool
+Piece = str | Answer
 
 
 class Example(str):
-    """As a string, the text of all pieces."""
+    """As a string, the text of all pieces without the names of special tokens."""
 
     where: str  # for messages
     pieces: tuple[Piece, ...]
-    contents: tuple[str, ...] | None  # of the messages; None: not a conversation
+    is_chat: bool
 
     @classmethod
-    def of(cls, where: str, pieces: Sequence[Piece], contents: Sequence[str] | None = None) -> Self:
-        text = "".join(piece.text for piece in pieces)
-        example = cls("".join(character for character in text if character not in MARKS))
-        example.where, example.pieces = where, tuple(pieces)
-        example.contents = None if contents is None else tuple(contents)
+    def of_completion(cls, where: str, prompt: str, completion: str) -> Self:
+        example = cls(prompt + completion)
+        example.where, example.is_chat = where, False
+        example.pieces = (prompt, Answer("", completion, ""))
         return example
+
+    @classmethod
+    def of_chat(cls, where: str, pieces: Sequence[Piece], special_tokens: SpecialTokens) -> Self:
+        example = cls(special_tokens.remove_from("".join(map(text_of, pieces))))
+        example.where, example.is_chat, example.pieces = where, True, tuple(pieces)
+        return example
+
+    @property
+    def answer(self) -> Answer:
+        return self.pieces[-1]
+
+
+def text_of(piece: Piece) -> str:
+    return piece.text if isinstance(piece, Answer) else piece
 
 
 def extract_document(row: Mapping, where: str, rules: Rules) -> Item:
@@ -58,7 +66,7 @@ def extract_completion(row: Mapping, where: str, rules: Rules) -> Item:
         return rules.refuse_or_skip(
             where, f"the field {COMPLETION!r} is empty", "write the answer to learn"
         )
-    return Example.of(where, [Piece(prompt, False), Piece(completion, True)])
+    return Example.of_completion(where, prompt, completion)
 
 
 def extract_chat(row: Mapping, where: str, rules: Rules) -> Item:
@@ -70,15 +78,23 @@ def extract_chat(row: Mapping, where: str, rules: Rules) -> Item:
     ]
     if skipped := [text for text in contents if isinstance(text, Skipped)]:
         return skipped[0]
+    template = rules.chat_template
+    for content in contents:
+        if name := template.special_tokens.reserved_in(content):
+            return rules.refuse_or_skip(
+                where,
+                f"a message contains a special token: {name}",
+                "remove it from the message",
+            )
     try:
-        pieces = ChatTemplate.of(rules.chat_template).pieces(messages)
+        pieces = template.pieces(messages)
     except ValueError as error:
         return rules.refuse_or_skip(
             where,
             f"the chat template fails for the field {MESSAGES!r}: {error}",
             "correct the messages or config.data.chat_template",
         )
-    return Example.of(where, [Piece(*piece) for piece in pieces], contents)
+    return Example.of_chat(where, pieces, template.special_tokens)
 
 
 def find_problem(messages) -> str:
@@ -106,8 +122,8 @@ def encode_example(example: Example, tokenizer: Tokenizer) -> tuple[np.ndarray, 
     Prompt and answer are encoded separately, as in generation. The end-of-text id after the last
     answer counts.
     """
-    ids, is_answer = encode_pieces(example.pieces, example.where, example.contents, tokenizer)
-    if ids[-1:] == [tokenizer.end_of_text] and example.contents is not None:
+    ids, is_answer = encode_pieces(example.pieces, example.is_chat, tokenizer)
+    if ids[-1:] == [tokenizer.end_of_text] and example.is_chat:
         ids, is_answer = ids[:-1], is_answer[:-1]
     ids, counted = [tokenizer.begin_of_text, *ids], [*is_answer, True]
     if (
@@ -119,90 +135,62 @@ def encode_example(example: Example, tokenizer: Tokenizer) -> tuple[np.ndarray, 
 
 def encode_prompt(example: Example, tokenizer: Tokenizer) -> list[int]:
     """Returns the ids up to the last answer, with the begin-of-text id."""
-    return [
-        tokenizer.begin_of_text,
-        *encode_pieces(example.pieces[:-1], example.where, example.contents, tokenizer)[0],
-    ]
+    ids, _ = encode_pieces(example.pieces[:-1], example.is_chat, tokenizer)
+    return [tokenizer.begin_of_text, *ids]
+
+
+def encode_answer(answer: Answer, is_chat: bool, tokenizer: Tokenizer) -> list[int]:
+    """Returns the ids of an answer after its prompt, up to the one that ends it."""
+    if not is_chat:
+        return [*tokenizer.encode_continuation(answer.text).tolist(), tokenizer.end_of_text]
+    ids = tokenizer.encode_chat(answer.text, continues=True)
+    ends_itself = answer.end.endswith(tuple(tokenizer.special_tokens.ids))
+    return ids if ends_itself else [*ids, tokenizer.end_of_text]
 
 
 def encode_pieces(
-    pieces: Sequence[Piece],
-    where: str,
-    contents: Sequence[str] | None,
-    tokenizer: Tokenizer,
+    pieces: Sequence[Piece], is_chat: bool, tokenizer: Tokenizer
 ) -> tuple[list[int], list[bool]]:
     """Returns the ids of the first pieces of an example, and which are answers, without the
     begin-of-text id.
-
-    `contents` are those of the messages; None: not a conversation. Raises UserError if one names a
-    special token.
     """
-    for name in tokenizer.special_tokens if contents is not None else ():
-        if any(name in content for content in contents):
-            raise UserError(
-                f"{where}: a message contains {name!r}, which the tokenizer would read as a "
-                "special token; remove it from the message"
-            )
     ids, is_answer = [], []
     for piece in pieces:
-        if contents is not None:
-            new = encode_chat(piece.text, tokenizer, continues=bool(ids))
+        text = text_of(piece)
+        if is_chat:
+            new = tokenizer.encode_chat(text, continues=bool(ids))
+        elif ids:
+            new = tokenizer.encode_continuation(text).tolist()
         else:
-            new = (
-                tokenizer.encode_continuation(piece.text)
-                if ids
-                else tokenizer.encode([piece.text])[0]
-            )
-        ids.extend(int(i) for i in new)
-        is_answer.extend([piece.is_answer] * len(new))
-    wrote_begin = contents is not None and ids[:1] == [tokenizer.begin_of_text]
+            new = tokenizer.encode([text])[0].tolist()
+        ids += new
+        is_answer += [isinstance(piece, Answer)] * len(new)
+    wrote_begin = is_chat and ids[:1] == [tokenizer.begin_of_text]
     return ids[wrote_begin:], is_answer[wrote_begin:]
-
-
-def encode_chat(text: str, tokenizer: Tokenizer, continues: bool = False) -> list[int]:
-    """Encodes what a chat template wrote: the names of special tokens become these tokens."""
-    special = special_tokens(tokenizer)
-    ids = []
-    for part in re.split(
-        f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", text
-    ):
-        if part in special:
-            ids.append(special[part])
-        elif part:
-            ids.extend(
-                tokenizer.encode_continuation(part)
-                if ids or continues
-                else tokenizer.encode([part])[0]
-            )
-    return [int(i) for i in ids]
-
-
-def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    return {BEGIN: tokenizer.begin_of_text, END: tokenizer.end_of_text, **tokenizer.special_tokens}
 
 
 def with_begin(source: str, tokenizer: Tokenizer) -> str:
     """Returns the chat template that also writes the begin-of-text token, which `encode_example`
-    puts before each text.
-
-    Where the end-of-text token begins a text, a Hugging Face tokenizer has no `bos_token`, or one
-    that it never writes.
+    puts before each text, by its name.
     """
-    begin = "eos_token" if tokenizer.begin_of_text == tokenizer.end_of_text else "bos_token"
+    template = ChatTemplate(source, tokenizer.special_tokens)
     try:
-        text = ChatTemplate.of(source).render([{"role": "user", "content": "text"}])
-        writes_begin = encode_chat(text, tokenizer)[:1] == [tokenizer.begin_of_text]
+        text = template.render([{"role": "user", "content": "text"}])
+        writes_begin = tokenizer.encode_chat(text)[:1] == [tokenizer.begin_of_text]
     except ValueError:  # it needs other messages
         writes_begin = "bos_token" in source
-    return source if writes_begin else f"{{{{ {begin} }}}}{source}"
+    if writes_begin:
+        return source
+    names = {i: name for name, i in tokenizer.special_tokens.ids.items()}
+    return names.get(tokenizer.begin_of_text, "") + source
 
 
 def describe_length(example: Example, tokenizer: Tokenizer) -> str:
     """Returns the number of tokens of each field."""
     total = len(encode_example(example, tokenizer)[0])
-    if example.contents is not None:
+    if example.is_chat:
         return f"the field 'messages' has {total:,} tokens"
-    prompt = len(tokenizer.encode([example.pieces[0].text])[0])
+    prompt = len(tokenizer.encode([example.pieces[0]])[0])
     return (
         f"the fields 'prompt' ({prompt:,} tokens) and 'completion' have {total:,} tokens, "
         "including the marks of beginning and end"

@@ -2,17 +2,15 @@
 beside it.
 """
 
-import contextlib
 import functools
+import itertools
 import json
-import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from smallgpt_jax.data.panics import no_panic_messages, panics_as_errors
+from smallgpt_jax.data.special_tokens import VARIABLES, SpecialTokens
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.json_files import OBJECT, parse_json
@@ -25,9 +23,7 @@ SETTINGS_FILES = (
 # Names of the end-of-text token, for tokenizers without a file that names it. The first that exists
 # is used.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-TRIAL = "The 1st,\n\t ü漢🙂"  # is encoded and decoded when a tokenizer is opened
-MAX_GROWTH = 1000  # of a text in a normalizer or a decoder
-MAX_TOKEN_CHARACTERS = 10_000
+MAX_TRIED = 300  # tokens whose text is tried, to find what begins a text
 
 
 class HuggingFaceTokenizer:
@@ -43,29 +39,24 @@ class HuggingFaceTokenizer:
         """
         self._files = dict(files)
         self._tokenizer = self._open(files[TOKENIZER_JSON].decode())
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        if max(map(len, vocabulary), default=0) > MAX_TOKEN_CHARACTERS:
-            raise ValueError(f"a token has more than {MAX_TOKEN_CHARACTERS:,} characters")
         # Ids may have gaps, so the vocabulary may have fewer tokens than this.
-        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+        self.vocab_size = 1 + max(
+            self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1
+        )
         if self.vocab_size > 2**24:  # weights for so many ids would fit nowhere
             raise ValueError(f"the id {self.vocab_size - 1} is too large")
         self.unknown = self._find_unknown()
-        self.special_tokens = {
-            token.content: i
-            for i, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
+        self._named = named_tokens(self._files)
+        self.special_tokens = self._find_special_tokens()
         self.end_of_text_token = self._find_end_of_text()
         self.end_of_text = self._tokenizer.token_to_id(self.end_of_text_token)
         self.begin_of_text = self._find_begin_of_text()
         self.begin_of_text_token = self._tokenizer.id_to_token(self.begin_of_text)
-        self._tokenizer.decode(self._tokenizer.encode(TRIAL, add_special_tokens=False).ids)
         for mark, token in (
             (self.end_of_text, self.end_of_text_token),
             (self.begin_of_text, self.begin_of_text_token),
         ):
-            if mark in self._tokenizer.encode(token, add_special_tokens=False).ids:
+            if mark in self.encode([token])[0]:
                 raise ValueError(f"the text {token!r} is encoded as a special token")
 
     @staticmethod
@@ -74,46 +65,51 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError:
             raise UserError(f"tokenizers is not installed; run {install_command('hf')}") from None
-        tokenizer = tokenizers.Tokenizer.from_str(content)
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # the library raises Exception
+            raise ValueError(short_reason(error)) from None
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True  # as ordinary text
         return tokenizer
 
+    def _find_special_tokens(self) -> SpecialTokens:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return SpecialTokens(
+            {token.content: i for i, token in added.items() if token.content},
+            self._named,
+            frozenset(token.content for token in added.values() if not token.special),
+        )
+
     def _find_end_of_text(self) -> str:
-        named = self._named("eos_token")
         known = [
             token for token in END_OF_TEXT_NAMES if self._tokenizer.token_to_id(token) is not None
         ]
-        if not named and not known:
+        if "eos_token" not in self._named and not known:
             raise ValueError(
                 "no end-of-text token; set eos_token in a tokenizer_config.json in the same folder"
             )
-        token = (named or known)[0]
+        token = self._named["eos_token"] if "eos_token" in self._named else known[0]
         if self._tokenizer.token_to_id(token) is None:
             raise ValueError(f"eos_token={token!r} is not in the vocabulary")
         return token
 
     def _find_begin_of_text(self) -> int:
-        """Returns the id that transformers puts before a text, or end_of_text if it puts none."""
-        settings = parse_json(self._files.get(SETTINGS_FILES[0], b"{}"), OBJECT)
-        if settings.keys() & {
-            "add_bos_token",
-            "add_eos_token",
-        }:  # then transformers ignores tokenizer.json's own rule
-            named = self._named("bos_token") if settings.get("add_bos_token") else []
-            added = [self._tokenizer.token_to_id(token) for token in named[:1]]
-        else:
-            added = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
-        return self.end_of_text if not added or added[0] is None else added[0]
+        """Returns the id that transformers puts before a text, or end_of_text if it puts none.
 
-    def _named(self, name: str) -> list[str]:
-        found = [
-            parse_json(self._files[file], OBJECT).get(name)
-            for file in SETTINGS_FILES
-            if file in self._files
-        ]
-        return [token["content"] if isinstance(token, dict) else token for token in found if token]
+        `add_bos_token` in tokenizer_config.json has no effect where there is a tokenizer.json.
+        """
+        tokens = (self._tokenizer.decode([i]) for i in range(min(self.vocab_size, MAX_TRIED)))
+        for text in itertools.chain("a0", tokens):
+            encoding = self._tokenizer.encode(text, add_special_tokens=True)
+            if 0 not in encoding.special_tokens_mask:
+                continue  # the text has no tokens
+            before = encoding.ids[: encoding.special_tokens_mask.index(0)]
+            if len(before) > 1:
+                raise ValueError(f"{len(before)} special tokens begin each text, at most one can")
+            return before[0] if before else self.end_of_text
+        raise ValueError("it encodes no text")
 
     def _find_unknown(self) -> int | None:
         model = json.loads(self._files[TOKENIZER_JSON])["model"]
@@ -126,14 +122,29 @@ class HuggingFaceTokenizer:
         )
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        with failures_named():
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+        return [
+            np.array(encoding.ids, np.int32)
+            for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def encode_continuation(self, text: str) -> np.ndarray:
-        with failures_named():
-            encoding = self._for_continuations.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, np.int32)
+        return np.array(
+            self._for_continuations.encode(text, add_special_tokens=False).ids, np.int32
+        )
+
+    def encode_chat(self, text: str, continues: bool = False) -> list[int]:
+        """As transformers does, but that a text which continues another begins without a space."""
+        first = self.special_tokens.split(text)[0] if continues else ""
+        ids = self.encode_continuation(first).tolist() if first else []
+        rest = self._for_chats.encode(text[len(first) :], add_special_tokens=False)
+        return ids + rest.ids
+
+    @functools.cached_property
+    def _for_chats(self):
+        """Returns the tokenizer, which encodes the names of special tokens as these tokens."""
+        tokenizer = self._open(self._files[TOKENIZER_JSON].decode())
+        tokenizer.encode_special_tokens = False
+        return tokenizer
 
     @functools.cached_property
     def _for_continuations(self):
@@ -143,15 +154,29 @@ class HuggingFaceTokenizer:
             name: without_prefix_space(content.get(name))
             for name in ("normalizer", "pre_tokenizer")
         }
-        with no_panic_messages(), failures_named():
-            return self._open(json.dumps(content))
+        return self._open(json.dumps(content))
 
     def decode(self, ids: Sequence[int]) -> str:
-        with failures_named():
-            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def files(self) -> dict[str, bytes]:
         return self._files
+
+
+def named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Returns the tokens that SETTINGS_FILES name, as transformers reads them: {"eos_token": …}."""
+    settings, special = (parse_json(files.get(name, b"{}"), OBJECT) for name in SETTINGS_FILES)
+    # A file that also lists the added tokens is complete.
+    named = settings if "added_tokens_decoder" in settings else settings | special
+    tokens = {name: named[name] for name in VARIABLES if named.get(name) is not None}
+    named = {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in tokens.items()
+    }
+    for name, token in named.items():
+        if not isinstance(token, str):
+            raise ValueError(f"{name}={token!r} is not a token")
+    return named
 
 
 def read_files(path: Path) -> HuggingFaceTokenizer:
@@ -159,51 +184,10 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
     beside = [path.parent / name for name in SETTINGS_FILES] if path.name == TOKENIZER_JSON else []
     files = {TOKENIZER_JSON: path} | {file.name: file for file in beside if file.is_file()}
     try:
-        contents = {name: file.read_bytes() for name, file in files.items()}
-        described = parse_json(contents[TOKENIZER_JSON], {"model": OBJECT})
-        for name in ("normalizer", "decoder"):
-            if (times := growth(described.get(name))) > MAX_GROWTH:
-                raise ValueError(f"its {name} makes texts up to {times:,.0f} times as long")
-        if dropout := described["model"].get("dropout"):
-            described["model"]["dropout"] = None
-            contents[TOKENIZER_JSON] = json.dumps(described).encode()
-        with no_panic_messages(), panics_as_errors():
-            tokenizer = HuggingFaceTokenizer(contents)
+        return HuggingFaceTokenizer({name: file.read_bytes() for name, file in files.items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path}: unsupported tokenizer, or damaged ({short_reason(error)})"
-        ) from None
-    if dropout:
-        print(
-            f"{path}: its dropout of {dropout} is not used, so that a text always has the same ids",
-            file=sys.stderr,
-        )
-    return tokenizer
-
-
-def growth(step: dict | None) -> float:
-    """Returns how many times as many characters a normalizer or a decoder can make of a text."""
-    if step is None:
-        return 1
-    times = math.prod(map(growth, step.get("normalizers", step.get("decoders", ()))))
-    if step["type"] == "Prepend":
-        times *= 1 + len(step["prepend"])
-    if step["type"] == "Replace":
-        replaced = len(step["pattern"].get("String", ""))  # a regular expression can match ""
-        content = len(step["content"])
-        times *= max(1, content / replaced) if replaced else 1 + content
-    return times
-
-
-@contextlib.contextmanager
-def failures_named() -> Iterator[None]:
-    """Raises UserError if the library fails for a text."""
-    try:
-        with panics_as_errors():
-            yield
-    except ValueError as error:
-        raise UserError(
-            f"{TOKENIZER_JSON}: the tokenizer fails ({error}); use another tokenizer"
         ) from None
 
 

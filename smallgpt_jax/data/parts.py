@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.errors import UserError
 
 BATCH_CHARACTERS = 1_000_000  # per batch of documents
@@ -45,7 +46,7 @@ class Rules:
     invalid_items: str  # "refuse" | "skip"
     max_document_bytes: int
     format: str = "text"  # config.data.format
-    chat_template: str = ""  # of format "messages"
+    chat_template: ChatTemplate | None = None  # of format "messages"
 
     def refuse_or_skip(self, where: str, why: str, fix: str) -> Skipped:
         if self.invalid_items == "skip":

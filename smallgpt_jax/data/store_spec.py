@@ -8,7 +8,7 @@ import re
 from functools import cached_property
 from pathlib import Path
 
-from smallgpt_jax.data.chat_template import find_template
+from smallgpt_jax.data.chat_template import ChatTemplate, find_template
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
@@ -55,9 +55,11 @@ class StoreSpec:
 
     @cached_property
     def rules(self) -> Rules:
-        return Rules(
-            **{field.name: self.made_from[field.name] for field in dataclasses.fields(Rules)}
-        )
+        fields = {field.name: self.made_from[field.name] for field in dataclasses.fields(Rules)}
+        template = fields.pop("chat_template")
+        if template:
+            template = ChatTemplate(template, self.tokenizer.special_tokens)
+        return Rules(**fields, chat_template=template or None)
 
     @cached_property
     def folder(self) -> Path:

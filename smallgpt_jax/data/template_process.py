@@ -6,6 +6,7 @@ and a thread that runs one cannot be interrupted. So the operating system bounds
 """
 
 import contextlib
+import datetime
 import functools
 import json
 import os
@@ -15,24 +16,32 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from smallgpt_jax.formatting import short_reason
 
 SECONDS = 5.0  # of processor time, per text
 MEMORY_BYTES = 2**31
 MAX_CHARACTERS = 2**26  # per text
+CONTENT = "\ufdd0"  # a Unicode noncharacter
 SERVE = (
     "import sys; sys.path[:] = {}; from smallgpt_jax.data.template_process import serve; serve()"
 )
 
 
+class Rendering(NamedTuple):
+    length: int  # of the conversation, in messages
+    add_generation_prompt: bool
+    marked: int | None = None  # the message whose content is replaced by CONTENT
+
+
 def render(
     source: str,
     messages: str,
-    prefixes: Sequence[tuple[int, bool]],
+    renderings: Sequence[Rendering],
     variables: Mapping[str, str],
 ) -> list[str]:
-    """Returns one text per prefix: (number of messages, value of add_generation_prompt).
+    """Returns one text per rendering.
 
     `messages` are a JSON array. Raises ValueError if the template is wrong or fails, or takes too
     much time or memory.
@@ -40,7 +49,7 @@ def render(
     request = {
         "source": source,
         "messages": messages,
-        "prefixes": prefixes,
+        "renderings": renderings,
         "variables": variables,
         "seconds": SECONDS,
     }
@@ -119,7 +128,7 @@ def serve() -> None:
 def _render(
     source: str,
     messages: str,
-    prefixes: list[tuple[int, bool]],
+    renderings: list[tuple[int, bool, int | None]],
     variables: dict[str, str],
     seconds: float,
 ) -> list[str]:
@@ -127,10 +136,15 @@ def _render(
     try:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         template, conversation = _compile(source), json.loads(messages)
-        for length, add_generation_prompt in prefixes:
+        for length, add_generation_prompt, marked in renderings:
             signal.setitimer(signal.ITIMER_PROF, seconds)
+            written = conversation[:length]
+            if marked is not None:
+                written[marked] = {**written[marked], "content": CONTENT}
             text = template.render(
-                messages=conversation[:length],
+                messages=written,
+                tools=None,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
@@ -144,13 +158,37 @@ def _render(
 
 @functools.lru_cache
 def _compile(source: str):
+    """Templates have the names of transformers: `tojson` escapes nothing, `strftime_now` tells the
+    time, and the tags `generation` and `endgeneration` write nothing.
+    """
+    import jinja2.ext
+    import jinja2.nodes
     import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body).set_lineno(line)
 
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)
 
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
+    environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment.from_string(source)

@@ -13,8 +13,8 @@ import sentencepiece
 from smallgpt_jax.data import hugging_face_tokenizer, tokenizers
 from smallgpt_jax.data.config import SYMBOLS
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES
+from smallgpt_jax.data.special_tokens import END_OF_TEXT, SpecialTokens
 from smallgpt_jax.data.tokenizers import (
-    END_OF_TEXT,
     GPT2,
     GPT2_FILES,
     GPT2_SHA256,
@@ -29,6 +29,7 @@ from smallgpt_jax.storage.paths import local_path
 # SentencePiece is trained on at most this much text; more text hardly changes the vocabulary.
 MAX_TRAINING_CHARACTERS = 50_000_000
 MAX_LINE_CHARACTERS = 4096  # longer lines are split, because SentencePiece would ignore them
+TRAINED_END, GPT2_END = 1, 50256  # ids of end-of-text
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 
 
@@ -48,6 +49,17 @@ class TokenizerSource:
     @property
     def folder(self) -> Path:
         return self.path if self.path.is_dir() else self.path.parent
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """Returns those of the tokenizer that `make` returns, without training or downloading it."""
+        if self.is_trained:
+            end = (END_OF_TEXT, TRAINED_END)
+            return SpecialTokens.of_marks(end, end)
+        if self.value == "gpt2":
+            end = (END_OF_TEXT, GPT2_END)
+            return SpecialTokens.of_marks(end, end)
+        return self.make().special_tokens
 
     @cached_property
     def fingerprint(self) -> str:
@@ -136,7 +148,7 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
             hard_vocab_limit=False,
             max_sentence_length=4 * MAX_LINE_CHARACTERS,
             unk_id=0,
-            eos_id=1,
+            eos_id=TRAINED_END,
             eos_piece=END_OF_TEXT,
             bos_id=-1,
             pad_id=-1,

@@ -27,13 +27,13 @@ from smallgpt_jax.data.hugging_face_tokenizer import (
     TOKENIZER_JSON,
     HuggingFaceTokenizer,
 )
+from smallgpt_jax.data.special_tokens import END_OF_TEXT, SpecialTokens
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import TEXT, Each, integer, parse_json, read_json
 
 KIND_FILE, SYMBOLS_FILE = "tokenizer_kind.json", "symbols.json"
-END_OF_TEXT = "<|endoftext|>"
 SHORT_TEXT = 10_000  # characters
 GPT2_FILES = {
     "vocab.json": "encoder.json",
@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
     unknown: (
         int | None
     )  # id of characters that are not in the vocabulary; None if every text can be encoded
-    special_tokens: dict[str, int] = {}  # noqa: RUF012 — ids of the names that a chat template may contain
+    special_tokens: SpecialTokens = SpecialTokens()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, without end-of-text. Thread-safe."""
@@ -73,6 +73,20 @@ class Tokenizer(Protocol):
     def encode_continuation(self, text: str) -> np.ndarray:
         """Returns the ids of a text that continues an earlier text."""
         return self.encode([text])[0]
+
+    def encode_chat(self, text: str, continues: bool = False) -> list[int]:
+        """Returns the ids of what a chat template writes: the names of special tokens become these
+        tokens. If `continues` is true, the text continues an earlier text.
+        """
+        ids = []
+        for part in self.special_tokens.split(text):
+            if part in self.special_tokens.ids:
+                ids.append(self.special_tokens.ids[part])
+            elif part and (ids or continues):
+                ids += self.encode_continuation(part).tolist()
+            elif part:
+                ids += self.encode([part])[0].tolist()
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text that `ids` encode. All ids must be below vocab_size."""
@@ -87,6 +101,7 @@ class Bytes(Tokenizer):
     kind = "bytes"
     vocab_size = 257
     end_of_text = begin_of_text = 256
+    special_tokens = SpecialTokens.of_marks((END_OF_TEXT, 256), (END_OF_TEXT, 256))
     unknown = None
 
     def encode(self, texts):
@@ -158,6 +173,15 @@ class SentencePiece(Tokenizer):
         self.begin_of_text = (
             begin if begin >= 0 and self._processor.is_control(begin) else self.end_of_text
         )
+        self.special_tokens = self._find_special_tokens()
+
+    def _find_special_tokens(self) -> SpecialTokens:
+        pieces = [self._processor.id_to_piece(i) for i in range(self.vocab_size)]
+        control = {piece: i for i, piece in enumerate(pieces) if self._processor.is_control(i)}
+        marks = SpecialTokens.of_marks(
+            *((pieces[i], i) for i in (self.begin_of_text, self.end_of_text))
+        )
+        return SpecialTokens(control, marks.variables)
 
     def encode(self, texts):
         if len(texts) == 1 and len(texts[0]) < SHORT_TEXT:  # a list costs the start of a thread
@@ -209,6 +233,8 @@ class GPT2(Tokenizer):
         if sorted(ids.values()) != list(range(len(ids))) or not byte_of.keys() <= ids.keys():
             raise ValueError("the ids have gaps, or bytes without an id")
         self.end_of_text = self.begin_of_text = ids.pop(END_OF_TEXT)
+        mark = (END_OF_TEXT, self.end_of_text)
+        self.special_tokens = SpecialTokens.of_marks(mark, mark)
         # tiktoken merges pairs in the order of their ids, so the ids must be in the order of
         # merges.txt.
         merges = [

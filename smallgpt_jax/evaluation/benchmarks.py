@@ -17,7 +17,7 @@ from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.paths import local_path
 
-SCORING_VERSION = 2  # part of the cache key; increase it when a code change affects the scores
+SCORING_VERSION = 3  # part of the cache key; increase it when a code change affects the scores
 SEED = 1234
 
 
@@ -47,6 +47,7 @@ class Benchmarks:
                 "Hugging Face hub"
             )
         trained = model.load(workdir)
+        end_of_turn = inference.find_end_of_turn(workdir)
 
         def build() -> SmallGPT:
             return SmallGPT(
@@ -56,13 +57,14 @@ class Benchmarks:
                 ScoringProgress(),
                 self.seed,
                 trained.model_state,
+                end_of_turn,
             )
 
         results = run.evaluate(
             build,
             self.tasks,
             data_dir,
-            cache=cache_folder() / "scores" / f"{model_fingerprint(trained)}.jsonl",
+            cache=cache_folder() / "scores" / f"{model_fingerprint(trained, end_of_turn)}.jsonl",
             num_fewshot=self.num_fewshot,
             limit=int(limit) if limit and limit >= 1 else limit,
             random_seed=self.seed,
@@ -86,7 +88,7 @@ class Benchmarks:
         return name[:200], results, report.results_table(results, shown)
 
 
-def model_fingerprint(trained: inference.TrainedModel) -> str:
+def model_fingerprint(trained: inference.TrainedModel, end_of_turn: int | None) -> str:
     """Returns a hash of all that the scores depend on: equal models of all runs share a cache."""
     variables = [bit_checksums(tree) for tree in (trained.params, trained.model_state) if tree]
     content = [
@@ -94,6 +96,7 @@ def model_fingerprint(trained: inference.TrainedModel) -> str:
         repr(trained.model),  # its config, and the blocks that are left out
         *variables,
         tokenizers.fingerprint(trained.tokenizer),
+        end_of_turn,
         importlib.metadata.version("lm_eval"),
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

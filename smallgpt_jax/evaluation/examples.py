@@ -1,6 +1,7 @@
 """Evaluation on a file of examples: the label of the highest likelihood, exact match, ROUGE-L.
 
-A prompt is encoded as in training. An answer is generated greedily, up to the end-of-text token.
+A prompt is encoded as in training. An answer is generated greedily, up to the token that ends it in
+training.
 """
 
 import math
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smallgpt_jax.data.examples import Example, encode_prompt, special_tokens
+from smallgpt_jax.data.chat_template import Answer, ChatTemplate
+from smallgpt_jax.data.examples import encode_answer, encode_prompt, text_of
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.tokenizers import Tokenizer
@@ -27,7 +29,16 @@ class Question(NamedTuple):
     where: str
     prompt: list[int]  # tokens, beginning with begin-of-text
     text: str  # of the prompt
-    answer: str
+    turn: Answer  # the right answer, and what the chat template writes around it
+    is_chat: bool
+
+    @property
+    def answer(self) -> str:
+        return self.turn.content
+
+    def tokens_of(self, answer: str, tokenizer: Tokenizer) -> list[int]:
+        """Returns the ids of an answer, up to the one that ends it."""
+        return encode_answer(self.turn._replace(content=answer), self.is_chat, tokenizer)
 
 
 def read_questions(
@@ -41,7 +52,8 @@ def read_questions(
     """`limit` is a number of questions or, below 1, a fraction of them. Raises UserError for an
     invalid file, and for prompts that leave no room for an answer.
     """
-    rules = Rules("text", "refuse", "refuse", 10**8, form, chat_template)
+    template = ChatTemplate(chat_template, tokenizer.special_tokens) if chat_template else None
+    rules = Rules("text", "refuse", "refuse", 10**8, form, template)
     source = Source(path)
     try:
         has_fields = all(part.has_fields for part in source.parts)
@@ -61,8 +73,8 @@ def read_questions(
                 f"{example.where}: the prompt has {len(prompt):,} tokens, but the model's context "
                 f"of {context_length:,} needs room for an answer; shorten it"
             )
-        text = "".join(piece.text for piece in example.pieces[:-1])
-        questions.append(Question(example.where, prompt, text, answer_of(example, tokenizer)))
+        text = "".join(map(text_of, example.pieces[:-1]))
+        questions.append(Question(example.where, prompt, text, example.answer, example.is_chat))
     if not questions:
         raise UserError(f"--examples={path}: has no examples")
     return (
@@ -70,16 +82,6 @@ def read_questions(
         if limit is not None and limit < 1
         else questions
     )
-
-
-def answer_of(example: Example, tokenizer: Tokenizer) -> str:
-    """Returns the last answer. That of a conversation ends where its template writes a special
-    token.
-    """
-    answer = example.pieces[-1].text
-    if example.contents is None:
-        return answer
-    return re.split("|".join(map(re.escape, special_tokens(tokenizer))), answer)[0]
 
 
 def find_labels(questions: Sequence[Question]) -> list[str]:
@@ -100,22 +102,19 @@ def choose_labels(
     labels: Sequence[str],
     progress: Callable[[str, int, int], Any],
 ) -> list[str]:
-    """Returns the label with the highest likelihood, including that of end-of-text, for each
-    question.
+    """Returns the label with the highest likelihood, including that of the token which ends it, for
+    each question.
     """
-    ends = [
-        [*tokenizer.encode_continuation(label).tolist(), tokenizer.end_of_text] for label in labels
-    ]
     longest = scorer.model.config.context_length + 1
+    sequences = []
     for question in questions:
-        if len(question.prompt) + max(map(len, ends)) > longest:
+        endings = [question.tokens_of(label, tokenizer) for label in labels]
+        sequences += [TokenSequence([*question.prompt, *ids], len(ids)) for ids in endings]
+        if len(question.prompt) + max(map(len, endings)) > longest:
             raise UserError(
                 f"{question.where}: prompt and label have more than {longest:,} tokens; shorten "
                 "the prompt"
             )
-    sequences = [
-        TokenSequence([*question.prompt, *end], len(end)) for question in questions for end in ends
-    ]
     scores = np.empty(len(sequences))
     for done, (index, score) in enumerate(scorer.score(sequences), start=1):
         scores[index] = score.log_likelihood
@@ -136,15 +135,16 @@ def generate_answers(
     )
     for first in range(0, len(order), BATCH_ROWS):
         batch = order[first : first + BATCH_ROWS]
+        ends = {questions[i].tokens_of("", model.tokenizer)[-1] for i in batch}
         texts = model.complete(
             model.session([questions[i].prompt for i in batch]),
             [questions[i].text for i in batch],
             max_new_tokens,
-            (),
+            sorted(ends),
             Sampling(temperature=None),
         )
         for i, text in zip(batch, texts):
-            answers[i] = text
+            answers[i] = text.strip().removeprefix(questions[i].turn.before.strip())
         progress("answers generated", first + len(batch), len(order))
     return answers
 

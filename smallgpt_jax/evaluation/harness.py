@@ -28,7 +28,8 @@ class SmallGPT(TemplateLM):
 
     The token that begins documents replaces an empty context. It is prepended to other contexts
     only if the tokenizer has one of its own for the beginning, as those of Llama have. Contexts are
-    truncated on the left, texts to score never. `progress` is called with a label, the number of
+    truncated on the left, texts to score never. A generated text ends before `end_of_turn`, the
+    special token that ends an answer in the model's chat template, or None. `progress` is called with a label, the number of
     finished texts and the total number of texts.
     """
 
@@ -40,11 +41,13 @@ class SmallGPT(TemplateLM):
         progress: Callable[[str, int, int], Any],
         seed: int = 0,
         model_state=None,
+        end_of_turn: int | None = None,
     ):
         super().__init__()
         self.set_cache_hook(ScoreCache())
         self._scorer, self._params, self._tokenizer = scorer, params, tokenizer
         self._model_state = model_state
+        self._ends = [] if end_of_turn is None else [end_of_turn]
         self._progress, self._seed = progress, seed
         self.max_length = scorer.model.config.context_length
 
@@ -211,7 +214,8 @@ class SmallGPT(TemplateLM):
         session = self._text_model.session(
             [context[-room:] for context in contexts], self._seed, samples
         )
-        return self._text_model.complete(session, prompts, new_tokens, settings["until"], sampling)
+        stop = [*settings["until"], *self._ends]
+        return self._text_model.complete(session, prompts, new_tokens, stop, sampling)
 
     def get_model_info(self) -> dict:
         config = self._scorer.model.config

@@ -10,7 +10,8 @@ DECODED_CONTEXT = 16
 
 
 class Detokenizer:
-    """Converts tokens to text, one token at a time. The text ends before the first stop string.
+    """Converts tokens to text, one token at a time. The text ends before end-of-text, and before
+    the first of the strings or tokens in `stop`.
 
     The last DECODED_CONTEXT tokens of `before` are decoded together with the new tokens, because
     some tokenizers drop the leading space of a text's first token. `prompt` is the text that
@@ -20,12 +21,14 @@ class Detokenizer:
     def __init__(
         self,
         tokenizer: tokenizers.Tokenizer,
-        stop: Sequence[str] = (),
+        stop: Sequence[str | int] = (),
         before: Sequence[int] = (),
         prompt: str = "",
     ):
         self.text, self.is_done = "", False
-        self._tokenizer, self._stop = tokenizer, [s for s in stop if s]
+        self._tokenizer = tokenizer
+        self._stop = [text for text in stop if isinstance(text, str) and text]
+        self._ends = {tokenizer.end_of_text, *(i for i in stop if isinstance(i, int))}
         self._ids, self._shown = list(before[-DECODED_CONTEXT:]), 0
         self._before = tokenizer.decode(self._ids)
         if prompt[-1:].isspace() and not self._before[-1:].isspace():
@@ -33,7 +36,7 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """Returns new text that later tokens cannot change, and holds back the rest."""
-        if token == self._tokenizer.end_of_text:
+        if token in self._ends:
             self.is_done = True
             return self.flush()
         self._ids.append(token)

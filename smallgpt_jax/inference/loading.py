@@ -155,19 +155,33 @@ def load_trained(
 
 
 def load_chat_template(folder: str | Path) -> ChatTemplate:
-    path = as_path("--workdir", folder)
-    source = training_format(path)[1] or own_template(path / TOKENIZER_FOLDER)
+    source, tokenizer = _chat_template(folder)
     if not source:
         raise UserError(
             f"{folder}: no chat template: the run did not train on conversations "
             "(config.data.format='messages'), and its tokenizer has none"
         )
     try:
-        return ChatTemplate.of(source)
+        return ChatTemplate(source, tokenizer.special_tokens)
     except ValueError as error:
         raise UserError(
             f"{folder}: its chat template is no Jinja template ({error}); correct it"
         ) from None
+
+
+def find_end_of_turn(folder: str | Path) -> int | None:
+    """Returns the special token that ends an answer in the run's chat template, or None."""
+    source, tokenizer = _chat_template(folder)
+    try:
+        return ChatTemplate(source, tokenizer.special_tokens).end_of_turn if source else None
+    except ValueError:
+        return None
+
+
+def _chat_template(folder: str | Path) -> tuple[str, tokenizers.Tokenizer]:
+    path = as_path("--workdir", folder)
+    source = training_format(path)[1] or own_template(path / TOKENIZER_FOLDER)
+    return source, tokenizers.load(path / TOKENIZER_FOLDER)
 
 
 def portable_chat_template(folder: str | Path, tokenizer: tokenizers.Tokenizer) -> str:

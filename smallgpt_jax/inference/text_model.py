@@ -8,7 +8,7 @@ from typing import Any
 from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.chat_template import ChatTemplate
-from smallgpt_jax.data.examples import Piece, encode_pieces
+from smallgpt_jax.data.examples import encode_pieces
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.detokenizer import Detokenizer
@@ -33,7 +33,7 @@ class TextModel:
         top_k: int | None = None,
         top_p: float | None = None,
         repetition_penalty: float | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str | int] = (),
         seed: int = 0,
     ) -> str:
         """Returns the continuation of `prompt`. See `stream` for the arguments."""
@@ -57,13 +57,13 @@ class TextModel:
         top_k: int | None = None,
         top_p: float | None = None,
         repetition_penalty: float | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str | int] = (),
         seed: int = 0,
     ) -> Iterator[str]:
         """Yields the continuation of `prompt` piece by piece, while it is generated.
 
         Generation ends at end-of-text, after `max_new_tokens` tokens, or before the first of the
-        strings in `stop`. When the context is full, its older half is dropped and the rest is
+        strings or token ids in `stop`. When the context is full, its older half is dropped and the rest is
         prefilled again. `Sampling` describes the other settings. UserError is raised by the call
         itself, before the iteration begins.
         """
@@ -84,7 +84,7 @@ class TextModel:
         top_k: int | None = None,
         top_p: float | None = None,
         repetition_penalty: float | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str | int] = (),
         seed: int = 0,
     ) -> list[list[str]]:
         """Returns one list of `samples` continuations per prompt. See `stream` for the other
@@ -109,7 +109,7 @@ class TextModel:
         session: decoder.DecodeSession,
         prompts: Sequence[str],
         max_new_tokens: int,
-        stop: Sequence[str],
+        stop: Sequence[str | int],
         sampling: Sampling,
     ) -> list[str]:
         """Returns one continuation per row of `session`. Row i of the session contains the tokens
@@ -199,7 +199,7 @@ class TextModel:
         session: decoder.DecodeSession,
         prompt: str,
         max_new_tokens: int,
-        stop: Sequence[str],
+        stop: Sequence[str | int],
         sampling: Sampling,
         max_steps: int = decoder.MAX_STEPS,
     ) -> Iterator[str]:
@@ -241,7 +241,7 @@ class Conversation:
         top_k: int | None = None,
         top_p: float | None = None,
         repetition_penalty: float | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str | int] = (),
     ) -> Iterator[str]:
         """Appends `text`, or raises UserError, at once; appends the continuation while the caller
         iterates over it.
@@ -294,10 +294,10 @@ class Chat:
         top_k: int | None = None,
         top_p: float | None = None,
         repetition_penalty: float | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str | int] = (),
     ) -> Iterator[str]:
         """Appends the question, or raises UserError, at once; appends the answer when the iteration
-        ends.
+        ends. The answer ends before the special token with which the template ends it.
         """
         sampling = validated(
             Sampling(temperature, top_k, top_p, repetition_penalty), stop, max_new_tokens
@@ -319,6 +319,8 @@ class Chat:
         self.dropped += before - len(ids) if before else 0
         session = self._model.session([ids], self._seed)
         self.messages.append(question)
+        end = self._template.end_of_turn
+        stop = stop if end is None else [*stop, end]
         return self._remember(self._model._stream(session, text, max_new_tokens, stop, sampling))
 
     def _remember(self, pieces: Iterator[str]) -> Iterator[str]:
@@ -333,22 +335,20 @@ class Chat:
             )  # templates write spaces around it
 
     def _encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        tokenizer = self._model.tokenizer
+        if name := tokenizer.special_tokens.reserved_in(messages[-1]["content"]):
+            raise UserError(f"text: contains a special token: {name}; remove it")
         try:
             pieces = self._template.pieces(messages, add_generation_prompt=True)
         except ValueError as error:
             raise UserError(
                 f"text: the chat template fails: {error}; correct the text or the template"
             ) from None
-        contents = [
-            message["content"] for message in messages[-1:]
-        ]  # the others were checked before
-        ids, _ = encode_pieces(
-            [Piece(*piece) for piece in pieces], "text", contents, self._model.tokenizer
-        )
-        return [self._model.tokenizer.begin_of_text, *ids]
+        ids, _ = encode_pieces(pieces, is_chat=True, tokenizer=tokenizer)
+        return [tokenizer.begin_of_text, *ids]
 
 
-def validated(sampling: Sampling, stop: Sequence[str], max_new_tokens: int) -> Sampling:
+def validated(sampling: Sampling, stop: Sequence[str | int], max_new_tokens: int) -> Sampling:
     sampling = sampling.validated()
     if isinstance(stop, str):
         raise UserError(f"stop={stop!r}: expected a list of texts")

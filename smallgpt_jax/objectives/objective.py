@@ -89,8 +89,8 @@ class Term:
 class Objective:
     loss_chunks: int = 1
     z_loss: float = 0.0
-    # (whole batch, one key per row) → examples. The keys differ from step to step; in validation, a
-    # row always has the same.
+    # (whole batch, key) → examples. The key differs from step to step; in validation, it is always
+    # the same.
     examples: Callable[[Batch, jax.Array], Examples] = next_tokens
     # the same for prompts with answers; the loss mask of the batch has the answers
     tuning_examples: Callable[[Batch, jax.Array], Examples] = next_tokens
@@ -169,7 +169,7 @@ def masked(train: TrainConfig, model: LanguageModel) -> Objective:
     return dataclasses.replace(
         causal(train, model),
         examples=functools.partial(
-            masked_tokens, rate=train.mask_rate, mask_token=model.config.vocab_size - 1
+            masked_tokens, rate=train.mask_rate, vocab_size=model.config.vocab_size
         ),
     )
 

@@ -103,7 +103,7 @@ def test_rows_contain_whole_examples_and_their_masks(tmp_path):
     packed = corpus.Corpus((store,), (1.0,)).pack("train", "best_fit", True, 33)
     batch = packed.read_rows(np.arange(packed.num_rows))
     counted = []
-    for tokens, segments, mask, targets in zip(*batch[:4]):
+    for tokens, segments, mask, targets in zip(*batch):
         for number in range(1, segments.max() + 1):
             ids = tokens[:-1][segments == number]
             assert ids[0] == END
@@ -214,8 +214,8 @@ def chat(*messages):
         ),
         (
             {"format": "messages"},
-            chat(("user", "\ufdd1"), ("assistant", "b")),
-            "stand for special tokens",
+            chat(("user", "\ufdd0"), ("assistant", "b")),
+            "which marks answers",
         ),
     ],
 )
@@ -335,7 +335,10 @@ def test_the_own_template_and_special_tokens_of_a_tokenizer(tmp_path):
     )  # begins with the end, though the bos_token is another
     assert with_begin("<|end|>" + template, own) == "<|end|>" + template
     bad = write(tmp_path / "b.jsonl", [chat(("user", "<|end|>"), ("assistant", "a"))])
-    with pytest.raises(UserError, match=r"b.jsonl, line 1: a message contains '<\|end\|>'"):
+    with pytest.raises(
+        UserError,
+        match=r"b.jsonl, line 1: a message contains a special token: <\|end\|>; remove it",
+    ):
         prepare_store(tmp_path / "bad", bad, format="messages", tokenizer=str(folder))
 
 

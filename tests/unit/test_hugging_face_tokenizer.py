@@ -1,94 +1,22 @@
 """Tests of tokenizers in the format of the `tokenizers` library, compared with the library."""
 
+import itertools
 import json
-import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import spaced_tokenizer
+from hugging_face_folders import SPECIAL, TEXTS, WORDS, byte_level, save, with_spaces
 
 from smallgpt_jax.conversion import tokenizer_files
-from smallgpt_jax.data import panics, tokenizers
+from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference.detokenizer import Detokenizer
 
 library = pytest.importorskip("tokenizers")
-
-TEXTS = [
-    "",
-    " ",
-    "  two  spaces",
-    "tab\tand\nline\r\n",
-    "ünïcödé 漢字 🙂\u200d🙂",
-    "a <|endoftext|> b <s> c </s>",
-    "def f(x):\n    return x  # comment\n",
-    "'s 12345 ...!!!",
-]
-WORDS = ["some words to learn from, and other words\n" * 9, *TEXTS]
-SPECIAL = ["<|endoftext|>", "<s>", "</s>", "<unk>"]
-
-
-def byte_level() -> library.Tokenizer:
-    """Returns a tokenizer like those of SmolLM2 and Qwen3."""
-    tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        WORDS,
-        library.trainers.BpeTrainer(
-            vocab_size=320,
-            special_tokens=SPECIAL,
-            show_progress=False,
-            initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
-    return tokenizer
-
-
-def with_spaces(old_form: bool) -> library.Tokenizer:
-    """Returns a tokenizer like those of Llama 2, which prepends a space to each text and has byte
-    tokens.
-    """
-    tokenizer = library.Tokenizer(
-        library.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    if old_form:
-        tokenizer.normalizer = library.normalizers.Sequence(
-            [library.normalizers.Prepend("▁"), library.normalizers.Replace(" ", "▁")]
-        )
-    else:
-        tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace(
-            prepend_scheme="first", split=False
-        )
-    tokenizer.decoder = library.decoders.Sequence(
-        [
-            library.decoders.Replace("▁", " "),
-            library.decoders.ByteFallback(),
-            library.decoders.Fuse(),
-            library.decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.train_from_iterator(
-        ["the cat sat on the mat " * 9],
-        library.trainers.BpeTrainer(
-            vocab_size=400,
-            special_tokens=[*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))],
-            show_progress=False,
-        ),
-    )
-    return tokenizer
-
-
-def save(folder: Path, tokenizer: library.Tokenizer, **settings) -> Path:
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    if settings:
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -179,7 +107,7 @@ def test_streamed_text(make, tmp_path):
                 "special_tokens_map.json": {"eos_token": "</s>"},
                 "tokenizer_config.json": {"eos_token": "<s>"},
             },
-            "<s>",
+            "</s>",
         ),
     ],
 )
@@ -242,108 +170,6 @@ def test_refuses_a_tokenizer_without_end_of_text(tmp_path):
         TokenizerSource(str(save(tmp_path, tokenizer))).make()
 
 
-def crafted(folder: Path, **parts) -> Path:
-    """Writes a tokenizer.json with some parts replaced; a dict `model` replaces only its fields."""
-    path = save(folder, byte_level(), eos_token="</s>") / "tokenizer.json"
-    described = json.loads(path.read_text())
-    model = described["model"] | parts.pop("model", {})
-    path.write_text(json.dumps({**described, **parts, "model": model}))
-    return path
-
-
-def replace(pattern: dict, content: str) -> dict:
-    return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-ADDED = dict(id=1, special=False, single_word=False, lstrip=False, rstrip=False, normalized=False)
-DOUBLE = replace({"String": "a"}, "aa")
-TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}} | {
-    "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}]
-}
-
-
-@pytest.mark.parametrize(
-    "parts, message",
-    [
-        (dict(normalizer={"type": "Prepend", "prepend": ""}), "index out of bounds"),
-        (dict(normalizer=replace({"String": ""}, "x")), "index out of bounds"),
-        (
-            dict(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-            "Cannot parse precompiled_charsmap",
-        ),
-        (
-            dict(normalizer={"type": "Precompiled", "precompiled_charsmap": "AQAAAAAA"}),
-            "index out of bounds",
-        ),
-        (dict(pre_tokenizer={"type": "FixedLength", "length": 0}), "chunk size must be non-zero"),
-        (dict(post_processor=TEMPLATE), "no entry found for key"),
-        (dict(model={"continuing_subword_prefix": "#" * 99}), "out of range"),
-        (
-            dict(model={"type": "Unigram", "unk_id": None, "vocab": [["</s>", -1.0]]}),
-            "unknown token but `unk_id` is missing",
-        ),
-        (dict(normalizer=replace({"Regex": "("}, "x")), "unmatched parenthesis"),
-        (
-            dict(normalizer={"type": "Sequence", "normalizers": [DOUBLE] * 40}),
-            "its normalizer makes texts up to 1,099,511,627,776 times as long",
-        ),
-        (dict(normalizer=replace({"Regex": "$"}, "x" * 2000)), "up to 2,001 times"),
-        (dict(decoder={"type": "Sequence", "decoders": [DOUBLE] * 40}), "its decoder makes texts"),
-        (dict(decoder=replace({"String": "th"}, "x" * 4000)), "up to 2,000 times"),
-        (
-            dict(added_tokens=[ADDED | {"content": "x" * 10_001}]),
-            "a token has more than 10,000 characters",
-        ),
-    ],
-)
-def test_harmful_files_are_refused_in_one_line(parts, message, tmp_path, capfd):
-    """Those at which the library panics, and those that make much text of little. The library
-    writes nothing.
-    """
-    path = crafted(tmp_path, **parts)
-    with pytest.raises(UserError) as refused:
-        tokenizers.load(tmp_path)
-    assert str(refused.value).startswith(f"{path}: ") and message in str(refused.value)
-    assert "\n" not in str(refused.value) and capfd.readouterr() == ("", "")
-
-
-def test_a_text_at_which_the_library_panics(tmp_path):
-    crafted(tmp_path, normalizer=replace({"Regex": "(a+)+$"}, "x"))
-    tokenizer = tokenizers.load(tmp_path)
-    assert tokenizer.decode(tokenizer.encode(["a cat"])[0]) == "a cat"
-    for encode in (lambda text: tokenizer.encode([text]), tokenizer.encode_continuation):
-        with pytest.raises(
-            UserError, match=r"tokenizer\.json: the tokenizer fails \(Onig: .*\); use another"
-        ):
-            encode("a" * 40 + "b")
-
-
-def test_messages_of_other_threads_are_not_lost(tmp_path, capfd):
-    """While the library's are hidden."""
-    with panics.no_panic_messages():
-        os.write(2, b"from a thread\n")
-    assert capfd.readouterr().err == "from a thread\n"
-
-
-def test_dropout_is_not_used(tmp_path, capfd):
-    """Merges that are dropped at random give a text other ids each time."""
-    path = crafted(tmp_path / "random", model={"dropout": 0.5})
-    theirs = library.Tokenizer.from_file(str(path))
-    assert len({tuple(theirs.encode(WORDS[0]).ids) for _ in range(20)}) > 1
-    tokenizer = tokenizers.load(tmp_path / "random")
-    assert capfd.readouterr().err == (
-        f"{path}: its dropout of 0.5 is not used, so that a text always has the same ids\n"
-    )
-    tokenizers.save(tokenizer, tmp_path / "saved")
-    crafted(tmp_path / "exact", model={"dropout": None})
-    (expected,) = tokenizers.load(tmp_path / "exact").encode(WORDS[:1])
-    for read in (tokenizer, tokenizers.load(tmp_path / "saved")):
-        for _ in range(20):
-            assert read.encode(WORDS[:1])[0].tolist() == expected.tolist()
-            assert read.encode_continuation(WORDS[0]).tolist() == expected.tolist()
-    assert capfd.readouterr().err == ""
-
-
 def test_settings_of_exported_tokenizers(tmp_path):
     """transformers reads the end-of-text token from these settings; llama.cpp's converter reads
     add_prefix_space, and whether a text begins with bos_token. tokenizer.json says so if bos_token
@@ -373,4 +199,51 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"tokenizers is not installed; run pip install -c .* '\.\[hf\]'"
     ):
+        TokenizerSource(str(tmp_path)).make()
+
+
+def with_post_processor(kind: str) -> library.Tokenizer:
+    tokenizer, processors = byte_level(), library.processors
+    texts = {
+        "begin": "<s> $A",
+        "end": "$A </s>",
+        "both": "<s> $A </s>",
+        "end before": "</s> $A",
+        "two": "<s> <unk> $A",
+    }
+    if kind in texts:
+        tokens = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>", "<unk>")]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=texts[kind], special_tokens=tokens
+        )
+    elif kind == "sequence":
+        begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), begin])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["none", "begin", "end", "both", "sequence", "end before"])
+def test_texts_begin_as_in_transformers(kind, tmp_path):
+    """add_bos_token and add_eos_token have no effect where there is a tokenizer.json."""
+    transformers = pytest.importorskip("transformers")
+    theirs, tried = with_post_processor(kind), 0
+    for begins, ends in itertools.product(["absent", True, False, None], ["absent", True, False]):
+        settings = {"add_bos_token": begins, "add_eos_token": ends}
+        settings = {name: value for name, value in settings.items() if value != "absent"}
+        folder = save(tmp_path / str(tried), theirs, bos_token="<s>", eos_token="</s>", **settings)
+        reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        with_special, without = (
+            reference("hello", add_special_tokens=special).input_ids for special in (True, False)
+        )
+        tokenizer = TokenizerSource(str(folder)).make()
+        before = with_special[: with_special.index(without[0])]
+        expected = before[0] if before else tokenizer.end_of_text
+        assert tokenizer.begin_of_text == expected, settings
+        tried += 1
+    assert tried == 12
+
+
+def test_refuses_several_tokens_before_a_text(tmp_path):
+    save(tmp_path, with_post_processor("two"))
+    with pytest.raises(UserError, match="2 special tokens begin each text, at most one can"):
         TokenizerSource(str(tmp_path)).make()

@@ -59,9 +59,8 @@ def test_a_template_gets_the_conversation_as_it_is():
     assert template.render(messages) == (
         f"ü \ud800 \n\U0001f600||{os};|[{{'x': 1.5, 'y': None, 'z': True}}]|;"
     )
-    for name in ("\ufdd0", "\ufdd1"):
-        with pytest.raises(ValueError, match="stand for special tokens"):
-            template.render([{"role": "user", "content": "", "calls": [{"x": name}]}])
+    with pytest.raises(ValueError, match=r"U\+FDD0, which marks answers"):
+        template.render([{"role": "user", "content": "", "calls": [{"x": "\ufdd0"}]}])
     nested = []
     for _ in range(5000):
         nested = [nested]
@@ -73,10 +72,10 @@ def test_the_process_ends_with_its_parent_and_ignores_ctrl_c():
     program = f"""
 import os
 from smallgpt_jax.data import template_process
-template_process.render("", "[]", [(0, True)], {{}})
+template_process.render("", "[]", [(0, True, None)], {{}})
 process = template_process._renderer(os.getpid())._process
 os.kill(process.pid, {int(signal.SIGINT)})
-assert template_process.render("a", "[]", [(0, True)], {{}}) == ["a"]
+assert template_process.render("a", "[]", [(0, True, None)], {{}}) == ["a"]
 assert process is template_process._renderer(os.getpid())._process
 print(process.pid)
 """

@@ -4,7 +4,7 @@ time.
     python benchmarks/objective_costs.py
 
 - FLOPs: three times the matrix products of the forward pass per token, with the heads for further
-  tokens, which the FLOPs of other commands leave out. Without the optimizer.
+  tokens. Without the optimizer.
 - memory: temporary bytes of the compiled training step.
 - time: processor time of a training step, the least of --rounds. All objectives are timed in turn.
 
@@ -15,35 +15,16 @@ import functools
 import json
 import time
 
-import jax
 from absl import flags
 from measuring import Training, in_turn, seconds_of
 
 from configs.compare import objectives
 from smallgpt_jax import cli
 from smallgpt_jax.comparison import budget
-from smallgpt_jax.models.flops import count_operations
-from smallgpt_jax.training.step import microbatch_loss
+from smallgpt_jax.models.flops import train_flops_per_token
 
 _ROUNDS = flags.DEFINE_integer("rounds", 8, "Timings of each objective.", lower_bound=1)
 STEPS = 5  # per timing
-
-
-def flops_per_token(training: Training) -> float:
-    program, state = training.program, training.program.abstract_state
-    model = program.model.clone(config=program.config.replace(model={"attention": "counted"}).model)
-    examples = jax.eval_shape(program.objective.examples, training.batch, jax.random.key(0))
-    loss = functools.partial(
-        microbatch_loss,
-        model=model,
-        objective=program.objective,
-        constants=None,
-        step_key=jax.random.key(0),
-        total=1.0,
-        microbatches=1,
-    )
-    products = count_operations(loss, {**state.params, **state.heads}, {}, 0, examples).products
-    return 3 * products / training.batch.tokens_BxT1[:, 1:].size
 
 
 def main() -> None:
@@ -62,7 +43,9 @@ def main() -> None:
     )
     found = {
         name: {
-            "flops": flops_per_token(training),
+            "flops": train_flops_per_token(
+                training.program.model, training.program.objective.terms.values()
+            ),
             "memory": training.compiled.memory_analysis().temp_size_in_bytes,
             "seconds": min(seconds[name]) / STEPS,
         }

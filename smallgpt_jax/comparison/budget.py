@@ -284,7 +284,7 @@ def cost_per_step(config: ConfigDict, budget: str) -> float:
     """
     if budget != "flops":
         return tokens_per_step(config)
-    counts = results.count(models.build(**config.model), config.optimizer.name)
+    counts = results.count(Config.of(config))
     if counts.cost.flops is None:
         raise UserError(
             f"config.compare.budget='flops': {config.model.architecture}: {counts.cost.problem}; "

@@ -17,9 +17,11 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.models import memory
 from smallgpt_jax.models.flops import Cost, train_cost, update_flops
+from smallgpt_jax.objectives.future_tokens import future_terms
+from smallgpt_jax.objectives.objective import Objective, Term, make_objective
 from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.optimizer import OPTIMIZERS
-from smallgpt_jax.run.config import flatten
+from smallgpt_jax.run.config import Config, flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.metrics import answers_in, read_lines
 from smallgpt_jax.run.names import (
@@ -216,12 +218,11 @@ def read_run(
             f"{folder}: was trained with config.train.teacher, which comparisons do not support, "
             "because they would not count the cost of the teacher; remove the run"
         )
-    model = models.LanguageModel(config.model)
     sessions = read_sessions(folder)
     inputs_per_step = config.train.batch_size * config.model.context_length
     padding = sessions[-1]["padding"] if sessions else 0
     tokens_per_step = inputs_per_step * (1 - padding) if padding else inputs_per_step
-    counts = count(model, config.optimizer.name)
+    counts = count(config)
     lines = read_lines(folder / METRICS_FILE)
     evaluated = {
         line["step"]: line for line in lines if line["split"] == "eval"
@@ -292,16 +293,24 @@ class Counts(NamedTuple):
     weight_bytes: int  # in decoding
 
 
+def count(config: Config) -> Counts:
+    model = models.LanguageModel(config.model)
+    objective = make_objective(config.train, model, **future_terms(config.train, model))
+    return count_once(model, tuple(objective.terms.items()), config.optimizer.name)
+
+
 @functools.cache
-def count(model: models.LanguageModel, optimizer_name: str) -> Counts:
+def count_once(
+    model: models.LanguageModel, terms: tuple[tuple[str, Term], ...], optimizer_name: str
+) -> Counts:
     """Cached, because it traces the model. FLOPs do not depend on the optimizer's settings."""
-    params = models.abstract_params(model)
-    optimizer = OPTIMIZERS[optimizer_name](params, OptimizerConfig(name=optimizer_name))
+    trained = models.abstract_params(model) | Objective(terms=dict(terms)).abstract_heads()
+    optimizer = OPTIMIZERS[optimizer_name](trained, OptimizerConfig(name=optimizer_name))
     return Counts(
         memory.components(model),
         models.num_active_parameters(model),
-        train_cost(model),
-        update_flops(params, optimizer),
+        train_cost(model, dict(terms).values()),
+        update_flops(trained, optimizer),
         layout.num_bytes(layout.packed_shapes(model)),
     )
 

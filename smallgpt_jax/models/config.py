@@ -1,7 +1,7 @@
 """The config group `model`, which all architectures share."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from smallgpt_jax.config.group import AUTO, REPLACED_AT_START, ConfigGroup, free, per_run
 from smallgpt_jax.ops import grouped_matmul
@@ -177,6 +177,11 @@ class ModelConfig(ConfigGroup):
     def blocks_in_sequence(self) -> int:
         """The number of blocks in sequence, with loops."""
         return self.loops * self.depth
+
+    @property
+    def last_stage(self) -> Self:
+        """The config of the last blocks: of lgpt and cgpt, narrower blocks than the first."""
+        return self
 
     @property
     def ends_with_norm(self) -> bool:

@@ -8,6 +8,7 @@ counted apart.
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend import core
 
-from smallgpt_jax.models import LanguageModel, abstract_variables
+from smallgpt_jax.models import LanguageModel, ModelConfig, abstract_variables
 
 # Primitives whose FLOPs cannot be counted. They raise an error instead of counting as zero.
 UNKNOWN = (
@@ -100,43 +101,39 @@ class Cost(NamedTuple):
     problem: str = ""  # why the FLOPs cannot be counted
 
 
-def train_cost(model: LanguageModel, teacher: LanguageModel | None = None) -> Cost:
+def train_cost(model: LanguageModel, terms: Iterable = ()) -> Cost:
     """Returns the cost of training: 3 times the FLOPs of the forward pass, because the backward
     pass computes two products for each of its products (Kaplan et al., arXiv 2001.08361, section
-    2.1). A `teacher` adds its own forward pass, without the head.
+    2.1); and those of further `terms` of the loss, see `objectives.objective.Term.train_products`.
     """
     try:
         forward = forward_operations(model)
-        extra = forward_operations(teacher, "hidden").products if teacher else 0
+        of_terms = sum(term.train_products(model) for term in terms)
     except UnknownFlops as error:
         return Cost(None, None, str(error))
     return Cost(
-        (3 * forward.products + extra) / model.config.context_length,
+        (3 * forward.products + of_terms) / model.config.context_length,
         forward.others / forward.products,
     )
 
 
-def train_flops_per_token(
-    model: LanguageModel, teacher: LanguageModel | None = None
-) -> float | None:
-    return train_cost(model, teacher).flops
+def train_flops_per_token(model: LanguageModel, terms: Iterable = ()) -> float | None:
+    return train_cost(model, terms).flops
 
 
 def forward_operations(model: LanguageModel, method: str = "__call__") -> Operations:
     """Returns the operations on context_length tokens, equal for all backends (see
     `ops.xla_attention.counted`).
     """
-    model = model.clone(
-        config=dataclasses.replace(
-            model.config, attention="counted", grouped_matmul="ragged", remat="none"
-        )
-    )
+    model = model.clone(config=counted_config(model.config))
     tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")
     variables = abstract_variables(model)
-    with jax.sharding.use_abstract_mesh(
-        CPU
-    ):  # elsewhere, recurrent mixers compute states with more products
-        return count_operations(functools.partial(model.apply, method=method), variables, tokens)
+    return count_operations(functools.partial(model.apply, method=method), variables, tokens)
+
+
+def counted_config(config: ModelConfig) -> ModelConfig:
+    """Returns a config whose modules compute the products that count, on every platform."""
+    return dataclasses.replace(config, attention="counted", grouped_matmul="ragged", remat="none")
 
 
 def update_flops(params, optimizer: optax.GradientTransformation) -> int:
@@ -158,7 +155,9 @@ def count_operations(function, *arguments) -> Operations:
 
     Raises UnknownFlops for products in a loop of unknown length, and for primitives in UNKNOWN.
     """
-    return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
+    # On other devices, recurrent mixers compute states with more products.
+    with jax.sharding.use_abstract_mesh(CPU):
+        return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
 def _count(jaxpr) -> Operations:

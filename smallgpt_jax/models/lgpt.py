@@ -30,6 +30,10 @@ class LGPTConfig(ModelConfig):
         return self.num_stages if self.compress_last_stage else self.num_stages - 1
 
     @property
+    def last_stage(self) -> "LGPTConfig":
+        return stages(self)[-1]
+
+    @property
     def ends_with_norm(self) -> bool:
         return super().ends_with_norm and not self.compress_last_stage
 

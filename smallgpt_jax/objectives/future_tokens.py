@@ -13,15 +13,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import LanguageModel, ModelConfig
 from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.context import EVALUATION, Context
+from smallgpt_jax.models.flops import counted_config
 from smallgpt_jax.models.initializers import INIT_STD, normal, residual_std
 from smallgpt_jax.models.language_model import embed
 from smallgpt_jax.models.layers import MLPS, Dense, norm, rms_norm
 from smallgpt_jax.objectives.examples import Examples
-from smallgpt_jax.objectives.objective import Outputs, Term
+from smallgpt_jax.objectives.objective import Outputs, Term, forward_products
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run.config import TrainConfig
 
@@ -30,8 +32,9 @@ def head_config(config: ModelConfig) -> ModelConfig:
     """Returns the config of a block of width W: the last block's, with a dense MLP in place of
     experts. Its only input is the stream: no value embeddings, no mix with x0.
     """
-    width, heads = config.output_width, math.gcd(config.num_heads, config.output_width)
-    (last,) = layer_configs(config, 1, first=config.depth - 1)
+    (last,) = layer_configs(config.last_stage, 1, first=config.depth - 1)
+    width = config.output_width
+    heads = last.num_heads if last.head_dim else math.gcd(last.num_heads, width)
     block = dataclasses.replace(
         last,
         d_model=width,
@@ -110,6 +113,10 @@ class FutureTokens(Term, abc.ABC):
             jnp.zeros((1, self.count, width), c.dtype) for width in (c.output_width, c.d_model)
         )
         return self.head.init(key, x_1xTxW, [embedded_1xTxD] * self.count)["params"]
+
+    def train_products(self, model: LanguageModel) -> int:
+        counted = dataclasses.replace(self, config=counted_config(self.config))
+        return 3 * forward_products(counted, model)
 
     def embedded(self, outputs: Outputs, tokens_BxT):
         return embed(outputs.embedding_VxD, tokens_BxT, self.config.dtype)
@@ -337,4 +344,12 @@ def future_terms(train: TrainConfig, model: LanguageModel) -> dict[str, Term]:
         count=train.future_tokens,
         chunks=train.loss_chunks,
     )
+    try:
+        term.head.config.validate_block()
+    except UserError as error:
+        train.refuse(
+            "future_tokens",
+            f"the block of the head has the width {model.config.output_width} of the model's "
+            f"output ({error}); set it to 0, or change the model",
+        )
     return {train.future_head: term}

@@ -16,6 +16,7 @@ import jax
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.models import LanguageModel, ModelConfig
 from smallgpt_jax.models.custom_code import custom_classes
+from smallgpt_jax.models.flops import count_operations
 from smallgpt_jax.models.parameters import name_axes, with_axes
 from smallgpt_jax.objectives.examples import (
     Examples,
@@ -83,6 +84,30 @@ class Term:
         constants.
         """
         raise NotImplementedError
+
+    def train_products(self, model: LanguageModel) -> int:
+        """Returns the FLOPs of matrix products in training on one row: as of the model, 3 times
+        those of the forward pass. Raises UnknownFlops.
+        """
+        return 3 * forward_products(self, model)
+
+
+def forward_products(term: Term, model: LanguageModel) -> int:
+    """Returns the FLOPs of the term's own products on one row."""
+    c = model.config
+    outputs = (
+        jax.ShapeDtypeStruct((1, c.context_length, c.output_width), c.dtype),
+        jax.ShapeDtypeStruct((c.vocab_size, c.output_width), c.dtype),
+        jax.ShapeDtypeStruct((c.vocab_size, c.d_model), "float32"),
+    )
+    variables = jax.eval_shape(lambda: nn.unbox(term.init(jax.random.key(0))))
+    tokens_1xT1 = jax.ShapeDtypeStruct((1, c.context_length + 1), "int32")
+    weights_1xT = jax.ShapeDtypeStruct((1, c.context_length), "float32")
+
+    def loss(outputs, variables, tokens_1xT1, weights_1xT):
+        return term(Outputs(*outputs, {}), variables, Examples(Batch(tokens_1xT1)), weights_1xT)
+
+    return count_operations(loss, outputs, variables, tokens_1xT1, weights_1xT).products
 
 
 @dataclasses.dataclass(frozen=True)

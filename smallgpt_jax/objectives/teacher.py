@@ -16,6 +16,7 @@ from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.flops import forward_operations
 from smallgpt_jax.objectives.objective import Examples, Outputs, Term
 from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
 from smallgpt_jax.run.config import TrainConfig
@@ -71,6 +72,10 @@ class Teacher(Term):
                 )
             )
         )
+
+    def train_products(self, student: models.LanguageModel) -> int:
+        """Returns the FLOPs of the teacher's forward pass, without the head."""
+        return forward_operations(self.model, "hidden").products
 
     def check_tokenizer(self, tokenizer: tokenizers.Tokenizer) -> None:
         own = tokenizers.load(self.folder / TOKENIZER_FOLDER)

@@ -112,7 +112,7 @@ def properties(program: "Program") -> dict:
     """Returns the fields of an `Estimate` that need no compilation."""
     config, model, mesh, teacher = program.config, program.model, program.mesh, program.teacher
     kind = mesh.devices.flat[0].device_kind
-    chip, cost = chips.find_chip(kind), flops.train_cost(model, teacher and teacher.model)
+    chip, cost = chips.find_chip(kind), flops.train_cost(model, program.objective.terms.values())
     sequences = config.train.batch_size / (
         sharding.num_batch_shards(mesh) * config.train.microbatches
     )

@@ -104,7 +104,7 @@ def peak_tokens_per_second(program: Program) -> float | None:
     """
     if not (chip := chips.find_chip(program.mesh.devices.flat[0].device_kind)):
         return None
-    cost = train_cost(program.model, program.teacher and program.teacher.model)
+    cost = train_cost(program.model, program.objective.terms.values())
     if cost.flops is None:
         print(f"MFU is not logged: {cost.problem}", flush=True)
         return None

@@ -121,23 +121,35 @@ def test_flops_are_equal_within_one_percent(tmp_path):
     assert planned[1].config.train.steps == round(2000 * gpt / (gpt + 2 * D**2 + 2 * D)) == 1938
 
 
-def test_equal_flops_include_those_of_the_optimizer(tmp_path):
+def test_equal_flops_include_those_of_the_optimizer_and_of_further_heads(tmp_path):
     """Muon's five Newton–Schulz steps take more FLOPs than the model in a step of 128 tokens.
 
     A step on an (m, n) matrix with m ≤ n has the products x·xᵀ, a·a and (…)·x
-    (github.com/KellerJordan/Muon).
+    (github.com/KellerJordan/Muon). A head for one further token (mtp) has a joint projection of 2·D
+    to D, a block, and the output head of the model.
     """
     common = load_config("gpt", model__context_length=16, train__steps=1000)
-    config = base.comparison(
-        common, {"adamw": {}, "muon": {"optimizer": {"name": "muon"}}}, budget="flops", seeds=1
-    )
+    runs = {
+        "adamw": {},
+        "muon": {"optimizer": {"name": "muon"}},
+        "mtp": {"train": {"future_tokens": 1}},
+        "both": {"train": {"future_tokens": 1}, "optimizer": {"name": "muon"}},
+    }
+    config = base.comparison(common, runs, budget="flops", seeds=1)
     planned = {run.name: run.config for run in budget.make_comparison(config, tmp_path).runs({})}
     D, layers = 64, 4
     step = flops(planned["adamw"]) / planned["adamw"].train.steps
-    square, wide = (5 * (2 * D * D * n + 2 * D**3 + 2 * D * D * n) for n in (D, 4 * D))
+    square, joint, wide = (
+        5 * (2 * D * D * n + 2 * D**3 + 2 * D * D * n) for n in (D, 2 * D, 4 * D)
+    )
     muon = layers * (4 * square + 2 * wide)
     assert planned["adamw"].train.steps == 1000
     assert planned["muon"].train.steps == round(1000 * step / (step + muon)) < 500
+    T, V = 16, 512
+    mtp = 8 * T * 6 * (2 * D * D + 12 * D * D + 2 * T * D + V * D + D)
+    assert planned["mtp"].train.steps == round(1000 * step / (step + mtp)) < 750
+    both = step + muon + mtp + (joint + 4 * square + 2 * wide)
+    assert planned["both"].train.steps == round(1000 * step / both)
 
 
 # At size `paper`, no width of lgpt gives gpt's number of parameters within 2%. So gpt's width is

@@ -14,8 +14,9 @@ from scipy.special import log_softmax, softmax
 
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.objectives.examples import Examples, with_prefixes
-from smallgpt_jax.objectives.future_tokens import future_terms, weights_ahead
+from smallgpt_jax.objectives.future_tokens import future_terms, head_config, weights_ahead
 from smallgpt_jax.objectives.objective import Objective, Outputs
 from smallgpt_jax.run.config import TrainConfig
 from smallgpt_jax.training.step import microbatch_loss
@@ -145,6 +146,37 @@ def test_the_losses_match_the_formulas(kind, architecture, fields):
     assert float(found) == pytest.approx(expected, rel=2e-5)
 
 
+D, N, P, V = 8, 3, 4, VOCABULARY  # widths, further tokens, pseudo-sequence, vocabulary
+PER_ROW = {
+    # joint projection, block with attention to all positions, output head and the target's row of it
+    "mtp": TIME * N * (2 * D * D + 12 * D * D + 2 * TIME * D + V * D + D),
+    # per trained position: pseudo-sequence, embeddings, attention to N, attention to P, MLP, head
+    "ftp": 4
+    * (
+        D * P * D
+        + N * D * D
+        + N * (4 * D * D + 2 * N * D)
+        + 2 * N * D * D
+        + 2 * P * D * D
+        + 2 * N * P * D
+        + N * 8 * D * D
+        + N * (V * D + D)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PER_ROW)
+@pytest.mark.parametrize("attention", ["xla", "splash"])
+def test_the_flops_of_heads_count(kind, attention):
+    """By hand, in multiplications with additions; the backward pass has twice as many. Kernels
+    cannot be counted, and change nothing.
+    """
+    model = build("gpt", **GPT, attention=attention, remat="full")
+    terms = future_terms(TRAIN.replace(future_head=kind), model).values()
+    of_heads = train_flops_per_token(model, terms) - train_flops_per_token(model)
+    assert of_heads * TIME == pytest.approx(3 * 2 * PER_ROW[kind], rel=1e-12)
+
+
 def test_targets_ahead_are_in_the_row_the_document_and_the_loss():
     """The positions inside a prefix see the tokens of the prefix, so they must not predict what
     follows it.
@@ -220,3 +252,46 @@ def test_with_weight_zero_the_gradients_are_those_of_the_plain_model():
 def test_refuses(fields, message):
     with pytest.raises(UserError, match=message):
         future_terms(TRAIN.replace(**{"future_tokens": 2, **fields}), build("gpt", **GPT))
+
+
+STAGES = dict(GPT, d_model=32, num_layers=4, num_heads=4, blocks_per_stage=2)
+
+
+@pytest.mark.parametrize(
+    "fields, heads, width",
+    [
+        # stages of widths 32 and 16, whose output has width 8
+        (dict(stage_heads="fixed"), 4, 8),
+        (dict(stage_heads="scaled"), 2, 8),
+        (dict(stage_heads="scaled", num_kv_heads=2), 2, 8),
+        (dict(stage_heads="scaled", compress_last_stage=False), 2, 16),
+        (dict(stage_heads="fixed", head_dim=3), 4, 8),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["lgpt", "cgpt"])
+def test_the_block_of_a_head_is_like_the_last_block(architecture, fields, heads, width):
+    config = build(architecture, **{**STAGES, **fields}).config
+    head = head_config(config)
+    assert (head.num_heads, head.d_model) == (heads, width)
+    assert head.kv_heads == (config.num_kv_heads // 2 or heads)
+
+
+@pytest.mark.parametrize("architecture", ["lgpt", "cgpt"])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            dict(position="rope", num_heads=8),
+            r"future_tokens=3: .* width 8 .*needs an even head width.* have 1; change",
+        ),
+        (
+            dict(mlp_ratio=0.05),
+            r"future_tokens=3: .* \(config.model.mlp_ratio=0.05: rounds to an MLP width of 0",
+        ),
+    ],
+)
+def test_refuses_heads_whose_block_is_not_valid(architecture, fields, message):
+    """The model itself is valid."""
+    model = build(architecture, **{**STAGES, **fields})
+    with pytest.raises(UserError, match=message):
+        future_terms(TRAIN, model)

@@ -167,22 +167,29 @@ class StatusLine:
 
 
 @contextlib.contextmanager
-def elapsed_time_shown(text: str, seconds: float = 1.0) -> Iterator[None]:
-    """Shows `text` and the time since the start, updated every few `seconds`, in a `StatusLine`."""
+def elapsed_time_shown(
+    text: str, seconds: float = 1.0, line_seconds: float = 30.0
+) -> Iterator[None]:
+    """Shows `text` and the time since the start on standard error: on a terminal in a `StatusLine`,
+    updated every few `seconds`; elsewhere in a new line every `line_seconds`.
+    """
     line, started, is_done = StatusLine(), time.monotonic(), threading.Event()
 
     def update():
-        while True:
-            line.show(f"{text} … {duration(time.monotonic() - started)}")
-            if is_done.wait(seconds):
-                return line.clear()
+        if line.is_on_terminal:
+            line.show(f"{text} … {duration(0)}")
+        while not is_done.wait(seconds if line.is_on_terminal else line_seconds):
+            elapsed = f"{text} … {duration(time.monotonic() - started)}"
+            if line.is_on_terminal:
+                line.show(elapsed)
+            else:
+                print(elapsed, file=sys.stderr, flush=True)
+        line.clear()
 
     thread = threading.Thread(target=update, daemon=True)
-    if line.is_on_terminal:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         is_done.set()
-        if line.is_on_terminal:
-            thread.join()
+        thread.join()

@@ -11,8 +11,7 @@ install -c constraints.txt -e '.[data]'
 from absl import flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.data.config import DataConfig
-from smallgpt_jax.data.corpus import open_or_prepare
+from smallgpt_jax.data.corpus import prepare
 from smallgpt_jax.output import best_effort
 
 _CONFIG = cli.define_config()
@@ -27,7 +26,7 @@ flags.mark_flag_as_required("config")
 
 @best_effort("stdout")
 def main() -> None:
-    corpus, is_new = open_or_prepare(DataConfig.from_fields(_CONFIG.value.data), _WORKERS.value)
+    corpus, is_new = prepare(_CONFIG.value, workers=_WORKERS.value)
     for store in corpus.stores:
         print(f"{'new' if is_new else 'existing'} token store: {store.folder}")
 

@@ -197,9 +197,7 @@ def observe(folder: Path, log=print) -> None:
     if read_summary(folder, steps):
         return
     try:
-        diagnosis.diagnose(
-            str(folder), steps, [], WINDOWS, 0, log=lambda message: log(f"{folder.name}: {message}")
-        )
+        diagnosis.diagnose(folder, step=steps, windows=WINDOWS, deep=0)
     except UserError as error:  # a custom architecture, or a masked model
         log(f"{folder.name}: not observed: {error}")
 

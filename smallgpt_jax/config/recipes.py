@@ -4,16 +4,68 @@ In a clone, the recipes are in the folder configs/. A wheel contains a copy of t
 this file (setup.py).
 """
 
+import copy
 import difflib
 import importlib
+import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from smallgpt_jax.errors import UserError
+from ml_collections import ConfigDict
+
+from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.storage.paths import refuse_url
 
 INSTALLED = Path(__file__).parent / "configs"
 FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
+
+
+def load_config(
+    config: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> ConfigDict:
+    """Returns a copy of a config with other values.
+
+    `config` is a recipe, as in --config, or the groups of fields. `overrides` are nested, like the
+    config, or have names such as "train.steps". Their types and values are checked where the config
+    is used. Raises UserError for an unknown recipe, group or field.
+    """
+    loaded = read_recipe(config) if isinstance(config, str) else ConfigDict(copy.deepcopy(config))
+    with loaded.ignore_type():
+        _override(loaded, overrides or {}, "config")
+    return loaded
+
+
+def read_recipe(value: str) -> ConfigDict:
+    """Returns the config of a recipe, as in --config: gpt, gpt:tiny, configs/gpt.py, run:WORKDIR."""
+    make_importable()
+    path, colon, argument = find_recipe(value).partition(":")
+    spec = importlib.util.spec_from_file_location(f"{Path(path).stem}_recipe", path)
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    return recipe.get_config(argument) if colon else recipe.get_config()
+
+
+def _override(fields: ConfigDict, overrides: Mapping[str, Any], where: str) -> None:
+    """A group that is not locked, such as `model`, may get further fields."""
+    for name, value in overrides.items():
+        name, dot, rest = name.partition(".")
+        if name not in fields and fields.is_locked:
+            raise UserError(f"{where}.{name}: no such field{suggestion(name, fields)}")
+        if dot:
+            value = {rest: value}
+        is_group = isinstance(fields.get(name), ConfigDict)
+        if name in fields and is_group != isinstance(value, Mapping):
+            raise UserError(
+                f"{where}.{name}: {'is a group of fields' if is_group else 'is a field'}"
+            )
+        if not isinstance(value, Mapping):
+            fields[name] = value
+            continue
+        if name not in fields:
+            fields[name] = ConfigDict()
+        _override(fields[name], value, f"{where}.{name}")
 
 
 def find_recipe(value: str) -> str:

@@ -21,8 +21,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import Parameter
-from smallgpt_jax.models.block import block_numbers, layer_configs
 from smallgpt_jax.models.router import ROUTER_AXES
+from smallgpt_jax.models.stacks import block_numbers, layer_configs
 
 MAX_LISTED = 3  # maximum number of tensor names in an error message
 TABLES = (
@@ -59,11 +59,16 @@ def from_params(model: models.LanguageModel, params, model_state=None) -> dict[s
 
 def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
     return {
-        slot.name: jax.eval_shape(
-            lambda x, slot=slot: to_torch(x, slot), jax.ShapeDtypeStruct(slot.shape, "float32")
-        ).shape
+        slot.name: torch_shape(slot.path[-1], slot.axes, slot.shape)
         for slot in (*tensor_slots(model), *router_bias_slots(model))
     }
+
+
+@functools.cache
+def torch_shape(leaf: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The layers of a model share these arguments, so that this traces once and not per layer."""
+    slot = TensorSlot("", (leaf,), (), axes, shape)
+    return jax.eval_shape(lambda x: to_torch(x, slot), jax.ShapeDtypeStruct(shape, "float32")).shape
 
 
 def to_params(
@@ -180,7 +185,7 @@ def stacked_modules(
     along `axis`.
 
     `tree` is usually one stack. If blocks have different attention windows, it contains several;
-    see models/block.py.
+    see models/stacks.py.
     """
     if not all(child.isdigit() for child in tree):
         yield from ((i, tree, path, i) for i in range(jax.tree.leaves(tree)[0].shape[axis]))

@@ -110,16 +110,20 @@ def masked_batches(
     batch_size: int,
     rows: slice | np.ndarray = slice(None),
 ) -> grain.MapDataset:
-    """Returns batches with loss masks. The last batch is filled with rows that its loss mask
-    excludes.
+    """Returns batches with loss masks and row numbers. The last batch is filled with rows that its
+    loss mask excludes.
     """
 
     def read(first: int) -> Batch:
         numbers = row_numbers_R[first : first + batch_size]
         is_included_B = np.arange(batch_size) < len(numbers)
-        batch = mixture.read_rows(np.resize(numbers, batch_size)[rows])
+        numbers_B = np.resize(numbers, batch_size)[rows]
+        batch = mixture.read_rows(numbers_B)
         all_targets = np.ones(batch.tokens_BxT1[:, 1:].shape, bool)
         loss_mask_BxT = all_targets if batch.loss_mask_BxT is None else batch.loss_mask_BxT
-        return batch._replace(loss_mask_BxT=loss_mask_BxT & is_included_B[rows][:, None])
+        return batch._replace(
+            loss_mask_BxT=loss_mask_BxT & is_included_B[rows][:, None],
+            row_numbers_B=numbers_B.astype(np.uint32),
+        )
 
     return grain.MapDataset.range(0, len(row_numbers_R), batch_size).map(read)

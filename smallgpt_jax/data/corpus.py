@@ -7,12 +7,14 @@ A run on a probe has a `ProbeCorpus` in its place.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.data import probe_corpus, tokenizers
-from smallgpt_jax.data.config import is_synthetic
+from smallgpt_jax.data.config import DataConfig, is_synthetic
 from smallgpt_jax.data.examples import describe_length, encode_example
 from smallgpt_jax.data.packing import PACKINGS, Mixture
 from smallgpt_jax.data.prepare import prepare_store
@@ -133,6 +135,22 @@ def load_or_prepare(data) -> Corpus | ProbeCorpus:
             "prepare it first: " + command_line("prepare", *(config_arguments() or ["--config=…"]))
         )
     return Corpus((prepare_store(spec),))
+
+
+def prepare(
+    config: str | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    workers: int | None = None,
+) -> tuple[Corpus, bool]:
+    """Tokenizes the text of a config; returns its token stores, and whether they are new.
+
+    `config` is a recipe such as "gpt:quickstart", or its fields; `overrides` are further values,
+    such as {"data.source": "my_texts/"}. `workers` is the number of threads; None: one per core.
+    Rerun the same call to resume. Raises UserError.
+    """
+    data = DataConfig.from_fields(load_config(config, overrides).get("data", {}))
+    return open_or_prepare(data, workers)
 
 
 def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus, bool]:

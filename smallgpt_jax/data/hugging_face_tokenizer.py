@@ -2,14 +2,18 @@
 beside it.
 """
 
+import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from smallgpt_jax.data.panics import no_panic_messages, panics_as_errors
 from smallgpt_jax.data.special_tokens import VARIABLES, SpecialTokens
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
@@ -23,6 +27,9 @@ SETTINGS_FILES = (
 # Names of the end-of-text token, for tokenizers without a file that names it. The first that exists
 # is used.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+TRIAL = "The 1st,\n\t ü漢🙂"  # is encoded and decoded when a tokenizer is opened
+MAX_GROWTH = 1000  # of a text in a normalizer or a decoder
+MAX_TOKEN_CHARACTERS = 10_000
 MAX_TRIED = 300  # tokens whose text is tried, to find what begins a text
 
 
@@ -39,10 +46,11 @@ class HuggingFaceTokenizer:
         """
         self._files = dict(files)
         self._tokenizer = self._open(files[TOKENIZER_JSON].decode())
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if max(map(len, vocabulary), default=0) > MAX_TOKEN_CHARACTERS:
+            raise ValueError(f"a token has more than {MAX_TOKEN_CHARACTERS:,} characters")
         # Ids may have gaps, so the vocabulary may have fewer tokens than this.
-        self.vocab_size = 1 + max(
-            self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1
-        )
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         if self.vocab_size > 2**24:  # weights for so many ids would fit nowhere
             raise ValueError(f"the id {self.vocab_size - 1} is too large")
         self.unknown = self._find_unknown()
@@ -52,11 +60,12 @@ class HuggingFaceTokenizer:
         self.end_of_text = self._tokenizer.token_to_id(self.end_of_text_token)
         self.begin_of_text = self._find_begin_of_text()
         self.begin_of_text_token = self._tokenizer.id_to_token(self.begin_of_text)
+        self._tokenizer.decode(self._tokenizer.encode(TRIAL, add_special_tokens=False).ids)
         for mark, token in (
             (self.end_of_text, self.end_of_text_token),
             (self.begin_of_text, self.begin_of_text_token),
         ):
-            if mark in self.encode([token])[0]:
+            if mark in self._tokenizer.encode(token, add_special_tokens=False).ids:
                 raise ValueError(f"the text {token!r} is encoded as a special token")
 
     @staticmethod
@@ -65,10 +74,7 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError:
             raise UserError(f"tokenizers is not installed; run {install_command('hf')}") from None
-        try:
-            tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the library raises Exception
-            raise ValueError(short_reason(error)) from None
+        tokenizer = tokenizers.Tokenizer.from_str(content)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True  # as ordinary text
@@ -122,21 +128,21 @@ class HuggingFaceTokenizer:
         )
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [
-            np.array(encoding.ids, np.int32)
-            for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
+        with failures_named():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_continuation(self, text: str) -> np.ndarray:
-        return np.array(
-            self._for_continuations.encode(text, add_special_tokens=False).ids, np.int32
-        )
+        with failures_named():
+            encoding = self._for_continuations.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
 
     def encode_chat(self, text: str, continues: bool = False) -> list[int]:
         """As transformers does, but that a text which continues another begins without a space."""
         first = self.special_tokens.split(text)[0] if continues else ""
         ids = self.encode_continuation(first).tolist() if first else []
-        rest = self._for_chats.encode(text[len(first) :], add_special_tokens=False)
+        with failures_named():
+            rest = self._for_chats.encode(text[len(first) :], add_special_tokens=False)
         return ids + rest.ids
 
     @functools.cached_property
@@ -154,10 +160,12 @@ class HuggingFaceTokenizer:
             name: without_prefix_space(content.get(name))
             for name in ("normalizer", "pre_tokenizer")
         }
-        return self._open(json.dumps(content))
+        with no_panic_messages(), failures_named():
+            return self._open(json.dumps(content))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        with failures_named():
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def files(self) -> dict[str, bytes]:
         return self._files
@@ -184,10 +192,51 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
     beside = [path.parent / name for name in SETTINGS_FILES] if path.name == TOKENIZER_JSON else []
     files = {TOKENIZER_JSON: path} | {file.name: file for file in beside if file.is_file()}
     try:
-        return HuggingFaceTokenizer({name: file.read_bytes() for name, file in files.items()})
+        contents = {name: file.read_bytes() for name, file in files.items()}
+        described = parse_json(contents[TOKENIZER_JSON], {"model": OBJECT})
+        for name in ("normalizer", "decoder"):
+            if (times := growth(described.get(name))) > MAX_GROWTH:
+                raise ValueError(f"its {name} makes texts up to {times:,.0f} times as long")
+        if dropout := described["model"].get("dropout"):
+            described["model"]["dropout"] = None
+            contents[TOKENIZER_JSON] = json.dumps(described).encode()
+        with no_panic_messages(), panics_as_errors():
+            tokenizer = HuggingFaceTokenizer(contents)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path}: unsupported tokenizer, or damaged ({short_reason(error)})"
+        ) from None
+    if dropout:
+        print(
+            f"{path}: its dropout of {dropout} is not used, so that a text always has the same ids",
+            file=sys.stderr,
+        )
+    return tokenizer
+
+
+def growth(step: dict | None) -> float:
+    """Returns how many times as many characters a normalizer or a decoder can make of a text."""
+    if step is None:
+        return 1
+    times = math.prod(map(growth, step.get("normalizers", step.get("decoders", ()))))
+    if step["type"] == "Prepend":
+        times *= 1 + len(step["prepend"])
+    if step["type"] == "Replace":
+        replaced = len(step["pattern"].get("String", ""))  # a regular expression can match ""
+        content = len(step["content"])
+        times *= max(1, content / replaced) if replaced else 1 + content
+    return times
+
+
+@contextlib.contextmanager
+def failures_named() -> Iterator[None]:
+    """Raises UserError if the library fails for a text."""
+    try:
+        with panics_as_errors():
+            yield
+    except ValueError as error:
+        raise UserError(
+            f"{TOKENIZER_JSON}: the tokenizer fails ({error}); use another tokenizer"
         ) from None
 
 

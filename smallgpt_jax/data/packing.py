@@ -25,6 +25,9 @@ class Batch(NamedTuple):
         None  # bool: whether the loss includes the target; None: all targets
     )
     targets_BxT: np.ndarray | None = None  # int32; None: tokens_BxT1[:, 1:]
+    row_numbers_B: np.ndarray | None = None  # uint32: in the validation split; None in training
+    # int32, equal in all rows: the ids below are those of the tokenizer. Only for masked models
+    vocab_size_B: np.ndarray | None = None
 
 
 class Packing(Protocol):

@@ -5,7 +5,7 @@ the mesh's devices.
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -34,6 +34,21 @@ class DataPipeline:
 
     def row_numbers_at(self, step: int) -> list[int]:
         return list(self.row_numbers[step - 1])
+
+    def with_vocab_size(self) -> Self:
+        """Returns a pipeline for masked models, which draw ids of the tokenizer."""
+
+        def add(batch: Batch) -> Batch:
+            rows = len(batch.tokens_BxT1)
+            return batch._replace(
+                vocab_size_B=np.full(rows, self.corpus.tokenizer.vocab_size, np.int32)
+            )
+
+        return dataclasses.replace(
+            self,
+            train_batches=self.train_batches.map(add),
+            validation_batches=self.validation_batches.map(add),
+        )
 
 
 def open_pipeline(

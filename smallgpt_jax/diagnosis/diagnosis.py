@@ -4,8 +4,10 @@ and plots.
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,15 +16,16 @@ from smallgpt_jax import models
 from smallgpt_jax.diagnosis import experts, figures, losses
 from smallgpt_jax.diagnosis.observation import (
     WHOLE,
-    Parts,
     chosen_experts,
     observe,
     observe_streams,
 )
 from smallgpt_jax.diagnosis.summary import FORMAT, JSON_FILE, VALIDATION
-from smallgpt_jax.diagnosis.windows import validation_windows, windows_of_file
+from smallgpt_jax.diagnosis.table import table_lines
+from smallgpt_jax.diagnosis.windows import WINDOWS, validation_windows, windows_of_file
 from smallgpt_jax.inference.loading import TrainedModel, load_trained, require_next_tokens
 from smallgpt_jax.inference.single_blocks import num_blocks
+from smallgpt_jax.models.variants import Ablation
 from smallgpt_jax.objectives.objective import make_objective
 from smallgpt_jax.optim.transfer import scale_initial
 from smallgpt_jax.run.config import Config
@@ -35,25 +38,37 @@ from smallgpt_jax.training.compiled_steps import transfer_multipliers
 MEASURED = (
     8  # windows on which activations and attention are measured; losses are computed on all windows
 )
-# Parts of an untrained model whose collapse is measured (Dong et al., arXiv 2103.03404, section 4).
+DEEP = 24  # blocks of the untrained model whose collapse is measured
+# Ablations of an untrained model whose collapse is measured (Dong et al., arXiv 2103.03404, section
+# 4).
 COLLAPSE = {
     "whole": WHOLE,
-    "without_skips": Parts(skips=0.0),
-    "attention_alone": Parts(skips=0.0, mlps=0.0),
+    "without_skips": Ablation(skips=0.0),
+    "attention_alone": Ablation(skips=0.0, mlps=0.0),
 }
 
 
+class Diagnosis(NamedTuple):
+    content: dict[str, Any]  # of diagnose.json (docs/inside.md)
+    table: str
+    folder: Path  # of diagnose.json and the plots
+
+
 def diagnose(
-    workdir: str,
-    step: int | None,
-    texts: Sequence[str],
-    windows: int,
-    deep: int,
+    workdir: str | Path,
+    texts: Sequence[str | Path] = (),
+    *,
+    step: int | None = None,
+    windows: int = WINDOWS,
+    deep: int = DEEP,
     trust_custom_code: bool = False,
-    log: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    """Returns the content of diagnose.json (docs/inside.md), which it writes to the workdir, beside
-    the plots.
+) -> Diagnosis:
+    """Measures what happens inside a trained model; writes diagnose.json and plots to the workdir.
+
+    `texts` are files to observe the model on; by default, it is the run's validation split. Of each
+    text, `windows` windows of context_length tokens are read. `deep` is the number of blocks of an
+    untrained model whose collapse without skip connections is measured; 0: none. `step` is the
+    checkpoint's; None: the newest. Progress is shown on standard error. Raises UserError.
     """
     trained = load_trained(workdir, step, trust_custom_code)
     require_next_tokens(trained.model)
@@ -67,9 +82,13 @@ def diagnose(
     config = read_config(folder, trust_custom_code)
     length = trained.model.config.context_length
     read = {
-        path: windows_of_file(local_path("--text", path), trained.tokenizer, length, windows)
+        str(path): windows_of_file(local_path("--text", path), trained.tokenizer, length, windows)
         for path in texts
     } or validation_windows(config, trained.tokenizer, windows)
+
+    def log(message: str) -> None:
+        print(f"{folder.name}: {message}", file=sys.stderr, flush=True)
+
     content = {
         **diagnose_model(trained, config, read, deep, log),
         "split": None if texts else VALIDATION,
@@ -82,7 +101,7 @@ def diagnose(
     write_atomically(
         output / JSON_FILE, json.dumps(with_nulls(content), indent=1, allow_nan=False) + "\n"
     )
-    return content
+    return Diagnosis(content, "\n".join(table_lines(content)), output)
 
 
 def with_nulls(value):

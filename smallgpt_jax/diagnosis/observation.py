@@ -5,7 +5,6 @@ Shapes: B batch (1), T time, D width, H heads, G key–value heads, K head width
 """
 
 import functools
-from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,21 +16,14 @@ from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.block import Block
 from smallgpt_jax.models.router import Router
+from smallgpt_jax.models.variants import Ablation, BlockVariant, apply_block
 from smallgpt_jax.ops.attention import attention
 
-
-class Parts(NamedTuple):
-    """Which parts of blocks are computed; 1 or 0."""
-
-    skips: float = 1.0  # x of x + f(norm(x))
-    mlps: float = 1.0
-
-
-WHOLE = Parts()
+WHOLE = Ablation()
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def observe(model: LanguageModel, variables, tokens_T, parts: Parts = WHOLE) -> list[dict]:
+def observe(model: LanguageModel, variables, tokens_T, parts: Ablation = WHOLE) -> list[dict]:
     """Returns the measures of each block: {"width": D, "input": {…}, "output": {…}, "attention":
     {measure: (H,)}}; recurrent blocks have no "attention".
     """
@@ -51,7 +43,9 @@ def observe(model: LanguageModel, variables, tokens_T, parts: Parts = WHOLE) -> 
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def observe_streams(model: LanguageModel, variables, tokens_T, parts: Parts = WHOLE) -> list[dict]:
+def observe_streams(
+    model: LanguageModel, variables, tokens_T, parts: Ablation = WHOLE
+) -> list[dict]:
     """Returns measures of each block's output that take little time."""
     return [
         {name: measures.STREAM[name](record["output"]) for name in ("residual", "token_similarity")}
@@ -69,7 +63,7 @@ def chosen_experts(model: LanguageModel, variables, tokens_T) -> list[jax.Array]
     ]
 
 
-def run(model: LanguageModel, variables, tokens_T, parts: Parts) -> list[dict]:
+def run(model: LanguageModel, variables, tokens_T, parts: Ablation) -> list[dict]:
     """Returns what each block reads and computes. What nobody uses is not compiled."""
     records = []
 
@@ -82,22 +76,8 @@ def run(model: LanguageModel, variables, tokens_T, parts: Parts) -> list[dict]:
     def intercept(call, arguments, keywords, method):
         name = method.module, method.method_name
         match name:
-            case Block(), "join":
-                skipped_BxTxD, change_BxTxD = arguments
-                return call(parts.skips * skipped_BxTxD, change_BxTxD)
-            case Block(), "with_stack_input":  # the mix with x0 is a skip connection
-                return jnp.where(parts.skips, call(*arguments), arguments[0])
-            case Block(), "add":
-                x_BxTxD, branch, *_ = arguments
-                return (
-                    jnp.where(parts.mlps, call(*arguments), x_BxTxD)
-                    if branch == "mlp"
-                    else call(*arguments)
-                )
-            case nn.Module(name="mlp", parent=Block(config=config)), "__call__" if (
-                config.parallel_block
-            ):
-                return parts.mlps * call(*arguments, **keywords)
+            case Block() as block, "__call__" if type(block) in (Block, BlockVariant):
+                return apply_block(block, *arguments, parts)
             case Attention(), "attend_with_cache":
                 records[-1]["attention"] = attention_weights(*arguments[:2], *arguments[3:5])
             case Router(), "__call__":

@@ -10,7 +10,6 @@ import dataclasses
 from smallgpt_jax.config.group import AUTO
 from smallgpt_jax.devices.platform import faster_dtype
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models.block import REMAT
 from smallgpt_jax.models.cgpt import CGPT
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.custom_code import find_class
@@ -19,6 +18,7 @@ from smallgpt_jax.models.layers import MLPS, NORMS
 from smallgpt_jax.models.lgpt import LGPT
 from smallgpt_jax.models.mixers import find_mixer, refuse_unread_fields
 from smallgpt_jax.models.pgpt import PGPT
+from smallgpt_jax.models.stacks import REMAT
 
 CHOICES = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
 

@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context, cache_variable
 from smallgpt_jax.models.layers import (
     INIT_STD,
     Dense,
     deepnorm_gain,
-    normal,
     project,
     residual_std,
     rms_norm,
@@ -33,8 +31,6 @@ from smallgpt_jax.ops.key_value_cache import (
 )
 from smallgpt_jax.ops.matmul import merging_heads_is_faster, one_product_is_faster
 from smallgpt_jax.ops.xla_attention import QUERIES
-
-TABLE_AXES = ("vocab", "embed")  # as of the token embedding
 
 
 class QKVProjection(Dense):
@@ -120,8 +116,14 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
+        q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = self.heads(x_BxTxD, context)
+        y_BxHxTxK = self.attend(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, context)
+        return self.output(y_BxHxTxK, context)
+
+    def heads(self, x_BxTxD, context: Context):
+        """Returns queries, keys and values, without positions."""
         c = self.config
-        q, k, v = QKVProjection(
+        q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = QKVProjection(
             (c.kv_heads, c.num_heads // c.kv_heads + 2, c.head_width),
             ("embed", "heads", "qkv", "head_width"),
             INIT_STD,
@@ -132,12 +134,17 @@ class Attention(nn.Module):
             name="qkv",
         )(x_BxTxD, context)
         if c.qk_norm:
-            q, k = rms_norm(c, "q_norm")(q), rms_norm(c, "k_norm")(k)
-        if any(c.value_embeddings):
-            v += self.value_embeddings(context)
+            q_BxHxTxK = rms_norm(c, "q_norm")(q_BxHxTxK)
+            k_BxGxTxK = rms_norm(c, "k_norm")(k_BxGxTxK)
+        return q_BxHxTxK, k_BxGxTxK, v_BxGxTxK
+
+    def attend(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, context: Context):
+        """Returns the weighted sums of the values, (B, H, T, K)."""
+        c = self.config
         if c.position == "rope":
-            positions_BxT = context.positions(x_BxTxD.shape[1])
-            q, k = (apply_rope(x, positions_BxT, c.rope_base) for x in (q, k))
+            positions_BxT = context.positions(q_BxHxTxK.shape[2])
+            q_BxHxTxK = apply_rope(q_BxHxTxK, positions_BxT, c.rope_base)
+            k_BxGxTxK = apply_rope(k_BxGxTxK, positions_BxT, c.rope_base)
         slopes_H = alibi_slopes(c.num_heads) if c.position == "alibi" else None
         mask = AttentionMask(
             c.window,
@@ -145,15 +152,13 @@ class Attention(nn.Module):
             context.prefix_BxT,
             is_causal=c.attention_mask != "bidirectional",
         )
+        heads = q_BxHxTxK, k_BxGxTxK, v_BxGxTxK
         if context.decode:
-            y_BxHxTxK = self.attend_with_cache(q, k, v, mask, slopes_H, context)
-        else:
-            y_BxHxTxK = attention(q, k, v, mask, slopes_H, backend=c.attention)
-        if c.attention_gate:
-            gate_BxTxH = Dense(
-                (c.num_heads,), ("embed", "heads"), INIT_STD, False, c.dtype, name="gate"
-            )(x_BxTxD, context)
-            y_BxHxTxK *= jnp.swapaxes(nn.sigmoid(gate_BxTxH), 1, 2)[..., None]
+            return self.attend_with_cache(*heads, mask, slopes_H, context)
+        return attention(*heads, mask, slopes_H, backend=c.attention)
+
+    def output(self, y_BxHxTxK, context: Context):
+        c = self.config
         return OutputProjection(
             (c.d_model,),
             ("heads", "head_width", "embed"),
@@ -163,25 +168,6 @@ class Attention(nn.Module):
             c.rank_ratio,
             name="out",
         )(y_BxHxTxK, context)
-
-    def value_embeddings(self, context: Context):
-        """Returns what is added to the values, (B, G, T, K): the rows of the tokens in a table (V,
-        G·K).
-        """
-        c = self.config
-        table_VxE = self.param(
-            "value_embedding",
-            normal(INIT_STD, *TABLE_AXES),
-            (c.vocab_size, c.kv_heads * c.head_width),
-        )
-        # Not `sharding.look_up`: the paths of a pgpt are vmapped, and XLA cannot partition its
-        # shard_map there.
-        rows_BxTxE = jnp.take(
-            sharding.gather_weight(table_VxE, TABLE_AXES), context.tokens_BxT, axis=0
-        ).astype(c.dtype)
-        return jnp.swapaxes(
-            rows_BxTxE.reshape(*context.tokens_BxT.shape, c.kv_heads, c.head_width), 1, 2
-        )
 
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
         """Returns the attention over the whole cache, (B, H, T, K), after appending the new keys

@@ -1,243 +1,28 @@
-"""Blocks, and stacks of blocks, whose parameters are stacked along a leading `layers` axis:
-
-- one stack, if all configs are equal: `blocks/mlp/up/kernel` has shape (L, D, F);
-- P stacks, if the configs repeat with period P: `blocks/i` contains the blocks i, i + P, i + 2P, …;
-- otherwise, one stack per run of consecutive blocks with equal configs: `blocks/0`, `blocks/1`, ….
-
-Scanning and rematerialization do not change this layout.
-"""
-
-import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+"""The block of the paper and of GPT-2."""
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
 
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.models.convolution import Canon
-from smallgpt_jax.models.initializers import ones
 from smallgpt_jax.models.layers import MLPS, norm
 from smallgpt_jax.models.mixers import make_mixer
-from smallgpt_jax.ops.flash_attention import OUTPUT
-
-# Value of config.model.remat → policy. A policy selects the intermediate results that a block saves
-# for the backward pass. The backward pass recomputes all other results.
-REMAT = {
-    "none": None,  # no rematerialization: saves everything
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(OUTPUT),
-    ),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-# Variable collection → axis along which layers are stacked. "state" is part of TrainState. "losses"
-# are added to the training loss. "metrics" are averaged over layers and logged; "layer_metrics" are
-# logged per layer. "loads" of routers are sums over rows; they are logged, and move the biases.
-# "features" are compared with those of a teacher.
-PER_LAYER = {
-    "params": 0,
-    "state": 0,
-    "losses": 0,
-    "metrics": 0,
-    "layer_metrics": 0,
-    "loads": 0,
-    "features": 0,
-}
 
 
 class Block(nn.Module):
+    """x ← x + mixer(norm(x)), then x ← x + MLP(norm(x)). Other forms are in models/variants.py."""
+
     config: ModelConfig
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
-        dropout = nn.Dropout(c.dropout, deterministic=not context.train)
         mixer, mlp = make_mixer(c), MLPS[c.mlp](c, name="mlp")
-        scales = self.param("residual_scales", ones("branch"), (2,)) if c.residual_scales else None
+        mixer_norm, mlp_norm = norm(c, f"{mixer.name}_norm"), norm(c, "mlp_norm")
+        dropout = nn.Dropout(c.dropout, deterministic=not context.train)
 
-        def branch(number: int, part: nn.Module, x_BxTxD):
-            y_BxTxD = part(x_BxTxD, context)
-            return dropout(
-                y_BxTxD if scales is None else (scales[number] * y_BxTxD).astype(y_BxTxD.dtype)
-            )
+        x_BxTxD = x_BxTxD + dropout(mixer(mixer_norm(x_BxTxD), context))
+        x_BxTxD = x_BxTxD + dropout(mlp(mlp_norm(x_BxTxD), context))
 
-        mix, transform = functools.partial(branch, 0, mixer), functools.partial(branch, 1, mlp)
-        if c.input_mix:
-            x_BxTxD = self.with_stack_input(x_BxTxD, context)
-        if c.parallel_block:
-            x_BxTxD = self.add(x_BxTxD, mixer.name, lambda x: mix(x) + transform(x), context)
-        else:
-            x_BxTxD = self.add(x_BxTxD, mixer.name, mix, context)
-            x_BxTxD = self.add(x_BxTxD, "mlp", transform, context)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
-        self.sow("features", "output", x_BxTxD)
+        self.sow("features", "output", x_BxTxD)  # compared with those of a teacher
         return x_BxTxD
-
-    def add(self, x_BxTxD, name: str, f: Callable, context: Context):
-        """Returns x + f(norm(x)), norm(x + f(x)), or DeepNorm's norm(α·x + f(x)) with α = (2N)^¼
-        for N blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only models).
-        """
-        c = self.config
-        normalize, before = norm(c, f"{name}_norm"), lambda x: x
-        if c.canon_taps:
-            canon = Canon(c.canon_taps, name=f"{name}_canon")
-            before = functools.partial(canon, context=context)
-        if c.norm_position == "pre":
-            return self.join(x_BxTxD, f(before(normalize(x_BxTxD))))
-        alpha = (2 * c.blocks_in_sequence) ** 0.25 if c.norm_position == "deepnorm" else 1
-        return normalize(self.join(alpha * x_BxTxD, f(before(x_BxTxD))))
-
-    def join(self, skipped_BxTxD, change_BxTxD):
-        """A method of its own, so that `inside.observation` can scale the skip connection."""
-        return skipped_BxTxD + change_BxTxD
-
-    def with_stack_input(self, x_BxTxD, context: Context):
-        """Returns a·x + b·x0 (github.com/KellerJordan/modded-nanogpt); at first, a is 1 and b
-        is 0.
-        """
-        a, b = self.param(
-            "input_mix", nn.with_logical_partitioning(lambda *_: jnp.array([1.0, 0.0]), ("branch",))
-        )
-        return (a * x_BxTxD + b * context.stack_input_BxTxD).astype(x_BxTxD.dtype)
-
-
-def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:
-    """Returns the configs of `length` blocks from block `first` on. They differ in mixer, window,
-    value embeddings.
-    """
-    mixers, windows = config.mixers, config.attention_windows or (0,)
-    tables = config.value_embeddings or (0,)
-    own = [
-        (mixers[i % len(mixers)], windows[i % len(windows)], tables[i % len(tables)])
-        for i in range(first, first + length)
-    ]
-    return [
-        dataclasses.replace(
-            config,
-            mixers=(mixer,),
-            attention_windows=(window,) if window else (),
-            value_embeddings=(1,) if table else (),
-        )
-        for mixer, window, table in own
-    ]
-
-
-def stack_blocks(configs: list[ModelConfig], context: Context, name: str = "blocks", block=Block):
-    """Returns a function, (B, T, D) → (B, T, D), that applies all blocks `loops` times. Call it in
-    a compact method.
-    """
-    period = period_of(configs)
-    if period == 1:
-        stack = functools.partial(apply_stack, block(configs[0], name=name), len(configs))
-    elif period < len(configs):
-        pattern = Pattern(tuple(configs[:period]), block, name=name)
-        stack = functools.partial(apply_stack, pattern, len(configs) // period)
-    else:
-        stack = BlockRuns(tuple(configs), block, name=name)
-
-    def apply(x_BxTxD):
-        own = context.replace(stack_input_BxTxD=x_BxTxD) if configs[0].input_mix else context
-        for _ in range(configs[0].loops):
-            x_BxTxD = stack(x_BxTxD, own)
-        return x_BxTxD
-
-    return apply
-
-
-def block_numbers(configs: list[ModelConfig]) -> list[range]:
-    """Returns the indices of the blocks in each stack, in the layout of this module's docstring."""
-    period = period_of(configs)
-    if period < len(configs):
-        return [range(start, len(configs), period) for start in range(period)]
-    return [range(start, end) for start, end in runs_of_equal_configs(configs)]
-
-
-def period_of(configs: Sequence[ModelConfig]) -> int:
-    """Returns the period with which the configs repeat; the number of configs if they do not
-    repeat.
-    """
-    return next(
-        p
-        for p in range(1, len(configs) + 1)
-        if len(configs) % p == 0 and configs == configs[:p] * (len(configs) // p)
-    )
-
-
-def runs_of_equal_configs(configs: Sequence[ModelConfig]) -> list[tuple[int, int]]:
-    """Returns (start, end) of each run of consecutive equal configs."""
-    starts = [i for i, config in enumerate(configs) if i == 0 or config != configs[i - 1]]
-    return list(zip(starts, [*starts[1:], len(configs)]))
-
-
-class Pattern(nn.Module):
-    """One period of a repeating pattern of blocks."""
-
-    configs: tuple[ModelConfig, ...]
-    block: Callable[..., nn.Module]
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.configs[0]
-
-    @nn.compact
-    def __call__(self, x_BxTxD, context: Context):
-        for i, config in enumerate(self.configs):
-            x_BxTxD = self.block(config, name=str(i))(x_BxTxD, context)
-        return x_BxTxD
-
-
-class BlockRuns(nn.Module):
-    configs: tuple[ModelConfig, ...]
-    block: Callable[..., nn.Module]
-
-    @nn.compact
-    def __call__(self, x_BxTxD, context: Context):
-        for number, (start, end) in enumerate(runs_of_equal_configs(self.configs)):
-            block = self.block(self.configs[start], name=str(number))
-            x_BxTxD = apply_stack(block, end - start, x_BxTxD, context)
-        return x_BxTxD
-
-
-def apply_stack(block: nn.Module, length: int, x_BxTxD, context: Context):
-    """Applies `length` copies of `block`, stacked along `layers`."""
-    if context.decode:
-        return functools.reduce(
-            lambda x_BxTxD, i: apply_slice(block, i, x_BxTxD, context), range(length), x_BxTxD
-        )
-    config = block.config
-
-    def step(block, x_BxTxD):
-        return block(x_BxTxD, context), None
-
-    if config.remat != "none":
-        step = nn.remat(step, policy=REMAT[config.remat], prevent_cse=not config.scan_layers)
-    # Initialization runs only once, so unrolling it would only cost compile time.
-    unroll = 1 if config.scan_layers or block.is_initializing() else length
-    scanned = nn.scan(
-        step,
-        length=length,
-        unroll=unroll,
-        variable_axes=PER_LAYER,
-        split_rngs={"params": True, "dropout": True},
-        metadata_params={nn.PARTITION_NAME: "layers"},
-    )
-    return scanned(block, x_BxTxD)[0]
-
-
-def apply_slice(module: nn.Module, i: int, x_BxTxD, context: Context):
-    """Calls the module with slice i of its stacks, which are arrays or, in decoding, tuples with
-    one array per slice (see `inference.layout`), because slicing an array would copy the weights
-    for every token.
-    """
-
-    def pick(variables):
-        return jax.tree.map(
-            lambda stack: stack[i], variables, is_leaf=lambda x: isinstance(x, tuple)
-        )
-
-    return nn.map_variables(
-        lambda module, x: module(x, context), ["params", "state"], trans_in_fn=pick
-    )(module, x_BxTxD)

@@ -55,31 +55,6 @@ class CausalConvolution(nn.Module):
         return y.reshape(batch, time, self.features)
 
 
-class Canon(nn.Module):
-    """x + conv(x), (B, T, D) → (B, T, D) (Canon layers: Allen-Zhu, arXiv 2512.17351)."""
-
-    num_taps: int
-
-    @nn.compact
-    def __call__(self, x_BxTxD, context: Context):
-        convolution = ShortConvolution(self.num_taps, "channel", name="convolution")
-        return (x_BxTxD + convolution(x_BxTxD, context)).astype(x_BxTxD.dtype)
-
-
-class Smear(nn.Module):
-    """x[t] + λ·sigmoid(w·x[t])·x[t − 1], with λ = 0 at first
-    (github.com/KellerJordan/modded-nanogpt).
-    """
-
-    @nn.compact
-    def __call__(self, x_BxTxD, context: Context):
-        w_D = self.param("gate", zeros("channel"), x_BxTxD.shape[-1:])
-        strength = self.param("strength", zeros(), ())
-        gate_BxT = strength * nn.sigmoid(jnp.einsum("btd,d->bt", x_BxTxD.astype(jnp.float32), w_D))
-        previous_BxTxD, _ = at_taps(self, x_BxTxD, 2, context)
-        return (x_BxTxD + gate_BxT[..., None] * previous_BxTxD).astype(x_BxTxD.dtype)
-
-
 def at_taps(module: nn.Module, x_BxTxD, num_taps: int, context: Context):
     """Returns x[t − (J − 1) + j] for each of J taps j, with 0 in place of the inputs of another
     text.

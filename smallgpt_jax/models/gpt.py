@@ -2,9 +2,9 @@
 
 import flax.linen as nn
 
-from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 
 
 class GPT(nn.Module):

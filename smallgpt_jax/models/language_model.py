@@ -7,8 +7,8 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.architectures import find_architecture, make_config
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import EVALUATION, Context
-from smallgpt_jax.models.convolution import Smear
 from smallgpt_jax.models.layers import INIT_STD, norm, normal
+from smallgpt_jax.models.variants import Smear
 from smallgpt_jax.ops.cross_entropy import cap
 
 TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head

@@ -6,10 +6,10 @@ import dataclasses
 
 import flax.linen as nn
 
-from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import Dense
+from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,7 @@ import jax
 
 from smallgpt_jax.models import LanguageModel, abstract_params, named_parts
 from smallgpt_jax.models.attention import Attention
+from smallgpt_jax.models.attention_variants import AttentionVariant
 from smallgpt_jax.ops.attention import select_backend
 from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.ops.xla_attention import QUERIES
@@ -260,7 +261,7 @@ def components(model: LanguageModel) -> dict[str, int]:
     custom = {
         path: type(mixer).__name__
         for path, mixer in mixers(model).items()
-        if type(mixer) is not Attention
+        if type(mixer) not in (Attention, AttentionVariant)
     }
     for p in jax.tree.leaves(abstract_params(model)):
         mixer = next(

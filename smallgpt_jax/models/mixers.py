@@ -10,6 +10,7 @@ import flax.linen as nn
 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.attention import Attention
+from smallgpt_jax.models.attention_variants import AttentionVariant, is_variant
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.custom_code import find_class
 from smallgpt_jax.models.gated_convolution import GatedConvolution
@@ -65,4 +66,7 @@ def refuse_unread_fields(config: ModelConfig) -> None:
 
 def make_mixer(config: ModelConfig) -> nn.Module:
     mixer = find_mixer(config.mixers[0])
-    return mixer(config, name="attention" if mixer is Attention else "mixer")
+    if mixer is not Attention:
+        return mixer(config, name="mixer")
+    attention = AttentionVariant if is_variant(config) else Attention
+    return attention(config, name="attention")

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smallgpt_jax.models.block import PER_LAYER, apply_slice, layer_configs, stack_blocks
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import Dense
+from smallgpt_jax.models.stacks import PER_LAYER, apply_slice, layer_configs, stack_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The examples that a batch gives: those of causal, prefix and masked language models.
 
-All draws are functions of the batch and a key, which `step.py` derives from the seed and the step.
+All draws of a row are functions of the row and its key; see `row_keys`.
 """
 
 from typing import NamedTuple
@@ -69,11 +69,21 @@ class Examples(NamedTuple):
         )
 
 
-def next_tokens(batch: Batch, key) -> Examples:
+def row_keys(key, batch: Batch):
+    """Returns one key per row, (B,). In validation, a row has the key of its number, so that the
+    examples depend neither on the batch size nor on the order.
+    """
+    numbers_B = batch.row_numbers_B
+    if numbers_B is None:
+        numbers_B = jnp.arange(len(batch.tokens_BxT1))
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers_B)
+
+
+def next_tokens(batch: Batch, keys_B) -> Examples:
     return Examples(batch)
 
 
-def continuations(batch: Batch, key) -> Examples:
+def continuations(batch: Batch, keys_B) -> Examples:
     """Draws the length of each text's prefix, uniform from 0 to its length − 1; the loss includes
     only what follows it.
 
@@ -88,8 +98,9 @@ def continuations(batch: Batch, key) -> Examples:
     ends_BxT = jax.lax.cummin(
         jnp.where(is_last_BxT, jnp.arange(1, time + 1)[None], time), axis=1, reverse=True
     )
+    drawn_BxT = jax.vmap(lambda key: jax.random.uniform(key, (time,)))(keys_B)
     # One number per text: the one that was drawn for its first position.
-    fractions_BxT = jnp.take_along_axis(jax.random.uniform(key, (rows, time)), starts_BxT, axis=1)
+    fractions_BxT = jnp.take_along_axis(drawn_BxT, starts_BxT, axis=1)
     return with_prefixes(
         batch, jnp.floor(fractions_BxT * (ends_BxT - starts_BxT)).astype(jnp.int32)
     )
@@ -101,7 +112,7 @@ def with_prefixes(batch: Batch, lengths_BxT) -> Examples:
     return Examples(batch, positions_BxT < lengths_BxT, positions_BxT + 1 >= lengths_BxT)
 
 
-def answers(batch: Batch, key) -> Examples:
+def answers(batch: Batch, keys_B) -> Examples:
     """The prefix of a text is its prompt, up to the position that predicts the first counted
     target.
     """
@@ -112,18 +123,32 @@ def answers(batch: Batch, key) -> Examples:
     return Examples(batch, before_BxT == jnp.take_along_axis(before_BxT, starts_BxT, axis=1))
 
 
-def masked_tokens(batch: Batch, key, *, rate: float, vocab_size: int) -> Examples:
+def masked_tokens(batch: Batch, keys_B, *, rate: float, mask_token: int) -> Examples:
     """Draws the tokens to predict, with probability `rate`, and replaces most of them in the input.
-    The target of a position is its own token. The mask token is the last row of the embedding.
+    The target of a position is its own token. Random tokens are ids of the tokenizer.
     """
     tokens_BxT = batch.tokens_BxT1[:, :-1]
-    select, change, replace = jax.random.split(key, 3)
-    is_selected_BxT = jax.random.uniform(select, tokens_BxT.shape) < rate
-    change_BxT = jax.random.uniform(change, tokens_BxT.shape)
-    random_BxT = jax.random.randint(replace, tokens_BxT.shape, 0, vocab_size, tokens_BxT.dtype)
+    rows, time = tokens_BxT.shape
+    vocab_size_B = batch.vocab_size_B
+    if vocab_size_B is None:
+        vocab_size_B = jnp.full(rows, mask_token)
+
+    def draw(key, vocab_size):
+        select, change, replace = jax.random.split(key, 3)
+        return (
+            jax.random.uniform(select, (time,)),
+            jax.random.uniform(change, (time,)),
+            jax.random.randint(replace, (time,), 0, vocab_size, tokens_BxT.dtype),
+        )
+
+    select_BxT, change_BxT, random_BxT = jax.vmap(draw)(keys_B, vocab_size_B)
+    # At least one token per row, as in BERT's code: a step without targets would have no loss.
+    counted_BxT = Examples(batch).weights(1) > 0
+    least_Bx1 = jnp.min(jnp.where(counted_BxT, select_BxT, 1.0), axis=1, keepdims=True)
+    is_selected_BxT = (select_BxT < rate) | (select_BxT == least_Bx1)
     changed_BxT = jnp.where(
         change_BxT < MASKED,
-        vocab_size - 1,
+        mask_token,
         jnp.where(change_BxT < MASKED + RANDOM, random_BxT, tokens_BxT),
     )
     inputs_BxT = jnp.where(is_selected_BxT, changed_BxT, tokens_BxT)

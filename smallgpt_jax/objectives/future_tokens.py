@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import LanguageModel, ModelConfig
 from smallgpt_jax.models.attention import Attention
-from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.flops import counted_config
 from smallgpt_jax.models.initializers import INIT_STD, normal, residual_std
 from smallgpt_jax.models.language_model import embed
 from smallgpt_jax.models.layers import MLPS, Dense, norm, rms_norm
+from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.objectives.examples import Examples
 from smallgpt_jax.objectives.objective import Outputs, Term, forward_products
 from smallgpt_jax.ops.cross_entropy import cross_entropy

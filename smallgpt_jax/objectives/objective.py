@@ -114,8 +114,8 @@ def forward_products(term: Term, model: LanguageModel) -> int:
 class Objective:
     loss_chunks: int = 1
     z_loss: float = 0.0
-    # (whole batch, key) → examples. The key differs from step to step; in validation, it is always
-    # the same.
+    # (whole batch, one key per row) → examples. The keys differ from step to step; in validation, a
+    # row always has the same.
     examples: Callable[[Batch, jax.Array], Examples] = next_tokens
     # the same for prompts with answers; the loss mask of the batch has the answers
     tuning_examples: Callable[[Batch, jax.Array], Examples] = next_tokens
@@ -194,7 +194,7 @@ def masked(train: TrainConfig, model: LanguageModel) -> Objective:
     return dataclasses.replace(
         causal(train, model),
         examples=functools.partial(
-            masked_tokens, rate=train.mask_rate, vocab_size=model.config.vocab_size
+            masked_tokens, rate=train.mask_rate, mask_token=model.config.vocab_size - 1
         ),
     )
 

@@ -1,12 +1,18 @@
 """Devices that programs can be compiled for on a machine that does not have them."""
 
+import contextlib
 import importlib.util
 import math
 import os
 import re
+import signal
+import threading
+from collections.abc import Iterator
 
 import jax
+from jax._src import xla_bridge
 from jax.experimental import topologies
+from jax.extend.backend import clear_backends
 
 from smallgpt_jax.devices.chips import CHIPS
 from smallgpt_jax.errors import UserError, install_command
@@ -31,17 +37,61 @@ TPU_SLICES = {"v4": DEEP_SLICES, "v5e": FLAT_SLICES, "v5p": DEEP_SLICES, "v6e": 
 TPU_SHAPE = r"[1-9]\d*(x[1-9]\d*){1,2}"
 GPUS_PER_HOST = 8  # at most, in NVIDIA's DGX machines
 GPU_SHAPE = rf"([1-9]\d*x)?[1-{GPUS_PER_HOST}]"  # hosts × GPUs per host
+# What `topology_devices` changes for the whole process.
+SETTINGS = ("jax_enable_compilation_cache", "jax_platforms", "jax_num_cpu_devices")
+VARIABLES = (
+    "TPU_SKIP_MDS_QUERY",
+    "TPU_WORKER_HOSTNAMES",
+    "TPU_ACCELERATOR_TYPE",
+    "TPU_STDERR_LOG_LEVEL",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD",
+)
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")  # of the extras plan-gpu and cuda
 CUDNN_VERSION = 10_000 * CUDNN[0] + 100 * CUDNN[1]
+
+
+@contextlib.contextmanager
+def settings_restored() -> Iterator[None]:
+    """Undoes what `topology_devices` changes, so that a notebook can plan and train. JAX searches
+    for its devices anew, if it had not yet.
+    """
+    # not public; jax.distributed asks the same
+    was_initialized = xla_bridge.backends_are_initialized()
+    settings = {name: getattr(jax.config, name) for name in SETTINGS}
+    variables = {name: os.environ.get(name) for name in VARIABLES}
+    try:
+        yield
+    finally:
+        if not was_initialized:
+            clear_backends()
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """libtpu installs handlers that print stack traces."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def topology_devices(topology: str) -> list[jax.Device]:
     """Returns the devices of a topology such as "v5e:4x4", "h100:8", "h200:2x8" (two hosts) or
     "cpu:8".
 
-    Programs can be compiled for the TPUs and GPUs of a topology, but not run. Must be called before
-    JAX initializes its backends. Raises UserError for an unknown topology, or if its compiler is
-    not installed.
+    Programs can be compiled for the TPUs and GPUs of a topology, but not run. Raises UserError for
+    an unknown topology, if its compiler is not installed, or if JAX already runs with fewer CPU
+    devices than "cpu:N".
     """
     kind, _, shape = topology.partition(":")
     is_cpu = kind == "cpu" and re.fullmatch(r"[1-9]\d*", shape)
@@ -57,8 +107,7 @@ def topology_devices(topology: str) -> list[jax.Device]:
     )  # the cache cannot hold programs for absent devices
     jax.config.update("jax_platforms", "cpu")  # compiling for TPUs and GPUs needs neither
     if is_cpu:
-        jax.config.update("jax_num_cpu_devices", int(shape))
-        return jax.devices()
+        return cpu_devices(int(shape))
     return gpu_devices(kind, shape) if is_gpu else tpu_devices(topology)
 
 
@@ -106,6 +155,18 @@ def similar_shapes(gpu: str, shape: str) -> list[str]:
     return ["1", str(GPUS_PER_HOST), *[f"2x{GPUS_PER_HOST}"] * has_network]
 
 
+def cpu_devices(count: int) -> list[jax.Device]:
+    if not xla_bridge.backends_are_initialized():
+        jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise UserError(
+            f"--topology=cpu:{count}: JAX already runs in this process, with fewer CPU devices "
+            f"({len(devices)}); restart it, or use the command smallgpt_jax.plan"
+        )
+    return devices[:count]
+
+
 def gpu_devices(kind: str, shape: str) -> list[jax.Device]:
     if not any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
         raise UserError(
@@ -143,22 +204,16 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     kind, _, shape = topology.partition(":")
     # With these variables, libtpu sends no queries to the metadata server, writes no log, and can
     # run in several processes at a time.
-    os.environ.update(
-        {
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_ACCELERATOR_TYPE": f"{kind}-{math.prod(map(int, shape.split('x')))}",
-            "TPU_STDERR_LOG_LEVEL": "3",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        }
-    )
+    accelerator = f"{kind}-{math.prod(map(int, shape.split('x')))}"
+    os.environ.update(zip(VARIABLES, ("1", "localhost", accelerator, "3", "1")))
     one_device_per_chip = {"chip_config_name": "megacore"} if kind == "v4" else {}
     try:
-        return list(
-            topologies.get_topology_desc(
-                platform="tpu", topology_name=topology, **one_device_per_chip
-            ).devices
-        )
+        with _signal_handlers_kept():
+            return list(
+                topologies.get_topology_desc(
+                    platform="tpu", topology_name=topology, **one_device_per_chip
+                ).devices
+            )
     except Exception as error:
         raise UserError(
             f"--topology={topology}: the TPU compiler has no such slice "

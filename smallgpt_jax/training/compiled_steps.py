@@ -56,17 +56,19 @@ class CompiledSteps:
         """Fields that this config does not use are None."""
         c, time = self.config, self.config.model.context_length
 
-        def shape(length: int, dtype: str) -> jax.ShapeDtypeStruct:
+        def shape(dtype: str, *lengths: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
-                (c.train.batch_size, length), dtype, sharding=sharding.batch_sharding(self.mesh)
+                (c.train.batch_size, *lengths), dtype, sharding=sharding.batch_sharding(self.mesh)
             )
 
         has_targets = c.data.packing == "best_fit" or is_synthetic(c.data)
         return Batch(
-            shape(time + 1, "int32"),
-            shape(time, "int32") if c.data.separate_documents else None,
-            shape(time, "bool") if evaluates or has_targets else None,
-            shape(time, "int32") if has_targets else None,
+            shape("int32", time + 1),
+            shape("int32", time) if c.data.separate_documents else None,
+            shape("bool", time) if evaluates or has_targets else None,
+            shape("int32", time) if has_targets else None,
+            shape("uint32") if evaluates else None,
+            shape("int32") if c.train.objective == "masked" else None,
         )
 
     @functools.cached_property

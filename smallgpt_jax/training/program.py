@@ -147,6 +147,7 @@ class Program:
             self.teacher.check_tokenizer(pipeline.corpus.tokenizer)
         if c.train.objective == "masked":
             require_mask_token(c.model, pipeline.corpus.tokenizer)
+            return pipeline.with_vocab_size()
         return pipeline
 
 

@@ -13,7 +13,8 @@ from smallgpt_jax.devices.platform import exchange_dtype
 from smallgpt_jax.models import LanguageModel, abstract_params, init_variables
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.router import load_metrics, move_biases
-from smallgpt_jax.objectives.objective import Examples, Objective, forward
+from smallgpt_jax.objectives.examples import Examples, row_keys
+from smallgpt_jax.objectives.objective import Objective, forward
 from smallgpt_jax.ops.cross_entropy import most_probable
 from smallgpt_jax.optim.transfer import scale_initial
 from smallgpt_jax.run.state import TrainState
@@ -31,6 +32,23 @@ class Hyperparameters(NamedTuple):
     seed: jax.Array  # uint32
     learning_rate: jax.Array  # at this update
     weight_decay: jax.Array
+
+
+class Answers(NamedTuple):
+    """Numbers of a probe's answers in validation."""
+
+    right: jax.Array  # targets that the model predicts
+    exact: jax.Array  # rows without a wrong target
+    rows: jax.Array  # rows with any target
+
+
+class EvaluationSums(NamedTuple):
+    """Sums over validation rows, whose mean is taken over all batches."""
+
+    loss: jax.Array  # cross-entropy of the targets in the loss, in nats
+    counted: jax.Array  # number of these targets
+    targets: jax.Array  # the same with those that the objective did not draw; identifies the rows
+    answers: Answers | None
 
 
 def init_state(
@@ -94,7 +112,7 @@ def train_step(
       optimizer state.
     """
     key = jax.random.fold_in(jax.random.key(hyperparameters.seed), state.step)
-    examples = objective.examples(batch, jax.random.fold_in(key, EXAMPLES))
+    examples = objective.examples(batch, row_keys(jax.random.fold_in(key, EXAMPLES), batch))
     add_up = functools.partial(
         sum_microbatches,
         functools.partial(
@@ -316,49 +334,37 @@ def eval_step(
     microbatches: int,
     counts_answers: bool = False,
 ):
-    """Returns the summed cross-entropy, in nats, over the targets in the loss mask, and their
-    number.
+    """Returns the sums over a batch; with `counts_answers`, also those of its answers."""
 
-    With `counts_answers`, also returns the numbers of `count_right`. If the objective selects some
-    of the targets, the sum is scaled to all of them, because their number identifies the validation
-    rows of an evaluation.
-    """
-
-    def add_microbatch(sums, examples):
+    def add_microbatch(sums: EvaluationSums, examples: Examples):
         outputs = forward(model, params, model_state, examples)
-        found = (
-            objective.cross_entropy(outputs, examples, examples.weights(1)),
-            examples.num_targets,
-        )
+        answers = None
         if counts_answers:
             predictions_BxT = most_probable(
                 outputs.x_BxTxW, outputs.head_VxW, objective.loss_chunks
             )
-            found += count_right(predictions_BxT, examples.targets_BxT, examples.loss_mask_BxT)
-        return jax.tree.map(jnp.add, sums, found), None
+            answers = count_right(predictions_BxT, examples.targets_BxT, examples.loss_mask_BxT)
+        of_microbatch = EvaluationSums(
+            objective.cross_entropy(outputs, examples, examples.weights(1)),
+            examples.num_targets,
+            examples.all_targets,
+            answers,
+        )
+        return jax.tree.map(jnp.add, sums, of_microbatch), None
 
     abstract = {**abstract_params(model), **objective.abstract_heads()}
     weights = gather_weights(
         trained, {name: abstract[name] for name in trained}, model, objective, microbatches
     )
-    examples, params = objective.examples(batch, jax.random.key(0)), objective.weights(weights)
-    zeros = (jnp.float32(0), *[jnp.int32(0)] * (4 if counts_answers else 1))
-    total, targets, *counts = jax.lax.scan(
-        add_microbatch, zeros, split_microbatches(examples, microbatches)
-    )[0]
-    if examples.selected_BxT is not None:
-        total, targets = (
-            total / jnp.maximum(targets, 1) * examples.all_targets,
-            examples.all_targets,
-        )
-    return total, targets, *counts
+    params = objective.weights(weights)
+    examples = objective.examples(batch, row_keys(jax.random.key(0), batch))
+    no_answers = Answers(*[jnp.int32(0)] * 3) if counts_answers else None
+    zeros = EvaluationSums(jnp.float32(0), jnp.int32(0), jnp.int32(0), no_answers)
+    return jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]
 
 
-def count_right(predictions_BxT, targets_BxT, mask_BxT):
-    """Returns the numbers of right targets in the mask, of rows without a wrong one, and of rows
-    with any target.
-    """
+def count_right(predictions_BxT, targets_BxT, mask_BxT) -> Answers:
     is_right_BxT = predictions_BxT == targets_BxT
     has_answers_B = jnp.any(mask_BxT, axis=1)
     is_exact_B = jnp.all(is_right_BxT | ~mask_BxT, axis=1) & has_answers_B
-    return jnp.sum(is_right_BxT & mask_BxT), jnp.sum(is_exact_B), jnp.sum(has_answers_B)
+    return Answers(jnp.sum(is_right_BxT & mask_BxT), jnp.sum(is_exact_B), jnp.sum(has_answers_B))

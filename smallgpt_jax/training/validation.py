@@ -1,30 +1,44 @@
 """Validation loss, and the answers of probes."""
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from smallgpt_jax.run.metrics import ACCURACY, EXACT_MATCH
 
 
 class Evaluation(NamedTuple):
-    loss: float  # mean, in nats
-    targets: int  # number of targets in the loss mask
+    loss: float  # mean over the targets in the loss, in nats
+    targets: int  # number of targets in the batches' masks; see `EvaluationSums`
     answers: dict[str, float]  # measures of a probe's answers; {} for text
 
 
 def evaluate(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -> Evaluation | None:
-    """Returns None if stopped."""
+    """Returns None if stopped. `eval_step` returns the `EvaluationSums` of a batch."""
     sums = []
     for batch in batches:
         if is_stopped():
             return None
         sums.append(eval_step(batch))
-    loss, targets, *counts = (sum(values) for values in zip(*jax.device_get(sums)))
+    of_batches = (jax.tree.map(to_python, of_batch) for of_batch in jax.device_get(sums))
+    total = functools.reduce(functools.partial(jax.tree.map, operator.add), of_batches)
     answers = {}
-    if counts:
-        right, exact, examples = counts
-        answers = {EXACT_MATCH: float(exact / examples), ACCURACY: float(right / int(targets))}
-    return Evaluation(float(loss / targets) if targets else math.nan, int(targets), answers)
+    if total.answers:
+        answers = {
+            EXACT_MATCH: total.answers.exact / total.answers.rows,
+            ACCURACY: total.answers.right / total.counted,
+        }
+    loss = float(total.loss) / total.counted if total.counted else math.nan
+    return Evaluation(loss, total.targets, answers)
+
+
+def to_python(number):
+    """Counts become Python's integers, because all batches together may have 2³¹ targets or more.
+    Losses stay float32, in which those of earlier runs were summed.
+    """
+    return int(number) if np.issubdtype(number.dtype, np.integer) else number

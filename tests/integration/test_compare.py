@@ -25,6 +25,7 @@ from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.training import train
 from smallgpt_jax.training.program import shared_program
+from smallgpt_jax.training.step import EvaluationSums
 
 STEPS = (
     "--config.train.steps=8",
@@ -517,7 +518,7 @@ def test_batches_are_no_larger_than_microbatches_of_training(
 
     def eval_step(params, model_state, batch):
         shapes.append(batch.tokens_BxT1.shape)
-        return 1.0, 1
+        return EvaluationSums(np.float32(1), np.int32(1), np.int32(1), None)
 
     def program(config):
         mesh = sharding.make_mesh(config.mesh)

@@ -19,9 +19,10 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
-from smallgpt_jax.models.block import Block, layer_configs, stack_blocks
+from smallgpt_jax.models.block import Block
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.pgpt import with_paths
+from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 
 CONTEXT = 24
 GREEDY = Sampling(temperature=None)

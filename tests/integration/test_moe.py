@@ -23,10 +23,10 @@ from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models.block import stack_blocks
 from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.flops import count_operations, train_flops_per_token
 from smallgpt_jax.models.layers import MLPS
+from smallgpt_jax.models.stacks import stack_blocks
 from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.planning import hlo
 from smallgpt_jax.run.checkpoint import Checkpoints
@@ -509,7 +509,7 @@ def test_biases_move_once_per_update(monkeypatch):
             per_microbatch = [np.sum(loads[i::2], axis=0) for i in range(2)]
             largest += [x.max() / x.mean() for x in per_microbatch]
         bias += 0.1 * np.sign(load.mean(axis=1, keepdims=True) - load)
-        nats, targets = evaluate(state.params, state.model_state, batch)
+        nats, targets, *_ = evaluate(state.params, state.model_state, batch)
         state, metrics = step(state, batch)
         assert metrics["loss"] == pytest.approx(float(nats) / int(targets), rel=1e-6)
         router = state.model_state["trunk"]["blocks"]["mlp"]["router"]

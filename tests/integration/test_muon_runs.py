@@ -8,9 +8,9 @@ import pytest
 from conftest import call, load_config
 from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed_metrics, state_of
 
-from smallgpt_jax import plan
 from smallgpt_jax.comparison import results
 from smallgpt_jax.planning.estimate import estimate
+from smallgpt_jax.planning.table import format_plan
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.train import train
 
@@ -60,6 +60,6 @@ def test_the_updates_count_as_flops(trained_run):
     tokens = program.config.train.batch_size * 32
     assert result.flops_per_step == tokens * muon.flops_per_token + UPDATE_FLOPS
     share = UPDATE_FLOPS / result.flops_per_step
-    assert f"of which {UPDATE_FLOPS:.3e} ({share:.1%}) by the optimizer" in plan.format_plan(
+    assert f"of which {UPDATE_FLOPS:.3e} ({share:.1%}) by the optimizer" in format_plan(
         program, result
     )

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from conftest import build, call, forward, init, load_config, save_run
+from data_helpers import random_store
 from float64_model import plain_logits
 from run_helpers import (
     SMALL,
@@ -35,7 +36,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import normal
-from smallgpt_jax.objectives.examples import Examples, continuations, with_prefixes
+from smallgpt_jax.objectives.examples import Examples, continuations, row_keys, with_prefixes
 from smallgpt_jax.objectives.objective import OBJECTIVES, Objective, Term, make_objective
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run import workdir
@@ -44,6 +45,7 @@ from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.training.program import build_program
 from smallgpt_jax.training.step import eval_step, microbatch_loss
 from smallgpt_jax.training.train import train
+from smallgpt_jax.training.validation import evaluate
 
 
 class AheadHead(nn.Module):
@@ -232,7 +234,7 @@ def test_drawn_examples():
         key = jax.random.fold_in(
             jax.random.fold_in(jax.random.key(program.config.train.seed), step), 2**32 - 1
         )
-        prefixes.append(np.asarray(continuations(BATCH, key).prefix_BxT))
+        prefixes.append(np.asarray(continuations(BATCH, row_keys(key, BATCH)).prefix_BxT))
     assert not np.array_equal(*prefixes[:2])
     inputs, targets = BATCH.tokens_BxT1[:, :-1], BATCH.tokens_BxT1[:, 1:]
     logits = jax.jit(
@@ -260,7 +262,7 @@ def test_validation_uses_the_examples_but_no_terms():
     cannot be computed.
     """
 
-    def later(batch, key):
+    def later(batch, keys_B):
         mask_BxT = batch.loss_mask_BxT & (jnp.arange(batch.loss_mask_BxT.shape[1]) < 15)[None]
         return Examples(
             batch._replace(
@@ -272,10 +274,10 @@ def test_validation_uses_the_examples_but_no_terms():
     params, tokens = init(model), BATCH.tokens_BxT1[:4, :17]
     batch = Batch(tokens, None, np.tile([[True], [False], [True], [True]], (1, 16)))
     objective = Objective(2, z_loss=1.0, examples=later, terms={"term": Term(weight=1.0)})
-    total, targets = eval_step(params, {}, batch, model=model, objective=objective, microbatches=2)
+    sums = eval_step(params, {}, batch, model=model, objective=objective, microbatches=2)
     log_p = np.asarray(jax.nn.log_softmax(forward(model, params, tokens[:, :-1])))[[0, 2, 3], :15]
-    assert targets == 3 * 15
-    assert float(total) == pytest.approx(
+    assert sums.counted == 3 * 15
+    assert float(sums.loss) == pytest.approx(
         -np.take_along_axis(log_p, tokens[[0, 2, 3], 2:, None], 2).sum(), rel=1e-5
     )
 
@@ -315,9 +317,7 @@ def test_with_prefixes_of_length_zero_the_loss_is_causal_bit_for_bit():
 
 
 def test_the_loss_of_masked_tokens():
-    """The mean over the selected tokens, scaled to all of them. Attention sees later tokens, within
-    its window.
-    """
+    """The sum over the selected tokens. Attention sees later tokens, within its window."""
     model = build(
         "gpt",
         num_layers=2,
@@ -328,20 +328,49 @@ def test_the_loss_of_masked_tokens():
     )
     params, batch = init(model), Batch(BATCH.tokens_BxT1[:4, :17])
     objective = make_objective(TrainConfig(objective="masked", loss_chunks=1), model)
-    total, targets = jax.jit(
-        functools.partial(eval_step, model=model, objective=objective, microbatches=1)
-    )(params, {}, batch)
-    examples = objective.examples(batch, jax.random.key(0))
+    sums = jax.jit(functools.partial(eval_step, model=model, objective=objective, microbatches=1))(
+        params, {}, batch
+    )
+    examples = objective.examples(batch, row_keys(jax.random.key(0), batch))
     logits = np.array(
         [plain_logits(model.config, params, row) for row in np.asarray(examples.inputs_BxT)]
     )
     log_p = np.take_along_axis(log_softmax(logits, axis=2), batch.tokens_BxT1[:, :-1, None], 2)[
         ..., 0
     ]
-    assert targets == 64
-    assert float(total) == pytest.approx(
-        -64 * log_p[np.asarray(examples.selected_BxT)].mean(), rel=1e-5
-    )
+    is_selected = np.asarray(examples.selected_BxT)
+    assert (sums.counted, sums.targets) == (is_selected.sum(), 64)
+    assert float(sums.loss) == pytest.approx(-log_p[is_selected].sum(), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["causal", "prefix", "masked"])
+def test_the_validation_loss_does_not_depend_on_the_batch_size(objective, tmp_path):
+    """Each row is drawn as if it were alone; the last batch of most sizes is filled."""
+    random_store(tmp_path / "store", [70] * 400)
+
+    def evaluation(batch_size):
+        config = load_config(
+            "gpt",
+            **SMALL,
+            model__vocab_size=260,
+            data__mixture=f"{tmp_path}/store=1",
+            train__objective=objective,
+            train__batch_size=batch_size,
+            train__microbatches=max(1, batch_size // 16),
+            train__eval_steps=0,
+        )
+        program = build_program(config, jax.devices()[:1])
+        pipeline, params = program.open_pipeline(), init(program.model)
+        step = functools.partial(program.compile_eval_step(), params, {})
+        return evaluate(step, map(pipeline.to_devices, pipeline.validation_batches))
+
+    one = evaluation(1)
+    assert one.targets % (64 * 32) and one.targets > 64 * 32
+    for batch_size in (2, 8, 16, 64):
+        other = evaluation(batch_size)
+        assert other.targets == one.targets
+        assert other.loss == pytest.approx(one.loss, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -365,23 +394,23 @@ def test_the_loss_of_answers_after_prompts_is_that_of_evaluate():
             text[1:],
             True,
         )
-    total, count = jax.jit(
+    sums = jax.jit(
         functools.partial(
             eval_step, model=program.model, objective=program.objective, microbatches=1
         )
     )(params, {}, Batch(tokens, segments, counted, targets))
     scorer = Scorer(program.model, params, devices=jax.devices()[:1])
     scores = dict(scorer.score([TokenSequence(text.tolist(), answer) for text in texts]))
-    assert count == 2 * answer
-    assert float(total) == pytest.approx(
+    assert sums.counted == 2 * answer
+    assert float(sums.loss) == pytest.approx(
         -sum(score.log_likelihood for score in scores.values()), rel=1e-5
     )
     causal = Objective().examples(Batch(tokens, segments, counted, targets), None)
     assert causal.prefix_BxT is None  # without prefixes, the loss is another one
-    other, _ = eval_step(
+    other = eval_step(
         params, {}, causal.batch, model=program.model, objective=Objective(), microbatches=1
     )
-    assert abs(float(other) - float(total)) > 1e-3
+    assert abs(float(other.loss) - float(sums.loss)) > 1e-3
 
 
 @pytest.mark.slow

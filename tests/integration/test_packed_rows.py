@@ -109,11 +109,9 @@ def test_loss_is_the_mean_over_targets_in_the_mask():
         Batch(tokens, None, mask, targets),
         dict(model=model, objective=Objective(2), microbatches=2),
     )
-    total, number = jax.jit(functools.partial(eval_step, **options))(params, {}, batch)
-    assert (
-        float(total) == pytest.approx(float(losses[mask].sum()), rel=1e-5)
-        and int(number) == mask.sum()
-    )
+    sums = jax.jit(functools.partial(eval_step, **options))(params, {}, batch)
+    assert float(sums.loss) == pytest.approx(float(losses[mask].sum()), rel=1e-5)
+    assert sums.counted == sums.targets == mask.sum()
     optimizer = optax.with_extra_args_support(optax.scale_by_schedule(lambda count: -0.1))
     step = functools.partial(train_step, optimizer=optimizer, **options)
     state = TrainState(jnp.int32(0), params, optimizer.init(params))

@@ -305,7 +305,9 @@ def test_bfloat16_gradients_match_float32():
         model = build("gpt", dtype=dtype, num_layers=2)
         params = init(model)
         total = functools.partial(eval_step, model=model, objective=Objective(), microbatches=1)
-        gradients[dtype], _ = jax.jit(jax.grad(total, has_aux=True))(params, {}, Batch(tokens))
+        gradients[dtype] = jax.jit(jax.grad(lambda *arguments, f=total: f(*arguments).loss))(
+            params, {}, Batch(tokens)
+        )
     for (path, expected), found in zip(
         jax.tree_util.tree_leaves_with_path(gradients["float32"]),
         jax.tree.leaves(gradients["bfloat16"]),
@@ -332,9 +334,9 @@ def test_evaluation_excludes_masked_targets():
         for i in (0, 2)
     ]
     loss_mask = np.tile([[True], [False], [True], [False]], (1, 64))
-    loss, targets = evaluate(Batch(tokens, None, loss_mask), loss_chunks=4, microbatches=2)
-    assert int(targets) == 2 * 64
-    assert float(loss) == pytest.approx(sum(float(row_loss) for row_loss, _ in rows), rel=1e-5)
+    sums = evaluate(Batch(tokens, None, loss_mask), loss_chunks=4, microbatches=2)
+    assert sums.counted == sums.targets == 2 * 64
+    assert float(sums.loss) == pytest.approx(sum(float(row.loss) for row in rows), rel=1e-5)
 
 
 def test_microbatches_save_memory_in_evaluation():

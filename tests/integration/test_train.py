@@ -22,8 +22,8 @@ from smallgpt_jax import inference, models
 from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
-from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.flops import train_flops_per_token
+from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.run import metrics
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config

@@ -18,8 +18,8 @@ from smallgpt_jax.comparison import budget, loss_report, report, results
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.flops import train_cost
+from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.plan import format_plan
 from smallgpt_jax.planning import estimate
 from smallgpt_jax.training import messages

@@ -221,8 +221,12 @@ def test_own_losses_metrics_and_state():
             )
         )
         same = {**state.params, "trunk": {"blocks": state.params["trunk"]["blocks"]["block"]}}
-        nats, targets = plain(
-            jax.device_get(same), {}, rows._replace(loss_mask_BxT=np.ones((4, 64), bool))
+        nats, targets, *_ = plain(
+            jax.device_get(same),
+            {},
+            rows._replace(
+                loss_mask_BxT=np.ones((4, 64), bool), row_numbers_B=np.arange(4, dtype=np.uint32)
+            ),
         )
         step = program.bind(program.compile_train_step())
         state, metrics = step(state, rows)

@@ -158,7 +158,7 @@ def test_best_fit_decreasing(room):
 def test_best_fit_contains_every_token_and_every_target(documents, context):
     split = documents.train
     packed = packing.BestFit(split, context, True)
-    tokens, segments, loss_mask, targets = packed.read_rows(np.arange(packed.num_rows))
+    tokens, segments, loss_mask, targets, *_ = packed.read_rows(np.arange(packed.num_rows))
     stream, starts = np.asarray(split.stream), [*split.starts, split.tokens]
     texts = [stream[a:b].tolist() for a, b in itertools.pairwise(starts)]
 

@@ -201,16 +201,33 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("stream, shown", [(Terminal(), True), (io.StringIO(), False)])
-def test_the_time_is_shown_on_a_terminal(monkeypatch, stream, shown):
+def wait_for(stream: io.StringIO, text: str, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while stream.getvalue().count(text) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_the_time_is_shown_on_a_terminal(monkeypatch):
     """The line is updated in place, and removed at the end."""
+    stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
     with elapsed_time_shown("compiling", seconds=0.01):
-        deadline = time.monotonic() + 60
-        while shown and stream.getvalue().count("compiling") < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(stream, "compiling", 3)
     lines = stream.getvalue().split("\r\x1b[K")
-    assert lines[0] == lines[-1] == "" and len(lines) >= 5 if shown else lines == [""]
+    assert lines[0] == lines[-1] == "" and len(lines) >= 5
     assert all(re.fullmatch(r"compiling … \d+s", line) for line in lines[1:-1])
     time.sleep(0.05)
     assert stream.getvalue().split("\r\x1b[K") == lines
+
+
+def test_the_time_is_printed_in_lines_elsewhere(monkeypatch):
+    """A log shows that a compilation of minutes goes on; a short one prints nothing."""
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    with elapsed_time_shown("compiling", line_seconds=0.01):
+        wait_for(stream, "compiling", 2)
+    assert re.fullmatch(r"(compiling … 0s\n){2,}", stream.getvalue())
+    before = stream.getvalue()
+    with elapsed_time_shown("compiling"):
+        pass
+    assert stream.getvalue() == before

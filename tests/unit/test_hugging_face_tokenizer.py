@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from conftest import spaced_tokenizer
 from hugging_face_folders import SPECIAL, TEXTS, WORDS, byte_level, save, with_spaces
 
 from smallgpt_jax.conversion import tokenizer_files
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import panics, tokenizers
 from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
@@ -168,6 +170,108 @@ def test_refuses_a_tokenizer_without_end_of_text(tmp_path):
         UserError, match=r"no end-of-text token; set eos_token in a tokenizer_config\.json"
     ):
         TokenizerSource(str(save(tmp_path, tokenizer))).make()
+
+
+def crafted(folder: Path, **parts) -> Path:
+    """Writes a tokenizer.json with some parts replaced; a dict `model` replaces only its fields."""
+    path = save(folder, byte_level(), eos_token="</s>") / "tokenizer.json"
+    described = json.loads(path.read_text())
+    model = described["model"] | parts.pop("model", {})
+    path.write_text(json.dumps({**described, **parts, "model": model}))
+    return path
+
+
+def replace(pattern: dict, content: str) -> dict:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+ADDED = dict(id=1, special=False, single_word=False, lstrip=False, rstrip=False, normalized=False)
+DOUBLE = replace({"String": "a"}, "aa")
+TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}} | {
+    "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}]
+}
+
+
+@pytest.mark.parametrize(
+    "parts, message",
+    [
+        (dict(normalizer={"type": "Prepend", "prepend": ""}), "index out of bounds"),
+        (dict(normalizer=replace({"String": ""}, "x")), "index out of bounds"),
+        (
+            dict(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+            "Cannot parse precompiled_charsmap",
+        ),
+        (
+            dict(normalizer={"type": "Precompiled", "precompiled_charsmap": "AQAAAAAA"}),
+            "index out of bounds",
+        ),
+        (dict(pre_tokenizer={"type": "FixedLength", "length": 0}), "chunk size must be non-zero"),
+        (dict(post_processor=TEMPLATE), "no entry found for key"),
+        (dict(model={"continuing_subword_prefix": "#" * 99}), "out of range"),
+        (
+            dict(model={"type": "Unigram", "unk_id": None, "vocab": [["</s>", -1.0]]}),
+            "unknown token but `unk_id` is missing",
+        ),
+        (dict(normalizer=replace({"Regex": "("}, "x")), "unmatched parenthesis"),
+        (
+            dict(normalizer={"type": "Sequence", "normalizers": [DOUBLE] * 40}),
+            "its normalizer makes texts up to 1,099,511,627,776 times as long",
+        ),
+        (dict(normalizer=replace({"Regex": "$"}, "x" * 2000)), "up to 2,001 times"),
+        (dict(decoder={"type": "Sequence", "decoders": [DOUBLE] * 40}), "its decoder makes texts"),
+        (dict(decoder=replace({"String": "th"}, "x" * 4000)), "up to 2,000 times"),
+        (
+            dict(added_tokens=[ADDED | {"content": "x" * 10_001}]),
+            "a token has more than 10,000 characters",
+        ),
+    ],
+)
+def test_harmful_files_are_refused_in_one_line(parts, message, tmp_path, capfd):
+    """Those at which the library panics, and those that make much text of little. The library
+    writes nothing.
+    """
+    path = crafted(tmp_path, **parts)
+    with pytest.raises(UserError) as refused:
+        tokenizers.load(tmp_path)
+    assert str(refused.value).startswith(f"{path}: ") and message in str(refused.value)
+    assert "\n" not in str(refused.value) and capfd.readouterr() == ("", "")
+
+
+def test_a_text_at_which_the_library_panics(tmp_path):
+    crafted(tmp_path, normalizer=replace({"Regex": "(a+)+$"}, "x"))
+    tokenizer = tokenizers.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(["a cat"])[0]) == "a cat"
+    for encode in (lambda text: tokenizer.encode([text]), tokenizer.encode_continuation):
+        with pytest.raises(
+            UserError, match=r"tokenizer\.json: the tokenizer fails \(Onig: .*\); use another"
+        ):
+            encode("a" * 40 + "b")
+
+
+def test_messages_of_other_threads_are_not_lost(tmp_path, capfd):
+    """While the library's are hidden."""
+    with panics.no_panic_messages():
+        os.write(2, b"from a thread\n")
+    assert capfd.readouterr().err == "from a thread\n"
+
+
+def test_dropout_is_not_used(tmp_path, capfd):
+    """Merges that are dropped at random give a text other ids each time."""
+    path = crafted(tmp_path / "random", model={"dropout": 0.5})
+    theirs = library.Tokenizer.from_file(str(path))
+    assert len({tuple(theirs.encode(WORDS[0]).ids) for _ in range(20)}) > 1
+    tokenizer = tokenizers.load(tmp_path / "random")
+    assert capfd.readouterr().err == (
+        f"{path}: its dropout of 0.5 is not used, so that a text always has the same ids\n"
+    )
+    tokenizers.save(tokenizer, tmp_path / "saved")
+    crafted(tmp_path / "exact", model={"dropout": None})
+    (expected,) = tokenizers.load(tmp_path / "exact").encode(WORDS[:1])
+    for read in (tokenizer, tokenizers.load(tmp_path / "saved")):
+        for _ in range(20):
+            assert read.encode(WORDS[:1])[0].tolist() == expected.tolist()
+            assert read.encode_continuation(WORDS[0]).tolist() == expected.tolist()
+    assert capfd.readouterr().err == ""
 
 
 def test_settings_of_exported_tokenizers(tmp_path):

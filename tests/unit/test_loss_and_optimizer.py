@@ -21,8 +21,8 @@ from scipy.special import logsumexp
 from smallgpt_jax import models
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.flops import UnknownFlops, count_operations, train_flops_per_token
+from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule

@@ -18,14 +18,14 @@ from smallgpt_jax import models
 from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import memory
-from smallgpt_jax.models.block import layer_configs, stack_blocks
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.mixers import MIXERS
+from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.plan import format_plan
 from smallgpt_jax.planning import compilation, estimate, hlo, kernels, topologies
 from smallgpt_jax.planning.compilation import Compiler
+from smallgpt_jax.planning.table import format_plan
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.program import build_program
 
@@ -355,11 +355,9 @@ def test_refuses_unknown_topologies(monkeypatch, flags, substrings):
 
     monkeypatch.setattr(topologies.topologies, "get_topology_desc", refuse)
     monkeypatch.setattr(topologies, "importlib", fake_importlib("libtpu"))
-    monkeypatch.setattr(
-        topologies, "jax", SimpleNamespace(config=SimpleNamespace(update=lambda *_: None))
-    )
-    monkeypatch.setattr(topologies.os, "environ", dict(os.environ))
+    before = dict(os.environ), jax.config.jax_enable_compilation_cache
     assert_refused(call("plan", "--config=configs/gpt.py:tiny", *flags), substrings)
+    assert (dict(os.environ), jax.config.jax_enable_compilation_cache) == before
 
 
 @pytest.mark.parametrize(
@@ -375,6 +373,14 @@ def test_refuses_impossible_plans(monkeypatch, devices, flags, substrings):
     assert_refused(
         call("plan", "--config=configs/gpt.py:tiny", f"--topology=cpu:{devices}", *flags),
         substrings,
+    )
+
+
+def test_more_cpu_devices_than_the_process_has():
+    count = len(jax.devices()) + 1
+    assert_refused(
+        call("plan", "--config=configs/gpt.py:tiny", f"--topology=cpu:{count}"),
+        [f"cpu:{count}: JAX already runs in this process, with fewer CPU devices ({count - 1})"],
     )
 
 

@@ -18,7 +18,7 @@ from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.ops.cross_entropy import most_probable
-from smallgpt_jax.training.step import count_right
+from smallgpt_jax.training.step import EvaluationSums, count_right
 from smallgpt_jax.training.validation import evaluate
 
 CONTEXT = 80
@@ -48,7 +48,7 @@ def examples_of(name: str, length: int = 5, count: int = 60, **fields):
     have in common.
     """
     corpus = corpus_of(name, length, **fields)
-    tokens, segments, mask, targets = mixture(corpus).read_rows(np.arange(count))
+    tokens, segments, mask, targets, *_ = mixture(corpus).read_rows(np.arange(count))
     assert segments is None and tokens.shape == (count, CONTEXT + 1) and (tokens[:, 0] == 0).all()
     inputs = corpus.probe.num_inputs(length)
     assert (
@@ -443,7 +443,10 @@ def test_measures_on_literal_arrays():
     assert list(map(int, count_right(predictions, targets, mask))) == [6, 2, 3]
 
     def eval_step(batch):
-        return (jnp.float32(14.0), jnp.int32(mask.sum()), *count_right(predictions, targets, mask))
+        count = jnp.int32(mask.sum())
+        return EvaluationSums(
+            jnp.float32(14.0), count, count, count_right(predictions, targets, mask)
+        )
 
     found = evaluate(eval_step, [0, 1])
     assert found == (
@@ -451,8 +454,25 @@ def test_measures_on_literal_arrays():
         14,
         {"exact_match": pytest.approx(2 / 3), "accuracy": pytest.approx(6 / 7)},
     )
-    assert evaluate(lambda batch: (jnp.float32(3), jnp.int32(2)), [0]) == (1.5, 2, {})
     assert evaluate(eval_step, [0], lambda: True) is None
+
+
+def test_the_mean_is_that_of_all_targets_in_the_loss():
+    """Batches of other sizes; of the second, an objective has drawn half of the targets. All
+    together have more targets than an int32 can count.
+    """
+    sums = [
+        EvaluationSums(jnp.float32(4), jnp.int32(2), jnp.int32(2), None),
+        EvaluationSums(jnp.float32(2e9), jnp.int32(2**30), jnp.int32(2**31 - 1), None),
+        EvaluationSums(jnp.float32(2e9), jnp.int32(2**30), jnp.int32(2**31 - 1), None),
+    ]
+    counted = 2**31 + 2
+    assert evaluate(sums.__getitem__, range(3)) == (
+        pytest.approx(4e9 / counted, rel=1e-6),
+        2**32,
+        {},
+    )
+    assert evaluate(sums.__getitem__, [0]) == (2.0, 2, {})
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

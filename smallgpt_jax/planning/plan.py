@@ -1,0 +1,138 @@
+"""Estimates the memory and speed of a recipe on given hardware, by compiling the recipe for it."""
+
+import functools
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from smallgpt_jax import models
+from smallgpt_jax.config.recipes import load_config
+from smallgpt_jax.devices import chips, sharding
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.output import elapsed_time_shown
+from smallgpt_jax.planning import topologies
+from smallgpt_jax.planning.estimate import Estimate, estimate, largest_batch
+from smallgpt_jax.planning.inference import InferenceEstimate, estimate_inference
+from smallgpt_jax.planning.table import format_plan
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.training.program import Program, build_program
+
+
+class Plan(NamedTuple):
+    estimate: Estimate
+    table: str
+    problem: str  # why it does not fit, and what to change; "" if it fits
+
+    def __str__(self) -> str:
+        return self.table
+
+    def require_fit(self) -> None:
+        """Raises UserError if training or evaluation does not fit into the devices' memory."""
+        if self.problem:
+            raise UserError(self.problem)
+
+
+def plan(
+    config: str | Mapping[str, Any],
+    topology: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    search: bool = False,
+) -> Plan:
+    """Estimates the memory and speed of training, without the hardware; print() shows a table.
+
+    `config` is a recipe such as "gpt:quickstart", or its fields; `overrides` are further values,
+    such as {"train.batch_size": 64}. `topology` is, for example, "v5e:4x4", "h100:8" or "cpu:8".
+    With `search`, the batch size becomes the largest one that fits, after several compilations.
+    Raises UserError, among others if the compiler of the topology is not installed.
+    """
+    with topologies.settings_restored():
+        devices = topologies.topology_devices(topology)
+        config = config_on(devices, config, overrides)
+        progress = functools.partial(compilation_shown, topology)
+        if search:
+            config = config.replace(
+                train={"batch_size": find_largest_batch(config, topology, devices)}
+            )
+        program = build_program(config, devices)
+        result = estimate(program, progress)
+        problem = "" if result.fits else misfit(program, result)
+        return Plan(result, format_plan(program, result), problem)
+
+
+def plan_inference(
+    config: str | Mapping[str, Any],
+    topology: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    batch: int = 1,
+) -> InferenceEstimate:
+    """Estimates the cost of decoding `batch` texts at a time on one device of a topology. See
+    `plan` for the other arguments.
+    """
+    with topologies.settings_restored():
+        devices = topologies.topology_devices(topology)
+        model = models.LanguageModel(config_on(devices, config, overrides).model)
+        with compilation_shown(topology, "decoding step"):
+            return estimate_inference(model, devices[0], batch)
+
+
+def config_on(
+    devices: list[jax.Device],
+    config: str | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None,
+) -> Config:
+    with jax.set_mesh(jax.sharding.Mesh(devices, ("device",))):  # of which dtype "auto" depends
+        return Config.of(load_config(config, overrides))
+
+
+def compilation_shown(topology: str, name: str):
+    return elapsed_time_shown(f"compiling the {name} for {topology}")
+
+
+def find_largest_batch(config: Config, topology: str, devices: list[jax.Device]) -> int:
+    chip = chips.find_chip(devices[0].device_kind)
+    if not chip:
+        raise UserError(
+            f"--topology={topology}: --search needs chips whose memory size is known; "
+            "choose TPUs or GPUs"
+        )
+    return largest_batch(
+        lambda batch_size: build_program(config.replace(train={"batch_size": batch_size}), devices),
+        batch_divisor(config, devices),
+        chip.hbm,
+        functools.partial(print, file=sys.stderr, flush=True),
+        functools.partial(compilation_shown, topology),
+    )
+
+
+def batch_divisor(config: Config, devices) -> int:
+    shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh, devices))
+    return shards * config.train.microbatches
+
+
+def misfit(program: Program, result: Estimate) -> str:
+    step = "training" if result.needed_bytes == result.peak_bytes else "evaluation"
+    needed, available = result.peak_bytes / chips.GiB, result.hbm_bytes / chips.GiB
+    return (
+        f"does not fit: the {step} step needs {needed:.2f} GiB, the chip has {available:.3g} GiB; "
+        f"{' or '.join(remedies(program))}"
+    )
+
+
+def remedies(program: Program) -> list[str]:
+    """Returns the changes that reduce the memory per device, if this config leaves room for
+    them.
+    """
+    config, mesh = program.config, program.mesh
+    possible = {
+        "increase config.train.microbatches": config.train.batch_size
+        > batch_divisor(config, mesh.devices.ravel()),
+        "increase config.mesh.fsdp": mesh.shape["fsdp"] < mesh.size,
+        "set config.model.remat=full": config.model.remat != "full",
+    }
+    return [change for change, has_room in possible.items() if has_room] or [
+        "use more devices with config.mesh.fsdp"
+    ]

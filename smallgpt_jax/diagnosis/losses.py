@@ -10,6 +10,7 @@ import numpy as np
 
 from smallgpt_jax.inference.single_blocks import prefill, replaced_blocks
 from smallgpt_jax.models import LanguageModel
+from smallgpt_jax.ops.repeats import is_repeat
 
 LOGITS = 2**26  # entries that are computed at a time
 
@@ -49,27 +50,14 @@ def in_context_score(losses_NxT: np.ndarray) -> tuple[float, float]:
 
 
 def loss_of_repeats(losses_NxT: np.ndarray, windows_NxT1: np.ndarray) -> dict[str, float]:
-    is_repeat_NxT = repeats(windows_NxT1)
+    is_repeat_NxT = np.concatenate(
+        [is_repeat(jnp.asarray(window[None])) for window in windows_NxT1]
+    )
     loss, others = (
         float(values.mean()) if len(values) else np.nan
         for values in (losses_NxT[is_repeat_NxT], losses_NxT[~is_repeat_NxT])
     )
     return {"fraction": float(is_repeat_NxT.mean()), "loss": loss, "others": others}
-
-
-def repeats(windows_NxT1: np.ndarray) -> np.ndarray:
-    """Returns whether a target follows its pair of tokens as when the pair last occurred in the
-    window, (N, T).
-
-    Copying predicts these targets: what induction heads do (Olsson et al., arXiv 2209.11895).
-    """
-    found_NxT = np.zeros((len(windows_NxT1), windows_NxT1.shape[1] - 1), bool)
-    for found_T, window in zip(found_NxT, windows_NxT1.tolist()):
-        followers = {}
-        for t, (*pair, target) in enumerate(zip(window, window[1:], window[2:]), start=1):
-            found_T[t] = followers.get(tuple(pair)) == target
-            followers[tuple(pair)] = target
-    return found_NxT
 
 
 def mean_and_error(values_N: np.ndarray) -> tuple[float, float]:

@@ -76,6 +76,10 @@ class TrainConfig(ConfigGroup):
     eval_every: int = free(250, **NOT_COMPILED)
     # batches per evaluation; 0: the whole validation split
     eval_steps: int = free(20, **NOT_COMPILED)
+    # evaluations also log loss_of_repeats, over the targets that follow their pair of tokens as when
+    # the pair last occurred in the row: it falls when a model learns to copy. Takes a second pass
+    # over the logits
+    eval_repeats: bool = free(False)
     # steps between checkpoints; the last step is always saved
     checkpoint_every: int = free(1000, **NOT_COMPILED)
     # number of newest checkpoints to keep
@@ -134,6 +138,8 @@ class TrainConfig(ConfigGroup):
         if not 0 <= self.seed < 2**32:
             self.refuse("seed", "must be at least 0 and below 2^32")
         self.validate_choice("on_nonfinite", ("stop", "skip"))
+        if self.eval_repeats and self.objective != "causal":
+            self.refuse("eval_repeats", "must be False without config.train.objective='causal'")
         if self.teacher_step != AT_START and not self.teacher:
             self.refuse("teacher_step", "needs config.train.teacher")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.run.metrics import EXACT_MATCH, MetricsWriter
+from smallgpt_jax.run.metrics import EXACT_MATCH, LOSS_OF_REPEATS, MetricsWriter
 from smallgpt_jax.run.progress import RunProgress
 
 
@@ -102,10 +102,10 @@ class Logger:
         )
 
     def log_evaluation(
-        self, step: int, nats: float, targets: int, answers: Mapping[str, float] | None = None
+        self, step: int, nats: float, targets: int, measures: Mapping[str, float] | None = None
     ) -> None:
-        """`nats` is the mean loss per token over `targets` tokens, `answers` the measures of a
-        probe's answers.
+        """`nats` is the mean loss per token over `targets` tokens, `measures` are those of a
+        probe's answers, or of repeats.
         """
         bits_per_byte = nats / math.log(2) / self._units.bytes_per_token
         self._writer.write(
@@ -116,25 +116,28 @@ class Logger:
                 "bits_per_byte": bits_per_byte,
                 "targets": targets,
                 "tokens": round(step * self._units.tokens_per_step),
-                **(answers or {}),
+                **(measures or {}),
             },
         )
-        self._progress.print_line(step, evaluation_message(nats, bits_per_byte, answers or {}))
+        self._progress.print_line(step, evaluation_message(nats, bits_per_byte, measures or {}))
 
     def close(self) -> None:
         self._writer.close()
 
 
-def evaluation_message(nats: float, bits_per_byte: float, answers: Mapping[str, float]) -> str:
+def evaluation_message(nats: float, bits_per_byte: float, measures: Mapping[str, float]) -> str:
     """`bits_per_byte` is NaN if the loss is that of answers or of masked tokens."""
-    measures = [
+    answers = [
         f"{name.replace('_', ' ')} {value:.2%}"
-        for name, value in answers.items()
+        for name, value in measures.items()
         if name.startswith(EXACT_MATCH)
     ]
-    if not measures and not math.isnan(bits_per_byte):
-        measures = [f"{bits_per_byte:.4f} bits per byte"]
-    return ", ".join([f"validation loss {nats:.4f}", *measures])
+    texts = [f"validation loss {nats:.4f}", *answers]
+    if not answers and not math.isnan(bits_per_byte):
+        texts.append(f"{bits_per_byte:.4f} bits per byte")
+    if LOSS_OF_REPEATS in measures:
+        texts.append(f"loss of repeats {measures[LOSS_OF_REPEATS]:.4f}")
+    return ", ".join(texts)
 
 
 def to_json(value):

@@ -32,6 +32,7 @@ LOGGED = (NULL, NUMBER)  # null: not finite
 # The measures of a probe's answers: fraction of the examples without a wrong answer, and fraction
 # of right answers. At a further length, their names end with it: exact_match_at_32.
 ANSWERS = EXACT_MATCH, ACCURACY = "exact_match", "accuracy"
+LOSS_OF_REPEATS = "loss_of_repeats"  # mean over the targets that copying predicts, in nats
 SPEED = Kind("a speed", lambda value: NUMBER.accepts(value) and value > 1e-9)
 
 

@@ -152,6 +152,7 @@ class CompiledSteps:
             objective=self.objective,
             microbatches=self.config.train.microbatches,
             counts_answers=is_synthetic(self.config.data),
+            measures_repeats=self.config.train.eval_repeats,
         )
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
         state = self.abstract_state

@@ -147,8 +147,8 @@ class Session:
             at_length = found and evaluate(eval_step, map(pipeline.to_devices, batches), is_stopped)
             if not at_length:
                 return None
-            found.answers.update(
-                {f"{name}_at_{length}": value for name, value in at_length.answers.items()}
+            found.measures.update(
+                {f"{name}_at_{length}": value for name, value in at_length.measures.items()}
             )
         return found
 

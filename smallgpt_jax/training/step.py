@@ -14,8 +14,9 @@ from smallgpt_jax.models import LanguageModel, abstract_params, init_variables
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.router import load_metrics, move_biases
 from smallgpt_jax.objectives.examples import Examples, row_keys
-from smallgpt_jax.objectives.objective import Objective, forward
+from smallgpt_jax.objectives.objective import Objective, Outputs, forward
 from smallgpt_jax.ops.cross_entropy import most_probable
+from smallgpt_jax.ops.repeats import is_repeat
 from smallgpt_jax.optim.transfer import scale_initial
 from smallgpt_jax.run.state import TrainState
 
@@ -42,6 +43,13 @@ class Answers(NamedTuple):
     rows: jax.Array  # rows with any target
 
 
+class Repeats(NamedTuple):
+    """Sums over the targets that copying predicts, in validation."""
+
+    loss: jax.Array  # cross-entropy, in nats
+    counted: jax.Array  # number of these targets
+
+
 class EvaluationSums(NamedTuple):
     """Sums over validation rows, whose mean is taken over all batches."""
 
@@ -49,6 +57,7 @@ class EvaluationSums(NamedTuple):
     counted: jax.Array  # number of these targets
     targets: jax.Array  # the same with those that the objective did not draw; identifies the rows
     answers: Answers | None
+    repeats: Repeats | None = None
 
 
 def init_state(
@@ -333,8 +342,9 @@ def eval_step(
     objective: Objective,
     microbatches: int,
     counts_answers: bool = False,
-):
-    """Returns the sums over a batch; with `counts_answers`, also those of its answers."""
+    measures_repeats: bool = False,
+) -> EvaluationSums:
+    """Returns the sums over a batch; `answers` and `repeats` are None unless they are asked for."""
 
     def add_microbatch(sums: EvaluationSums, examples: Examples):
         outputs = forward(model, params, model_state, examples)
@@ -344,11 +354,13 @@ def eval_step(
                 outputs.x_BxTxW, outputs.head_VxW, objective.loss_chunks
             )
             answers = count_right(predictions_BxT, examples.targets_BxT, examples.loss_mask_BxT)
+        repeats = repeats_of(outputs, examples, objective) if measures_repeats else None
         of_microbatch = EvaluationSums(
             objective.cross_entropy(outputs, examples, examples.weights(1)),
             examples.num_targets,
             examples.all_targets,
             answers,
+            repeats,
         )
         return jax.tree.map(jnp.add, sums, of_microbatch), None
 
@@ -359,8 +371,16 @@ def eval_step(
     params = objective.weights(weights)
     examples = objective.examples(batch, row_keys(jax.random.key(0), batch))
     no_answers = Answers(*[jnp.int32(0)] * 3) if counts_answers else None
-    zeros = EvaluationSums(jnp.float32(0), jnp.int32(0), jnp.int32(0), no_answers)
+    no_repeats = Repeats(jnp.float32(0), jnp.int32(0)) if measures_repeats else None
+    zeros = EvaluationSums(jnp.float32(0), jnp.int32(0), jnp.int32(0), no_answers, no_repeats)
     return jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]
+
+
+def repeats_of(outputs: Outputs, examples: Examples, objective: Objective) -> Repeats:
+    batch = examples.batch
+    mask_BxT = is_repeat(batch.tokens_BxT1, batch.segment_ids_BxT) & (examples.weights(1) > 0)
+    loss = objective.cross_entropy(outputs, examples, mask_BxT.astype(jnp.float32))
+    return Repeats(loss, jnp.sum(mask_BxT))
 
 
 def count_right(predictions_BxT, targets_BxT, mask_BxT) -> Answers:

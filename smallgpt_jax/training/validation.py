@@ -1,4 +1,4 @@
-"""Validation loss, and the answers of probes."""
+"""Validation loss, the answers of probes, and the loss of repeats."""
 
 import functools
 import math
@@ -9,13 +9,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from smallgpt_jax.run.metrics import ACCURACY, EXACT_MATCH
+from smallgpt_jax.run.metrics import ACCURACY, EXACT_MATCH, LOSS_OF_REPEATS
 
 
 class Evaluation(NamedTuple):
     loss: float  # mean over the targets in the loss, in nats
     targets: int  # number of targets in the batches' masks; see `EvaluationSums`
-    answers: dict[str, float]  # measures of a probe's answers; {} for text
+    measures: dict[str, float]  # of a probe's answers, or of repeats; {} if none are asked for
 
 
 def evaluate(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -> Evaluation | None:
@@ -27,14 +27,14 @@ def evaluate(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -
         sums.append(eval_step(batch))
     of_batches = (jax.tree.map(to_python, of_batch) for of_batch in jax.device_get(sums))
     total = functools.reduce(functools.partial(jax.tree.map, operator.add), of_batches)
-    answers = {}
+    measures = {}
     if total.answers:
-        answers = {
-            EXACT_MATCH: total.answers.exact / total.answers.rows,
-            ACCURACY: total.answers.right / total.counted,
-        }
+        measures[EXACT_MATCH] = total.answers.exact / total.answers.rows
+        measures[ACCURACY] = total.answers.right / total.counted
+    if total.repeats and total.repeats.counted:
+        measures[LOSS_OF_REPEATS] = float(total.repeats.loss) / total.repeats.counted
     loss = float(total.loss) / total.counted if total.counted else math.nan
-    return Evaluation(loss, total.targets, answers)
+    return Evaluation(loss, total.targets, measures)
 
 
 def to_python(number):

@@ -88,17 +88,6 @@ def test_in_context_score():
     assert losses.in_context_score(losses_NxT) == pytest.approx((np.mean(scores), error))
 
 
-def test_repeats():
-    """Compared with a search for the last earlier occurrence of each pair."""
-    windows = RNG.integers(0, 4, (6, 50))
-    for row, found in zip(windows, losses.repeats(windows)):
-        expected = [False]
-        for t in range(1, 49):
-            earlier = [s for s in range(1, t) if (row[s - 1], row[s]) == (row[t - 1], row[t])]
-            expected.append(bool(earlier) and row[max(earlier) + 1] == row[t + 1])
-        assert found.tolist() == expected and any(expected)
-
-
 def test_load_of_experts():
     chosen = np.array([[[0, 1], [2, 1], [0, 1]]])
     assert experts.load_by_text({"a": chosen, "b": chosen[:, :1]}, 3) == {

@@ -16,9 +16,11 @@ A format is a module with these members:
   an imported model
 """
 
+import dataclasses
 import json
 import math
 import reprlib
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
@@ -157,7 +159,10 @@ def read_folder(
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     require_fit(config, files.shapes, path)
-    model, weights = models.LanguageModel(config), files.read()
+    weights = files.read()
+    if config.tie_embeddings and has_head(form, weights):
+        config = dataclasses.replace(config, tie_embeddings=False)
+    model = models.LanguageModel(config)
     try:
         weights = form.from_hugging_face(model.config, tensors.shapes(model), weights)
     except UserError as error:
@@ -170,6 +175,17 @@ def read_folder(
         tensors.to_model_state(model, weights),
         own_template(folder),
     )
+
+
+def has_head(form, weights: Mapping[str, np.ndarray]) -> bool:
+    """Returns whether the output head is another matrix than the embedding. transformers then uses
+    it, even if config.json says that they are one.
+    """
+    head = weights.get(form.hugging_face_name("head.weight"))
+    name = form.hugging_face_name("token_embedding.weight")
+    short_name = name.partition(".")[2]  # without "transformer." or "model.", in old files
+    embedding = weights.get(name, weights.get(short_name))
+    return head is not None and not np.array_equal(head, embedding)
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
@@ -198,6 +214,7 @@ def download_folder(name: str) -> Path:
                     "merges.txt",
                     "tokenizer*",
                     "special_tokens_map.json",
+                    "added_tokens.json",
                     TEMPLATE_FILE,
                 ],
             )

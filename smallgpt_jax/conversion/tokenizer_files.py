@@ -6,22 +6,8 @@ from smallgpt_jax.conversion.weight_files import import_library
 from smallgpt_jax.data.config import SYMBOLS
 from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.special_tokens import END_OF_TEXT
-from smallgpt_jax.data.tokenizers import Tokenizer, gpt2_bytes
+from smallgpt_jax.data.tokenizers import PROBES, SPACE, Tokenizer, gpt2_bytes
 from smallgpt_jax.errors import UserError
-
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's symbol for a space
-# Texts on which an exported tokenizer is compared with the original tokenizer.
-PROBES = [
-    "Hello world, it's 3.14159!  Two  spaces, a\ttab\nand\n\nlines \n",
-    "  leading and trailing  ",
-    "def f(x):\n    return {'a': [x ** 2, -1]}  # code\n",
-    "Grüße, naïve café, Ὅμηρος, Привет, こんにちは世界, 你好",
-    "emoji 🙂👩‍👩‍👧 and math ∑∫√ and \x00\x01 control",
-    "aaaaaaaaaaaaaaaaaaaa 1111111111 ---------- ______",
-    f"the mark {END_OF_TEXT} as text, and {SPACE}{SPACE} too",
-    "ﬁne Ｆｕｌｌ width, Å and Å, half\u00a0space",
-    "",
-]
 
 
 def hugging_face_files(

@@ -33,12 +33,13 @@ class WeightFiles(NamedTuple):
 
 
 def open_weights(folder: Path) -> WeightFiles:
+    """As in transformers, a single file precedes an index, which may be left from before."""
+    if (folder / SINGLE).is_file():
+        return open_safetensors(folder / SINGLE, [folder / SINGLE])
     if (folder / INDEX).is_file():
         return open_safetensors(
             folder / INDEX, [folder / name for name in indexed_names(folder / INDEX)]
         )
-    if (folder / SINGLE).is_file():
-        return open_safetensors(folder / SINGLE, [folder / SINGLE])
     path = folder / PICKLED
     if not path.is_file():
         raise UserError(f"{folder}: no weights; expected {SINGLE} or {PICKLED}")

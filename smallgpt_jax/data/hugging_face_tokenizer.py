@@ -187,6 +187,18 @@ def named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
     return named
 
 
+def added_names(settings: Mapping) -> set[str]:
+    """Returns the tokens that one of SETTINGS_FILES names or adds."""
+    decoder = settings.get("added_tokens_decoder")
+    tokens = [settings.get(name) for name in VARIABLES]
+    tokens += decoder.values() if isinstance(decoder, dict) else ()
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(name) or ()
+        tokens += more.values() if isinstance(more, dict) else more
+    contents = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    return {content for content in contents if isinstance(content, str)}
+
+
 def read_files(path: Path) -> HuggingFaceTokenizer:
     """Also reads the SETTINGS_FILES beside a file that is named `tokenizer.json`."""
     beside = [path.parent / name for name in SETTINGS_FILES] if path.name == TOKENIZER_JSON else []

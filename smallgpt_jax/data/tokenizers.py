@@ -3,7 +3,8 @@
 
 A tokenizer's folder has the files that other tools expect: `tokenizer.model` for SentencePiece,
 `vocab.json` and `merges.txt` for GPT-2, `tokenizer.json` for Hugging Face. `symbols.json` for
-probes. `tokenizer_kind.json` contains the kind.
+probes. `tokenizer_kind.json` contains the kind. As in transformers, a `tokenizer.json` precedes the
+files of other formats.
 
 Each document begins with the end-of-text id. If a tokenizer has an id of its own for the beginning,
 as those of Llama have, each document begins with that id and ends with the end-of-text id. No text
@@ -13,7 +14,7 @@ is encoded as one of these ids.
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -31,9 +32,18 @@ from smallgpt_jax.data.special_tokens import END_OF_TEXT, SpecialTokens
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.atomic import write_atomically
-from smallgpt_jax.storage.json_files import TEXT, Each, integer, parse_json, read_json
+from smallgpt_jax.storage.json_files import (
+    OBJECT,
+    TEXT,
+    Each,
+    integer,
+    parse_json,
+    read_json,
+    read_json_or_none,
+)
 
 KIND_FILE, SYMBOLS_FILE = "tokenizer_kind.json", "symbols.json"
+SENTENCEPIECE_FILE, ADDED_FILE = "tokenizer.model", "added_tokens.json"
 SHORT_TEXT = 10_000  # characters
 GPT2_FILES = {
     "vocab.json": "encoder.json",
@@ -43,16 +53,35 @@ GPT2_SHA256 = {  # in the order of GPT2_FILES
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
+# Values of tokenizer_class for tokenizers that split texts as GPT-2's.
+GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast")
+# Models with vocab.json and merges.txt of another class → the class.
+OTHER_BYTE_PAIRS = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 # Names of all files that `load` reads.
 TOKENIZER_FILES = {
     KIND_FILE,
     SYMBOLS_FILE,
-    "tokenizer.model",
+    SENTENCEPIECE_FILE,
     TOKENIZER_JSON,
+    ADDED_FILE,
     *SETTINGS_FILES,
     *GPT2_FILES,
     *GPT2_FILES.values(),
 }
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's symbol for a space
+# Texts on which two tokenizers are compared.
+PROBES = [
+    "Hello world, it's 3.14159!  Two  spaces, a\ttab\nand\n\nlines \n",
+    "  leading and trailing  ",
+    "def f(x):\n    return {'a': [x ** 2, -1]}  # code\n",
+    "Grüße, naïve café, Ὅμηρος, Привет, こんにちは世界, 你好",
+    "emoji 🙂👩‍👩‍👧 and math ∑∫√ and \x00\x01 control",
+    "aaaaaaaaaaaaaaaaaaaa 1111111111 ---------- ______",
+    f"the mark {END_OF_TEXT} as text, and {SPACE}{SPACE} too",
+    "ﬁne Ｆｕｌｌ width, Å and Å, half\u00a0space",
+    "",
+]
 
 
 class Tokenizer(Protocol):
@@ -183,6 +212,9 @@ class SentencePiece(Tokenizer):
         )
         return SpecialTokens(control, marks.variables)
 
+    def names(self) -> set[str]:
+        return {self._processor.id_to_piece(i) for i in range(self.vocab_size)}
+
     def encode(self, texts):
         if len(texts) == 1 and len(texts[0]) < SHORT_TEXT:  # a list costs the start of a thread
             return [np.array(self._processor.encode(texts[0]), np.int32)]
@@ -217,7 +249,7 @@ class SentencePiece(Tokenizer):
         return self._processor.decode([int(i) for i in ids])
 
     def files(self):
-        return {"tokenizer.model": self._model}
+        return {SENTENCEPIECE_FILE: self._model}
 
 
 class GPT2(Tokenizer):
@@ -251,6 +283,9 @@ class GPT2(Tokenizer):
         )
         self.vocab_size = self._encoding.n_vocab
 
+    def names(self) -> set[str]:
+        return set(json.loads(self._files["vocab.json"]))
+
     def encode(self, texts):
         # "<|endoftext|>" in a document is ordinary text.
         return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
@@ -277,35 +312,101 @@ def load(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise UserError(f"{folder}: tokenizer folder is missing")
     files = {path.name: path for path in folder.iterdir()}
-    kind = (
-        read_json(files[KIND_FILE], {"kind": TEXT}, "restore it")["kind"]
-        if KIND_FILE in files
-        else None
-    )
-    if kind == "bytes":
+    tokenizer = _read_native(folder, files)
+    if TOKENIZER_JSON in files:
+        theirs = hugging_face_tokenizer.read_files(files[TOKENIZER_JSON])
+        # A tokenizer of ours is faster, and has more forms of export.
+        return tokenizer if tokenizer and _encode_equally(tokenizer, theirs) else theirs
+    if not tokenizer:
+        raise UserError(
+            f"{folder}: contains no tokenizer; expected tokenizer.json (Hugging Face), "
+            "tokenizer.model (SentencePiece), or vocab.json and merges.txt, or encoder.json and "
+            "vocab.bpe (GPT-2)"
+        )
+    if KIND_FILE not in files:
+        _require_complete(tokenizer, files)
+    return tokenizer
+
+
+def _read_native(folder: Path, files: Mapping[str, Path]) -> Tokenizer | None:
+    """Returns the tokenizer of a folder that was saved by `save`, or that has other files than a
+    tokenizer.json; None, if this file alone tells the tokenizer.
+    """
+    kind = None
+    if KIND_FILE in files:
+        kind = read_json(files[KIND_FILE], {"kind": TEXT}, "restore it")["kind"]
+    if kind == Bytes.kind:
         return Bytes()
     if kind == SYMBOLS:
         return Symbols(read_json(folder / SYMBOLS_FILE, [TEXT], "restore it"))
-    if "tokenizer.model" in files and kind != HuggingFaceTokenizer.kind:
-        return read_sentencepiece(files["tokenizer.model"])
+    if kind == HuggingFaceTokenizer.kind:
+        return None
+    has_json = TOKENIZER_JSON in files
+    if SENTENCEPIECE_FILE in files and (kind or not has_json):
+        return read_sentencepiece(files[SENTENCEPIECE_FILE])
     # GPT-2's two files, under the names that Hugging Face or OpenAI uses.
     pair = [files.get(name) or files.get(openai_name) for name, openai_name in GPT2_FILES.items()]
-    # Folders of other models contain a vocab.json and merges.txt too, but only their tokenizer.json
-    # is complete.
-    if TOKENIZER_JSON in files and kind != GPT2.kind and not (all(pair) and is_gpt2(pair)):
-        return hugging_face_tokenizer.read_files(files[TOKENIZER_JSON])
-    if not all(pair):
-        raise UserError(
-            f"{folder}: contains no tokenizer; expected tokenizer.model (SentencePiece), "
-            "tokenizer.json (Hugging Face), or vocab.json and merges.txt, or encoder.json and "
-            "vocab.bpe (GPT-2)"
-        )
+    if all(pair) and (kind or not has_json or is_gpt2(pair)):
+        return _read_gpt2(pair)
+    return None
+
+
+def _read_gpt2(pair: Sequence[Path]) -> GPT2:
     try:
         return GPT2(*(path.read_bytes() for path in pair))
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise UserError(
             f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {short_reason(error)})"
         ) from None
+
+
+def _encode_equally(one: Tokenizer, other: Tokenizer) -> bool:
+    """Returns whether the second tokenizer adds nothing to the first one, in texts and chats."""
+    added = other.special_tokens.ids
+    names = [f"a{name} {name}b" for name in added]
+    return (
+        (one.vocab_size, one.end_of_text, one.begin_of_text)
+        == (other.vocab_size, other.end_of_text, other.begin_of_text)
+        and all(map(np.array_equal, one.encode(PROBES), other.encode(PROBES)))
+        and all(map(np.array_equal, one.encode(names), other.encode(names)))
+        and all(
+            name in one.special_tokens.ids for name in added.keys() - other.special_tokens.allowed
+        )
+    )
+
+
+def _require_complete(tokenizer: SentencePiece | GPT2, files: Mapping[str, Path]) -> None:
+    """Raises UserError if other files in a folder add to the tokenizer or change it."""
+    folder = next(iter(files.values())).parent
+    advice = (
+        "write a tokenizer.json, for example with transformers: "
+        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    )
+    settings, special, added, model = (
+        read_json_or_none(folder / name, OBJECT) or {}
+        for name in (*SETTINGS_FILES, ADDED_FILE, "config.json")
+    )
+    names = hugging_face_tokenizer.added_names(settings) | hugging_face_tokenizer.added_names(
+        special
+    )
+    if missing := sorted((names | added.keys()) - tokenizer.names()):
+        raise UserError(
+            f"{folder}: its settings name tokens that its tokenizer has not, such as "
+            f"{missing[0]!r}; {advice}"
+        )
+    if isinstance(tokenizer, GPT2):
+        kind = settings.get("tokenizer_class") or OTHER_BYTE_PAIRS.get(model.get("model_type"))
+        if kind not in (None, *GPT2_CLASSES):
+            raise UserError(
+                f"{folder}: is a {kind}, which splits texts otherwise than GPT-2; {advice}"
+            )
+    elif (
+        settings.get("add_bos_token") is False and tokenizer.begin_of_text != tokenizer.end_of_text
+    ):
+        raise UserError(
+            f"{folder}: add_bos_token=false in tokenizer_config.json, but its tokenizer.model has a "
+            f"piece that begins texts; {advice}"
+        )
 
 
 def is_gpt2(pair: Sequence[Path]) -> bool:

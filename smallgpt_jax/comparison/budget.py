@@ -94,6 +94,10 @@ def require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> N
                 "the end; remove the horizon, or change config.train.steps or "
                 "config.optimizer.decay_fraction"
             )
+        try:
+            decay_start(run.optimizer)
+        except UserError as error:
+            raise UserError(f"config.compare.horizons: {horizon:g}: {name}: {error}") from None
         if steps <= reached:
             raise UserError(
                 f"config.compare.horizons: {horizon:g}: {name} has {steps} steps, as at the "

@@ -85,11 +85,19 @@ def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
         least = jax.lax.top_k(logits_BxV, sampling.top_k)[0][:, -1:]
         logits_BxV = jnp.where(logits_BxV < least, -jnp.inf, logits_BxV)
     if sampling.top_p is not None:
-        sorted_BxV = jnp.sort(logits_BxV, axis=1, descending=True)
-        probabilities = jax.nn.softmax(sorted_BxV)
-        before = jnp.cumsum(probabilities, axis=1) - probabilities
-        least = jnp.min(
-            jnp.where(before < sampling.top_p, sorted_BxV, jnp.inf), axis=1, keepdims=True
-        )
-        logits_BxV = jnp.where(logits_BxV < least, -jnp.inf, logits_BxV)
+        logits_BxV = jnp.where(is_in_nucleus(logits_BxV, sampling.top_p), logits_BxV, -jnp.inf)
     return logits_BxV
+
+
+def is_in_nucleus(logits_BxV, top_p):
+    """Returns whether a token is in the smallest set with a total probability of at least `top_p`.
+    Of equally likely tokens, those with lower ids come first.
+    """
+    sorted_BxV = jnp.sort(logits_BxV, axis=1, descending=True)
+    probabilities = jax.nn.softmax(sorted_BxV)
+    is_chosen_BxV = jnp.cumsum(probabilities, axis=1) - probabilities < top_p
+    least_Bx1 = jnp.min(jnp.where(is_chosen_BxV, sorted_BxV, jnp.inf), axis=1, keepdims=True)
+    num_least_Bx1 = jnp.sum(is_chosen_BxV & (sorted_BxV == least_Bx1), axis=1, keepdims=True)
+    is_least_BxV = logits_BxV == least_Bx1
+    is_first_BxV = jnp.cumsum(is_least_BxV, axis=1) <= num_least_Bx1
+    return (logits_BxV > least_Bx1) | (is_least_BxV & is_first_BxV)

@@ -100,25 +100,19 @@ def move_biases(state, loads, rate: float):
 
 
 def load_metrics(loads) -> dict[str, Any]:
-    """Returns the `loads` of `move_biases` relative to the mean load of a layer, averaged over
-    microbatches: all of them by the path of the router, and the largest load of a layer, averaged
-    over layers.
+    """Returns the `loads` of `move_biases` in a batch, relative to the mean load of a layer: all of
+    them by the path of the router, and the largest load of a layer, averaged over layers.
     """
     relative = {}
     for path, passes in flax.traverse_util.flatten_dict(loads).items():
-        load = jnp.stack(passes)
-        mean = jnp.maximum(
-            jnp.mean(load, axis=-1, keepdims=True), 1 / load.shape[-1]
-        )  # 1 / E if there are no tokens
-        relative["/".join(path[:-1])] = load / mean
+        load = sum(jnp.sum(x, axis=0) for x in passes)
+        mean = jnp.mean(load, axis=-1, keepdims=True)
+        least = 1 / load.shape[-1]  # of a mean, unless there are no tokens
+        relative["/".join(path[:-1])] = load / jnp.maximum(mean, least)
     if not relative:
         return {}
-    return {
-        "expert_load": {path: jnp.mean(load, axis=(0, 1)) for path, load in relative.items()},
-        "expert_load_max": jnp.mean(
-            jnp.stack([jnp.mean(jnp.max(x, axis=-1)) for x in relative.values()])
-        ),
-    }
+    largest = [jnp.max(load, axis=-1).ravel() for load in relative.values()]
+    return {"expert_load": relative, "expert_load_max": jnp.mean(jnp.concatenate(largest))}
 
 
 def sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, experts_per_token: int):

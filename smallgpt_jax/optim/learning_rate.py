@@ -1,4 +1,6 @@
-"""Learning-rate schedules: a linear warmup from 0, then one of SCHEDULES."""
+"""Learning-rate schedules: a linear warmup from 0, then one of SCHEDULES. A schedule is a function
+of the steps before an update, skipped ones included: the decay ends with the run.
+"""
 
 import jax.numpy as jnp
 import optax
@@ -29,7 +31,7 @@ def linear(config: OptimizerConfig) -> optax.Schedule:
 
 
 def decay_start(config: OptimizerConfig) -> int:
-    """Returns the number of updates before the decay of a warmup-stable-decay schedule.
+    """Returns the number of steps before the decay of a warmup-stable-decay schedule.
 
     Up to there, the rates do not depend on decay_steps and decay_fraction. Raises UserError for
     other schedules.
@@ -43,9 +45,18 @@ def decay_start(config: OptimizerConfig) -> int:
 
 
 def decay_length(config: OptimizerConfig) -> int:
-    return min(
+    """Raises UserError for a decay that lowers no rate: its first step has the peak rate."""
+    length = min(
         round(config.decay_fraction * config.decay_steps), config.decay_steps - config.warmup_steps
     )
+    if length < 2:
+        config.refuse(
+            "decay_fraction",
+            f"the decay would have {length} steps (config.optimizer.decay_steps="
+            f"{config.decay_steps}, warmup_steps={config.warmup_steps}), but needs 2 or more; "
+            "increase it, or set config.optimizer.schedule='constant'",
+        )
+    return length
 
 
 def warmup_stable_decay(shape):
@@ -55,7 +66,7 @@ def warmup_stable_decay(shape):
         steps, length = config.decay_steps - config.warmup_steps, decay_length(config)
 
         def rate(count):
-            x = jnp.clip((count - (steps - length)) / max(length, 1), 0.0, 1.0)
+            x = jnp.clip((count - (steps - length)) / length, 0.0, 1.0)
             return config.final_learning_rate + (
                 config.learning_rate - config.final_learning_rate
             ) * shape(x)
@@ -70,7 +81,7 @@ DECAYS = {
     "wsd": lambda x: 1 - jnp.sqrt(x),  # Hägele et al., arXiv 2405.18392
     "wsd_linear": lambda x: 1 - x,
 }
-# {name: function of the config → learning rate as a function of the updates after the warmup}
+# {name: function of the config → learning rate as a function of the steps after the warmup}
 SCHEDULES = {
     "cosine": cosine,
     "linear": linear,

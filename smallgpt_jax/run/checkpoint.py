@@ -251,6 +251,8 @@ class Checkpoints:
             item = "ema" if self.has_average(step) else "params"
             abstract = TrainState(step, {}, None, abstract_model_state, abstract_heads)
             saved = self._read(step, abstract._replace(**{item: abstract_params}))
+            if item == "params" and "ema" in saved["check"]:
+                raise ValueError("the moving average of the weights, ema, is missing")
             if changed := find_changed_array(saved):
                 raise ValueError(f"checksum of {changed} differs")
             return saved[item], saved.get("model_state", {}), saved.get("heads", {})

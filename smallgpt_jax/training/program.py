@@ -21,14 +21,14 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.objectives.future_tokens import FUTURE_HEADS
 from smallgpt_jax.objectives.objective import OBJECTIVES
-from smallgpt_jax.optim.learning_rate import SCHEDULES, learning_rate_schedule
+from smallgpt_jax.optim.learning_rate import learning_rate_schedule
 from smallgpt_jax.optim.optimizer import OPTIMIZERS
 from smallgpt_jax.optim.transfer import scale_initial
 from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.trackers import TRACKERS
 from smallgpt_jax.training.compiled_steps import CompiledSteps, build_steps
-from smallgpt_jax.training.step import Hyperparameters, updates_applied
+from smallgpt_jax.training.step import Hyperparameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,17 +108,17 @@ class Program:
 
         # A small program of its own, and not a part of the step, which then does not depend on the
         # schedule.
-        def hyperparameters(opt_state) -> Hyperparameters:
+        def hyperparameters(step) -> Hyperparameters:
             return Hyperparameters(
                 jnp.uint32(c.train.seed),
-                jnp.float32(schedule(updates_applied(opt_state))),
+                jnp.float32(schedule(step)),
                 jnp.float32(c.optimizer.weight_decay),
             )
 
         jitted = jax.jit(hyperparameters, out_shardings=sharding.replicated(self.mesh))
         further = (constants,) if constants else ()
         return self.runnable(
-            lambda state, batch: train_step(state, batch, jitted(state.opt_state), *further)
+            lambda state, batch: train_step(state, batch, jitted(state.step), *further)
         )
 
     def runnable(self, step):
@@ -202,7 +202,7 @@ def validate(config: Config, batch_shards: int, path_shards: int) -> None:
     """Raises UserError for values of one group that do not fit another group or the mesh."""
     train, model = config.train, config.model
     train.validate_choice("tracker", ("", *TRACKERS))
-    config.optimizer.validate_choice("schedule", SCHEDULES)
+    learning_rate_schedule(config.optimizer)
     if train.objective != "causal" and is_synthetic(config.data):
         train.refuse("objective", "must be 'causal' with a probe, whose answers are next tokens")
     if train.objective != "causal" and config.data.format != "text":

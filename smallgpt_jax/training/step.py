@@ -205,9 +205,7 @@ def moved_average(state: TrainState, trained, ema: float):
 
 
 def updates_applied(opt_state) -> jax.Array:
-    """Returns the number of updates so far, without those skipped. The learning rate depends on
-    it.
-    """
+    """Returns the number of updates so far, without those skipped."""
     return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
 
 

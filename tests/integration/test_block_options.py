@@ -3,18 +3,26 @@
 random_models.py checks logits by formulas, packed rows, decoding and export.
 """
 
+import functools
+import shutil
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, forward, init, load_config, save_run
 from float64_model import plain_logits
-from run_helpers import assert_bitwise_equal, train_three_steps
+from run_helpers import SMALL, assert_bitwise_equal, start_from, train_three_steps
 
 from smallgpt_jax import inference, models
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import memory
 from smallgpt_jax.models.flops import forward_operations
+from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.session import Session
+from smallgpt_jax.training.validation import evaluate
 
 SIZES = dict(
     d_model=16, num_heads=4, num_layers=2, context_length=16, vocab_size=64, dtype="float32"
@@ -97,12 +105,37 @@ def test_commands_use_the_average(text_file, tmp_path, capsys):
         jax.device_get(inference.load_trained(folder).params), jax.device_get(average)
     )
     assert "the moving average of the weights" in capsys.readouterr().err
-    step_folder = next((folder / "checkpoints").glob("*/ema"))
-    step_folder.rename(tmp_path / "ema")  # as in a run without averages
+    shutil.rmtree(next((folder / "checkpoints").glob("*/ema")))  # as in an incomplete copy
+    with pytest.raises(
+        UserError, match=r"damaged checkpoint .*moving average of the weights, ema,"
+    ):
+        inference.load_trained(folder)
+    config.train.ema = 0.0
+    folder = save_run(tmp_path / "without", config, params)
     assert_bitwise_equal(
         jax.device_get(inference.load_trained(folder).params), jax.device_get(params)
     )
     assert not capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_validation_uses_the_average(text_file):
+    config = load_config("gpt", **SMALL, data__source=str(text_file), train__ema=0.9)
+    config.train.eval_steps = 2
+    plan = build_program(config, jax.devices()[:1])
+    pipeline, step = plan.open_pipeline(), plan.compile_eval_step()
+    weights, average = init(plan.model), init(plan.model, 1)
+    state = start_from(plan, weights)._replace(ema=average)
+    never = SimpleNamespace(is_requested_anywhere=lambda: False)
+    session, logged = Session(plan, pipeline, None, never, RunClock(), None), []
+    logger = SimpleNamespace(log_evaluation=lambda step, *found: logged.append(found[0]))
+    assert session.log_validation_loss(step, logger, 8, state)
+
+    def loss(params):
+        of_batch = functools.partial(step, params, {})
+        return evaluate(of_batch, map(pipeline.to_devices, pipeline.validation_batches)).loss
+
+    assert logged == [loss(average)] and abs(logged[0] - loss(weights)) > 1e-3
 
 
 def test_all_options_in_bfloat16():

@@ -412,6 +412,14 @@ def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
             r"horizons: 0.1: the decay of gpt would start at step 4 of 4, but must start after the warmup \(5 steps\)",
         ),
         (
+            dict(
+                compare__horizons=(0.4, 1),
+                optimizer__schedule="wsd",
+                optimizer__decay_fraction=0.05,
+            ),
+            r"horizons: 0.4: gpt: config.optimizer.decay_fraction=0.05: the decay would have 1 step",
+        ),
+        (
             dict(compare__horizons=(0.5, 0.501, 1), optimizer__schedule="wsd"),
             "horizons: 0.501: gpt has 20 steps, as at the horizon before it",
         ),

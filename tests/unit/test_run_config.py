@@ -181,6 +181,22 @@ def test_runs_of_several_lengths_have_the_same_rates_before_the_decay(name):
     assert [name for name, group in GROUPS.items() if group.names(**IN_DECAY)] == ["optimizer"]
 
 
+@pytest.mark.parametrize("name", sorted(DECAYS))
+def test_decays_that_lower_no_rate_are_refused(name):
+    def config(fraction: float, warmup: int = 5) -> OptimizerConfig:
+        return OptimizerConfig(
+            schedule=name, decay_steps=40, warmup_steps=warmup, decay_fraction=fraction
+        )
+
+    for steps, refused in ((0, config(0.01)), (1, config(0.03)), (1, config(0.2, warmup=39))):
+        with pytest.raises(
+            UserError, match=rf"config.optimizer.decay_fraction=.*: the decay would have {steps} "
+        ):
+            learning_rate_schedule(refused)
+    rates = [float(learning_rate_schedule(config(0.05))(step)) for step in (38, 39)]
+    assert rates[1] < rates[0] == pytest.approx(config(0.05).learning_rate)
+
+
 def test_unknown_schedules_are_refused():
     with pytest.raises(
         UserError,

@@ -35,6 +35,16 @@ def test_filters_match_the_formulas(settings, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+def test_the_smallest_set_has_only_some_of_equally_likely_tokens():
+    """Of five tokens with probability 0.2, three are the fewest with 0.5 together."""
+    rows = jnp.array([[1.0] * 5, [0.0, 3.0, 3.0, 0.0, 0.0]])
+    found = filter_logits(rows, None, Sampling(top_p=0.5))
+    # 3.0 is e³ / (2·e³ + 3) = 0.465 likely
+    np.testing.assert_array_equal(found, [[1, 1, 1, INF, INF], [INF, 3, 3, INF, INF]])
+    found = filter_logits(rows, None, Sampling(top_p=0.4))
+    np.testing.assert_array_equal(found, [[1, 1, INF, INF, INF], [INF, 3, INF, INF, INF]])
+
+
 def test_samples_have_the_distribution():
     logits = jnp.tile(jnp.array([[1.0, 0.0, -1.0, 2.0]]), (20_000, 1))
     keys = jax.random.split(jax.random.key(0), 20_000)

@@ -37,7 +37,14 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(BARS[round((mean - low) / spread * (len(BARS) - 1))] for mean in means)
 
 
-def short_reason(error: Exception) -> str:
+def root_cause(error: BaseException) -> BaseException:
+    """Libraries wrap errors: `raise … from error`."""
+    while error.__cause__:
+        error = error.__cause__
+    return error
+
+
+def short_reason(error: BaseException) -> str:
     """Returns the operating system's message for an error with an errno, and the first line of any
     other error.
     """
@@ -47,7 +54,7 @@ def short_reason(error: Exception) -> str:
     return text.splitlines()[0][:200]
 
 
-def find_errno(error: Exception) -> int | None:
+def find_errno(error: BaseException) -> int | None:
     if code := re.search(r"os_error_code='(\d+)'", str(error)):  # an error of tensorstore
         return int(code[1])
     return error.errno if isinstance(error, OSError) else None

@@ -14,18 +14,22 @@ A checkpoint has these items:
   what it needs.
 - `check`: JSON with a checksum per array, and with the losses of steps that are not in
   metrics.jsonl yet. Checksums are needed because orbax does not checksum every file.
+
+In a run of several processes, each writes and reads its own shards. Orbax would wait for all of them
+at its barriers, and a process that fails does not reach them. So here orbax works as if each process
+were alone, and an `Agreement` of all processes decides whether a checkpoint is complete.
 """
 
-import contextlib
-import errno
 import functools
+import json
 import logging
 import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import absl.logging
@@ -34,34 +38,27 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from smallgpt_jax.devices import distributed
+from smallgpt_jax.devices.agreement import Agreement, exchange
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.formatting import find_errno, short_reason
+from smallgpt_jax.formatting import root_cause, short_reason
 from smallgpt_jax.run.checksums import bit_checksums
+from smallgpt_jax.run.damage import find_changed_array, is_damage
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, DAMAGED_FOLDER
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.storage import object_storage
-from smallgpt_jax.storage.atomic import remove_folder, rename
+from smallgpt_jax.storage.atomic import remove_folder, rename, sync_tree
 from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.json_files import LOSS, Each, Optional, find_mismatch, integer
 from smallgpt_jax.storage.object_storage import is_remote
 
 COMMIT_FILE = "commit_success.txt"
-UNFINISHED_PATTERN = "*.orbax-checkpoint-tmp*"
-REMOVAL_SECONDS = 0.3  # a process that removes a checkpoint removes one more file within this time
-# Held while orbax starts a save. It numbers the saves of a process, and two threads that start one
-# at the same time would wait for each other's signals until a timeout.
-STARTING = threading.Lock()
-# These errors come from the machine; the checkpoint itself may be undamaged.
-MACHINE_ERRORS = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-}
+UNFINISHED = ".orbax-checkpoint-tmp"  # at the end of the name of a folder that is no checkpoint
+UNFINISHED_PATTERN = f"*{UNFINISHED}*"
+# Orbax's time-outs use the system's clock, which can be set while a run saves. The watchdog, which
+# does not, limits the time of a save.
+NO_TIMEOUT = 10**9  # seconds
+# Orbax waits for all processes before and after process 0 commits a checkpoint.
+COMMIT_PHASES = 2
 
 
 class Checkpoints:
@@ -70,6 +67,8 @@ class Checkpoints:
 
     `before_save` uploads the metrics of the saved steps, which could otherwise be lost if the run
     is killed. If it fails, the checkpoint is saved nevertheless.
+
+    All methods but `steps` and `has_average` are collective.
     """
 
     def __init__(
@@ -81,29 +80,43 @@ class Checkpoints:
         kept_steps: Sequence[int] = (),
     ):
         self.folder = folder if is_remote(folder) else folder.absolute()
+        self._keep, self._kept_steps = keep, kept_steps
         self._log, self._before_save = log, before_save
-        silence_duplicate_errors()
-        policies = ocp.checkpoint_managers
-        self._manager = ocp.CheckpointManager(
-            self.folder,
-            item_names=(*TrainState._fields[1:], "check"),
-            options=ocp.CheckpointManagerOptions(
-                create=keep is not None,
-                cleanup_tmp_directories=keep is not None,
-                preservation_policy=policies.AnyPreservationPolicy(
-                    [policies.LatestN(keep), policies.CustomSteps(kept_steps)]
-                ),
-            ),
-        )
-        self._saving: int | None = None  # the newest step to be saved
-        self._failed_steps: set[int] = (
-            set()
-        )  # since the folder was last listed; orbax lists them as saved
+        self.unlogged_losses: list[float] = []  # of the restored checkpoint
+        self._saving: int | None = None  # the step of the last save
+        self._saved: Future | None = None  # its result, until `wait_until_finished` has read it
         self._is_failing = False
+        self._unremovable: set[int] = set()  # steps whose removal has failed
+        silence_duplicate_errors()
+        self._checkpointer = self._open_checkpointer()
+        if keep is not None:
+            distributed.run_on_primary(self._prepare_folder)
+        steps = distributed.run_on_primary(lambda: saved_steps(self.folder))
+        self._steps: list[int] = json.loads(exchange(json.dumps(steps))[0])
+
+    def _open_checkpointer(self) -> ocp.AsyncCheckpointer:
+        alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()})
+        options = ocp.options.AsyncOptions(
+            timeout_secs=NO_TIMEOUT,
+            barrier_sync_fn=lambda **_: self._agreement.complete_phase(),
+            # In the background, one failed mkdir would let all other writes wait for five minutes.
+            create_directories_asynchronously=False,
+        )
+        items = ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(
+                multiprocessing_options=alone, async_options=options
+            )
+        )
+        return ocp.AsyncCheckpointer(items, async_options=options, multiprocessing_options=alone)
+
+    def _prepare_folder(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in unfinished(self.folder):
+            remove_folder(path)
 
     def steps(self) -> list[int]:
         """Does not read the folder."""
-        return sorted(set(self._manager.all_steps()) - self._failed_steps)
+        return list(self._steps)
 
     def save(self, step: int, state: TrainState, unlogged_losses: Sequence[float] = ()) -> None:
         """Returns as soon as `state` is copied from the devices. If writing fails, even later,
@@ -111,87 +124,94 @@ class Checkpoints:
         """
         self.wait_until_finished()
         self._before_save()
+        if step in self._steps:
+            return
         content = checkpoint_content(state, unlogged_losses)
+        self._saving, self._agreement = step, Agreement(COMMIT_PHASES)
+        error = None
+        if distributed.is_primary():  # first, because it creates the folders
+            error = self._start_saving(content)
+        has_started = not distributed.any_process(error is not None)
+        if has_started and not distributed.is_primary():
+            error = self._start_saving(content)
+        self._saved = run_in_thread(functools.partial(self._finish_saving, error))
+        if distributed.any_process(error is not None):
+            self.wait_until_finished()
+
+    def _start_saving(self, content: ocp.args.Composite) -> Exception | None:
         try:
-            object_storage.writer.require_locks()  # tensorstore's requests do not do this
-            if self._failed_steps:
-                self._reload()
-            self._saving = step
-            with STARTING:
-                self._manager.save(step, args=content)
-        except Exception as error:
-            self._failed(error)
+            # tensorstore's requests do not do this
+            object_storage.writer.require_locks()
+            # removes what is left of an earlier attempt
+            self._checkpointer.save(self.folder / str(self._saving), args=content, force=True)
+        except Exception as error:  # of many types
+            return error
+
+    def _finish_saving(self, error: Exception | None) -> None:
+        """Waits for orbax, and removes old checkpoints. `error`: from the start of the save."""
+        try:
+            if error:
+                raise error
+            self._checkpointer.wait_until_finished()
+            if distributed.is_primary():
+                # Before older ones are removed, the new one must survive a power loss.
+                sync_tree(self.folder / str(self._saving))
+        except Exception as failure:
+            self._agreement.fail(short_reason(root_cause(failure)))
+            raise
+        if distributed.is_primary():
+            self._remove_old()
+
+    def _kept(self, steps: Iterable[int]) -> list[int]:
+        steps = sorted(steps)
+        return [step for step in steps if step in steps[-self._keep :] or step in self._kept_steps]
+
+    def _remove_old(self) -> None:
+        steps = {*self._steps, self._saving}
+        for step in sorted(steps.difference(self._kept(steps)) | self._unremovable):
+            path = self.folder / str(step)
+            try:
+                remove_checkpoint(path)
+                self._unremovable.discard(step)
+            except Exception as error:  # the next save tries again
+                if step not in self._unremovable:
+                    self._log(f"{path}: could not be removed: {short_reason(error)}")
+                self._unremovable.add(step)
 
     def save_imported(self, params, model_state) -> None:
         """Writes the checkpoint of step 0. Raises an exception on failure."""
-        self._manager.save(0, args=checkpoint_content(TrainState(0, params, None, model_state)))
-        self._manager.wait_until_finished()
+        content = checkpoint_content(TrainState(0, params, None, model_state))
+        self._checkpointer.save(self.folder / "0", args=content, force=True)
+        self._checkpointer.wait_until_finished()
 
     def latest_finished(self) -> int | None:
         self.wait_until_finished()
-        return max(self.steps(), default=None)
+        return max(self._steps, default=None)
 
     def wait_until_finished(self) -> None:
-        try:
-            self._manager.wait_until_finished()
-        except (
-            Exception
-        ) as error:  # the file system, tensorstore and orbax raise many types of exceptions
-            self._failed(error)
-        if self._is_failing and self._saving in self.steps():
-            self._is_failing = False
+        if self._saved is None:
+            return
+        error, self._saved = self._saved.exception(), None
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            raise error  # from the devices or the other processes, not from the disk
+        if distributed.any_process(error is not None):
+            return self._report_failure(error)
+        self._steps = self._kept([*self._steps, self._saving])
+        if self._is_failing:
             self._log(f"checkpoints can be written again; newest checkpoint: step {self._saving}")
+        self._is_failing = False
 
-    def _failed(self, error: Exception) -> None:
-        if isinstance(
-            error, jax.errors.JaxRuntimeError
-        ):  # the error comes from the devices, not from the disk
-            raise error
+    def _report_failure(self, error: Exception | None) -> None:
         if distributed.is_primary():
-            self._remove_unfinished()
-        self._failed_steps.add(self._saving)
-        with contextlib.suppress(
-            Exception
-        ):  # the service cannot be reached; the next save tries again
-            self._reload()
-        newest = max(self.steps(), default=None)
+            remove_unfinished(self.folder, self._saving)
+        newest = f"step {self._steps[-1]}" if self._steps else "none"
+        reason = short_reason(root_cause(error)) if error else "another process failed"
         if not self._is_failing:
             self._log(
-                f"could not write a checkpoint: {short_reason(error)}. Training continues; newest "
-                "checkpoint: " + (f"step {newest}" if newest else "none")
+                f"could not write a checkpoint: {reason}. Training continues; newest checkpoint: "
+                f"{newest}"
             )
         self._is_failing = True
-
-    def _reload(self) -> None:
-        self._manager.reload()
-        self._failed_steps.clear()
-
-    def _remove_unfinished(self) -> None:
-        """Pending writes may create a removed folder again, so the search must find nothing four
-        times in a row.
-        """
-        gone = 0
-        for _ in range(50):
-            try:
-                unfinished = self._unfinished()
-            except Exception:  # the service cannot be reached
-                return
-            gone = 0 if unfinished else gone + 1
-            if gone == 4:
-                return
-            for path in unfinished:
-                remove_folder(path)
-            time.sleep(0.1)
-
-    def _unfinished(self) -> list[Path]:
-        if not is_remote(self.folder):
-            return list(self.folder.glob(UNFINISHED_PATTERN))
-        finished = set(map(str, saved_steps(self.folder)))
-        return [
-            path
-            for path in self.folder.iterdir()
-            if path.name.isdecimal() and path.name not in finished
-        ]
 
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
         """Returns the newest undamaged state, or None if there is no checkpoint.
@@ -200,29 +220,17 @@ class Checkpoints:
         checkpoints to DAMAGED_FOLDER. Raises UserError if all checkpoints are damaged, or if the
         machine fails to read one.
         """
-        damaged: dict[str, str] = {}
-        for name in map(str, reversed(self.steps())):
-            saved, error = self._try_to_read(int(name), abstract)
-            reason = short_reason(error) if error else ""
-            if distributed.any_process(error is not None and is_machine_error(error, self.folder)):
-                raise UserError(
-                    f"{self.folder / name}: cannot be read "
-                    f"({reason or 'another process failed'}); nothing was changed. If this "
-                    "persists, move the folder away to resume from the previous checkpoint"
-                ) from error
-            if distributed.any_process(error is not None):
-                damaged[name] = reason or "another process could not read it"
-                continue
-            if changed := find_changed_array(
-                saved
-            ):  # every process must take part in computing the checksums
-                damaged[name] = f"checksum of {changed} differs"
+        damaged: dict[int, str] = {}
+        for step in reversed(self._steps):
+            saved, reason = self._read_or_explain(step, abstract)
+            if reason:
+                damaged[step] = reason
                 continue
             distributed.run_on_primary(lambda: self._quarantine(damaged))
-            self._reload()
-            position = jax.device_put(jnp.int32(name), abstract.step.sharding)
+            self._steps = [kept for kept in self._steps if kept not in damaged]
+            self.unlogged_losses = saved["check"].get("unlogged_losses", [])
             return TrainState(
-                position,
+                jax.device_put(jnp.int32(step), abstract.step.sharding),
                 saved["params"],
                 saved.get("opt_state"),
                 saved.get("model_state", {}),
@@ -230,15 +238,39 @@ class Checkpoints:
                 saved.get("ema", {}),
             )
         if damaged:
-            listed = "; ".join(f"step {name}: {reason}" for name, reason in damaged.items())
+            listed = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
             raise UserError(
                 f"{self.folder}: all checkpoints are damaged ({listed}).\nNothing was changed; "
                 "use another --workdir to start from scratch"
             )
         return None
 
-    def unlogged_losses(self, step: int) -> list[float]:
-        return self._read(step, TrainState(step, {}, None))["check"].get("unlogged_losses", [])
+    def _read_or_explain(self, step: int, abstract: TrainState) -> tuple[dict, str]:
+        """Returns (items, ""), or ({}, why the checkpoint is damaged). Raises UserError for errors
+        of the machine. All processes do the same.
+        """
+        if step == 0:
+            abstract = abstract._replace(opt_state=None, heads={}, ema={})
+        error, reason = None, ""
+        try:
+            saved = self._read(step, abstract)
+        except jax.errors.JaxRuntimeError:  # from the devices or the other processes
+            raise
+        except Exception as failure:  # tensorstore and orbax raise many types of exceptions
+            error, reason = failure, short_reason(root_cause(failure))
+        of_machine = exchange(reason if error and not is_damage(error) else "")
+        if any(of_machine):
+            raise UserError(
+                f"{self.folder / str(step)}: cannot be read ({max(of_machine)}); nothing was "
+                "changed. If this persists, move the folder away to resume from the previous "
+                "checkpoint"
+            ) from error
+        of_content = exchange(reason)
+        if any(of_content):
+            return {}, max(of_content)
+        if changed := find_changed_array(saved):
+            return {}, f"checksum of {changed} differs"
+        return saved, ""
 
     def restore_model(self, step: int, abstract_params, abstract_model_state, abstract_heads=None):
         """Returns the moving average, if the checkpoint has one, or else the parameters; model
@@ -247,6 +279,7 @@ class Checkpoints:
         Raises UserError if the step is damaged, cannot be read, or is removed by a run that is
         training.
         """
+        path = self.folder / str(step)
         try:
             item = "ema" if self.has_average(step) else "params"
             abstract = TrainState(step, {}, None, abstract_model_state, abstract_heads)
@@ -255,52 +288,30 @@ class Checkpoints:
                 raise ValueError("the moving average of the weights, ema, is missing")
             if changed := find_changed_array(saved):
                 raise ValueError(f"checksum of {changed} differs")
-            return saved[item], saved.get("model_state", {}), saved.get("heads", {})
         except Exception as error:  # tensorstore and orbax raise many types of exceptions
-            if is_machine_error(error, self.folder):
+            reason = short_reason(root_cause(error))
+            if not is_damage(error):
+                raise UserError(f"{path}: cannot be read ({reason})") from None
+            if step not in saved_steps(self.folder):
                 raise UserError(
-                    f"{self.folder / str(step)}: cannot be read ({short_reason(error)})"
-                ) from None
-            if self._is_being_removed(step):
-                raise UserError(
-                    f"{self.folder / str(step)}: removed while it was read, because the run keeps "
-                    "only its newest checkpoints (config.train.keep_checkpoints); rerun the same "
-                    "command"
+                    f"{path}: removed while it was read, because the run keeps only its newest "
+                    "checkpoints (config.train.keep_checkpoints); rerun the same command"
                 ) from None
             raise UserError(
-                f"{self.folder / str(step)}: damaged checkpoint ({short_reason(error)}); continue "
-                "the run with smallgpt_jax.main, which resumes from an older checkpoint"
+                f"{path}: damaged checkpoint ({reason}); continue the run with smallgpt_jax.main, "
+                "which resumes from an older checkpoint"
             ) from None
+        self.unlogged_losses = saved["check"].get("unlogged_losses", [])
+        return saved[item], saved.get("model_state", {}), saved.get("heads", {})
 
     def has_average(self, step: int) -> bool:
         return (self.folder / str(step) / "ema").exists()
 
-    def _is_being_removed(self, step: int) -> bool:
-        """Another process may take a while to remove all files."""
-        files, before = -1, None
-        while files != before:
-            before = files
-            with contextlib.suppress(FileNotFoundError):  # removed while it is listed
-                files = sum(1 for _ in (self.folder / str(step)).rglob("*"))
-            time.sleep(REMOVAL_SECONDS)
-        return step not in saved_steps(self.folder)
-
-    def _try_to_read(self, step: int, abstract: TrainState) -> tuple[dict | None, Exception | None]:
-        try:
-            return self._read(
-                step, abstract if step else abstract._replace(opt_state=None, heads={}, ema={})
-            ), None
-        except Exception as error:
-            return None, error
-
     def _read(self, step: int, abstract: TrainState) -> dict:
         """Returns {item: content} of the items that `abstract` has."""
         args = {name: ocp.args.StandardRestore(tree) for name, tree in items_of(abstract).items()}
-        saved = dict(
-            self._manager.restore(
-                step, args=ocp.args.Composite(**args, check=ocp.args.JsonRestore())
-            ).items()
-        )
+        content = ocp.args.Composite(**args, check=ocp.args.JsonRestore())
+        saved = dict(self._checkpointer.restore(self.folder / str(step), args=content).items())
         schema = {
             "unlogged_losses": Optional([LOSS]),
             **{name: Each(integer(0, 2**32 - 1)) for name in args},
@@ -309,21 +320,36 @@ class Checkpoints:
             raise ValueError(mismatch)
         return saved
 
-    def _quarantine(self, damaged: dict[str, str]) -> None:
-        for name, reason in damaged.items():
-            target = self.folder.with_name(DAMAGED_FOLDER) / name
+    def _quarantine(self, damaged: dict[int, str]) -> None:
+        for step, reason in damaged.items():
+            path = self.folder / str(step)
+            target = self.folder.with_name(DAMAGED_FOLDER) / path.name
             while target.exists():
                 target = target.with_name(target.name + "'")
             if is_remote(target):
-                object_storage.move_folder(self.folder / name, target)
+                object_storage.move_folder(path, target)
             else:
                 target.parent.mkdir(exist_ok=True)
-                (self.folder / name).rename(target)
-            self._log(f"damaged checkpoint of step {name} ({reason}): moved to {target}")
+                path.rename(target)
+            self._log(f"damaged checkpoint of step {step} ({reason}): moved to {target}")
 
     def close(self) -> None:
         self.wait_until_finished()
-        self._manager.close()
+        self._checkpointer.close()
+
+
+def run_in_thread(function: Callable[[], None]) -> Future:
+    """Unlike the thread of an executor, this one does not keep Python from exiting."""
+    result = Future()
+
+    def run():
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="save", daemon=True).start()
+    return result
 
 
 def items_of(state: TrainState) -> dict:
@@ -351,6 +377,49 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(
         int(path.name) for path in paths if path.name.isdecimal()
     )  # ignores copies such as backup_5000
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Returns the folders of checkpoints that are being written or removed, or of which a killed
+    process has left a part.
+    """
+    if not is_remote(folder):
+        return list(folder.glob(UNFINISHED_PATTERN))
+    if not folder.exists():
+        return []
+    finished = set(map(str, saved_steps(folder)))
+    return [
+        path for path in folder.iterdir() if path.name.isdecimal() and path.name not in finished
+    ]
+
+
+def remove_unfinished(folder: Path, step: int) -> None:
+    """Pending writes may create a removed folder again, so the search must find nothing four times
+    in a row.
+    """
+    names, num_empty = (str(step), f"{step}{UNFINISHED}"), 0
+    for _ in range(50):
+        try:
+            remains = [path for path in unfinished(folder) if path.name in names]
+        except Exception:  # the service cannot be reached
+            return
+        num_empty = 0 if remains else num_empty + 1
+        if num_empty == 4:
+            return
+        for path in remains:
+            remove_folder(path)
+        time.sleep(0.1)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """An interruption leaves an unfinished checkpoint, and not a part of a finished one."""
+    if is_remote(path):
+        (path / COMMIT_FILE).unlink(missing_ok=True)
+        return path.rmtree()
+    removed = path.with_name(f"{path.name}{UNFINISHED}-removed")
+    if path.exists():
+        rename(path, removed)
+    shutil.rmtree(removed)
 
 
 def find_checkpoint(workdir: Path, step: int | None = None) -> int:
@@ -388,33 +457,18 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 @functools.cache
 def silence_duplicate_errors() -> None:
-    """Lets only `Checkpoints` report a failed write; orbax and tensorstore would log it several
-    times.
+    """Lets only `Checkpoints` report a failed read or write; orbax and tensorstore would print it
+    several times.
     """
     absl.logging.get_absl_logger().addFilter(lambda record: "/orbax/" not in record.pathname)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     default_hook = sys.unraisablehook
 
     def hook(unraisable):
-        if str(unraisable.exc_value) != "Event loop is closed":
+        # a read that orbax has abandoned because another one has failed
+        code = getattr(unraisable.object, "cr_code", None)
+        is_of_orbax = code is not None and "/orbax/" in code.co_filename
+        if not is_of_orbax and str(unraisable.exc_value) != "Event loop is closed":
             default_hook(unraisable)
 
     sys.unraisablehook = hook
-
-
-def is_machine_error(error: Exception, folder: Path) -> bool:
-    """Any other error in reading a checkpoint means that the checkpoint is damaged."""
-    return (
-        isinstance(error, jax.errors.JaxRuntimeError)
-        or find_errno(error) in MACHINE_ERRORS
-        or (is_remote(folder) and object_storage.is_request_error(error))
-    )
-
-
-def find_changed_array(saved: dict) -> str | None:
-    """Returns the first array in `saved` that does not match its saved checksum, or None."""
-    for item in sorted(saved.keys() - {"check"}):
-        sums = bit_checksums(saved[item])
-        if changed := [name for name in sums if saved["check"][item].get(name) != sums[name]]:
-            return item + changed[0]
-    return None

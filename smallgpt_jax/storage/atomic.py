@@ -44,13 +44,32 @@ def append_line(path: Path, line: str) -> None:
 def rename(path: Path, target: Path) -> None:
     """Renames a local file or folder durably: the rename survives a power loss."""
     path.replace(target)
-    folder = os.open(target.parent, os.O_RDONLY)
+    sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """After a power loss, the folder still has the same files."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     except OSError:  # some file systems cannot sync folders
         pass
     finally:
-        os.close(folder)
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """After a power loss, the folder still has its whole content. Object storage needs no call."""
+    if is_remote(folder):
+        return
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+            continue
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
+    sync_folder(folder.parent)
 
 
 @contextlib.contextmanager

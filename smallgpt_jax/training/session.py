@@ -125,7 +125,7 @@ class Session:
             self.clock,
             units,
             config.train.log_every,
-            checkpoints.unlogged_losses(first_step) if first_step else [],
+            checkpoints.unlogged_losses,
         )
 
     def log_validation_loss(self, eval_step, logger: Logger, step: int, state: TrainState) -> bool:

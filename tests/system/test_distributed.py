@@ -31,29 +31,46 @@ CONFIG = (
     *(f"--config.{field.replace('__', '.')}={value}" for field, value in FIELDS.items()),
 )
 
-# Process 1 runs this program: smallgpt_jax.main with the faults that the environment variable FAULT
-# names.
+# With faults, the processes run this program: smallgpt_jax.main with the faults that the environment
+# variable FAULTS lists. Each fault is "PROCESS ACT STEP"; PROCESS then fails to do ACT, or sends
+# itself the signal ACT, at STEP.
 FAULTY = """
-import os, runpy, signal, sys
+import errno, os, resource, runpy, signal, sys
 sys.path.insert(0, "")  # as with python -m
-from smallgpt_jax.run.checkpoint import Checkpoints
+import orbax.checkpoint as ocp
 from smallgpt_jax.run.logger import Logger
 
-fault, _, step = os.environ["FAULT"].partition(":")
+(process,) = (arg[-1] for arg in sys.argv if "process_id=" in arg)
+faults = [fault.split(" ")[1:] for fault in os.environ["FAULTS"].split(",") if fault[0] == process]
+
+def is_due(act, path):
+    # "12" and "12.orbax-checkpoint-tmp/params.orbax-checkpoint-tmp" belong to step 12
+    return any([act, name.split(".")[0]] in faults for name in path.parts)
+
+def failing(cls, method, act, number):
+    original = getattr(cls, method)
+    def fail(self, path, *arguments, **options):
+        if is_due(act, path):
+            raise OSError(number, os.strerror(number), str(path))
+        return original(self, path, *arguments, **options)
+    setattr(cls, method, fail)
+
+def write(self, path, *arguments, _write=ocp.StandardCheckpointHandler.async_save, **options):
+    most = 200 if is_due("write", path) else resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    return _write(self, path, *arguments, **options)
 
 def log(self, metrics, _log=Logger.log):
     _log(self, metrics)
-    if metrics.step == int(step):
-        os.kill(os.getpid(), getattr(signal, fault.removeprefix("UNREADABLE,")))
+    for act, step in faults:
+        if act.startswith("SIG") and metrics.step == int(step):
+            os.kill(os.getpid(), getattr(signal, act))
 
-def read(self, *arguments, _read=Checkpoints._read):
-    Checkpoints._read = _read
-    _read(self, *arguments)  # orbax reads with all processes
-    raise ValueError("a bad sector")
-
+failing(ocp.AsyncCheckpointer, "save", "start", errno.EACCES)
+failing(ocp.CompositeCheckpointHandler, "finalize", "commit", errno.ENOSPC)
+failing(ocp.AsyncCheckpointer, "restore", "read", errno.EIO)
+ocp.StandardCheckpointHandler.async_save = write
 Logger.log = log
-if "UNREADABLE" in fault:
-    Checkpoints._read = read
 sys.argv = sys.argv[2:]
 runpy.run_module("smallgpt_jax.main", run_name="__main__")
 """
@@ -61,21 +78,20 @@ runpy.run_module("smallgpt_jax.main", run_name="__main__")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, text_file):
-    """Returns a function (workdir, fault) that trains a run in `workdir` with local_cluster.sh.
+    """Returns a function (workdir, faults) that trains a run in `workdir` with local_cluster.sh.
 
-    The run has two processes, each of which holds half of the weights. `fault` names a fault that
-    is injected into process 1. By default, no fault is injected.
+    The run has two processes, each of which holds half of the weights. See FAULTY for the faults.
     """
     folder = tmp_path_factory.mktemp("bin")
     (folder / "faulty.py").write_text(FAULTY)
     python = folder / "python"
     python.write_text(
-        f'#!/bin/bash\n[[ $FAULT && "$*" = *process_id=1* ]] && set -- {folder}/faulty.py "$@"\n'
+        f'#!/bin/bash\n[[ $FAULTS ]] && set -- {folder}/faulty.py "$@"\n'
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
 
-    def start(workdir, fault=""):
+    def start(workdir, faults=""):
         return subprocess.run(
             [
                 "bash",
@@ -91,12 +107,12 @@ def cluster(tmp_path_factory, text_file):
                 **os.environ,
                 "PYTHON": str(python),
                 "XLA_FLAGS": XLA_FLAGS.format(devices=1),
-                "FAULT": fault,
+                "FAULTS": faults,
                 "GRACE_SECONDS": "60",
             },
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=300,
         )
 
     return start
@@ -118,8 +134,9 @@ def saved_steps(workdir) -> list[int]:
 def test_two_processes_train_as_one(tmp_path, text_file, cluster):
     """A run trained by two processes has the same losses as a run trained by one process.
 
-    The losses are also the same if process 1 is killed, cannot read a checkpoint or receives
-    SIGTERM, and if the run is resumed by a single process.
+    The losses are also the same if process 1 is killed, if a checkpoint is damaged or cannot be
+    written by one of them, if process 1 receives SIGTERM, and if the run is resumed by a single
+    process.
     """
     undisturbed, run, alone = (tmp_path / name for name in ("undisturbed", "run", "alone"))
     result = cluster(undisturbed)
@@ -127,8 +144,11 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
     assert "on 2 cpu devices of 2 processes" in result.stdout
     assert result.stdout.count("step 20/20   validation loss") == 1  # only process 0 prints
 
-    result = cluster(run, fault="SIGKILL:14")
+    # The second checkpoint does not fit on the disk of process 1, which is killed later.
+    result = cluster(run, "1 write 8,1 SIGKILL 15")
     assert result.returncode in (1, 137)
+    failed = "could not write a checkpoint: process 1: File too large. Training continues; newest "
+    assert f"{failed}checkpoint: step 4" in result.stdout
     assert "error: another process of this run has exited or is unreachable" in result.stderr
     assert "Traceback" not in result.stderr, result.stderr
     assert (
@@ -136,14 +156,24 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
         and "process 1: exit status 137" in result.stderr
     )
 
-    # Process 1 cannot read the newest checkpoint, so both processes resume from the one before it.
-    before, newest = saved_steps(run)[-2:]
-    result = cluster(run, fault="UNREADABLE,SIGTERM:16")
-    assert result.returncode == 143
-    assert (
-        f"damaged checkpoint of step {newest} (another process could not read it)" in result.stdout
-    )
-    assert f", {before} done" in result.stdout
+    # The newest checkpoint is read only by process 1; the other one cannot be read at the moment.
+    assert saved_steps(run) == [4, 12]
+    for path in (run / "checkpoints/12/params/ocdbt.process_1/d").iterdir():
+        path.write_bytes(b"")
+    started = time.monotonic()
+    result = cluster(run, "1 read 4")
+    assert result.returncode == 1 and time.monotonic() - started < 60
+    assert "checkpoints/4: cannot be read (Input/output error); nothing was" in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+    assert saved_steps(run) == [4, 12]
+
+    result = cluster(run, "1 start 8,0 commit 12,1 SIGTERM 16")
+    assert result.returncode == 143, result.stderr
+    assert "damaged checkpoint of step 12 (OUT_OF_RANGE: " in result.stdout
+    assert "20 steps of 8 × 16 tokens, 4 done" in result.stdout
+    failed = "could not write a checkpoint: process 1: Permission denied. Training continues; "
+    assert result.stdout.count(failed) == result.stdout.count("could not write") == 1
+    assert "checkpoints can be written again; newest checkpoint: step 16" in result.stdout
     stopped = saved_steps(run)[-1]
     assert 16 <= stopped < STEPS
     assert result.stderr.count(f"stopped after step {stopped} and saved") == 2

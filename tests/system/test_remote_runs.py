@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint
 import pytest
 from conftest import ROOT, call, load_config
 from run_helpers import assert_equal, read_untimed_metrics, state_of
@@ -20,6 +22,7 @@ from storage_helpers import hold_lock, name_of, short_lease  # noqa: F401
 from smallgpt_jax.run import spool
 from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.run.names import LOCK_FILE
+from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.training import train
@@ -219,14 +222,21 @@ def test_evaluate_reads_a_remote_run(remote_run, local_run, tmp_path):
 def test_folders_of_the_user_survive_a_failed_save(remote_run, bucket, monkeypatch):
     folder, messages = bucket / "run" / "checkpoints", []
     object_storage.file_system().copy(str(remote_run / "checkpoints"), str(folder), recursive=True)
-    for name in ("best", "backup_5000", "50"):  # the save of step 50 has failed
+    for name in ("best", "backup_5000", "50"):  # the save of step 50 was interrupted
         (folder / name).mkdir(parents=True)
         (folder / name / "file").write_text(name)
-    checkpoints = Checkpoints(folder, log=messages.append)
-    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", lambda: 1 / 0)
-    checkpoints.wait_until_finished()
+    kept = {"20", "30", "40", "best", "backup_5000"}
+    checkpoints = Checkpoints(folder, keep=3, log=messages.append)
+    assert {path.name for path in folder.iterdir()} == kept
+
+    def fail(_, path, **__):
+        (folder / "50" / "file").write_text(str(path))
+        raise OSError("no network")
+
+    monkeypatch.setattr(orbax.checkpoint.AsyncCheckpointer, "save", fail)
+    checkpoints.save(50, TrainState(jnp.int32(50), {"a": jnp.ones(2)}, {"count": jnp.int32(50)}))
     assert len(messages) == 1 and "newest checkpoint: step 40" in messages[0]
-    assert {path.name for path in folder.iterdir()} == {"20", "30", "40", "best", "backup_5000"}
+    assert {path.name for path in folder.iterdir()} == kept
     assert saved_steps(folder) == [20, 30, 40]
 
 

@@ -3,25 +3,35 @@ training.
 """
 
 import collections
+import errno
 import itertools
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint
 import pytest
 from conftest import ROOT
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.checkpoint import Checkpoints, copy_checkpoint, saved_steps
+from smallgpt_jax.formatting import find_errno, short_reason
+from smallgpt_jax.run.checkpoint import (
+    Checkpoints,
+    copy_checkpoint,
+    remove_checkpoint,
+    saved_steps,
+)
 from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.state import TrainState
 
@@ -181,7 +191,7 @@ def test_checksums_of_another_shape_are_damage(saved, tmp_path, check):
     with pytest.raises(UserError, match=r"20: damaged checkpoint \(check"):
         checkpoints.restore_model(20, ABSTRACT.params, {})
     assert_equal(checkpoints.restore_latest(ABSTRACT), state_of(10))
-    assert checkpoints.unlogged_losses(10) == []
+    assert checkpoints.unlogged_losses == []
     checkpoints.close()
 
 
@@ -192,47 +202,191 @@ def test_nothing_is_moved_if_all_checkpoints_are_damaged(saved, tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
     with pytest.raises(UserError, match="all checkpoints are damaged"):
         checkpoints.restore_latest(ABSTRACT)
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.name.isdecimal()) == [
-        "10",
-        "20",
-    ]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["10", "20"]
+    assert os.listdir(tmp_path) == ["checkpoints"]
     checkpoints.close()
 
 
-def test_machine_errors_are_not_damage(saved, tmp_path, monkeypatch):
-    shutil.copytree(saved, tmp_path / "checkpoints")
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+def error_of_tensorstore(number: int) -> ValueError:
+    return ValueError(f"UNAVAILABLE: reading the file [os_error_code='{number}']")
 
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied", "somewhere")
 
-    monkeypatch.setattr(checkpoints, "_read", refuse)
-    with pytest.raises(
-        UserError, match=r"checkpoints/20: cannot be read \(Permission denied\); nothing"
-    ):
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(
+            OSError(number, os.strerror(number))
+            for number in (
+                errno.EACCES,
+                errno.EPERM,
+                errno.EIO,
+                errno.EMFILE,
+                errno.ENFILE,
+                errno.ENOMEM,
+                errno.ESTALE,
+                errno.ETIMEDOUT,
+                errno.ENOTCONN,
+                errno.ESHUTDOWN,
+                errno.EREMOTEIO,
+                errno.EBUSY,
+                errno.EAGAIN,
+                errno.EHOSTDOWN,
+            )
+        ),
+        error_of_tensorstore(errno.EIO),
+        error_of_tensorstore(errno.ENOTCONN),
+        MemoryError("cannot allocate"),
+        TimeoutError("timed out"),
+        RuntimeError("can't start new thread"),
+    ],
+    ids=lambda error: f"{type(error).__name__}-{find_errno(error)}",
+)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_errors_of_the_machine_are_not_damage(saved, monkeypatch, error, is_wrapped):
+    """Sound checkpoints stay where they are. orbax wraps errors of a read in an Exception."""
+
+    def restore(*_, **__):
+        if is_wrapped:
+            raise Exception("encountered error while reading") from error
+        raise error
+
+    monkeypatch.setattr(orbax.checkpoint.AsyncCheckpointer, "restore", restore)
+    checkpoints = Checkpoints(saved, keep=3)
+    reason = re.escape(short_reason(error))
+    with pytest.raises(UserError, match=rf"checkpoints/20: cannot be read \({reason}\); nothing"):
         checkpoints.restore_latest(ABSTRACT)
-    with pytest.raises(UserError, match=r"checkpoints/20: cannot be read \(Permission denied\)$"):
+    with pytest.raises(UserError, match=rf"checkpoints/20: cannot be read \({reason}\)$"):
         checkpoints.restore_model(20, ABSTRACT.params, {})
-    assert checkpoints.steps() == [10, 20] and not (tmp_path / "damaged_checkpoints").exists()
+    assert checkpoints.steps() == [10, 20] and os.listdir(saved.parent) == ["checkpoints"]
     checkpoints.close()
+
+
+def test_inference_refuses_a_checkpoint_with_other_bits(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "checkpoints")
+    path = tmp_path / "checkpoints" / "20" / "check" / "metadata"
+    check = json.loads(path.read_text())
+    check["params"]["['b']['c']"] ^= 1
+    path.write_text(json.dumps(check))
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    with pytest.raises(
+        UserError, match=r"20: damaged checkpoint \(checksum of params\['b'\]\['c'\] differs\)"
+    ):
+        checkpoints.restore_model(20, ABSTRACT.params, {})
 
 
 def test_a_checkpoint_that_a_run_removes_is_not_damaged(saved, tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved, folder)
     checkpoints = Checkpoints(folder)
-    shutil.rmtree(folder / "10" / "params")
-    remover = threading.Timer(0.2, shutil.rmtree, (folder / "10",))
-    remover.start()
+    remove_checkpoint(folder / "10")
     with pytest.raises(
         UserError,
         match=r"checkpoints/10: removed while it was read, because the run keeps only its",
     ):
         checkpoints.restore_model(10, ABSTRACT.params, {})
-    remover.join()
     shutil.rmtree(folder / "20" / "params")
     with pytest.raises(UserError, match="checkpoints/20: damaged checkpoint"):
         checkpoints.restore_model(20, ABSTRACT.params, {})
+
+
+def test_a_removal_that_is_interrupted_leaves_no_checkpoint(saved, tmp_path, monkeypatch):
+    folder = shutil.copytree(saved, tmp_path / "checkpoints")
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        remove_checkpoint(folder / "10")
+    monkeypatch.undo()
+    assert saved_steps(folder) == [20] and len(os.listdir(folder)) == 2
+    Checkpoints(folder, keep=2).close()
+    assert os.listdir(folder) == ["20"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed(tmp_path, monkeypatch):
+    """It is reported once. The newer ones are saved, and those after it removed."""
+    logged, rmtree = [], shutil.rmtree
+
+    def remove(path, *arguments, **options):
+        if "/10" in str(path):
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        rmtree(path, *arguments, **options)
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1, log=logged.append)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    for step in (10, 20, 30, 40):
+        checkpoints.save(step, state_of(step))
+    checkpoints.wait_until_finished()
+    path = tmp_path / "checkpoints" / "10"
+    assert logged == [f"{path}: could not be removed: Device or resource busy"]
+    assert checkpoints.steps() == saved_steps(tmp_path / "checkpoints") == [40]
+    monkeypatch.undo()
+    checkpoints.save(50, state_of(50))
+    checkpoints.close()
+    assert os.listdir(tmp_path / "checkpoints") == ["50"]
+
+
+def test_a_clock_that_jumps_does_not_end_a_save(tmp_path, monkeypatch):
+    logged, days = [], itertools.count()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1, log=logged.append)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 86_400 * next(days))
+    checkpoints.save(10, state_of(10))
+    checkpoints.close()
+    assert next(days) > 10 and not logged and checkpoints.steps() == [10]
+
+
+def test_a_folder_that_cannot_be_created_does_not_keep_others_waiting(tmp_path, monkeypatch):
+    """Orbax's threads would wait for the folder for five minutes, also when the process exits."""
+    logged, mkdir = [], os.mkdir
+
+    def make(path, *arguments, **options):
+        if "opt_state" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        mkdir(path, *arguments, **options)
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1, log=logged.append)
+    monkeypatch.setattr(os, "mkdir", make)
+    checkpoints.save(10, state_of(10))
+    checkpoints.wait_until_finished()
+    end = time.monotonic() + 20
+    while any(thread.name == "write_metadata_after_commits" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert logged == [
+        "could not write a checkpoint: No space left on device. Training continues; newest "
+        "checkpoint: none"
+    ]
+    assert os.listdir(tmp_path / "checkpoints") == []
+    monkeypatch.undo()
+    checkpoints.save(20, state_of(20))
+    checkpoints.close()
+    assert saved_steps(tmp_path / "checkpoints") == [20]
+
+
+def test_a_checkpoint_is_durable_before_older_ones_are_removed(tmp_path, monkeypatch):
+    """When the older one is renamed to be removed, the disk has every file and folder of the newer
+    one.
+    """
+    synced, missing, sync, replace = set(), [], os.fsync, Path.replace
+
+    def record(descriptor):
+        sync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def check(path, target):
+        if path.name == "10":
+            newer = tmp_path / "20"
+            content = [newer, tmp_path, *newer.rglob("*")]
+            missing.extend(path for path in content if path.stat().st_ino not in synced)
+            missing.append("checked")
+        return replace(path, target)
+
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(10, state_of(10))
+    checkpoints.wait_until_finished()
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(Path, "replace", check)
+    checkpoints.save(20, state_of(20))
+    checkpoints.close()
+    assert missing == ["checked"]
 
 
 def test_a_failed_save_is_logged_and_the_next_one_tried(tmp_path):

@@ -22,7 +22,7 @@ from smallgpt_jax.data import store, tokenizers, unfinished_store
 from smallgpt_jax.data.corpus import Corpus, same_text
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run import checkpoint, trackers, workdir
+from smallgpt_jax.run import trackers, workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training import messages
@@ -300,7 +300,7 @@ def use_journal(folder):
 def use_checkpoint(folder):
     checkpoints = Checkpoints(folder / "checkpoints")
     params, _, _ = checkpoints.restore_model(7, {"a": jnp.zeros(2)}, {})
-    losses = checkpoints.unlogged_losses(7)
+    losses = checkpoints.unlogged_losses
     checkpoints.close()
     assert params["a"].tolist() == [1, 1] and all(isinstance(loss, int | float) for loss in losses)
 
@@ -352,8 +352,7 @@ READERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
-def test_damaged_files_give_one_line(folder, tmp_path, name, monkeypatch):
-    monkeypatch.setattr(checkpoint, "REMOVAL_SECONDS", 0.0)  # nobody removes the checkpoint
+def test_damaged_files_give_one_line(folder, tmp_path, name):
     shutil.copytree(folder, tmp_path / "files")
     path, rng = tmp_path / "files" / name, random.Random(name)
     before, refused = path.read_bytes(), 0

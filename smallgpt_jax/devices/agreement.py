@@ -1,0 +1,89 @@
+"""Messages between the processes of a run, by JAX's coordination service.
+
+Unlike collectives, they need no device. So a thread can exchange them while the devices train, and
+so can processes that differ in their devices or their code.
+
+All processes call `exchange` and create `Agreement`s in the same order. Their numbers are the names
+of the messages.
+"""
+
+import itertools
+import threading
+
+import jax
+from jax._src import distributed  # JAX has no public access to the service's keys and values
+
+POLL_SECONDS = 5.0  # between two looks at whether this process is about to exit
+_NUMBERS = itertools.count()
+
+
+class PeerError(Exception):
+    """Another process has failed; the message names it and says why."""
+
+
+def num_processes() -> int:
+    """Like jax.process_count(), but does not initialize the devices."""
+    return distributed.global_state.num_processes
+
+
+def process_index() -> int:
+    return distributed.global_state.process_id
+
+
+def exchange(text: str) -> list[str]:
+    """Returns the texts of all processes, in their order (collective)."""
+    return _exchange(f"exchange/{next(_NUMBERS)}", text)
+
+
+class Agreement:
+    """Phases that all processes complete, or none: once a process has failed, no other waits for it
+    (collective; the methods may be called in any thread).
+    """
+
+    def __init__(self, num_phases: int):
+        self._name, self._num_phases, self._phase = f"agreement/{next(_NUMBERS)}", num_phases, 0
+
+    def complete_phase(self) -> None:
+        """Waits until all processes have completed the next phase. Raises PeerError if one has
+        failed.
+        """
+        failures = _exchange(f"{self._name}/{self._phase}", "")
+        self._phase += 1
+        for process, failure in enumerate(failures):
+            if failure:
+                raise PeerError(f"process {process}: {failure}")
+
+    def fail(self, reason: str) -> None:
+        """Ends the others' waiting, whichever phase they are in."""
+        for phase in range(self._num_phases):
+            _send(f"{self._name}/{phase}", reason)
+
+
+def _exchange(name: str, text: str) -> list[str]:
+    if num_processes() == 1:
+        return [text]
+    _send(name, text)
+    return [_receive(name, process) for process in range(num_processes())]
+
+
+def _key(name: str, process: int) -> str:
+    return f"smallgpt_jax/{name}/{process}"
+
+
+def _send(name: str, text: str) -> None:
+    if num_processes() > 1:
+        client = distributed.global_state.client
+        client.key_value_set(_key(name, process_index()), text, allow_overwrite=True)
+
+
+def _receive(name: str, process: int) -> str:
+    """Waits without a limit: if the other process dies, the service ends this one, too."""
+    client = distributed.global_state.client
+    while True:
+        try:
+            return client.blocking_key_value_get(_key(name, process), round(1000 * POLL_SECONDS))
+        except jax.errors.JaxRuntimeError as error:
+            # At its exit, Python waits for threads, and one of them may be waiting here.
+            is_exiting = not threading.main_thread().is_alive()
+            if is_exiting or "DEADLINE_EXCEEDED" not in str(error):
+                raise

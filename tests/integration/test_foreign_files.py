@@ -217,6 +217,8 @@ BAD_JSON = [
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
 def test_json_of_the_wrong_form(file, exports, tmp_path, bounded):
     folder = shutil.copytree(exports["gpt2"], tmp_path / "model")
+    if file != "config.json":  # an index is read only without the single file
+        (folder / "model.safetensors").unlink()
     for content in [
         *BAD_JSON,
         *(
@@ -529,8 +531,9 @@ def valid_files(exports, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("valid")
     index = shutil.copytree(exports["llama"], folder / "index")
     names = [name for name in safetensors.load_file(index / "model.safetensors")]
+    (index / "model.safetensors").rename(index / "all.safetensors")
     (index / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")})
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "all.safetensors")})
     )
     (folder / "hugging_face").mkdir()
     byte_level().save(str(folder / "hugging_face" / "tokenizer.json"))

@@ -102,8 +102,8 @@ class TrainConfig(ConfigGroup):
     profile_from: int = free(0, **NOT_COMPILED)
     # number of steps in the trace
     profile_steps: int = free(5, **NOT_COMPILED)
-    # if no step finishes for this time, the run ends with status 124; 0: no limit. The time of
-    # compiling, saving and evaluating does not count
+    # if no step finishes for this time, the run ends with status 124; 0: no limit. Starting, saving
+    # and evaluating may each take four times as long
     stall_seconds: float = free(1800.0, **NOT_COMPILED)
 
     def validate(self) -> None:

@@ -27,7 +27,6 @@ from smallgpt_jax.training.nonfinite import NonFiniteGuard
 from smallgpt_jax.training.preemption import StopRequest
 from smallgpt_jax.training.program import Program
 from smallgpt_jax.training.validation import Evaluation, evaluate
-from smallgpt_jax.training.watchdog import Watchdog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +180,7 @@ def train_from(
     if is_due and not run.log_validation_loss(first_step, state):
         return state, first_step, True
     run.profiler.after_step(first_step, state)
-    with Watchdog(run.clock, run.config.stall_seconds):
-        result = train_loop(run, state, first_step)
+    result = train_loop(run, state, first_step)
     run.profiler.close()
     return result
 

@@ -26,6 +26,7 @@ from smallgpt_jax.training.kernel_check import check_attention_kernels, check_re
 from smallgpt_jax.training.preemption import StopRequest
 from smallgpt_jax.training.program import Program, memory_errors_explained, shared_program
 from smallgpt_jax.training.session import Session
+from smallgpt_jax.training.watchdog import Watchdog
 
 
 @best_effort("stdout")
@@ -76,6 +77,7 @@ class Training(NamedTuple):
                 with (
                     memory_errors_explained(config.train),
                     open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool,
+                    Watchdog(clock, config.train.stall_seconds),
                 ):
                     Session(program, pipeline, spool, stop, clock, progress).run()
             except DivergenceError as diverged:

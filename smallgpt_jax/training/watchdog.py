@@ -7,16 +7,18 @@ import tempfile
 import threading
 import time
 
-from smallgpt_jax.run.clock import RunClock
+from smallgpt_jax.run.clock import PHASES, RunClock
 
 STALLED_STATUS = 124  # the exit status of the shell command `timeout`
 PRINTING_SECONDS = 10.0
-EXEMPT_PHASES = ("restart", "save", "evaluate")
+# These phases have no steps, and may take longer than a step: LONG_FACTOR times the limit.
+LONG_PHASES = ("restart", "save", "evaluate")
+LONG_FACTOR = 4
 
 
 class Watchdog:
-    """Ends the process with STALLED_STATUS if no training step finishes for `seconds`; never if
-    `seconds` is 0. Waiting for data counts; EXEMPT_PHASES do not.
+    """Ends the process with STALLED_STATUS if no training step finishes for `seconds`, or if one of
+    LONG_PHASES takes LONG_FACTOR × `seconds`; never if `seconds` is 0. Waiting for data counts.
     """
 
     def __init__(self, clock: RunClock, seconds: float):
@@ -35,31 +37,39 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        idle, progress, checked = 0.0, self._clock.progress, time.monotonic()
+        idle, last, checked = 0.0, None, time.monotonic()
         while not self._done.wait(self._interval):
-            now = time.monotonic()
+            now, phase = time.monotonic(), self._clock.phase
             # If more time has passed since the last check, the whole process was suspended. That is
             # not a hang.
             idle += min(now - checked, 2 * self._interval)
             checked = now
-            if self._clock.progress != progress or self._clock.phase in EXEMPT_PHASES:
-                idle, progress = 0.0, self._clock.progress
-            if idle >= self._limit:
-                self._end()
+            is_long = phase in LONG_PHASES
+            position = self._clock.progress, is_long
+            if position != last:
+                idle, last = 0.0, position
+            if is_long and idle >= LONG_FACTOR * self._limit:
+                self._end(
+                    f"{PHASES[phase]} has taken {LONG_FACTOR * self._limit:g} seconds "
+                    f"({LONG_FACTOR} × config.train.stall_seconds)"
+                )
+            elif not is_long and idle >= self._limit:
+                self._end(
+                    f"no training step has finished for {self._limit:g} seconds "
+                    "(config.train.stall_seconds)"
+                )
 
-    def _end(self) -> None:
+    def _end(self, reason: str) -> None:
         # Ends the process even if nobody reads standard error.
         threading.Timer(PRINTING_SECONDS, os._exit, (STALLED_STATUS,)).start()
         print(
-            f"error: no training step has finished for {self._limit:g} seconds "
-            "(config.train.stall_seconds); rerun the same command to resume from the newest "
-            "checkpoint. Stacks of all threads:",
+            f"error: {reason}; rerun the same command to resume from the newest checkpoint. Stacks "
+            "of all threads:",
             file=sys.stderr,
             flush=True,
         )
-        with tempfile.TemporaryFile(
-            "w+"
-        ) as stacks:  # a dump to a full pipe would stop all threads, and the timer
+        # A dump to a full pipe would stop all threads, and the timer.
+        with tempfile.TemporaryFile("w+") as stacks:
             faulthandler.dump_traceback(stacks)
             stacks.seek(0)
             print(stacks.read(), file=sys.stderr, flush=True)

@@ -317,7 +317,7 @@ with output.best_effort("stdout"), output.best_effort("stderr"):
         print(f"line {i:>20}", flush=True)
     if sys.argv[1:]:
         print("x" * 100_000, file=sys.stderr)
-        watchdog.Watchdog(RunClock(), 1.0)._end()
+        watchdog.Watchdog(RunClock(), 1.0)._end("it hangs")
 """
 
 

@@ -1,11 +1,14 @@
 """Tests of the stall watchdog alone, with a limit of 0.2 seconds and without ending the process."""
 
+import itertools
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from smallgpt_jax.run.clock import RunClock
+from smallgpt_jax.training import watchdog
 from smallgpt_jax.training.watchdog import Watchdog
 
 LIMIT = 0.2  # seconds
@@ -51,13 +54,30 @@ def test_steps_keep_a_run_alive(clock, statuses):
     assert statuses == []
 
 
-@pytest.mark.parametrize("phase", ["restart", "save", "evaluate"])
-def test_other_phases_are_exempt(clock, statuses, phase):
+@pytest.mark.parametrize(
+    "phase, name", [("restart", "starting"), ("save", "saving"), ("evaluate", "evaluating")]
+)
+def test_phases_without_steps_may_take_four_times_as_long(clock, statuses, capfd, phase, name):
     with Watchdog(clock, LIMIT):
         with clock.during(phase):
-            time.sleep(3 * LIMIT)
-        time.sleep(LIMIT / 4)
-    assert statuses == []
+            time.sleep(2 * LIMIT)
+        assert statuses == []
+        with clock.during(phase):
+            time.sleep(6 * LIMIT)
+    assert statuses[0] == 124
+    assert capfd.readouterr().err.startswith(
+        f"error: {name} has taken 0.8 seconds (4 × config.train.stall_seconds); rerun the same "
+    )
+
+
+def test_the_time_of_a_suspension_does_not_count(clock, statuses, monkeypatch):
+    """The clock goes on while the process is suspended, here for an hour between any two checks."""
+    checks = itertools.count()
+    fake = SimpleNamespace(monotonic=lambda: 3600.0 * next(checks))
+    monkeypatch.setattr(watchdog, "time", fake)
+    with Watchdog(clock, 3.0):
+        time.sleep(0.8)  # two checks
+    assert next(checks) >= 3 and statuses == []
 
 
 @pytest.mark.slow

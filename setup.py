@@ -39,8 +39,10 @@ setup(
     name="smallgpt_jax",
     version=runpy.run_path(str(ROOT / "smallgpt_jax" / "__init__.py"))["__version__"],
     description="Small decoder-only language models in JAX: GPT, ParallelGPT, LinearGPT, ConvGPT",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
     packages=find_packages(include=["smallgpt_jax", "smallgpt_jax.*"]),
-    package_data={"smallgpt_jax.data": ["python_packages.txt"]},
+    package_data={"smallgpt_jax": ["py.typed"], "smallgpt_jax.data": ["python_packages.txt"]},
     package_dir={
         "": "."
     },  # an editable install then works in the folder above a clone of this name too

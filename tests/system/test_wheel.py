@@ -52,7 +52,7 @@ def installed(tmp_path_factory) -> Path:
     sources = folder / "sources"  # a copy, because setuptools writes build/ beside setup.py
     for name in ("smallgpt_jax", "configs"):
         shutil.copytree(ROOT / name, sources / name)
-    for name in ("setup.py", "pyproject.toml"):
+    for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, sources)
     pip("wheel", "--no-build-isolation", f"--wheel-dir={folder}", sources)
     pip("install", f"--target={folder / 'installed'}", *folder.glob("*.whl"))

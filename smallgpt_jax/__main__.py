@@ -56,13 +56,13 @@ def main() -> None:
         print(f"python -m smallgpt_jax.{command:8}  {first_line(command)}")
     print(
         "\nEach command lists its flags with --help. pip also installs the commands as "
-        "smallgpt-train (main), smallgpt-prepare, …"
+        "smallgpt-train (main), smallgpt-prepare, ..."
     )
 
 
 def first_line(command: str) -> str:
     """Reads the docstring without importing the command, because imports take seconds."""
-    source = Path(__file__).with_name(f"{command}.py").read_text()
+    source = Path(__file__).with_name(f"{command}.py").read_text("utf-8")
     return ast.get_docstring(ast.parse(source)).splitlines()[0]
 
 

@@ -15,7 +15,9 @@ import gc
 import io
 import keyword
 import logging
+import os
 import re
+import resource
 import sys
 import traceback
 from collections.abc import Callable
@@ -31,10 +33,12 @@ from ml_collections import ConfigDict, config_flags
 
 from smallgpt_jax.config import recipes
 from smallgpt_jax.devices import compilation_cache, distributed, host_memory
+from smallgpt_jax.devices.platform import missing_devices_message
 from smallgpt_jax.errors import StoppedError, UserError, raise_on_interrupt
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
 from smallgpt_jax.storage import object_storage
 
+MIN_FILES = 64  # a tiny run on one device opens between 32 and 48 at a time
 # {part of absl's message for a flag value of the wrong type: description of the right type}
 EXPECTED = {"int()": "an integer", "to float": "a number", "boolean": "true or false"}
 
@@ -81,15 +85,16 @@ def run(main: Callable[[], None]) -> None:
 
 def run_command(main: Callable[[], None]) -> None:
     # Print characters missing from the terminal's encoding as escapes; accept input that is not
-    # UTF-8.
+    # UTF-8. In the locale C, Python's standard output would refuse them.
     for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "surrogateescape")):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors=errors)
     logging.getLogger(
         "huggingface_hub"
     ).propagate = False  # it prints its messages itself; absl would repeat them
     try:
         raise_on_interrupt()
+        require_open_files()
         compilation_cache.configure()
         distributed.skip_tpu_search()
         host_memory.configure()
@@ -105,6 +110,8 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         fail("stopped", status=130)
     except Exception as error:
+        if message := missing_devices_message(error):
+            fail(message)
         if object_storage.is_used() and object_storage.is_request_error(error):
             fail(object_storage.request_error_message("object storage", error))
         if not isinstance(error, OSError):
@@ -116,6 +123,29 @@ def run_command(main: Callable[[], None]) -> None:
         fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
 
 
+def require_open_files() -> None:
+    """Raises UserError if the process may open too few files for JAX, a checkpoint and the data."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MIN_FILES <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MIN_FILES, hard))
+    elif soft < MIN_FILES:
+        raise UserError(
+            f"ulimit -n: this process may open only {soft} files; allow at least {MIN_FILES}"
+        )
+
+
+def require_readable_arguments(argv: list[str]) -> None:
+    """Raises UserError for arguments that Python cannot decode, because the locale is not UTF-8."""
+    encoding = sys.getfilesystemencoding()
+    for argument in argv:
+        if encoding != "utf-8" and not argument.isascii():
+            shown = os.fsencode(argument).decode("utf-8", "replace")
+            raise UserError(
+                f"{shown}: cannot be read in a locale with the encoding {encoding}; set "
+                "LC_ALL=C.UTF-8, and do not set PYTHONUTF8=0"
+            )
+
+
 def parse(argv: list[str]) -> list[str]:
     """Exits with a one-line message if a flag or the config file has an error."""
     if {"--help", "-h", "-help", "--h"} & set(argv[1:]):
@@ -123,6 +153,7 @@ def parse(argv: list[str]) -> list[str]:
         sys.exit(0)
     arguments = sys.argv
     try:
+        require_readable_arguments(argv)
         if "config" in flags.FLAGS:
             recipes.make_importable()
         sys.argv = quote_run_names(

@@ -171,7 +171,7 @@ def read_logged(path: Path) -> dict[str, list[tuple[int, float]]]:
     UserError if the file cannot be read as such a table, or has no rows.
     """
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8") as file:
             curves: dict[str, list] = {}
             for row in csv.DictReader(file):
                 curves.setdefault(row["model"], []).append(

@@ -105,15 +105,15 @@ def export_folder(
         )
     for name in form.CODE:
         source = resources.files("smallgpt_jax.conversion.exported") / name
-        (folder / name).write_text(source.read_text())
+        (folder / name).write_text(source.read_text("utf-8"), "utf-8")
     if tokenizer:
         for name, content in tokenizer_files.hugging_face_files(
             tokenizer, config.context_length, bool(chat_template)
         ).items():
-            (folder / name).write_text(content)
+            (folder / name).write_text(content, "utf-8")
         tokenizers.save(tokenizer, folder)  # the original tokenizer files, which read_folder reads
         save_template(chat_template, folder)
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_text(card, "utf-8", errors="backslashreplace")
 
 
 def ends_of_texts(tokenizer: Tokenizer | None, chat_template: str) -> int | list[int] | None:
@@ -129,7 +129,7 @@ def ends_of_texts(tokenizer: Tokenizer | None, chat_template: str) -> int | list
 
 
 def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def read_folder(

@@ -41,7 +41,7 @@ def known_fields() -> list[str]:
     """Returns the fields that the exported PyTorch code reads: the parameters of its config's
     constructor.
     """
-    tree = ast.parse((Path(__file__).parent / "exported" / CODE[0]).read_text())
+    tree = ast.parse((Path(__file__).parent / "exported" / CODE[0]).read_text("utf-8"))
     constructor = next(node for node in ast.walk(tree) if getattr(node, "name", "") == "__init__")
     other = {"self", "use_cache", *RENAMED_FIELDS.values()}
     return [argument.arg for argument in constructor.args.args if argument.arg not in other]

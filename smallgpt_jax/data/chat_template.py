@@ -158,7 +158,7 @@ def find_template(field: str, tokenizer_folder: Path) -> str:
     if field:
         try:
             return checked(
-                Path(field).expanduser().read_text(), f"config.data.chat_template={field!r}"
+                Path(field).expanduser().read_text("utf-8"), f"config.data.chat_template={field!r}"
             )
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
@@ -177,7 +177,7 @@ def own_template(tokenizer_folder: Path) -> str:
     """Returns the template of the tokenizer, as transformers finds it, or ""."""
     if (own := tokenizer_folder / TEMPLATE_FILE).is_file():
         try:
-            return own.read_text()
+            return own.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"{own}: cannot be read ({short_reason(error)}); restore or delete it"

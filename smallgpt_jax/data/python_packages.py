@@ -49,7 +49,7 @@ class PythonPackages(Member):
 
     @cached_property
     def manifest(self) -> str:
-        return MANIFEST.read_text()
+        return MANIFEST.read_text("utf-8")
 
     @cached_property
     def files(self) -> list[TextFile]:
@@ -189,4 +189,4 @@ def make_manifest(constraints: str) -> str:
 
 
 def write_manifest(constraints: Path) -> None:
-    write_atomically(MANIFEST, make_manifest(constraints.read_text()))
+    write_atomically(MANIFEST, make_manifest(constraints.read_text("utf-8")))

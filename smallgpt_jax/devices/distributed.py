@@ -129,7 +129,7 @@ def on_tpu_vm() -> bool:
         return False
     devices = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
     vendors = {
-        Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")
+        Path(path).read_text("utf-8").strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")
     }
     return bool(
         devices and "0x1ae0" in vendors and importlib.util.find_spec("libtpu")

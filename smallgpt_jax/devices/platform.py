@@ -5,9 +5,12 @@ machine.
 import contextlib
 import functools
 import platform as platform_module
+import traceback
 from pathlib import Path
 
 import jax
+
+from smallgpt_jax.errors import install_command
 
 
 def platform(mesh=None) -> str:
@@ -16,6 +19,24 @@ def platform(mesh=None) -> str:
     """
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
     return device.platform if device else jax.default_backend()
+
+
+def missing_devices_message(error: Exception) -> str:
+    """Returns what to do about the error with which JAX ends if it finds no devices of the kind in
+    JAX_PLATFORMS; "" for other errors.
+    """
+    requested = jax.config.jax_platforms
+    if not requested or not isinstance(error, RuntimeError | AssertionError):
+        return ""
+    # JAX raises it from one place, for CUDA by an assertion without a text.
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    if Path(raised_in).name != "xla_bridge.py":
+        return ""
+    extras = {"cuda": "cuda", "gpu": "cuda", "tpu": "tpu"}
+    advice = "unset the variable"
+    if requested in extras:
+        advice += f", or, on a machine that has one, run {install_command(extras[requested])}"
+    return f"JAX_PLATFORMS={requested}: JAX finds no such device; {advice}"
 
 
 def exchange_dtype(dtype: str) -> str:
@@ -72,7 +93,9 @@ def processor_identity() -> dict[str, str]:
     vector_flags = [flag for flag in flags if flag.startswith(INSTRUCTION_SETS)]
     identity["instruction sets"] = " ".join(vector_flags)
     with contextlib.suppress(OSError):
-        sizes = [(index / "size").read_text().strip() for index in sorted(CACHES.glob("index*"))]
+        sizes = [
+            (index / "size").read_text("utf-8").strip() for index in sorted(CACHES.glob("index*"))
+        ]
         identity["caches"] = " ".join(sizes)
     return identity
 
@@ -82,7 +105,7 @@ def processor() -> dict[str, str]:
     without /proc.
     """
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")[0].splitlines()
         return {
             name.strip(): value.strip()
             for name, _, value in (line.partition(":") for line in lines)

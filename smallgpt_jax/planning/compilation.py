@@ -121,7 +121,7 @@ def read_hlo(compiled: jax.stages.Compiled, dump: Path) -> str | None:
     """
     # The dump also contains single-kernel programs, which the compiler uses for autotuning.
     if dumped := next(dump.glob("*.jit_*.after_codegen.txt"), None):
-        return dumped.read_text()
+        return dumped.read_text("utf-8")
     try:
         return compiled.as_text()
     except jax.errors.JaxRuntimeError:

@@ -135,7 +135,7 @@ class MetricsWriter:
     def _append(self) -> OSError | None:
         length = None
         try:
-            with self._path.open("a") as file:
+            with self._path.open("a", encoding="utf-8") as file:
                 length = file.tell()
                 file.write(self._pending_lines)
                 file.flush()

@@ -25,7 +25,7 @@ def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
             yield
         return
     while True:
-        file = open(path, "a+", opener=_open_without_links)  # noqa: SIM115
+        file = open(path, "a+", encoding="utf-8", opener=_open_without_links)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

@@ -69,7 +69,7 @@ class Watchdog:
             flush=True,
         )
         # A dump to a full pipe would stop all threads, and the timer.
-        with tempfile.TemporaryFile("w+") as stacks:
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stacks:
             faulthandler.dump_traceback(stacks)
             stacks.seek(0)
             print(stacks.read(), file=sys.stderr, flush=True)

@@ -4,21 +4,25 @@ import contextlib
 import io
 import logging
 import os
+import re
+import resource
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, call
+from conftest import ROOT, call, run
 
 from smallgpt_jax import cli, errors
 from smallgpt_jax.storage import object_storage
 
 
-def test_prints_unencodable_characters_as_escapes(monkeypatch):
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the locale C
+def test_prints_unencodable_characters_as_escapes(errors, monkeypatch):
     written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    stdout = io.TextIOWrapper(written, encoding="ascii", errors=errors)
+    monkeypatch.setattr(sys, "stdout", stdout)
     cli.run_command(lambda: print("0.25 ± 0.01"))
     assert written.getvalue() == rb"0.25 \xb1 0.01" + b"\n"
 
@@ -28,6 +32,44 @@ def test_input_may_be_invalid_utf8(monkeypatch):
     lines = []
     cli.run_command(lambda: lines.append(sys.stdin.readline()))
     assert lines == ["a\udcffb\n"]
+
+
+def test_arguments_that_the_locale_cannot_read(monkeypatch):
+    """Python has decoded the bytes of ü in UTF-8 one by one."""
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    cli.require_readable_arguments(["--workdir=runs/u"])
+    with pytest.raises(errors.UserError, match=r"--workdir=runs/ü: cannot be read .* LC_ALL=C.UTF"):
+        cli.require_readable_arguments(["--workdir=runs/\udcc3\udcbc"])
+
+
+def test_few_open_files(monkeypatch, capsys):
+    """The limit is raised where the process may; otherwise it ends before it writes anything."""
+    limits, ran = [24, 1024], []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(0, new[0]))
+    cli.run_command(lambda: ran.append(limits[0]))
+    assert ran == [cli.MIN_FILES]
+    limits[:] = 24, 24
+    with pytest.raises(SystemExit):
+        cli.run_command(lambda: ran.append(limits[0]))
+    assert ran == [cli.MIN_FILES]
+    assert capsys.readouterr().err == (
+        "error: ulimit -n: this process may open only 24 files; allow at least 64\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, advice",
+    [("cuda", r", or, on a machine that has one, run pip install .*\[cuda\]'"), ("none", "")],
+)
+def test_devices_that_the_machine_does_not_have(kind, advice, tmp_path):
+    result = run("main", "--config=gpt:tiny", f"--workdir={tmp_path}/run", JAX_PLATFORMS=kind)
+    assert result.returncode == 1 and not any(tmp_path.iterdir())
+    assert re.fullmatch(
+        f"error: JAX_PLATFORMS={kind}: JAX finds no such device; unset the variable{advice}\n",
+        result.stderr,
+    )
 
 
 def closed_pipe() -> int:

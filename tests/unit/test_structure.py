@@ -118,3 +118,25 @@ def test_nothing_is_unpickled_or_evaluated():
             if arguments.get(argument) != str(value):
                 unsafe.append(f"{name} without {argument}={value}")
     assert unsafe == []
+
+
+def test_text_files_are_utf8_in_every_locale():
+    """Python's default is the encoding of the locale."""
+    calls = [
+        (name, node)
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    ]
+    without = []
+    for name, call in calls:
+        function = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        given = {keyword.arg for keyword in call.keywords}
+        encodings = {"read_text": 1, "write_text": 2}  # arguments, up to the encoding
+        if (
+            function in encodings
+            and "encoding" not in given
+            and len(call.args) < encodings[function]
+        ):
+            without.append((name, call.lineno))
+    assert without == [] and len(calls) > 5000

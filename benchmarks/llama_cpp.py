@@ -41,7 +41,7 @@ from smallgpt_jax.conversion import gguf_file
 from smallgpt_jax.data.special_tokens import END_OF_TEXT
 from smallgpt_jax.data.tokenizers import gpt2_bytes
 from smallgpt_jax.errors import UserError, install_command
-from smallgpt_jax.inference import layout
+from smallgpt_jax.inference import TrainedModel, layout
 
 _SIZE = flags.DEFINE_enum(
     "size", "paper", ["paper", "quickstart", "tiny"], "Size of configs/llama.py."
@@ -211,7 +211,9 @@ def main() -> None:
     vocab_size = model.config.vocab_size
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        gguf_file.write(path, "random", model, params, NumberedTokens(vocab_size), "float32")
+        gguf_file.write(
+            path, "random", TrainedModel(model, params, {}, NumberedTokens(vocab_size), 0)
+        )
         rows = measure(
             {
                 "smallgpt_jax": Ours(model, params),

@@ -118,10 +118,9 @@ class GgufExport:
     def write(self, workdir: Path, output: Path, trained: inference.TrainedModel) -> str:
         if self.dtype not in gguf_file.DTYPES:
             raise UserError(f"--dtype={self.dtype}: must be one of {', '.join(gguf_file.DTYPES)}")
+        template = inference.find_chat_template(workdir)
         with atomic_file(output) as path:
-            return gguf_file.write(
-                path, output.stem, trained.model, trained.params, trained.tokenizer, self.dtype
-            )
+            return gguf_file.write(path, output.stem, trained, self.dtype, template)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from smallgpt_jax import models
 from smallgpt_jax.conversion import llama, tensors
 from smallgpt_jax.conversion.config_json import other_fields
 from smallgpt_jax.conversion.tokenizer_files import byte_pairs, sentencepiece_spec
 from smallgpt_jax.conversion.weight_files import import_library
+from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.data.special_tokens import END_OF_TEXT
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import TrainedModel
 from smallgpt_jax.models import ModelConfig
 
 # Our names of the dtypes → GGUF's names of the dtype of matrices and of the type of the file.
@@ -33,11 +34,16 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens, in GGUF as in Senten
 
 
 def write(
-    path: Path, name: str, model: models.LanguageModel, params, tokenizer: Tokenizer, dtype: str
+    path: Path,
+    name: str,
+    trained: TrainedModel,
+    dtype: str = "float32",
+    chat_template: ChatTemplate | None = None,
 ) -> str:
     """`dtype` is one of DTYPES and applies to matrices; vectors are float32. Returns a description
     of the file.
     """
+    model, tokenizer = trained.model, trained.tokenizer
     config, (_, file_type) = model.config, DTYPES[dtype]
     require_support(config, tokenizer)
     gguf = import_library("gguf", "gguf")
@@ -51,8 +57,12 @@ def write(
     writer.add_eos_token_id(tokenizer.end_of_text)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
+    if chat_template:
+        add_chat_template(writer, chat_template, tokenizer)
     theirs, num_wider = (
-        llama_cpp_tensors(gguf, config, tensors.from_params(model, params), tokenizer.vocab_size),
+        llama_cpp_tensors(
+            gguf, config, tensors.from_params(model, trained.params), tokenizer.vocab_size
+        ),
         0,
     )
     for their_name, x in theirs.items():
@@ -69,6 +79,13 @@ def write(
         if num_wider
         else ""
     )
+
+
+def add_chat_template(writer, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    """llama.cpp puts the begin-of-text token before what the template writes, as `generate` does."""
+    writer.add_chat_template(template.source)
+    if template.end_of_turn not in (None, tokenizer.end_of_text):
+        writer.add_eot_token_id(template.end_of_turn)
 
 
 def architecture(config: ModelConfig) -> str:

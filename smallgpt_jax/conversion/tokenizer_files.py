@@ -9,6 +9,11 @@ from smallgpt_jax.data.special_tokens import END_OF_TEXT
 from smallgpt_jax.data.tokenizers import PROBES, SPACE, Tokenizer, gpt2_bytes
 from smallgpt_jax.errors import UserError
 
+# Ends the names of user-defined pieces, so that the normalizer prepends no space to them as it does
+# to texts, and removes this character. A Unicode noncharacter, which texts do not contain.
+NO_SPACE = "\ufdd1"
+BEGINNING = rf"\A(?=[\s\S])(?![\s\S]*{NO_SPACE}\z)"  # of a text that is not empty
+
 
 def hugging_face_files(
     tokenizer: Tokenizer, context_length: int, is_chat: bool = False
@@ -40,7 +45,7 @@ def hugging_face_files(
         ]
     )
     converted.encode_special_tokens = True
-    for text in PROBES:
+    for text in [*PROBES, *probes_of_pieces(tokenizer)]:
         theirs, ours = (
             converted.encode(text, add_special_tokens=False).ids,
             tokenizer.encode([text])[0].tolist(),
@@ -124,14 +129,15 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
     from sentencepiece import sentencepiece_model_pb2
 
     spec = sentencepiece_spec(tokenizer)
-    pieces, normal = (
-        [piece.piece for piece in spec.pieces],
-        sentencepiece_model_pb2.ModelProto.SentencePiece.NORMAL,
-    )
+    rules = spec.normalizer_spec
+    normal = sentencepiece_model_pb2.ModelProto.SentencePiece.NORMAL
+    pieces = [piece.piece for piece in spec.pieces]
+    for i in user_defined(tokenizer) if rules.add_dummy_prefix else ():
+        pieces[i] += NO_SPACE
     unknown = pieces[tokenizer.unknown]
     if spec.trainer_spec.model_type == sentencepiece_model_pb2.TrainerSpec.UNIGRAM:
         model = library.models.Unigram(
-            [(piece.piece, piece.score) for piece in spec.pieces],
+            [(name, piece.score) for name, piece in zip(pieces, spec.pieces)],
             unk_id=tokenizer.unknown,
             byte_fallback=spec.trainer_spec.byte_fallback,
         )
@@ -146,7 +152,6 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
             byte_fallback=spec.trainer_spec.byte_fallback,
         )
     converted = library.Tokenizer(model)
-    rules = spec.normalizer_spec
     steps = []
     if rules.precompiled_charsmap:
         steps.append(library.normalizers.Precompiled(rules.precompiled_charsmap))
@@ -156,12 +161,20 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
             library.normalizers.Replace(library.Regex(" {2,}"), " "),
         ]
     if rules.add_dummy_prefix:
-        steps.append(library.normalizers.Prepend(SPACE))
+        steps += [
+            library.normalizers.Replace(library.Regex(BEGINNING), SPACE),
+            library.normalizers.Replace(NO_SPACE, ""),
+        ]
     converted.normalizer = library.normalizers.Sequence(
         [*steps, library.normalizers.Replace(" ", SPACE)]
     )
+    for i in user_defined(tokenizer):
+        # Others, such as two spaces, are in no normalized text.
+        if converted.normalizer.normalize_str(pieces[i]) == spec.pieces[i].piece:
+            converted.add_tokens([library.AddedToken(pieces[i], special=False, normalized=True)])
     converted.decoder = library.decoders.Sequence(
         [
+            library.decoders.Replace(NO_SPACE, ""),
             library.decoders.Replace(SPACE, " "),
             library.decoders.ByteFallback(),
             library.decoders.Fuse(),
@@ -169,6 +182,25 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
         ]
     )
     return converted, pieces[tokenizer.end_of_text]
+
+
+def user_defined(tokenizer: Tokenizer) -> list[int]:
+    """Returns the ids of the pieces of which SentencePiece makes a token wherever they are."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    kind = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
+    pieces = sentencepiece_spec(tokenizer).pieces
+    return [i for i, piece in enumerate(pieces) if piece.type == kind]
+
+
+def probes_of_pieces(tokenizer: Tokenizer) -> list[str]:
+    """Returns texts with the pieces that SentencePiece's users have defined."""
+    if tokenizer.kind != "sentencepiece":
+        return []
+    pieces = sentencepiece_spec(tokenizer).pieces
+    names = [pieces[i].piece.replace(SPACE, " ") for i in user_defined(tokenizer)]
+    forms = ("{0}", " {0}", "a{0}b", "a {0} b", "{0}{0}a\n{0}", "  {0}  ", "{1}{0}", "{0}{2}")
+    return [form.format(name, name[0], name[-1]) for name in names for form in forms]
 
 
 def sentencepiece_spec(tokenizer: Tokenizer):

@@ -47,7 +47,8 @@ class Benchmarks:
                 "Hugging Face hub"
             )
         trained = model.load(workdir)
-        end_of_turn = inference.find_end_of_turn(workdir)
+        template = inference.find_chat_template(workdir)
+        end_of_turn = template.end_of_turn if template else None
 
         def build() -> SmallGPT:
             return SmallGPT(

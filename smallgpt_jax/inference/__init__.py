@@ -8,7 +8,7 @@ from smallgpt_jax.inference.detokenizer import Detokenizer
 from smallgpt_jax.inference.loading import (
     TrainedModel,
     build_text_model,
-    find_end_of_turn,
+    find_chat_template,
     load,
     load_chat_template,
     load_trained,
@@ -25,7 +25,7 @@ __all__ = [
     "TextModel",
     "TrainedModel",
     "build_text_model",
-    "find_end_of_turn",
+    "find_chat_template",
     "load",
     "load_chat_template",
     "load_trained",

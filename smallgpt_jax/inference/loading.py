@@ -155,33 +155,28 @@ def load_trained(
 
 
 def load_chat_template(folder: str | Path) -> ChatTemplate:
-    source, tokenizer = _chat_template(folder)
-    if not source:
+    """Raises UserError if the run has none; see `find_chat_template`."""
+    template = find_chat_template(folder)
+    if not template:
         raise UserError(
             f"{folder}: no chat template: the run did not train on conversations "
             "(config.data.format='messages'), and its tokenizer has none"
         )
+    return template
+
+
+def find_chat_template(folder: str | Path) -> ChatTemplate | None:
+    """Returns the template of the run's conversations, or else of its tokenizer."""
+    path = as_path("--workdir", folder)
+    source = training_format(path)[1] or own_template(path / TOKENIZER_FOLDER)
+    if not source:
+        return None
     try:
-        return ChatTemplate(source, tokenizer.special_tokens)
+        return ChatTemplate(source, tokenizers.load(path / TOKENIZER_FOLDER).special_tokens)
     except ValueError as error:
         raise UserError(
             f"{folder}: its chat template is no Jinja template ({error}); correct it"
         ) from None
-
-
-def find_end_of_turn(folder: str | Path) -> int | None:
-    """Returns the special token that ends an answer in the run's chat template, or None."""
-    source, tokenizer = _chat_template(folder)
-    try:
-        return ChatTemplate(source, tokenizer.special_tokens).end_of_turn if source else None
-    except ValueError:
-        return None
-
-
-def _chat_template(folder: str | Path) -> tuple[str, tokenizers.Tokenizer]:
-    path = as_path("--workdir", folder)
-    source = training_format(path)[1] or own_template(path / TOKENIZER_FOLDER)
-    return source, tokenizers.load(path / TOKENIZER_FOLDER)
 
 
 def portable_chat_template(folder: str | Path, tokenizer: tokenizers.Tokenizer) -> str:

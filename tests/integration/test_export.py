@@ -321,3 +321,39 @@ def test_variants_cover_the_pytorch_code():
         assert {
             part for value in used for part in (value if isinstance(value, tuple) else [value])
         } == set(values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, fields, is_stateful",
+    [
+        ("gpt", {}, False),
+        ("gpt", dict(mixers=("attention", "delta")), True),
+        ("gpt", dict(mixers=("mamba",)), True),
+        ("gpt", dict(mixers=("attention", "conv")), True),
+        ("cgpt", dict(conv_kernel=3, blocks_per_stage=1), False),
+    ],
+    ids=["gpt", "delta", "mamba", "conv", "cgpt"],
+)
+def test_assisted_generation_is_right_or_refused(name, fields, is_stateful, tmp_path):
+    """Assisted generation sets the cache back after a wrong guess, but a state cannot be set back."""
+    settings = dict(num_layers=2, d_model=32, num_heads=4, context_length=64, vocab_size=32)
+    model = build(name, **settings, **fields)
+    theirs = load_in_torch(export(tmp_path / "out", model, init(model)))
+    assert theirs._is_stateful == is_stateful
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.ndim > 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    settings = dict(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for prompt in ([1, 2, 3, 1, 2, 3, 1, 2], [5, 6] * 6, [7, 8, 9, 7, 8]):
+        prompt = torch.tensor([prompt])
+        plain = theirs.generate(prompt, **settings)
+        if is_stateful:
+            with pytest.raises(ValueError, match="not supported with stateful models"):
+                theirs.generate(prompt, prompt_lookup_num_tokens=4, **settings)
+        else:
+            assert torch.equal(
+                theirs.generate(prompt, prompt_lookup_num_tokens=4, **settings), plain
+            )

@@ -11,8 +11,10 @@ from conftest import build, call, init, spaced_tokenizer
 from gguf_helpers import BLOCK, small_gpt2, small_sentencepiece
 
 from smallgpt_jax.conversion import gguf_file, tokenizer_files
+from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.data.tokenizers import Bytes, Symbols
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import TrainedModel
 from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.storage.atomic import atomic_file
 
@@ -23,12 +25,16 @@ VARIANTS = {
 }
 
 
-def read_file(path, model, params, tokenizer=None, dtype="float32"):
+def trained(model, params=None, tokenizer=None) -> TrainedModel:
+    return TrainedModel(model, params or {}, {}, tokenizer or Bytes(), 0)
+
+
+def read_file(path, model, params, tokenizer=None, dtype="float32", template=None):
     """Writes a file. Returns {name: tensor of gguf's reader}, and a function that returns the value
     of a field.
     """
     gguf = pytest.importorskip("gguf", reason="needs gguf (extra gguf)")
-    gguf_file.write(path, "a model", model, params, tokenizer or Bytes(), dtype)
+    gguf_file.write(path, "a model", trained(model, params, tokenizer), dtype, template)
     reader = gguf.GGUFReader(path)
     return {tensor.name: tensor for tensor in reader.tensors}, lambda name: reader.fields[
         name
@@ -265,7 +271,7 @@ def test_refuses_other_blocks(fields, listed, tmp_path):
     """All fields at once, so that nobody changes one after the other."""
     model = build("gpt", **{**BLOCK, **fields})
     with pytest.raises(UserError) as refusal:
-        gguf_file.write(tmp_path / "file", "name", model, {}, Bytes(), "float32")
+        gguf_file.write(tmp_path / "file", "name", trained(model))
     assert str(refusal.value) == (
         "--to=gguf: this gpt cannot be a GGUF file, models with the block of Llama or Qwen3 can "
         f"(config.model: {listed}); use --to=hf"
@@ -275,7 +281,7 @@ def test_refuses_other_blocks(fields, listed, tmp_path):
 def test_refuses_other_architectures(tmp_path):
     model = build("pgpt", num_layers=2)
     with pytest.raises(UserError, match=r"this pgpt cannot .*architecture='pgpt' instead of 'gpt'"):
-        gguf_file.write(tmp_path / "file", "name", model, {}, Bytes(), "float32")
+        gguf_file.write(tmp_path / "file", "name", trained(model))
 
 
 def test_refuses_other_tokenizers(tmp_path):
@@ -284,7 +290,7 @@ def test_refuses_other_tokenizers(tmp_path):
         match="of the kind 'symbols', supported are bytes, gpt2, sentencepiece; use --to=hf",
     ):
         gguf_file.write(
-            tmp_path / "file", "name", build("gpt", **BLOCK), {}, Symbols(["a"]), "float32"
+            tmp_path / "file", "name", trained(build("gpt", **BLOCK), None, Symbols(["a"]))
         )
 
 
@@ -314,14 +320,8 @@ def test_refuses_other_tokenizers(tmp_path):
 def test_refuses_sentencepiece_models_that_llama_cpp_lacks(tokenizer, message, tmp_path):
     pytest.importorskip("gguf", reason="needs gguf (extra gguf)")
     with pytest.raises(UserError, match=message):
-        gguf_file.write(
-            tmp_path / "file",
-            "name",
-            build("gpt", **{**BLOCK, "vocab_size": 512}),
-            {},
-            tokenizer(),
-            "float32",
-        )
+        model = build("gpt", **BLOCK | {"vocab_size": 512})
+        gguf_file.write(tmp_path / "file", "name", trained(model, None, tokenizer()))
     assert not any(tmp_path.iterdir())
 
 
@@ -345,14 +345,14 @@ def test_refuses_weights_that_the_file_cannot_hold(weight, dtype, message, tmp_p
     params = {**params, "head": np.array(params["head"])}
     params["head"][3, 4] = weight
     with pytest.raises(UserError, match=message):
-        gguf_file.write(tmp_path / "file", "name", model, params, Bytes(), dtype)
+        gguf_file.write(tmp_path / "file", "name", trained(model, params), dtype)
     assert not any(tmp_path.iterdir())
 
 
 def test_without_gguf(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"gguf is not installed; run pip install .*\[gguf\]"):
-        gguf_file.write(tmp_path / "file", "name", build("gpt", **BLOCK), {}, Bytes(), "float32")
+        gguf_file.write(tmp_path / "file", "name", trained(build("gpt", **BLOCK)))
 
 
 @pytest.fixture(scope="module")
@@ -453,3 +453,24 @@ def test_a_failed_export_leaves_nothing(run_folder, tmp_path, monkeypatch):
     assert (result.returncode, result.stderr) == (1, "error: a bad weight\n") and not any(
         tmp_path.iterdir()
     )
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "{{ eos_token }}", ""])
+def test_chat_templates_and_their_ends(end, tmp_path):
+    """llama.cpp writes chats with this template, and ends an answer at this token, too."""
+    tokenizer = small_sentencepiece(control_symbols=["<|end|>"])
+    model = build("gpt", **BLOCK)
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "\n{% endfor %}"
+    template = ChatTemplate(source, tokenizer.special_tokens) if end else None
+    _, field = read_file(tmp_path / "file", model, init(model), tokenizer, template=template)
+    if not end:
+        with pytest.raises(KeyError):
+            field("tokenizer.chat_template")
+        return
+    assert field("tokenizer.chat_template") == source
+    if end == "<|end|>":
+        ids = tokenizer.special_tokens.ids
+        assert field("tokenizer.ggml.eot_token_id") == ids["<|end|>"] != tokenizer.end_of_text
+    else:
+        with pytest.raises(KeyError):
+            field("tokenizer.ggml.eot_token_id")

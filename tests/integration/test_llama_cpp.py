@@ -15,7 +15,7 @@ from gguf_helpers import BLOCK, small_gpt2, small_sentencepiece
 from smallgpt_jax.conversion import gguf_file
 from smallgpt_jax.conversion.tokenizer_files import PROBES
 from smallgpt_jax.data.tokenizers import Bytes
-from smallgpt_jax.inference import layout
+from smallgpt_jax.inference import TrainedModel, layout
 from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.timing import GREEDY
 
@@ -47,7 +47,7 @@ def pair(request, tmp_path_factory):
     model, tokenizer = build("gpt", **{**BLOCK, "context_length": 256, **fields}), make_tokenizer()
     params = lively(model, tokenizer)
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    gguf_file.write(path, "small", model, params, tokenizer, "float32")
+    gguf_file.write(path, "small", TrainedModel(model, params, {}, tokenizer, 0))
     settings = llama_cpp.CommonParams()
     settings.model.path = str(path)
     settings.n_ctx, settings.n_parallel = 256, 1

@@ -3,13 +3,16 @@
 import hashlib
 import io
 import os
+import random
 import shutil
 
 import numpy as np
 import pytest
 import sentencepiece
 from conftest import SHARED_DATA
+from gguf_helpers import small_sentencepiece
 
+from smallgpt_jax.conversion import tokenizer_files
 from smallgpt_jax.data import encoding, tokenizer_source, tokenizers
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
@@ -156,3 +159,45 @@ def test_long_documents_are_tokenized_in_pieces(all_tokenizers, monkeypatch):
         pieces = encoding.encode(texts, tokenizer)
         assert np.array_equal(pieces[0], whole[0]) and np.array_equal(pieces[2], whole[2]), kind
         assert tokenizer.decode(pieces[1]) == texts[1], kind
+
+
+@pytest.mark.parametrize("add_dummy_prefix", [True, False])
+@pytest.mark.parametrize(
+    "model_type, symbols",
+    [
+        ("bpe", ["<sep>", "<sep>s", "  ", "xx", "é"]),
+        ("unigram", ["<sep>", "<sep>s", "é"]),
+    ],
+)
+def test_exports_have_the_pieces_of_users(model_type, symbols, add_dummy_prefix):
+    """SentencePiece makes a token of a user-defined piece wherever it is in a text."""
+    library, rng = pytest.importorskip("tokenizers"), random.Random(0)
+    ours = small_sentencepiece(
+        model_type=model_type,
+        vocab_size=320,
+        add_dummy_prefix=add_dummy_prefix,
+        user_defined_symbols=symbols,
+    )
+    content = tokenizer_files.hugging_face_files(ours, 64)["tokenizer.json"]
+    theirs = library.Tokenizer.from_str(content)
+    theirs.encode_special_tokens = True
+    parts = [*symbols, "<se", " ", "x", "the", "th", "漢", "\n", "s", "▁"]
+    for _ in range(500):
+        text = "".join(rng.choice(parts) for _ in range(rng.randint(0, 7)))
+        ids = ours.encode([text])[0].tolist()
+        assert theirs.encode(text, add_special_tokens=False).ids == ids, text
+        assert theirs.decode(ids, skip_special_tokens=False) == ours.decode(ids), text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # SentencePiece finds the piece of two spaces, and then removes a space.
+        dict(remove_extra_whitespaces=True, user_defined_symbols=["  "]),
+        # In xxx, it may find the second one.
+        dict(model_type="unigram", user_defined_symbols=["xx"]),
+    ],
+)
+def test_exports_refuse_pieces_that_differ(settings):
+    with pytest.raises(UserError, match="this sentencepiece tokenizer cannot be exported"):
+        tokenizer_files.hugging_face_files(small_sentencepiece(**settings), 64)

@@ -281,6 +281,8 @@ class SmallGPT(PreTrainedModel):
         width = config.d_model // 2**config.num_compressions
         self.final_norm = nn.Identity() if config.ends_with_norm else make_norm(config, width)
         self.head = nn.Linear(width, config.vocab_size, bias=False)
+        # A recurrent state cannot be set back, so transformers refuses assisted generation.
+        self._is_stateful = "hybrid" in config.cache_types()
         self.post_init()
 
     def get_input_embeddings(self):

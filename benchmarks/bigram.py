@@ -73,15 +73,14 @@ def compare(folder: Path) -> dict[str, float]:
         config.model.context_length,
     )
     rows = batches.validation_batches(validation, config.train.batch_size, config.train.eval_steps)
-    current, following = (
-        np.concatenate(tokens)
-        for tokens in zip(
-            *(
-                (tokens[:, :-1][counts], (tokens[:, 1:] if targets is None else targets)[counts])
-                for tokens, _, counts, targets in rows
-            )
-        )
-    )
+    current, following = [], []
+    for batch in rows:
+        targets_BxT = batch.targets_BxT
+        if targets_BxT is None:
+            targets_BxT = batch.tokens_BxT1[:, 1:]
+        current.append(batch.tokens_BxT1[:, :-1][batch.loss_mask_BxT])
+        following.append(targets_BxT[batch.loss_mask_BxT])
+    current, following = np.concatenate(current), np.concatenate(following)
     losses = {
         k: bigram_loss(train, current, following, corpus.tokenizer.vocab_size, k) for k in SMOOTHING
     }

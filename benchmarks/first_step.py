@@ -98,8 +98,8 @@ def measure_parts() -> dict[str, float]:
 
     sys.path.insert(0, str(ROOT))
     from smallgpt_jax import cli  # noqa: F401
-    from smallgpt_jax.training import train  # noqa: F401
-    from smallgpt_jax.training.program import build_program
+    from smallgpt_jax.training import trainer  # noqa: F401
+    from smallgpt_jax.training.build import build_program
 
     end("imports")
     import jax
@@ -109,11 +109,11 @@ def measure_parts() -> dict[str, float]:
     recipe = importlib.import_module(path.removesuffix(".py").replace("/", "."))
     program = build_program(recipe.get_config(size or "paper"))
     end("config, mesh and shapes of the model")
-    program.compile_train_step()
+    program.train_step  # noqa: B018
     end("tracing and compilation of the training step")
-    jax.block_until_ready(program.initial_state())
+    jax.block_until_ready(program.initial_state(0))
     end("initialization, with compilation")
-    program.compile_eval_step()
+    program.eval_step  # noqa: B018
     end("tracing and compilation of the evaluation step")
     return seconds
 

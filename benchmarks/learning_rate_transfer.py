@@ -10,7 +10,6 @@ narrowest one, so its results count for both.
 Prints a table, and the largest best rate divided by the smallest.
 """
 
-import dataclasses
 import json
 import math
 
@@ -23,7 +22,8 @@ from measuring import table
 from smallgpt_jax import cli
 from smallgpt_jax.comparison.learning_rates import Grid, scale
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import open_pipeline
 
 _CONFIG = cli.define_config()
 _WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "Values of config.model.d_model.")
@@ -38,11 +38,11 @@ def grid(config: Config, multiples: list[float]) -> Grid:
     rate.
     """
     program = build_program(config, jax.devices()[:1])
-    pipeline, compiled = program.open_pipeline(), program.compile_train_step()
+    pipeline = open_pipeline(config, program)
 
     def final_loss(multiple: float) -> float:
-        step = dataclasses.replace(program, config=scale(config, multiple)).bind(compiled)
-        state, losses = program.initial_state(), []
+        step = program.bind(scale(config, multiple))
+        state, losses = program.initial_state(config.train.seed), []
         for i in range(config.train.steps):
             state, metrics = step(state, pipeline.to_devices(pipeline.train_batches[i]))
             losses.append(metrics["loss"])

@@ -30,8 +30,9 @@ from measuring import median_and_ratio
 from smallgpt_jax import cli
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import METRICS_FILE
-from smallgpt_jax.training import train
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training import trainer
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import open_pipeline
 
 _CONFIG = cli.define_config()
 _STEPS = flags.DEFINE_integer("steps", 400, "Steps per run.", lower_bound=2)
@@ -46,7 +47,7 @@ _ROUNDS = flags.DEFINE_integer(
 def run_seconds(config) -> float:
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(nowhere):
-            train.train(config, folder)
+            trainer.train(config, folder)
         speeds = [
             line["tokens_per_second"]
             for line in read_lines(Path(folder) / METRICS_FILE)
@@ -59,9 +60,9 @@ def run_seconds(config) -> float:
 
 def step_seconds(config) -> float:
     program = build_program(config)
-    text = program.open_pipeline()
+    text = open_pipeline(config, program)
     batch = text.to_devices(text.train_batches[0])
-    state, run_step = program.initial_state(), program.bind(program.compile_train_step())
+    state, run_step = program.initial_state(config.train.seed), program.bind(config)
     for step in range(config.train.log_every + _STEPS.value):
         if step == config.train.log_every:
             jax.block_until_ready(state)

@@ -20,7 +20,8 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import timing
 from smallgpt_jax.inference.decoder import DecodeSession
-from smallgpt_jax.training.program import Program, build_program
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.program import Program
 
 PAUSE = 0.3  # seconds in which the idle threads of another program stop spinning
 
@@ -80,11 +81,11 @@ class Training:
 
     def __init__(self, config, devices: Sequence[jax.Device] | None = None):
         self.program = build_program(config, devices or jax.devices()[:1])
-        self.state, self.batch = self.program.initial_state(), random_batch(self.program)
+        self.state, self.batch = self.program.initial_state(0), random_batch(self.program)
         started = time.perf_counter()
-        self.compiled = self.program.compile_train_step()
+        self.compiled = self.program.train_step
         self.compile_seconds = time.perf_counter() - started
-        self._step = self.program.bind(self.compiled)
+        self._step = self.program.bind(config)
 
     def run(self, steps: int = 1) -> dict[str, jax.Array]:
         """Runs training steps, waits for them and returns the last metrics."""

@@ -22,7 +22,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.planning import estimate, topologies
 from smallgpt_jax.planning.compilation import Compiler
 from smallgpt_jax.planning.hlo import HloModule
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 
 MIXERS = {
     "attention": (llama, {}),
@@ -61,7 +61,7 @@ def cycles_per_token(name: str, context: int, devices: list[jax.Device]) -> tupl
     config.train.update(batch_size=max(1, TOKENS // context), microbatches=1)
     program, chip = build_program(config, devices), chips.find_chip(devices[0].device_kind)
     try:
-        text = Compiler(devices).compile(program.steps.lowered_train_step).text
+        text = Compiler(devices).compile(program.lowered_train_step).text
     except jax.errors.JaxRuntimeError as error:
         needed = estimate.bytes_needed(error, 0) / chips.GiB
         raise UserError(

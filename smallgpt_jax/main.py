@@ -15,7 +15,7 @@ from absl import flags
 
 from smallgpt_jax import cli
 from smallgpt_jax.devices import distributed
-from smallgpt_jax.training import messages, train
+from smallgpt_jax.training import messages, trainer
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; created if necessary.")
@@ -44,7 +44,7 @@ def main() -> None:
         _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value
     )
     with distributed.exit_on_peer_failure():
-        train.train(_CONFIG.value, _WORKDIR.value)
+        trainer.train(_CONFIG.value, _WORKDIR.value)
         messages.print_final_message(_WORKDIR.value)
 
 

@@ -84,8 +84,8 @@ from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.locks import file_lock
-from smallgpt_jax.training import train
-from smallgpt_jax.training.program import RECENT_STEPS
+from smallgpt_jax.training import trainer
+from smallgpt_jax.training.build import RECENT_PROGRAMS
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(
@@ -136,9 +136,9 @@ def no_steps_from_other_code(request):
     if "monkeypatch" not in request.fixturenames:
         yield
         return
-    RECENT_STEPS.steps.clear()
+    RECENT_PROGRAMS.programs.clear()
     yield
-    RECENT_STEPS.steps.clear()
+    RECENT_PROGRAMS.programs.clear()
 
 
 @functools.cache
@@ -336,7 +336,7 @@ def trained_run(text_file, shared_folder):
         with file_lock(workdir.with_suffix(".lock"), wait=True):
             if not workdir.with_suffix(".done").exists():
                 with contextlib.redirect_stdout(io.StringIO()):
-                    train.train(config, str(workdir))
+                    trainer.train(config, str(workdir))
                 workdir.with_suffix(".done").touch()
         return workdir
 

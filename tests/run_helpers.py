@@ -73,12 +73,12 @@ def start_from(program, params):
     return zeros._replace(params=jax.device_put(jax.device_get(params), program.shardings.params))
 
 
-def train_three_steps(program, tokens_BxT1, folder, initial) -> tuple[list, list]:
+def train_three_steps(program, config, tokens_BxT1, folder, initial) -> tuple[list, list]:
     """Returns the losses and the states after 0 to 3 steps on one batch. The state is saved after
     two steps; restored, it continues bit for bit.
     """
     state = jax.device_put(jax.device_get(initial), program.shardings)
-    step, checkpoints = program.bind(program.compile_train_step()), Checkpoints(folder, keep=1)
+    step, checkpoints = program.bind(config), Checkpoints(folder, keep=1)
     batch = Batch(jax.device_put(tokens_BxT1, sharding.batch_sharding(program.mesh)))
     losses, states = [], [jax.device_get(state)]
     for _ in range(2):
@@ -88,7 +88,7 @@ def train_three_steps(program, tokens_BxT1, folder, initial) -> tuple[list, list
     checkpoints.save(2, state)
     checkpoints.wait_until_finished()
     state, metrics = step(state, batch)
-    restored, _ = step(program.restore_or_initialize(checkpoints), batch)
+    restored, _ = step(program.restore_or_initialize(checkpoints, config.train.seed), batch)
     checkpoints.close()
     assert_bitwise_equal(jax.device_get(restored), jax.device_get(state))
     return [*losses, float(metrics["loss"])], [*states, jax.device_get(state)]

@@ -30,7 +30,7 @@ from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
 from smallgpt_jax.storage.locks import file_lock
-from smallgpt_jax.training.program import build_program, shared_program
+from smallgpt_jax.training.build import build_program, shared_program
 
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
 SPEEDS_FILE = "speeds.json"  # in a comparison's folder
@@ -359,8 +359,9 @@ def config_digest(run: ConfigDict) -> str:
 
 
 def steps_per_second(config: ConfigDict) -> float:
+    config = Config.of(config)
     program = shared_program(config)
-    state, step = program.initial_state(), program.bind(program.compile_train_step())
+    state, step = program.initial_state(config.train.seed), program.bind(config)
     batch = jax.tree.map(
         lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), program.abstract_batch()
     )

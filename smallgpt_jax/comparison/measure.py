@@ -30,7 +30,7 @@ from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.json_files import read_json_or_none
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.paths import refuse_url
-from smallgpt_jax.training.program import shared_program
+from smallgpt_jax.training.build import shared_program
 from smallgpt_jax.training.validation import evaluate
 
 
@@ -220,7 +220,6 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
         train={"batch_size": max(1, rows_per_device) * shards, "microbatches": 1}
     )
     program = shared_program(config)
-    eval_step = program.runnable(program.compile_eval_step())
     params, model_state = (
         jax.device_put(*pair)
         for pair in (
@@ -230,7 +229,7 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
     )
     batch_sharding = sharding.batch_sharding(program.mesh)
     found = evaluate(
-        functools.partial(eval_step, params, model_state),
+        functools.partial(program.evaluate, params, model_state),
         (
             jax.device_put(batch, batch_sharding)
             for batch in sample.batches(multiple, config.train.batch_size)

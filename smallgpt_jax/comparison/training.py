@@ -22,8 +22,8 @@ from smallgpt_jax.run.sessions import has_diverged
 from smallgpt_jax.run.training_text import check_same_text
 from smallgpt_jax.run.workdir import check_workdir
 from smallgpt_jax.storage.locks import file_lock
-from smallgpt_jax.training import train
-from smallgpt_jax.training.program import RECENT_STEPS
+from smallgpt_jax.training import trainer
+from smallgpt_jax.training.build import RECENT_PROGRAMS
 
 # Models whose other seeds do not compile again. On CPUs, the programs that measure inference take
 # 0.2 GB per model.
@@ -44,7 +44,7 @@ def train_comparison(
     """
     held_out.require_enough_runs(comparison)
     # The seeds of a model are not trained one after another.
-    RECENT_STEPS.limit = max(RECENT_STEPS.limit, len(comparison.models))
+    RECENT_PROGRAMS.limit = max(RECENT_PROGRAMS.limit, len(comparison.models))
     losses: dict[Path, float] = {}
     measured, busy, is_predicted, compiled = set(), set(), not comparison.held_out, set()
     while True:
@@ -132,7 +132,7 @@ def print_headline(run: PlannedRun, number: str) -> None:
 def train_run(run: PlannedRun, comparison: Comparison, text: Corpus) -> float | None:
     """Returns the loss of the run: inf if it has diverged, None if another process trains it."""
     try:
-        train.train(with_available_trunk(run), str(run.folder), text)
+        trainer.train(with_available_trunk(run), str(run.folder), text)
     except WorkdirBusyError as error:
         print(f"{run.folder}: skipped: {error.by} is training it", flush=True)
         return None

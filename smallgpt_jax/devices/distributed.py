@@ -162,7 +162,7 @@ def start_any_process(condition: bool) -> jax.Array:
         shardings, np.full(jax.local_device_count(), condition)
     )
     # On CPUs, wait here, because programs on simulated devices can deadlock (see
-    # program.Program.runnable).
+    # program.Program._wait_if_simulated).
     return (
         jax.block_until_ready(program(conditions))
         if jax.default_backend() == "cpu"

@@ -33,7 +33,7 @@ from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import DIAGNOSIS_FOLDER
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.paths import as_path, local_path
-from smallgpt_jax.training.compiled_steps import transfer_multipliers
+from smallgpt_jax.training.build import transfer_multipliers
 
 MEASURED = (
     8  # windows on which activations and attention are measured; losses are computed on all windows

@@ -78,7 +78,7 @@ def estimate(program: "Program", progress: Progress = contextlib.nullcontext) ->
     known, started = properties(program), time.monotonic()
     try:
         with progress("training step"):
-            step = compiler.compile(program.steps.lowered_train_step)
+            step = compiler.compile(program.lowered_train_step)
     except jax.errors.JaxRuntimeError as error:
         return Estimate(
             **known,
@@ -147,7 +147,7 @@ def evaluation_memory(program: "Program", compiler: Compiler) -> tuple[int | Non
     state = program.abstract_state
     optimizer_bytes = memory.bytes_on_device((state.opt_state, state.ema))
     try:
-        step = compiler.compile(program.steps.lower_eval_step())
+        step = compiler.compile(program.lower_eval_step())
     except jax.errors.JaxRuntimeError as error:
         return None, bytes_needed(error, memory.bytes_on_device(state.params)) + optimizer_bytes
     return step.temp_bytes, step.total_bytes + optimizer_bytes

@@ -17,7 +17,8 @@ from smallgpt_jax.planning.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.planning.inference import InferenceEstimate, estimate_inference
 from smallgpt_jax.planning.table import format_plan
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.training.program import Program, build_program
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.program import Program
 
 
 class Plan(NamedTuple):

@@ -15,6 +15,7 @@ from smallgpt_jax.formatting import BARS, parameter_count, sparkline
 from smallgpt_jax.models import memory
 from smallgpt_jax.models.flops import train_cost
 from smallgpt_jax.output import best_effort
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.logger import evaluation_message
 from smallgpt_jax.run.metrics import answers_in, read_lines
@@ -29,48 +30,61 @@ LOSSES = {
 MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
 
 
-def startup_message(program: Program, pipeline: DataPipeline, first_step: int) -> str:
-    config, model, mesh = program.config, program.model, program.mesh
-    device = mesh.devices.flat[0].device_kind
-    parameters = parameter_count(models.num_parameters(model), models.num_active_parameters(model))
-    lines = [
-        f"{model.config.architecture}, {parameters} parameters, on {mesh.size} "
-        f"{device} device{'s' if mesh.size > 1 else ''}"
-        + (f" of {jax.process_count()} processes" if jax.process_count() > 1 else "")
-        + f" in {model.config.dtype}: {config.train.steps} steps of {config.train.batch_size} × "
-        f"{model.config.context_length} tokens" + (f", {first_step} done" if first_step else "")
-    ]
+def startup_message(
+    config: Config, program: Program, pipeline: DataPipeline, first_step: int
+) -> str:
+    lines = [_headline(config, program, first_step)]
     lines += [packing.summary for packing in pipeline.train.packings]
-    if (objective := config.train.objective) in LOSSES and config.data.format == "text":
+    objective = config.train.objective
+    if objective in LOSSES and config.data.format == "text":
         lines.append(
             f"objective {objective!r}: losses are {LOSSES[objective]}, and do not compare with "
             "those of other objectives"
         )
-    if (
-        end := config.optimizer.decay_steps
-    ) != config.train.steps and config.optimizer.schedule != "constant":
+    steps, decay_steps = config.train.steps, config.optimizer.decay_steps
+    if decay_steps != steps and config.optimizer.schedule != "constant":
         lines.append(
-            f"learning rate decay ends at step {end}, training at step {config.train.steps} "
+            f"learning rate decay ends at step {decay_steps}, training at step {steps} "
             "(config.optimizer.decay_steps, config.train.steps)"
         )
     return "\n".join([*lines, *fallback_messages(program)])
 
 
+def _headline(config: Config, program: Program, first_step: int) -> str:
+    model, mesh = program.model, program.mesh
+    parameters = parameter_count(models.num_parameters(model), models.num_active_parameters(model))
+    devices = f"{mesh.size} {mesh.devices.flat[0].device_kind} device"
+    if mesh.size > 1:
+        devices += "s"
+    if jax.process_count() > 1:
+        devices += f" of {jax.process_count()} processes"
+    work = f"{config.train.steps} steps of {config.train.batch_size} × "
+    work += f"{model.config.context_length} tokens"
+    if first_step:
+        work += f", {first_step} done"
+    return (
+        f"{model.config.architecture}, {parameters} parameters, on {devices} in "
+        f"{model.config.dtype}: {work}"
+    )
+
+
 def fallback_messages(program: Program) -> list[str]:
     undivided = sharding.replicated_dimensions(program.mesh, models.abstract_params(program.model))
+    layers = memory.attention_layers(
+        program.model, program.mesh, program.config.data.separate_documents
+    )
+    messages = [_fallback_message(program, one) for one in layers if one.fallback_reason]
+    return [*undivided, *dict.fromkeys(messages)]
+
+
+def _fallback_message(program: Program, layers: memory.AttentionLayers) -> str:
+    message = (
+        f"attention with head width {layers.head_width} uses plain XLA: {layers.fallback_reason}"
+    )
     backend = program.config.model.attention
-    requested = (
-        "" if backend == "auto" else f"warning: config.model.attention={backend!r} has no effect: "
-    )
-    fallbacks = dict.fromkeys(
-        f"{requested}attention with head width {layers.head_width} uses plain XLA: "
-        f"{layers.fallback_reason}"
-        for layers in memory.attention_layers(
-            program.model, program.mesh, program.config.data.separate_documents
-        )
-        if layers.fallback_reason
-    )
-    return [*undivided, *fallbacks]
+    if backend == "auto":
+        return message
+    return f"warning: config.model.attention={backend!r} has no effect: {message}"
 
 
 def compilation_message(memory_stats, seconds: float) -> str:

@@ -1,300 +1,241 @@
-"""The program of a run. No arrays are allocated before `Program.initial_state` is called."""
+"""What is compiled for a config and a mesh: the model, the objective, the optimizer and the steps.
 
-import contextlib
+A program is made from `Config.compiled_part`, which lacks the values of the fields declared as
+`not_compiled`. What changes the numbers of an update among these is an input of its steps: the
+seed, the learning rate and the weight decay. So runs that differ in nothing else share a program.
+"""
+
 import dataclasses
-import operator
-import textwrap
-from collections.abc import Iterator
+import functools
+import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
-from smallgpt_jax.data.config import DataConfig, is_synthetic
-from smallgpt_jax.data.corpus import Corpus
-from smallgpt_jax.data.pipeline import DataPipeline, open_pipeline
-from smallgpt_jax.data.tokenizers import Tokenizer
+from smallgpt_jax.data.config import is_synthetic
+from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
-from smallgpt_jax.errors import UserError
-from smallgpt_jax.objectives.future_tokens import FUTURE_HEADS
-from smallgpt_jax.objectives.objective import OBJECTIVES
+from smallgpt_jax.objectives.objective import Objective
+from smallgpt_jax.objectives.teacher import Teacher
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
-from smallgpt_jax.optim.optimizer import OPTIMIZERS
 from smallgpt_jax.optim.transfer import scale_initial
-from smallgpt_jax.run.config import Config, TrainConfig
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
-from smallgpt_jax.run.trackers import TRACKERS
-from smallgpt_jax.training.compiled_steps import CompiledSteps, build_steps
-from smallgpt_jax.training.step import Hyperparameters
+from smallgpt_jax.training.step import Hyperparameters, eval_step, init_state, train_step
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """The steps of a run. `config` has all values; those that the steps do not contain are bound to
-    them here.
+    """Nothing is traced or compiled before it is first needed, and nothing twice. Only
+    `initial_state` and `restore_or_initialize` allocate arrays.
     """
 
-    config: Config
-    steps: CompiledSteps  # possibly shared with other runs
+    config: Config  # a `Config.compiled_part`
+    mesh: jax.sharding.Mesh
+    model: models.LanguageModel
+    objective: Objective
+    optimizer: optax.GradientTransformationExtraArgs
+    shardings: TrainState
+    teacher: Teacher | None  # also a term of the objective
+    multipliers: Any  # see `transfer.multipliers`; None: all are 1
 
-    model = property(operator.attrgetter("steps.model"))
-    objective = property(operator.attrgetter("steps.objective"))
-    mesh = property(operator.attrgetter("steps.mesh"))
-    optimizer = property(operator.attrgetter("steps.optimizer"))
-    shardings = property(operator.attrgetter("steps.shardings"))
-    teacher = property(operator.attrgetter("steps.teacher"))
-    multipliers = property(operator.attrgetter("steps.multipliers"))
-    abstract_state = property(operator.attrgetter("steps.abstract_state"))
-    abstract_batch = property(operator.attrgetter("steps.abstract_batch"))
+    @functools.cached_property
+    def abstract_state(self) -> TrainState:
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            self._traced_initialization.out_info,
+            self.shardings,
+        )
 
-    @property
-    def is_simulated(self) -> bool:
-        """Simulated devices share the threads of one CPU."""
-        return self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
+    def abstract_batch(self, evaluates: bool = False) -> Batch:
+        """Fields that this config does not use are None."""
+        c, time = self.config, self.config.model.context_length
 
-    def initial_state(self) -> TrainState:
-        return self.steps.initialization(np.uint32(self.config.train.seed))
+        def shape(dtype: str, *lengths: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                (c.train.batch_size, *lengths), dtype, sharding=sharding.batch_sharding(self.mesh)
+            )
 
-    def restore_or_initialize(self, checkpoints) -> TrainState:
+        has_targets = c.data.packing == "best_fit" or is_synthetic(c.data)
+        return Batch(
+            tokens_BxT1=shape("int32", time + 1),
+            segment_ids_BxT=shape("int32", time) if c.data.separate_documents else None,
+            loss_mask_BxT=shape("bool", time) if evaluates or has_targets else None,
+            targets_BxT=shape("int32", time) if has_targets else None,
+            row_numbers_B=shape("uint32") if evaluates else None,
+            vocab_size_B=shape("int32") if c.train.objective == "masked" else None,
+        )
+
+    def initial_state(self, seed: int) -> TrainState:
+        """Each device initializes its own shards."""
+        return self._initialization(np.uint32(seed))
+
+    def restore_or_initialize(self, checkpoints, seed: int) -> TrainState:
         """The checkpoint of an imported model has neither heads, optimizer state nor average; they
         are initialized.
         """
-        state = checkpoints.restore_latest(self.abstract_state) or self.initial_state()
-        if state.opt_state is None:
+        state = checkpoints.restore_latest(self.abstract_state) or self.initial_state(seed)
+        if state.opt_state is not None:
+            return state
 
-            def initialize():
-                return scale_initial(
-                    self.objective.init_heads(self.config.train.seed), self.multipliers
-                )
+        def init_heads():
+            return scale_initial(self.objective.init_heads(seed), self.multipliers)
 
-            state = state._replace(heads=jax.jit(initialize, out_shardings=self.shardings.heads)())
-            opt_state = jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(
-                state.trained
-            )
-            state = state._replace(opt_state=opt_state)
-            if self.config.train.ema:
-                state = state._replace(ema=jax.tree.map(jnp.copy, state.params))
+        heads = jax.jit(init_heads, out_shardings=self.shardings.heads)()
+        state = state._replace(heads=heads)
+        init_optimizer = jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)
+        state = state._replace(opt_state=init_optimizer(state.trained))
+        if self.config.train.ema:
+            state = state._replace(ema=jax.tree.map(jnp.copy, state.params))
         return state
 
-    def start_compilation(self) -> tuple[Future, Future]:
-        """Compiles in threads. The train step takes longest, so it is traced before others slow the
-        tracing.
+    def bind(self, config: ConfigDict | Config) -> Callable:
+        """Returns (state, batch) → (state, metrics) with the seed, the schedule and the weight
+        decay of `config`; the input state is donated. Restores the objective's constants, if any.
         """
-        self.steps.trace_train_step()
-        pool = ThreadPoolExecutor(2)
-        steps = pool.submit(self.compile_train_step), pool.submit(self.compile_eval_step)
-        pool.shutdown(wait=False)
-        if self.is_simulated:  # otherwise a program that runs during compilation could lack threads
-            wait(steps)
-        return steps
-
-    def compile_train_step(self) -> jax.stages.Compiled:
-        """Returns (state, batch, hyperparameters[, constants]) → (state, metrics); the input state
-        is donated.
-        """
-        return self.steps.train_step
-
-    def compile_eval_step(self) -> jax.stages.Compiled:
-        """Returns (`TrainState.evaluated`, model_state, batch) → sums; see `eval_step`."""
-        return self.steps.eval_step
-
-    def bind(self, train_step: jax.stages.Compiled):
-        """Restores the objective's constants, if any; returns (state, batch) → (state, metrics)."""
-        constants, c = self.objective.constants(), self.config
-        schedule = learning_rate_schedule(c.optimizer)
+        config = Config.of(config)
+        schedule = learning_rate_schedule(config.optimizer)
 
         # A small program of its own, and not a part of the step, which then does not depend on the
         # schedule.
-        def hyperparameters(step) -> Hyperparameters:
+        @functools.partial(jax.jit, out_shardings=sharding.replicated(self.mesh))
+        def hyperparameters(step_number) -> Hyperparameters:
             return Hyperparameters(
-                jnp.uint32(c.train.seed),
-                jnp.float32(schedule(step)),
-                jnp.float32(c.optimizer.weight_decay),
+                jnp.uint32(config.train.seed),
+                jnp.float32(schedule(step_number)),
+                jnp.float32(config.optimizer.weight_decay),
             )
 
-        jitted = jax.jit(hyperparameters, out_shardings=sharding.replicated(self.mesh))
+        step, constants = self.train_step, self.objective.constants()
         further = (constants,) if constants else ()
-        return self.runnable(
-            lambda state, batch: train_step(state, batch, jitted(state.step), *further)
+
+        def update(state, batch):
+            results = step(state, batch, hyperparameters(state.step), *further)
+            return self._wait_if_simulated(results)
+
+        return update
+
+    def evaluate(self, params, model_state, batch):
+        """Returns the sums of `step.eval_step`. `params` are those of `TrainState.evaluated`."""
+        return self._wait_if_simulated(self.eval_step(params, model_state, batch))
+
+    @functools.cached_property
+    def train_step(self) -> jax.stages.Compiled:
+        """(state, batch, hyperparameters[, constants]) → (state, metrics)."""
+        compiled = self.lowered_train_step.compile()
+        vars(self).pop("lowered_train_step")  # takes more memory than the compiled step
+        return compiled
+
+    @functools.cached_property
+    def lowered_train_step(self) -> jax.stages.Lowered:
+        update = functools.partial(
+            train_step,
+            model=self.model,
+            objective=self.objective,
+            optimizer=self.optimizer,
+            microbatches=self.config.train.microbatches,
+            ema=self.config.train.ema,
         )
-
-    def runnable(self, step):
-        """On simulated devices, blocks until the result is available.
-
-        Simulated devices share a few threads. Two programs that run at the same time can deadlock,
-        because each program holds threads that the other program's collectives wait for.
-        """
-        if self.is_simulated:
-            return lambda *arguments: jax.block_until_ready(step(*arguments))
-        return step
-
-    def open_pipeline(self, corpus: Corpus | None = None) -> DataPipeline:
-        c = self.config
-        pipeline = open_pipeline(
-            c.data,
-            self.mesh,
-            context_length=c.model.context_length,
-            vocab_size=c.model.vocab_size,
-            batch_size=c.train.batch_size,
-            eval_steps=c.train.eval_steps,
-            seed=c.data_seed,
-            corpus=corpus,
+        jitted = jax.jit(
+            update,
+            donate_argnums=0,
+            out_shardings=(self.shardings, sharding.replicated(self.mesh)),
         )
-        if self.teacher:
-            self.teacher.check_tokenizer(pipeline.corpus.tokenizer)
-        if c.train.objective == "masked":
-            require_mask_token(c.model, pipeline.corpus.tokenizer)
-            return pipeline.with_vocab_size()
-        return pipeline
-
-
-def build_program(config: ConfigDict | Config, devices=None, build=build_steps) -> Program:
-    config = Config.of(config)
-    mesh = sharding.make_mesh(config.mesh, devices)
-    validate(config, sharding.num_batch_shards(mesh), mesh.shape["path"])
-    steps = build(config, mesh)
-    if steps.teacher:  # it has the step of its newest checkpoint, if the config gives none
-        config = config.replace(train={"teacher_step": steps.teacher.step})
-    return Program(config, steps)
-
-
-def shared_program(config: ConfigDict | Config, devices=None) -> Program:
-    """Like `build_program`, but reuses the steps of a recent program whose config has an equal
-    compiled part.
-    """
-    return build_program(config, devices, RECENT_STEPS.find)
-
-
-@dataclasses.dataclass
-class RecentSteps:
-    """Compiled steps that a process keeps for further runs: those that were used last."""
-
-    limit: int
-    steps: dict[tuple, CompiledSteps] = dataclasses.field(
-        default_factory=dict
-    )  # the last is the newest
-
-    def find(self, config: Config, mesh: jax.sharding.Mesh) -> CompiledSteps:
-        if config.train.teacher:  # its newest checkpoint may change
-            return build_steps(config, mesh)
-        # `parts` only distinguishes functions and classes that use the same name, one after the
-        # other.
-        parts = (
-            OBJECTIVES.get(config.train.objective),
-            FUTURE_HEADS.get(config.train.future_head),
-            OPTIMIZERS.get(config.optimizer.name),
-            *models.named_parts(config.model),
+        hyperparameters = Hyperparameters(
+            seed=self._abstract_number("uint32"),
+            learning_rate=self._abstract_number("float32"),
+            weight_decay=self._abstract_number("float32"),
         )
-        key = config.compiled_part(), mesh, parts
-        self.steps[key] = self.steps.pop(key, None) or build_steps(config, mesh)
-        while len(self.steps) > self.limit:
-            self.steps.pop(next(iter(self.steps)))
-        return self.steps[key]
-
-
-RECENT_STEPS = RecentSteps(limit=4)
-
-
-def validate(config: Config, batch_shards: int, path_shards: int) -> None:
-    """Raises UserError for values of one group that do not fit another group or the mesh."""
-    train, model = config.train, config.model
-    train.validate_choice("tracker", ("", *TRACKERS))
-    learning_rate_schedule(config.optimizer)
-    if train.objective != "causal" and is_synthetic(config.data):
-        train.refuse("objective", "must be 'causal' with a probe, whose answers are next tokens")
-    if train.objective != "causal" and config.data.format != "text":
-        validate_tuning(train, config.data)
-    if train.future_tokens and (config.optimizer.base_width or config.optimizer.base_depth):
-        train.refuse(
-            "future_tokens",
-            "must be 0 with config.optimizer.base_width or base_depth, which have no rules "
-            "for its heads",
-        )
-    if train.ema and config.optimizer.lora_rank:
-        train.refuse(
-            "ema", "must be 0 with config.optimizer.lora_rank, which does not train the weights"
-        )
-    parts = batch_shards * train.microbatches
-    if train.batch_size % parts:
-        train.refuse(
-            "batch_size",
-            f"must be a multiple of {parts}, which is {batch_shards} devices "
-            f"(config.mesh.data × fsdp) × {train.microbatches} microbatches",
-        )
-    if model.context_length % train.loss_chunks:
-        train.refuse(
-            "loss_chunks", f"must divide config.model.context_length={model.context_length}"
-        )
-    if path_shards != 1:
-        paths = getattr(model, "num_paths", None)
-        if paths is None:
-            raise UserError(f"config.mesh.path={path_shards}: {model.architecture} has no paths")
-        if paths % path_shards:
-            raise UserError(
-                f"config.mesh.path={path_shards}: must divide config.model.num_paths={paths}"
+        constants = self.objective.abstract_constants
+        further = (constants,) if constants else ()
+        with sharding.use_mesh(self.mesh):
+            return jitted.lower(
+                self.abstract_state, self.abstract_batch(), hyperparameters, *further
             )
 
+    @functools.cached_property
+    def eval_step(self) -> jax.stages.Compiled:
+        """(`TrainState.evaluated`, model_state, batch) → sums."""
+        return self.lower_eval_step().compile()
 
-def validate_tuning(train: TrainConfig, data: DataConfig) -> None:
-    """Raises UserError unless another objective than the causal one can be trained on prompts with
-    answers.
-    """
-    if data.format != "completion":
-        train.refuse("objective", f"must be 'causal' with config.data.format={data.format!r}")
-    if train.objective != "prefix":
-        train.refuse(
-            "objective",
-            "must be 'causal' or 'prefix' with config.data.format='completion', whose answers "
-            "are next tokens",
+    def lower_eval_step(self) -> jax.stages.Lowered:
+        evaluation = functools.partial(
+            eval_step,
+            model=self.model,
+            objective=self.objective,
+            microbatches=self.config.train.microbatches,
+            counts_answers=is_synthetic(self.config.data),
+            measures_repeats=self.config.train.eval_repeats,
         )
-    if not data.separate_documents:
-        data.refuse(
-            "separate_documents",
-            "must be True with config.train.objective='prefix' and prompts, each of "
-            "which is a prefix",
-        )
+        jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
+        state = self.abstract_state
+        with sharding.use_mesh(self.mesh):
+            return jitted.lower(
+                state.evaluated, state.model_state, self.abstract_batch(evaluates=True)
+            )
 
+    def start_compilation(self) -> list[Future]:
+        """Compiles both steps in threads. The train step takes longest, so it is traced before
+        others slow the tracing.
+        """
+        if "train_step" not in vars(self):
+            self.lowered_train_step  # noqa: B018
+        pool = ThreadPoolExecutor(2)
+        compilations = [
+            pool.submit(lambda: self.train_step),
+            pool.submit(lambda: self.eval_step),
+        ]
+        pool.shutdown(wait=False)
+        if self._is_simulated:  # a program that runs during compilation could lack threads
+            wait(compilations)
+        return compilations
 
-def require_mask_token(model: models.ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raises UserError unless the last row of the embedding, which is the mask token, is no token
-    of the text.
-    """
-    if model.vocab_size == tokenizer.vocab_size:
-        model.refuse(
-            "vocab_size",
-            "config.train.objective='masked' uses the embedding's last row as the mask token, "
-            f"but the tokenizer uses all {tokenizer.vocab_size:,}; increase it by 1 or more",
-        )
+    @functools.cached_property
+    def _initialization(self) -> jax.stages.Compiled:
+        """seed → state."""
+        return self._traced_initialization.lower().compile(self._initialization_options)
 
+    @property
+    def _initialization_options(self) -> dict | None:
+        """On CPUs, optimizing the initialization takes longer than running it, and it runs only
+        once.
+        """
+        option = "xla_backend_optimization_level"
+        if self.mesh.devices.flat[0].platform != "cpu" or option in os.environ.get("XLA_FLAGS", ""):
+            return None
+        return {option: 1}
 
-@contextlib.contextmanager
-def memory_errors_explained(config: TrainConfig) -> Iterator[None]:
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(out_of_memory_message(config, error)) from None
+    @functools.cached_property
+    def _traced_initialization(self) -> jax.stages.Traced:
+        def initialize(seed):
+            return init_state(
+                self.model,
+                self.objective,
+                self.optimizer,
+                seed,
+                self.multipliers,
+                self.config.train.ema,
+            )
 
+        jitted = jax.jit(initialize, out_shardings=self.shardings)
+        return jitted.trace(self._abstract_number("uint32"))
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Excludes TPU vmem and smem, because a smaller batch does not reduce their use."""
-    text = str(error)
-    return (
-        "RESOURCE_EXHAUSTED" in text
-        and "memory space vmem" not in text
-        and "memory space smem" not in text
-    )
+    def _abstract_number(self, dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((), dtype, sharding=sharding.replicated(self.mesh))
 
+    @property
+    def _is_simulated(self) -> bool:
+        return self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
 
-def out_of_memory_message(config: TrainConfig, error: Exception) -> str:
-    reason = textwrap.shorten(str(error), 160, placeholder=" …")
-    return (
-        f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
-        f"config.train.microbatches={config.microbatches} ({reason});\nincrease "
-        "config.train.microbatches, set config.model.remat='full' or, on several devices, "
-        "increase config.mesh.fsdp"
-    )
+    def _wait_if_simulated(self, results):
+        """Simulated devices share a few threads of one CPU. Two programs that run at the same time
+        can deadlock, because each holds threads that the other's collectives wait for.
+        """
+        return jax.block_until_ready(results) if self._is_simulated else results

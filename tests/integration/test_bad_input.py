@@ -22,7 +22,7 @@ from smallgpt_jax.comparison import measure
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.locks import file_lock
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.trainer import train
 
 LINES = b"".join(b'{"text": "words and words, number %d"}\n' % i for i in range(2000))
 SKIP = "or skip such items with --config.data.invalid_items=skip"

@@ -20,8 +20,11 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import memory
 from smallgpt_jax.models.flops import forward_operations
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.session import Session
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.progress import RunProgress
+from smallgpt_jax.run.spool import Spool
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import Trainer, open_pipeline
 from smallgpt_jax.training.validation import evaluate
 
 SIZES = dict(
@@ -41,18 +44,15 @@ OPTIONS = dict(
 EMA = 0.15
 
 
-def program(devices: int, model: dict, **fields):
-    return build_program(
-        load_config(
-            "gpt",
-            **{f"model__{name}": value for name, value in {**SIZES, **OPTIONS, **model}.items()},
-            train__batch_size=4,
-            train__ema=EMA,
-            train__z_loss=0.01,
-            optimizer__warmup_steps=0,
-            **fields,
-        ),
-        jax.devices()[:devices],
+def config_with(model: dict, **fields):
+    return load_config(
+        "gpt",
+        **{f"model__{name}": value for name, value in {**SIZES, **OPTIONS, **model}.items()},
+        train__batch_size=4,
+        train__ema=EMA,
+        train__z_loss=0.01,
+        optimizer__warmup_steps=0,
+        **fields,
     )
 
 
@@ -63,19 +63,19 @@ def test_training_with_all_options(tmp_path):
     A restored state continues bit for bit. The average follows its formula.
     """
     tokens, results = np.random.default_rng(0).integers(0, 64, (4, 17)), []
-    programs = (
-        program(1, {}),
-        program(
-            4, dict(scan_layers=True, remat="full"), mesh__data=1, mesh__fsdp=2, mesh__tensor=2
-        ),
-    )
-    initial = jax.device_get(programs[0].initial_state())
-    for plan in programs:
-        losses, states = train_three_steps(plan, tokens, tmp_path / str(plan.mesh.size), initial)
+    plain = config_with({})
+    mesh = dict(mesh__data=1, mesh__fsdp=2, mesh__tensor=2)
+    sharded = config_with(dict(scan_layers=True, remat="full"), **mesh)
+    initial = jax.device_get(build_program(plain, jax.devices()[:1]).initial_state(0))
+    for devices, config in ((1, plain), (4, sharded)):
+        program = build_program(config, jax.devices()[:devices])
+        losses, states = train_three_steps(
+            program, config, tokens, tmp_path / str(devices), initial
+        )
         weights = [state.params for state in states]
         assert losses[0] > losses[1] > losses[2]
         results.append((losses, weights[-1], states[-1].ema))
-        assert plan.shardings.ema == plan.shardings.params
+        assert program.shardings.ema == program.shardings.params
     for path, change in jax.tree_util.tree_leaves_with_path(
         jax.tree.map(lambda new, old: np.abs(new - old).max(), weights[-1], weights[0])
     ):
@@ -119,20 +119,27 @@ def test_commands_use_the_average(text_file, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_validation_uses_the_average(text_file):
-    config = load_config("gpt", **SMALL, data__source=str(text_file), train__ema=0.9)
-    config.train.eval_steps = 2
-    plan = build_program(config, jax.devices()[:1])
-    pipeline, step = plan.open_pipeline(), plan.compile_eval_step()
-    weights, average = init(plan.model), init(plan.model, 1)
-    state = start_from(plan, weights)._replace(ema=average)
+def test_validation_uses_the_average(text_file, tmp_path):
+    config = Config.of(
+        load_config(
+            "gpt", **SMALL, data__source=str(text_file), train__ema=0.9, train__eval_steps=2
+        )
+    )
+    program = build_program(config, jax.devices()[:1])
+    pipeline, spool = open_pipeline(config, program), Spool(tmp_path, tmp_path, print)
+    weights, average = init(program.model), init(program.model, 1)
+    state = start_from(program, weights)._replace(ema=average)
     never = SimpleNamespace(is_requested_anywhere=lambda: False)
-    session, logged = Session(plan, pipeline, None, never, RunClock(), None), []
-    logger = SimpleNamespace(log_evaluation=lambda step, *found: logged.append(found[0]))
-    assert session.log_validation_loss(step, logger, 8, state)
+    trainer = Trainer(config, program, pipeline, spool, RunProgress(8), never, RunClock())
+    logged = []
+    trainer.logger = SimpleNamespace(
+        log_evaluation=lambda step, *evaluation: logged.append(evaluation[0])
+    )
+    assert trainer.log_validation_loss(8, state)
+    trainer.checkpoints.close()
 
     def loss(params):
-        of_batch = functools.partial(step, params, {})
+        of_batch = functools.partial(program.evaluate, params, {})
         return evaluate(of_batch, map(pipeline.to_devices, pipeline.validation_batches)).loss
 
     assert logged == [loss(average)] and abs(logged[0] - loss(weights)) > 1e-3
@@ -160,10 +167,8 @@ def test_counts_of_loops():
     assert forward_operations(twice).products - head == 2 * (
         forward_operations(once).products - head
     )
-    layers = [
-        memory.attention_layers(model, program(1, {}).mesh, False)[0].count
-        for model in (once, twice)
-    ]
+    mesh = build_program(config_with({}), jax.devices()[:1]).mesh
+    layers = [memory.attention_layers(model, mesh, False)[0].count for model in (once, twice)]
     assert layers == [2, 4]
     parts = memory.components(build("gpt", **SIZES, **OPTIONS))
     assert parts["value embeddings"] == 2 * 64 * 16 and parts["scalars of blocks"] == 2 * 4

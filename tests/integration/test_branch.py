@@ -14,7 +14,7 @@ from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 from smallgpt_jax.run.sessions import read_sessions
 from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.training.branch import Branch, open_branch
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.trainer import train
 
 # log_every does not divide the steps of the checkpoints, so these contain losses that are not
 # logged yet.

@@ -23,8 +23,8 @@ from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.run.config_file import read_config, write_config
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.workdir import initialize_workdir
-from smallgpt_jax.training import train
-from smallgpt_jax.training.program import shared_program
+from smallgpt_jax.training import trainer
+from smallgpt_jax.training.build import shared_program
 from smallgpt_jax.training.step import EvaluationSums
 
 STEPS = (
@@ -89,7 +89,7 @@ def compared(tmp_path_factory, text_file):
     """
     output, decoded = tmp_path_factory.mktemp("compared") / "out", []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "train", fake_train)
+        patch.setattr(trainer, "train", fake_train)
         patch.setattr(inference_cost, "measure_inference", decoded.append)
         done = call(
             *TINY,
@@ -324,7 +324,7 @@ def test_continues_after_a_run_that_cannot_be_trained(text_file, tmp_path, monke
             raise errors[config.train.seed]
         fake_train(config, folder, corpus)
 
-    monkeypatch.setattr(train, "train", failing_train)
+    monkeypatch.setattr(trainer, "train", failing_train)
     done = call(
         *TINY,
         f"--config.data.source={text_file}",
@@ -524,11 +524,10 @@ def test_batches_are_no_larger_than_microbatches_of_training(
         mesh = sharding.make_mesh(config.mesh)
         return SimpleNamespace(
             mesh=mesh,
-            runnable=lambda step: step,
             shardings=SimpleNamespace(
                 params=sharding.replicated(mesh), model_state=sharding.replicated(mesh)
             ),
-            compile_eval_step=lambda: eval_step if config.train.microbatches == 1 else None,
+            evaluate=eval_step if config.train.microbatches == 1 else None,
         )
 
     monkeypatch.setattr(measure, "shared_program", program)

@@ -20,7 +20,7 @@ from smallgpt_jax.run.completion import is_finished
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.workdir import initialize_workdir, lock_workdir
-from smallgpt_jax.training import train
+from smallgpt_jax.training import trainer
 from smallgpt_jax.training.branch import open_branch
 
 HORIZONS = (0.25, 0.5, 0.75, 1.0)
@@ -36,7 +36,7 @@ SHORTER = ["-x0.25", "-x0.5", "-x0.75"]
 
 
 class FakeTrain:
-    """Replaces `train.train`. Locks the workdir and starts from the trunk, but writes a loss of 3 +
+    """Replaces `trainer.train`. Locks the workdir and starts from the trunk, but writes a loss of 3 +
     seed / steps.
 
     `trained` lists (folder, number of steps that were trained).
@@ -94,13 +94,13 @@ class FakeTrain:
 
 @pytest.fixture
 def fake_train(monkeypatch):
-    """Returns a function that replaces `train.train` by a FakeTrain. Its arguments are those of
+    """Returns a function that replaces `trainer.train` by a FakeTrain. Its arguments are those of
     FakeTrain.
     """
 
     def install(*arguments) -> FakeTrain:
-        monkeypatch.setattr(train, "train", FakeTrain(*arguments))
-        return train.train
+        monkeypatch.setattr(trainer, "train", FakeTrain(*arguments))
+        return trainer.train
 
     return install
 

@@ -23,7 +23,7 @@ from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import CONFIG_FILE
 from smallgpt_jax.run.sessions import append_session, has_diverged
 from smallgpt_jax.run.workdir import check_workdir, initialize_workdir, lock_workdir
-from smallgpt_jax.training import train
+from smallgpt_jax.training import trainer
 
 STEPS = (
     "--config.train.steps=8",
@@ -42,7 +42,7 @@ BEST = {
 
 
 class FakeTrain:
-    """Replaces `train.train`. Locks the workdir, but writes made-up losses instead of training.
+    """Replaces `trainer.train`. Locks the workdir, but writes made-up losses instead of training.
 
     The loss is |log2(learning rate / best learning rate)| + seed / 1e5. Runs diverge above three
     times the recipe's learning rate. `trained` lists the folders of the runs in the order in which
@@ -95,13 +95,13 @@ class FakeTrain:
 
 @pytest.fixture
 def fake_train(monkeypatch):
-    """Returns a function that replaces `train.train` by a FakeTrain. Its arguments are those of
+    """Returns a function that replaces `trainer.train` by a FakeTrain. Its arguments are those of
     FakeTrain.
     """
 
     def install(*arguments) -> FakeTrain:
-        monkeypatch.setattr(train, "train", FakeTrain(*arguments))
-        return train.train
+        monkeypatch.setattr(trainer, "train", FakeTrain(*arguments))
+        return trainer.train
 
     return install
 
@@ -181,7 +181,7 @@ def test_grid_then_seeds_then_report(text_file, tmp_path, fake_train, monkeypatc
 
 def test_every_learning_rate_diverges(text_file, tmp_path, monkeypatch):
     """The comparison then has no runs; the report says why."""
-    monkeypatch.setattr(train, "train", FakeTrain())
+    monkeypatch.setattr(trainer, "train", FakeTrain())
     monkeypatch.setitem(BEST, "gpt", math.inf)
     done = call(
         *TINY,

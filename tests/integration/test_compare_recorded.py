@@ -9,7 +9,7 @@ from conftest import call
 from test_compare_learning_rates import TINY, FakeTrain
 
 from smallgpt_jax.comparison import inference_cost
-from smallgpt_jax.training import train
+from smallgpt_jax.training import trainer
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def compare(tmp_path, text_file, monkeypatch):
     def compared(output: str, *arguments, names="gpt"):
         fake, folder = FakeTrain(), tmp_path / output
         measured.clear()
-        monkeypatch.setattr(train, "train", fake)
+        monkeypatch.setattr(trainer, "train", fake)
         done = call(
             *TINY,
             f"--config.data.source={text_file}",

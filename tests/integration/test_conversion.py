@@ -33,8 +33,8 @@ from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.workdir import write_imported
-from smallgpt_jax.training import train
-from smallgpt_jax.training.program import shared_program
+from smallgpt_jax.training import trainer
+from smallgpt_jax.training.build import shared_program
 from smallgpt_jax.training.step import eval_step
 
 torch = pytest.importorskip("torch")
@@ -547,7 +547,7 @@ def with_large_embedding(params):
 @pytest.mark.slow
 def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     on_one_device = functools.partial(shared_program, devices=jax.devices()[:1])
-    monkeypatch.setattr(train, "shared_program", on_one_device)
+    monkeypatch.setattr(trainer, "shared_program", on_one_device)
     model = build("gpt", **GPT2, num_layers=2, d_model=32, context_length=32)
     theirs = export(
         tmp_path / "theirs", model, with_large_embedding(init(model)), tokenizers.Bytes()
@@ -579,8 +579,8 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     ]
     assert len(losses) == 3
     # Training starts from the imported weights, so the first loss is theirs.
-    program = on_one_device(read_config(folder))
-    batch = program.open_pipeline().train_batches[0]
+    config = read_config(folder)
+    batch = trainer.open_pipeline(config, on_one_device(config)).train_batches[0]
     sums = eval_step(
         with_large_embedding(init(model)),
         {},

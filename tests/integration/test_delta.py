@@ -21,8 +21,8 @@ from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.gated_delta import GatedDeltaNet
 from smallgpt_jax.optim.muon import uses_muon
-from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import train
 
 HYBRID = ("delta", "delta", "delta", "attention")
 SIZES = dict(d_model=16, num_heads=2, context_length=24, num_layers=4, vocab_size=64)
@@ -264,7 +264,8 @@ def losses(devices: int, fields: dict, folder, **axes) -> list[float]:
     )
     program = build_program(config, jax.devices()[:devices])
     initial = start_from(program, init(program.model))
-    return train_three_steps(program, random_tokens(8, 25), folder / str(devices), initial)[0]
+    folder = folder / str(devices)
+    return train_three_steps(program, config, random_tokens(8, 25), folder, initial)[0]
 
 
 @pytest.mark.slow

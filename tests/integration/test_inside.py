@@ -18,7 +18,7 @@ from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.inference.single_blocks import num_blocks, without_blocks
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 
 SMALL = dict(
     vocab_size=40, context_length=12, d_model=16, num_heads=2, num_layers=2, dtype="float32"
@@ -182,7 +182,7 @@ def test_chosen_experts_have_the_loads_of_training():
 def test_the_command(trained_run, tmp_path):
     """Training's program is the same after a diagnosis."""
     config = load_config("gpt", model__num_layers=1, model__context_length=16)
-    before = build_program(config, jax.devices()[:1]).steps.lowered_train_step.as_text()
+    before = build_program(config, jax.devices()[:1]).lowered_train_step.as_text()
     workdir = trained_run("pgpt", model__num_layers=2, model__context_length=32, train__steps=20)
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on a mat while some dog ran. " * 5)
@@ -207,7 +207,7 @@ def test_the_command(trained_run, tmp_path):
         x["loss"] for x in losses["without_block"]
     )
     assert f"loss {losses['loss']:.4f}" in done.stdout
-    assert build_program(config, jax.devices()[:1]).steps.lowered_train_step.as_text() == before
+    assert build_program(config, jax.devices()[:1]).lowered_train_step.as_text() == before
     measure.observe(
         workdir
     )  # in place of the diagnosis of another text, which no comparison reports

@@ -15,8 +15,8 @@ from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.planning.estimate import estimate
-from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import train
 
 
 def llama(qk_norm: bool = False):

@@ -21,7 +21,7 @@ from smallgpt_jax.conversion import low_rank
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import attention, layers, memory, parameters
 from smallgpt_jax.models.flops import train_flops_per_token
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 
 
 def tokens_of(model, rows: int = 2) -> np.ndarray:

@@ -19,7 +19,7 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.optim.optimizer import OPTIMIZERS
 from smallgpt_jax.run.checkpoint import Checkpoints
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 
 SMALL = dict(
     model__num_layers=2,
@@ -88,9 +88,9 @@ def kronecker(params, config) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def step_once(program, state, seed: int):
+def step_once(program, config, state, seed: int):
     tokens = np.random.default_rng(seed).integers(0, 64, (16, 33)).astype(np.int32)
-    step = program.bind(program.compile_train_step())
+    step = program.bind(config)
     return step(state, Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh))))[0]
 
 
@@ -113,18 +113,19 @@ def test_matrices_of_the_optimizer_are_sharded_and_resumed(
     one device.
     """
     monkeypatch.setitem(OPTIMIZERS, "kronecker", kronecker)
-    alone = build_program(load_config(architecture, **SMALL), jax.devices()[:1])
+    alone_config = load_config(architecture, **SMALL)
+    alone = build_program(alone_config, jax.devices()[:1])
     expected = start_from(alone, init(alone.model))
     for seed in range(2):
-        expected = step_once(alone, expected, seed)
+        expected = step_once(alone, alone_config, expected, seed)
 
     config = load_config(architecture, **SMALL, **lengths)
     program = build_program(config)
     checkpoints = Checkpoints(tmp_path, keep=1, log=print)
-    state = step_once(program, start_from(program, init(program.model)), seed=0)
+    state = step_once(program, config, start_from(program, init(program.model)), seed=0)
     checkpoints.save(1, state)
     checkpoints.wait_until_finished()
-    state = step_once(program, checkpoints.restore_latest(program.abstract_state), seed=1)
+    state = step_once(program, config, checkpoints.restore_latest(program.abstract_state), seed=1)
     checkpoints.close()
 
     factors = state.opt_state[1]["factors"]["trunk"]

@@ -24,7 +24,7 @@ from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.initializers import INIT_STD
 from smallgpt_jax.models.layers import Dense
 from smallgpt_jax.models.mixers import MIXERS
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 
 PATTERN = ("previous", "attention")
 SIZES = dict(d_model=16, num_heads=2, context_length=24, num_layers=4, vocab_size=64)

@@ -30,8 +30,8 @@ from smallgpt_jax.models.stacks import stack_blocks
 from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.planning import hlo
 from smallgpt_jax.run.checkpoint import Checkpoints
-from smallgpt_jax.training import train as run
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training import trainer
+from smallgpt_jax.training.build import build_program
 
 MOE = {
     "mlp": "moe",
@@ -345,20 +345,19 @@ def test_gradients_in_bfloat16_are_summed_in_float32(backend):
 
 @functools.cache
 def compiled_program(devices, recipe="gpt", **fields):
-    """Returns a program and its compiled training step."""
+    """Returns a program and its training step."""
     moe = {f"model__{name}": value for name, value in MOE.items()}
-    program = build_program(
-        load_config(recipe, **{**SMALL, **moe, **fields}), jax.devices()[:devices]
-    )
-    return program, program.compile_train_step()
+    config = load_config(recipe, **{**SMALL, **moe, **fields})
+    program = build_program(config, jax.devices()[:devices])
+    return program, program.bind(config)
 
 
 def train(steps=3, devices=1, recipe="gpt", restart=lambda state, program: state, **fields):
     """Returns the last state, and the metrics of each step. After each step, `restart` replaces the
     state.
     """
-    program, compiled = compiled_program(devices, recipe, **fields)
-    state, step = start_from(program, init(program.model)), program.bind(compiled)
+    program, step = compiled_program(devices, recipe, **fields)
+    state = start_from(program, init(program.model))
     metrics = []
     for seed in range(steps):
         tokens = np.random.default_rng(seed).integers(0, 64, (16, 33)).astype(np.int32)
@@ -419,8 +418,8 @@ def test_rows_do_not_move_between_devices(microbatches):
     """With data parallelism, devices exchange only weights, gradients and loads, once per step, and
     no tokens.
     """
-    program, step = compiled_program(8, **mesh(data=8), train__microbatches=microbatches)
-    traffic = hlo.HloModule(step.as_text()).collectives()
+    program, _ = compiled_program(8, **mesh(data=8), train__microbatches=microbatches)
+    traffic = hlo.HloModule(program.train_step.as_text()).collectives()
     stored = [
         x
         for x in jax.tree.leaves(program.abstract_state.params)
@@ -476,19 +475,17 @@ def test_biases_move_once_per_update(monkeypatch):
             "remat": "full",
         }.items()
     }
-    program = build_program(
-        load_config(
-            "gpt",
-            **{**SMALL, **moe},
-            model__architecture="twice",
-            train__microbatches=2,
-            data__packing="best_fit",
-            optimizer__learning_rate=0.0,
-            optimizer__final_learning_rate=0.0,
-        ),
-        jax.devices()[:1],
+    config = load_config(
+        "gpt",
+        **{**SMALL, **moe},
+        model__architecture="twice",
+        train__microbatches=2,
+        data__packing="best_fit",
+        optimizer__learning_rate=0.0,
+        optimizer__final_learning_rate=0.0,
     )
-    step, evaluate = program.bind(program.compile_train_step()), program.compile_eval_step()
+    program = build_program(config, jax.devices()[:1])
+    step, evaluate = program.bind(config), program.evaluate
     state = start_from(program, jax.tree.map(lambda x: 5 * x, init(program.model)))
     tokens = np.random.default_rng(0).integers(0, 64, (16, 33), np.int32)
     is_token = np.arange(32) < np.tile([[24], [6]], (8, 1))
@@ -622,7 +619,7 @@ def test_a_run_logs_the_load_of_each_expert(text_file, tmp_path):
         train__eval_every=2,
         train__eval_steps=1,
     )
-    run.train(config, str(tmp_path))
+    trainer.train(config, str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     loads = [
         np.array(line["expert_load"]["trunk/blocks/mlp/router"])

@@ -11,8 +11,8 @@ from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed
 from smallgpt_jax.comparison import results
 from smallgpt_jax.planning.estimate import estimate
 from smallgpt_jax.planning.table import format_plan
-from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import train
 
 pytestmark = pytest.mark.slow
 MUON = dict(**SMALL, optimizer__name="muon", mesh__data=2, mesh__fsdp=2, mesh__tensor=2)

@@ -17,7 +17,7 @@ from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.optimizer import make_optimizer
 from smallgpt_jax.run.state import TrainState
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.step import Hyperparameters, train_step
 
 BROKEN = 63  # the token whose embedding the tests overwrite
@@ -87,8 +87,10 @@ def test_the_learning_rate_follows_the_steps():
         optimizer__final_learning_rate=0.1,
         optimizer__schedule="linear",
     )
-    program = build_program(load_config("gpt", **schedule), jax.devices()[:1])
-    step = program.bind(lambda state, batch, hyperparameters: hyperparameters)
+    config = load_config("gpt", **schedule)
+    program = build_program(config, jax.devices()[:1])
+    vars(program)["train_step"] = lambda state, batch, hyperparameters: hyperparameters
+    step = program.bind(config)
     state = TrainState(jnp.int32(0), {}, optax.ScaleByAdamState(jnp.int32(0), {}, {}))
     rates = [
         float(step(state._replace(step=jnp.int32(number)), None).learning_rate)

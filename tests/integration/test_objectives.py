@@ -42,9 +42,9 @@ from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.run import workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.config import Config, TrainConfig
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.step import eval_step, microbatch_loss
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.trainer import open_pipeline, train
 from smallgpt_jax.training.validation import evaluate
 
 
@@ -94,19 +94,27 @@ def own_objectives(monkeypatch):
 
 BATCH = Batch(np.random.default_rng(0).integers(0, 257, (16, 33), np.int32))
 TUNING = dict(data__format="completion", data__packing="best_fit", data__separate_documents=True)
+SEED = 1337
 MESH = dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
 
 
 def first_steps(devices, **fields):
     """Returns the program, and the state and the metrics of three steps on one batch."""
     config = load_config(
-        "gpt", **{**SMALL, "train__batch_size": 16, "optimizer__warmup_steps": 0, **fields}
+        "gpt",
+        **{
+            **SMALL,
+            "train__seed": SEED,
+            "train__batch_size": 16,
+            "optimizer__warmup_steps": 0,
+            **fields,
+        },
     )
     program = build_program(config, jax.devices()[:devices])
     state = start_from(program, init(program.model))
     if program.objective.terms:
-        state = state._replace(heads=program.initial_state().heads)
-    step = program.bind(program.compile_train_step())
+        state = state._replace(heads=program.initial_state(SEED).heads)
+    step = program.bind(config)
     batch = jax.device_put(BATCH, sharding.batch_sharding(program.mesh))
     found = []
     for _ in range(3):
@@ -132,7 +140,7 @@ def test_heads_train_equally_on_one_and_eight_devices():
     )
 
     # The first step, computed with NumPy's logits.
-    heads, params = jax.device_get(one.initial_state().heads), jax.device_get(init(one.model))
+    heads, params = jax.device_get(one.initial_state(SEED).heads), jax.device_get(init(one.model))
     assert not np.allclose(
         state.heads["two_ahead"]["kernel"], heads["two_ahead"]["kernel"], atol=1e-4
     )
@@ -213,12 +221,13 @@ def test_imported_models_get_initial_heads(tmp_path):
     workdir.write_imported(
         tmp_path / "run", program.model, params, {}, TokenizerSource("bytes").make(), {}
     )
-    state = program.restore_or_initialize(Checkpoints(tmp_path / "run" / workdir.CHECKPOINT_FOLDER))
+    checkpoints = Checkpoints(tmp_path / "run" / workdir.CHECKPOINT_FOLDER)
+    state = program.restore_or_initialize(checkpoints, SEED)
     assert_equal(state.params, params)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6),
         state.heads,
-        program.initial_state().heads,
+        program.initial_state(SEED).heads,
     )
     assert jax.tree.structure(state) == jax.tree.structure(program.abstract_state)
 
@@ -231,9 +240,7 @@ def test_drawn_examples():
     program, _, expected = first_steps(1, train__objective="prefix")
     prefixes = []
     for step in range(3):
-        key = jax.random.fold_in(
-            jax.random.fold_in(jax.random.key(program.config.train.seed), step), 2**32 - 1
-        )
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(SEED), step), 2**32 - 1)
         prefixes.append(np.asarray(continuations(BATCH, row_keys(key, BATCH)).prefix_BxT))
     assert not np.array_equal(*prefixes[:2])
     inputs, targets = BATCH.tokens_BxT1[:, :-1], BATCH.tokens_BxT1[:, 1:]
@@ -361,8 +368,8 @@ def test_the_validation_loss_does_not_depend_on_the_batch_size(objective, tmp_pa
             train__eval_steps=0,
         )
         program = build_program(config, jax.devices()[:1])
-        pipeline, params = program.open_pipeline(), init(program.model)
-        step = functools.partial(program.compile_eval_step(), params, {})
+        pipeline, params = open_pipeline(config, program), init(program.model)
+        step = functools.partial(program.evaluate, params, {})
         return evaluate(step, map(pipeline.to_devices, pipeline.validation_batches))
 
     one = evaluation(1)
@@ -539,10 +546,11 @@ def test_refuses(fields, message):
 
 
 def test_the_mask_token_must_not_be_a_token_of_the_text(text_file):
-    program = build_program(
+    config = Config.of(
         config_for(text_file, **SMALL, train__objective="masked", model__vocab_size=257)
     )
+    program = build_program(config)
     with pytest.raises(
         UserError, match=r"vocab_size=257: .* the tokenizer uses all 257; increase it by 1 or more"
     ):
-        program.open_pipeline()
+        open_pipeline(config, program)

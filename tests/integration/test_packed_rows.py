@@ -23,11 +23,13 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.config import POSITIONS
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.objectives.objective import Objective
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.training import messages
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.step import Hyperparameters, eval_step, train_step
+from smallgpt_jax.training.trainer import open_pipeline
 
 
 def random_params(model):
@@ -130,12 +132,11 @@ def mixture(tmp_path_factory):
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("separate", [False, True])
 def test_batches_have_the_shapes_of_the_compiled_steps(mixture, packing, separate):
-    program = build_program(
-        load_config(
-            "gpt", data__mixture=mixture, data__packing=packing, data__separate_documents=separate
-        )
+    config = load_config(
+        "gpt", data__mixture=mixture, data__packing=packing, data__separate_documents=separate
     )
-    pipeline = program.open_pipeline()
+    program = build_program(config)
+    pipeline = open_pipeline(config, program)
     for batches, evaluates in (
         (pipeline.train_batches, False),
         (pipeline.validation_batches, True),
@@ -151,9 +152,9 @@ def test_a_run_on_a_mixture(mixture, tmp_path):
 
     The startup message names the stores of the mixture, and store.json records their weights.
     """
-    config = load_config("gpt", data__mixture=mixture, data__packing="best_fit")
+    config = Config.of(load_config("gpt", data__mixture=mixture, data__packing="best_fit"))
     program = build_program(config)
-    pipeline = program.open_pipeline()
+    pipeline = open_pipeline(config, program)
     small, large = (
         rows.padding for rows in open_mixture(mixture).pack("train", "best_fit", False, 64).packings
     )
@@ -163,7 +164,7 @@ def test_a_run_on_a_mixture(mixture, tmp_path):
     assert messages.session_facts(program, pipeline, memory_stats, 0)["padding"] == pytest.approx(
         padding
     )
-    message = messages.startup_message(program, pipeline, 0)
+    message = messages.startup_message(config, program, pipeline, 0)
     assert (
         "small, best_fit: " in message
         and "large, best_fit: " in message

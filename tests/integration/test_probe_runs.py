@@ -13,7 +13,7 @@ from smallgpt_jax.data import batches
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.trainer import train
 
 FIELDS = {
     **SMALL,

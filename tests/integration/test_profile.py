@@ -10,7 +10,7 @@ from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed
 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import metrics
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.trainer import train
 
 
 def train_steps_in(folder) -> list[int]:

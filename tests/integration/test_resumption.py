@@ -28,8 +28,8 @@ from smallgpt_jax.run import metrics
 from smallgpt_jax.run.completion import evaluated_steps
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.workdir import check_workdir, write_imported
-from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import open_pipeline, train
 
 # log_every does not divide checkpoint_every, so checkpoints contain losses that are not logged yet.
 RESUMED = dict(**SMALL, model__dropout=0.1, train__log_every=15)
@@ -114,7 +114,7 @@ def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of
         assert targets() == [4 * batch, batch]
 
     config = config_for(text_file, **SMALL, train__eval_steps=1)
-    corpus = build_program(config).open_pipeline().corpus
+    corpus = open_pipeline(config, build_program(config)).corpus
 
     def is_evaluated(eval_steps: int) -> bool:
         config = config_for(text_file, **SMALL, train__eval_steps=eval_steps)

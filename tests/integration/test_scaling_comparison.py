@@ -18,7 +18,7 @@ from smallgpt_jax.comparison.power_law import Law
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.run.completion import is_finished
 from smallgpt_jax.run.workdir import initialize_workdir, lock_workdir
-from smallgpt_jax.training import train
+from smallgpt_jax.training import trainer
 
 LAW, BEST_RATE = Law(1.5, 60.0, 60.0, 0.34, 0.28), 0.5  # as a multiple of the models' own rates
 HELD_OUT = "0.2M"
@@ -26,7 +26,7 @@ NAMES = f"gpt@20k,gpt@45k,gpt@77k,gpt@{HELD_OUT}"
 
 
 class FakeTrain:
-    """Replaces `train.train`. `events` lists the runs, and whether predictions.json existed when
+    """Replaces `trainer.train`. `events` lists the runs, and whether predictions.json existed when
     they started.
     """
 
@@ -93,7 +93,7 @@ def compare(text_file, tmp_path, monkeypatch):
             (jax, "clear_caches"),
         ):  # after each run; nothing is trained here
             monkeypatch.setattr(owner, name, lambda: None)
-        monkeypatch.setattr(train, "train", fake)
+        monkeypatch.setattr(trainer, "train", fake)
         done = call(
             "compare",
             "--config=configs/compare/scaling.py:tiny",

@@ -18,7 +18,8 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.optim.optimizer import OPTIMIZERS, make_optimizer
 from smallgpt_jax.run.config import GROUPS, Config
-from smallgpt_jax.training.program import RECENT_STEPS, shared_program
+from smallgpt_jax.training.build import RECENT_PROGRAMS, shared_program
+from smallgpt_jax.training.trainer import open_pipeline
 
 NOT_COMPILED = {
     "data": {"seed"},
@@ -96,23 +97,18 @@ def test_steps_are_found_again_until_others_replace_them(monkeypatch):
     again = shared_program(
         config_of(train__seed=3, train__steps=9, optimizer__schedule="constant"), device
     )
-    assert again.steps is first.steps and (again.config.train.seed, again.config.train.steps) == (
-        3,
-        9,
-    )
-    assert shared_program(config_of(), jax.devices()[:2]).steps is not first.steps
+    assert again is first
+    assert shared_program(config_of(), jax.devices()[:2]) is not first
     optimizer = OPTIMIZERS["adamw"]
     monkeypatch.setitem(OPTIMIZERS, "adamw", lambda *arguments: optimizer(*arguments))
-    assert (
-        shared_program(config_of(), device).steps is not first.steps
-    )  # another function has the same name
+    assert shared_program(config_of(), device) is not first  # another function has the same name
     monkeypatch.undo()
-    assert shared_program(config_of(), device).steps is first.steps
-    monkeypatch.setattr(RECENT_STEPS, "limit", 3)
+    assert shared_program(config_of(), device) is first
+    monkeypatch.setattr(RECENT_PROGRAMS, "limit", 3)
     for loss_chunks in (2, 4, 8):
         shared_program(config_of(train__loss_chunks=loss_chunks), device)
-    assert shared_program(config_of(), device).steps is not first.steps
-    assert len(RECENT_STEPS.steps) == 3
+    assert shared_program(config_of(), device) is not first
+    assert len(RECENT_PROGRAMS.programs) == 3
 
 
 @pytest.mark.slow
@@ -150,10 +146,10 @@ def test_runs_with_shared_steps_have_their_own_numbers():
         ),
     }
     programs = [shared_program(config, device) for config, _ in runs.values()]
-    compiled = programs[0].compile_train_step()
-    assert programs[1].compile_train_step() is compiled
-    for ((seed, decay), (_, schedule)), program in zip(runs.items(), programs):
-        state, step = program.initial_state(), program.bind(compiled)
+    assert programs[0] is programs[1]
+    program = programs[0]
+    for (seed, decay), (config, schedule) in runs.items():
+        state, step = program.initial_state(seed), program.bind(config)
         model, params = program.model, jax.device_get(state.params)
         variables = jax.jit(lambda seed=seed, model=model: models.init_variables(model, seed))()
         jax.tree.map(
@@ -191,14 +187,11 @@ def expected_losses(model, params, optimizer, tokens) -> list[float]:
 
 def test_the_order_of_batches_and_the_initial_weights_have_seeds_of_their_own(text_file):
     def weights_and_rows(**seeds):
-        program = shared_program(
-            config_of(data__source=str(text_file), model__vocab_size=300, **seeds),
-            jax.devices()[:1],
-        )
-        weights = jax.tree.leaves(program.initial_state().params)
-        return np.concatenate(
-            [np.ravel(x) for x in weights]
-        ), program.open_pipeline().row_numbers_at(1)
+        config = Config.of(config_of(data__source=str(text_file), model__vocab_size=300, **seeds))
+        program = shared_program(config, jax.devices()[:1])
+        weights = jax.tree.leaves(program.initial_state(config.train.seed).params)
+        rows = open_pipeline(config, program).row_numbers_at(1)
+        return np.concatenate([np.ravel(x) for x in weights]), rows
 
     weights, rows = weights_and_rows(train__seed=1)
     same_weights, other_rows = weights_and_rows(train__seed=1, data__seed=2)

@@ -22,7 +22,7 @@ from smallgpt_jax.models import parameters
 from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.planning import hlo
 from smallgpt_jax.run.checkpoint import Checkpoints
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.step import eval_step
 
 pytestmark = pytest.mark.slow
@@ -47,18 +47,16 @@ EXTRA_FIELDS = {
 
 @functools.cache
 def compiled_program(architecture, devices, **fields):
-    """Returns a program with the config fields SMALL, and its compiled training step."""
-    program = build_program(
-        load_config(architecture, **{**SMALL, **EXTRA_FIELDS.get(architecture, {}), **fields}),
-        jax.devices()[:devices],
-    )
-    return program, program.compile_train_step()
+    """Returns a program with the config fields SMALL, and its training step."""
+    config = load_config(architecture, **{**SMALL, **EXTRA_FIELDS.get(architecture, {}), **fields})
+    program = build_program(config, jax.devices()[:devices])
+    return program, program.bind(config)
 
 
 def first_metrics(architecture, devices=1, steps=3, **fields):
     """Returns the loss and gradient norm of the first training steps, (steps, 2)."""
-    program, compiled = compiled_program(architecture, devices, **fields)
-    step, state = program.bind(compiled), start_from(program, init(program.model))
+    program, step = compiled_program(architecture, devices, **fields)
+    state = start_from(program, init(program.model))
     found = []
     for seed in range(steps):
         tokens = np.random.default_rng(seed).integers(0, 64, (16, 33)).astype(np.int32)
@@ -198,8 +196,8 @@ def test_data_parallel_traffic_is_weights_and_gradients(microbatches):
     With several microbatches, sums are scattered: a device receives an eighth. Otherwise, the CPU
     compiler has no reduce-scatters.
     """
-    program, step = compiled_program("gpt", 8, **mesh(data=8), train__microbatches=microbatches)
-    traffic = hlo.HloModule(step.as_text()).collectives()
+    program, _ = compiled_program("gpt", 8, **mesh(data=8), train__microbatches=microbatches)
+    traffic = hlo.HloModule(program.train_step.as_text()).collectives()
     params = jax.tree.leaves(models.abstract_params(program.model))
     scales = 4 * sum(p.size for p in params if p.name == "scale")
     matrices = 4 * sum(p.size for p in params) - scales
@@ -218,9 +216,9 @@ def test_fsdp_gathers_weights_but_not_the_embedding():
     """Devices exchange tokens and rows of the embedding, forward and backward. All weights but
     scales are sharded.
     """
-    program, step = compiled_program("gpt", 8, **mesh(fsdp=8))
+    program, _ = compiled_program("gpt", 8, **mesh(fsdp=8))
     traffic, params = (
-        hlo.HloModule(step.as_text()).collectives(),
+        hlo.HloModule(program.train_step.as_text()).collectives(),
         models.abstract_params(program.model),
     )
     matrices = sum(p.size for p in jax.tree.leaves(params) if p.name != "scale")
@@ -263,9 +261,7 @@ def test_packed_rows_in_microbatches_on_eight_devices():
             },
         )
         state = start_from(program, init(program.model))
-        _, metrics = program.bind(step)(
-            state, jax.device_put(batch, sharding.batch_sharding(program.mesh))
-        )
+        _, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(program.mesh)))
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
@@ -345,7 +341,7 @@ def test_microbatches_save_memory_in_evaluation():
             "gpt", **{**SMALL, "train__batch_size": 64}, train__microbatches=microbatches
         )
         program = build_program(config, jax.devices()[:1])
-        return program.compile_eval_step().memory_analysis().temp_size_in_bytes
+        return program.eval_step.memory_analysis().temp_size_in_bytes
 
     assert temporaries(8) < temporaries(1) / 4
 
@@ -373,7 +369,7 @@ class DropoutMasks:
         self.program = build_program(config, jax.devices()[:devices])
         self.program.abstract_state  # noqa: B018 — traces the initialization now, before masks are recorded
         with nn.intercept_methods(self.record):
-            self.step = self.program.bind(self.program.compile_train_step())
+            self.step = self.program.bind(config)
 
     def record(self, next_function, args, kwargs, context):
         if not isinstance(context.module, nn.Dropout):
@@ -433,7 +429,7 @@ def test_the_initial_state_takes_two_traces():
     parameters.trace_variables.cache_clear()  # other tests have traced the same model
     with nn.intercept_methods(count):
         program = build_program(load_config("gpt", **SMALL), jax.devices()[:1])
-        state = program.initial_state()
+        state = program.initial_state(0)
     assert len(calls) == 2
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
         lambda x: (x.shape, x.dtype), program.abstract_state

@@ -27,8 +27,8 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.planning.estimate import estimate
 from smallgpt_jax.run.workdir import write_imported
-from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import train
 
 SMALL = dict(
     model__num_layers=2,
@@ -69,7 +69,7 @@ def compiled_program(devices, architecture="gpt", **fields):
         **{**SMALL, "train__teacher_step": 0 if "train__teacher" in fields else -1, **fields},
     )
     program = build_program(config, jax.devices()[:devices])
-    return program, program.bind(program.compile_train_step())
+    return program, program.bind(config)
 
 
 def first_step(batch, devices=1, params=None, **fields):

@@ -28,9 +28,10 @@ from smallgpt_jax.run import metrics
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.workdir import check_workdir
+from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.messages import print_final_message
-from smallgpt_jax.training.program import Program, build_program
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.program import Program
+from smallgpt_jax.training.trainer import train
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -42,13 +43,11 @@ def optimized(monkeypatch):
     """
     devices = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
-    monkeypatch.setattr(
-        Program,
-        "compile_train_step",
-        lambda program: program.steps.lowered_train_step.compile(
-            {"xla_backend_optimization_level": 1}
-        ),
+    compiled = functools.cached_property(
+        lambda program: program.lowered_train_step.compile({"xla_backend_optimization_level": 1})
     )
+    compiled.__set_name__(Program, "train_step")
+    monkeypatch.setattr(Program, "train_step", compiled)
 
 
 @pytest.mark.slow
@@ -316,7 +315,7 @@ def test_out_of_memory_message(text_file, tmp_path, monkeypatch):
         def fail(program):
             raise jax.errors.JaxRuntimeError(report)
 
-        monkeypatch.setattr(Program, "compile_train_step", fail)
+        monkeypatch.setattr(Program, "train_step", property(fail))
         with pytest.raises(raised) as error:
             train(config_for(text_file), str(tmp_path / "run"))
         return str(error.value)

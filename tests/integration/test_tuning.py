@@ -24,8 +24,8 @@ from smallgpt_jax.optim import lora
 from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.trainable import make_masks
 from smallgpt_jax.run.workdir import write_imported
-from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import train
 
 MODEL = {
     **{
@@ -192,23 +192,21 @@ def test_merged_weights_of_any_model_are_products_in_float64():
 
 def small_step(**fields):
     """Returns the parameters before a step on random tokens, and what it returns."""
-    program = build_program(
-        load_config(
-            "gpt",
-            **{f"model__{name}": value for name, value in {**MODEL, "context_length": 8}.items()},
-            train__batch_size=2,
-            train__microbatches=1,
-            train__loss_chunks=1,
-            optimizer__warmup_steps=0,
-            optimizer__learning_rate=0.1,
-            **fields,
-        ),
-        jax.devices()[:1],
+    config = load_config(
+        "gpt",
+        **{f"model__{name}": value for name, value in {**MODEL, "context_length": 8}.items()},
+        train__batch_size=2,
+        train__microbatches=1,
+        train__loss_chunks=1,
+        optimizer__warmup_steps=0,
+        optimizer__learning_rate=0.1,
+        **fields,
     )
-    state = program.initial_state()
+    program = build_program(config, jax.devices()[:1])
+    state = program.initial_state(config.train.seed)
     before = jax.device_get(state.params)
     batch = Batch(np.random.default_rng(0).integers(0, 100, (2, 9), np.int32))
-    state, metrics = program.bind(program.compile_train_step())(state, batch)
+    state, metrics = program.bind(config)(state, batch)
     return before, state, metrics
 
 
@@ -251,14 +249,14 @@ def test_train_only_freezes_all_but_one_path():
         optimizer__clip_norm=0.01,
     )
     program = build_program(config, jax.devices()[:1])
-    state = program.initial_state()
+    state = program.initial_state(config.train.seed)
     before = jax.tree.map(np.array, state.params)
     before["head"][0, 0] = -0.0
     state = state._replace(params=jax.device_put(before, program.shardings.params))
     batch = program.abstract_batch()._replace(
         tokens_BxT1=np.random.default_rng(0).integers(0, 100, (2, 9), np.int32)
     )
-    step = program.bind(program.compile_train_step())
+    step = program.bind(config)
     squares = gradient_of_path_1(program.model, before, batch.tokens_BxT1)
     state, metrics = step(state, batch)
     assert float(metrics["grad_norm"]) == pytest.approx(squares**0.5, rel=1e-5)

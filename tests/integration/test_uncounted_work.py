@@ -20,11 +20,11 @@ from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.flops import train_cost
 from smallgpt_jax.models.stacks import layer_configs, stack_blocks
-from smallgpt_jax.plan import format_plan
 from smallgpt_jax.planning import estimate
+from smallgpt_jax.planning.table import format_plan
 from smallgpt_jax.training import messages
-from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import train
 
 CHIP = chips.Chip(flops=1e12, hbm=16e9)
 TIME, WIDTH, LAYERS, VOCABULARY = 64, 64, 4, 512  # of size `tiny`

@@ -21,10 +21,10 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.plan import format_plan
 from smallgpt_jax.planning.estimate import estimate
-from smallgpt_jax.training.program import build_program
-from smallgpt_jax.training.train import train
+from smallgpt_jax.planning.table import format_plan
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import train
 
 pytestmark = pytest.mark.slow
 SIZES = dict(num_layers=2, d_model=16, num_heads=2)
@@ -198,9 +198,7 @@ def test_own_losses_metrics_and_state():
     """
     rows = Batch(np.random.default_rng(0).integers(0, 257, (4, 65), np.int32))
     plain, found = (
-        build_program(
-            own_config("gpt", train__batch_size=4), jax.devices()[:1]
-        ).compile_eval_step(),
+        build_program(own_config("gpt", train__batch_size=4), jax.devices()[:1]).eval_step,
         [],
     )
     for scan, microbatches, devices in ((True, 1, 1), (False, 2, 2)):
@@ -212,7 +210,7 @@ def test_own_losses_metrics_and_state():
             train__batch_size=4,
         )
         program = build_program(config, jax.devices()[:devices])
-        state = program.initial_state()
+        state = program.initial_state(0)
         # With the initial weights, the loss that `Calm` adds is smaller than the rounding error of
         # the total loss. So the test enlarges the kernels.
         state = state._replace(
@@ -228,7 +226,7 @@ def test_own_losses_metrics_and_state():
                 loss_mask_BxT=np.ones((4, 64), bool), row_numbers_B=np.arange(4, dtype=np.uint32)
             ),
         )
-        step = program.bind(program.compile_train_step())
+        step = program.bind(config)
         state, metrics = step(state, rows)
         energies = np.asarray(state.model_state["trunk"]["blocks"]["energy"])
         assert energies.shape == (2,) and np.all(energies > 0)
@@ -271,7 +269,7 @@ def test_a_state_that_only_some_calls_change_is_that_of_all_rows():
     for devices in (1, 2):
         config = own_config(f"{__name__}:Counting", train__microbatches=2, train__batch_size=8)
         program = build_program(config, jax.devices()[:devices])
-        state, _ = program.bind(program.compile_train_step())(program.initial_state(), rows)
+        state, _ = program.bind(config)(program.initial_state(0), rows)
         totals.append(
             [
                 np.asarray(shard.data)

@@ -16,7 +16,8 @@ import pytest
 from conftest import ROOT, call, load_config
 from data_helpers import files_of, write_jsonl
 
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import open_pipeline
 
 pytestmark = pytest.mark.slow
 
@@ -70,10 +71,12 @@ from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.data import batches
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.trainer import open_pipeline
 config, coordinator, process, first, last = json.loads(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 distributed.initialize(coordinator, 2, process, 60)
-pipeline = build_program(ConfigDict(config)).open_pipeline()
+config = ConfigDict(config)
+pipeline = open_pipeline(config, build_program(config))
 for step, batch in zip(range(first, last), batches.read_ahead(pipeline.train_batches, first, 2)):
     arrays = [multihost_utils.process_allgather(x, tiled=True) for x in pipeline.to_devices(batch) if x is not None]
     print(hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest(), flush=True)
@@ -90,7 +93,7 @@ def test_global_batches_do_not_depend_on_processes(text_file):
     config = load_config(
         "gpt", data__source=str(text_file), data__packing="best_fit", data__separate_documents=True
     )
-    pipeline = build_program(config).open_pipeline()
+    pipeline = open_pipeline(config, build_program(config))
     expected = []
     for step in range(first, last):
         batch = pipeline.to_devices(pipeline.train_batches[step])

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, XLA_FLAGS, load_config, run
 
 from smallgpt_jax.run.metrics import read_lines
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.trainer import train
 
 pytestmark = pytest.mark.slow
 

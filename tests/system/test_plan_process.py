@@ -16,7 +16,7 @@ import jax
 import pytest
 from conftest import ROOT, load_config, run
 
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 
 pytestmark = pytest.mark.slow
 FIELDS = {"model__num_layers": 2, "model__d_model": 16}
@@ -33,8 +33,8 @@ def test_memory_matches_the_compiled_steps():
     assert result.returncode == 0, result.stderr
     planned = json.loads(result.stdout)
     program = build_program(load_config("gpt", **FIELDS), jax.devices()[:8])
-    memory_stats = program.compile_train_step().memory_analysis()
-    eval_needs = program.compile_eval_step().memory_analysis()
+    memory_stats = program.train_step.memory_analysis()
+    eval_needs = program.eval_step.memory_analysis()
     assert planned["temp_bytes"] == pytest.approx(memory_stats.temp_size_in_bytes, rel=0.1)
     assert planned["argument_bytes"] == memory_stats.argument_size_in_bytes
     assert planned["eval_temp_bytes"] == pytest.approx(eval_needs.temp_size_in_bytes, rel=0.1)

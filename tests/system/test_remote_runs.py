@@ -25,7 +25,7 @@ from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.atomic import write_atomically
-from smallgpt_jax.training import train
+from smallgpt_jax.training import trainer
 
 pytestmark = pytest.mark.slow
 FIELDS = dict(train__checkpoint_every=10, train__log_every=5)
@@ -332,7 +332,7 @@ def test_failed_requests_are_not_damage(remote_run, monkeypatch):
         Exception,
         match=r"checkpoints/40: cannot be read \(UNAVAILABLE: Failed to connect\); nothing",
     ):
-        train.train(load_config("run", str(remote_run), train__steps=60), str(remote_run))
+        trainer.train(load_config("run", str(remote_run), train__steps=60), str(remote_run))
     assert (
         sorted(object_storage.list_files(remote_run / "checkpoints")) == before
         and np.size(before) > 10

@@ -22,7 +22,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import architectures
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.training import program
+from smallgpt_jax.training.checks import check_config
 from smallgpt_jax.training.program import Program
 
 SHIPPED = sorted(
@@ -287,7 +287,7 @@ def test_speed_excludes_the_first_two_steps(monkeypatch):
     program.bind.return_value, program.abstract_batch.return_value = step, ()
     monkeypatch.setattr(budget, "shared_program", lambda config: program)
     monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    assert budget.steps_per_second(ConfigDict()) == 2.0
+    assert budget.steps_per_second(load_config("gpt")) == 2.0
 
 
 def test_names_with_dots_and_spaces(tmp_path):
@@ -502,9 +502,7 @@ def validate(config: ConfigDict) -> None:
     seconds.
     """
     config = Config.of(config)
-    program.validate(
-        config, sharding.num_batch_shards(sharding.make_mesh(config.mesh)), path_shards=1
-    )
+    check_config(config, sharding.make_mesh(config.mesh))
 
 
 @pytest.mark.slow

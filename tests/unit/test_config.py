@@ -13,7 +13,7 @@ from smallgpt_jax import cli, models
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.optim.optimizer import make_optimizer
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.training.program import validate
+from smallgpt_jax.training.checks import check_config
 
 RECIPES = [
     path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("base", "run")
@@ -59,7 +59,7 @@ def test_every_recipe_is_a_valid_config(recipe, size):
     assert config.is_locked
     config = Config.of(config)
     mesh = sharding.make_mesh(config.mesh)
-    validate(config, sharding.num_batch_shards(mesh), mesh.shape["path"])
+    check_config(config, mesh)
 
 
 def test_cgpt_kernel():

@@ -17,9 +17,10 @@ from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.planning import estimate, gpus, hlo, topologies
 from smallgpt_jax.planning.compilation import CompiledProgram, Compiler
+from smallgpt_jax.planning.plan import remedies
 from smallgpt_jax.planning.roofline import PLAIN_PRODUCTS, Clock, Roofline, ring_bytes
-from smallgpt_jax.planning.table import format_plan, remedies
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.planning.table import format_plan
+from smallgpt_jax.training.build import build_program
 
 # The data sheet of H100 SXM: FLOP/s, bytes/s of the memory, of NVLink in one direction, and of the
 # network.

@@ -4,6 +4,7 @@ nothing is compiled.
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,9 +49,8 @@ class Run:
 
     def loop(self, steps: int, eval_every: int, checkpoint_every: int, first_step: int = 0):
         batches = iter(range(first_step + 1, 1000))
-        self.config = TrainConfig(
-            steps=steps, eval_every=eval_every, checkpoint_every=checkpoint_every
-        )
+        train = TrainConfig(steps=steps, eval_every=eval_every, checkpoint_every=checkpoint_every)
+        self.config = SimpleNamespace(train=train)
         self.batches = batches
         self.checkpoints = self.logger = self.stop = self.clock = self.profiler = self
         result = train_loop(self, first_step, first_step)

@@ -27,7 +27,7 @@ from smallgpt_jax.ops.cross_entropy import cross_entropy
 from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
 from smallgpt_jax.optim.optimizer import make_optimizer
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

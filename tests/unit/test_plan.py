@@ -27,7 +27,7 @@ from smallgpt_jax.planning import compilation, estimate, hlo, kernels, topologie
 from smallgpt_jax.planning.compilation import Compiler
 from smallgpt_jax.planning.table import format_plan
 from smallgpt_jax.training import messages
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 
 # Sizes of the models at size `paper`: V is the vocabulary size, S the context length, D the width,
 # L the number of layers. WIDTHS are the widths of the stages of lgpt and cgpt.
@@ -257,7 +257,7 @@ def test_evaluation_that_does_not_fit(tiny, monkeypatch, refusal):
     compile_program = Compiler.compile
 
     def compile_or_refuse(compiler, lowered):
-        if refusal and lowered is not program.steps.lowered_train_step:
+        if refusal and lowered is not program.lowered_train_step:
             raise jax.errors.JaxRuntimeError(refusal)
         return compile_program(compiler, lowered)
 

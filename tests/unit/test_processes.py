@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.training.train import train
+from smallgpt_jax.training.trainer import train
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from conftest import ARCHITECTURES, init, load_config
 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.optim.transfer import Multipliers, scale_initial
-from smallgpt_jax.training.program import build_program
+from smallgpt_jax.training.build import build_program
 
 TRANSFER = dict(model__d_model=128, optimizer__base_width=32, optimizer__base_depth=1)
 BLOCK = {  # m = 4, m_L = 2 → (initial std, rate, ε), each relative to a model without transfer

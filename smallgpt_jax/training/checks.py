@@ -1,0 +1,85 @@
+"""Checks of values that only together are wrong: of a config's groups, the mesh and the text."""
+
+import jax
+
+from smallgpt_jax import models
+from smallgpt_jax.data.config import DataConfig, is_synthetic
+from smallgpt_jax.data.tokenizers import Tokenizer
+from smallgpt_jax.devices import sharding
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.optim.learning_rate import learning_rate_schedule
+from smallgpt_jax.run.config import Config, TrainConfig
+from smallgpt_jax.run.trackers import TRACKERS
+
+
+def check_config(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raises UserError for values of one group that do not fit another group or the mesh."""
+    train, model = config.train, config.model
+    batch_shards, path_shards = sharding.num_batch_shards(mesh), mesh.shape["path"]
+    train.validate_choice("tracker", ("", *TRACKERS))
+    learning_rate_schedule(config.optimizer)
+    if train.objective != "causal" and is_synthetic(config.data):
+        train.refuse("objective", "must be 'causal' with a probe, whose answers are next tokens")
+    if train.objective != "causal" and config.data.format != "text":
+        _check_tuning(train, config.data)
+    if train.future_tokens and (config.optimizer.base_width or config.optimizer.base_depth):
+        train.refuse(
+            "future_tokens",
+            "must be 0 with config.optimizer.base_width or base_depth, which have no rules "
+            "for its heads",
+        )
+    if train.ema and config.optimizer.lora_rank:
+        train.refuse(
+            "ema", "must be 0 with config.optimizer.lora_rank, which does not train the weights"
+        )
+    parts = batch_shards * train.microbatches
+    if train.batch_size % parts:
+        train.refuse(
+            "batch_size",
+            f"must be a multiple of {parts}, which is {batch_shards} devices "
+            f"(config.mesh.data × fsdp) × {train.microbatches} microbatches",
+        )
+    if model.context_length % train.loss_chunks:
+        train.refuse(
+            "loss_chunks", f"must divide config.model.context_length={model.context_length}"
+        )
+    if path_shards != 1:
+        paths = getattr(model, "num_paths", None)
+        if paths is None:
+            raise UserError(f"config.mesh.path={path_shards}: {model.architecture} has no paths")
+        if paths % path_shards:
+            raise UserError(
+                f"config.mesh.path={path_shards}: must divide config.model.num_paths={paths}"
+            )
+
+
+def _check_tuning(train: TrainConfig, data: DataConfig) -> None:
+    """Raises UserError unless another objective than the causal one can be trained on prompts with
+    answers.
+    """
+    if data.format != "completion":
+        train.refuse("objective", f"must be 'causal' with config.data.format={data.format!r}")
+    if train.objective != "prefix":
+        train.refuse(
+            "objective",
+            "must be 'causal' or 'prefix' with config.data.format='completion', whose answers "
+            "are next tokens",
+        )
+    if not data.separate_documents:
+        data.refuse(
+            "separate_documents",
+            "must be True with config.train.objective='prefix' and prompts, each of "
+            "which is a prefix",
+        )
+
+
+def require_mask_token(model: models.ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError unless the last row of the embedding, which is the mask token, is no token
+    of the text.
+    """
+    if model.vocab_size == tokenizer.vocab_size:
+        model.refuse(
+            "vocab_size",
+            "config.train.objective='masked' uses the embedding's last row as the mask token, "
+            f"but the tokenizer uses all {tokenizer.vocab_size:,}; increase it by 1 or more",
+        )

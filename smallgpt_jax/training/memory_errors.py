@@ -1,0 +1,40 @@
+"""Explains that a device has too little memory, and what to do."""
+
+import contextlib
+import textwrap
+from collections.abc import Iterator
+
+import jax
+
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import TrainConfig
+
+
+@contextlib.contextmanager
+def memory_errors_explained(config: TrainConfig) -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise UserError(_message(config, error)) from None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Excludes TPU vmem and smem, because a smaller batch does not reduce their use."""
+    text = str(error)
+    return (
+        "RESOURCE_EXHAUSTED" in text
+        and "memory space vmem" not in text
+        and "memory space smem" not in text
+    )
+
+
+def _message(config: TrainConfig, error: Exception) -> str:
+    reason = textwrap.shorten(str(error), 160, placeholder=" …")
+    return (
+        f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
+        f"config.train.microbatches={config.microbatches} ({reason});\nincrease "
+        "config.train.microbatches, set config.model.remat='full' or, on several devices, "
+        "increase config.mesh.fsdp"
+    )

@@ -1,0 +1,287 @@
+"""Training: a run in a workdir."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from smallgpt_jax.data.batches import read_ahead
+from smallgpt_jax.data.corpus import Corpus
+from smallgpt_jax.data.pipeline import DataPipeline
+from smallgpt_jax.data.pipeline import open_pipeline as open_data
+from smallgpt_jax.devices import distributed
+from smallgpt_jax.errors import DivergenceError, UserError
+from smallgpt_jax.output import best_effort
+from smallgpt_jax.run import trackers
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.clock import RunClock
+from smallgpt_jax.run.completion import evaluated_steps
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.curves import save_curves
+from smallgpt_jax.run.logger import Logger, Units
+from smallgpt_jax.run.metrics import MetricsWriter
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE, TRACKER_FILE
+from smallgpt_jax.run.profiler import Profiler
+from smallgpt_jax.run.progress import RunProgress
+from smallgpt_jax.run.sessions import append_session
+from smallgpt_jax.run.spool import Spool, open_spool
+from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.run.workdir import check_workdir, config_in_workdir, open_workdir
+from smallgpt_jax.storage.paths import as_path
+from smallgpt_jax.training import messages, preemption
+from smallgpt_jax.training.branch import Branch, open_branch
+from smallgpt_jax.training.build import shared_program
+from smallgpt_jax.training.checks import require_mask_token
+from smallgpt_jax.training.kernel_check import check_attention_kernels, check_recurrence_kernels
+from smallgpt_jax.training.loop import train_loop
+from smallgpt_jax.training.memory_errors import memory_errors_explained
+from smallgpt_jax.training.nonfinite import NonFiniteGuard
+from smallgpt_jax.training.preemption import StopRequest
+from smallgpt_jax.training.program import Program
+from smallgpt_jax.training.validation import Evaluation, evaluate
+from smallgpt_jax.training.watchdog import Watchdog
+
+
+def train(config: ConfigDict | Config, workdir: str, corpus: Corpus | None = None) -> None:
+    """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any.
+    `corpus` is that of the config's group `data`; None opens it.
+
+    Raises UserError, DivergenceError, or StoppedError after a stop request. If the config or
+    workdir is invalid, or an attention kernel gives wrong results, nothing is written.
+    """
+    clock = RunClock()
+    folder = as_path("--workdir", workdir)
+    with best_effort("stdout"):
+        config, branch, program = _check_run(config, folder)
+        progress = RunProgress(config.train.steps)
+        with preemption.handle_signals() as stop:
+            pipeline = open_pipeline(config, program, corpus)
+            if branch:
+                distributed.run_on_primary(lambda: branch.check_text(pipeline.corpus))
+            with open_workdir(folder, config, pipeline.corpus):
+                if branch:
+                    distributed.run_on_primary(lambda: branch.copy_to(folder))
+                with (
+                    _end_recorded(folder),
+                    memory_errors_explained(config.train),
+                    open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool,
+                    Watchdog(clock, config.train.stall_seconds),
+                ):
+                    Trainer(config, program, pipeline, spool, progress, stop, clock).run()
+
+
+def _check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch | None, Program]:
+    """Checks the config, the workdir and the devices. Writes nothing."""
+    config = config_in_workdir(config, folder)
+
+    def check() -> Branch | None:
+        check_workdir(folder, config)
+        return open_branch(folder, config)
+
+    branch = distributed.run_on_primary(check)
+    distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
+    program = shared_program(config)
+    if program.teacher:  # it has the step of its newest checkpoint, if the config gives none
+        config = config.replace(train={"teacher_step": program.teacher.step})
+    distributed.require_equal("config.train.teacher_step", f"{config.train.teacher_step}")
+    trackers.require_installed(config.train.tracker)
+    check_attention_kernels(program)
+    check_recurrence_kernels(program)
+    return config, branch, program
+
+
+def open_pipeline(
+    config: ConfigDict | Config, program: Program, corpus: Corpus | None = None
+) -> DataPipeline:
+    """Raises UserError if the text does not suit the model."""
+    config = Config.of(config)
+    pipeline = open_data(
+        config.data,
+        program.mesh,
+        context_length=config.model.context_length,
+        vocab_size=config.model.vocab_size,
+        batch_size=config.train.batch_size,
+        eval_steps=config.train.eval_steps,
+        seed=config.data_seed,
+        corpus=corpus,
+    )
+    if program.teacher:
+        program.teacher.check_tokenizer(pipeline.corpus.tokenizer)
+    if config.train.objective == "masked":
+        require_mask_token(config.model, pipeline.corpus.tokenizer)
+        return pipeline.with_vocab_size()
+    return pipeline
+
+
+@contextlib.contextmanager
+def _end_recorded(folder: Path) -> Iterator[None]:
+    """However the run ends, draws its curves; records that it has diverged."""
+    try:
+        yield
+    except DivergenceError as diverged:
+        append_session(folder, {"diverged": str(diverged)})
+        raise
+    finally:
+        save_curves(folder)
+
+
+@dataclasses.dataclass
+class Trainer:
+    """A run in its workdir, which is locked."""
+
+    config: Config
+    program: Program
+    pipeline: DataPipeline
+    spool: Spool
+    progress: RunProgress
+    stop: StopRequest
+    clock: RunClock
+
+    def __post_init__(self):
+        train, log = self.config.train, self.progress.message
+        self.checkpoints = Checkpoints(
+            self.spool.workdir / CHECKPOINT_FOLDER,
+            train.keep_checkpoints,
+            log,
+            before_save=self.spool.upload,
+            kept_steps=train.kept_steps,
+        )
+        self.guard = NonFiniteGuard(
+            train.on_nonfinite,
+            train.max_nonfinite,
+            self.pipeline.row_numbers_at,
+            self.checkpoints.latest_finished,
+            log,
+        )
+        self.profiler = Profiler(self.spool, train.profile_from, train.profile_steps, log)
+
+    def run(self) -> None:
+        """Trains from the newest checkpoint to the last step. Returns at once if it is evaluated.
+
+        Raises UserError if the last save fails, and StoppedError after a stop request.
+        """
+        began, steps = time.monotonic(), self.config.train.steps
+        is_trained = max(self.checkpoints.steps(), default=0) >= steps
+        compilations = [] if is_trained else self.program.start_compilation()
+        state = self.program.restore_or_initialize(self.checkpoints, self.config.train.seed)
+        step = int(state.step)
+        is_evaluated = self._is_evaluated(step)
+        self.progress.message(
+            messages.startup_message(self.config, self.program, self.pipeline, step)
+        )
+        if step >= steps and is_evaluated:
+            return
+        for compilation in compilations or self.program.start_compilation():
+            compilation.result()
+        self._log_session(step, time.monotonic() - began)
+        self._prepare_loop(step)
+
+        self.clock.start_training()
+        stopped = False
+        # The previous session was stopped between saving and evaluating, or train.eval_steps has
+        # changed.
+        if step and self.config.train.evaluates(step) and not is_evaluated:
+            stopped = not self.log_validation_loss(step, state)
+        if not stopped:
+            self.profiler.after_step(step, state)
+            state, step, stopped = train_loop(self, state, step)
+            self.profiler.close()
+        self._finish(state, step)
+        if stopped:
+            self.stop.raise_stopped(step)
+
+    def log_validation_loss(self, step: int, state: TrainState) -> bool:
+        """On a stop request, returns False without logging."""
+        eval_step = functools.partial(self.program.evaluate, state.evaluated, state.model_state)
+        with self.clock.during("evaluate"):
+            evaluation = self._evaluate(eval_step)
+        if evaluation is None:
+            return False
+        self.logger.log_evaluation(step, *evaluation)
+        return True
+
+    def _evaluate(self, eval_step) -> Evaluation | None:
+        """Also measures the answers at the further lengths of a probe. Returns None if stopped."""
+        to_devices, is_stopped = self.pipeline.to_devices, self.stop.is_requested_anywhere
+        batches = map(to_devices, self.pipeline.validation_batches)
+        evaluation = evaluate(eval_step, batches, is_stopped)
+        for length, test_batches in self.pipeline.test_batches.items():
+            if evaluation is None:
+                return None
+            at_length = evaluate(eval_step, map(to_devices, test_batches), is_stopped)
+            if at_length is None:
+                return None
+            for name, value in at_length.measures.items():
+                evaluation.measures[f"{name}_at_{length}"] = value
+        return evaluation
+
+    def _is_evaluated(self, step: int) -> bool:
+        evaluated = evaluated_steps(self.spool.workdir, self.config, self.pipeline.corpus)
+        return bool(distributed.broadcast_from_primary((step in evaluated,))[0])
+
+    def _log_session(self, first_step: int, seconds: float) -> None:
+        memory_stats = self.program.train_step.memory_analysis()
+        self.progress.message(messages.compilation_message(memory_stats, seconds))
+        facts = messages.session_facts(self.program, self.pipeline, memory_stats, first_step)
+        append_session(self.spool.workdir, facts)
+
+    def _prepare_loop(self, first_step: int) -> None:
+        workers = self.config.data.workers
+        batches = read_ahead(self.pipeline.train_batches, first_step, workers)
+        self.batches = map(self.pipeline.to_devices, batches)
+        self.update = self.program.bind(self.config)
+        self.logger = self._open_logger(first_step)
+
+    def _open_logger(self, first_step: int) -> Logger:
+        config, log = self.config, self.progress.message
+        start_tracker = config.train.tracker and functools.partial(
+            trackers.Tracker,
+            config.train.tracker,
+            self.spool.folder,
+            config.to_dict(),
+            log=log,
+        )
+        is_masked = config.train.objective == "masked"
+        units = Units(
+            self.pipeline.tokens_per_step,
+            math.nan if is_masked else self.pipeline.corpus.bytes_per_token("validation"),
+            messages.peak_tokens_per_second(self.program),
+        )
+        writer = MetricsWriter(self.spool.folder, first_step, log, start_tracker)
+        return Logger(
+            writer,
+            self.progress,
+            self.clock,
+            units,
+            config.train.log_every,
+            self.checkpoints.unlogged_losses,
+        )
+
+    def _finish(self, state: TrainState, step: int) -> None:
+        """Raises UserError if the last step cannot be saved."""
+        with self.clock.during("save"):
+            is_saved = self._save_last(state, step)
+            self.checkpoints.close()
+        self.logger.close()
+        self.progress.message(self.clock.goodput_message())
+        if not is_saved:
+            raise UserError(
+                f"--workdir={self.spool.workdir}: the last step, {step}, could not be saved; free "
+                "disk space and rerun the same command to resume from the newest checkpoint"
+            )
+
+    def _save_last(self, state: TrainState, step: int) -> bool:
+        """Returns whether the last step has a checkpoint."""
+        self.checkpoints.wait_until_finished()
+        if step not in self.checkpoints.steps():
+            # An earlier attempt failed, or the run was stopped in an evaluation between two
+            # checkpoints.
+            self.checkpoints.save(step, state, self.logger.losses)
+            self.checkpoints.wait_until_finished()
+        return step in self.checkpoints.steps()

@@ -21,6 +21,7 @@ from smallgpt_jax.storage.json_files import BOOLEAN, NULL, NUMBER, TEXT, Each, K
 RESULTS_FILE = "results.json"  # in a comparison's folder
 PREDICTIONS_FILE = "predictions.json"  # in a comparison's folder
 FORMAT = 1
+T = TypeVar("T")
 
 Positive = Annotated[float, json_files.POSITIVE]
 Count = Annotated[int, integer(1)]
@@ -320,7 +321,13 @@ def read(path: Path) -> Record:
     """Returns the record in a results.json. Raises UserError, which names the field, if it is none."""
     schema = {"format": json_files.one_of(FORMAT), **schema_of(Record)}
     advice = f"expected a results.json of format {FORMAT}; repeat the command that made it"
-    return _value(Record, json_files.read_json(path, schema, advice))
+    return parse(Record, json_files.read_json(path, schema, advice))
+
+
+def read_or_none(kind: type[T], path: Path) -> T | None:
+    """Returns the content of a file that can be made again; None if it is missing or damaged."""
+    value = json_files.read_json_or_none(path, schema_of(kind))
+    return None if value is None else parse(kind, value)
 
 
 def write(record: Record, path: Path) -> None:
@@ -341,7 +348,6 @@ _KINDS: dict[Any, Kind] = {
     list: json_files.ARRAY,
     Any: json_files.ANYTHING,
 }
-T = TypeVar("T")
 
 
 @functools.cache
@@ -381,7 +387,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
-def _value(kind: type[T], value: Any) -> T:
+def parse(kind: type[T], value: Any) -> T:
     """Returns a JSON value that matches `schema_of(kind)` as an instance of `kind`."""
     return _reader(kind)(value)
 

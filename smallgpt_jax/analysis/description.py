@@ -1,0 +1,307 @@
+"""What a record says without a statistical decision: the setup, learning rates, curves and further
+measures.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from smallgpt_jax.analysis.findings import (
+    Corpus,
+    Curve,
+    CurvePoint,
+    Diverged,
+    Measure,
+    Pair,
+    Range,
+    Rate,
+    Rates,
+    Setup,
+    Spread,
+)
+from smallgpt_jax.analysis.record import Grid, Inference, Record, Run, grouped
+
+LIBRARIES = ("jax", "python")  # in `Setup.software`
+STREAM = ("token_similarity", "neighbour_similarity", "effective_rank")  # after the last block
+ATTENTION = ("entropy", "first_weight")  # means over the blocks
+_LOSSES = (
+    "loss_of_repeats",
+    "loss_of_others",
+    "in_context_score",
+    "least_important_block",
+    "most_important_block",
+)
+PLAUSIBLE = 2.0  # standard deviations of the difference of two runs within which a rate may be best
+Values = Mapping[str, Mapping[int, float]]  # {name: {seed: value}}
+ComparePairs = Callable[[Values], tuple[Pair, ...]]  # each name against the reference
+
+
+# ------------------------------------------------------------------ setup
+def describe_setup(record: Record) -> Setup | None:
+    """Returns None without runs."""
+    runs = record.runs
+    if not runs:
+        return None
+    sessions = [session for run in runs for session in run.sessions]
+    days = sorted(session.time[:10] for session in sessions)
+    versions = dict.fromkeys(
+        f"{name} {session.versions[name]}"
+        for name in LIBRARIES
+        for session in sessions
+        if name in session.versions
+    )
+    devices = dict.fromkeys(f"{session.devices} × {session.device}" for session in sessions)
+    return Setup(
+        corpus=_corpus(runs),
+        models=tuple(dict.fromkeys(run.model for run in runs)),
+        sizes=_sizes(runs),
+        seeds=tuple(sorted({run.seed for run in runs})),
+        parameters=_range([run.parameters for run in runs]),
+        tokens=_range([run.tokens for run in runs]),
+        steps=_range([run.steps for run in runs]),
+        context_lengths=tuple(sorted({run.config["model.context_length"] for run in runs})),
+        batch_tokens=_range([run.tokens_per_step for run in runs]),
+        runs=sum(run.is_finished for run in runs),
+        unfinished=sum(not run.is_finished and not run.diverged for run in runs),
+        hours=_hours(runs),
+        devices=tuple(devices),
+        software=tuple(versions),
+        dates=(days[0], days[-1]) if days else None,
+        rows=max((run.last.targets for run in runs if run.last), default=0),
+    )
+
+
+def _range(values: Sequence[float]) -> Range:
+    return Range(min(values), max(values))
+
+
+def _sizes(runs: Sequence[Run]) -> tuple[str, ...]:
+    groups = grouped(runs, lambda run: run.size)
+    return tuple(
+        sorted(
+            groups, key=lambda size: statistics.fmean(run.active_parameters for run in groups[size])
+        )
+    )
+
+
+def _corpus(runs: Sequence[Run]) -> Corpus:
+    first = runs[0]
+    description = first.text.description if first.text else {}
+    stores = description.get("mixture", [description])
+    longest = max(run.tokens for run in runs)
+    tokens, reads = 0, [0.0]
+    if "probe" not in description:  # the rows of a probe are made when they are read
+        for store in stores:
+            size = store.get("splits", {}).get("train", {}).get("tokens", 0)
+            tokens += size
+            reads.append(store.get("weight", 1.0) * longest / size if size else 0.0)
+    config = first.config
+    return Corpus(
+        source=config.get("data.mixture") or config.get("data.source", ""),
+        tokens=tokens or None,
+        tokenizer=config.get("data.tokenizer", ""),
+        vocabulary=stores[0].get("vocab_size"),
+        most_read=max(reads),
+    )
+
+
+def _hours(runs: Sequence[Run]) -> float | None:
+    """Returns the hours of training; steps that runs have in common count once."""
+    seconds = 0.0
+    for run in runs:
+        if not run.last or run.last.seconds is None:
+            return None
+        trained = 1 - run.copied_steps / run.last.step if run.last.step else 0.0
+        seconds += trained * run.last.seconds
+    return seconds / 3600
+
+
+def diverged_runs(record: Record) -> tuple[Diverged, ...]:
+    diverged = [run for run in record.runs if run.diverged]
+    return tuple(Diverged(run.label, run.seed, run.steps_done, run.tokens) for run in diverged)
+
+
+# ------------------------------------------------------------------ learning rates
+def describe_rates(record: Record) -> tuple[Rates, ...]:
+    return tuple(_rates(name, grid, record.runs) for name, grid in record.learning_rates.items())
+
+
+def _rates(name: str, grid: Grid, runs: Sequence[Run]) -> Rates:
+    """A rate may be the best if its loss is within the spread over seeds of the best one: two runs
+    with one seed differ by √2 standard deviations, if the rate makes no difference.
+    """
+    spread = _seed_deviation(name, runs)
+    finite = [loss for loss in grid.losses.values() if loss is not None and loss < math.inf]
+    best_loss = min(finite, default=math.nan)
+    bound = best_loss + PLAUSIBLE * math.sqrt(2) * (spread or 0.0)
+    rates = []
+    for multiple, loss in grid.losses.items():
+        is_plausible = loss is not None and loss <= bound
+        rates.append(Rate(multiple, loss, int(loss is not None), is_plausible))
+    best = None if grid.has_diverged else grid.best
+    minimum, rise = _parabola(grid) or (None, None)
+    return Rates(
+        name=name,
+        learning_rate=grid.learning_rate,
+        seed=grid.seed,
+        rates=tuple(rates),
+        best=best,
+        edge=grid.edge if best else "",
+        minimum=minimum,
+        rise=rise,
+        spread=spread,
+    )
+
+
+def _seed_deviation(name: str, runs: Sequence[Run]) -> float | None:
+    """Returns the standard deviation of the name's losses over the seeds at its best rate."""
+    losses = [run.loss for run in runs if run.name == name and run.horizon == 1]
+    losses = [loss for loss in losses if math.isfinite(loss)]
+    return statistics.stdev(losses) if len(losses) > 1 else None
+
+
+def _parabola(grid: Grid) -> tuple[float, float] | None:
+    """Returns the multiple at the minimum of the parabola in ln(rate) through the best rate and its
+    two neighbors, and the rise of the loss at half and at twice this rate.
+
+    None if the best rate is at an edge, a neighbor has diverged, or the parabola has no minimum.
+    """
+    if grid.best is None or grid.edge:
+        return None
+    multiples = list(grid.losses)
+    middle = multiples.index(grid.best)
+    near = multiples[middle - 1 : middle + 2]
+    x0, x1, x2 = map(math.log, near)
+    y0, y1, y2 = (grid.losses[multiple] for multiple in near)
+    if math.inf in (y0, y2):
+        return None
+    slope, next_slope = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+    curvature = 2 * (next_slope - slope) / (x2 - x0)
+    if curvature <= 0:
+        return None
+    return math.exp((x0 + x1) / 2 - slope / curvature), curvature * math.log(2) ** 2 / 2
+
+
+# ------------------------------------------------------------------ curves
+def describe_curves(runs: Sequence[Run]) -> tuple[Curve, ...]:
+    """Returns the mean losses over the seeds of each name, where all seeds were evaluated."""
+    curves = [_curve(name, group) for name, group in grouped(runs, lambda run: run.name).items()]
+    return tuple(curve for curve in curves if curve.points)
+
+
+def _curve(name: str, runs: Sequence[Run]) -> Curve:
+    """Evaluations on other validation rows than the last one are left out."""
+    targets = {run.last.targets for run in runs if run.last}
+    if len(targets) != 1 or any(not run.last for run in runs):
+        return Curve(name, ())
+    by_step = []
+    for run in runs:
+        points = [point for point in run.curve if point.targets in targets]
+        by_step.append({point.step: point for point in points})
+    points = []
+    for step in sorted(set.intersection(*map(set, by_step))):
+        at_step = [points_of_run[step] for points_of_run in by_step]
+        losses = spread_of([point.loss for point in at_step])
+        if losses:
+            axes = [_mean([getattr(point, axis) for point in at_step]) for axis in _AXES]
+            points.append(CurvePoint(*axes, loss=losses))
+    return Curve(name, tuple(points))
+
+
+_AXES = ("tokens", "flops", "seconds")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    return None if not values or None in values else statistics.fmean(values)
+
+
+def spread_of(values: Sequence[float | None]) -> Spread | None:
+    """Returns None without a value, or if one is missing."""
+    if not values or None in values:
+        return None
+    return Spread(statistics.fmean(values), min(values), max(values), len(values))
+
+
+# ------------------------------------------------------------------ further measures
+def describe_measures(runs: Sequence[Run], compare_pairs: ComparePairs) -> tuple[Measure, ...]:
+    """Returns the measures of finished runs, beside the loss.
+
+    `compare_pairs` gets {name: {seed: value}} of the measures whose differences are tested.
+    """
+    finished = [run for run in runs if run.is_finished and not run.diverged]
+    measures = []
+    for kind, measure_of, lower_is_better in _MEASURES:
+        for measure, values in _by_measure(finished, measure_of).items():
+            spreads = {name: spread_of(list(of.values())) for name, of in values.items()}
+            pairs = compare_pairs(values) if kind in _TESTED else ()
+            measures.append(Measure(kind, measure, lower_is_better, spreads, pairs))
+    return tuple(measures)
+
+
+def _by_measure(
+    runs: Sequence[Run], measure_of: Callable[[Run], Mapping[str, float | None]]
+) -> dict[str, dict[str, dict[int, float]]]:
+    """Returns {measure: {name: {seed: value}}} without missing values."""
+    values: dict[str, dict[str, dict[int, float]]] = {}
+    for run in runs:
+        for measure, value in measure_of(run).items():
+            if value is not None:
+                values.setdefault(measure, {}).setdefault(run.name, {})[run.seed] = value
+    return values
+
+
+def _text_losses(run: Run) -> dict[str, float]:
+    """Returns {"own × 2": bits per byte}, × 2: at twice the context length of training."""
+    trained = run.config["model.context_length"]
+    return {f"{row.text} × {row.context_length // trained}": row.bits_per_byte for row in run.texts}
+
+
+def _speed(run: Run) -> dict[str, float | None]:
+    seconds = run.last.seconds if run.last else None
+    return {"tokens_per_second": run.tokens_per_second, "seconds": seconds}
+
+
+def _memory(run: Run) -> dict[str, float | None]:
+    return {"memory_bytes": run.memory_bytes}
+
+
+def _inside(run: Run) -> dict[str, float | None]:
+    if run.inside is None or not run.inside.blocks:
+        return {}
+    last = run.inside.blocks[-1]
+    values = {measure: getattr(last, measure) for measure in STREAM}
+    for measure in ATTENTION:
+        blocks = [getattr(block, measure) for block in run.inside.blocks]
+        values[measure] = _mean([value for value in blocks if value is not None])
+    return {**values, **{measure: getattr(run.inside, measure) for measure in _LOSSES}}
+
+
+def _inference(run: Run) -> dict[str, float | None]:
+    values: dict[str, float | None] = {"weight_bytes": run.weight_bytes}
+    if run.inference is None:
+        return {}
+    values["cache_bytes_per_token"] = run.inference.cache_bytes_per_token
+    values["cache_bytes"] = run.inference.cache_bytes
+    prefill = run.inference.prefill_ms
+    values["prefill_ms"] = prefill.median if prefill else None
+    return {**values, **_decoding(run.inference)}
+
+
+def _decoding(inference: Inference) -> dict[str, float]:
+    return {
+        f"step_ms, batch {row.batch}, {row.cache} cache": row.step_ms.median
+        for row in inference.decoding
+    }
+
+
+_TESTED = ("benchmark", "inside", "answers")
+# Kind, values of a run, whether lower is better.
+_MEASURES = (
+    ("answers", lambda run: run.last.answers, False),
+    ("text", _text_losses, True),
+    ("benchmark", lambda run: run.benchmarks, False),
+    ("inference", _inference, True),
+    ("speed", _speed, None),
+    ("memory", _memory, True),
+    ("inside", _inside, None),
+)

@@ -11,11 +11,13 @@ WORKDIR ?= runs/$(subst :,-,$(subst .py,,$(notdir $(CONFIG))))
 
 VENV := .venv
 PIP := $(VENV)/bin/pip --disable-pip-version-check
+ACTIVATE := echo "to type commands, activate the environment in each terminal: source $(VENV)/bin/activate"
 
 .PHONY: quickstart test test-fast docs install corpus clean
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m smallgpt_jax.main --config=$(CONFIG) --workdir=$(WORKDIR)
+	@$(ACTIVATE)
 
 test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
@@ -31,6 +33,7 @@ docs: $(VENV)/installed-test
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 install: $(VENV)/installed-test
+	@$(ACTIVATE)
 
 # The list of the files of data.source=python_packages, after a change of constraints.txt.
 corpus: $(VENV)/installed-test

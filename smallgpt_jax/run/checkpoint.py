@@ -42,8 +42,8 @@ from smallgpt_jax.devices.agreement import Agreement, exchange
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import root_cause, short_reason
 from smallgpt_jax.run.checksums import bit_checksums
-from smallgpt_jax.run.damage import find_changed_array, is_damage
-from smallgpt_jax.run.names import CHECKPOINT_FOLDER, DAMAGED_FOLDER
+from smallgpt_jax.run.damage import find_changed_array, find_other_shape, is_damage
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER, CONFIG_FILE, DAMAGED_FOLDER
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.atomic import remove_folder, rename, sync_tree
@@ -238,6 +238,10 @@ class Checkpoints:
                 saved.get("ema", {}),
             )
         if damaged:
+            newest = self.folder / str(self._steps[-1])
+            other = max(exchange(find_other_shape(newest / "params", abstract.params)))
+            if other:
+                raise UserError(self._other_model(newest, other))
             listed = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
             raise UserError(
                 f"{self.folder}: all checkpoints are damaged ({listed}).\nNothing was changed; "
@@ -297,12 +301,20 @@ class Checkpoints:
                     f"{path}: removed while it was read, because the run keeps only its newest "
                     "checkpoints (config.train.keep_checkpoints); rerun the same command"
                 ) from None
+            if other := find_other_shape(path / item, abstract_params):
+                raise UserError(self._other_model(path, other)) from None
             raise UserError(
                 f"{path}: damaged checkpoint ({reason}); continue the run with smallgpt_jax.main, "
                 "which resumes from an older checkpoint"
             ) from None
         self.unlogged_losses = saved["check"].get("unlogged_losses", [])
         return saved[item], saved.get("model_state", {}), saved.get("heads", {})
+
+    def _other_model(self, checkpoint: Path, difference: str) -> str:
+        return (
+            f"{self.folder.with_name(CONFIG_FILE)}: does not describe the model in {checkpoint} "
+            f"({difference}); restore the file as the run wrote it"
+        )
 
     def has_average(self, step: int) -> bool:
         return (self.folder / str(step) / "ema").exists()

@@ -167,6 +167,10 @@ class Config:
         """
         if isinstance(config, cls):
             return config
+        if "compare" in config:
+            raise UserError(
+                "--config: is a comparison, and not a run; train it with smallgpt_jax.compare"
+            )
         if unknown := [name for name in config if name not in GROUPS]:
             raise UserError(f"config.{unknown[0]}: no such group; choose from {', '.join(GROUPS)}")
         groups = {name: dict(config.get(name, {})) for name in GROUPS}

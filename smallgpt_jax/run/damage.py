@@ -4,6 +4,12 @@ Every other error comes from the machine: the checkpoint may be sound, and must 
 """
 
 import errno
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
 
 from smallgpt_jax.formatting import find_errno, root_cause
 from smallgpt_jax.run.checksums import bit_checksums
@@ -43,3 +49,26 @@ def find_changed_array(saved: dict) -> str | None:
         if changed := [name for name in sums if saved["check"][item].get(name) != sums[name]]:
             return item + changed[0]
     return None
+
+
+def find_other_shape(item: Path, abstract: Any) -> str:
+    """Returns the first array of a saved item whose name or shape is not that of `abstract`, as in
+    "head is (512, 16), not (512, 32)"; "" if there is none, or if the item cannot be read.
+    """
+    try:
+        saved = _shapes(ocp.StandardCheckpointHandler().metadata(epath.Path(item)).tree)
+    except Exception:  # tensorstore and orbax raise many types of exceptions
+        return ""
+    expected = _shapes(abstract)
+    for name in sorted(saved.keys() | expected.keys()):
+        if saved.get(name) != expected.get(name):
+            return f"{name} is {saved.get(name, 'missing')}, not {expected.get(name, 'missing')}"
+    return ""
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+        for path, leaf in leaves
+    }

@@ -81,6 +81,37 @@ def test_kept_steps_are_not_removed(tmp_path):
     assert saved_steps(tmp_path) == [10, 30]
 
 
+A, C = ABSTRACT.params["a"], ABSTRACT.params["b"]["c"]
+
+
+@pytest.mark.parametrize(
+    "params, difference",
+    [
+        (
+            {"a": jax.ShapeDtypeStruct((40, 60), "float32"), "b": {"c": C}},
+            "a is (40, 30), not (40, 60)",
+        ),
+        ({"a": A}, "b/c is (7,), not missing"),
+        ({"a": A, "b": {"c": C, "d": C}}, "b/d is missing, not (7,)"),
+    ],
+    ids=["another shape", "fewer arrays", "more arrays"],
+)
+def test_an_edited_config_is_not_called_damage(saved, params, difference):
+    """The arrays that a config describes are compared with those of the checkpoints, which stay."""
+    checkpoints = Checkpoints(saved, keep=3)
+    message = (
+        f"{saved.parent}/config.json: does not describe the model in {saved}/20 ({difference}); "
+        "restore the file as the run wrote it"
+    )
+    with pytest.raises(UserError) as of_training:
+        checkpoints.restore_latest(ABSTRACT._replace(params=params, opt_state=None))
+    with pytest.raises(UserError) as of_inference:
+        checkpoints.restore_model(20, params, {})
+    assert str(of_training.value) == str(of_inference.value) == message
+    assert checkpoints.steps() == [10, 20] and os.listdir(saved.parent) == ["checkpoints"]
+    checkpoints.close()
+
+
 @pytest.mark.slow
 def test_copies_between_disk_and_object_storage(saved, bucket, tmp_path):
     folders = [saved, bucket / "a", bucket / "b", tmp_path / "c"]

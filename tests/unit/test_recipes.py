@@ -12,6 +12,7 @@ from smallgpt_jax import __version__
 from smallgpt_jax.config import recipes
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import provenance
+from smallgpt_jax.run.config import Config
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,53 @@ def test_a_name_is_a_recipe_and_a_path_is_a_file(value, expected, tmp_path, monk
     (tmp_path / "lgpt").touch()
     (tmp_path / "gpt").mkdir()  # a folder is not a recipe
     assert recipes.find_recipe(value) == expected
+
+
+def test_overrides_of_a_recipe(tmp_path):
+    """Nested or by names, of any type that the field accepts; fields that depend on them follow."""
+    overrides = {"train.steps": 7, "optimizer": {"learning_rate": 1}, "train.kept_steps": [3, 4]}
+    loaded = recipes.load_config("pgpt:tiny", overrides)
+    config = Config.of(loaded)
+    assert (config.train.steps, config.optimizer.decay_steps) == (7, 7)
+    assert (config.optimizer.learning_rate, config.train.kept_steps) == (1.0, (3, 4))
+    assert config.model.architecture == "pgpt"
+    again = recipes.load_config(loaded, {"train.steps": 8})
+    assert (loaded.train.steps, again.train.steps, again.optimizer.learning_rate) == (7, 8, 1)
+    assert recipes.load_config({"train": {"seed": 1}}, {"data.source": "x"}).to_dict() == {
+        "train": {"seed": 1},
+        "data": {"source": "x"},
+    }
+    (tmp_path / "own.py").write_text(
+        "from ml_collections import ConfigDict, FieldReference\nwidth = FieldReference(8)\n"
+        "def get_config(): return ConfigDict({'model': {'d_model': width, 'head_dim': width * 2}})\n"
+    )
+    own = recipes.load_config(f"{tmp_path}/own.py", {"model.d_model": 16})
+    assert own.to_dict() == {"model": {"d_model": 16, "head_dim": 32}}
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"train.step": 3}, "config.train.step: no such field; did you mean 'steps'?"),
+        ({"trian.steps": 3}, "config.trian: no such field; did you mean 'train'?"),
+        ({"train": 3}, "config.train: is a group of fields"),
+        ({"train.steps.x": 3}, "config.train.steps: is a field"),
+        ({"train.steps": "many"}, "config.train.steps='many': must be an integer"),
+        (
+            {"model": {"num_layer": 3}},
+            "config.model.num_layer=3: gpt has no such field; did you mean 'num_layers'?",
+        ),
+    ],
+)
+def test_wrong_overrides(overrides, message):
+    with pytest.raises(UserError) as error:
+        Config.of(recipes.load_config("gpt:tiny", overrides))
+    assert str(error.value) == message
+
+
+def test_a_comparison_is_not_a_run():
+    with pytest.raises(UserError, match=r"is a comparison, .* with smallgpt_jax.compare$"):
+        Config.of(recipes.load_config("compare/paper:tiny"))
 
 
 @pytest.mark.parametrize(

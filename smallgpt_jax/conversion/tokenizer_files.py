@@ -132,7 +132,8 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
     rules = spec.normalizer_spec
     normal = sentencepiece_model_pb2.ModelProto.SentencePiece.NORMAL
     pieces = [piece.piece for piece in spec.pieces]
-    for i in user_defined(tokenizer) if rules.add_dummy_prefix else ():
+    defined = user_defined(tokenizer)
+    for i in defined if rules.add_dummy_prefix else ():
         pieces[i] += NO_SPACE
     unknown = pieces[tokenizer.unknown]
     if spec.trainer_spec.model_type == sentencepiece_model_pb2.TrainerSpec.UNIGRAM:
@@ -160,21 +161,23 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
             library.normalizers.Strip(),
             library.normalizers.Replace(library.Regex(" {2,}"), " "),
         ]
-    if rules.add_dummy_prefix:
+    if rules.add_dummy_prefix and defined:
         steps += [
             library.normalizers.Replace(library.Regex(BEGINNING), SPACE),
             library.normalizers.Replace(NO_SPACE, ""),
         ]
+    elif rules.add_dummy_prefix:
+        steps.append(library.normalizers.Prepend(SPACE))
     converted.normalizer = library.normalizers.Sequence(
         [*steps, library.normalizers.Replace(" ", SPACE)]
     )
-    for i in user_defined(tokenizer):
+    for i in defined:
         # Others, such as two spaces, are in no normalized text.
         if converted.normalizer.normalize_str(pieces[i]) == spec.pieces[i].piece:
             converted.add_tokens([library.AddedToken(pieces[i], special=False, normalized=True)])
     converted.decoder = library.decoders.Sequence(
         [
-            library.decoders.Replace(NO_SPACE, ""),
+            *([library.decoders.Replace(NO_SPACE, "")] if defined else []),
             library.decoders.Replace(SPACE, " "),
             library.decoders.ByteFallback(),
             library.decoders.Fuse(),

@@ -258,6 +258,8 @@ def without_prefix_space(step: dict | None) -> dict | None:
     """
     if step is None or step["type"] == "Prepend":
         return None
+    if step["type"] == "Replace" and step["pattern"].get("Regex", "").startswith(r"\A"):
+        return None  # a replacement at the beginning, as in our exports
     if step["type"] == "Metaspace":
         return {
             "type": "Metaspace",

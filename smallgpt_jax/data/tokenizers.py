@@ -314,7 +314,12 @@ def load(folder: Path) -> Tokenizer:
     files = {path.name: path for path in folder.iterdir()}
     tokenizer = _read_native(folder, files)
     if TOKENIZER_JSON in files:
-        theirs = hugging_face_tokenizer.read_files(files[TOKENIZER_JSON])
+        try:
+            theirs = hugging_face_tokenizer.read_files(files[TOKENIZER_JSON])
+        except UserError:
+            if not tokenizer:
+                raise
+            return tokenizer
         # A tokenizer of ours is faster, and has more forms of export.
         return tokenizer if tokenizer and _encode_equally(tokenizer, theirs) else theirs
     if not tokenizer:

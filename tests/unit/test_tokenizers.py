@@ -14,6 +14,7 @@ from gguf_helpers import small_sentencepiece
 
 from smallgpt_jax.conversion import tokenizer_files
 from smallgpt_jax.data import encoding, tokenizer_source, tokenizers
+from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 
@@ -177,6 +178,7 @@ def test_exports_have_the_pieces_of_users(model_type, symbols, add_dummy_prefix)
         vocab_size=320,
         add_dummy_prefix=add_dummy_prefix,
         user_defined_symbols=symbols,
+        eos_piece="</s>",
     )
     content = tokenizer_files.hugging_face_files(ours, 64)["tokenizer.json"]
     theirs = library.Tokenizer.from_str(content)
@@ -187,6 +189,11 @@ def test_exports_have_the_pieces_of_users(model_type, symbols, add_dummy_prefix)
         ids = ours.encode([text])[0].tolist()
         assert theirs.encode(text, add_special_tokens=False).ids == ids, text
         assert theirs.decode(ids, skip_special_tokens=False) == ours.decode(ids), text
+    if model_type == "unigram":
+        return  # in the library, a text can contain its end-of-text
+    again = HuggingFaceTokenizer({"tokenizer.json": content.encode()})
+    for text in ("the", " the<sep>th", "<sep>"):
+        assert np.array_equal(again.encode_continuation(text), ours.encode_continuation(text))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +202,7 @@ def test_exports_have_the_pieces_of_users(model_type, symbols, add_dummy_prefix)
         # SentencePiece finds the piece of two spaces, and then removes a space.
         dict(remove_extra_whitespaces=True, user_defined_symbols=["  "]),
         # In xxx, it may find the second one.
-        dict(model_type="unigram", user_defined_symbols=["xx"]),
+        dict(model_type="unigram", user_defined_symbols=["xx"], eos_piece="</s>"),
     ],
 )
 def test_exports_refuse_pieces_that_differ(settings):

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from smallgpt_jax import models
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.kernel_check import check_recurrence_kernels
 from smallgpt_jax.ops.cross_entropy import cap
 
 STATIC_LENGTHS = 6
@@ -62,6 +63,7 @@ class Scorer:
     ):
         self.model, self._batch_tokens = model, batch_tokens
         self.mesh = sharding.make_mesh(sharding.MeshConfig(), devices)
+        check_recurrence_kernels(model, self.mesh)
         self._variables = jax.device_put(
             {"params": params, "state": model_state or {}}, sharding.replicated(self.mesh)
         )

@@ -12,12 +12,13 @@ from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.chat_template import ChatTemplate, own_template
 from smallgpt_jax.data.examples import with_begin
-from smallgpt_jax.devices import distributed
+from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.single_blocks import without_blocks
 from smallgpt_jax.inference.text_model import TextModel
+from smallgpt_jax.models.kernel_check import check_recurrence_kernels
 from smallgpt_jax.models.pgpt import path_weights, with_paths
 from smallgpt_jax.optim import lora
 from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
@@ -52,9 +53,10 @@ def build_text_model(
     model: models.LanguageModel, params, tokenizer: tokenizers.Tokenizer, model_state=None
 ) -> TextModel:
     """`params` and `model_state` are in the training layout. Checks the decoding of custom
-    architectures and mixers.
+    architectures and mixers, and on TPUs the kernels of recurrences.
     """
     require_next_tokens(model)
+    check_recurrence_kernels(model, sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1]))
     weights = layout.pack(model, params, model_state)
     if models.custom_classes(model.config):
         check_decoding(model, params, model_state)

@@ -17,6 +17,7 @@ from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.data.pipeline import open_pipeline as open_data
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import DivergenceError, UserError
+from smallgpt_jax.models.kernel_check import check_attention_kernels, check_recurrence_kernels
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import trackers
 from smallgpt_jax.run.checkpoint import Checkpoints
@@ -38,7 +39,6 @@ from smallgpt_jax.training import messages, preemption
 from smallgpt_jax.training.branch import Branch, open_branch
 from smallgpt_jax.training.build import shared_program
 from smallgpt_jax.training.checks import require_mask_token
-from smallgpt_jax.training.kernel_check import check_attention_kernels, check_recurrence_kernels
 from smallgpt_jax.training.loop import train_loop
 from smallgpt_jax.training.memory_errors import memory_errors_explained
 from smallgpt_jax.training.nonfinite import NonFiniteGuard
@@ -91,8 +91,8 @@ def _check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branc
         config = config.replace(train={"teacher_step": program.teacher.step})
     distributed.require_equal("config.train.teacher_step", f"{config.train.teacher_step}")
     trackers.require_installed(config.train.tracker)
-    check_attention_kernels(program)
-    check_recurrence_kernels(program)
+    check_attention_kernels(program.model, program.mesh, config.data.separate_documents)
+    check_recurrence_kernels(program.model, program.mesh)
     return config, branch, program
 
 

@@ -5,17 +5,28 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import init
 
 from smallgpt_jax import models
+from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.ops import attention, flash_attention, recurrence_kernel
-from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.training.kernel_check import (
+from smallgpt_jax.evaluation import scoring
+from smallgpt_jax.inference import loading
+from smallgpt_jax.models.kernel_check import (
     check_attention_kernels,
     check_recurrence_kernels,
     recurrences,
 )
+from smallgpt_jax.ops import (
+    attention,
+    flash_attention,
+    gated_delta,
+    recurrence_kernel,
+    state_space,
+    xla_attention,
+)
+from smallgpt_jax.ops.attention_mask import AttentionMask
 
 FIELDS = dict(
     architecture="gpt",
@@ -46,12 +57,9 @@ class MeshLabelled:
 
 @pytest.fixture
 def check(monkeypatch):
-    """Returns a function that checks the attention kernels of a model, as if its devices were
-    TPUs.
-    """
+    """Returns a function that checks the kernels of a model, as if its devices were TPUs."""
 
     def check(
-        check_kernels=check_attention_kernels,
         platform: str = "tpu",
         data: int = 1,
         tensor: int = 1,
@@ -61,16 +69,11 @@ def check(monkeypatch):
         mesh = sharding.make_mesh(
             sharding.MeshConfig(data=data, tensor=tensor), jax.devices()[: data * tensor]
         )
-        config = types.SimpleNamespace(
-            data=types.SimpleNamespace(separate_documents=separate_documents)
-        )
-        check_kernels(
-            types.SimpleNamespace(
-                model=models.build(**FIELDS | fields),
-                mesh=MeshLabelled(mesh, platform),
-                config=config,
-            )
-        )
+        model, mesh = models.build(**FIELDS | fields), MeshLabelled(mesh, platform)
+        if model.config.mixers == ("attention",):
+            check_attention_kernels(model, mesh, separate_documents)
+        else:
+            check_recurrence_kernels(model, mesh)
 
     use_mesh = sharding.use_mesh
     monkeypatch.setattr(sharding, "use_mesh", lambda mesh: use_mesh(mesh.mesh))
@@ -82,6 +85,7 @@ def check(monkeypatch):
     "fields",
     [
         {"attention": "flash", "num_kv_heads": 1, "attention_windows": (37,)},
+        {"attention": "flash", "attention_windows": (1,)},  # queries and keys have no gradient
         {"attention": "flash", "data": 2, "tensor": 2, "num_heads": 4},
         {"attention": "flash", "tensor": 2, "num_heads": 3, "d_model": 48},  # replicated heads
         {
@@ -95,6 +99,13 @@ def check(monkeypatch):
 )
 def test_correct_kernels_pass(check, fields):
     check(**fields)
+
+
+def with_gradient_of_queries(kernel):
+    """Returns a kernel whose queries get a gradient in a window of one position."""
+    return lambda q, k, v, *options: (
+        kernel(q, k, v, *options) + 0.01 * (q - jax.lax.stop_gradient(q))
+    )
 
 
 def first_head(kernel):
@@ -134,6 +145,7 @@ def neighbors_keys(kernel):
         (first_row, {"data": 2}),
         (longer_window, {"context_length": 1152, "attention_windows": (1024,)}),
         (neighbors_keys, {"tensor": 2, "num_heads": 4}),
+        (with_gradient_of_queries, {"attention_windows": (1,)}),
     ],
 )
 def test_mutated_kernels_are_refused(check, monkeypatch, mutation, fields):
@@ -180,13 +192,42 @@ def test_message_for_wrong_kernels(check, monkeypatch):
         check(attention="splash")
 
 
-RECURRENT = dict(check_kernels=check_recurrence_kernels, position="none", d_model=16, num_heads=4)
+@pytest.mark.slow
+@pytest.mark.parametrize("error, is_refused", [(0.005, False), (0.015, True)])
+def test_the_largest_error_that_passes(check, monkeypatch, error, is_refused):
+    def almost(q, k, v, mask, slopes):
+        return (1 + error) * xla_attention.reference(q, k, v, mask, slopes)
+
+    monkeypatch.setattr(attention, "flash", almost)
+    if not is_refused:
+        return check(attention="flash", dtype="float32")
+    with pytest.raises(UserError, match=r"relative error of 0.015;"):
+        check(attention="flash", dtype="float32")
+
+
+RECURRENT = dict(position="none", d_model=16, num_heads=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["delta", "mamba"])
 def test_correct_kernels_of_recurrences_pass(check, mixer):
     check(**RECURRENT, mixers=(mixer,), data=2, tensor=2)
+
+
+def test_recurrences_are_checked_before_decoding_and_scoring(monkeypatch):
+    model = models.build(**FIELDS | {"mixers": ("mamba",), "position": "none"})
+    params = init(model)
+
+    def refuse(checked, mesh):
+        assert checked == model and mesh.devices.flat[0] == jax.devices()[0]
+        raise UserError("wrong")
+
+    for module in (loading, scoring):
+        monkeypatch.setattr(module, "check_recurrence_kernels", refuse)
+    with pytest.raises(UserError, match="wrong"):
+        loading.build_text_model(model, params, Bytes())
+    with pytest.raises(UserError, match="wrong"):
+        scoring.Scorer(model, params)
 
 
 def test_kernels_of_all_stages_are_checked():
@@ -211,28 +252,50 @@ def test_kernels_of_all_stages_are_checked():
     }
 
 
-def keys_of_first_head(state, q, k, *others):
-    return state, q, jnp.broadcast_to(k[:, :1], k.shape), *others
+def keys_of_first_head(rule, q, k, *others):
+    return rule(q, jnp.broadcast_to(k[:, :, :1], k.shape), *others)
 
 
-def constant_keys(state, q, k, *others):
-    return state, q, jax.lax.stop_gradient(k), *others
+def constant_keys(rule, q, k, *others):
+    return rule(q, jax.lax.stop_gradient(k), *others)
+
+
+def no_last_state(rule, *inputs):
+    y, last = rule(*inputs)
+    return y, jnp.zeros_like(last)
+
+
+def no_first_state(rule, *inputs):
+    return rule(*inputs[:-1], jnp.zeros_like(inputs[-1]))
+
+
+def no_state_between_blocks(rule, *inputs):
+    """As a kernel that loses what it carries from the first 512 positions to the others."""
+    *by_position, state = inputs
+    (y_1, _), (y_2, last) = (
+        rule(*(x[:, block] for x in by_position), first)
+        for block, first in ((slice(512), state), (slice(512, None), jnp.zeros_like(state)))
+    )
+    return jnp.concatenate([y_1, y_2], axis=1), last
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mixer, mutate, width, part",
+    "mixer, mutated, width, part",
     [
         ("delta", keys_of_first_head, 4, "gradients of [a-zβ]+|outputs"),
         ("mamba", constant_keys, 128, "gradients of keys"),
+        ("mamba", no_last_state, 128, "last state"),
+        ("mamba", no_first_state, 128, "gradients of [a-zβ]+|outputs"),
+        ("mamba", no_state_between_blocks, 128, "gradients of [a-zβ]+|outputs"),
     ],
 )
-def test_wrong_kernels_of_recurrences_are_refused(check, monkeypatch, mixer, mutate, width, part):
-    kernel = recurrence_kernel.recurrence
+def test_wrong_kernels_of_recurrences_are_refused(check, monkeypatch, mixer, mutated, width, part):
+    """In place of the kernel, which compiles slowly on CPUs, its formulas in plain JAX."""
+    rule = {"delta": gated_delta, "mamba": state_space}[mixer].in_plain_jax
+
     monkeypatch.setattr(
-        recurrence_kernel,
-        "recurrence",
-        lambda *inputs, interpret: kernel(*mutate(*inputs), interpret),
+        recurrence_kernel, "in_kernel", lambda inputs, *others: mutated(rule, *inputs, *others)
     )
     wrong = RECURRENT | {"mixers": (mixer,)}
     with pytest.raises(

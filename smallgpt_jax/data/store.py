@@ -233,19 +233,21 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
             + "; choose another folder, or use the same settings"
         )
     local = local_copy(folder)
-    splits = {
-        name: Split(
+    splits = {}
+    for name in SPLITS:
+        counts = metadata["splits"][name]
+        splits[name] = Split(
             local,
             folder,
             name,
-            **metadata["splits"][name],
+            counts["tokens"],
+            counts["documents"],
+            counts["text_bytes"],
             dtype=metadata["dtype"],
             begin_of_text=metadata["begin_of_text"],
             vocab_size=metadata["vocab_size"],
             has_answers=found["format"] != "text",
         )
-        for name in SPLITS
-    }
     for split in splits.values():
         split.check_files()
     return TokenStore(folder, metadata, **splits)

@@ -153,6 +153,15 @@ def test_names_damaged_files(stores, tmp_path, damage, substrings):
     assert all(s in str(error.value) for s in substrings), str(error.value)
 
 
+def test_further_fields_of_the_metadata_are_ignored(stores, tmp_path):
+    """A later version may write them."""
+    shutil.copytree(stores / "one", tmp_path / "store")
+    for place in ((), ("splits",), ("splits", "train"), ("made_from",), ("fingerprints",)):
+        set_field(tmp_path / "store", *place, "further", 7)
+    opened = store.open_store(tmp_path / "store")
+    assert opened.train.tokens == store.open_store(stores / "one").train.tokens
+
+
 @pytest.mark.parametrize(
     "text, substrings",
     [

@@ -20,9 +20,11 @@ from smallgpt_jax.data.template_process import CONTENT, Rendering
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.bounded import read_bounded
 from smallgpt_jax.storage.json_files import OBJECT, read_json_or_none
 
 TEMPLATE_FILE = "chat_template.jinja"
+MAX_TEMPLATE_BYTES = 2**20
 # The names of a message's reasoning; transformers fills in the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -158,9 +160,9 @@ def find_template(field: str, tokenizer_folder: Path) -> str:
     if field:
         try:
             return checked(
-                Path(field).expanduser().read_text("utf-8"), f"config.data.chat_template={field!r}"
+                read_template(Path(field).expanduser()), f"config.data.chat_template={field!r}"
             )
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"config.data.chat_template={field!r}: cannot be read ({short_reason(error)}); "
                 "expected a file with a Jinja template"
@@ -177,8 +179,8 @@ def own_template(tokenizer_folder: Path) -> str:
     """Returns the template of the tokenizer, as transformers finds it, or ""."""
     if (own := tokenizer_folder / TEMPLATE_FILE).is_file():
         try:
-            return own.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return read_template(own)
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"{own}: cannot be read ({short_reason(error)}); restore or delete it"
             ) from None
@@ -195,6 +197,12 @@ def own_template(tokenizer_folder: Path) -> str:
             None,
         )
     return found if isinstance(found, str) else ""
+
+
+def read_template(path: Path) -> str:
+    """Raises ValueError if the file is too large, or not UTF-8."""
+    text = read_bounded(path, MAX_TEMPLATE_BYTES).decode()
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def save_template(source: str, tokenizer_folder: Path) -> None:

@@ -17,6 +17,7 @@ from smallgpt_jax.data.panics import no_panic_messages, panics_as_errors
 from smallgpt_jax.data.special_tokens import VARIABLES, SpecialTokens
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.storage.bounded import read_bounded
 from smallgpt_jax.storage.json_files import OBJECT, parse_json
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -28,6 +29,7 @@ SETTINGS_FILES = (
 # is used.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 TRIAL = "The 1st,\n\t ü漢🙂"  # is encoded and decoded when a tokenizer is opened
+MAX_VALUES = 2**22  # of a tokenizer.json; the largest ones have 2 million
 MAX_GROWTH = 1000  # of a text in a normalizer or a decoder
 MAX_TOKEN_CHARACTERS = 10_000
 MAX_TRIED = 300  # tokens whose text is tried, to find what begins a text
@@ -204,8 +206,8 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
     beside = [path.parent / name for name in SETTINGS_FILES] if path.name == TOKENIZER_JSON else []
     files = {TOKENIZER_JSON: path} | {file.name: file for file in beside if file.is_file()}
     try:
-        contents = {name: file.read_bytes() for name, file in files.items()}
-        described = parse_json(contents[TOKENIZER_JSON], {"model": OBJECT})
+        contents = {name: read_bounded(file) for name, file in files.items()}
+        described = parse_json(contents[TOKENIZER_JSON], {"model": OBJECT}, MAX_VALUES)
         for name in ("normalizer", "decoder"):
             if (times := growth(described.get(name))) > MAX_GROWTH:
                 raise ValueError(f"its {name} makes texts up to {times:,.0f} times as long")

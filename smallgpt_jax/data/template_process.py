@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from smallgpt_jax.formatting import short_reason
 
-SECONDS = 5.0  # of processor time, per text
+SECONDS = 10.0  # of processor time, per conversation
 MEMORY_BYTES = 2**31
-MAX_CHARACTERS = 2**26  # per text
+MAX_CHARACTERS = 2**26  # of all renderings of a conversation
 CONTENT = "\ufdd0"  # a Unicode noncharacter
 SERVE = (
     "import sys; sys.path[:] = {}; from smallgpt_jax.data.template_process import serve; serve()"
@@ -110,7 +110,7 @@ class _Renderer:
 
 
 def serve() -> None:
-    """Answers each line of standard input. SIGPROF ends the process if a text takes too long."""
+    """Answers each line of standard input. SIGPROF ends the process if an answer takes too long."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     with contextlib.suppress(OSError, ValueError):  # the limit is lower already, or not supported
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -132,12 +132,11 @@ def _render(
     variables: dict[str, str],
     seconds: float,
 ) -> list[str]:
-    texts = []
+    texts, characters = [], 0
     try:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         template, conversation = _compile(source), json.loads(messages)
         for length, add_generation_prompt, marked in renderings:
-            signal.setitimer(signal.ITIMER_PROF, seconds)
             written = conversation[:length]
             if marked is not None:
                 written[marked] = {**written[marked], "content": CONTENT}
@@ -148,7 +147,8 @@ def _render(
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-            if len(text) > MAX_CHARACTERS:
+            characters += len(text)
+            if characters > MAX_CHARACTERS:
                 raise ValueError(f"writes more than {MAX_CHARACTERS:,} characters")
             texts.append(text)
     finally:

@@ -19,6 +19,7 @@ from smallgpt_jax.data.examples import extract_document
 from smallgpt_jax.data.parts import Item, Part, Rules, Skipped, extract_text
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.storage.json_files import require_few_values
 from smallgpt_jax.storage.object_storage import Reader, is_remote
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -26,7 +27,9 @@ ROW_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".zst")
 ARCHIVE_SUFFIXES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
 READ_BYTES = 1_000_000  # per read of a text file
-PARQUET_ROWS = 128  # per read
+# A read takes at most as many rows of a Parquet file as fit into PARQUET_BYTES if each is as long as
+# a whole column: a few bytes can mean the same long text in all rows.
+PARQUET_ROWS, PARQUET_BYTES = 64, 2**29
 
 
 def content_suffix(path: Path) -> str:
@@ -222,6 +225,10 @@ def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Ru
             return Skipped("not UTF-8")
         raise not_utf8(path, offset + error.start, number) from None
     try:
+        require_few_values(line)
+    except ValueError as error:
+        return rules.refuse_or_skip(where, f"too large: {error}", "shorten the line")
+    try:
         item = json.loads(decoded_line)
     except RecursionError:
         return rules.refuse_or_skip(where, "not JSON: nested too deeply", "fix the line")
@@ -245,16 +252,36 @@ def read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
             f"{path}: no column {rules.text_field!r}, its columns are {', '.join(columns)}; set "
             "--config.data.text_field"
         )
-    rows, before = file.metadata.num_rows, 0
-    for batch in file.iter_batches(PARQUET_ROWS, columns=[rules.text_field]):
+    rows, number = max(file.metadata.num_rows, 1), 0
+    rows_per_read = PARQUET_BYTES // max(largest_chunk(file, rules.text_field), 1)
+    rows_per_read = min(max(rows_per_read, 1), PARQUET_ROWS)
+    for batch in file.iter_batches(rows_per_read, columns=[rules.text_field]):
         column = batch.column(0)
         # pyarrow does not check that strings are valid UTF-8. `extract_text` checks this if it
         # receives bytes.
         if types.is_string(column.type) or types.is_large_string(column.type):
             column = column.cast("binary" if types.is_string(column.type) else "large_binary")
-        for number, text in enumerate(column.to_pylist(), before + 1):
-            yield extract_text(text, f"{path}, row {number}", columns, rules), number / rows
-        before += len(column)
+        for value in column:  # one at a time becomes an object of Python
+            number += 1
+            yield parquet_text(value, f"{path}, row {number}", columns, rules), number / rows
+
+
+def largest_chunk(file, column: str) -> int:
+    """Returns the largest size of a column in a row group, in bytes as they are encoded."""
+    leaves = [file.schema.column(i).path for i in range(len(file.schema.names))]
+    if column not in leaves:  # it is nested, which `extract_text` refuses
+        return 0
+    number, groups = leaves.index(column), range(file.metadata.num_row_groups)
+    chunks = (file.metadata.row_group(i).column(number) for i in groups)
+    return max((chunk.total_uncompressed_size for chunk in chunks), default=0)
+
+
+def parquet_text(value, where: str, columns: list[str], rules: Rules) -> Item:
+    """`value` is a scalar of pyarrow."""
+    buffer = value.as_buffer() if hasattr(value, "as_buffer") else None
+    if buffer is not None and buffer.size > rules.max_document_bytes:
+        return rules.refuse_or_skip_long(where)
+    return extract_text(value.as_py(), where, columns, rules)
 
 
 def import_library(name: str, what: str):

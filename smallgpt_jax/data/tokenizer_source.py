@@ -73,7 +73,9 @@ class TokenizerSource:
         )
         digest = hashlib.sha256()
         for file in sorted(self.folder / name for name in names if (self.folder / name).is_file()):
-            digest.update(file.name.encode() + file.read_bytes())
+            digest.update(file.name.encode())
+            with file.open("rb") as content:
+                hashlib.file_digest(content, lambda: digest)
         return digest.hexdigest()
 
     def make(self, texts: Iterable[str] = ()) -> Tokenizer:

@@ -32,6 +32,7 @@ from smallgpt_jax.data.special_tokens import END_OF_TEXT, SpecialTokens
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.bounded import read_bounded
 from smallgpt_jax.storage.json_files import (
     OBJECT,
     TEXT,
@@ -358,7 +359,7 @@ def _read_native(folder: Path, files: Mapping[str, Path]) -> Tokenizer | None:
 
 def _read_gpt2(pair: Sequence[Path]) -> GPT2:
     try:
-        return GPT2(*(path.read_bytes() for path in pair))
+        return GPT2(*map(read_bounded, pair))
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise UserError(
             f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {short_reason(error)})"
@@ -415,9 +416,12 @@ def _require_complete(tokenizer: SentencePiece | GPT2, files: Mapping[str, Path]
 
 
 def is_gpt2(pair: Sequence[Path]) -> bool:
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in pair] == list(
-        GPT2_SHA256.values()
-    )
+    return list(map(sha256_of, pair)) == list(GPT2_SHA256.values())
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
@@ -435,6 +439,6 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 def read_sentencepiece(path: Path) -> SentencePiece:
     try:
-        return SentencePiece(path.read_bytes())
+        return SentencePiece(read_bounded(path))
     except (RuntimeError, OSError, ValueError, IndexError):
         raise UserError(f"{path}: not a SentencePiece model") from None

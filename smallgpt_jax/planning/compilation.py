@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 
 from smallgpt_jax.devices.compilation_cache import processor_kind
-from smallgpt_jax.storage import json_files
+from smallgpt_jax.storage import bounded, json_files
 from smallgpt_jax.storage.atomic import atomic_file
 from smallgpt_jax.storage.cache import cache_folder
 
@@ -143,7 +143,7 @@ def load(path: Path) -> CompiledProgram | None:
     """Returns None if the file is missing or damaged."""
     try:
         with gzip.open(path) as file:
-            content = file.read(json_files.MAX_BYTES + 1)
+            content = file.read(bounded.MAX_BYTES + 1)
         program = CompiledProgram(**json_files.parse_json(content, SCHEMA))
     except (OSError, EOFError, TypeError, ValueError, zlib.error):
         return None

@@ -1,4 +1,5 @@
-"""JSON files that are read back: bounded in size and depth, and checked against a schema.
+"""JSON files that are read back: bounded in size, depth and number of values, and checked against
+a schema.
 
 A file may be damaged, edited by hand, or come from somebody else. A schema describes what its
 reader relies on. It is
@@ -13,15 +14,18 @@ reader relies on. It is
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.storage.bounded import MAX_BYTES, read_bounded
 from smallgpt_jax.storage.object_storage import is_remote, is_request_error
 
-MAX_BYTES = 2**27  # the tokenizer.json of the largest vocabularies has 35 MB
+MAX_VALUES = 2**20  # each takes up to 200 bytes of memory, and only 2 bytes of a file
 MAX_DEPTH = 50
+JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 MAX_INTEGER = 2**53  # larger integers are not the same in all programs that read JSON
 
 
@@ -71,11 +75,7 @@ def read_json(path: Path, schema, advice: str):
     match `schema`.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("not a file")
-        with path.open("rb") as file:
-            pieces = itertools.islice(iter(lambda: file.read(2**20), b""), MAX_BYTES // 2**20 + 1)
-            return parse_json(b"".join(pieces), schema)
+        return parse_json(read_bounded(path), schema)
     except OSError as error:
         if is_remote(path) and is_request_error(error):  # not the file's fault; commands explain it
             raise
@@ -113,10 +113,11 @@ def read_json_lines(path: Path, schema) -> list:
     return lines
 
 
-def parse_json(content: bytes, schema):
+def parse_json(content: bytes, schema, max_values: int = MAX_VALUES):
     """Raises ValueError if `content` is not JSON or does not match `schema`."""
     if len(content) > MAX_BYTES:
-        raise ValueError(f"larger than {MAX_BYTES // 10**6} MB")
+        raise ValueError(f"larger than {MAX_BYTES / 1e6:,.0f} MB")
+    require_few_values(content, max_values)
     try:
         value = json.loads(content)
     except RecursionError:
@@ -132,6 +133,19 @@ def parse_json(content: bytes, schema):
     if mismatch := find_mismatch(value, schema):
         raise ValueError(mismatch)
     return value
+
+
+def require_few_values(content: bytes, max_values: int = MAX_VALUES) -> None:
+    """Raises ValueError if a JSON document has more values. Does not parse it."""
+    if _count_values(content) > max_values and (
+        _count_values(JSON_STRING.sub(b"", content)) > max_values
+    ):
+        raise ValueError(f"has more than {max_values:,} values")
+
+
+def _count_values(content: bytes) -> int:
+    """Returns at least the number of values after the first; also counts the commas of strings."""
+    return sum(map(content.count, (b",", b"[", b"{")))
 
 
 def is_deeper(value, limit: int) -> bool:

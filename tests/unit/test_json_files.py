@@ -3,15 +3,17 @@ else.
 """
 
 import json
+import tracemalloc
 
 import pytest
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.storage.bounded import MAX_BYTES, read_bounded
 from smallgpt_jax.storage.json_files import (
     ANYTHING,
     BOOLEAN,
     LOSS,
-    MAX_BYTES,
+    MAX_VALUES,
     NULL,
     NUMBER,
     OBJECT,
@@ -93,7 +95,9 @@ def test_names_the_field(tmp_path, changes, message):
         (b"[" * 100_000, "nested deeper than 50 levels"),
         (b"[" * 60 + b"]" * 60, "nested deeper than 50 levels"),
         (b"[" + b"1" * 5000 + b"]", "an integer has thousands of digits"),
-        (b" " * (MAX_BYTES + 1), "larger than 134 MB"),
+        (b" " * (MAX_BYTES + 1), "larger than 67 MB"),
+        (b"[" + b"[]," * MAX_VALUES + b"[]]", "has more than 1,048,576 values"),
+        (b'{"a":' + b"[]," * MAX_VALUES, "has more than 1,048,576 values"),
         (None, "not a file"),
     ],
 )
@@ -103,6 +107,34 @@ def test_refuses_what_is_no_json(tmp_path, content, message):
     with pytest.raises(UserError) as error:
         read_json(path, ANYTHING, "remove it")
     assert str(error.value) == f"{path}: {message}; remove it"
+
+
+def test_only_the_values_outside_of_strings_count():
+    text = ',[{\\"' * (MAX_VALUES // 4)
+    assert parse_json(json.dumps({"text": text}).encode(), {"text": TEXT}) == {"text": text}
+    assert len(parse_json(b"[" + b"1," * (MAX_VALUES - 2) + b"1]", ANYTHING)) == MAX_VALUES - 1
+
+
+def test_many_values_are_refused_before_they_take_memory(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"[" + b"[]," * 10_000_000 + b"[]]")  # 30 MB, and 1 GB as objects
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="has more than 1,048,576 values"):
+            read_json(path, ANYTHING, "remove it")
+        assert tracemalloc.get_traced_memory()[1] < 4 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_device_without_an_end_is_not_read(tmp_path):
+    (tmp_path / "a.json").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="not a file"):
+        read_bounded(tmp_path / "a.json")
+    (tmp_path / "b").write_bytes(b"12345")
+    assert read_bounded(tmp_path / "b", 5) == b"12345"
+    with pytest.raises(ValueError, match="larger than"):
+        read_bounded(tmp_path / "b", 4)
 
 
 def test_skips_lines_that_do_not_match(tmp_path):

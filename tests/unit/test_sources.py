@@ -8,11 +8,13 @@ import os
 import shutil
 import tracemalloc
 
+import numpy as np
 import pyarrow
 import pytest
 from conftest import load_config
 from data_helpers import RULES, parquet, prepare_store, read, write_jsonl, zstd
 
+from smallgpt_jax.data import text_files
 from smallgpt_jax.data.corpus import open_or_prepare
 from smallgpt_jax.data.parts import Rules, document_batches
 from smallgpt_jax.data.source import Source
@@ -307,6 +309,37 @@ def test_refuses_bad_sources(tmp_path, name, content, settings, substrings):
     with pytest.raises(UserError) as error:
         read(path, **settings)
     assert all(s in str(error.value) for s in substrings), str(error.value)
+
+
+def test_memory_of_a_long_text_that_a_parquet_file_repeats(tmp_path, monkeypatch):
+    """The file has the text once. All rows of a read would have it in memory many times."""
+    monkeypatch.setattr(text_files, "PARQUET_BYTES", 2**22)
+    text = pyarrow.array(["a" * 2**18])
+    column = pyarrow.DictionaryArray.from_arrays(np.zeros(300, np.int32), text)
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": column})
+    pyarrow.parquet.write_table(table, path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 5000
+    before = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(before)
+    pyarrow.set_memory_pool(pool)
+    try:
+        texts = Source(str(path), ".txt").documents(Rules("text", "refuse", "refuse", 2**18))
+        assert sum(len(item) for item in texts) == 300 * 2**18
+    finally:
+        pyarrow.set_memory_pool(before)
+    assert 2**18 < pool.max_memory() < 3 * 2**22
+    with pytest.raises(UserError, match=r"row 1: too long: more than 262,143 bytes"):
+        read(path, max_document_bytes=2**18 - 1)
+
+
+def test_a_json_line_of_many_values(tmp_path):
+    """One in a string counts as text."""
+    lines = [{"text": "a", "x": [0] * 2**20}, {"text": "," * 2**21}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match=r"line 1: too large: has more than 1,048,576 values"):
+        read(tmp_path / "a.jsonl")
+    assert read(tmp_path / "a.jsonl", invalid_items="skip") == ["," * 2**21]
 
 
 def test_invalid_utf8_in_parquet(tmp_path):

@@ -23,7 +23,7 @@ QUESTION = [{"role": "user", "content": "why?"}]
         ("{{ 'a' | center(6000000000) }}", "needs more than 2 GiB of memory"),
         ("{{ '%6000000000d' % 1 }}", "needs more than 2 GiB of memory"),
         ("{{ range(99999) | list * 99999 }}", "needs more than 2 GiB of memory"),
-        ("{{ 'a' * 70000000 }}", "writes more than 67,108,864 characters"),
+        ("{{ 'aaaaaaa' * 10000000 }}", "writes more than 67,108,864 characters"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
         ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "maximum recursion depth exceeded"),
         ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),

@@ -1,0 +1,19 @@
+"""Reads of files that may come from somebody else, bounded before the work is done."""
+
+from pathlib import Path
+
+MAX_BYTES = 2**26  # the tokenizer.json of the largest vocabularies has 35 MB
+
+
+def read_bounded(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Raises ValueError if the file is larger, or no file: a device may have no end."""
+    if path.exists() and not path.is_file():
+        raise ValueError("not a file")
+    pieces, left = [], max_bytes + 1
+    with path.open("rb") as file:
+        while left and (piece := file.read(min(left, 2**20))):
+            pieces.append(piece)
+            left -= len(piece)
+    if not left:
+        raise ValueError(f"larger than {max_bytes / 1e6:,.0f} MB")
+    return b"".join(pieces)

@@ -23,6 +23,7 @@ FILE_NAME = Kind(
         and name.endswith(".safetensors")
     ),
 )
+MAX_HEADER_BYTES = 2**24  # of a safetensors file; a tensor takes about 100
 SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 
@@ -62,6 +63,7 @@ def open_safetensors(path: Path, files: list[Path]) -> WeightFiles:
         found = {}
         for file in files:
             try:
+                require_short_header(file)
                 with safe_open(file, framework="numpy") as tensors:
                     found |= {name: read(tensors, name) for name in tensors.keys()}  # noqa: SIM118
             except (
@@ -77,6 +79,13 @@ def open_safetensors(path: Path, files: list[Path]) -> WeightFiles:
         load(lambda tensors, name: tuple(tensors.get_slice(name).get_shape())),
         lambda: load(lambda tensors, name: tensors.get_tensor(name)),
     )
+
+
+def require_short_header(path: Path) -> None:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"its header of {size:,} bytes is too large")
 
 
 def import_library(name: str, extra: str = "hf"):

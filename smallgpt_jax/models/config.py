@@ -1,9 +1,17 @@
 """The config group `model`, which all architectures share."""
 
 import dataclasses
+import math
 from typing import ClassVar, Self
 
-from smallgpt_jax.config.group import AUTO, REPLACED_AT_START, ConfigGroup, free, per_run
+from smallgpt_jax.config.group import (
+    AUTO,
+    REPLACED_AT_START,
+    ConfigGroup,
+    field_types,
+    free,
+    per_run,
+)
 from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.attention import BACKENDS
@@ -11,6 +19,10 @@ from smallgpt_jax.ops.attention import BACKENDS
 NORM_POSITIONS = ("pre", "post", "deepnorm")
 ATTENTION_MASKS = ("causal", "prefix", "bidirectional")
 POSITIONS = ("learned", "rope", "alibi", "none")
+# A config.json may come from somebody else. What these count is traced one by one, in about 50 ms.
+MOST = {"num_layers": 10_000, "loops": 100, "canon_taps": 100, "conv_taps": 100}
+MOST_TRACED_BLOCKS = 500
+MAX_SIZE = 2**31 - 1  # sizes are int32 in JAX
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,6 +224,7 @@ class ModelConfig(ConfigGroup):
             "mamba_expand",
             least=1,
         )
+        self.validate_most()
         self.validate_fraction("dropout")
         for field, allowed in (
             ("dtype", ("float32", "bfloat16", AUTO)),
@@ -252,6 +265,24 @@ class ModelConfig(ConfigGroup):
         if self.mlp == "moe":
             self.validate_experts()
         self.validate_block()
+
+    def validate_most(self) -> None:
+        """Refuses what JAX cannot express, or would trace for minutes."""
+        for field, kind in field_types(type(self)).items():
+            most = MOST.get(field, MAX_SIZE)
+            if kind is int and getattr(self, field) > most:
+                self.refuse(field, f"must be at most {most:,}")
+        patterns = (self.mixers, self.attention_windows, self.value_embeddings)
+        period = math.lcm(*(max(len(pattern), 1) for pattern in patterns))
+        # Blocks of whole periods are stacked, so that only one period is traced.
+        traced = self.loops * (self.num_layers if self.num_layers % period else period)
+        if traced > MOST_TRACED_BLOCKS:
+            self.refuse(
+                "num_layers",
+                f"with its patterns of blocks and config.model.loops={self.loops}, {traced:,} "
+                f"blocks would be traced one by one, more than {MOST_TRACED_BLOCKS}; use a "
+                "multiple of the patterns' lengths",
+            )
 
     def validate_experts(self) -> None:
         self.validate_range("num_experts", least=1)

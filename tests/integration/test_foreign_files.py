@@ -11,6 +11,7 @@ import tracemalloc
 import zipfile
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from conftest import build, call, init, spaced_tokenizer
@@ -197,6 +198,73 @@ def test_sizes_between_those_of_the_weights_and_too_large(exports, tmp_path, bou
     )
     set_config(folder, vocab_size=300, hidden_size=16, num_hidden_layers=1_000)
     assert "num_layers=1000: the folder has only 12 tensors" in bounded(read_folder, folder)
+
+
+def write_llama(folder: Path, num_layers: int, width: int = 1) -> None:
+    """Writes a llama whose matrices have few elements."""
+    row, square = np.ones(width, np.float32), np.ones((width, width), np.float32)
+    weights = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), square)
+    weights["model.norm.weight"] = row
+    for i in range(num_layers):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{i}.{name}.weight"] = row
+        for name in "qkvo":
+            weights[f"model.layers.{i}.self_attn.{name}_proj.weight"] = square
+        for name in ("gate", "up", "down"):
+            weights[f"model.layers.{i}.mlp.{name}_proj.weight"] = square
+    safetensors.save_file(weights, folder / "model.safetensors")
+    fields = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), width) | {
+        "model_type": "llama",
+        "num_attention_heads": 1,
+        "max_position_embeddings": 8,
+        "num_hidden_layers": num_layers,
+    }
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def test_thousands_of_layers_are_traced_once(tmp_path, bounded, monkeypatch):
+    """Layers of few elements are a model, too."""
+    calls, eval_shape = [], jax.eval_shape
+
+    def counted(*arguments, **options):
+        calls.append(arguments)
+        return eval_shape(*arguments, **options)
+
+    monkeypatch.setattr(jax, "eval_shape", counted)
+    write_llama(tmp_path, num_layers=200, width=2)
+    assert bounded(read_folder, tmp_path) is None
+    assert len(calls) < 20
+    set_config(tmp_path, num_hidden_layers=10_001)
+    assert "num_layers=10001: must be at most 10,000" in bounded(read_folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(attention_windows=[4, 8], num_layers=9_999), "9,999 blocks would be traced"),
+        (dict(attention_windows=list(range(1, 602)), num_layers=601), "601 blocks would be"),
+        (dict(loops=101), "loops=101: must be at most 100"),
+        (dict(loops=100, num_layers=9, attention_windows=[4, 8]), "900 blocks would be traced"),
+        (dict(canon_taps=101), "canon_taps=101: must be at most 100"),
+        (dict(mixers=["conv"], conv_taps=10**9), "conv_taps=1000000000: must be at most 100"),
+        (dict(vocab_size=2**31), "vocab_size=2147483648: must be at most 2,147,483,647"),
+    ],
+)
+def test_a_workdir_of_endless_work(fields, message, tmp_path, bounded):
+    """Sizes of a config.json that would be traced for minutes, or are none of JAX."""
+    model = build("gpt", **SMALL)
+    write_imported(tmp_path / "run", model, init(model), {}, tokenizers.Bytes(), {})
+    described = json.loads((tmp_path / "run" / "config.json").read_text())
+    described["model"].update(fields)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(described))
+    assert message in bounded(inference.load_trained, tmp_path / "run")
+
+
+def test_a_header_of_gigabytes(exports, tmp_path, bounded):
+    folder = shutil.copytree(exports["gpt2"], tmp_path / "model")
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes((2**31).to_bytes(8, "little") + content[8:])
+    assert "its header of 2,147,483,648 bytes is too large" in bounded(read_folder, folder)
 
 
 BAD_JSON = [

@@ -234,8 +234,6 @@ def test_thousands_of_layers_are_traced_once(tmp_path, bounded, monkeypatch):
     write_llama(tmp_path, num_layers=200, width=2)
     assert bounded(read_folder, tmp_path) is None
     assert len(calls) < 20
-    set_config(tmp_path, num_hidden_layers=10_001)
-    assert "num_layers=10001: must be at most 10,000" in bounded(read_folder, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,11 @@ def millions(count: int) -> str:
     return f"{count:,}" if count < 100_000 else f"{count / 1e6:,.2f} M"
 
 
+def format_bytes(size: float) -> str:
+    """Formats bytes: 3 · 2³⁰ → '3.00 GiB'; 3 · 2²⁰ → '3.0 MiB'."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """Returns at most `width` bars. Each shows the mean of a few consecutive values: [9, 5, 2, 1] →
     '█▅▂▁'.

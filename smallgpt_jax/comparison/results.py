@@ -15,7 +15,7 @@ from smallgpt_jax import models
 from smallgpt_jax.diagnosis.summary import read_summary
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
-from smallgpt_jax.models import memory
+from smallgpt_jax.models.components import components
 from smallgpt_jax.models.flops import Cost, train_cost, update_flops
 from smallgpt_jax.objectives.future_tokens import future_terms
 from smallgpt_jax.objectives.objective import Objective, Term, make_objective
@@ -307,7 +307,7 @@ def count_once(
     trained = models.abstract_params(model) | Objective(terms=dict(terms)).abstract_heads()
     optimizer = OPTIMIZERS[optimizer_name](trained, OptimizerConfig(name=optimizer_name))
     return Counts(
-        memory.components(model),
+        components(model),
         models.num_active_parameters(model),
         train_cost(model, dict(terms).values()),
         update_flops(trained, optimizer),

@@ -16,7 +16,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.gated_delta import GatedDeltaNet
 from smallgpt_jax.models.language_model import LanguageModel
 from smallgpt_jax.models.mamba import Mamba2
-from smallgpt_jax.models.memory import AttentionLayers, attention_layers, mixers
+from smallgpt_jax.models.structure import AttentionLayers, attention_layers, mixers
 from smallgpt_jax.ops import gated_delta, recurrence_kernel, state_space
 from smallgpt_jax.ops.attention import attention
 from smallgpt_jax.ops.attention_mask import AttentionMask

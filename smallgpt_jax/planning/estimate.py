@@ -14,8 +14,8 @@ import jax
 from smallgpt_jax import models
 from smallgpt_jax.devices import chips, sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import flops, memory
-from smallgpt_jax.planning import gpus, hlo, kernels
+from smallgpt_jax.models import flops
+from smallgpt_jax.planning import gpus, hlo, kernels, memory
 from smallgpt_jax.planning.compilation import Compiler
 from smallgpt_jax.planning.roofline import Roofline
 

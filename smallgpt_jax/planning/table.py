@@ -1,8 +1,8 @@
 """The table that `plan` prints."""
 
 from smallgpt_jax.devices import chips
-from smallgpt_jax.formatting import parameter_count
-from smallgpt_jax.models import memory
+from smallgpt_jax.formatting import format_bytes, parameter_count
+from smallgpt_jax.models.components import components
 from smallgpt_jax.planning import compilation
 from smallgpt_jax.planning.estimate import Estimate
 from smallgpt_jax.training import messages
@@ -116,9 +116,7 @@ def format_flops(result: Estimate) -> str:
 def format_parameters(program: Program, result: Estimate) -> list[str]:
     c = program.model.config
     lines = [f"{parameter_count(result.parameters, result.active_parameters)} parameters"]
-    lines += [
-        f"  {part:20} {count:>13,}" for part, count in memory.components(program.model).items()
-    ]
+    lines += [f"  {part:20} {count:>13,}" for part, count in components(program.model).items()]
     if (
         c.architecture == "gpt"
         and set(c.mixers) == {"attention"}
@@ -135,7 +133,7 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
 
 
 def format_memory(result: Estimate) -> list[str]:
-    """Compares the compiler's figures per device with the formula of models/memory.py."""
+    """Compares the compiler's figures per device with the formula of planning/memory.py."""
     formula = result.account
     arguments = {
         name: formula[name]
@@ -162,8 +160,7 @@ def format_memory(result: Estimate) -> list[str]:
     return [
         f"{'Memory per device':36} {'compiled':>11} {'formula':>11}",
         *(
-            f"{name:36}"
-            + "".join(f" {memory.format_bytes(size) if size else '':>11}" for size in sizes)
+            f"{name:36}" + "".join(f" {format_bytes(size) if size else '':>11}" for size in sizes)
             for name, *sizes in rows
             if any(sizes)
         ),

@@ -11,8 +11,8 @@ from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.devices import chips, distributed, sharding
 from smallgpt_jax.devices.platform import processor_identity
 from smallgpt_jax.errors import UserError, command_line
-from smallgpt_jax.formatting import BARS, parameter_count, sparkline
-from smallgpt_jax.models import memory
+from smallgpt_jax.formatting import BARS, format_bytes, parameter_count, sparkline
+from smallgpt_jax.models import structure
 from smallgpt_jax.models.flops import train_cost
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run.config import Config
@@ -70,14 +70,14 @@ def _headline(config: Config, program: Program, first_step: int) -> str:
 
 def fallback_messages(program: Program) -> list[str]:
     undivided = sharding.replicated_dimensions(program.mesh, models.abstract_params(program.model))
-    layers = memory.attention_layers(
+    layers = structure.attention_layers(
         program.model, program.mesh, program.config.data.separate_documents
     )
     messages = [_fallback_message(program, one) for one in layers if one.fallback_reason]
     return [*undivided, *dict.fromkeys(messages)]
 
 
-def _fallback_message(program: Program, layers: memory.AttentionLayers) -> str:
+def _fallback_message(program: Program, layers: structure.AttentionLayers) -> str:
     message = (
         f"attention with head width {layers.head_width} uses plain XLA: {layers.fallback_reason}"
     )
@@ -90,8 +90,8 @@ def _fallback_message(program: Program, layers: memory.AttentionLayers) -> str:
 def compilation_message(memory_stats, seconds: float) -> str:
     return (
         f"compiled and ready in {seconds:.0f} s; memory per device: "
-        f"{memory.format_bytes(memory_stats.argument_size_in_bytes)} for state and batch, "
-        f"{memory.format_bytes(memory_stats.temp_size_in_bytes)} temporary"
+        f"{format_bytes(memory_stats.argument_size_in_bytes)} for state and batch, "
+        f"{format_bytes(memory_stats.temp_size_in_bytes)} temporary"
     )
 
 

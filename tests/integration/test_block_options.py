@@ -17,7 +17,8 @@ from run_helpers import SMALL, assert_bitwise_equal, start_from, train_three_ste
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import memory
+from smallgpt_jax.models import structure
+from smallgpt_jax.models.components import components
 from smallgpt_jax.models.flops import forward_operations
 from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.config import Config
@@ -168,8 +169,8 @@ def test_counts_of_loops():
         forward_operations(once).products - head
     )
     mesh = build_program(config_with({}), jax.devices()[:1]).mesh
-    layers = [memory.attention_layers(model, mesh, False)[0].count for model in (once, twice)]
+    layers = [structure.attention_layers(model, mesh, False)[0].count for model in (once, twice)]
     assert layers == [2, 4]
-    parts = memory.components(build("gpt", **SIZES, **OPTIONS))
+    parts = components(build("gpt", **SIZES, **OPTIONS))
     assert parts["value embeddings"] == 2 * 64 * 16 and parts["scalars of blocks"] == 2 * 4
     assert parts["convolutions"] == 2 * 3 * 16 and parts["smear"] == 17

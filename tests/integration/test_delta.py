@@ -16,7 +16,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.sampling import Sampling
-from smallgpt_jax.models import memory
+from smallgpt_jax.models.components import components
 from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.gated_delta import GatedDeltaNet
@@ -173,7 +173,7 @@ def test_plan_counts_delta(architecture, widths):
         + 2 * (32**3 + 2 * 16**3 + 4 * 3 * 16**3)
     )
     assert found[64] == found[256] == 6 * (matrices + len(widths) * heads * rule / chunk)
-    parts = memory.components(model)
+    parts = components(model)
     assert parts["GatedDeltaNet"] == matrices + len(widths) * (
         4 * heads * (2 * key + value) + 2 * heads + value
     )
@@ -297,6 +297,6 @@ def test_the_hybrid_recipe(text_file, tmp_path):
     assert len(model.generate("a", max_new_tokens=5, temperature=0.0)) == 5
     paper = models.build(**load_config("hybrid", "paper").model)
     # 6·D² of delta's large matrices, as in the paper; the recipe's docstring names this number.
-    assert memory.components(paper)["GatedDeltaNet"] == 9 * (
+    assert components(paper)["GatedDeltaNet"] == 9 * (
         6 * 768**2 + 2 * 768 * 12 + 4 * 12 * 4 * 48 + 2 * 12 + 96
     )

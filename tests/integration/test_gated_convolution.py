@@ -11,7 +11,7 @@ from conftest import build
 from smallgpt_jax import models
 from smallgpt_jax.comparison import inference_cost
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import memory
+from smallgpt_jax.models.components import components
 from smallgpt_jax.models.context import EVALUATION
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.gated_convolution import GatedConvolution
@@ -72,7 +72,7 @@ def test_sizes_and_flops():
             build("gpt", **{**SIZES, "context_length": length, "position": "none"})
         )
         assert flops - rest == 6 * 4 * 4 * 16**2
-    assert memory.components(model)["GatedConvolution"] == 4 * (4 * 16**2 + 3 * 16)
+    assert components(model)["GatedConvolution"] == 4 * (4 * 16**2 + 3 * 16)
 
 
 def test_muon_updates_the_matrices():

@@ -19,8 +19,9 @@ from scipy.special import log_softmax
 from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import low_rank
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import attention, layers, memory, parameters
+from smallgpt_jax.models import attention, layers, parameters, structure
 from smallgpt_jax.models.flops import train_flops_per_token
+from smallgpt_jax.planning import memory
 from smallgpt_jax.training.build import build_program
 
 
@@ -164,7 +165,7 @@ def test_memory_estimate():
     full = build_program(config.copy_and_resolve_references(), jax.devices()[:1])
     config.model.rank_ratio = 0.5
     factored = build_program(config, jax.devices()[:1])
-    assert memory.attention_layers(full.model, full.mesh, False) == memory.attention_layers(
+    assert structure.attention_layers(full.model, full.mesh, False) == structure.attention_layers(
         factored.model, factored.mesh, False
     )
     activations = [

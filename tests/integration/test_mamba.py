@@ -11,7 +11,7 @@ from conftest import build
 from smallgpt_jax import models
 from smallgpt_jax.comparison import inference_cost
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import memory
+from smallgpt_jax.models.components import components
 from smallgpt_jax.models.context import EVALUATION
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.mamba import Mamba2
@@ -109,7 +109,7 @@ def test_sizes_and_flops():
         ):
             flops = train_flops_per_token(model)
         assert flops - rest == 6 * 4 * (matrices + rule / chunk)
-    assert memory.components(model)["Mamba2"] == 4 * (
+    assert components(model)["Mamba2"] == 4 * (
         matrices + 4 * (heads * value + 2 * state) + 3 * heads + heads * value
     )
 

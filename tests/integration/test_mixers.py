@@ -18,12 +18,13 @@ from smallgpt_jax.comparison import budget, inference_cost
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference import layout as inference_layout
 from smallgpt_jax.inference.sampling import Sampling
-from smallgpt_jax.models import memory
+from smallgpt_jax.models.components import components
 from smallgpt_jax.models.context import Context, cache_variable
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.initializers import INIT_STD
 from smallgpt_jax.models.layers import Dense
 from smallgpt_jax.models.mixers import MIXERS
+from smallgpt_jax.planning import memory
 from smallgpt_jax.training.build import build_program
 
 PATTERN = ("previous", "attention")
@@ -189,7 +190,7 @@ def test_plan_counts_every_mixer(architecture, widths, paths):
     length, others = SIZES["context_length"], {}
     for pattern in (PATTERN, ("attention",)):
         model = build(architecture, **SIZES, mixers=pattern)
-        parts = memory.components(model)
+        parts = components(model)
         own = widths[::2] if pattern == PATTERN else []
         attended = widths[1::2] if pattern == PATTERN else widths
         assert parts.pop("Previous", 0) == sum(w**2 for w in own)

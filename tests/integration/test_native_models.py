@@ -19,8 +19,8 @@ from smallgpt_jax.data.packing import PACKINGS
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference.decoding_check import check_decoding
-from smallgpt_jax.models import memory
 from smallgpt_jax.models.flops import train_flops_per_token
+from smallgpt_jax.planning import memory
 from smallgpt_jax.run.state import TrainState
 
 torch = pytest.importorskip("torch")

@@ -22,9 +22,10 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import layers, memory, parameters
+from smallgpt_jax.models import layers, parameters
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.flops import train_flops_per_token
+from smallgpt_jax.planning import memory
 from smallgpt_jax.planning.estimate import estimate
 from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.training.build import build_program

@@ -17,13 +17,14 @@ from conftest import call, load_config
 from smallgpt_jax import models
 from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.models import memory
+from smallgpt_jax.models import structure
+from smallgpt_jax.models.components import components
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.planning import compilation, estimate, hlo, kernels, topologies
+from smallgpt_jax.planning import compilation, estimate, hlo, kernels, memory, topologies
 from smallgpt_jax.planning.compilation import Compiler
 from smallgpt_jax.planning.table import format_plan
 from smallgpt_jax.training import messages
@@ -58,13 +59,13 @@ LITERAL_COUNTS = {"gpt": 163_007_232, "pgpt": 164_188_417, "lgpt": 59_293_248, "
 def test_counts_match_the_formulas(architecture):
     model = models.build(**load_config(architecture, "paper").model)
     assert models.num_parameters(model) == PARAMETERS[architecture] == LITERAL_COUNTS[architecture]
-    assert sum(memory.components(model).values()) == PARAMETERS[architecture]
+    assert sum(components(model).values()) == PARAMETERS[architecture]
     flops = 6 * MULTIPLIED[architecture] + 12 * S * ATTENTION[architecture]
     assert train_flops_per_token(model) == flops
 
 
 def test_components():
-    parts = memory.components(models.build(**load_config("gpt", "paper").model))
+    parts = components(models.build(**load_config("gpt", "paper").model))
     assert parts == {
         "token embedding": V * D,
         "position embedding": S * D,
@@ -109,9 +110,7 @@ def test_components_of_a_custom_architecture(monkeypatch):
     monkeypatch.setitem(models.ARCHITECTURES, "own", Own)
     monkeypatch.setitem(MIXERS, "shift", Shift)
     gpt, own = (
-        memory.components(
-            models.build(**load_config("gpt", "paper", model__architecture=name).model)
-        )
+        components(models.build(**load_config("gpt", "paper", model__architecture=name).model))
         for name in ("gpt", "own")
     )
     assert own == {
@@ -141,11 +140,11 @@ def test_components_of_a_custom_architecture(monkeypatch):
 def test_positions_without_an_embedding(position, fallback):
     config = load_config("gpt", "paper", model__position=position, model__attention="splash")
     program = build_program(config, jax.devices()[:1])
-    parts = memory.components(program.model)
+    parts = components(program.model)
     assert sum(parts.values()) == PARAMETERS["gpt"] - S * D and "position embedding" not in parts
     assert train_flops_per_token(program.model) == 6 * MULTIPLIED["gpt"] + 12 * S * ATTENTION["gpt"]
     assert messages.fallback_messages(program) == fallback
-    (layers,) = memory.attention_layers(program.model, program.mesh, separate_documents=False)
+    (layers,) = structure.attention_layers(program.model, program.mesh, separate_documents=False)
     assert layers.backend == ("xla" if fallback else "splash")
 
 

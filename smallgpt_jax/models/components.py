@@ -1,0 +1,67 @@
+"""The number of parameters of each component of a model."""
+
+import re
+
+import jax
+
+from smallgpt_jax.models import LanguageModel, abstract_params
+from smallgpt_jax.models.attention import Attention
+from smallgpt_jax.models.attention_variants import AttentionVariant
+from smallgpt_jax.models.structure import mixers
+
+BUILT_IN = (
+    "token embedding",
+    "position embedding",
+    "attention",
+    "MLP",
+    "head",
+    "LayerNorms",
+    "between blocks",
+)
+# {name in a parameter's path: component}; the first that is in the path counts
+COMPONENT_OF = {
+    "value_embedding": "value embeddings",
+    "residual_scales": "scalars of blocks",
+    "input_mix": "scalars of blocks",
+    "attention_canon": "convolutions",
+    "mixer_canon": "convolutions",
+    "mlp_canon": "convolutions",
+    "smear": "smear",
+    "token_embedding": "token embedding",
+    "position_embedding": "position embedding",
+    "attention": "attention",
+    "mlp": "MLP",
+    "head": "head",
+}
+BETWEEN_BLOCKS = {"paths", "path_logits", "compress"}  # of pgpt, lgpt and cgpt
+
+
+def components(model: LanguageModel) -> dict[str, int]:
+    """Returns {component: number of parameters}; custom modules are listed under their own
+    names.
+    """
+    custom = {
+        path: type(mixer).__name__
+        for path, mixer in mixers(model).items()
+        if type(mixer) not in (Attention, AttentionVariant)
+    }
+    counts = dict.fromkeys(BUILT_IN, 0)
+    for p in jax.tree.leaves(abstract_params(model)):
+        component = _component_of(p.path, custom)
+        counts[component] = counts.get(component, 0) + p.size
+    return {component: count for component, count in counts.items() if count}
+
+
+def _component_of(path: tuple[str, ...], custom: dict[tuple[str, ...], str]) -> str:
+    for mixer_path, name in custom.items():
+        if path[: len(mixer_path)] == mixer_path:
+            return name
+    names = [re.sub(r"_\d+$", "", name) for name in path]
+    for name, component in COMPONENT_OF.items():
+        if name in names:
+            return component
+    if any(name.endswith("_norm") or name == "LayerNorm" for name in names):
+        return "LayerNorms"
+    if not BETWEEN_BLOCKS.isdisjoint(names):
+        return "between blocks"
+    return next(name for name in names if name not in ("trunk", "blocks"))

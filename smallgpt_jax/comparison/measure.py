@@ -109,6 +109,8 @@ class TextSample:
                 "tokens; use more text or shorter contexts"
             )
         self.bytes_per_token = corpus.bytes_per_token("validation")
+        if math.isnan(self.bytes_per_token) and corpus.warning:
+            raise UserError(f"config.compare: text {name!r}: {corpus.warning}")
         wanted = config.train.eval_steps * config.train.batch_size
         self._window_numbers = batches.sample_rows(
             self._windows, -(-wanted // self.window_multiple)

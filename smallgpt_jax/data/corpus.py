@@ -19,7 +19,13 @@ from smallgpt_jax.data.examples import describe_length, encode_example
 from smallgpt_jax.data.packing import PACKINGS, Mixture
 from smallgpt_jax.data.prepare import prepare_store
 from smallgpt_jax.data.probe_corpus import ProbeCorpus
-from smallgpt_jax.data.store import METADATA, Split, TokenStore, open_store
+from smallgpt_jax.data.store import (
+    METADATA,
+    Split,
+    TokenStore,
+    open_store,
+    unencoded_message,
+)
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, command_line, config_arguments
@@ -72,6 +78,10 @@ class Corpus:
         return float(
             np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores])
         )
+
+    @property
+    def warning(self) -> str:
+        return unencoded_message([store.metadata for store in self.stores])
 
     def pack(self, split: str, packing: str, separate: bool, context_length: int) -> Mixture:
         """Packs once, because runs that read the same corpus mostly pack it in the same way."""

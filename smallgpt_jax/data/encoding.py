@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -50,6 +50,8 @@ class EncodedBatch(NamedTuple):
     counted: np.ndarray | None = (
         None  # (tokens,) bool: whether the loss counts the token after it; None: text
     )
+    unknown: int = 0  # tokens for characters that the tokenizer cannot encode
+    dropped: int = 0  # characters without a token
 
 
 def encode_batch(
@@ -78,22 +80,33 @@ def encode_batch(
     chosen = {name: [] for name in SPLITS}
     for text, document in zip(batch.texts, documents):
         name = "validation" if is_validation(text, validation_fraction) else "train"
-        chosen[name].append((len(text.encode()), *document))
+        chosen[name].append((text, *document))
     return {
-        name: EncodedBatch(
-            np.concatenate(
-                [part for _, parts, _ in found for part in parts] or [[]],
-                dtype=dtype,
-                casting="unsafe",
-            ),
-            np.array([sum(map(len, parts)) for _, parts, _ in found], np.int64),
-            sum(text_bytes for text_bytes, _, _ in found),
-            np.concatenate([counted for _, _, counted in found] or [[]]).astype(bool)
-            if are_examples
-            else None,
-        )
-        for name, found in chosen.items()
+        name: join_documents(documents, tokenizer, dtype, are_examples)
+        for name, documents in chosen.items()
     }
+
+
+def join_documents(
+    documents: Sequence[tuple[str, Sequence[np.ndarray], np.ndarray]],
+    tokenizer: Tokenizer,
+    dtype,
+    are_examples: bool,
+) -> EncodedBatch:
+    """`documents` are texts, their ids in several arrays, and which targets count."""
+    arrays = [ids for _, parts, _ in documents for ids in parts]
+    tokens = np.concatenate(arrays or [[]], dtype=dtype, casting="unsafe")
+    counted = None
+    if are_examples:
+        counted = np.concatenate([counted for _, _, counted in documents] or [[]]).astype(bool)
+    return EncodedBatch(
+        tokens,
+        np.array([sum(map(len, parts)) for _, parts, _ in documents], np.int64),
+        sum(len(text.encode()) for text, _, _ in documents),
+        counted,
+        0 if tokenizer.unknown is None else int(np.count_nonzero(tokens == tokenizer.unknown)),
+        sum(tokenizer.count_dropped(text) for text, _, _ in documents),
+    )
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,8 @@ TRIAL = "The 1st,\n\t ü漢🙂"  # is encoded and decoded when a tokenizer is o
 MAX_VALUES = 2**22  # of a tokenizer.json; the largest ones have 2 million
 MAX_GROWTH = 1000  # of a text in a normalizer or a decoder
 MAX_TOKEN_CHARACTERS = 10_000
+# The characters that represent bytes in byte-level vocabularies: see `tokenizers.gpt2_bytes`.
+BYTE_CHARACTERS = {chr(i) for i in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))}
 MAX_TRIED = 300  # tokens whose text is tried, to find what begins a text
 
 
@@ -55,7 +57,9 @@ class HuggingFaceTokenizer:
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         if self.vocab_size > 2**24:  # weights for so many ids would fit nowhere
             raise ValueError(f"the id {self.vocab_size - 1} is too large")
-        self.unknown = self._find_unknown()
+        content = json.loads(files[TOKENIZER_JSON])
+        self.unknown = self._find_unknown(content["model"])
+        self._drops = self.unknown is None and not encodes_bytes(content, vocabulary.keys())
         self._named = named_tokens(self._files)
         self.special_tokens = self._find_special_tokens()
         self.end_of_text_token = self._find_end_of_text()
@@ -119,8 +123,7 @@ class HuggingFaceTokenizer:
             return before[0] if before else self.end_of_text
         raise ValueError("it encodes no text")
 
-    def _find_unknown(self) -> int | None:
-        model = json.loads(self._files[TOKENIZER_JSON])["model"]
+    def _find_unknown(self, model: Mapping) -> int | None:
         if model.get("unk_id") is not None:  # a unigram model
             return model["unk_id"]
         return (
@@ -169,8 +172,26 @@ class HuggingFaceTokenizer:
         with failures_named():
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def count_dropped(self, text: str) -> int:
+        if not self._drops:
+            return 0
+        is_encoded = np.zeros(len(text), bool)
+        with failures_named():
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        for start, end in encoding.offsets:
+            is_encoded[start:end] = True
+        return sum(not text[i].isspace() for i in np.flatnonzero(~is_encoded))
+
     def files(self) -> dict[str, bytes]:
         return self._files
+
+
+def encodes_bytes(content: Mapping, vocabulary: Set[str]) -> bool:
+    """Returns whether a tokenizer.json has a token for each byte, so that it can encode all texts."""
+    if content["model"].get("byte_fallback"):
+        return {f"<0x{byte:02X}>" for byte in range(256)} <= vocabulary
+    steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
+    return '"ByteLevel"' in steps and vocabulary >= BYTE_CHARACTERS
 
 
 def named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:

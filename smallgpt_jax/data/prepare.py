@@ -25,6 +25,7 @@ from smallgpt_jax.data.store import (
     FORMAT,
     METADATA_FILE,
     STORE_FILES,
+    UNENCODED,
     TokenStore,
     fingerprint,
     open_store,
@@ -138,7 +139,7 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
         ):  # nothing was read, or nothing is left to read
             shutil.rmtree(partial)
         raise
-    splits = journal.latest.splits
+    splits, unencoded = separate_unencoded(journal.latest.splits)
     metadata = {
         "format": FORMAT,
         "made_from": spec.made_from,
@@ -152,9 +153,22 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
             name: fingerprint(partial, name, counts["text_bytes"])
             for name, counts in splits.items()
         },
+        **unencoded,
     }
     write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
     log(size_message(partial, metadata, time.monotonic() - started))
+
+
+def separate_unencoded(counted: dict[str, dict[str, int]]) -> tuple[dict, dict]:
+    """Returns the counts of the splits for `metadata.json`, and what the tokenizer cannot encode as
+    a field of its own, if there is something.
+    """
+    splits, unencoded = {}, {}
+    for name, counts in counted.items():
+        unencoded[name] = {what: counts[what] for what in UNENCODED}
+        splits[name] = {what: count for what, count in counts.items() if what not in UNENCODED}
+    has_some = any(any(counts.values()) for counts in unencoded.values())
+    return splits, {"unencoded": unencoded} if has_some else {}
 
 
 def remove_partial(partial: Path, log) -> None:

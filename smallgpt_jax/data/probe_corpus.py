@@ -152,6 +152,10 @@ class ProbeCorpus:
             digest.update(array.tobytes())
         return digest.hexdigest()
 
+    @property
+    def warning(self) -> str:
+        return ""
+
     def bytes_per_token(self, split: str) -> float:
         return math.nan  # examples are not text
 

@@ -19,6 +19,7 @@ so that an interrupted preparation can resume.
 import dataclasses
 import hashlib
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -59,6 +60,9 @@ MADE_FROM = {
 # Fields that were added later, with their defaults; these do not change the names of stores in the
 # cache.
 ADDED = (("format", "text"), ("chat_template", ""))
+# What the tokenizer cannot encode: tokens that stand for unknown characters, and characters without
+# a token.
+UNENCODED = ("unknown", "dropped")
 METADATA = {
     "format": one_of(FORMAT),
     "made_from": MADE_FROM,
@@ -72,6 +76,8 @@ METADATA = {
         for name in SPLITS
     },
     "fingerprints": {name: TEXT for name in SPLITS},
+    # only in stores of texts that the tokenizer cannot encode completely
+    "unencoded": Optional({name: dict.fromkeys(UNENCODED, integer(0)) for name in SPLITS}),
 }
 SAMPLES, SAMPLE_TOKENS = 50, 2000  # of each split; its ids are checked when the store is opened
 FIX = "remove the folder and rerun smallgpt_jax.prepare"
@@ -107,11 +113,16 @@ class Split:
     begin_of_text: int  # the first id of each document
     vocab_size: int
     has_answers: bool = False  # whether the documents are examples
+    encodes_all: bool = True  # whether the tokenizer has tokens for all characters of the text
 
     @property
     def bytes_per_token(self) -> float:
-        """Returns NaN for examples: their loss is not that of a text."""
-        return math.nan if self.has_answers else self.text_bytes / self.tokens
+        """Returns NaN if the loss is not that of the text: for examples, and if the tokenizer
+        cannot encode all of it.
+        """
+        if self.has_answers or not self.encodes_all:
+            return math.nan
+        return self.text_bytes / self.tokens
 
     @property
     def lengths(self) -> np.ndarray:
@@ -247,10 +258,19 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
             begin_of_text=metadata["begin_of_text"],
             vocab_size=metadata["vocab_size"],
             has_answers=found["format"] != "text",
+            encodes_all=not unencoded_share(metadata, name),
         )
     for split in splits.values():
         split.check_files()
     return TokenStore(folder, metadata, **splits)
+
+
+def unencoded_share(metadata: dict, split: str) -> float:
+    """Returns the fraction of the tokens and of characters without tokens that tell nothing."""
+    if "unencoded" not in metadata:
+        return 0.0
+    unknown, dropped = (metadata["unencoded"][split][what] for what in UNENCODED)
+    return (unknown + dropped) / (metadata["splits"][split]["tokens"] + dropped)
 
 
 def size_message(folder: Path, metadata: dict, seconds: float) -> str:
@@ -272,7 +292,23 @@ def size_message(folder: Path, metadata: dict, seconds: float) -> str:
     ]
     if metadata["skipped"]:
         lines.append(f"skipped: {format_skipped(metadata['skipped'])}")
+    if warning := unencoded_message([metadata]):
+        lines.append(warning)
     return "\n".join(lines)
+
+
+def unencoded_message(stores: Sequence[dict]) -> str:
+    """Returns how much of the text the tokenizer cannot encode, or "" if it encodes all. `stores`
+    are their metadata.
+    """
+    share = max(unencoded_share(metadata, split) for metadata in stores for split in SPLITS)
+    if not share:
+        return ""
+    percent = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+    return (
+        f"warning: the tokenizer cannot encode {percent} of the tokens; losses do not compare with "
+        "those of other tokenizers, and have no bits per byte: use another config.data.tokenizer"
+    )
 
 
 def format_skipped(skipped: dict[str, int]) -> str:

@@ -92,9 +92,7 @@ class Tokenizer(Protocol):
     begin_of_text: (
         int  # equal to end_of_text, unless the tokenizer has an id of its own for the beginning
     )
-    unknown: (
-        int | None
-    )  # id of characters that are not in the vocabulary; None if every text can be encoded
+    unknown: int | None  # id of characters that are not in the vocabulary; None if there is none
     special_tokens: SpecialTokens = SpecialTokens()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -103,6 +101,10 @@ class Tokenizer(Protocol):
     def encode_continuation(self, text: str) -> np.ndarray:
         """Returns the ids of a text that continues an earlier text."""
         return self.encode([text])[0]
+
+    def count_dropped(self, text: str) -> int:
+        """Returns how many characters of a text have no token, not even `unknown`."""
+        return 0
 
     def encode_chat(self, text: str, continues: bool = False) -> list[int]:
         """Returns the ids of what a chat template writes: the names of special tokens become these

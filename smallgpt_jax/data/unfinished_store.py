@@ -38,13 +38,22 @@ from smallgpt_jax.data.parts import (
     Rules,
     digest_before,
 )
-from smallgpt_jax.data.store import COUNTED, DOCUMENTS, SPLITS, TOKENS, file_sizes, format_skipped
+from smallgpt_jax.data.store import (
+    COUNTED,
+    DOCUMENTS,
+    SPLITS,
+    TOKENS,
+    UNENCODED,
+    file_sizes,
+    format_skipped,
+)
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import TEXT, read_json_or_none
 
 JOURNAL_FILE = "journal.json"
-VERSION = 4
+VERSION = 5
+COUNTS = ("tokens", "documents", "text_bytes", *UNENCODED)
 JOURNAL_SECONDS = 5  # minimum time between writes of the journal
 
 
@@ -53,7 +62,7 @@ class Entry(NamedTuple):
     digest: str  # digest of the source up to `place`
     done: float  # fraction of the source that has been read, 0 to 1
     skipped: dict[str, int]  # reason → number of skipped items
-    splits: dict[str, dict]  # split → {"tokens": number, "documents": number, "text_bytes": number}
+    splits: dict[str, dict[str, int]]  # split → counts, as in COUNTS
 
 
 START = Entry(
@@ -61,7 +70,7 @@ START = Entry(
     Digest().hexdigest(),
     0.0,
     {},
-    {name: {"tokens": 0, "documents": 0, "text_bytes": 0} for name in SPLITS},
+    {name: dict.fromkeys(COUNTS, 0) for name in SPLITS},
 )
 
 
@@ -258,7 +267,7 @@ class SplitWriter:
     def __init__(
         self, folder: Path, name: str, dtype: np.dtype, has_answers: bool, counts: dict[str, int]
     ):
-        self.counts = counts  # {"tokens": number, "documents": number, "text_bytes": number}
+        self.counts = counts  # {name in COUNTS: number}
         sizes = file_sizes(dtype, has_answers, counts["tokens"], counts["documents"])
         self._files = {
             ending: open_truncated(folder / f"{name}{ending}", size)
@@ -275,6 +284,8 @@ class SplitWriter:
             "tokens": len(encoded.tokens),
             "documents": len(encoded.lengths),
             "text_bytes": encoded.text_bytes,
+            "unknown": encoded.unknown,
+            "dropped": encoded.dropped,
         }
         self.counts = {name: count + added[name] for name, count in self.counts.items()}
 

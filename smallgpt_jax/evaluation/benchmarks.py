@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from smallgpt_jax.storage.paths import local_path
 
 SCORING_VERSION = 3  # part of the cache key; increase it when a code change affects the scores
 SEED = 1234
+# Metrics that divide by bytes or words of a text, which the model must have seen as a whole.
+PER_TEXT = ("bits_per_byte", "byte_perplexity", "word_perplexity")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +53,10 @@ class Benchmarks:
         template = inference.find_chat_template(workdir)
         end_of_turn = template.end_of_turn if template else None
 
+        built = []
+
         def build() -> SmallGPT:
-            return SmallGPT(
+            lm = SmallGPT(
                 model.scorer(trained),
                 trained.params,
                 trained.tokenizer,
@@ -60,6 +65,8 @@ class Benchmarks:
                 trained.model_state,
                 end_of_turn,
             )
+            built.append(lm)
+            return lm
 
         results = run.evaluate(
             build,
@@ -75,6 +82,13 @@ class Benchmarks:
             gen_kwargs=self.gen_kwargs,
             log_samples=log_samples,
         )
+        if unencoded := sum(lm.unencoded for lm in built):
+            print(
+                f"warning: {unencoded:,} texts have characters that the model's tokenizer cannot "
+                f"encode; {', '.join(PER_TEXT)} are left out",
+                file=sys.stderr,
+            )
+            leave_out(PER_TEXT, results)
         name = join_name_parts(
             model.file_name(trained.step),
             "_".join(self.tasks)[:80],
@@ -87,6 +101,14 @@ class Benchmarks:
         is_one_path = model.paths != "all" and config.num_paths == 1
         shown = "pgpt, one path" if is_one_path else config.architecture
         return name[:200], results, report.results_table(results, shown)
+
+
+def leave_out(metrics: Sequence[str], results: dict) -> None:
+    """Sets metrics to None in results of the harness."""
+    for values in results["results"].values():
+        for key in values:
+            if key.partition(",")[0] in metrics:
+                values[key] = None
 
 
 def model_fingerprint(trained: inference.TrainedModel, end_of_turn: int | None) -> str:

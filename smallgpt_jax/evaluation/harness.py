@@ -49,6 +49,7 @@ class SmallGPT(TemplateLM):
         self._model_state = model_state
         self._ends = [] if end_of_turn is None else [end_of_turn]
         self._progress, self._seed = progress, seed
+        self.unencoded = 0  # texts with characters that the tokenizer cannot encode
         self.max_length = scorer.model.config.context_length
 
     @cached_property
@@ -72,6 +73,9 @@ class SmallGPT(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         ids = self._tokenizer.encode([string])[0].tolist()
+        self.unencoded += (
+            self._tokenizer.unknown in ids or self._tokenizer.count_dropped(string) > 0
+        )
         has_own = self._tokenizer.begin_of_text != self._tokenizer.end_of_text
         return (
             [self._tokenizer.begin_of_text, *ids]

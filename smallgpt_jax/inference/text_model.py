@@ -171,13 +171,18 @@ class TextModel:
             if continues
             else self.tokenizer.encode([text])[0]
         ).tolist()
-        if (unknown := self.tokenizer.unknown) in ids:
-            unencodable = sorted({c for c in text if unknown in self.tokenizer.encode([c])[0]})
+        if self.tokenizer.unknown in ids or self.tokenizer.count_dropped(text):
+            unencodable = sorted({c for c in text if not self._encodes(c)})
             raise UserError(
                 "prompt: the tokenizer cannot encode "
                 f"{', '.join(map(repr, unencodable)) or 'this text'}; remove it from the prompt"
             )
         return ids
+
+    def _encodes(self, text: str) -> bool:
+        if self.tokenizer.count_dropped(text):
+            return False
+        return self.tokenizer.unknown not in self.tokenizer.encode([text])[0]
 
     def _start_session(self, prompts: Sequence[str], seed: int) -> decoder.DecodeSession:
         if isinstance(prompts, str) or not prompts:

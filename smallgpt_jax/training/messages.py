@@ -35,6 +35,7 @@ def startup_message(
 ) -> str:
     lines = [_headline(config, program, first_step)]
     lines += [packing.summary for packing in pipeline.train.packings]
+    lines += [pipeline.corpus.warning] if pipeline.corpus.warning else []
     objective = config.train.objective
     if objective in LOSSES and config.data.format == "text":
         lines.append(

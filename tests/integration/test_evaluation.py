@@ -544,3 +544,17 @@ def test_refuses_wrong_tasks_before_anything_is_computed(tasks, message, tmp_pat
                 (tmp_path / file).write_text("{" if name == "copa" else EXAMPLE_ROWS.get(name, ""))
     with pytest.raises(UserError, match=message):
         evaluation.evaluate(never, tasks, tmp_path)
+
+
+def test_texts_that_the_tokenizer_cannot_encode(gpt):
+    """Their likelihood is not that of the text, so bits per byte are left out."""
+    from smallgpt_jax.evaluation import benchmarks
+
+    tokenizer = spaced_tokenizer(remove_extra_whitespaces=False)
+    lm = harness_model(*gpt, tokenizer)
+    texts = ["the cat", "the Ω", "a model"]
+    lm.loglikelihood_rolling([request("loglikelihood_rolling", text) for text in texts])
+    assert lm.unencoded == 1
+    results = {"results": {"wikitext": {"bits_per_byte,none": 1.5, "acc,none": 0.5}}}
+    benchmarks.leave_out(benchmarks.PER_TEXT, results)
+    assert results == {"results": {"wikitext": {"bits_per_byte,none": None, "acc,none": 0.5}}}

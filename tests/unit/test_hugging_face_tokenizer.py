@@ -351,3 +351,19 @@ def test_refuses_several_tokens_before_a_text(tmp_path):
     save(tmp_path, with_post_processor("two"))
     with pytest.raises(UserError, match="2 special tokens begin each text, at most one can"):
         TokenizerSource(str(tmp_path)).make()
+
+
+@pytest.mark.parametrize("has_bytes, dropped", [(True, 0), (False, 2)])
+def test_counts_dropped_characters(has_bytes, dropped, tmp_path):
+    """A byte-level tokenizer drops bytes that its vocabulary lacks."""
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet() if has_bytes else []
+    theirs = library.Tokenizer(library.models.BPE())
+    theirs.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>"], show_progress=False, initial_alphabet=alphabet
+    )
+    theirs.train_from_iterator(["some words to learn from"] * 9, trainer)
+    tokenizer = TokenizerSource(str(save(tmp_path, theirs))).make()
+    assert tokenizer.unknown is None
+    assert tokenizer.count_dropped("some words") == 0
+    assert tokenizer.count_dropped("some XX words") == dropped

@@ -14,12 +14,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import call, load_config
 from data_helpers import files_of, prepare_store, write_jsonl
 
 from smallgpt_jax.data import encoding, parts, prepare, store, tokenizer_source, unfinished_store
-from smallgpt_jax.data.corpus import open_or_prepare
+from smallgpt_jax.data.corpus import Corpus, open_or_prepare
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.locks import file_lock
@@ -632,3 +633,63 @@ def test_full_disk(corpus, tmp_path):
     assert finished.returncode == 0, finished.stderr
     whole = prepare_store(tmp_path / "whole", corpus[0], validation_fraction=0.1)
     assert files_of(tmp_path / "store") == files_of(whole.folder)
+
+
+def limited_tokenizer(folder: Path, unknown: str | None) -> str:
+    """Writes a tokenizer of lower-case letters and spaces. Returns its folder."""
+    library = pytest.importorskip("tokenizers")
+    vocabulary = {c: i for i, c in enumerate([*"abcdefghijklmnopqrstuvwxyz", "▁", "<unk>", "</s>"])}
+    tokenizer = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token=unknown))
+    tokenizer.normalizer = library.normalizers.Replace(" ", "▁")
+    tokenizer.add_special_tokens(["</s>"])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+@pytest.mark.parametrize("unknown", ["<unk>", None], ids=["unknown", "dropped"])
+def test_text_that_the_tokenizer_cannot_encode(unknown, tmp_path):
+    """Each text has 17 letters, of which four are upper case and not in the vocabulary, three spaces,
+    and an end.
+    """
+    texts = [f"Abcd Efgh Ijkl Mno{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(300)]
+    source, logged = write_jsonl(tmp_path / "a.jsonl", texts), []
+    tokenizer = limited_tokenizer(tmp_path / "tokenizer", unknown)
+    made = prepare_store(tmp_path / "store", source, tokenizer=tokenizer, log=logged.append)
+    tokens = made.train.tokens + made.validation.tokens
+    assert tokens == 300 * (21 if unknown else 17)
+    expected = {"unknown": 4 if unknown else 0, "dropped": 0 if unknown else 4}
+    for name in ("train", "validation"):
+        split = getattr(made, name)
+        found = made.metadata["unencoded"][name]
+        assert found == {what: count * split.documents for what, count in expected.items()}
+        assert np.isnan(split.bytes_per_token)
+    warning = "warning: the tokenizer cannot encode 19.0% of the tokens; losses do not compare"
+    assert warning in logged[-1]
+    text = Corpus((made,))
+    assert warning in text.warning and np.isnan(text.bytes_per_token("validation"))
+
+
+def test_a_store_of_encoded_text_has_no_further_field(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(100)])
+    tokenizer = limited_tokenizer(tmp_path / "tokenizer", "<unk>")
+    lower = write_jsonl(tmp_path / "b.jsonl", ["a text " * (1 + i) for i in range(100)])
+    for name, fields in (("bytes", {}), ("lower", {"tokenizer": tokenizer})):
+        made = prepare_store(tmp_path / name, lower if fields else source, **fields)
+        assert "unencoded" not in made.metadata and not Corpus((made,)).warning
+        assert made.train.bytes_per_token == made.train.text_bytes / made.train.tokens
+
+
+def test_counts_of_unknown_characters_survive_an_interruption(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 100)
+    texts = [f"Text with {i} " + "x" * (i % 9) for i in range(200)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    tokenizer = limited_tokenizer(tmp_path / "tokenizer", "<unk>")
+    whole = prepare_store(tmp_path / "whole", source, tokenizer=tokenizer)
+    good = source.read_text()
+    source.write_text("".join([*good.splitlines(True)[:150], "nonsense"]))
+    with pytest.raises(UserError, match="line 151"):
+        prepare_store(tmp_path / "store", source, tokenizer=tokenizer)
+    source.write_text(good)
+    made = prepare_store(tmp_path / "store", source, tokenizer=tokenizer)
+    assert made.metadata["unencoded"] == whole.metadata["unencoded"]

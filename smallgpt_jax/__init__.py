@@ -1,8 +1,120 @@
+"""Trains and compares small decoder-only language models.
+
+    import smallgpt_jax
+
+    run = smallgpt_jax.train("pgpt:quickstart", "runs/pgpt")
+    print(run.load().generate("def main("))
+
+These functions do what the commands do, which `python -m smallgpt_jax` lists. They are imported
+when they are first used, because importing JAX takes a second.
+"""
+
+from __future__ import annotations  # older versions of Python reach `_require_environment`
+
+import importlib
+import importlib.util
+import os
 import sys
+import types
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+# {name: module that defines it}
+_PUBLIC = {
+    "train": "training.trained_run",
+    "TrainedRun": "training.trained_run",
+    "prepare": "data.corpus",
+    "load": "inference",
+    "evaluate": "evaluation.evaluation",
+    "Benchmarks": "evaluation.benchmarks",
+    "ExampleFile": "evaluation.example_file",
+    "ModelOptions": "evaluation.model_options",
+    "export": "conversion.exporting",
+    "HuggingFaceExport": "conversion.exporting",
+    "GgufExport": "conversion.exporting",
+    "PeftExport": "conversion.exporting",
+    "import_": "conversion.importing",
+    "HuggingFaceImport": "conversion.importing",
+    "GPTVariationsImport": "conversion.importing",
+    "RunImport": "conversion.importing",
+    "plan": "planning.plan",
+    "plan_inference": "planning.plan",
+    "diagnose": "diagnosis.diagnosis",
+    "UserError": "errors",
+    "StoppedError": "errors",
+}
+__all__ = list(_PUBLIC)
+
+if TYPE_CHECKING:  # `as` tells type checkers that the names are public
+    from smallgpt_jax.conversion.exporting import GgufExport as GgufExport
+    from smallgpt_jax.conversion.exporting import HuggingFaceExport as HuggingFaceExport
+    from smallgpt_jax.conversion.exporting import PeftExport as PeftExport
+    from smallgpt_jax.conversion.exporting import export as export
+    from smallgpt_jax.conversion.importing import GPTVariationsImport as GPTVariationsImport
+    from smallgpt_jax.conversion.importing import HuggingFaceImport as HuggingFaceImport
+    from smallgpt_jax.conversion.importing import RunImport as RunImport
+    from smallgpt_jax.conversion.importing import import_ as import_
+    from smallgpt_jax.data.corpus import prepare as prepare
+    from smallgpt_jax.diagnosis.diagnosis import diagnose as diagnose
+    from smallgpt_jax.errors import StoppedError as StoppedError
+    from smallgpt_jax.errors import UserError as UserError
+    from smallgpt_jax.evaluation.benchmarks import Benchmarks as Benchmarks
+    from smallgpt_jax.evaluation.evaluation import evaluate as evaluate
+    from smallgpt_jax.evaluation.example_file import ExampleFile as ExampleFile
+    from smallgpt_jax.evaluation.model_options import ModelOptions as ModelOptions
+    from smallgpt_jax.inference import load as load
+    from smallgpt_jax.planning.plan import plan as plan
+    from smallgpt_jax.planning.plan import plan_inference as plan_inference
+    from smallgpt_jax.training.trained_run import TrainedRun as TrainedRun
+    from smallgpt_jax.training.trained_run import train as train
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'smallgpt_jax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"smallgpt_jax.{_PUBLIC[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*_PUBLIC, "__version__"]
+
+
+class _Package(types.ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        """`import smallgpt_jax.plan`, of a command's module, leaves the function `plan` in place."""
+        if not (name in _PUBLIC and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def _require_environment() -> None:
+    """Exits with a message if this Python is too old or has no JAX, as outside of the environment
+    that `make` creates.
+    """
+    problem = ""
+    if sys.version_info < (3, 11):  # noqa: UP036
+        problem = f"is Python {sys.version_info[0]}.{sys.version_info[1]}, older than 3.11"
+    elif importlib.util.find_spec("absl") is None or importlib.util.find_spec("jax") is None:
+        problem = "has no JAX"
+    if not problem:
+        return
+    activate = os.path.join(os.path.dirname(os.path.dirname(__file__)), ".venv", "bin", "activate")
+    if os.path.exists(activate):
+        advice = f"activate the environment: source {os.path.relpath(activate)}"
+    else:
+        advice = "make an environment: make quickstart, or make install"
+    print(f"error: {sys.executable} {problem}; {advice}", file=sys.stderr)
+    sys.exit(1)
+
+
 if sys.argv[:1] == ["-m"]:  # Python looks for the module of `python -m smallgpt_jax.COMMAND`
+    _require_environment()
+
     from smallgpt_jax.errors import exit_on_interrupt
 
     exit_on_interrupt()

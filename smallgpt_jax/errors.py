@@ -56,6 +56,10 @@ class UserError(Exception):
     wrong and what to do.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """A notebook shows the message alone."""
+        return [f"error: {self}"]
+
 
 class WorkdirBusyError(UserError):
     """Another process is training in the workdir. The attribute `by` describes that process."""
@@ -73,12 +77,18 @@ class DivergenceError(UserError):
     """The loss, the gradient or a weight of a run is not finite."""
 
 
-class StoppedError(Exception):
-    """A stop request ended the run; `status` is the exit status of the command."""
+class StoppedError(KeyboardInterrupt):
+    """A stop request ended the run; `status` is the exit status of the command.
+
+    As on any Ctrl-C, a loop over runs that handles Exception ends too.
+    """
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
         self.status = status
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
 
 
 def exit_on_interrupt() -> None:

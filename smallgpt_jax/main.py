@@ -15,7 +15,8 @@ from absl import flags
 
 from smallgpt_jax import cli
 from smallgpt_jax.devices import distributed
-from smallgpt_jax.training import messages, trainer
+from smallgpt_jax.training import messages
+from smallgpt_jax.training.trained_run import train
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; created if necessary.")
@@ -44,7 +45,7 @@ def main() -> None:
         _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value
     )
     with distributed.exit_on_peer_failure():
-        trainer.train(_CONFIG.value, _WORKDIR.value)
+        train(_CONFIG.value, _WORKDIR.value, exits=True)
         messages.print_final_message(_WORKDIR.value)
 
 

@@ -5,12 +5,16 @@ second.
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
 from smallgpt_jax.storage.atomic import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DPI = 110
 # Margins are fixed, because computing them with layout="constrained" doubles the time.
@@ -30,12 +34,18 @@ def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
 
 
 def draw(lines: Sequence[dict]) -> bytes:
-    from matplotlib.figure import Figure
+    from smallgpt_jax.run import plotting
+
+    return plotting.png(plot(lines), DPI)
+
+
+def plot(lines: Sequence[dict]) -> "Figure":
+    """Returns a figure of the losses, the learning rate and the speed by step."""
     from matplotlib.ticker import EngFormatter
 
     from smallgpt_jax.run import plotting
 
-    figure = Figure(figsize=(9, 6))
+    figure = plotting.NotebookFigure(figsize=(9, 6))
     figure.subplots_adjust(**MARGINS)
     (loss, bits), (rate, speed) = figure.subplots(2, 2, sharex=True)
     blue, orange, green, *_ = plotting.COLORS
@@ -62,7 +72,7 @@ def draw(lines: Sequence[dict]) -> bytes:
         (speed, "training step", "tokens per second"),
     ):
         plotting.style_axes(axes, x, y)
-    return plotting.png(figure, DPI)
+    return figure
 
 
 def curve(lines: Sequence[dict], split: str, metric: str) -> tuple[list[int], list[float]]:

@@ -11,6 +11,13 @@ from matplotlib.ticker import EngFormatter
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
+class NotebookFigure(Figure):
+    """A notebook shows it as the result of a cell."""
+
+    def _repr_png_(self) -> bytes:
+        return png(self)
+
+
 def style_axes(axes, x: str, y: str) -> None:
     axes.set(xlabel=x, ylabel=y)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -1,7 +1,8 @@
 """Stop requests: the user presses Ctrl-C, or a scheduler or preempted machine sends SIGTERM.
 
-After a stop request, the run finishes its step, saves and exits. It exits immediately, without
-saving, on a second request or if there is nothing to save yet, for example during compilation.
+After a stop request, the run finishes its step, saves and ends. A second request, or a request
+while there is nothing to save yet, for example during compilation, ends it at once without saving:
+a command exits. In a notebook, whose kernel has to survive, Ctrl-C raises KeyboardInterrupt.
 """
 
 import contextlib
@@ -25,8 +26,9 @@ UNSAVED = "stopped without saving; rerun the same command to resume from the new
 
 
 class StopRequest:
-    def __init__(self, unsaved: str):
+    def __init__(self, unsaved: str, exits: bool):
         self.unsaved = unsaved  # message if the process exits without saving
+        self.exits = exits  # on Ctrl-C that cannot wait for a save; otherwise KeyboardInterrupt
         self.signal: int | None = None
         self.can_save = False
         self._answer = None
@@ -49,14 +51,18 @@ class StopRequest:
             128 + (self.signal or signal.SIGTERM),
         )
 
+    def _is_met(self, number: int) -> bool:
+        """Returns whether the run ends by itself, with a save."""
+        if self.signal is None and self.can_save:
+            self.signal, self._signal_time = number, time.monotonic()
+            return True
+        return self.signal == number and time.monotonic() < self._signal_time + REPEAT_SECONDS
+
     def _handle(self, number: int) -> None:
         """Runs in a separate thread, because library calls can block the main thread for
         minutes.
         """
-        if self.signal is None and self.can_save:
-            self.signal, self._signal_time = number, time.monotonic()
-            return
-        if self.signal == number and time.monotonic() < self._signal_time + REPEAT_SECONDS:
+        if (number == signal.SIGINT and not self.exits) or self._is_met(number):
             return
         again = "second request: " if self.signal else ""
         with contextlib.redirect_stdout(
@@ -65,13 +71,18 @@ class StopRequest:
             print(f"{again}{self.unsaved}", file=sys.stderr, flush=True)
             os._exit(128 + number)
 
+    def _interrupt(self, number: int, _) -> None:
+        """Runs in the main thread."""
+        if not self.exits and not self._is_met(number):
+            raise KeyboardInterrupt
+
 
 @contextlib.contextmanager
-def handle_signals(unsaved: str = UNSAVED) -> Iterator[StopRequest]:
+def handle_signals(unsaved: str = UNSAVED, exits: bool = True) -> Iterator[StopRequest]:
     """Records SIGTERM and Ctrl-C, without the handlers of libraries; outside the main thread,
-    records nothing.
+    records nothing. `exits`: see `StopRequest`.
     """
-    stop = StopRequest(unsaved)
+    stop = StopRequest(unsaved, exits)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
@@ -84,7 +95,8 @@ def handle_signals(unsaved: str = UNSAVED) -> Iterator[StopRequest]:
                 if number in SIGNALS:
                     stop._handle(number)
 
-    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    handlers = {signal.SIGTERM: lambda *_: None, signal.SIGINT: stop._interrupt}
+    before = {number: signal.signal(number, handlers[number]) for number in SIGNALS}
     descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()

@@ -48,9 +48,14 @@ from smallgpt_jax.training.validation import Evaluation, evaluate
 from smallgpt_jax.training.watchdog import Watchdog
 
 
-def train(config: ConfigDict | Config, workdir: str, corpus: Corpus | None = None) -> None:
+def train(
+    config: ConfigDict | Config,
+    workdir: str | Path,
+    corpus: Corpus | None = None,
+    exits: bool = True,
+) -> None:
     """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any.
-    `corpus` is that of the config's group `data`; None opens it.
+    `corpus` is that of the config's group `data`; None opens it. `exits`: see `StopRequest`.
 
     Raises UserError, DivergenceError, or StoppedError after a stop request. If the config or
     workdir is invalid, or an attention kernel gives wrong results, nothing is written.
@@ -60,7 +65,7 @@ def train(config: ConfigDict | Config, workdir: str, corpus: Corpus | None = Non
     with best_effort("stdout"):
         config, branch, program = _check_run(config, folder)
         progress = RunProgress(config.train.steps)
-        with preemption.handle_signals() as stop:
+        with preemption.handle_signals(exits=exits) as stop:
             pipeline = open_pipeline(config, program, corpus)
             if branch:
                 distributed.run_on_primary(lambda: branch.check_text(pipeline.corpus))

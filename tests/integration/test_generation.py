@@ -9,7 +9,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, build, call, forward, init, spaced_model, spaced_tokenizer
+from conftest import build, call, forward, init, spaced_model, spaced_tokenizer
 
 from smallgpt_jax import inference
 from smallgpt_jax.data.tokenizers import Bytes
@@ -217,20 +217,6 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
     for _ in range(2):
         assert "".join(conversation.say("a dog ran\n", 3, temperature=0))
     assert conversation.dropped > 0
-
-
-def test_the_readme_example(workdir):
-    example = re.search(
-        r"```python\n(from smallgpt_jax import inference.*?)```",
-        (ROOT / "README.md").read_text(),
-        re.DOTALL,
-    )[1]
-    printed = []
-    names = {"print": lambda text, end="\n": printed.append(text)}
-    exec(example.replace("runs/pgpt-quickstart", str(workdir)), names)
-    assert [len(texts) for texts in names["texts"]] == [2, 2]
-    generated, *turn = printed
-    assert generated and "".join(turn)
 
 
 def test_refuses_workdirs_without_a_model(workdir, tmp_path):

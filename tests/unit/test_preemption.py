@@ -82,3 +82,23 @@ def test_the_message_is_the_last_output(exits, capsys, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(lambda: exits)
     assert exits == [143] and capsys.readouterr().out == ""
+
+
+def test_in_a_notebook_ctrl_c_is_an_exception(exits):
+    """The process has to survive. SIGTERM ends it as before."""
+    with preemption.handle_signals(exits=False) as stop:
+        with pytest.raises(KeyboardInterrupt):  # nothing can be saved yet
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        stop.can_save = True
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_requested_anywhere()
+        os.kill(os.getpid(), signal.SIGINT)  # too early to be a second request
+        stop._signal_time -= preemption.REPEAT_SECONDS
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        assert exits == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: exits)
+    assert exits == [143]

@@ -35,6 +35,7 @@ from smallgpt_jax.config import recipes
 from smallgpt_jax.devices import compilation_cache, distributed, host_memory
 from smallgpt_jax.devices.platform import missing_devices_message
 from smallgpt_jax.errors import StoppedError, UserError, raise_on_interrupt
+from smallgpt_jax.formatting import printable
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
 from smallgpt_jax.storage import object_storage
 
@@ -286,5 +287,7 @@ def error_location(error: Exception) -> str:
 
 
 def fail(message: str, status: int = 1) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    """A message may contain what somebody else has written into a file."""
+    lines = map(printable, f"error: {message}".splitlines())
+    print("\n".join(lines), file=sys.stderr)
     sys.exit(status)

@@ -3,6 +3,7 @@
 import os
 import re
 import statistics
+import unicodedata
 from collections.abc import Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -76,6 +77,16 @@ def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
+
+
+def printable(text: str) -> str:
+    """Returns text in one line, without control codes, such as those that move a cursor."""
+    return "".join(" " if unicodedata.category(char)[0] == "C" else char for char in text)
+
+
+def escape_markdown(text: str) -> str:
+    """Returns text that is no HTML, link or end of a cell in Markdown, whoever has written it."""
+    return re.sub(r"\\|\||<(?=[A-Za-z/!?])|\](?=[\[(:])", r"\\\g<0>", printable(text))
 
 
 def safe_name(text: str) -> str:

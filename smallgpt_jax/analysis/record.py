@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from smallgpt_jax.formatting import printable
 from smallgpt_jax.storage import json_files
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import BOOLEAN, NULL, NUMBER, TEXT, Each, Kind, integer
@@ -408,8 +409,11 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
     if origin is tuple:
         return lambda items: tuple(map(_reader(arguments[0]), items))
     if origin is dict:
-        return lambda items: {name: _reader(arguments[1])(item) for name, item in items.items()}
-    return lambda value: value
+        return lambda items: {
+            printable(name): _reader(arguments[1])(item) for name, item in items.items()
+        }
+    # Somebody else may have written control codes into a record, which is shown.
+    return printable if kind is str else lambda value: value
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:

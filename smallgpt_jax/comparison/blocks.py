@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from smallgpt_jax.formatting import aligned_rows
+from smallgpt_jax.formatting import aligned_rows, escape_markdown, printable
 from smallgpt_jax.run import plotting
 
 MISSING = "–"
@@ -44,6 +44,21 @@ class Plot:
     caption: str
 
 
+def printable_block(block):
+    """Returns a block of text without control codes, which somebody else may have written into a
+    record.
+    """
+    match block:
+        case Heading(text) | Paragraph(text):
+            return type(block)(printable(text))
+        case Code(text):
+            return Code("\n".join(map(printable, text.splitlines())))
+        case Table(head, rows, best):
+            head, *rows = (tuple(map(printable, row)) for row in (head, *rows))
+            return Table(head, tuple(rows), best)
+    return block
+
+
 def with_range(value: float, low: float, high: float, form: str = ".4f") -> str:
     return f"{value:{form}} ({low:{form}} to {high:{form}})"
 
@@ -55,21 +70,21 @@ def aligned_table(table: Table) -> str:
 
 # ------------------------------------------------------------------ Markdown
 def to_markdown(title: str, blocks: Sequence) -> str:
-    return "\n\n".join([f"# {title}", *map(markdown_of, blocks)]) + "\n"
+    return "\n\n".join([f"# {escape_markdown(title)}", *map(markdown_of, blocks)]) + "\n"
 
 
 def markdown_of(block) -> str:
     match block:
         case Heading(text):
-            return f"## {text}"
+            return f"## {escape_markdown(text)}"
         case Paragraph(text):
-            return text
+            return escape_markdown(text)
         case Code(text):
-            return f"```\n{text}\n```"
+            return "\n".join(f"    {line}" for line in text.splitlines())
         case Plot(name, _, caption):
             return f"![{caption}]({name}.png)"
         case Table(head, rows, best):
-            lines = [[cell.replace("|", "\\|") for cell in line] for line in (head, *rows)]
+            lines = [list(map(escape_markdown, line)) for line in (head, *rows)]
             if best is not None:
                 lines[1 + best] = [f"**{cell}**" for cell in lines[1 + best]]
             lines.insert(1, ["---"] * len(head))

@@ -37,7 +37,7 @@ from smallgpt_jax.comparison.costs import Budget, budgets, rerun
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import aligned_rows, parameter_count
 from smallgpt_jax.run.names import CONFIG_FILE
-from smallgpt_jax.storage.json_files import read_json
+from smallgpt_jax.storage.json_files import printable_values, read_json
 from smallgpt_jax.storage.paths import as_path
 
 MAX_ROWS = 6  # of a table
@@ -92,7 +92,7 @@ class Answer:
 
 def choose(path: Path, name: str, limit: float, batch: int = 1) -> Answer:
     """Returns the model for at most `limit` of the budget called `name`, from a results.json."""
-    results = read_json(path, RESULTS, "give the results.json of a comparison")
+    results = printable_values(read_json(path, RESULTS, "give the results.json of a comparison"))
     if found := answers(results, name, [limit], batch):
         return found[0]
     raise UserError(f"{path}: no finished run; finish the comparison")

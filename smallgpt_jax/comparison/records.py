@@ -37,6 +37,7 @@ from smallgpt_jax.storage.json_files import (
     Optional,
     integer,
     one_of,
+    printable_values,
     read_json,
 )
 
@@ -207,12 +208,18 @@ def read(path: Path) -> Record:
         f"expected a results.json of format {RESULTS_FORMAT}; repeat the comparison's "
         "command where its runs are",
     )
+    # Values of configs and texts stay as they are, because they are compared.
+    runs = [
+        {**printable_values(run), "config": run["config"], "text": run["text"]}
+        for run in content["runs"]
+    ]
+    content = printable_values({**content, "runs": []})
     return Record(
         content["title"],
         content["budget"],
         content["command"],
         content["reference"],
-        tuple(map(read_recorded_run, content["runs"])),
+        tuple(map(read_recorded_run, runs)),
         {
             name: Grid(
                 grid["seed"],

@@ -21,6 +21,7 @@ from smallgpt_jax.comparison.blocks import (
     Plot,
     Table,
     aligned_table,
+    printable_block,
     to_html,
     to_markdown,
 )
@@ -28,7 +29,7 @@ from smallgpt_jax.comparison.names import RESULTS_FILE, model_of
 from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.comparison.results import Run
 from smallgpt_jax.data.config import DataConfig
-from smallgpt_jax.formatting import duration
+from smallgpt_jax.formatting import duration, printable
 from smallgpt_jax.run import plotting
 from smallgpt_jax.storage.atomic import write_atomically
 
@@ -51,7 +52,7 @@ def write_report(output: Path, record: Record, logged: dict[str, list] | None = 
     """Writes report.html, report.md, PNG plots and results.json. Returns the plain text up to the
     first table.
     """
-    blocks = report_blocks(record, logged)
+    blocks = list(map(printable_block, report_blocks(record, logged)))
     for block in blocks:
         if isinstance(block, Plot):
             write_atomically(output / f"{block.name}.png", plotting.png(block.figure))
@@ -67,7 +68,7 @@ def title_of(record: Record) -> str:
     """Returns the record's title with the names of its models, if there are several."""
     names = list(dict.fromkeys(model_of(run.name) for run in record.runs))
     others = f" and {len(names) - MAX_NAMES} others" * (len(names) > MAX_NAMES)
-    return record.title + f": {', '.join(names[:MAX_NAMES])}{others}" * (len(names) > 1)
+    return printable(record.title + f": {', '.join(names[:MAX_NAMES])}{others}" * (len(names) > 1))
 
 
 def report_blocks(record: Record, logged: dict[str, list] | None) -> list:

@@ -45,6 +45,7 @@ from smallgpt_jax.storage.json_files import (
     Optional,
     integer,
     one_of,
+    printable_values,
     read_json_or_none,
 )
 from smallgpt_jax.storage.object_storage import is_remote
@@ -248,7 +249,7 @@ def read_run(
         )
 
     evaluations = folder / EVALUATION_FOLDER
-    texts = read_json_or_none(evaluations / TEXTS_FILE, TEXTS) or ()
+    texts = printable_values(read_json_or_none(evaluations / TEXTS_FILE, TEXTS) or [])
     return Run(
         name=name,
         workdir=str(folder),
@@ -271,14 +272,15 @@ def read_run(
             (line["expert_load"] for line in reversed(lines) if "expert_load" in line), None
         ),
         texts=tuple(row for row in texts if row["step"] == config.train.steps),
-        benchmarks=benchmarks(evaluations, config.train.steps)
-        | examples(evaluations, config.train.steps),
+        benchmarks=printable_values(
+            benchmarks(evaluations, config.train.steps) | examples(evaluations, config.train.steps)
+        ),
         uncounted=counts.cost.uncounted,
         flops_problem=counts.cost.problem,
         text=read_identity(folder),
         averaged=averaged,
         weight_bytes=counts.weight_bytes,
-        inference=read_json_or_none(evaluations / INFERENCE_FILE, INFERENCE),
+        inference=printable_values(read_json_or_none(evaluations / INFERENCE_FILE, INFERENCE)),
         inside=read_summary(folder, config.train.steps),
         horizon=horizon,
         run=str(trunk or config.train.trunk or folder),

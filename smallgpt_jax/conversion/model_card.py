@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from smallgpt_jax import models
-from smallgpt_jax.formatting import millions
+from smallgpt_jax.formatting import escape_markdown, millions
 from smallgpt_jax.run.config_file import saved_config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import METRICS_FILE, ORIGIN_FILE
@@ -75,7 +75,10 @@ def format_model_card(
                 [
                     "| training | |",
                     "|---|---|",
-                    *(f"| {name} | {value} |" for name, value in facts),
+                    *(
+                        f"| {escape_markdown(name)} | {escape_markdown(value)} |"
+                        for name, value in facts
+                    ),
                     "",
                 ]
                 if facts

@@ -232,7 +232,9 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
         for name in ("normalizer", "decoder"):
             if (times := growth(described.get(name))) > MAX_GROWTH:
                 raise ValueError(f"its {name} makes texts up to {times:,.0f} times as long")
-        if dropout := described["model"].get("dropout"):
+        dropout = described["model"].get("dropout")
+        is_random = isinstance(dropout, int | float) and dropout > 0
+        if is_random:
             described["model"]["dropout"] = None
             contents[TOKENIZER_JSON] = json.dumps(described).encode()
         with no_panic_messages(), panics_as_errors():
@@ -241,7 +243,7 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
         raise UserError(
             f"{path}: unsupported tokenizer, or damaged ({short_reason(error)})"
         ) from None
-    if dropout:
+    if is_random:
         print(
             f"{path}: its dropout of {dropout} is not used, so that a text always has the same ids",
             file=sys.stderr,

@@ -20,6 +20,7 @@ from smallgpt_jax.storage.json_files import (
     Kind,
     Optional,
     integer,
+    printable_values,
     read_json_lines,
 )
 
@@ -52,7 +53,7 @@ def append_session(workdir: Path, facts: dict) -> None:
 
 def read_sessions(workdir: Path) -> list[dict]:
     """Skips the lines about divergence."""
-    return read_json_lines(workdir / SESSIONS_FILE, SESSION)
+    return printable_values(read_json_lines(workdir / SESSIONS_FILE, SESSION))
 
 
 def has_diverged(workdir: Path) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import printable
 from smallgpt_jax.storage.bounded import MAX_BYTES, read_bounded
 from smallgpt_jax.storage.object_storage import is_remote, is_request_error
 
@@ -208,4 +209,15 @@ def mismatch(field: str, expected: str, value) -> str:
 
 
 def shorten(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:40]}…"
+    return printable(text if len(text) <= 40 else f"{text[:40]}…")
+
+
+def printable_values(value):
+    """Returns a copy of a JSON value whose strings can be shown: somebody else may have written
+    control codes into them.
+    """
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(name): printable_values(item) for name, item in value.items()}
+    return [printable_values(item) for item in value] if isinstance(value, list) else value

@@ -78,9 +78,8 @@ def run(main: Callable[[], None]) -> None:
             fail(f"{argv[1]!r}: unexpected argument; flags start with --", status=2)
         run_command(main)
 
-    with best_effort(
-        "stderr"
-    ):  # if standard error cannot be written, the exit status must stay the same
+    # If standard error cannot be written, the exit status must stay the same.
+    with best_effort("stderr"):
         app.run(main_without_traceback, flags_parser=parse)
 
 
@@ -90,9 +89,8 @@ def run_command(main: Callable[[], None]) -> None:
     for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "surrogateescape")):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors=errors)
-    logging.getLogger(
-        "huggingface_hub"
-    ).propagate = False  # it prints its messages itself; absl would repeat them
+    # It prints its messages itself; absl would repeat them.
+    logging.getLogger("huggingface_hub").propagate = False
     try:
         raise_on_interrupt()
         require_open_files()
@@ -111,17 +109,23 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         fail("stopped", status=130)
     except Exception as error:
-        if message := missing_devices_message(error):
-            fail(message)
-        if object_storage.is_used() and object_storage.is_request_error(error):
-            fail(object_storage.request_error_message("object storage", error))
-        if not isinstance(error, OSError):
-            raise
-        is_closed = is_output_closed()  # other causes: full disk, missing permission
-        drop_unwritable("stdout")
-        if isinstance(error, BrokenPipeError) and is_closed:
-            sys.exit(141)
-        fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+        _explain(error)
+        raise
+
+
+def _explain(error: Exception) -> None:
+    """Exits with a message if a user can cause the error; otherwise returns."""
+    if message := missing_devices_message(error):
+        fail(message)
+    if object_storage.is_used() and object_storage.is_request_error(error):
+        fail(object_storage.request_error_message("object storage", error))
+    if not isinstance(error, OSError):
+        return
+    is_closed = is_output_closed()  # other causes: full disk, missing permission
+    drop_unwritable("stdout")
+    if isinstance(error, BrokenPipeError) and is_closed:
+        sys.exit(141)
+    fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
 
 
 def require_open_files() -> None:
@@ -157,14 +161,13 @@ def parse(argv: list[str]) -> list[str]:
         require_readable_arguments(argv)
         if "config" in flags.FLAGS:
             recipes.make_importable()
-        sys.argv = quote_run_names(
-            find_config_file(argv)
-        )  # ml_collections reads the overrides from sys.argv
+        # ml_collections reads the overrides from sys.argv.
+        sys.argv = quote_run_names(_find_config_file(argv))
         return flags.FLAGS(sys.argv)
     except UserError as error:
         fail(str(error), status=2)
     except Exception as error:  # a config file is a program and can raise anything
-        fail(error_message(error), status=2)
+        fail(_error_message(error), status=2)
     finally:
         sys.argv = arguments
 
@@ -185,17 +188,20 @@ def quote_run_names(argv: list[str]) -> list[str]:
     --config.runs["lr\\U000000200\\U0000002e1"].model.d_model=8.
     """
 
-    def quoted(name: str) -> str:
-        if name.isidentifier() and not keyword.iskeyword(name):
-            return f".{name}"
-        return (
-            '["'
-            + "".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in name)
-            + '"]'
-        )
+    quoted = []
+    for argument in argv:
+        if override := RUN_OVERRIDE.fullmatch(argument):
+            runs, name, field = override.groups()
+            argument = f"{runs}{_subscript(name)}{field}"
+        quoted.append(argument)
+    return quoted
 
-    found = [(arg, RUN_OVERRIDE.fullmatch(arg)) for arg in argv]
-    return [match[1] + quoted(match[2]) + match[3] if match else arg for arg, match in found]
+
+def _subscript(name: str) -> str:
+    if name.isidentifier() and not keyword.iskeyword(name):
+        return f".{name}"
+    escaped = [c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in name]
+    return f'["{"".join(escaped)}"]'
 
 
 def unquote_run_names(text: str) -> str:
@@ -206,51 +212,55 @@ def unquote_run_names(text: str) -> str:
     )
 
 
-def find_config_file(argv: list[str]) -> list[str]:
+def _find_config_file(argv: list[str]) -> list[str]:
     """Returns a copy of `argv` with the recipe of --config replaced by its path; see
     `find_recipe`.
     """
-    found = list(argv)
-    for i, arg in enumerate(argv):
-        if arg in ("--config", "-config") and i + 1 < len(argv):
-            found[i + 1] = recipes.find_recipe(argv[i + 1])
-        elif given := re.fullmatch(r"(--?config=)(.*)", arg, re.DOTALL):
-            found[i] = given[1] + recipes.find_recipe(given[2])
-    return found
+    replaced = list(argv)
+    for i, argument in enumerate(argv):
+        if argument in ("--config", "-config") and i + 1 < len(argv):
+            replaced[i + 1] = recipes.find_recipe(argv[i + 1])
+        elif config := re.fullmatch(r"(--?config=)(.*)", argument, re.DOTALL):
+            replaced[i] = config[1] + recipes.find_recipe(config[2])
+    return replaced
 
 
-def error_message(error: Exception) -> str:
+def _error_message(error: Exception) -> str:
     text = unquote_run_names(str(error))
     if unset := re.findall(r"Flag (--\w+) must have a value other than None", text):
         return f"{' and '.join(unset)} must be given; see --help"
     if misspelt := re.search(r'Did you mean "(.*?)" instead of "(.*?)"', text):
-        meant = fields_named(misspelt[1]) or repr(misspelt[1])
-        return f"{error_location(error)}no config field {misspelt[2]!r}; did you mean {meant}?"
+        meant = _fields_named(misspelt[1]) or repr(misspelt[1])
+        return f"{_error_location(error)}no config field {misspelt[2]!r}; did you mean {meant}?"
     if mistyped := re.match(r"flag (--.+?): .*(int\(\)|to float|boolean)", text):
         return f"{mistyped[1]}: expected {EXPECTED[mistyped[2]]}"
-    if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith("config."):
-        return f"--{error.flagname}: cannot override a field without --config; add --config=RECIPE or remove this flag"
-    if isinstance(error, flags.UnrecognizedFlagError) and (fields := fields_named(error.flagname)):
-        return f"no flag --{error.flagname}; did you mean {fields}?"
+    if isinstance(error, flags.UnrecognizedFlagError):
+        if error.flagname.startswith("config."):
+            return (
+                f"--{error.flagname}: cannot override a field without --config; add "
+                "--config=RECIPE or remove this flag"
+            )
+        if fields := _fields_named(error.flagname):
+            return f"no flag --{error.flagname}; did you mean {fields}?"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, flags.Error):
         return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
-    if isinstance(error, (KeyError, AttributeError)) and not error_location(error):
-        return unknown_field_message(error)
-    return f"{error_location(error)}{type(error).__name__}: {lines[0] if lines else ''}"
+    if isinstance(error, (KeyError, AttributeError)) and not _error_location(error):
+        return _unknown_field_message(error)
+    return f"{_error_location(error)}{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def unknown_field_message(error: Exception) -> str:
+def _unknown_field_message(error: Exception) -> str:
     name = error
     while isinstance(name, Exception):  # ml_collections wraps errors
         name = name.args[0]
     name = str(name).strip("'")
-    fields = fields_named(name)
+    fields = _fields_named(name)
     hint = f"did you mean {fields}?" if fields else "configs/base.py documents the fields"
     return f"no config field {name!r}; {hint}"
 
 
-def fields_named(flag: str) -> str:
+def _fields_named(flag: str) -> str:
     """Returns what an unknown flag may mean, or "": --steps and --train.steps →
     "--config.train.steps".
     """
@@ -270,20 +280,18 @@ def fields_named(flag: str) -> str:
     )
 
 
-def error_location(error: Exception) -> str:
+def _error_location(error: Exception) -> str:
     """Returns 'FILE, line N: ' for the innermost stack frame in the user's code, or '' if there is
     none.
     """
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: "
-    ours = (__file__, "/site-packages/", "<frozen")
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(part in frame.filename for part in ours)
-    ]
-    frames = [frame for frame in frames if not frame.filename.startswith(sys.prefix)]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
+    others = (__file__, "/site-packages/", "<frozen")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_of_others = any(part in frame.filename for part in others)
+        if not is_of_others and not frame.filename.startswith(sys.prefix):
+            return f"{frame.filename}, line {frame.lineno}: "
+    return ""
 
 
 def fail(message: str, status: int = 1) -> None:

@@ -23,13 +23,13 @@ def command_line(module: str, *arguments: str) -> str:
 
 
 def config_arguments() -> list[str]:
-    found = []
+    """Returns the arguments of this process that belong to --config, overrides included."""
+    arguments = []
     for previous, argument in zip(sys.argv, sys.argv[1:]):
-        if re.match(r"--?(no)?config\b", argument) or re.fullmatch(
-            r"--?config(\.[^=]*)?", previous
-        ):
-            found.append(argument)
-    return found
+        is_value = re.fullmatch(r"--?config(\.[^=]*)?", previous)
+        if is_value or re.match(r"--?(no)?config\b", argument):
+            arguments.append(argument)
+    return arguments
 
 
 def install_command(extra: str) -> str:

@@ -20,48 +20,43 @@ COLUMNS = (
 
 
 def table_lines(content: dict[str, Any]) -> list[str]:
-    blocks, losses, paths = (
-        content["trained"]["blocks"],
-        content["trained"]["losses"],
-        content["paths"],
-    )
-    depth = len(blocks) // paths
-    rows = [COLUMNS]
-    for number, block in enumerate(blocks):
-        attention = block.get("attention", {})
-        rows.append(
-            (
-                str(number) + (f" (path {number // depth})" if paths > 1 else ""),
-                str(round(block["width"])),
-                *(
-                    f"{block['output'][name]:.3f}"
-                    for name in ("residual", "token_similarity", "neighbour_similarity")
-                ),
-                *(
-                    f"{np.mean(attention[name]):.3f}" if attention else "–"
-                    for name in ("entropy", "first_weight")
-                ),
-                f"{losses['after_blocks'][1 + number % depth]['loss']:.4f}",
-                f"{losses['without_block'][number]['loss']:.4f}",
-            )
-        )
-    found = [
-        *aligned_rows(rows),
+    blocks, losses = content["trained"]["blocks"], content["trained"]["losses"]
+    rows = [_row(number, blocks, losses, content["paths"]) for number in range(len(blocks))]
+    lines = [
+        *aligned_rows([COLUMNS, *rows]),
         "",
         f"loss {losses['loss']:.4f} ± {losses['error']:.4f} nats per token; in-context score "
         f"{losses['in_context_score']:+.3f} ± {losses['in_context_score_error']:.3f}",
     ]
-    for path, entry in enumerate(losses.get("without_path", [])):
-        found.append(f"without path {path}: {entry['loss']:.4f}")
+    for path, without in enumerate(losses.get("without_path", [])):
+        lines.append(f"without path {path}: {without['loss']:.4f}")
     repeats = losses["repeats"]
     if repeats["fraction"]:
-        found.append(
+        lines.append(
             f"repeats ({repeats['fraction']:.0%} of the targets): {repeats['loss']:.4f}; "
             f"others: {repeats['others']:.4f}"
         )
-    fixed = min(entry["loss"] for entry in losses["without_block"])
-    return [
-        *found,
+    fixed = min(without["loss"] for without in losses["without_block"])
+    lines.append(
         f"without the least important block: {fixed:.4f}; with the best choice for each window: "
-        f"{losses['without_best_block_per_window']:.4f}",
+        f"{losses['without_best_block_per_window']:.4f}"
+    )
+    return lines
+
+
+def _row(number: int, blocks: list[dict], losses: dict[str, Any], paths: int) -> list[str]:
+    block, depth = blocks[number], len(blocks) // paths  # of each path
+    output, attention = block["output"], block.get("attention")
+    row = [
+        f"{number} (path {number // depth})" if paths > 1 else str(number),
+        str(round(block["width"])),
+        f"{output['residual']:.3f}",
+        f"{output['token_similarity']:.3f}",
+        f"{output['neighbour_similarity']:.3f}",
     ]
+    if attention:
+        row += [f"{np.mean(attention['entropy']):.3f}", f"{np.mean(attention['first_weight']):.3f}"]
+    else:
+        row += ["–", "–"]
+    loss_after = losses["after_blocks"][1 + number % depth]["loss"]  # the first: after no block
+    return [*row, f"{loss_after:.4f}", f"{losses['without_block'][number]['loss']:.4f}"]

@@ -13,107 +13,32 @@ PREALLOCATED = 0.75  # JAX's default of XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 def format_plan(program: Program, result: Estimate) -> str:
-    config = program.config
-    layout = " × ".join(
-        f"{axis} {length}" for axis, length in program.mesh.shape.items() if length > 1
-    )
-    title = (
-        f"{config.model.architecture} on {result.devices} × {result.device_kind}"
-        + (f" ({layout})" if layout else "")
-        + f", {config.train.batch_size} × {config.model.context_length} tokens per step"
-        + (f" in {config.train.microbatches} microbatches" if config.train.microbatches > 1 else "")
-    )
     sections = [
-        [title, *messages.fallback_messages(program)],
-        format_parameters(program, result),
-        format_memory(result),
-        [format_flops(result), format_compilation(result)],
+        [_title(program, result), *messages.fallback_messages(program)],
+        _parameters(program, result),
+        _memory(result),
+        [_flops(result), _compilation(result)],
+        _collectives(result),
+        _cycles(result),
+        _roofline(result),
+        _reserved_memory(result),
     ]
-    chip = chips.find_chip(result.device_kind)
-    if result.collectives is not None:
-        sections.append(
-            [
-                "Collectives per step and device:" if result.collectives else "No collectives.",
-                *(
-                    f"  {kind:20} {found['count']:>6,} ×   {found['bytes'] / 2**20:>10,.1f} MiB"
-                    for kind, found in sorted(result.collectives.items())
-                ),
-            ]
-        )
-        if result.estimated_cycles is None and chip and chip.hertz:
-            sections.append(
-                ["Cycles are not available: the program calls a kernel whose cost is unknown"]
-            )
-    elif result.fits:
-        sections.append(
-            ["Cycles and collectives are not available: the compiled program cannot be read"]
-        )
-    if result.estimated_cycles:
-        sections.append(
-            [
-                "Compiler estimates, not measurements; time spent waiting for collectives is not "
-                "included:",
-                f"  {result.estimated_cycles / 1e6:,.1f} M cycles, plus "
-                f"{result.kernel_cycles / 1e6:,.1f} M in custom kernels (at the chip's peak speed)",
-                format_speed(result),
-            ]
-        )
-    if result.kernels:
-        sections.append(format_roofline(result))
-        if PREALLOCATED * result.hbm_bytes < result.peak_bytes <= result.hbm_bytes:
-            sections.append(
-                [
-                    f"JAX reserves {PREALLOCATED:.0%} of a GPU's memory, and the program needs "
-                    "more: set the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
-                ]
-            )
-    return "\n\n".join(map("\n".join, sections))
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
-def format_compilation(result: Estimate) -> str:
-    compiled, seconds = result.compiled_programs, f"{result.compile_seconds:.0f} s"
-    if compiled == STEPS:
-        return f"compiled in {seconds}"
-    return f"{compiled} of {STEPS} programs compiled in {seconds}; earlier compilations are in {compilation.folder()}"
+def _title(program: Program, result: Estimate) -> str:
+    config = program.config
+    title = f"{config.model.architecture} on {result.devices} × {result.device_kind}"
+    axes = [f"{axis} {length}" for axis, length in program.mesh.shape.items() if length > 1]
+    if axes:
+        title += f" ({' × '.join(axes)})"
+    title += f", {config.train.batch_size} × {config.model.context_length} tokens per step"
+    if config.train.microbatches > 1:
+        title += f" in {config.train.microbatches} microbatches"
+    return title
 
 
-def format_roofline(result: Estimate) -> list[str]:
-    overlapped = max(
-        0.0, result.collective_seconds - result.exposed_collective_seconds
-    )  # without −0.00 from rounding
-    return [
-        "Roofline, not a measurement: kernels at the peak speed of products or memory; launches "
-        "are not included:",
-        *(
-            f"  {kind:24} {kernels['count']:>8,} ×  {1000 * kernels['seconds']:>10,.2f} ms"
-            for kind, kernels in sorted(
-                result.kernels.items(), key=lambda item: -item[1]["seconds"]
-            )
-        ),
-        f"  {'exposed collectives':24} {'':>8}    "
-        f"{1000 * result.exposed_collective_seconds:>10,.2f} ms, and {1000 * overlapped:,.2f} ms "
-        "beside kernels",
-        format_speed(result),
-    ]
-
-
-def format_speed(result: Estimate) -> str:
-    seconds = result.estimated_step_seconds
-    mfu = "MFU unknown" if result.estimated_mfu is None else f"{result.estimated_mfu:.0%} MFU"
-    return f"  {1000 * seconds:,.1f} ms per step, {result.tokens_per_step / seconds:,.0f} tokens/s, {mfu}"
-
-
-def format_flops(result: Estimate) -> str:
-    if result.flops_per_token is None:
-        return f"FLOPs unknown: {result.flops_problem}"
-    line = f"{result.flops_per_token:,.0f} FLOPs per token, {result.flops_per_step:.3e} per step"
-    optimizer_flops = result.flops_per_step - result.flops_per_token * result.tokens_per_step
-    if not optimizer_flops:
-        return line
-    return f"{line}, of which {optimizer_flops:.3e} ({optimizer_flops / result.flops_per_step:.1%}) by the optimizer"
-
-
-def format_parameters(program: Program, result: Estimate) -> list[str]:
+def _parameters(program: Program, result: Estimate) -> list[str]:
     c = program.model.config
     lines = [f"{parameter_count(result.parameters, result.active_parameters)} parameters"]
     lines += [f"  {part:20} {count:>13,}" for part, count in components(program.model).items()]
@@ -132,38 +57,119 @@ def format_parameters(program: Program, result: Estimate) -> list[str]:
     return lines
 
 
-def format_memory(result: Estimate) -> list[str]:
+def _memory(result: Estimate) -> list[str]:
     """Compares the compiler's figures per device with the formula of planning/memory.py."""
-    formula = result.account
-    arguments = {
-        name: formula[name]
-        for name in ("weights", "moments", "average", "teacher")
-        if name in formula
-    }
-    state, total = sum(arguments.values()), sum(formula.values())
-    parts = {
-        "gradients": "gradients",
-        "gathered": "gathered weights",
-        "activations": "activations",
-        "logits": "logits of a chunk",
-    }
+    formula, total = result.account, sum(result.account.values())
+    arguments = [name for name in ("weights", "moments", "average", "teacher") if name in formula]
+    state = sum(formula[name] for name in arguments)
     rows = [
         (f"state ({', '.join(arguments)}) and batch", result.argument_bytes, state),
-        *((f"  {name}", None, size) for name, size in arguments.items()),
+        *((f"  {name}", None, formula[name]) for name in arguments),
         ("temporaries", result.temp_bytes, total - state),
-        *((f"  {shown}", None, formula[name]) for name, shown in parts.items()),
+        ("  gradients", None, formula["gradients"]),
+        ("  gathered weights", None, formula["gathered"]),
+        ("  activations", None, formula["activations"]),
+        ("  logits of a chunk", None, formula["logits"]),
         ("total", result.needed_bytes, total),
         ("temporaries of an evaluation step", result.eval_temp_bytes, None),
         ("total in evaluation", result.eval_needed_bytes, None),
         ("memory of the chip", result.hbm_bytes, None),
     ]
+    lines = [f"{'Memory per device':36} {'compiled':>11} {'formula':>11}"]
+    for name, compiled, computed in rows:
+        if compiled or computed:
+            shown = [format_bytes(size) if size else "" for size in (compiled, computed)]
+            lines.append(f"{name:36} {shown[0]:>11} {shown[1]:>11}")
     return [
-        f"{'Memory per device':36} {'compiled':>11} {'formula':>11}",
-        *(
-            f"{name:36}" + "".join(f" {format_bytes(size) if size else '':>11}" for size in sizes)
-            for name, *sizes in rows
-            if any(sizes)
-        ),
+        *lines,
         "compiled: what the compiler allocates; decides whether the run fits",
         "formula: an approximation; shows what the memory is used for",
     ]
+
+
+def _flops(result: Estimate) -> str:
+    if result.flops_per_token is None:
+        return f"FLOPs unknown: {result.flops_problem}"
+    line = f"{result.flops_per_token:,.0f} FLOPs per token, {result.flops_per_step:.3e} per step"
+    optimizer_flops = result.flops_per_step - result.flops_per_token * result.tokens_per_step
+    if not optimizer_flops:
+        return line
+    share = optimizer_flops / result.flops_per_step
+    return f"{line}, of which {optimizer_flops:.3e} ({share:.1%}) by the optimizer"
+
+
+def _compilation(result: Estimate) -> str:
+    seconds = f"{result.compile_seconds:.0f} s"
+    if result.compiled_programs == STEPS:
+        return f"compiled in {seconds}"
+    return (
+        f"{result.compiled_programs} of {STEPS} programs compiled in {seconds}; earlier "
+        f"compilations are in {compilation.folder()}"
+    )
+
+
+def _collectives(result: Estimate) -> list[str]:
+    if result.collectives is None:
+        return (
+            ["Cycles and collectives are not available: the compiled program cannot be read"]
+            if result.fits
+            else []
+        )
+    if not result.collectives:
+        return ["No collectives."]
+    lines = ["Collectives per step and device:"]
+    for kind, sums in sorted(result.collectives.items()):
+        mebibytes = sums["bytes"] / 2**20
+        lines.append(f"  {kind:20} {sums['count']:>6,} ×   {mebibytes:>10,.1f} MiB")
+    return lines
+
+
+def _cycles(result: Estimate) -> list[str]:
+    if result.estimated_cycles:
+        return [
+            "Compiler estimates, not measurements; time spent waiting for collectives is not "
+            "included:",
+            f"  {result.estimated_cycles / 1e6:,.1f} M cycles, plus "
+            f"{result.kernel_cycles / 1e6:,.1f} M in custom kernels (at the chip's peak speed)",
+            _speed(result),
+        ]
+    chip = chips.find_chip(result.device_kind)
+    if result.collectives is not None and chip and chip.hertz:
+        return ["Cycles are not available: the program calls a kernel whose cost is unknown"]
+    return []
+
+
+def _roofline(result: Estimate) -> list[str]:
+    if not result.kernels:
+        return []
+    lines = [
+        "Roofline, not a measurement: kernels at the peak speed of products or memory; launches "
+        "are not included:"
+    ]
+    for kind, sums in sorted(result.kernels.items(), key=lambda item: -item[1]["seconds"]):
+        milliseconds = 1000 * sums["seconds"]
+        lines.append(f"  {kind:24} {sums['count']:>8,} ×  {milliseconds:>10,.2f} ms")
+    exposed = result.exposed_collective_seconds
+    overlapped = max(0.0, result.collective_seconds - exposed)  # without −0.00 from rounding
+    lines.append(
+        f"  {'exposed collectives':24} {'':>8}    {1000 * exposed:>10,.2f} ms, and "
+        f"{1000 * overlapped:,.2f} ms beside kernels"
+    )
+    return [*lines, _speed(result)]
+
+
+def _speed(result: Estimate) -> str:
+    seconds = result.estimated_step_seconds
+    mfu = "MFU unknown" if result.estimated_mfu is None else f"{result.estimated_mfu:.0%} MFU"
+    tokens_per_second = result.tokens_per_step / seconds
+    return f"  {1000 * seconds:,.1f} ms per step, {tokens_per_second:,.0f} tokens/s, {mfu}"
+
+
+def _reserved_memory(result: Estimate) -> list[str]:
+    is_gpu = bool(result.kernels)
+    if is_gpu and PREALLOCATED * result.hbm_bytes < result.peak_bytes <= result.hbm_bytes:
+        return [
+            f"JAX reserves {PREALLOCATED:.0%} of a GPU's memory, and the program needs more: set "
+            "the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+        ]
+    return []

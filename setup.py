@@ -63,6 +63,7 @@ setup(
         "numpy",
         "optax>=0.2.5",  # optax.tree.norm
         "orbax-checkpoint>=0.11.25,<1",  # the oldest version tried; 1.0 replaces CheckpointManager
+        "scipy",
         "sentencepiece>=0.2",  # sentencepiece_model_pb2 for protobuf 4 and newer, which grain needs
         "tensorboardX>=2.6.1",  # protobuf 4 and newer, which grain needs
         "tiktoken>=0.9",  # Encoding.encode_to_numpy
@@ -89,6 +90,7 @@ setup(
         # The compiler without the libraries that a GPU needs at run time; ptxas and libdevice are
         # in nvcc.
         "plan-gpu": ["jax[cuda12-local]", "nvidia-cuda-nvcc-cu12"],
+        "torch": ["torch>=2.5"],  # serialization.safe_globals
         "trackio": ["trackio"],
         "wandb": ["wandb>=0.20"],  # reinit="finish_previous"
         # Tests run exported models with accelerate, torch and transformers.

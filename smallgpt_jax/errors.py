@@ -3,6 +3,7 @@ its libraries.
 """
 
 import difflib
+import importlib
 import os
 import re
 import shlex
@@ -39,6 +40,16 @@ def install_command(extra: str) -> str:
         if is_clone
         else f"pip install 'smallgpt_jax[{extra}]'"
     )
+
+
+def import_library(name: str, extra: str = "hf"):
+    """Imports a library of the pip extra `extra`."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UserError(
+            f"{name.split('.')[0]} is not installed; run {install_command(extra)}"
+        ) from None
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -14,11 +14,10 @@ import numpy as np
 from smallgpt_jax.conversion import llama, tensors
 from smallgpt_jax.conversion.config_json import other_fields
 from smallgpt_jax.conversion.tokenizer_files import byte_pairs, sentencepiece_spec
-from smallgpt_jax.conversion.weight_files import import_library
 from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.data.special_tokens import END_OF_TEXT
 from smallgpt_jax.data.tokenizers import Tokenizer
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, import_library
 from smallgpt_jax.inference import TrainedModel
 from smallgpt_jax.models import ModelConfig
 

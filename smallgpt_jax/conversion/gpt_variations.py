@@ -29,16 +29,16 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    saved = torch_file.read_torch_file(path, records=(CONFIG_CLASS,))
+    saved = torch_file.read_torch_file(path, classes=(CONFIG_CLASS,))
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise UserError(f"{path}: not a checkpoint of the paper's code (no 'model' entry)")
     theirs = {
         name.removeprefix("_orig_mod."): x
-        for name, x in torch_file.require_tensors(saved["model"], path).items()
+        for name, x in torch_file.to_arrays(saved["model"], path).items()
     }
     config = saved.get("config")
-    num_heads = config.attributes.get("n_head") if isinstance(config, torch_file.Record) else None
-    if type(num_heads) is not int:
+    num_heads = getattr(config, "n_head", None)
+    if not isinstance(config, torch_file.Attributes) or type(num_heads) is not int:
         raise UserError(f"{path}: not a checkpoint of the paper's code (no n_head in its config)")
     try:
         config = models.make_config(**model_fields(theirs, num_heads, path))

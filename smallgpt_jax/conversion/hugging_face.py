@@ -30,7 +30,7 @@ import numpy as np
 from smallgpt_jax import models
 from smallgpt_jax.conversion import gpt2, llama, smallgpt, tensors, tokenizer_files
 from smallgpt_jax.conversion.config_json import ConfigJson, require_fit
-from smallgpt_jax.conversion.weight_files import import_library, open_weights
+from smallgpt_jax.conversion.weight_files import open_weights
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.chat_template import (
     TEMPLATE_FILE,
@@ -39,7 +39,7 @@ from smallgpt_jax.data.chat_template import (
     save_template,
 )
 from smallgpt_jax.data.tokenizers import Tokenizer
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, import_library
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.atomic import current_umask
 from smallgpt_jax.storage.json_files import OBJECT, read_json

@@ -13,8 +13,7 @@ import numpy as np
 from smallgpt_jax import models
 from smallgpt_jax.conversion import gpt2, low_rank, tensors
 from smallgpt_jax.conversion.hugging_face import NATIVE, find_format, write_json
-from smallgpt_jax.conversion.weight_files import import_library
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, import_library
 
 
 def write(folder: Path, model: models.LanguageModel, base, tuned, rank: int) -> str:

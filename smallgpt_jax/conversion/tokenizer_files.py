@@ -2,12 +2,11 @@
 
 import json
 
-from smallgpt_jax.conversion.weight_files import import_library
 from smallgpt_jax.data.config import SYMBOLS
 from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.special_tokens import END_OF_TEXT
 from smallgpt_jax.data.tokenizers import PROBES, SPACE, Tokenizer, gpt2_bytes
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, import_library
 
 # Ends the names of user-defined pieces, so that the normalizer prepends no space to them as it does
 # to texts, and removes this character. A Unicode noncharacter, which texts do not contain.

@@ -3,14 +3,13 @@
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from smallgpt_jax.conversion import torch_file
-from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.errors import UserError, import_library
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.json_files import Each, Kind, read_json
 
@@ -44,7 +43,7 @@ def open_weights(folder: Path) -> WeightFiles:
     path = folder / PICKLED
     if not path.is_file():
         raise UserError(f"{folder}: no weights; expected {SINGLE} or {PICKLED}")
-    tensors = torch_file.require_tensors(torch_file.read_torch_file(path), path)
+    tensors = torch_file.to_arrays(torch_file.read_torch_file(path), path)
     return WeightFiles(path, {name: x.shape for name, x in tensors.items()}, lambda: tensors)
 
 
@@ -86,13 +85,3 @@ def require_short_header(path: Path) -> None:
         size = int.from_bytes(file.read(8), "little")
     if size > MAX_HEADER_BYTES:
         raise ValueError(f"its header of {size:,} bytes is too large")
-
-
-def import_library(name: str, extra: str = "hf"):
-    """Imports a library of the pip extra `extra`."""
-    try:
-        return import_module(name)
-    except ImportError:
-        raise UserError(
-            f"{name.split('.')[0]} is not installed; run {install_command(extra)}"
-        ) from None

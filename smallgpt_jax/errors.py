@@ -84,6 +84,10 @@ class LockHeldError(Exception):
     """Another process, named in the message, holds the lock."""
 
 
+class LockLostError(UserError):
+    """This process no longer holds the lock of a folder, and must not write there."""
+
+
 class DivergenceError(UserError):
     """The loss, the gradient or a weight of a run is not finite."""
 

@@ -39,7 +39,7 @@ import orbax.checkpoint as ocp
 
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.devices.agreement import Agreement, exchange
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import LockLostError, UserError
 from smallgpt_jax.formatting import root_cause, short_reason
 from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.damage import find_changed_array, find_other_shape, is_damage
@@ -49,6 +49,7 @@ from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.atomic import remove_folder, rename, sync_tree
 from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.json_files import LOSS, Each, Optional, find_mismatch, integer
+from smallgpt_jax.storage.locks import require_locks
 from smallgpt_jax.storage.object_storage import is_remote
 
 COMMIT_FILE = "commit_success.txt"
@@ -126,6 +127,7 @@ class Checkpoints:
         self._before_save()
         if step in self._steps:
             return
+        distributed.run_on_primary(lambda: require_locks(self.folder))
         content = checkpoint_content(state, unlogged_losses)
         self._saving, self._agreement = step, Agreement(COMMIT_PHASES)
         error = None
@@ -167,6 +169,7 @@ class Checkpoints:
         return [step for step in steps if step in steps[-self._keep :] or step in self._kept_steps]
 
     def _remove_old(self) -> None:
+        require_locks(self.folder)
         steps = {*self._steps, self._saving}
         for step in sorted(steps.difference(self._kept(steps)) | self._unremovable):
             path = self.folder / str(step)
@@ -192,8 +195,9 @@ class Checkpoints:
         if self._saved is None:
             return
         error, self._saved = self._saved.exception(), None
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            raise error  # from the devices or the other processes, not from the disk
+        # from the devices or the other processes, not from the disk
+        if isinstance(error, jax.errors.JaxRuntimeError | LockLostError):
+            raise error
         if distributed.any_process(error is not None):
             return self._report_failure(error)
         self._steps = self._kept([*self._steps, self._saving])

@@ -27,6 +27,7 @@ from smallgpt_jax.storage.json_files import (
     one_of,
     read_json_lines,
 )
+from smallgpt_jax.storage.locks import require_locks
 
 LOGGED = (NULL, NUMBER)  # null: not finite
 # The measures of a probe's answers: fraction of the examples without a wrong answer, and fraction
@@ -133,6 +134,7 @@ class MetricsWriter:
             self._tracker.write(line)
 
     def _append(self) -> OSError | None:
+        require_locks(self._path)
         length = None
         try:
             with self._path.open("a", encoding="utf-8") as file:

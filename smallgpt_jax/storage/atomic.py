@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from smallgpt_jax.storage import object_storage
+from smallgpt_jax.storage.locks import require_locks
 from smallgpt_jax.storage.object_storage import is_remote
 
 # The last file that `atomic_folder` uploads: a folder without it is neither a workdir nor an
@@ -20,6 +21,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):
         return object_storage.writer.write(path, content)
+    require_locks(path)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content)
@@ -36,6 +38,7 @@ def append_line(path: Path, line: str) -> None:
         return write_atomically(
             path, before + (b"" if before[-1:] in (b"", b"\n") else b"\n") + text
         )
+    require_locks(path)
     with path.open("a+b") as file:
         file.seek(max(file.tell() - 1, 0))
         file.write((b"" if file.read() in (b"", b"\n") else b"\n") + text)

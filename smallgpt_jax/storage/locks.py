@@ -4,12 +4,46 @@ import contextlib
 import fcntl
 import os
 import socket
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
-from smallgpt_jax.errors import LockHeldError
+from smallgpt_jax.errors import LockHeldError, LockLostError
 from smallgpt_jax.storage.object_lock import object_lock
 from smallgpt_jax.storage.object_storage import is_remote
+
+
+class LocalLock:
+    """A lock on the open `file`, which was at `path` when it was locked."""
+
+    def __init__(self, path: Path, file: IO[str]):
+        self.path, self._file = path, file
+        self._content = f"process {os.getpid()} on {socket.gethostname()}\n{uuid.uuid4().hex}\n"
+
+    def write_holder(self) -> None:
+        self._file.truncate(0)
+        self._file.write(self._content)
+        self._file.flush()
+
+    def is_at_path(self) -> bool:
+        """Whether no other file has taken the place of the locked one."""
+        try:
+            if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
+                return True
+            return self.path.read_text("utf-8") == self._content  # some file systems renumber files
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # cannot be seen at the moment; the write will show the error
+            return True
+
+    def release(self) -> None:
+        if self.is_at_path():
+            self.path.unlink(missing_ok=True)
+        self._file.close()
+
+
+_held: list[LocalLock] = []  # of this process
 
 
 @contextlib.contextmanager
@@ -24,29 +58,53 @@ def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
         with object_lock(path, wait):
             yield
         return
+    lock, is_locked = _acquire(path.absolute(), wait)
+    if is_locked:
+        _held.append(lock)
+    try:
+        lock.write_holder()
+        yield
+    finally:
+        if is_locked:
+            _held.remove(lock)
+        lock.release()
+
+
+def _acquire(path: Path, wait: bool) -> tuple[LocalLock, bool]:
+    """Returns the lock, and whether the file system has locks."""
     while True:
         file = open(path, "a+", encoding="utf-8", opener=_open_without_links)  # noqa: SIM115
+        lock = LocalLock(path, file)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             file.seek(0)
-            raise LockHeldError(file.read().strip() or "another process") from None
-        except OSError:  # the file system has no locks: continue without one
-            break
+            raise LockHeldError(file.readline().strip() or "another process") from None
+        except OSError:
+            return lock, False
         # The previous holder may have removed the file, and another process may have created a new
         # one. A lock on the old file is then useless, so try again.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                break
+        if lock.is_at_path():
+            return lock, True
         file.close()
-    try:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        file.close()
+
+
+def require_locks(path: Path) -> None:
+    """Raises LockLostError if `path` is below a lock that this process holds, but whose file is no
+    longer at its place. Another process may then write there.
+
+    Call it before each write into a locked folder. Object storage has its own check; see
+    `object_storage.Writer`.
+    """
+    if is_remote(path):
+        return
+    for lock in list(_held):
+        folder = lock.path.parent
+        if folder in path.absolute().parents and not lock.is_at_path():
+            raise LockLostError(
+                f"{folder}: was moved, or its file {lock.path.name} removed, while this process "
+                "used it. The process ends without saving; move the folder back to resume"
+            )
 
 
 def _open_without_links(path: str, flags: int) -> int:

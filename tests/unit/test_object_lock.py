@@ -92,7 +92,7 @@ class Observer:
 
     def on_send(self, name: str, content: bytes) -> None:
         if name != str(LOCK):
-            assert writer_of(content, self._runs).lease._is_recent(), "sent after the lease"
+            assert writer_of(content, self._runs).holds_lock(), "sent after the lease"
 
     def on_write(self, name: str, content: bytes) -> None:
         if name == str(LOCK):

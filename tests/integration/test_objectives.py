@@ -27,6 +27,7 @@ from run_helpers import (
 )
 from scipy.special import log_softmax
 
+import smallgpt_jax
 from smallgpt_jax import inference, models
 from smallgpt_jax.comparison import results
 from smallgpt_jax.data.packing import Batch
@@ -443,6 +444,13 @@ def test_a_comparison_reads_what_evaluate_writes_about_the_whole_model(text_file
     ((name, accuracy),) = results.examples(folder / "evaluations", config.train.steps).items()
     assert name == f"{tmp_path.name}/a.jsonl accuracy (3 examples)"
     assert f"| accuracy | 3 | {accuracy:.4f} ±" in result.stdout
+    # The function returns and writes the same.
+    file = smallgpt_jax.ExampleFile(tmp_path / "a.jsonl", metrics=["accuracy"])
+    found, table, path = smallgpt_jax.evaluate(folder, file)
+    assert result.stdout == f"{table}\n{path}\n" and json.loads(path.read_text()) == found
+    assert found["results"]["accuracy"]["mean"] == accuracy
+    with pytest.raises(UserError, match="--metrics=acuracy: must be one of accuracy, exact_match"):
+        smallgpt_jax.evaluate(folder, smallgpt_jax.ExampleFile("a.jsonl", metrics=["acuracy"]))
 
 
 def masked_run(folder, text_file):

@@ -51,6 +51,32 @@ def test_memory_matches_the_compiled_steps():
     assert set(planned["collectives"]) == {"all-gather", "all-reduce"}
 
 
+def test_a_notebook_plans_before_it_trains():
+    """Afterwards, JAX has this machine's devices, and its settings and variables are as before."""
+    code = """if True:
+        import os, jax, smallgpt_jax
+        before = dict(os.environ), jax.config.jax_platforms, jax.config.jax_enable_compilation_cache
+        fields = {"model.num_layers": 1, "model.d_model": 16}
+        estimate = smallgpt_jax.plan_inference("gpt:tiny", "cpu:3", fields, batch=2)
+        after = dict(os.environ), jax.config.jax_platforms, jax.config.jax_enable_compilation_cache
+        print(estimate.batch, after == before, len(jax.devices()))
+        try:
+            smallgpt_jax.plan_inference("gpt:tiny", "cpu:3", fields)
+        except smallgpt_jax.UserError as error:
+            print(error)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+    )
+    first, refusal = result.stdout.splitlines()
+    assert first == "2 True 1"
+    assert refusal.startswith("--topology=cpu:3: JAX already runs in this process, with fewer CPU")
+
+
 needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="needs the TPU compiler: pip install -c constraints.txt -e '.[plan]'",

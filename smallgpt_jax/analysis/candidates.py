@@ -1,0 +1,211 @@
+"""What a record offers to choose from: models at one size, length and learning rate."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from smallgpt_jax.analysis import spreads
+from smallgpt_jax.analysis.record import Record, Run, grouped
+
+EQUAL = 1e-3  # nats; models whose losses differ by less with each seed are the same function
+SAME_ROWS = 1.01  # ratio up to which numbers of validation tokens count as the same rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """The runs of one name, length and learning rate, which differ in their seeds."""
+
+    runs: tuple[Run, ...]
+    losses: dict[int, float]  # by the order of batches; inf if the run has diverged
+
+    @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    @property
+    def model(self) -> str:
+        return self.first.model
+
+    @property
+    def loss(self) -> float:
+        """The mean over the seeds; inf if one has diverged."""
+        return statistics.fmean(self.losses.values())
+
+    @property
+    def diverged(self) -> int:
+        return sum(run.diverged for run in self.runs)
+
+    @property
+    def flops(self) -> float | None:
+        return self.first.last.flops if self.first.last else None
+
+
+def candidates_of(runs: Sequence[Run]) -> list[Candidate]:
+    """Returns the candidates of the finished and the diverged runs.
+
+    A diverged seed makes the loss of its candidate infinite for every reader: who trains the model
+    again may meet it.
+    """
+    ended = [run for run in runs if run.diverged or (run.is_finished and run.tokens > 0)]
+    groups = grouped(ended, lambda run: (run.name, run.steps, run.learning_rate))
+    return [Candidate(tuple(group), _losses(group)) for group in groups.values()]
+
+
+def _losses(runs: Sequence[Run]) -> dict[int, float]:
+    """Returns {order of batches: loss}; with one order for all runs, {seed: loss}.
+
+    Several runs with one order are one sample of it: their mean.
+    """
+    by_order = grouped(runs, lambda run: run.order)
+    if len(by_order) == 1:
+        by_order = grouped(runs, lambda run: run.seed)
+    return {order: statistics.fmean(run.loss for run in group) for order, group in by_order.items()}
+
+
+def best_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns of each name and length the candidate at the learning rate with the lowest loss."""
+    groups = grouped(candidates, lambda one: (one.first.name, one.first.steps))
+    return [min(group, key=lambda one: one.loss) for group in groups.values()]
+
+
+def longest(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns of each name the longest candidate."""
+    groups = grouped(candidates, lambda one: one.first.name)
+    return [max(group, key=lambda one: one.first.steps) for group in groups.values()]
+
+
+def by_model(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
+    return grouped(candidates, lambda one: one.model)
+
+
+# ------------------------------------------------------------------ a record
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """The candidates of a record, at their best learning rates, and how much their losses vary."""
+
+    record: Record
+    candidates: tuple[Candidate, ...]
+    prior: spreads.Prior
+    correlations: dict[tuple[str, int], float]  # of two models' losses, by size and steps
+    equal: tuple[tuple[str, ...], ...]  # groups of models of one function
+
+    def correlation(self, candidates: Iterable[Candidate]) -> float:
+        """Returns that of losses which are read from candidates of several sizes and lengths."""
+        blocks = [(one.first.size, one.first.steps) for one in candidates]
+        return min(self.correlations[block] for block in blocks)
+
+    def equal_to(self, model: str) -> tuple[str, ...]:
+        """Returns the other models of the same function."""
+        group = next((group for group in self.equal if model in group), ())
+        return tuple(other for other in group if other != model)
+
+
+def evidence_of(record: Record) -> Evidence:
+    candidates = best_rates(candidates_of(record.runs))
+    finite = [one for one in candidates if math.isfinite(one.loss)]
+    blocks = grouped(finite, lambda one: (one.first.size, one.first.steps))
+    losses = [spreads.matrix([one.losses for one in block]) for block in blocks.values()]
+    # Each name counts once: its lengths share their first steps.
+    orders = {name: 0 for name in {one.first.name for one in finite}}
+    for one in finite:
+        orders[one.first.name] = max(orders[one.first.name], len(one.losses))
+    pooled = sum(count - 1 for count in orders.values())
+    prior = spreads.prior_of_blocks(losses, pooled)
+    correlations = {
+        block: spreads.correlation(of_block, spreads.own_deviations(of_block, prior))
+        for block, of_block in zip(blocks, losses)
+    }
+    equal = tuple(map(tuple, equal_models(finite)))
+    return Evidence(record, tuple(candidates), prior, correlations, equal)
+
+
+# ------------------------------------------------------------------ what can be compared
+def are_comparable(runs: Sequence[Run]) -> bool:
+    """Whether the losses are means over the same validation rows, and of the same objective."""
+    targets = [run.last.targets for run in runs if run.last]
+    is_same_size = bool(targets) and max(targets) <= SAME_ROWS * min(targets)
+    return is_same_size and len({_objective(run) for run in runs}) <= 1
+
+
+def _objective(run: Run) -> str:
+    """Returns the objective; "answers" for runs on prompts, which score only the answers."""
+    if run.config.get("data.format", "text") != "text":
+        return "answers"
+    return run.config.get("train.objective", "causal")
+
+
+def is_scaling(record: Record) -> bool:
+    """Whether a model was trained at several sizes: its runs are named MODEL@SIZE."""
+    sizes = grouped(record.runs, lambda run: run.model)
+    return any(len({run.size for run in runs}) > 1 for runs in sizes.values())
+
+
+def largest_common_size(runs: Sequence[Run]) -> str:
+    """Returns the largest SIZE at which all models have ended runs; if there is none, the one with
+    most models.
+    """
+    sizes = grouped([run for run in runs if run.is_finished or run.diverged], lambda run: run.size)
+
+    def rank(size: str) -> tuple[int, float]:
+        models = {run.model for run in sizes[size]}
+        return len(models), statistics.fmean(run.active_parameters for run in sizes[size])
+
+    return max(sizes, key=rank, default="")
+
+
+# ------------------------------------------------------------------ equal models
+def equal_models(candidates: Sequence[Candidate]) -> list[list[str]]:
+    """Returns the models, those of the same function in one group.
+
+    They have equal losses wherever both were trained; or they have equal configs, as lgpt and cgpt
+    with convolutions over one position have, and started from random weights.
+    """
+    groups: list[list[str]] = []
+    of_model = by_model(candidates)
+    for model, own in of_model.items():
+        for group in groups:
+            if _are_equal(own, of_model[group[0]]):
+                group.append(model)
+                break
+        else:
+            groups.append([model])
+    return groups
+
+
+def _are_equal(some: Sequence[Candidate], others: Sequence[Candidate]) -> bool:
+    other_at = {_setting(one): one for one in others}
+    pairs = [(one, other_at[_setting(one)]) for one in some if _setting(one) in other_at]
+    if not pairs:
+        return False
+    if all(_has_equal_losses(one, other) for one, other in pairs):
+        return True
+    is_imported = any(run.is_imported for one in (*some, *others) for run in one.runs)
+    return not is_imported and all(
+        _function(one.first) == _function(other.first) for one, other in pairs
+    )
+
+
+def _setting(candidate: Candidate) -> tuple:
+    run = candidate.first
+    return run.size, run.steps, run.learning_rate
+
+
+def _has_equal_losses(one: Candidate, other: Candidate) -> bool:
+    common = one.losses.keys() & other.losses.keys()
+    losses = [(one.losses[order], other.losses[order]) for order in common]
+    # Losses near zero, of solved tasks, are alike without being of one function.
+    return bool(common) and all(
+        math.isfinite(a) and abs(a - b) < EQUAL * min(1, a, b) for a, b in losses
+    )
+
+
+def _function(run: Run) -> dict:
+    """Returns the config without seeds, and with cgpt as lgpt if its convolutions cover one
+    position.
+    """
+    fields = {field: run.config[field] for field in run.config if not field.endswith(".seed")}
+    if fields.get("model.architecture") == "cgpt" and fields.get("model.conv_kernel") == 1:
+        fields["model.architecture"] = "lgpt"
+        del fields["model.conv_kernel"]
+    return fields

@@ -1,0 +1,364 @@
+"""The model to choose for a budget, or the reason why it cannot be told.
+
+A training budget (FLOPs, seconds) asks which model has the lowest loss after training with at most
+that budget. Any other budget (parameters, bytes, latency, memory) is a limit that trained models
+meet or not.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from smallgpt_jax.analysis.budgets import BUDGETS
+from smallgpt_jax.analysis.candidates import (
+    EQUAL,
+    Candidate,
+    Evidence,
+    are_comparable,
+    evidence_of,
+    longest,
+)
+from smallgpt_jax.analysis.contest import POSSIBLE, Entry, compete
+from smallgpt_jax.analysis.findings import Choice, Contest, FrontPoint, Range, Refusal
+from smallgpt_jax.analysis.lines import NEAR, SAME, STEEPEST, Lines, lines_of
+from smallgpt_jax.analysis.record import Record, Run, grouped
+from smallgpt_jax.errors import UserError
+
+DEFAULT_BUDGETS = ("flops", "parameters", "decode_ms", "memory")  # that a report asks about
+MAX_LIMITS = 5  # per budget
+
+
+def choose(record: Record, budget: str, limit: float, batch: int = 1) -> Choice:
+    """Returns the answer to a budget, a key of `BUDGETS`. `batch` is the batch size of decoding.
+
+    Raises UserError without a finished run, for losses that cannot be compared, and for a limit
+    below the cost of one training step.
+    """
+    evidence = evidence_of(record)
+    runs = [run for one in evidence.candidates for run in one.runs]
+    if not any(run.is_finished for run in runs):
+        raise UserError("--results: has no finished run; finish the comparison")
+    if not are_comparable(runs):
+        raise UserError(
+            "--results: the losses are means over different validation rows or of different "
+            "objectives; choose from the runs of one"
+        )
+    asked = Asked(evidence, budget, batch)
+    asked.require_a_step(limit)
+    return asked.choice(limit)
+
+
+def default_choices(evidence: Evidence) -> tuple[Choice, ...]:
+    """Returns the choices that a report shows; () for fewer than two models."""
+    runs = [run for one in evidence.candidates for run in one.runs]
+    models = {one.model for one in evidence.candidates if math.isfinite(one.loss)}
+    if len(models) < 2 or not are_comparable(runs):
+        return ()
+    choices = []
+    for budget in DEFAULT_BUDGETS:
+        asked = Asked(evidence, budget)
+        choices += [asked.choice(limit) for limit in asked.limits()]
+    return tuple(choices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A kind of budget, asked of the evidence of a record."""
+
+    evidence: Evidence
+    budget: str
+    batch: int = 1
+
+    def cost(self, run: Run) -> float | None:
+        return BUDGETS[self.budget].cost(run, self.batch)
+
+    @property
+    def is_training(self) -> bool:
+        return BUDGETS[self.budget].is_training
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Shorter candidates cost as much as the longest, except in training."""
+        candidates = list(self.evidence.candidates)
+        return candidates if self.is_training else longest(candidates)
+
+    def cost_of(self, candidate: Candidate) -> float | None:
+        """Returns the median over the runs that have measured it."""
+        costs = [cost for run in candidate.runs if (cost := self.cost(run))]
+        return statistics.median(costs) if costs else None
+
+    def require_a_step(self, limit: float) -> None:
+        costs = []
+        for run in self.evidence.record.runs if self.is_training else ():
+            if run.last and run.last.step and self.cost(run):
+                costs.append(self.cost(run) / run.last.step)
+        if costs and limit < min(costs):
+            raise UserError(
+                f"--{self.budget}={limit:g}: below one training step, which takes "
+                f"{min(costs):.3g} or more; use a larger budget"
+            )
+
+    # -------------------------------------------------------------- answers
+    def choice(self, limit: float) -> Choice:
+        costs = {}
+        for one in self.candidates:
+            if math.isfinite(one.loss) and self.cost_of(one):
+                costs.setdefault(one.model, []).append(self.cost_of(one))
+        if not costs:
+            return self._answer(limit, None, "no cost", None, None, None)
+        least, most = min(map(min, costs.values())), max(map(max, costs.values()))
+        measured = Range(least, most)
+        if limit * SAME < least:
+            contest = self.contest(least)
+            return self._answer(limit, contest, "nothing within", least, limit / least, measured)
+        if limit > NEAR * most:
+            # The largest budget that two models have.
+            nearest = sorted(map(max, costs.values()))[-2:][0] if self.is_training else most
+            contest = self.contest(nearest)
+            return self._answer(limit, contest, "beyond", nearest, limit / most, measured)
+        contest = self.contest(limit)
+        return self._answer(limit, contest, contest.refusal, limit, None, measured)
+
+    def _answer(
+        self,
+        limit: float,
+        contest: Contest | None,
+        refusal: Refusal | None,
+        compared_at: float | None,
+        factor: float | None,
+        measured: Range | None,
+    ) -> Choice:
+        return Choice(
+            budget=self.budget,
+            limit=limit,
+            batch=self.batch,
+            chosen=contest.chosen if contest and compared_at == limit else None,
+            refusal=refusal,
+            contest=contest,
+            compared_at=compared_at,
+            factor=factor,
+            measured=measured,
+            front=self.front(),
+            devices=self.devices(),
+        )
+
+    def contest(self, limit: float) -> Contest:
+        """Returns the contest of the models within the limit, each at its best candidate there."""
+        if self.is_training:
+            entries = training_entries(lines_of(self.candidates, self.cost), limit)
+        else:
+            entries = self._entries_within(limit)
+        entries += self._diverged(entries)
+        unmeasured = [one for one in self.candidates if self.cost_of(one) is None]
+        entries += [
+            Entry(min(group, key=lambda one: one.loss), group[0].losses, None)
+            for model, group in grouped(unmeasured, lambda one: one.model).items()
+            if model not in {entry.model for entry in entries}
+        ]
+        contest = compete(self._without_equals(entries), self.evidence.prior)
+        risky = [
+            one.model
+            for one in contest.standings
+            if one.cost is None and one.probability >= POSSIBLE
+        ]
+        if not risky:
+            return contest
+        return dataclasses.replace(
+            contest, chosen=None, refusal="not measured", blockers=tuple(risky)
+        )
+
+    def _entries_within(self, limit: float) -> list[Entry]:
+        affordable = []
+        for one in self.candidates:
+            cost = self.cost_of(one)
+            if cost and cost <= SAME * limit and math.isfinite(one.loss):
+                affordable.append(Entry(one, one.losses, cost))
+        groups = grouped(affordable, lambda entry: entry.model)
+        return [_cheapest_of_lowest(group) for group in groups.values()]
+
+    def _diverged(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Returns an entry for each model that has only diverged candidates."""
+        present = {entry.model for entry in entries}
+        groups = grouped(self.candidates, lambda one: one.model)
+        return [
+            Entry(group[0], group[0].losses, self.cost_of(group[0]))
+            for model, group in groups.items()
+            if model not in present and all(math.isinf(one.loss) for one in group)
+        ]
+
+    def _without_equals(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Returns one entry per function: as several, it would have more chances to be the best."""
+        groups = grouped(entries, lambda entry: min((entry.model, *self._equals(entry.model))))
+        kept = []
+        for group in groups.values():
+            best = _cheapest_of_lowest(group)
+            others = tuple(entry.model for entry in group if entry is not best)
+            kept.append(dataclasses.replace(best, equal_to=others))
+        return kept
+
+    def _equals(self, model: str) -> tuple[str, ...]:
+        return self.evidence.equal_to(model)
+
+    def front(self) -> tuple[FrontPoint, ...]:
+        """Returns the candidates, cheapest first, with a lower loss than all that cost no more."""
+        priced = [(self.cost_of(one), one.loss, one) for one in self.candidates]
+        priced = [row for row in priced if row[0] and math.isfinite(row[1])]
+        front: list[FrontPoint] = []
+        for cost, loss, one in sorted(priced, key=lambda row: row[:2]):
+            if not front or loss < front[-1].loss:
+                run = one.first
+                front.append(
+                    FrontPoint(
+                        one.model,
+                        run.label,
+                        cost,
+                        loss,
+                        run.parameters,
+                        run.active_parameters,
+                        run.tokens,
+                    )
+                )
+        return tuple(front)
+
+    def devices(self) -> tuple[str, ...]:
+        """Returns the devices of the measurements of time, if there are several."""
+        names: dict[str, None] = {}
+        for run in self.evidence.record.runs:
+            if self.budget == "decode_ms" and run.inference:
+                names[run.inference.device] = None
+            if self.budget == "seconds":
+                names |= {session.device: None for session in run.sessions}
+        return tuple(names) if len(names) > 1 else ()
+
+    # -------------------------------------------------------------- limits of a report
+    def limits(self) -> list[float]:
+        """Returns the limits to ask about, in ascending order.
+
+        Of training: the costs at which several models were trained; of many, the powers of ten
+        between the least and the largest cost of all models, this largest cost, and the next power.
+        Others: the costs on the front.
+        """
+        if not self.is_training:
+            return _largest_of_near([point.cost for point in self.front()])[-MAX_LIMITS:]
+        costs: dict[str, list[float]] = {}
+        for one in self.candidates:
+            if math.isfinite(one.loss) and self.cost_of(one):
+                costs.setdefault(one.model, []).append(self.cost_of(one))
+        prices = sorted(cost for group in costs.values() for cost in group)
+        limits = []
+        for limit in _largest_of_near(prices):
+            near = [m for m, group in costs.items() if any(_is_near(c, limit) for c in group)]
+            if len(near) > 1:
+                limits.append(limit)
+        if len(limits) > MAX_LIMITS:
+            limits = _powers_of_ten(costs) or limits
+        return limits[-MAX_LIMITS:]
+
+
+def _is_near(cost: float, limit: float) -> bool:
+    return limit / NEAR <= cost <= limit
+
+
+def _largest_of_near(costs: Sequence[float]) -> list[float]:
+    """Returns of costs within a factor of NEAR the largest, in ascending order."""
+    kept: list[float] = []
+    for cost in sorted(costs, reverse=True):
+        if not kept or cost * NEAR < kept[-1]:
+            kept.append(cost)
+    return kept[::-1]
+
+
+def _powers_of_ten(costs: dict[str, list[float]]) -> list[float]:
+    low, high = max(map(min, costs.values())), min(map(max, costs.values()))
+    if low >= high:
+        return []
+    exponents = np.arange(np.ceil(np.log10(low)), np.floor(np.log10(high)) + 1)
+    return [*(10.0**exponents).tolist(), high, float(10.0 ** np.ceil(np.log10(high)))]
+
+
+def _cheapest_of_lowest(entries: Sequence[Entry]) -> Entry:
+    """Returns the entry with the lowest loss, of about equal losses the cheapest."""
+    lowest = min(entry.loss for entry in entries)
+    return min(
+        (entry for entry in entries if not entry.loss > lowest + EQUAL),
+        key=lambda entry: (entry.cost or math.inf, entry.loss),
+    )
+
+
+# ------------------------------------------------------------------ training budgets
+def training_entries(lines: dict[str, Lines], budget: float) -> list[Entry]:
+    """Returns the models at a training budget. Without one, those too dear are left out.
+
+    A model that was trained with less stays: its loss is a bound, and it may be lower with the
+    whole budget. So does one that was only trained with slightly more: its loss at the budget is
+    higher than there.
+    """
+    entries = [entry for model in lines.values() if (entry := _entry(model, lines, budget))]
+    trained = [entry for entry in entries if entry.known != "dearer"]
+    if not trained:
+        return entries
+    first = min(trained, key=lambda entry: entry.loss)
+    return [
+        entry
+        if entry is first
+        else dataclasses.replace(
+            entry,
+            untried=max(entry.untried, _advantage(lines[first.model], lines[entry.model], budget)),
+        )
+        for entry in entries
+    ]
+
+
+def _entry(own: Lines, lines: dict[str, Lines], budget: float) -> Entry | None:
+    readings = own.at(budget)
+    reading = min(readings.values(), key=lambda one: one.loss, default=None)
+    bound = own.within(budget)
+    if reading and (bound is None or reading.loss <= bound.candidate.loss):
+        return Entry(
+            reading.nearest,
+            reading.losses,
+            budget,
+            reading.known,
+            parameters=reading.parameters,
+            tokens=reading.tokens,
+        )
+    if bound:
+        is_tried = reading is not None
+        fall = 0.0 if is_tried else 1 - (bound.cost / budget) ** _steepness(own, lines, bound)
+        known = "trained" if is_tried or bound.cost * SAME >= budget else "cheaper"
+        loss = bound.candidate.loss
+        return Entry(bound.candidate, bound.candidate.losses, bound.cost, known, fall * loss)
+    above = own.above(budget)
+    if above is None:
+        return None
+    return Entry(above.candidate, above.candidate.losses, above.cost, "dearer")
+
+
+def _steepness(own: Lines, lines: dict[str, Lines], point) -> float:
+    """Returns the exponent with which the loss may fall beyond a point: its own steepest one before
+    the point, which is rarely exceeded after it; else that of another model.
+    """
+    steepness = own.steepness(point)
+    if steepness is not None:
+        return max(steepness, 0.0)
+    others = [
+        slope
+        for other in lines.values()
+        for candidate in other.points
+        if (slope := other.steepness(candidate)) is not None
+    ]
+    return max(others, default=STEEPEST)
+
+
+def _advantage(first: Lines, other: Lines, budget: float) -> float:
+    """Returns how much lower the loss of `first` is thanks to lines that `other` does not have at
+    the budget: `other` may gain as much from them.
+    """
+    own, others = first.at(budget), other.at(budget)
+    common = [own[key].loss for key in own if key in others]
+    if not common:
+        return 0.0
+    return max(0.0, min(common) - min(reading.loss for reading in own.values()))

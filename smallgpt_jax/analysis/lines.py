@@ -1,0 +1,171 @@
+"""The loss of a model at any training budget, between those of its candidates.
+
+A line is a series of candidates of one model that differ in one thing: the length of training at
+one size, or the size at one number of tokens per parameter. On a line, a loss falls nearly as a
+power of the budget, so it is interpolated linearly in the logarithms of both. Nothing is
+extrapolated. Two models are compared on lines that both have: otherwise, one that was trained at
+more sizes or lengths would look better between those of the other.
+"""
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from smallgpt_jax.analysis.candidates import Candidate
+from smallgpt_jax.analysis.record import Run, grouped
+
+SAME = 1.01  # ratio up to which two budgets count as one
+NEAR = 1.25  # ratio up to which a run above a budget, or a budget above all runs, is near
+MAX_GAP = 8.0  # ratio of the budgets of two candidates between which losses are interpolated
+SAME_RATIO = 1.1  # ratio up to which two numbers of tokens per parameter count as one
+STEEPEST = 0.2  # no loss is expected to fall faster than with budget^-0.2; seen: 0.05 to 0.17
+
+Cost = Callable[[Run], float | None]
+Key = tuple[str, str | int]  # ("size", SIZE), or ("ratio", number of the group of ratios)
+
+
+class Point(NamedTuple):
+    candidate: Candidate
+    cost: float  # median over its runs
+    ratio: int  # number of its group of tokens per parameter
+
+
+class Reading(NamedTuple):
+    """A model at a budget, on one line."""
+
+    losses: dict[int, float]  # by order of batches
+    candidates: tuple[Candidate, ...]  # one, or two around the budget, the nearer one first
+    known: str  # "trained" or "interpolated"
+    parameters: float
+    tokens: float
+
+    @property
+    def nearest(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def loss(self) -> float:
+        return statistics.fmean(self.losses.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """The candidates of one model with finite losses, and the lines through them."""
+
+    points: tuple[Point, ...]  # in ascending order of the cost
+    lines: dict[Key, list[Point]]  # each in ascending order of the cost
+
+    def at(self, budget: float) -> dict[Key, Reading]:
+        """Returns what is known on each line at a budget; lines that are not known there are left
+        out.
+        """
+        readings = {key: _read(line, budget) for key, line in self.lines.items()}
+        return {key: reading for key, reading in readings.items() if reading}
+
+    def within(self, budget: float) -> Point | None:
+        """Returns the point with the lowest loss that costs no more than the budget.
+
+        It bounds the loss at the budget from above: one can always train with less.
+        """
+        affordable = [point for point in self.points if point.cost <= SAME * budget]
+        return min(affordable, key=lambda point: point.candidate.loss, default=None)
+
+    def above(self, budget: float) -> Point | None:
+        """Returns the cheapest point just above the budget. The loss at the budget is higher."""
+        near = [point for point in self.points if SAME * budget < point.cost <= NEAR * budget]
+        return near[0] if near else None
+
+    def steepness(self, point: Point) -> float | None:
+        """Returns the exponent with which the loss falls just before the point, on its steepest
+        line; None if it is the first one of its lines.
+        """
+        slopes = []
+        for line in self.lines.values():
+            for before, after in itertools.pairwise(line):
+                if after is point and after.cost > before.cost:
+                    fall = math.log(before.candidate.loss / after.candidate.loss)
+                    slopes.append(fall / math.log(after.cost / before.cost))
+        return max(slopes, default=None)
+
+
+def lines_of(candidates: Sequence[Candidate], cost: Cost) -> dict[str, Lines]:
+    """Returns {model: lines} of the candidates that have a cost and no diverged seed.
+
+    Models have equal keys for lines of the same size, and of the same tokens per parameter of the
+    size's typical model: those of a size were trained on equal tokens with unequal parameters.
+    """
+    usable = []
+    for one in candidates:
+        costs = [cost(run) for run in one.runs]
+        if None not in costs and math.isfinite(one.loss) and one.loss > 0:
+            usable.append((one, statistics.median(costs)))
+    ratios = _ratio_groups([one for one, _ in usable])
+    points = [Point(one, price, ratios[one.first.name, one.first.steps]) for one, price in usable]
+    points.sort(key=lambda point: point.cost)
+    return {
+        model: Lines(tuple(group), _lines(group))
+        for model, group in grouped(points, lambda point: point.candidate.model).items()
+    }
+
+
+def _lines(points: Sequence[Point]) -> dict[Key, list[Point]]:
+    by_size = grouped(points, lambda point: ("size", point.candidate.first.size))
+    by_ratio = grouped(points, lambda point: ("ratio", point.ratio))
+    return {**by_size, **by_ratio}
+
+
+def _ratio_groups(candidates: Sequence[Candidate]) -> dict[tuple[str, int], int]:
+    """Returns {(name, steps): number of the group} of about the same tokens per parameter."""
+    sizes = grouped(candidates, lambda one: one.first.size)
+    typical = {
+        size: statistics.median(one.first.active_parameters for one in group)
+        for size, group in sizes.items()
+    }
+
+    def ratio(candidate: Candidate) -> float:
+        return candidate.first.tokens / typical[candidate.first.size]
+
+    groups, number, lowest = {}, 0, 0.0
+    for one in sorted(candidates, key=ratio):
+        if ratio(one) > SAME_RATIO * lowest:
+            number, lowest = number + 1, ratio(one)
+        groups[one.first.name, one.first.steps] = number
+    return groups
+
+
+def _read(line: Sequence[Point], budget: float) -> Reading | None:
+    for point in line:
+        if budget / SAME <= point.cost <= budget * SAME:
+            run = point.candidate.first
+            losses = point.candidate.losses
+            return Reading(losses, (point.candidate,), "trained", run.parameters, run.tokens)
+    for before, after in itertools.pairwise(line):
+        if before.cost < budget < after.cost <= MAX_GAP * before.cost:
+            return _interpolate(before, after, budget)
+    return None
+
+
+def _interpolate(before: Point, after: Point, budget: float) -> Reading | None:
+    """Returns None if the two candidates have no order of batches in common."""
+    # The share of the way: a budget of 2 between costs of 1 and 4 is half of it.
+    share = math.log(budget / before.cost) / math.log(after.cost / before.cost)
+
+    def between(low: float, high: float) -> float:
+        return low ** (1 - share) * high**share
+
+    some, others = before.candidate.losses, after.candidate.losses
+    losses = {order: between(some[order], others[order]) for order in some if order in others}
+    if not losses:
+        return None
+    candidates = (before.candidate, after.candidate)
+    first, second = before.candidate.first, after.candidate.first
+    return Reading(
+        losses,
+        candidates[::-1] if share > 0.5 else candidates,
+        "interpolated",
+        between(first.parameters, second.parameters),
+        between(first.tokens, second.tokens),
+    )

@@ -92,13 +92,13 @@ def run_command(main: Callable[[], None]) -> None:
     # It prints its messages itself; absl would repeat them.
     logging.getLogger("huggingface_hub").propagate = False
     try:
-        raise_on_interrupt()
         require_open_files()
         compilation_cache.configure()
         distributed.skip_tpu_search()
         host_memory.configure()
         if not gc.get_freeze_count():  # not again in tests, which run several commands in a process
             gc.freeze()  # garbage collection skips the objects of the imports
+        raise_on_interrupt()
         main()
         sys.stdout.flush()
     except UserError as error:

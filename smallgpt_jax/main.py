@@ -15,7 +15,7 @@ from absl import flags
 
 from smallgpt_jax import cli
 from smallgpt_jax.devices import distributed
-from smallgpt_jax.training import messages
+from smallgpt_jax.training import messages, preemption
 from smallgpt_jax.training.trained_run import train
 
 _CONFIG = cli.define_config()
@@ -41,9 +41,11 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main() -> None:
-    distributed.initialize(
-        _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value
-    )
+    # Ctrl-C also ends a process that waits for the others.
+    with preemption.handle_signals():
+        distributed.initialize(
+            _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value
+        )
     with distributed.exit_on_peer_failure():
         train(_CONFIG.value, _WORKDIR.value, exits=True)
         messages.print_final_message(_WORKDIR.value)

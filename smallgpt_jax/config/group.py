@@ -38,6 +38,7 @@ TYPE_NAMES = {
 }
 TYPES = (int, float, bool, str, tuple)  # of fields; their values can be hashed
 AT_START = -1  # value of fields that the start of a run determines
+STEPS_LIMIT = 2**31  # the step and the optimizer's count are of the type int32
 AUTO = "auto"  # the same, of fields of text
 REPLACED_AT_START = {"at_start": True}  # metadata; see `at_start`
 IN_DECAY = {"in_decay": True}  # metadata; see `in_decay`

@@ -9,6 +9,7 @@ from smallgpt_jax.config.group import (
     AT_START,
     IN_DECAY,
     NOT_COMPILED,
+    STEPS_LIMIT,
     ConfigGroup,
     at_start,
     in_decay,
@@ -98,6 +99,8 @@ class OptimizerConfig(ConfigGroup):
         end = steps if self.decay_steps == AT_START else self.decay_steps
         if end < 1:
             self.refuse("decay_steps", "must be at least 1; -1 means config.train.steps")
+        if end >= STEPS_LIMIT:
+            self.refuse("decay_steps", "must be below 2^31")
         warmup = (
             math.floor(self.warmup_fraction * end)
             if self.warmup_steps == AT_START

@@ -9,6 +9,7 @@ from smallgpt_jax.config.group import (
     AT_START,
     AUTO,
     NOT_COMPILED,
+    STEPS_LIMIT,
     ConfigGroup,
     at_start,
     free,
@@ -133,6 +134,8 @@ class TrainConfig(ConfigGroup):
         self.validate_fraction("mask_rate", above=True)
         self.validate_fraction("future_discount", above=True, below=False)
         self.validate_fraction("ema")
+        if self.steps >= STEPS_LIMIT:
+            self.refuse("steps", "must be below 2^31")
         if not all(type(step) is int and step >= 1 for step in self.kept_steps):
             self.refuse("kept_steps", "must be integers, at least 1")
         if not 0 <= self.seed < 2**32:

@@ -23,6 +23,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # shell command `timeout` sends its signal twice.
 REPEAT_SECONDS = 0.5
 UNSAVED = "stopped without saving; rerun the same command to resume from the newest checkpoint, if there is one"
+FINISHING = {
+    signal.SIGTERM: "SIGTERM: finishing this step and saving; a second SIGTERM stops at once",
+    signal.SIGINT: "finishing this step and saving; press Ctrl-C again to stop at once",
+}
 
 
 class StopRequest:
@@ -55,6 +59,8 @@ class StopRequest:
         """Returns whether the run ends by itself, with a save."""
         if self.signal is None and self.can_save:
             self.signal, self._signal_time = number, time.monotonic()
+            start = "\n" if sys.stderr.isatty() else ""  # after the progress and "^C"
+            print(f"{start}{FINISHING[number]}", file=sys.stderr, flush=True)
             return True
         return self.signal == number and time.monotonic() < self._signal_time + REPEAT_SECONDS
 

@@ -62,23 +62,22 @@ def train(
     """
     clock = RunClock()
     folder = as_path("--workdir", workdir)
-    with best_effort("stdout"):
+    with best_effort("stdout"), preemption.handle_signals(exits=exits) as stop:
         config, branch, program = _check_run(config, folder)
         progress = RunProgress(config.train.steps)
-        with preemption.handle_signals(exits=exits) as stop:
-            pipeline = open_pipeline(config, program, corpus)
+        pipeline = open_pipeline(config, program, corpus)
+        if branch:
+            distributed.run_on_primary(lambda: branch.check_text(pipeline.corpus))
+        with open_workdir(folder, config, pipeline.corpus):
             if branch:
-                distributed.run_on_primary(lambda: branch.check_text(pipeline.corpus))
-            with open_workdir(folder, config, pipeline.corpus):
-                if branch:
-                    distributed.run_on_primary(lambda: branch.copy_to(folder))
-                with (
-                    _end_recorded(folder),
-                    memory_errors_explained(config.train),
-                    open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool,
-                    Watchdog(clock, config.train.stall_seconds),
-                ):
-                    Trainer(config, program, pipeline, spool, progress, stop, clock).run()
+                distributed.run_on_primary(lambda: branch.copy_to(folder))
+            with (
+                _end_recorded(folder),
+                memory_errors_explained(config.train),
+                open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool,
+                Watchdog(clock, config.train.stall_seconds),
+            ):
+                Trainer(config, program, pipeline, spool, progress, stop, clock).run()
 
 
 def _check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch | None, Program]:

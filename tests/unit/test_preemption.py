@@ -3,11 +3,12 @@
 import os
 import signal
 import time
+import weakref
 
 import pytest
 
 from smallgpt_jax.errors import StoppedError
-from smallgpt_jax.training import preemption
+from smallgpt_jax.training import preemption, trainer
 
 
 @pytest.fixture
@@ -42,16 +43,19 @@ def test_the_second_request_exits(exits, capsys):
         os.kill(os.getpid(), signal.SIGINT)  # a second request
         wait_for(lambda: exits)
     assert exits == [130]
-    assert capsys.readouterr().err.startswith("second request: stopped without saving")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "SIGTERM: finishing this step and saving; a second SIGTERM stops at once"
+    assert second.startswith("second request: stopped without saving")
 
 
-def test_the_same_signal_later_is_a_second_request(exits, monkeypatch):
+def test_the_same_signal_later_is_a_second_request(exits, monkeypatch, capsys):
     monkeypatch.setattr(preemption, "REPEAT_SECONDS", 0.0)
     with preemption.handle_signals() as stop:
         stop.can_save = True
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(stop.is_requested_anywhere)
         assert exits == []
+        wait_for(lambda: "again to stop at once" in capsys.readouterr().err)
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(lambda: exits)
     assert exits == [130]
@@ -69,6 +73,27 @@ def test_exits_at_once_if_there_is_nothing_to_save(exits, capsys):
         "there is one\n"
     )
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_request_before_the_run_is_not_lost_in_a_callback(exits, monkeypatch, tmp_path):
+    """Python ignores a KeyboardInterrupt in a callback of a library, such as a finalizer."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)  # the handler runs here
+
+    def check(*_):
+        weakref.finalize(Interrupted(), interrupt)  # is collected, and calls it, at once
+        wait_for(lambda: exits)
+        raise Interrupted
+
+    monkeypatch.setattr(trainer, "config_in_workdir", check)
+    with pytest.raises(Interrupted):
+        trainer.train(None, str(tmp_path / "run"))
+    assert exits == [130]
 
 
 def test_the_message_is_the_last_output(exits, capsys, monkeypatch):

@@ -243,6 +243,14 @@ def test_the_recipe_of_a_run_is_its_config(tmp_path):
             dict(optimizer__decay_fraction=0.0),
             r"config.optimizer.decay_fraction=0.0: must be above 0",
         ),
+        (
+            dict(train__steps=2**31),
+            r"config.train.steps=2147483648: must be below 2\^31",
+        ),
+        (
+            dict(optimizer__decay_steps=2**31),
+            r"config.optimizer.decay_steps=2147483648: must be below 2\^31",
+        ),
         (dict(optimizer__warmup_steps=-2), r"config.optimizer.warmup_steps=-2: must be at least 0"),
         (
             dict(model__dtype="autos"),

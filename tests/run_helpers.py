@@ -1,10 +1,12 @@
 """Configs of tiny runs, and what tests read from a workdir."""
 
+import flax.linen as nn
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from conftest import load_config
 
+from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.run import metrics
@@ -106,3 +108,18 @@ def losses_in(workdir, split="train", metric="loss"):
         for line in metrics.read_lines(workdir / "metrics.jsonl")
         if line["split"] == split
     }
+
+
+class Twice(nn.Module):
+    """A trunk of blocks that are applied twice."""
+
+    config: models.ModelConfig
+
+    Config = models.ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context):
+        blocks = models.stack_blocks(
+            models.layer_configs(self.config, self.config.num_layers), context
+        )
+        return blocks(blocks(x_BxTxD))

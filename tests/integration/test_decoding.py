@@ -4,14 +4,13 @@ The tests also compare the rows of a batch with single rows, and calls of severa
 of one step.
 """
 
-import re
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, ROOT, build, forward, init, load_config
+from conftest import ARCHITECTURES, build, forward, init, load_config
+from run_helpers import Twice
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.data.tokenizers import Bytes
@@ -208,11 +207,7 @@ def test_selected_paths():
 
 @pytest.mark.slow
 def test_shared_layers_have_a_cache_for_each_use(monkeypatch):
-    """Decodes with the README's architecture, which applies its blocks twice."""
-    names = {}
-    readme = (ROOT / "README.md").read_text()
-    exec(re.search(r"```python\n(# my_models/twice\.py.*?)```", readme, re.DOTALL)[1], names)
-    monkeypatch.setitem(models.ARCHITECTURES, "twice", names["Twice"])
+    monkeypatch.setitem(models.ARCHITECTURES, "twice", Twice)
     config = load_config(
         "gpt", model__architecture="twice", model__context_length=CONTEXT, model__num_layers=1
     )

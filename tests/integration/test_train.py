@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, call, forward
-from run_helpers import SMALL, config_for, losses_in, state_of
+from run_helpers import SMALL, Twice, config_for, losses_in, state_of
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.errors import DivergenceError, UserError
@@ -171,14 +171,9 @@ def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_readme_architecture_trains(text_file, tmp_path, monkeypatch, optimized):
-    """The README's example trains. It applies its blocks twice, so they have twice the FLOPs of
-    gpt's blocks.
-    """
-    readme = (ROOT / "README.md").read_text()
-    names = {}
-    exec(re.search(r"```python\n(# my_models/twice\.py.*?)```", readme, re.DOTALL)[1], names)
-    monkeypatch.setitem(models.ARCHITECTURES, "twice", names["Twice"])
+def test_a_custom_architecture_trains(text_file, tmp_path, monkeypatch, optimized):
+    """It applies its blocks twice, so they have twice the FLOPs of gpt's blocks."""
+    monkeypatch.setitem(models.ARCHITECTURES, "twice", Twice)
     config = config_for(text_file, model__architecture="twice", model__num_layers=1)
     model, gpt = (
         models.build(**config.model),

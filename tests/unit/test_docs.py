@@ -1,6 +1,7 @@
 """Tests of the documentation: links lead to existing files and headings."""
 
 import re
+import runpy
 
 import pytest
 from conftest import ROOT
@@ -27,3 +28,10 @@ def test_links(path):
             file = path.parent / name if name else path
             assert file.exists(), target
             assert not anchor or anchor in anchors(file.read_text()), target
+
+
+def test_the_list_of_modules_is_current():
+    """After a change of a module's docstring: python docs/tree.py."""
+    tree = runpy.run_path(str(ROOT / "docs" / "tree.py"))
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert page == tree["with_modules"](page)

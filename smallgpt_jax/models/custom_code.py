@@ -48,6 +48,12 @@ def custom_classes(model: Mapping | ModelConfig) -> list[tuple[str, str]]:
     return [(field, name) for field, name in named if isinstance(name, str) and ":" in name]
 
 
+def name_custom_classes(model: ModelConfig) -> str:
+    """Returns their fields and names, for messages."""
+    fields = [f"config.model.{field}={name!r}" for field, name in custom_classes(model)]
+    return ", ".join(dict.fromkeys(fields))
+
+
 def foreign_classes(saved: Mapping, model: ModelConfig) -> dict[str, tuple]:
     """Returns {field: (saved, now)} for custom classes that `saved` names and `model` does not.
     Imports no module.

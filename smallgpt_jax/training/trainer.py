@@ -9,14 +9,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 from ml_collections import ConfigDict
 
+from smallgpt_jax import models
 from smallgpt_jax.data.batches import read_ahead
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.data.pipeline import open_pipeline as open_data
-from smallgpt_jax.devices import distributed
+from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import DivergenceError, UserError
+from smallgpt_jax.models.causality_check import check_causality
 from smallgpt_jax.models.kernel_check import check_attention_kernels, check_recurrence_kernels
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import trackers
@@ -58,7 +61,8 @@ def train(
     `corpus` is that of the config's group `data`; None opens it. `exits`: see `StopRequest`.
 
     Raises UserError, DivergenceError, or StoppedError after a stop request. If the config or
-    workdir is invalid, or an attention kernel gives wrong results, nothing is written.
+    workdir is invalid, a kernel gives wrong results, or a custom module sees later tokens, nothing
+    is written.
     """
     clock = RunClock()
     folder = as_path("--workdir", workdir)
@@ -97,6 +101,12 @@ def _check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branc
     trackers.require_installed(config.train.tracker)
     check_attention_kernels(program.model, program.mesh, config.data.separate_documents)
     check_recurrence_kernels(program.model, program.mesh)
+    if models.custom_classes(config.model):
+        state = jax.block_until_ready(program.initial_state(config.train.seed))
+        with sharding.use_mesh(program.mesh):
+            check_causality(
+                program.model, state.params, state.model_state, config.data.separate_documents
+            )
     return config, branch, program
 
 

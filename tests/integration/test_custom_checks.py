@@ -1,0 +1,196 @@
+"""Tests of the checks of custom mixers: what they see in training, and their caches in decoding."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import init, load_config
+
+from smallgpt_jax import models
+from smallgpt_jax.data.tokenizers import Bytes
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import loading
+from smallgpt_jax.inference.decoding_check import ragged_calls
+from smallgpt_jax.models.context import Context, cache_variable
+from smallgpt_jax.training import trainer
+from smallgpt_jax.training.trainer import train
+
+pytestmark = pytest.mark.slow
+SIZES = dict(num_layers=1, d_model=16, num_heads=2, context_length=64)
+KEPT = 0.9  # of a state, per token
+
+
+class Decaying(nn.Module):
+    """h_t = 0.9·h_(t−1) + x_t·w within a document, with a cache that is right. The last projection
+    is 0 at first.
+    """
+
+    config: models.ModelConfig
+    mistake: str = ""  # of a subclass
+
+    @nn.compact
+    def __call__(self, x_BxTxD, context: Context):
+        width, time = self.config.d_model, x_BxTxD.shape[1]
+        v_BxTxD = nn.Dense(width, use_bias=False, dtype=self.compute_dtype)(x_BxTxD)
+        powers = jnp.arange(time)[:, None] - jnp.arange(time)[None]
+        weights_1xTxT = jnp.where(powers >= 0, KEPT ** jnp.maximum(powers, 0.0), 0)[None]
+        if self.mistake == "all positions":
+            weights_1xTxT = jnp.full((1, time, time), 1 / time)
+        if self.mistake == "the next position":
+            weights_1xTxT += 0.1 * (powers == -1)[None]
+        if context.segment_ids_BxT is not None and self.mistake != "all documents":
+            ids_BxT = context.segment_ids_BxT
+            weights_1xTxT = weights_1xTxT * (ids_BxT[:, :, None] == ids_BxT[:, None])
+        h_BxTxD = weights_1xTxT.astype(v_BxTxD.dtype) @ v_BxTxD
+        if context.decode:
+            state, _ = cache_variable(self, "state", (len(x_BxTxD), width), v_BxTxD.dtype)
+            decays_T = KEPT ** (jnp.arange(time) + (0 if self.mistake == "exponent" else 1))
+            decayed_BxTxD = (decays_T[None, :, None] * state.value[:, None]).astype(v_BxTxD.dtype)
+            state.value = self.updated(state.value, h_BxTxD + decayed_BxTxD, context)
+            h_BxTxD += decayed_BxTxD
+        return nn.Dense(width, use_bias=False, kernel_init=nn.initializers.zeros)(h_BxTxD)
+
+    @property
+    def compute_dtype(self):
+        return self.config.dtype
+
+    def updated(self, state_BxD, h_BxTxD, context: Context):
+        if self.mistake == "padding":
+            return h_BxTxD[:, -1]
+        last_B = jnp.maximum(context.length_B, 1) - 1
+        newest_BxD = jnp.take_along_axis(h_BxTxD, last_B[:, None, None], axis=1)[:, 0]
+        if self.mistake == "decayed twice":
+            newest_BxD = jnp.where(context.length_B[:, None] > 1, newest_BxD, KEPT * newest_BxD)
+        if self.mistake == "waiting":
+            return newest_BxD
+        return jnp.where(context.length_B[:, None] > 0, newest_BxD, state_BxD)
+
+
+class AllPositions(Decaying):
+    mistake: str = "all positions"
+
+
+class NextPosition(Decaying):
+    mistake: str = "the next position"
+
+
+class AllDocuments(Decaying):
+    mistake: str = "all documents"
+
+
+class WrongExponent(Decaying):
+    mistake: str = "exponent"
+
+
+class DecayedTwice(Decaying):
+    mistake: str = "decayed twice"
+
+
+class ReadsPadding(Decaying):
+    mistake: str = "padding"
+
+
+class ForgetsWaiting(Decaying):
+    """A row without new tokens gets another state."""
+
+    mistake: str = "waiting"
+
+
+class InBfloat16(Decaying):
+    """Whatever config.model.dtype is."""
+
+    @property
+    def compute_dtype(self):
+        return jnp.bfloat16
+
+
+def config_of(mixer: type, **fields):
+    mixers = (f"{__name__}:{mixer.__name__}",)
+    config = load_config("gpt", model__mixers=mixers, model__position="none")
+    config.model.update(SIZES)
+    for name, value in fields.items():
+        group, field = name.split("__")
+        config[group][field] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    "mixer, fields, message",
+    [
+        (AllPositions, {}, "outputs depend on later tokens, which the model learns to predict"),
+        (NextPosition, {}, "outputs depend on later tokens, which the model learns to predict"),
+        (
+            AllDocuments,
+            {"data__separate_documents": True},
+            r"outputs depend on other documents of their row \(config.data.separate_documents=True",
+        ),
+    ],
+)
+def test_mixers_that_see_too_much_are_refused_before_training(
+    mixer, fields, message, text_file, tmp_path
+):
+    config = config_of(mixer, data__source=str(text_file), **fields)
+    expected = rf"config.model.mixers='{__name__}:{mixer.__name__}': {message}"
+    with pytest.raises(UserError, match=expected) as error:
+        train(config, str(tmp_path / "run"))
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+class Reached(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "mixer, fields",
+    [
+        (Decaying, {"data__separate_documents": True, "mesh__data": 2, "mesh__fsdp": 4}),
+        (InBfloat16, {"model__context_length": 4}),
+        (AllDocuments, {}),  # documents of a row are one text
+    ],
+)
+def test_mixers_that_see_what_they_may_are_trained(mixer, fields, text_file, tmp_path, monkeypatch):
+    def open_pipeline(*_):
+        raise Reached  # after all checks
+
+    monkeypatch.setattr(trainer, "open_pipeline", open_pipeline)
+    with pytest.raises(Reached):
+        train(config_of(mixer, data__source=str(text_file), **fields), str(tmp_path / "run"))
+
+
+def test_built_in_models_are_not_checked(text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "open_pipeline", lambda *_: (_ for _ in ()).throw(Reached()))
+    monkeypatch.setattr(trainer, "check_causality", None)
+    with pytest.raises(Reached):
+        train(load_config("gpt", data__source=str(text_file)), str(tmp_path / "run"))
+
+
+def load(mixer: type):
+    model = models.build(**config_of(mixer).model)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: x + np.float32(rng.normal(0, 0.1, x.shape)), init(model))
+    return loading.build_text_model(model, params, Bytes())
+
+
+@pytest.mark.parametrize("mixer", [Decaying, InBfloat16])
+def test_right_caches_are_accepted(mixer):
+    assert len(load(mixer).generate("a", max_new_tokens=3, temperature=0.0)) == 3
+
+
+@pytest.mark.parametrize("mixer", [WrongExponent, DecayedTwice, ReadsPadding, ForgetsWaiting])
+def test_wrong_caches_are_refused(mixer):
+    with pytest.raises(UserError, match=r"wrong logits \(off by .*\): a cache is wrong; in decod"):
+        load(mixer)
+
+
+def test_what_sees_later_tokens_is_named_in_decoding():
+    with pytest.raises(UserError, match="outputs depend on later tokens, which the model learns"):
+        load(AllPositions)
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 8, 40])
+def test_ragged_calls_fit_the_context(length):
+    calls = ragged_calls(length)
+    assert 0 < calls.sum(axis=0).max() <= length
+    if length >= 8:
+        assert (calls[0] > 1).all() and calls[1].max() > 1 and calls.min() == 0

@@ -43,7 +43,8 @@ class DataConfig(ConfigGroup):
     # sentencepiece:SIZE | gpt2 | bytes | path of a tokenizer: a SentencePiece model, a
     # tokenizer.json of Hugging Face, or a folder | symbols (only for probes)
     tokenizer: str = in_store("gpt2")
-    # fraction of documents for validation, selected by a hash of their text
+    # fraction of documents for validation, selected by a hash of their text; of plain text, whole
+    # files, if there are enough
     validation_fraction: float = in_store(0.01)
     # folder of the token store, local or gs://; an existing store is used unchanged. "": a store in
     # the cache folder, rebuilt when the source changes

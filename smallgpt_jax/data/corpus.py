@@ -6,6 +6,7 @@ A run on a probe has a `ProbeCorpus` in its place.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -243,19 +244,29 @@ def refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
     """Raises UserError if one of `stores`, which have the same tokenizer, trains on validation
     documents of another.
 
-    A document is for validation if its hash is below the store's validation_fraction. So stores
-    with the same fraction agree, but one with a smaller fraction may train on validation documents
-    of another.
+    A document is for validation if its hash, or that of its file, is below the store's
+    validation_fraction. So stores with the same fraction agree, but one with a smaller fraction may
+    train on validation documents of another, and so may stores of which one holds out whole files.
     """
-    fractions = [store.metadata["made_from"]["validation_fraction"] for store in stores]
-    for one, fraction in zip(stores, fractions):
-        for other, other_fraction in zip(stores, fractions):
-            if fraction < other_fraction and (leaked := count_leaks(one.train, other.validation)):
-                raise UserError(
-                    f"{field}: {leaked:,} of the {one.train.documents:,} training documents of "
-                    f"{str(one.folder)!r} are validation documents of {str(other.folder)!r}; "
-                    "prepare all stores with the same config.data.validation_fraction"
-                )
+    for one, other in itertools.permutations(stores, 2):
+        fraction, other_fraction = (
+            store.metadata["made_from"]["validation_fraction"] for store in (one, other)
+        )
+        same_kind = splits_by_file(one) == splits_by_file(other)
+        if same_kind and fraction >= other_fraction:
+            continue
+        if leaked := count_leaks(one.train, other.validation):
+            advice = "prepare all stores with the same config.data.validation_fraction"
+            if not same_kind:
+                advice = "leave what both have out of one of them"
+            raise UserError(
+                f"{field}: {leaked:,} of the {one.train.documents:,} training documents of "
+                f"{str(one.folder)!r} are validation documents of {str(other.folder)!r}; {advice}"
+            )
+
+
+def splits_by_file(store: TokenStore) -> bool:
+    return store.metadata.get("plain_text", {}).get("split_by_file", False)
 
 
 def count_leaks(train: Split, validation: Split) -> int:

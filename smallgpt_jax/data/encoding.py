@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from smallgpt_jax.data.examples import Example, encode_example
-from smallgpt_jax.data.parts import DocumentBatch, Place
+from smallgpt_jax.data.parts import DocumentBatch, Passage, Place
 from smallgpt_jax.data.store import SPLITS
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.formatting import duration, millions
@@ -20,10 +20,11 @@ LONG_TEXT = 1_000_000  # characters; longer documents are split before tokenizat
 
 
 def is_validation(text: str, fraction: float) -> bool:
-    """Depends only on a hash of the text, so the order of documents has no effect and duplicates
-    share a split.
+    """Depends only on a hash of the text, or of the beginning of its file, so the order of documents
+    has no effect and duplicates share a split.
     """
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    key = text.key if isinstance(text, Passage) else text
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
 

@@ -80,6 +80,10 @@ class FileSet(Member):
         return files
 
     @property
+    def num_plain_texts(self) -> int:
+        return sum(content_suffix(file.path) not in ROW_SUFFIXES for file in self.files)
+
+    @property
     def identity(self) -> list:
         return [(file.location, file.size, file.version) for file in self.files]
 
@@ -92,23 +96,26 @@ class FileSet(Member):
         """
         if not self.is_folder:
             return ""
-        read, other = (
-            ", ".join(
-                f"{count:,} {ending or 'without ending'}"
-                for ending, count in self.count_endings().most_common()
-                if (ending in self.endings) == is_read
-            )
-            for is_read in (True, False)
+        read, other = [], []
+        for ending, count in self.count_endings().most_common():
+            names = read if ending in self.endings else other
+            names.append(f"{count:,} {ending or 'without ending'}")
+        if hidden := sum(map(self.is_hidden, self.paths)):
+            other.append(f"{hidden:,} hidden")
+        return (
+            f"{self.name}: files read: {', '.join(read) or 'none'}; files not read: "
+            f"{', '.join(other) or 'none'}{self.suggest_endings()}"
         )
-        return f"{self.name}: files read: {read or 'none'}; files not read: {other or 'none'}{self.suggest_endings()}"
+
+    def is_hidden(self, path: Path) -> bool:
+        """Returns whether a file of a folder, or one of the folders below it, has a name that begins
+        with a period, such as .git or ._a.txt.
+        """
+        return any(name.startswith(".") for name in path.relative_to(self.path).parts)
 
     def count_endings(self) -> Counter:
-        """Ignores hidden files and files in hidden folders."""
-        return Counter(
-            content_suffix(path)
-            for path in self.paths
-            if not any(part.startswith(".") for part in path.relative_to(self.path).parts)
-        )
+        """Ignores hidden files."""
+        return Counter(content_suffix(path) for path in self.paths if not self.is_hidden(path))
 
     def suggest_endings(self) -> str:
         counts = {
@@ -139,22 +146,19 @@ class LocalFiles(FileSet):
     @cached_property
     def paths(self) -> list[Path]:
         if self.is_folder:
-            return sorted(
-                path
-                for parent, names in self.folders
-                for name in names
-                if (path := Path(parent, name)).is_file()
-            )
-        if self.path.is_file():
-            return [self.path]
-        matches = map(Path, glob.glob(str(self.path), recursive=True))
-        return drop_linked_duplicates(sorted(match for match in matches if match.is_file()))
+            paths = [Path(parent, name) for parent, names in self.folders for name in names]
+        elif self.path.is_file():
+            paths = [self.path]
+        else:
+            paths = map(Path, glob.glob(str(self.path), recursive=True))
+        return drop_linked_duplicates(sorted(path for path in paths if path.is_file()))
 
     def find(self) -> list[TextFile]:
         read = [
             path
             for path in self.paths
-            if not self.is_folder or content_suffix(path) in self.endings
+            if not self.is_folder
+            or (content_suffix(path) in self.endings and not self.is_hidden(path))
         ]
         if not read:
             why = (
@@ -201,7 +205,9 @@ class RemoteFiles(FileSet):
         read = [
             TextFile(path, str(path), *entry)
             for path, entry in self.paths.items()
-            if self.is_pattern or path == self.path or content_suffix(path) in self.endings
+            if self.is_pattern
+            or path == self.path
+            or (content_suffix(path) in self.endings and not self.is_hidden(path))
         ]
         if not read:
             raise UserError(
@@ -228,6 +234,8 @@ class StandardLibrary(LocalFiles):
             for path in self.path.rglob("*.py")
             if not STDLIB_EXCLUDED & set(path.relative_to(self.path).parts)
         )
+
+    num_plain_texts = 0  # each file is one document
 
     @property
     def identity(self) -> list:
@@ -260,10 +268,11 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
-    """If links give a folder several paths, keeps only its files under the shortest path."""
-    folders = sorted(
-        {path.parent for path in paths}, key=lambda folder: (len(folder.parts), folder)
-    )
-    real = {folder: os.path.realpath(folder) for folder in folders}
-    shortest = {real[folder]: folder for folder in reversed(folders)}
-    return [path for path in paths if shortest[real[path.parent]] == path.parent]
+    """If links give a file several paths, keeps only the shortest one."""
+    kept = {}
+    for path in sorted(paths, key=lambda path: (len(path.parts), path)):
+        stat = path.stat()
+        # Some file systems have no numbers of files.
+        identity = (stat.st_dev, stat.st_ino) if stat.st_ino else os.path.realpath(path)
+        kept.setdefault(identity, path)
+    return sorted(kept.values())

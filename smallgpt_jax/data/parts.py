@@ -27,6 +27,20 @@ class Skipped(NamedTuple):
     reason: str
 
 
+class Passage(str):
+    """A part of a plain text file."""
+
+    file: str  # its name
+    is_first: bool  # of the file
+    key: str  # the split depends on its hash: that of the file, or the passage itself
+
+    @classmethod
+    def of(cls, text: str, file: str, is_first: bool, key: str) -> "Passage":
+        passage = cls(text)
+        passage.file, passage.is_first, passage.key = file, is_first, key
+        return passage
+
+
 Item = str | Skipped
 
 
@@ -47,6 +61,8 @@ class Rules:
     max_document_bytes: int
     format: str = "text"  # config.data.format
     chat_template: ChatTemplate | None = None  # of format "messages"
+    # Whether all passages of a plain text file are in the same split.
+    split_by_file: bool = False
 
     def refuse_or_skip(self, where: str, why: str, fix: str) -> Skipped:
         if self.invalid_items == "skip":
@@ -86,6 +102,7 @@ class Member(abc.ABC):
     is_local: bool
     name: str  # in config.data.source
     files: Sequence = ()  # each with its `size` in bytes; none, if this is unknown
+    num_plain_texts: int = 0  # files that are split into passages
     identity: list  # changes when the text changes
 
     @property

@@ -105,6 +105,7 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
         "made_from": spec.made_from,
         "texts": spec.source.fingerprint,
         "tokenizer": spec.tokenizer.fingerprint,
+        "split_by_file": rules.split_by_file,
     }
     if journal := resume_journal(partial, identity, parts, rules, log):
         log(f"resuming {partial}: {journal.latest.done:.0%} done")
@@ -155,6 +156,11 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
         },
         **unencoded,
     }
+    if journal.latest.plain_text["passages"]:
+        metadata["plain_text"] = {
+            "split_by_file": rules.split_by_file,
+            **journal.latest.plain_text,
+        }
     write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
     log(size_message(partial, metadata, time.monotonic() - started))
 

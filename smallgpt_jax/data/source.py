@@ -73,6 +73,11 @@ class Source:
         passage = min(max(self.num_bytes // 100, PASSAGE_CHARACTERS[0]), PASSAGE_CHARACTERS[1])
         return [part for member in self.members for part in member.parts(passage)]
 
+    @cached_property
+    def num_plain_texts(self) -> int:
+        """Returns the number of files that are split into passages."""
+        return sum(member.num_plain_texts for member in self.members)
+
     def documents(self, rules: Rules) -> Iterator[str]:
         """Yields the non-empty texts. Raises UserError for an invalid item, unless `rules` skip or
         repair it.

@@ -32,6 +32,7 @@ from smallgpt_jax.formatting import duration, millions
 from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.json_files import (
     ANYTHING,
+    BOOLEAN,
     NUMBER,
     TEXT,
     Each,
@@ -78,7 +79,17 @@ METADATA = {
     "fingerprints": {name: TEXT for name in SPLITS},
     # only in stores of texts that the tokenizer cannot encode completely
     "unencoded": Optional({name: dict.fromkeys(UNENCODED, integer(0)) for name in SPLITS}),
+    # only in stores of plain text, whose files are split into passages
+    "plain_text": Optional(
+        {
+            "split_by_file": BOOLEAN,
+            "files": integer(1),
+            "passages": integer(1),
+            "validation_files": [TEXT],
+        }
+    ),
 }
+MAX_NAMED = 5  # files in a message
 SAMPLES, SAMPLE_TOKENS = 50, 2000  # of each split; its ids are checked when the store is opened
 FIX = "remove the folder and rerun smallgpt_jax.prepare"
 TOKENS, DOCUMENTS, COUNTED = (
@@ -284,17 +295,42 @@ def size_message(folder: Path, metadata: dict, seconds: float) -> str:
     tokens = sum(split["tokens"] for split in splits.values())
     text_bytes = sum(split["text_bytes"] for split in splits.values())
     lines = [
-        f"{metadata['made_from']['source']}: {len(lengths):,} documents, "
+        f"{metadata['made_from']['source']}: {format_documents(metadata, len(lengths))}, "
         f"{millions(splits['train']['tokens'])} tokens for training, "
         f"{millions(splits['validation']['tokens'])} for validation, "
         f"{text_bytes / tokens:.2f} bytes per token ({duration(seconds)})",
         f"tokens per document: median {median:,}, 95% at most {most:,}, longest {longest:,}",
     ]
+    if "plain_text" in metadata:
+        lines.append(held_out_message(**metadata["plain_text"]))
     if metadata["skipped"]:
         lines.append(f"skipped: {format_skipped(metadata['skipped'])}")
     if warning := unencoded_message([metadata]):
         lines.append(warning)
     return "\n".join(lines)
+
+
+def format_documents(metadata: dict, count: int) -> str:
+    """Returns such as "74 files, 2,035 passages"."""
+    if "plain_text" not in metadata:
+        return f"{count:,} documents"
+    files, passages = (metadata["plain_text"][name] for name in ("files", "passages"))
+    text = f"{files:,} {'file' if files == 1 else 'files'}, {passages:,} passages"
+    return text if passages == count else f"{count:,} documents, of which {text}"
+
+
+def held_out_message(
+    split_by_file: bool, files: int, passages: int, validation_files: Sequence[str]
+) -> str:
+    if not split_by_file:
+        return (
+            "validation: passages of files that are also trained on; with more files, or a larger "
+            "config.data.validation_fraction, it would be whole files"
+        )
+    names = [Path(name).name for name in validation_files]
+    shown = ", ".join(names[:MAX_NAMED])
+    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
+    return f"validation: {len(names):,} whole files: {shown}{more}"
 
 
 def unencoded_message(stores: Sequence[dict]) -> str:

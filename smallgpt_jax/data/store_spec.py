@@ -26,6 +26,8 @@ from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.object_storage import is_remote, list_files, require_bucket
 from smallgpt_jax.storage.paths import as_path
 
+# Expected number of whole files in the validation split, from which on it has no passages of others.
+MIN_VALIDATION_FILES = 5
 NOT_FREE = "config.data.store={!r}: exists and is not a token store; choose another folder"
 
 
@@ -55,19 +57,27 @@ class StoreSpec:
 
     @cached_property
     def rules(self) -> Rules:
-        fields = {field.name: self.made_from[field.name] for field in dataclasses.fields(Rules)}
+        names = [field.name for field in dataclasses.fields(Rules)]
+        fields = {name: self.made_from[name] for name in names if name in self.made_from}
         template = fields.pop("chat_template")
         if template:
             template = ChatTemplate(template, self.tokenizer.special_tokens)
-        return Rules(**fields, chat_template=template or None)
+        return Rules(**fields, chat_template=template or None, split_by_file=self.splits_by_file)
+
+    @property
+    def splits_by_file(self) -> bool:
+        """Returns whether there are enough plain text files to hold out whole ones."""
+        fraction = self.made_from["validation_fraction"]
+        return fraction * self.source.num_plain_texts >= MIN_VALIDATION_FILES
 
     @cached_property
     def folder(self) -> Path:
         """In the cache, its name depends on the source and on all settings."""
         if self.store:
             return as_path("config.data.store", self.store)
+        split = ["files"] if self.splits_by_file else []
         return self._cached(
-            [self.source.fingerprint, self.tokenizer.fingerprint, *self._settings()]
+            [self.source.fingerprint, self.tokenizer.fingerprint, *self._settings(), *split]
         )
 
     @property

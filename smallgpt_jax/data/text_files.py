@@ -6,6 +6,7 @@ import bz2
 import codecs
 import contextlib
 import gzip
+import hashlib
 import importlib
 import io
 import itertools
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smallgpt_jax.data.examples import extract_document
-from smallgpt_jax.data.parts import Item, Part, Rules, Skipped, extract_text
+from smallgpt_jax.data.parts import Item, Part, Passage, Rules, Skipped, extract_text
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.json_files import require_few_values
@@ -58,6 +59,8 @@ def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
 
     def read(rules: Rules):
         with name_file_in_errors(path):
+            if not file.size and path.suffix.lower() in COMPRESSED_SUFFIXES:
+                raise EOFError("the file is empty")
             if suffix == ".parquet":
                 yield from read_parquet(path, rules)
                 return
@@ -74,9 +77,8 @@ def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
             ):
                 items = iter([Skipped("not UTF-8 (whole file)")])
             else:
-                items = split_passages(
-                    decode_utf8(read_pieces(content), path, rules.invalid_utf8), passage
-                )
+                pieces = decode_utf8(read_pieces(content), path, rules.invalid_utf8)
+                items = read_passages(pieces, str(path), passage, rules.split_by_file)
             for item in items:
                 yield item, min(raw.tell() / max(file.size, 1), 1.0)
 
@@ -178,6 +180,19 @@ def not_utf8(path: Path, byte: int, line: int) -> UserError:
     )
 
 
+def read_passages(
+    pieces: Iterator[str], file: str, max_characters: int, split_by_file: bool
+) -> Iterator[Passage]:
+    """With `split_by_file`, the split of all passages depends on the first of `pieces`, up to a
+    megabyte: equal files share a split, whatever their names are.
+    """
+    beginning = next(pieces, "")
+    key_of_file = hashlib.blake2b(beginning.encode(), digest_size=16).hexdigest()
+    texts = split_passages(itertools.chain([beginning], pieces), max_characters)
+    for number, text in enumerate(texts):
+        yield Passage.of(text, file, number == 0, key_of_file if split_by_file else text)
+
+
 def split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
     """Splits a text into documents of at most `max_characters` characters, preferably at blank
     lines.
@@ -255,7 +270,10 @@ def read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
     rows, number = max(file.metadata.num_rows, 1), 0
     rows_per_read = PARQUET_BYTES // max(largest_chunk(file, rules.text_field), 1)
     rows_per_read = min(max(rows_per_read, 1), PARQUET_ROWS)
-    for batch in file.iter_batches(rows_per_read, columns=[rules.text_field]):
+    batches = file.iter_batches(rows_per_read, columns=[rules.text_field])
+    if types.is_dictionary(file.schema_arrow.field(rules.text_field).type):
+        batches = name_invalid_dictionary(batches, path, rules.text_field)
+    for batch in batches:
         column = batch.column(0)
         # pyarrow does not check that strings are valid UTF-8. `extract_text` checks this if it
         # receives bytes.
@@ -264,6 +282,19 @@ def read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
         for value in column:  # one at a time becomes an object of Python
             number += 1
             yield parquet_text(value, f"{path}, row {number}", columns, rules), number / rows
+
+
+def name_invalid_dictionary(batches: Iterator, path: Path, column: str) -> Iterator:
+    """Raises UserError for invalid UTF-8 in a dictionary, which pyarrow checks when it reads it."""
+    try:
+        yield from batches
+    except ValueError as error:
+        if "UTF8" not in str(error):
+            raise
+        raise UserError(
+            f"{path}: not UTF-8 in the column {column!r}, whose texts are in a dictionary, so that "
+            "neither bytes nor rows can be left out; write it as a column of strings"
+        ) from None
 
 
 def largest_chunk(file, column: str) -> int:

@@ -20,20 +20,21 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from smallgpt_jax.data.config import DataConfig
-from smallgpt_jax.data.encoding import EncodedBatch
+from smallgpt_jax.data.encoding import EncodedBatch, is_validation
 from smallgpt_jax.data.parts import (
     NOT_UTF8,
     TOO_LONG,
     Digest,
     DocumentBatch,
     Part,
+    Passage,
     Place,
     Rules,
     digest_before,
@@ -63,6 +64,8 @@ class Entry(NamedTuple):
     done: float  # fraction of the source that has been read, 0 to 1
     skipped: dict[str, int]  # reason → number of skipped items
     splits: dict[str, dict[str, int]]  # split → counts, as in COUNTS
+    # {"files", "passages": number, "validation_files": names, if whole files are held out}
+    plain_text: dict
 
 
 START = Entry(
@@ -71,13 +74,14 @@ START = Entry(
     0.0,
     {},
     {name: dict.fromkeys(COUNTS, 0) for name in SPLITS},
+    {"files": 0, "passages": 0, "validation_files": []},
 )
 
 
 @dataclasses.dataclass
 class Journal:
     # keys: "format", "made_from" (settings), "texts" (hash of the source), "tokenizer" (hash of
-    # files)
+    # files), "split_by_file"
     identity: dict
     tokenizer_text_end: (
         Place | None
@@ -215,6 +219,7 @@ def write_documents(
             for name, split in splits.items():
                 split.add(encoded[name])
             skipped = Counter(journal.latest.skipped) + batch.skipped
+            plain_text = count_passages(batch.texts, journal)
             journal.add(
                 Entry(
                     batch.place,
@@ -222,6 +227,7 @@ def write_documents(
                     batch.done,
                     dict(skipped),
                     {name: split.counts for name, split in splits.items()},
+                    plain_text,
                 )
             )
             if time.monotonic() - flushed > JOURNAL_SECONDS:
@@ -235,6 +241,22 @@ def write_documents(
     flush()
     for split in splits.values():
         split.close()
+
+
+def count_passages(texts: Sequence[str], journal: Journal) -> dict:
+    """Returns `Entry.plain_text` after further documents."""
+    passages = [text for text in texts if isinstance(text, Passage)]
+    first = [passage for passage in passages if passage.is_first]
+    fraction = journal.identity["made_from"]["validation_fraction"]
+    held_out = []
+    if journal.identity["split_by_file"]:
+        held_out = [passage.file for passage in first if is_validation(passage, fraction)]
+    before = journal.latest.plain_text
+    return {
+        "files": before["files"] + len(first),
+        "passages": before["passages"] + len(passages),
+        "validation_files": before["validation_files"] + held_out,
+    }
 
 
 def require_documents(journal: Journal) -> None:

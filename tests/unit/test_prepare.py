@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import threading
@@ -20,7 +21,7 @@ from conftest import call, load_config
 from data_helpers import files_of, prepare_store, write_jsonl
 
 from smallgpt_jax.data import encoding, parts, prepare, store, tokenizer_source, unfinished_store
-from smallgpt_jax.data.corpus import Corpus, open_or_prepare
+from smallgpt_jax.data.corpus import Corpus, open_mixture, open_or_prepare
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.locks import file_lock
@@ -693,3 +694,100 @@ def test_counts_of_unknown_characters_survive_an_interruption(tmp_path, monkeypa
     source.write_text(good)
     made = prepare_store(tmp_path / "store", source, tokenizer=tokenizer)
     assert made.metadata["unencoded"] == whole.metadata["unencoded"]
+
+
+def write_books(folder: Path, count: int, length: int = 20) -> Path:
+    """Writes text files of a few passages. In each passage are names of its file."""
+    folder.mkdir()
+    for i in range(count):
+        paragraphs = [f"book{i} {'word ' * 40}paragraph {j}" for j in range(length + i % 7)]
+        (folder / f"book{i}.txt").write_text("\n\n".join(paragraphs))
+    return folder
+
+
+def books_of(split) -> set[str]:
+    return set(re.findall(r"book\d+", "".join(documents_of(split))))
+
+
+def test_the_validation_split_has_whole_files_where_there_are_enough(tmp_path):
+    folder, logged = write_books(tmp_path / "books", 60), []
+    (folder / "copy.txt").write_bytes((folder / "book3.txt").read_bytes())
+    made = prepare_store(tmp_path / "store", folder, log=logged.append)
+    train, validation = books_of(made.train), books_of(made.validation)
+    assert train | validation == {f"book{i}" for i in range(60)} and not train & validation
+    plain_text = made.metadata["plain_text"]
+    named = {Path(name).stem for name in plain_text["validation_files"]}
+    assert named - {"copy"} == validation and ("copy" in named) == ("book3" in named)
+    assert 5 <= len(validation) <= 25
+    assert plain_text["split_by_file"] and plain_text["files"] == 61
+    passages = made.train.documents + made.validation.documents
+    assert plain_text["passages"] == passages > 100
+    assert f"{folder}: 61 files, {passages:,} passages, " in logged[-1]
+    assert f"validation: {len(named)} whole files: book" in logged[-1]
+    # A file keeps its split if it is renamed, or if others are removed.
+    (folder / "book0.txt").rename(folder / "another.txt")
+    for i in range(40, 60):
+        (folder / f"book{i}.txt").unlink()
+    again = prepare_store(tmp_path / "again", folder)
+    assert books_of(again.validation) == {f"book{i}" for i in range(40)} & validation
+
+
+def test_few_files_are_split_by_passage(tmp_path):
+    """The split of a passage then depends on its own text, as that of other documents does."""
+    folder, logged = write_books(tmp_path / "books", 20), []
+    made = prepare_store(tmp_path / "store", folder, log=logged.append)
+    assert books_of(made.train) & books_of(made.validation)
+    assert all(encoding.is_validation(text, 0.2) for text in documents_of(made.validation))
+    assert not any(encoding.is_validation(text, 0.2) for text in documents_of(made.train))
+    assert not made.metadata["plain_text"]["split_by_file"]
+    assert "validation: passages of files that are also trained on" in logged[-1]
+    lines = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(90)])
+    mixed = prepare_store(tmp_path / "mixed", f"{folder},{lines}", log=logged.append)
+    passages = mixed.metadata["plain_text"]["passages"]
+    assert f": {passages + 90} documents, of which 20 files, {passages} passages" in logged[-1]
+    rows = prepare_store(tmp_path / "rows", lines, log=logged.append)
+    assert "plain_text" not in rows.metadata and ": 90 documents, " in logged[-1]
+
+
+def test_an_interrupted_split_by_file_resumes(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 3000)
+    folder = write_books(tmp_path / "books", 60)
+    whole = files_of(prepare_store(tmp_path / "whole", folder).folder)
+    good = (folder / "book7.txt").read_bytes()
+    (folder / "book7.txt").write_bytes(good[:-1] + b"\xff")
+    with pytest.raises(UserError, match=r"book7\.txt: not UTF-8"):
+        prepare_store(tmp_path / "store", folder)
+    (folder / "book7.txt").write_bytes(good)
+    logged = []
+    made = prepare_store(tmp_path / "store", folder, log=logged.append)
+    assert any("resuming" in line for line in logged) and files_of(made.folder) == whole
+
+
+def test_another_way_to_split_starts_over(tmp_path):
+    """With more files, the validation split has whole ones, also of those that were read before."""
+    folder = write_books(tmp_path / "books", 60)
+    more = tmp_path / "more"
+    more.mkdir()
+    for i in range(20, 60):
+        (folder / f"book{i}.txt").rename(more / f"book{i}.txt")
+    (folder / "zzz.txt").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"zzz\.txt: not UTF-8"):
+        prepare_store(tmp_path / "store", folder)
+    (folder / "zzz.txt").unlink()
+    for path in more.iterdir():
+        path.rename(folder / path.name)
+    made = prepare_store(tmp_path / "store", folder)
+    assert not books_of(made.train) & books_of(made.validation)
+
+
+def test_refuses_a_mixture_of_both_ways_to_split(tmp_path):
+    folder = write_books(tmp_path / "books", 60, length=400)  # passages of the largest size
+    few = tmp_path / "few books"
+    few.mkdir()
+    for i in range(20):
+        shutil.copy(folder / f"book{i}.txt", few)
+    for name, source in (("all", folder), ("some", few), ("same", folder)):
+        prepare_store(tmp_path / name, source)
+    with pytest.raises(UserError, match="leave what both have out of one of them"):
+        open_mixture(f"{tmp_path}/all=1,{tmp_path}/some=1")
+    assert len(open_mixture(f"{tmp_path}/all=1,{tmp_path}/same=1").stores) == 2

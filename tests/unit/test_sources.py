@@ -74,6 +74,36 @@ def test_follows_each_linked_folder_once(tmp_path):
         prepare_store(elsewhere / "deep" / "store", source)
 
 
+def test_reads_a_linked_file_once(tmp_path):
+    texts = tmp_path / "texts"
+    (texts / "sub").mkdir(parents=True)
+    for name in ("b.txt", "sub/c.txt"):
+        (texts / name).write_text(f"text of {name}")
+    (texts / "a.txt").symlink_to("b.txt")
+    (texts / "sub" / "d.txt").symlink_to(tmp_path / "outside.txt")
+    (tmp_path / "outside.txt").write_text("outside")
+    os.link(texts / "sub" / "c.txt", texts / "e.txt")
+    expected = ["text of b.txt", "text of sub/c.txt", "outside"]
+    assert read(texts) == read(f"{texts}/**/*.txt") == expected
+    (file_set,) = Source(str(texts)).members
+    assert [file.path.name for file in file_set.files] == ["a.txt", "e.txt", "d.txt"]
+
+
+def test_hidden_files_are_counted_but_not_read(tmp_path):
+    texts = tmp_path / ".notes"
+    for name in ("a.txt", "._a.txt", ".git/b.txt", "sub/.ipynb_checkpoints/c.txt", "sub/d.txt"):
+        (texts / name).parent.mkdir(parents=True, exist_ok=True)
+        (texts / name).write_text(name)
+    assert read(texts) == read(f"{texts}/**/*.txt") == ["a.txt", "sub/d.txt"]
+    (message,) = Source(str(texts)).messages()
+    assert message == f"{texts}: files read: 2 .txt; files not read: 3 hidden"
+    assert read(texts / ".git") == read(f"{texts}/.git/*.txt") == [".git/b.txt"]
+    shutil.rmtree(texts / "sub")
+    (texts / "a.txt").unlink()
+    with pytest.raises(UserError, match=r"contains no \.txt"):
+        read(texts)
+
+
 def test_preparation_walks_a_folder_once(tmp_path, monkeypatch):
     """All uses of a source see the same files: its size, its fingerprint, its parts and the check
     of the store's path.
@@ -119,7 +149,7 @@ def test_files_read_by_ending(tmp_path):
     (message,) = Source(f"{tmp_path},{tmp_path}/six.txt,python_stdlib").messages()
     assert message == (
         f"{tmp_path}: files read: 1 .jsonl, 1 .txt; files not read: 2 .md, 1 without ending, 1 "
-        ".rst, 1 .zip; to read its 2 .md files as text, set --config.data.text_endings=.txt,.md"
+        ".rst, 1 .zip, 1 hidden; to read its 2 .md files as text, set --config.data.text_endings=.txt,.md"
     )
     shutil.rmtree(tmp_path / "a" / ".git")
     (tmp_path / "a" / "four.zip").unlink()
@@ -259,6 +289,9 @@ def test_web_text(shared_data):
             ["a.jsonl.bz2", "damaged"],
         ),
         ("a.txt.bz2", b"nonsense", {}, ["a.txt.bz2", "damaged"]),
+        ("a.txt.gz", b"", {}, ["a.txt.gz", "damaged", "the file is empty"]),
+        ("a.jsonl.bz2", b"", {}, ["a.jsonl.bz2", "damaged", "the file is empty"]),
+        ("a.jsonl.zst", b"", {"invalid_items": "skip"}, ["a.jsonl.zst", "damaged", "is empty"]),
         ("a.jsonl.zst", b"nonsense", {}, ["a.jsonl.zst", "damaged"]),
         (
             "a.jsonl.zst",
@@ -344,10 +377,9 @@ def test_a_json_line_of_many_values(tmp_path):
 
 def test_invalid_utf8_in_parquet(tmp_path):
     good, bad = "grün".encode(), b"a\xffb"
+    buffers = pyarrow.array([good, bad], pyarrow.binary()).buffers()
     for column_type in (pyarrow.binary(), pyarrow.string()):
-        column = pyarrow.Array.from_buffers(
-            column_type, 2, pyarrow.array([good, bad], pyarrow.binary()).buffers()
-        )
+        column = pyarrow.Array.from_buffers(column_type, 2, buffers)
         (tmp_path / "a.parquet").write_bytes(parquet({"text": column}))
         assert read(tmp_path / "a.parquet", "replace") == ["grün", "a\N{REPLACEMENT CHARACTER}b"]
         assert read(tmp_path / "a.parquet", invalid_items="skip") == ["grün"]
@@ -355,6 +387,13 @@ def test_invalid_utf8_in_parquet(tmp_path):
             UserError, match=r"row 2: not UTF-8: byte 1; set --config.data.invalid_utf8"
         ):
             read(tmp_path / "a.parquet")
+    dictionary = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1, 0]), column)
+    (tmp_path / "a.parquet").write_bytes(parquet({"text": dictionary}))
+    with pytest.raises(UserError, match=r"not UTF-8 in the column 'text', .* in a dictionary"):
+        read(tmp_path / "a.parquet")
+    right = pyarrow.array(["a", "b", "a"]).dictionary_encode()
+    (tmp_path / "a.parquet").write_bytes(parquet({"text": right}))
+    assert read(tmp_path / "a.parquet") == ["a", "b", "a"]
 
 
 def test_skips_invalid_items(tmp_path):

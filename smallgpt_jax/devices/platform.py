@@ -39,6 +39,13 @@ def missing_devices_message(error: Exception) -> str:
     return f"JAX_PLATFORMS={requested}: JAX finds no such device; {advice}"
 
 
+def step_options(device_platform: str, deterministic: bool) -> dict:
+    """Returns the compiler options of training and evaluation steps."""
+    if deterministic and device_platform == "gpu":
+        return {"xla_gpu_deterministic_ops": True}
+    return {}
+
+
 def exchange_dtype(dtype: str) -> str:
     """Gradients are exchanged over `data` in float32 on CPUs: under a shard_map over some mesh
     axes, XLA's CPU compiler aborts on sums of bfloat16 arrays (jaxlib 0.10.2: "Invalid binary

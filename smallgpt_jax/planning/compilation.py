@@ -60,8 +60,10 @@ SCHEMA = {
 class Compiler:
     """Compiles for `devices`, which need not be attached."""
 
-    def __init__(self, devices: Sequence[jax.Device]):
+    def __init__(self, devices: Sequence[jax.Device], options: dict | None = None):
+        """`options` are compiler options of the programs, beside those that an estimate needs."""
         self._devices = devices
+        self._options = {**OPTIONS.get(devices[0].platform, {}), **(options or {})}
         self.compilations = 0  # without the programs that are stored
 
     def compile(self, lowered: jax.stages.Lowered) -> CompiledProgram:
@@ -70,7 +72,7 @@ class Compiler:
         if stored := load(path):
             return stored
         self.compilations += 1
-        program = run_compiler(lowered, self._devices[0].platform)
+        program = run_compiler(lowered, self._devices[0].platform, self._options)
         store(path, program)
         return program
 
@@ -87,6 +89,7 @@ class Compiler:
         ]
         parts = (
             lowered.as_text(),
+            sorted(self._options.items()),
             devices,
             variables,
             self._devices[0].client.platform_version,
@@ -97,10 +100,10 @@ class Compiler:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def run_compiler(lowered: jax.stages.Lowered, platform: str) -> CompiledProgram:
+def run_compiler(lowered: jax.stages.Lowered, platform: str, options: dict) -> CompiledProgram:
     with tempfile.TemporaryDirectory() as dump:
         dumping = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
-        compiled = lowered.compile(OPTIONS.get(platform, {}) | dumping)
+        compiled = lowered.compile(options | dumping)
         text = read_hlo(compiled, Path(dump))
     memory = compiled.memory_analysis()
     return CompiledProgram(

@@ -17,6 +17,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import flops
 from smallgpt_jax.planning import gpus, hlo, kernels, memory
 from smallgpt_jax.planning.compilation import Compiler
+from smallgpt_jax.planning.determinism import unordered_operations
 from smallgpt_jax.planning.roofline import Roofline
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Estimate:
     kernels: dict[str, dict[str, float]] | None = None  # {kind: count and seconds}, see `Roofline`
     collective_seconds: float | None = None
     exposed_collective_seconds: float | None = None  # in which no kernel runs
+    # GPUs: {operation whose threads add in no fixed order: how often}, of the training step
+    unordered_operations: dict[str, int] | None = None
     estimated_step_seconds: float | None = None
     estimated_mfu: float | None = (
         None  # without the optimizer (Chowdhery et al., arXiv 2204.02311, appendix B)
@@ -74,7 +77,8 @@ class Estimate:
 
 def estimate(program: "Program", progress: Progress = contextlib.nullcontext) -> Estimate:
     """Compiles both steps. If one does not fit into a device's memory, `Estimate.fits` is False."""
-    state, compiler = program.abstract_state, Compiler(program.mesh.devices.ravel())
+    state = program.abstract_state
+    compiler = Compiler(program.mesh.devices.ravel(), program.compiler_options)
     known, started = properties(program), time.monotonic()
     try:
         with progress("training step"):
@@ -103,9 +107,16 @@ def estimate(program: "Program", progress: Progress = contextlib.nullcontext) ->
         and (hbm is None or max(step.total_bytes, eval_needed_bytes) <= hbm),
         **(estimate_speed(module, program, known["flops_per_token"]) if module else {}),
         collectives=module and module.collectives(),
+        unordered_operations=find_unordered(module, program),
         compile_seconds=seconds,
         compiled_programs=compiler.compilations,
     )
+
+
+def find_unordered(module: hlo.HloModule | None, program: "Program") -> dict[str, int] | None:
+    if module is None or program.mesh.devices.flat[0].platform != "gpu":
+        return None
+    return unordered_operations(module, program.config.train.deterministic)
 
 
 def properties(program: "Program") -> dict:

@@ -21,6 +21,7 @@ def format_plan(program: Program, result: Estimate) -> str:
         _collectives(result),
         _cycles(result),
         _roofline(result),
+        _bits(result),
         _reserved_memory(result),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -163,6 +164,19 @@ def _speed(result: Estimate) -> str:
     mfu = "MFU unknown" if result.estimated_mfu is None else f"{result.estimated_mfu:.0%} MFU"
     tokens_per_second = result.tokens_per_step / seconds
     return f"  {1000 * seconds:,.1f} ms per step, {tokens_per_second:,.0f} tokens/s, {mfu}"
+
+
+def _bits(result: Estimate) -> list[str]:
+    if result.unordered_operations is None:
+        return []
+    if not result.unordered_operations:
+        return ["The order of all sums is fixed: a rerun has the same bits."]
+    count = sum(result.unordered_operations.values())
+    return [
+        f"{count} operations add in no fixed order, so that a rerun has other bits; with "
+        "--config.train.deterministic=true, they have one:",
+        *(f"  {times:>6,} ×  {name}" for name, times in result.unordered_operations.items()),
+    ]
 
 
 def _reserved_memory(result: Estimate) -> list[str]:

@@ -103,6 +103,10 @@ class TrainConfig(ConfigGroup):
     profile_from: int = free(0, **NOT_COMPILED)
     # number of steps in the trace
     profile_steps: int = free(5, **NOT_COMPILED)
+    # GPUs: compile steps whose sums have a fixed order, so that a rerun on the same kind of GPU has
+    # the same bits; they are slower (docs/gpu.md). Without it, kernels add with atomics, and are
+    # chosen by a measurement. On CPUs and TPUs, it changes nothing: orders are fixed there
+    deterministic: bool = free(False)
     # if no step finishes for this time, the run ends with status 124; 0: no limit. Starting, saving
     # and evaluating may each take four times as long
     stall_seconds: float = free(1800.0, **NOT_COMPILED)

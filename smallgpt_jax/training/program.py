@@ -22,6 +22,7 @@ from smallgpt_jax import models
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.devices.platform import step_options
 from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.objectives.teacher import Teacher
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
@@ -126,10 +127,16 @@ class Program:
         """Returns the sums of `step.eval_step`. `params` are those of `TrainState.evaluated`."""
         return self._wait_if_simulated(self.eval_step(params, model_state, batch))
 
+    @property
+    def compiler_options(self) -> dict | None:
+        """The options of both steps; None: the compiler's defaults."""
+        platform = self.mesh.devices.flat[0].platform
+        return step_options(platform, self.config.train.deterministic) or None
+
     @functools.cached_property
     def train_step(self) -> jax.stages.Compiled:
         """(state, batch, hyperparameters[, constants]) → (state, metrics)."""
-        compiled = self.lowered_train_step.compile()
+        compiled = self.lowered_train_step.compile(self.compiler_options)
         vars(self).pop("lowered_train_step")  # takes more memory than the compiled step
         return compiled
 
@@ -163,7 +170,7 @@ class Program:
     @functools.cached_property
     def eval_step(self) -> jax.stages.Compiled:
         """(`TrainState.evaluated`, model_state, batch) → sums."""
-        return self.lower_eval_step().compile()
+        return self.lower_eval_step().compile(self.compiler_options)
 
     def lower_eval_step(self) -> jax.stages.Lowered:
         evaluation = functools.partial(

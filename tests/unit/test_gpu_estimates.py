@@ -14,8 +14,9 @@ import pytest
 from conftest import load_config, run
 
 from smallgpt_jax.devices import chips
+from smallgpt_jax.devices.platform import step_options
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.planning import estimate, gpus, hlo, topologies
+from smallgpt_jax.planning import determinism, estimate, gpus, hlo, topologies
 from smallgpt_jax.planning.compilation import CompiledProgram, Compiler
 from smallgpt_jax.planning.plan import remedies
 from smallgpt_jax.planning.roofline import PLAIN_PRODUCTS, Clock, Roofline, ring_bytes
@@ -349,6 +350,42 @@ def test_the_figures_of_a_gpu_agree():
         assert f"device_memory_size: {gpu.chip.hbm:.0f}" in gpus.target_config(gpu)
 
 
+SCATTERS = """HloModule jit_train_step
+
+%scatter (p: f32[9,4], i: s32[3], u: f32[3,4]) -> f32[9,4] {
+  %p = f32[9,4]{1,0} parameter(0)
+  %i = s32[3]{0} parameter(1)
+  %u = f32[3,4]{1,0} parameter(2)
+  ROOT %s = f32[9,4]{1,0} scatter(%p, %i, %u), FLAGS, metadata={op_name="jit(f)/take/add"}
+}
+
+%counts (p: s32[9], i: s32[3], u: s32[3]) -> s32[9] {
+  %q = s32[9]{0} parameter(0)
+  %j = s32[3]{0} parameter(1)
+  %v = s32[3]{0} parameter(2)
+  ROOT %t = s32[9]{0} scatter(%q, %j, %v), index_vector_dim=1
+}
+
+ENTRY %main (a: f32[9,4]) -> f32[9,4] {
+  %a = f32[9,4]{1,0} parameter(0)
+  %one = f32[9,4]{1,0} fusion(%a), kind=kInput, calls=%scatter
+  %two = s32[9]{0} fusion(%a), kind=kInput, calls=%counts
+  ROOT %b = (f32[9,4]{1,0}) custom-call(%one), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+}
+"""
+
+
+def test_operations_without_a_fixed_order():
+    """Sums of floats at indices that may be equal, and attention; not sums of integers."""
+    attention = "cuDNN's backward pass of attention"
+    module = hlo.HloModule(SCATTERS.replace("FLAGS", "index_vector_dim=1"))
+    found = determinism.unordered_operations(module, deterministic=False)
+    assert found == {"scatter of take/add": 1, attention: 1}
+    unique = hlo.HloModule(SCATTERS.replace("FLAGS", "unique_indices=true"))
+    assert determinism.unordered_operations(unique, deterministic=False) == {attention: 1}
+    assert determinism.unordered_operations(unique, deterministic=True) == {}
+
+
 # ---------------------------------------------------------------------- the compiler
 
 
@@ -406,3 +443,19 @@ def test_fsdp_on_gpus_sums_gradients_with_reduce_scatters():
     assert sent["reduce-scatter"]["bytes"] == pytest.approx(2 * weights / 8, rel=0.02)
     assert sent["all-to-all"]["bytes"] == 2 * 2 * 128 * 128
     assert sent["all-reduce"]["bytes"] < 4 * 10_000  # norms and scalars
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("recipe", ["gpt", "moe"])
+def test_deterministic_programs_add_in_a_fixed_order(recipe):
+    assert len(planned_for("h100:1", recipe)["unordered_operations"]) >= 2
+    fixed = planned_for("h100:1", recipe, "--config.train.deterministic=true")
+    assert fixed["unordered_operations"] == {}
+
+
+def test_only_gpus_compile_with_the_option():
+    assert step_options("gpu", True) == {"xla_gpu_deterministic_ops": True}
+    assert (
+        step_options("gpu", False) == step_options("cpu", True) == step_options("tpu", True) == {}
+    )

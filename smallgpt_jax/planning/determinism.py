@@ -1,0 +1,45 @@
+"""Operations of a compiled GPU program whose results depend on the order in which threads add.
+
+Such a program can give other bits in each run. XLA compiles a sum into an array at repeated indices,
+such as the gradient of an embedding, to atomic additions. With the compiler option
+xla_gpu_deterministic_ops, it first sorts the indices and adds equal ones, cuDNN uses an ordered form
+of attention's backward pass, and each product uses the first suitable kernel instead of the one that
+was the fastest when the process measured.
+"""
+
+import re
+from collections import Counter
+
+from smallgpt_jax.planning.hlo import HloModule, Instruction
+
+ATTENTION_BACKWARD = '"__cudnn$fmhaSoftmaxBackward"'
+FLOATS = ("f", "bf")  # integers have the same sum in any order
+
+
+def unordered_operations(module: HloModule, deterministic: bool) -> dict[str, int]:
+    """Returns {operation: how often the program executes it}. `deterministic`: the program was
+    compiled with xla_gpu_deterministic_ops, which its text does not say of cuDNN's kernels.
+    """
+    counts: Counter[str] = Counter()
+    for times, instruction in module.executed():
+        is_attention = ATTENTION_BACKWARD in instruction.line and not deterministic
+        if is_attention:
+            counts["cuDNN's backward pass of attention"] += times
+        elif _adds_with_atomics(instruction):
+            counts[f"{instruction.opcode} of {_source(instruction)}"] += times
+    return dict(counts)
+
+
+def _adds_with_atomics(instruction: Instruction) -> bool:
+    if instruction.opcode not in ("scatter", "select-and-scatter"):
+        return False
+    has_floats = any(array.dtype.startswith(FLOATS) for array in instruction.arrays)
+    return has_floats and "unique_indices=true" not in instruction.line
+
+
+def _source(instruction: Instruction) -> str:
+    """Returns the end of the operation's path in the traced program, such as
+    "jit(_take)/scatter-add".
+    """
+    match = re.search(r'op_name="([^"]*)"', instruction.line)
+    return "/".join(match[1].split("/")[-2:]) if match else instruction.name

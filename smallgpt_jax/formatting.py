@@ -81,6 +81,8 @@ def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def printable(text: str) -> str:
     """Returns text in one line, without control codes, such as those that move a cursor."""
+    if text.isprintable():  # nearly always, and 30 times as fast
+        return text
     return "".join(" " if unicodedata.category(char)[0] == "C" else char for char in text)
 
 

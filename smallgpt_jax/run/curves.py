@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.metrics import sample_lines
 from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
 from smallgpt_jax.storage.atomic import write_atomically
 
@@ -27,7 +27,7 @@ def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
         return
     path = workdir / CURVES_FILE
     try:
-        if lines := read_lines(workdir / METRICS_FILE):
+        if lines := sample_lines(workdir / METRICS_FILE):
             write_atomically(path, draw(lines))
     except Exception as error:  # a run must not fail because of its plots
         log(f"{path}: not drawn ({short_reason(error)})")

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,6 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.run.names import METRICS_FILE
 from smallgpt_jax.run.tensorboard import EventFile
 from smallgpt_jax.run.trackers import Tracker
-from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import (
     NULL,
     NUMBER,
@@ -25,6 +24,7 @@ from smallgpt_jax.storage.json_files import (
     Optional,
     integer,
     one_of,
+    parse_lines,
     read_json_lines,
 )
 from smallgpt_jax.storage.locks import require_locks
@@ -75,9 +75,58 @@ def answers_in(line: dict) -> dict[str, float]:
     }
 
 
+LINE = (TRAIN_LINE, EVAL_LINE)
+TAIL_BYTES = 2**16  # of the first try to read only the end of a file
+MAX_POINTS = 20_000  # of a curve; a plot cannot show more
+
+
 def read_lines(path: Path) -> list[dict]:
     """Returns [] if the file does not exist. Skips invalid lines."""
-    return read_json_lines(path, (TRAIN_LINE, EVAL_LINE))
+    return read_json_lines(path, LINE)
+
+
+def read_lines_from(path: Path, step: int) -> tuple[int, list[dict]]:
+    """Returns the lines of `step` and later steps, and their position in the file, in bytes.
+
+    Reads only the end of the file, because the lines are in the order of their steps.
+    """
+    if not path.is_file():
+        return 0, []
+    with path.open("rb") as file:
+        size, length = file.seek(0, os.SEEK_END), TAIL_BYTES
+        while True:
+            start = max(size - length, 0)
+            file.seek(start)
+            if start:
+                start += len(file.readline())  # a part of a line
+            lines = file.readlines()
+            earlier = _count_earlier(lines, step)
+            if earlier or not start:
+                position = start + sum(map(len, lines[:earlier]))
+                return position, parse_lines(lines[earlier:], LINE)
+            length *= 8
+
+
+def _count_earlier(lines: Sequence[bytes], step: int) -> int:
+    """Returns the number of lines up to the last one of an earlier step."""
+    for count in range(len(lines), 0, -1):
+        parsed = parse_lines(lines[count - 1 : count], LINE)
+        if parsed and parsed[0]["step"] < step:
+            return count
+    return 0
+
+
+def sample_lines(path: Path) -> list[dict]:
+    """Returns all evaluations, and about MAX_POINTS of the other lines, evenly spaced."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        interval = max(sum(1 for _ in file) // MAX_POINTS, 1)
+        file.seek(0)
+        chosen = (
+            line for number, line in enumerate(file) if number % interval == 0 or b'"eval"' in line
+        )
+        return parse_lines(chosen, LINE)
 
 
 class MetricsWriter:
@@ -100,14 +149,24 @@ class MetricsWriter:
         if not self._writes:
             return
         self._path, self._log, self._pending_lines = workdir / METRICS_FILE, log, ""
-        lines = read_lines(self._path)
-        self._tracker = start_tracker and start_tracker(lines)
-        kept = [line for line in lines if line["step"] <= first_step]
+        self._tracker = start_tracker and start_tracker(read_lines(self._path))
         if not self._path.is_dir():  # a folder in its place is an error of writing like any other
-            write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+            self._remove_lines_after(first_step)
         self._events = None
         with self._stop_events_on_error():
             self._events = EventFile(workdir, first_step)
+
+    def _remove_lines_after(self, step: int) -> None:
+        """Also removes the part of a line that a killed process has left."""
+        require_locks(self._path)
+        position, _ = read_lines_from(self._path, step + 1)
+        with self._path.open("a+b") as file:
+            file.truncate(position)
+            file.seek(max(position - 1, 0))
+            if file.read() not in (b"", b"\n"):  # somebody has edited the file
+                file.write(b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def write(self, step: int, split: str, values: dict[str, float | dict[str, list]]) -> None:
         if not self._writes:

@@ -12,10 +12,11 @@ reader relies on. It is
 - a tuple of schemas: a value of any of them
 """
 
+import contextlib
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,16 +103,19 @@ def read_json_lines(path: Path, schema) -> list:
     if not path.is_file():
         return []
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            return parse_lines(file, schema)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
-    lines = []
-    for line in content.splitlines():
-        try:
-            lines.append(parse_json(line, schema))
-        except ValueError:
-            continue
-    return lines
+
+
+def parse_lines(lines: Iterable[bytes], schema) -> list:
+    """Skips the lines that do not match `schema`."""
+    parsed = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            parsed.append(parse_json(line, schema))
+    return parsed
 
 
 def parse_json(content: bytes, schema, max_values: int = MAX_VALUES):
@@ -170,8 +174,14 @@ def find_mismatch(value, schema, field: str = "") -> str | None:
     if isinstance(schema, Kind):
         return None if schema.accepts(value) else mismatch(field, schema.name, value)
     if isinstance(schema, tuple) and not isinstance(schema, Optional | Each):
-        found = [find_mismatch(value, choice, field) for choice in schema]
-        return None if None in found else found[-1]
+        # first without messages, which take most of the time
+        if any(isinstance(choice, Kind) and choice.accepts(value) for choice in schema):
+            return None
+        for choice in schema:
+            message = find_mismatch(value, choice, field)
+            if message is None:
+                return None
+        return message
     if isinstance(schema, list):
         if not isinstance(value, list):
             return mismatch(field, "an array", value)

@@ -18,7 +18,7 @@ from smallgpt_jax.output import best_effort
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.logger import evaluation_message
-from smallgpt_jax.run.metrics import answers_in, read_lines
+from smallgpt_jax.run.metrics import answers_in, sample_lines
 from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training.program import Program
@@ -192,6 +192,6 @@ def last_evaluation_message(folder: Path) -> str:
 
 def logged_lines(folder: Path, split: str) -> list[dict]:
     try:
-        return [line for line in read_lines(folder / METRICS_FILE) if line["split"] == split]
-    except UserError:
+        return [line for line in sample_lines(folder / METRICS_FILE) if line["split"] == split]
+    except OSError:
         return []

@@ -25,7 +25,7 @@ from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import trackers
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.run.completion import evaluated_steps
+from smallgpt_jax.run.completion import is_evaluated
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.curves import save_curves
 from smallgpt_jax.run.logger import Logger, Units
@@ -236,8 +236,8 @@ class Trainer:
         return evaluation
 
     def _is_evaluated(self, step: int) -> bool:
-        evaluated = evaluated_steps(self.spool.workdir, self.config, self.pipeline.corpus)
-        return bool(distributed.broadcast_from_primary((step in evaluated,))[0])
+        done = is_evaluated(self.spool.workdir, self.config, self.pipeline.corpus, step)
+        return bool(distributed.broadcast_from_primary((done,))[0])
 
     def _log_session(self, first_step: int, seconds: float) -> None:
         memory_stats = self.program.train_step.memory_analysis()

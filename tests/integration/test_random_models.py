@@ -1,7 +1,7 @@
 """Random model configs: logits by formulas in float64, packed rows, decoding, four devices, export
 to PyTorch.
 
-benchmarks/random_models.py checks as many as wanted.
+benchmarks/check_models.py checks as many as wanted.
 """
 
 import itertools

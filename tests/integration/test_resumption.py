@@ -25,7 +25,7 @@ from configs import run as run_config
 from smallgpt_jax import inference
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import metrics
-from smallgpt_jax.run.completion import evaluated_steps
+from smallgpt_jax.run.completion import is_evaluated
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.workdir import check_workdir, write_imported
 from smallgpt_jax.training.build import build_program
@@ -116,11 +116,9 @@ def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of
     config = config_for(text_file, **SMALL, train__eval_steps=1)
     corpus = open_pipeline(config, build_program(config)).corpus
 
-    def is_evaluated(eval_steps: int) -> bool:
+    for eval_steps, expected in ((1, True), (4, False), (3, False)):
         config = config_for(text_file, **SMALL, train__eval_steps=eval_steps)
-        return 40 in evaluated_steps(workdir, config, corpus)
-
-    assert is_evaluated(1) and not is_evaluated(4) and not is_evaluated(3)
+        assert is_evaluated(workdir, config, corpus, 40) == expected
 
 
 @pytest.mark.slow

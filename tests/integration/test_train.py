@@ -33,7 +33,7 @@ from smallgpt_jax.training.messages import print_final_message
 from smallgpt_jax.training.program import Program
 from smallgpt_jax.training.trainer import train
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "experiments"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Test of muP in training by the coordinate check of benchmarks/coordinate_check.py."""
+"""Test of muP in training by the coordinate check of experiments/coordinate_check.py."""
 
 import sys
 
@@ -7,7 +7,7 @@ from conftest import ROOT, load_config
 
 from smallgpt_jax.run.config import Config
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "experiments"))
 import coordinates
 
 pytestmark = pytest.mark.slow

@@ -19,10 +19,12 @@ from conftest import ROOT
 from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import clock as run_clock
+from smallgpt_jax.run import metrics
 from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.logger import Logger, StepMetrics, Units
-from smallgpt_jax.run.metrics import MetricsWriter, read_lines
+from smallgpt_jax.run.metrics import MetricsWriter, read_lines, read_lines_from, sample_lines
 from smallgpt_jax.run.progress import RunProgress
+from smallgpt_jax.storage import json_files
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.nonfinite import NonFiniteGuard
 
@@ -226,6 +228,65 @@ def test_a_run_starts_with_a_folder_in_place_of_its_metrics(tmp_path):
     shutil.rmtree(tmp_path / "metrics.jsonl")
     writer.close()
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1]
+
+
+def write_long_run(path: Path, steps: int) -> list[dict]:
+    """Writes a training line per step, and an evaluation every 100 steps. Returns the lines."""
+    lines = []
+    for step in range(1, steps + 1):
+        lines.append({"step": step, "split": "train", "loss": 1.5, "tokens_per_second": 100.0})
+        if step % 100 == 0:
+            evaluation = {"split": "eval", "loss": 2.5, "bits_per_byte": 1.0, "targets": 8}
+            lines.append({"step": step, **evaluation})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines
+
+
+@pytest.mark.parametrize("first_step", [0, 50, 4_999, 5_000])
+@pytest.mark.parametrize("ending", ["", '{"step": 5001, "spl', '{"step": 5002'])
+def test_resumption_removes_the_lines_after_its_step(tmp_path, first_step, ending):
+    path = tmp_path / "metrics.jsonl"
+    lines = write_long_run(path, 5_000)
+    with path.open("a") as file:
+        file.write(ending)
+    MetricsWriter(tmp_path, first_step).close()
+    kept = [line for line in lines if line["step"] <= first_step]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == kept
+
+
+def test_resumption_reads_only_the_end_of_a_long_run(tmp_path, monkeypatch):
+    """A million lines would take half a minute, and gigabytes."""
+    path, parsed, parse = tmp_path / "metrics.jsonl", [], json_files.parse_json
+    lines = write_long_run(path, 5_000)
+    monkeypatch.setattr(
+        json_files, "parse_json", lambda *arguments: parsed.append(1) or parse(*arguments)
+    )
+    MetricsWriter(tmp_path, 4_990).close()
+    position, newest = read_lines_from(path, 4_900)
+    assert newest == [line for line in lines if 4_900 <= line["step"] <= 4_990]
+    assert path.read_bytes()[position:].splitlines()[0] == json.dumps(newest[0]).encode()
+    assert len(parsed) < 300
+
+
+def test_the_last_line_has_no_end(tmp_path):
+    """Somebody has edited the file."""
+    path, line = tmp_path / "metrics.jsonl", {"step": 1, "split": "train", "loss": 1.0}
+    path.write_text(json.dumps(line))
+    writer = MetricsWriter(tmp_path, 1)
+    writer.write(2, "train", {"loss": 2.0})
+    writer.close()
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+
+
+def test_a_plot_reads_a_sample_of_a_long_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "MAX_POINTS", 50)
+    lines = write_long_run(tmp_path / "metrics.jsonl", 1000)
+    sample = sample_lines(tmp_path / "metrics.jsonl")
+    assert [line for line in sample if line["split"] == "eval"] == [
+        line for line in lines if line["split"] == "eval"
+    ]
+    assert 45 <= sum(line["split"] == "train" for line in sample) <= 55
+    assert sample[0]["step"] == 1 and sample_lines(tmp_path / "none") == []
 
 
 def test_damaged_lines_are_skipped(tmp_path):

@@ -1,4 +1,4 @@
-"""Tests of the texts and the classifier of benchmarks/topic_probe.py."""
+"""Tests of the texts and the classifier of experiments/topic_probe.py."""
 
 import sys
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "experiments"))
 
 import linear_probe
 import topics

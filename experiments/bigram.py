@@ -1,6 +1,6 @@
 """Compares the validation loss of a run's model with the validation loss of a bigram model.
 
-    python benchmarks/bigram.py --workdir=runs/pgpt
+    python experiments/bigram.py --workdir=runs/pgpt
 
 The bigram model has add-k smoothing and is fitted to the training tokens of the run. Several values
 of k are tried, and the one with the lowest validation loss is used. This choice favours the bigram

@@ -1,7 +1,7 @@
 """Checks random model configs, as tests/integration/test_random_models.py does, but any number of
 them.
 
-    python benchmarks/random_models.py --count=1000
+    python benchmarks/check_models.py --count=1000
 
 Each model takes about two seconds. Prints the config of each model that fails, and why. The exit
 status is 1 if a model fails. Needs the packages of the tests (`make install`).

@@ -2,7 +2,7 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/objectives.py --output=runs/objectives \
         --config.compare.names=causal,prefix,masked
-    python benchmarks/tuned_objectives.py --pretrained=runs/objectives --output=runs/tuned
+    python experiments/tuned_objectives.py --pretrained=runs/objectives --output=runs/tuned
 
 Each model is tuned on tasks of tuning_task.py, with each of two objectives: "causal", and "prefix",
 in which attention sees the whole prompt. A masked model predicts no next tokens before it is tuned,
@@ -105,7 +105,7 @@ def main(_) -> None:
     output, found = local_path("--output", OUTPUT.value).resolve(), {}
     for name in TASKS.value:
         task = output / name
-        run("benchmarks/tuning_task.py", f"--output={task}", f"--task={name}")
+        run("experiments/tuning_task.py", f"--output={task}", f"--task={name}")
         workdirs = [
             tune(task, pretrained, objective, tuned, seed)
             for seed in SEEDS.value

@@ -1,6 +1,6 @@
 """Measures how well the top vectors of models tell the topic of a text: accuracy of a linear probe.
 
-    python benchmarks/topic_probe.py --workdirs=runs/objectives/runs/ftp-seed1337,runs/objectives/runs/causal-seed1337
+    python experiments/topic_probe.py --workdirs=runs/objectives/runs/ftp-seed1337,runs/objectives/runs/causal-seed1337
 
 The texts are windows of context_length tokens from packages of Python's standard library
 (topics.py), and their package is the topic. The vectors are the inputs of the output head: single

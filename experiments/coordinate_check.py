@@ -1,6 +1,6 @@
 """Measures how the activations of each kind of layer depend on the width, with and without muP.
 
-    python benchmarks/coordinate_check.py --config=configs/gpt.py:tiny --config.model.head_dim=16 \
+    python experiments/coordinate_check.py --config=configs/gpt.py:tiny --config.model.head_dim=16 \
         --config.train.batch_size=1 --output=coordinates.png
 
 At each width, a model is trained for a few steps at a constant rate, on one batch of random tokens.
@@ -25,8 +25,8 @@ from absl import flags
 from coordinates import at_size, coordinates, spread
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
-from measuring import table
 
+from benchmarks.measuring import table
 from smallgpt_jax import cli
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.plotting import COLORS, png, style_axes

@@ -9,8 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measuring import Training
 
+from benchmarks.measuring import Training
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState

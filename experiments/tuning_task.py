@@ -1,7 +1,7 @@
 """Writes a task as JSON lines for fine-tuning: examples to train on, and others to test on.
 
-    python benchmarks/tuning_task.py --output=data/sentiment
-    python benchmarks/tuning_task.py --output=data/topics --task=topics
+    python experiments/tuning_task.py --output=data/sentiment
+    python experiments/tuning_task.py --output=data/topics --task=topics
 
 `sentiment` has the form of SST-2, and a bag of words solves it. A sentence has neutral words and
 one to three words of opinion, all positive or all negative, in random order. Half of the sentences

@@ -1,6 +1,6 @@
 """Measures how the best learning rate depends on the width, with and without muP.
 
-    python benchmarks/learning_rate_transfer.py --config=configs/gpt.py:tiny --widths=32,64,128 --steps=300
+    python experiments/learning_rate_transfer.py --config=configs/gpt.py:tiny --widths=32,64,128 --steps=300
 
 At each width, the model is trained at several multiples of config.optimizer.learning_rate, always
 on the same batches. The loss of a run is the mean training loss of its last tenth. The best rate is
@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from absl import flags
 from coordinates import at_size
-from measuring import table
 
+from benchmarks.measuring import table
 from smallgpt_jax import cli
 from smallgpt_jax.comparison.learning_rates import Grid, scale
 from smallgpt_jax.run.config import Config

@@ -20,6 +20,7 @@ import dataclasses
 import json
 import math
 import reprlib
+import sys
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -38,13 +39,22 @@ from smallgpt_jax.data.chat_template import (
     own_template,
     save_template,
 )
+from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, import_library
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.atomic import current_umask
-from smallgpt_jax.storage.json_files import OBJECT, read_json
+from smallgpt_jax.storage.json_files import OBJECT, read_json, read_json_or_none
 
 NATIVE = (gpt2, llama)
+# The normalizers and pre-tokenizers of the classes of tokenizers that transformers 5 builds anew.
+STEPS = {
+    "GPT2Tokenizer": ["ByteLevel"],
+    "Qwen2Tokenizer": ["NFC", "Split", "ByteLevel"],
+    "LlamaTokenizer": ["Metaspace"],
+}
+# The class of a tokenizer whose settings name none, by the type of the model.
+DEFAULT_CLASSES = {"gpt2": "GPT2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 FORMATS = {model_type: form for form in (*NATIVE, smallgpt) for model_type in form.MODEL_TYPES}
 
 
@@ -192,12 +202,34 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "merges.txt")):
         return None
     try:
-        return tokenizers.load(folder)
+        tokenizer = tokenizers.load(folder)
     except UserError as error:
         raise UserError(
             f"{folder}: unsupported tokenizer ({error}); name an equivalent tokenizer with "
             "--tokenizer"
         ) from None
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        name_other_steps(tokenizer, folder)
+    return tokenizer
+
+
+def name_other_steps(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
+    """Prints if transformers replaces the steps that split a text by those of another class."""
+    settings, described = (
+        read_json_or_none(folder / name, OBJECT) or {}
+        for name in ("tokenizer_config.json", "config.json")
+    )
+    name = settings.get("tokenizer_class") or DEFAULT_CLASSES.get(described.get("model_type"))
+    name = str(name).removesuffix("Fast")
+    steps = tokenizer.step_types()
+    is_replaced = name in STEPS and not (name == "LlamaTokenizer" and "ByteLevel" in steps)
+    if is_replaced and STEPS[name] != steps:
+        print(
+            f"{folder}: the tokenizer.json splits texts by {', '.join(steps) or 'nothing'}, but "
+            f"transformers 5 reads it as a {name}, which does so by {', '.join(STEPS[name])}; here, "
+            "the tokenizer.json is followed",
+            file=sys.stderr,
+        )
 
 
 def download_folder(name: str) -> Path:

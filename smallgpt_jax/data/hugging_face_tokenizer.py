@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +89,7 @@ class HuggingFaceTokenizer:
     def _find_special_tokens(self) -> SpecialTokens:
         added = self._tokenizer.get_added_tokens_decoder()
         return SpecialTokens(
-            {token.content: i for i, token in added.items() if token.content},
+            {token.content: i for i, token in added.items() if token.content.strip()},
             self._named,
             frozenset(token.content for token in added.values() if not token.special),
         )
@@ -182,6 +182,18 @@ class HuggingFaceTokenizer:
             is_encoded[start:end] = True
         return sum(not text[i].isspace() for i in np.flatnonzero(~is_encoded))
 
+    def step_types(self) -> list[str]:
+        """Returns the types of the normalizers and pre-tokenizers, in their order."""
+        content = json.loads(self._files[TOKENIZER_JSON])
+        return [
+            kind
+            for step in (content.get("normalizer"), content.get("pre_tokenizer"))
+            for kind in types_of(step)
+        ]
+
+    def names(self) -> Set[str]:
+        return self._tokenizer.get_vocab(with_added_tokens=True).keys()
+
     def files(self) -> dict[str, bytes]:
         return self._files
 
@@ -194,32 +206,47 @@ def encodes_bytes(content: Mapping, vocabulary: Set[str]) -> bool:
     return '"ByteLevel"' in steps and vocabulary >= BYTE_CHARACTERS
 
 
+def types_of(step: Mapping | None) -> list[str]:
+    """Returns the types of a step, or of the steps in a sequence."""
+    if step is None:
+        return []
+    if step["type"] != "Sequence":
+        return [step["type"]]
+    steps = step.get("normalizers", step.get("pretokenizers"))
+    return [kind for part in steps for kind in types_of(part)]
+
+
 def named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Returns the tokens that SETTINGS_FILES name, as transformers reads them: {"eos_token": …}."""
-    settings, special = (parse_json(files.get(name, b"{}"), OBJECT) for name in SETTINGS_FILES)
-    # A file that also lists the added tokens is complete.
-    named = settings if "added_tokens_decoder" in settings else settings | special
+    """Returns the tokens that SETTINGS_FILES name, as transformers reads them: {"eos_token": …}.
+    Raises ValueError for other values than tokens.
+    """
+    named = merge_settings(*(parse_json(files.get(name, b"{}"), OBJECT) for name in SETTINGS_FILES))
     tokens = {name: named[name] for name in VARIABLES if named.get(name) is not None}
-    named = {
-        name: token["content"] if isinstance(token, dict) else token
-        for name, token in tokens.items()
-    }
-    for name, token in named.items():
-        if not isinstance(token, str):
+    for name, token in tokens.items():
+        if not isinstance(content_of(token), str):
             raise ValueError(f"{name}={token!r} is not a token")
-    return named
+    return {name: content_of(token) for name, token in tokens.items()}
 
 
-def added_names(settings: Mapping) -> set[str]:
-    """Returns the tokens that one of SETTINGS_FILES names or adds."""
-    decoder = settings.get("added_tokens_decoder")
-    tokens = [settings.get(name) for name in VARIABLES]
-    tokens += decoder.values() if isinstance(decoder, dict) else ()
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        more = settings.get(name) or ()
-        tokens += more.values() if isinstance(more, dict) else more
-    contents = [token.get("content") if isinstance(token, dict) else token for token in tokens]
-    return {content for content in contents if isinstance(content, str)}
+def merge_settings(settings: Mapping, special: Mapping) -> dict:
+    """Arguments: the content of SETTINGS_FILES. A file that also lists the added tokens is complete."""
+    return dict(settings if "added_tokens_decoder" in settings else {**settings, **special})
+
+
+def content_of(token):
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def added_tokens(settings: Mapping) -> set[str]:
+    """Returns the tokens that merged settings add to a tokenizer, if it lacks them."""
+    tokens = [settings.get("bos_token"), settings.get("eos_token")]
+    for name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(name)
+        if isinstance(more, dict):
+            more = more.values()
+        tokens += more if isinstance(more, Iterable) and not isinstance(more, str) else ()
+    contents = map(content_of, tokens)
+    return {content for content in contents if isinstance(content, str) and content}
 
 
 def read_files(path: Path) -> HuggingFaceTokenizer:

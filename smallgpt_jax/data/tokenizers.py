@@ -324,7 +324,11 @@ def load(folder: Path) -> Tokenizer:
                 raise
             return tokenizer
         # A tokenizer of ours is faster, and has more forms of export.
-        return tokenizer if tokenizer and _encode_equally(tokenizer, theirs) else theirs
+        if tokenizer and _encode_equally(tokenizer, theirs):
+            return tokenizer
+        if KIND_FILE not in files:
+            _require_added_tokens(theirs, files)
+        return theirs
     if not tokenizer:
         raise UserError(
             f"{folder}: contains no tokenizer; expected tokenizer.json (Hugging Face), "
@@ -383,38 +387,47 @@ def _encode_equally(one: Tokenizer, other: Tokenizer) -> bool:
     )
 
 
+ADVICE = (
+    "write a complete tokenizer.json, for example with transformers: "
+    "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+)
+
+
 def _require_complete(tokenizer: SentencePiece | GPT2, files: Mapping[str, Path]) -> None:
-    """Raises UserError if other files in a folder add to the tokenizer or change it."""
+    """Raises UserError if settings in the folder of a tokenizer change it."""
+    _require_added_tokens(tokenizer, files)
     folder = next(iter(files.values())).parent
-    advice = (
-        "write a tokenizer.json, for example with transformers: "
-        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-    )
-    settings, special, added, model = (
-        read_json_or_none(folder / name, OBJECT) or {}
-        for name in (*SETTINGS_FILES, ADDED_FILE, "config.json")
-    )
-    names = hugging_face_tokenizer.added_names(settings) | hugging_face_tokenizer.added_names(
-        special
-    )
-    if missing := sorted((names | added.keys()) - tokenizer.names()):
-        raise UserError(
-            f"{folder}: its settings name tokens that its tokenizer has not, such as "
-            f"{missing[0]!r}; {advice}"
-        )
+    settings, model = _read_objects(folder, SETTINGS_FILES[0], "config.json")
     if isinstance(tokenizer, GPT2):
         kind = settings.get("tokenizer_class") or OTHER_BYTE_PAIRS.get(model.get("model_type"))
         if kind not in (None, *GPT2_CLASSES):
             raise UserError(
-                f"{folder}: is a {kind}, which splits texts otherwise than GPT-2; {advice}"
+                f"{folder}: is a {kind}, which splits texts otherwise than GPT-2; {ADVICE}"
             )
     elif (
         settings.get("add_bos_token") is False and tokenizer.begin_of_text != tokenizer.end_of_text
     ):
         raise UserError(
             f"{folder}: add_bos_token=false in tokenizer_config.json, but its tokenizer.model has a "
-            f"piece that begins texts; {advice}"
+            f"piece that begins texts; {ADVICE}"
         )
+
+
+def _require_added_tokens(tokenizer: Tokenizer, files: Mapping[str, Path]) -> None:
+    """Raises UserError if settings in the folder of a tokenizer add tokens that it lacks."""
+    folder = next(iter(files.values())).parent
+    *settings, added = _read_objects(folder, *SETTINGS_FILES, ADDED_FILE)
+    merged = hugging_face_tokenizer.merge_settings(*settings)
+    names = hugging_face_tokenizer.added_tokens(merged) | added.keys()
+    if missing := sorted(names - tokenizer.names()):
+        raise UserError(
+            f"{folder}: its settings name tokens that its tokenizer lacks, such as "
+            f"{missing[0]!r}; {ADVICE}"
+        )
+
+
+def _read_objects(folder: Path, *names: str) -> list[dict]:
+    return [read_json_or_none(folder / name, OBJECT) or {} for name in names]
 
 
 def is_gpt2(pair: Sequence[Path]) -> bool:

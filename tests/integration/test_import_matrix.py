@@ -243,9 +243,55 @@ def test_added_tokens_without_a_tokenizer_json_are_refused(name, kind, added, fo
         assert isinstance(hugging_face.read_tokenizer(folder), kind)
         return
     with pytest.raises(
-        UserError, match=r"tokens that its tokenizer has not, such as '<\|im_end\|>'; write a token"
+        UserError,
+        match=r"tokens that its tokenizer lacks, such as '<\|im_end\|>'; write a complete",
     ):
         hugging_face.read_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "added", ["decoder", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"]
+)
+def test_added_tokens_that_a_tokenizer_json_lacks_are_refused(added, folders, tmp_path):
+    """transformers adds them to the vocabulary, after all others."""
+    folder = shutil.copytree(folders["gpt2"], tmp_path / "gpt2")
+    add_tokenizer_json("gpt2", folder, [])
+    write_settings(folder, added)
+    assert len(transformers.AutoTokenizer.from_pretrained(folder)) == 303
+    with pytest.raises(UserError, match=r"tokens that its tokenizer lacks, such as '<\|im_end\|>'"):
+        hugging_face.read_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "model_type, settings, name",
+    [
+        ("gpt2", {}, ""),
+        ("llama", {}, ""),
+        ("llama", {"tokenizer_class": "LlamaTokenizerFast"}, ""),
+        ("qwen3", {"tokenizer_class": "PreTrainedTokenizerFast"}, ""),
+        ("qwen3", {}, "Qwen2Tokenizer"),
+        ("gpt2", {"tokenizer_class": "Qwen2TokenizerFast"}, "Qwen2Tokenizer"),
+    ],
+)
+def test_splitting_rules_that_transformers_replaces_are_named(
+    model_type, settings, name, folders, tmp_path, capsys
+):
+    """Where nothing is said, the ids are those of transformers; otherwise some differ."""
+    folder = shutil.copytree(folders["gpt2"], tmp_path / "gpt2")
+    add_tokenizer_json("gpt2", folder, [])
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    capsys.readouterr()
+    ours = hugging_face.read_tokenizer(folder)
+    said = capsys.readouterr().err
+    assert (f"transformers 5 reads it as a {name}, which" in said) if name else not said
+    texts = [*WITHOUT_MARKS, "a1234 b"]
+    equal = [
+        ours.encode([text])[0].tolist() == theirs(text, add_special_tokens=False).input_ids
+        for text in texts
+    ]
+    assert all(equal) == (not name)
 
 
 def test_byte_pairs_of_another_class_are_refused(folders, tmp_path):

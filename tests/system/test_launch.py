@@ -318,7 +318,7 @@ sys.exit((folder / "disabled").exists() and "Requested operation is presently di
 
 
 @pytest.mark.parametrize(
-    "status, requeueing, requeues", [(143, True, 1), (143, False, 1), (0, True, 0)]
+    "status, requeueing, requeues", [(143, True, 1), (143, False, 5), (0, True, 0)]
 )
 def test_slurm_saves_and_requeues_before_the_time_limit(machine, status, requeueing, requeues):
     """The job is requeued after the run has saved. It is not requeued if the run has finished."""
@@ -344,3 +344,24 @@ def test_slurm_saves_and_requeues_before_the_time_limit(machine, status, requeue
             "error: the job could not be requeued; to resume the run, submit it again\n"
         )
     )
+
+
+def test_slurm_repeats_requests_to_a_busy_controller(machine):
+    busy = """
+count = folder / f"{name}-count"
+count.write_text(str(int(count.read_text()) + 1) if count.exists() else "1")
+if count.read_text() != "3":
+    sys.exit("slurm_load_jobs error: Unable to contact slurm controller")
+"""
+    machine.fake("srun", SAVING)
+    machine.fake("scancel", busy + SCANCEL)
+    machine.fake("scontrol", busy + SCONTROL)
+    (machine.folder / "status").write_text("143")
+    process = machine.start(SBATCH, "--x", SLURM_JOB_ID="5")
+    wait_until(lambda: (machine.folder / "pid").exists())
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 143 and (machine.folder / "saved").exists()
+    assert machine.args("scancel") == [["--signal=TERM", "5.0"]] * 3
+    assert machine.args("scontrol") == [["requeue", "5"]] * 3
+    assert "could not be requeued" not in err

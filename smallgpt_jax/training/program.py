@@ -29,7 +29,8 @@ from smallgpt_jax.optim.learning_rate import learning_rate_schedule
 from smallgpt_jax.optim.transfer import scale_initial
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
-from smallgpt_jax.training.step import Hyperparameters, eval_step, init_state, train_step
+from smallgpt_jax.training.step import Hyperparameters, init_state, train_step
+from smallgpt_jax.training.validation import eval_step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

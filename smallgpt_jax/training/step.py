@@ -1,7 +1,7 @@
-"""Training step and evaluation step: pure functions of arrays, which `program.py` compiles."""
+"""The training step: a pure function of arrays, which `program.py` compiles."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax
 import jax
@@ -14,17 +14,13 @@ from smallgpt_jax.models import LanguageModel, abstract_params, init_variables
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.router import load_metrics, move_biases
 from smallgpt_jax.objectives.examples import Examples, row_keys
-from smallgpt_jax.objectives.objective import Objective, Outputs, forward
-from smallgpt_jax.ops.cross_entropy import most_probable
-from smallgpt_jax.ops.repeats import is_repeat
+from smallgpt_jax.objectives.objective import Objective, forward
 from smallgpt_jax.optim.transfer import scale_initial
 from smallgpt_jax.run.state import TrainState
+from smallgpt_jax.training.sown import SOWN, sown_metrics
 
-# Variable collections that modules sow values into during training.
-SOWN = ("losses", "metrics", "layer_metrics", "loads")
-EXAMPLES = (
-    2**32 - 1
-)  # folded into the key of a step for its examples; microbatches have the numbers from 0
+# Folded into the key of a step for its examples; microbatches have the numbers from 0.
+EXAMPLES = 2**32 - 1
 
 
 class Hyperparameters(NamedTuple):
@@ -33,31 +29,6 @@ class Hyperparameters(NamedTuple):
     seed: jax.Array  # uint32
     learning_rate: jax.Array  # at this update
     weight_decay: jax.Array
-
-
-class Answers(NamedTuple):
-    """Numbers of a probe's answers in validation."""
-
-    right: jax.Array  # targets that the model predicts
-    exact: jax.Array  # rows without a wrong target
-    rows: jax.Array  # rows with any target
-
-
-class Repeats(NamedTuple):
-    """Sums over the targets that copying predicts, in validation."""
-
-    loss: jax.Array  # cross-entropy, in nats
-    counted: jax.Array  # number of these targets
-
-
-class EvaluationSums(NamedTuple):
-    """Sums over validation rows, whose mean is taken over all batches."""
-
-    loss: jax.Array  # cross-entropy of the targets in the loss, in nats
-    counted: jax.Array  # number of these targets
-    targets: jax.Array  # the same with those that the objective did not draw; identifies the rows
-    answers: Answers | None
-    repeats: Repeats | None = None
 
 
 def init_state(
@@ -69,13 +40,15 @@ def init_state(
     ema: float = 0.0,
 ) -> TrainState:
     variables = init_variables(model, seed)
-    params, heads = (
-        scale_initial(tree, multipliers)
-        for tree in (variables["params"], objective.init_heads(seed))
-    )
-    state = TrainState(jnp.int32(0), params, None, variables.get("state", {}), heads)
-    return state._replace(
-        opt_state=optimizer.init(state.trained), ema=jax.tree.map(jnp.copy, params) if ema else {}
+    params = scale_initial(variables["params"], multipliers)
+    heads = scale_initial(objective.init_heads(seed), multipliers)
+    return TrainState(
+        step=jnp.int32(0),
+        params=params,
+        opt_state=optimizer.init({**params, **heads}),
+        model_state=variables.get("state", {}),
+        heads=heads,
+        ema=jax.tree.map(jnp.copy, params) if ema else {},
     )
 
 
@@ -83,10 +56,11 @@ def split_microbatches(batch, microbatches: int):
     """(B, …) → (microbatches, B / microbatches, …), with rows of every device, so that no row
     moves.
     """
-    return jax.tree.map(
-        lambda x: jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1),
-        batch,
-    )
+
+    def split(x):
+        return jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1)
+
+    return jax.tree.map(split, batch)
 
 
 def train_step(
@@ -122,28 +96,22 @@ def train_step(
     """
     key = jax.random.fold_in(jax.random.key(hyperparameters.seed), state.step)
     examples = objective.examples(batch, row_keys(jax.random.fold_in(key, EXAMPLES), batch))
-    add_up = functools.partial(
-        sum_microbatches,
-        functools.partial(
-            microbatch_loss,
-            model=model,
-            objective=objective,
-            constants=constants,
-            step_key=key,
-            total=examples.num_targets,
-            microbatches=microbatches,
-        ),
-        microbatches,
+    loss_function = functools.partial(
+        microbatch_loss,
+        model=model,
+        objective=objective,
+        constants=constants,
+        step_key=key,
+        total=examples.num_targets,
+        microbatches=microbatches,
     )
+    sums = functools.partial(_sum_microbatches, loss_function, microbatches)
     abstract = {**abstract_params(model), **objective.abstract_heads()}
+    has_shards = microbatches > 1 and sharding.has_data_shards()
+    if has_shards and _rows_are_independent(model, state, batch):
+        sums = sharding.sum_over_data_shards(sums, abstract, exchange_dtype(model.config.dtype))
     weights = gather_weights(state.trained, abstract, model, objective, microbatches)
-    if (
-        microbatches > 1
-        and sharding.has_data_shards()
-        and rows_are_independent(model, state, batch)
-    ):
-        add_up = sharding.sum_over_data_shards(add_up, abstract, exchange_dtype(model.config.dtype))
-    (loss, gradients, (sown, loads)), model_state = add_up(weights, state.model_state, examples)
+    (loss, gradients, (sown, loads)), model_state = sums(weights, state.model_state, examples)
     gradients = sharding.scatter_gradients(gradients, abstract)
     model_state = move_biases(model_state, loads, model.config.expert_bias_rate)
 
@@ -156,19 +124,19 @@ def train_step(
         weight_decay=hyperparameters.weight_decay,
     )
     trained = optax.apply_updates(state.trained, updates)
-    updated = (trained, opt_state, model_state, moved_average(state, trained, ema))
+    average = _moved_average(state, trained, ema)
     is_applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     trained, opt_state, model_state, average = jax.tree.map(
         lambda new, old: jnp.where(is_applied, new, old),
-        updated,
+        (trained, opt_state, model_state, average),
         (state.trained, state.opt_state, state.model_state, state.ema),
     )
     metrics = {
         "loss": loss,
         "grad_norm": grad_norm,
         "learning_rate": hyperparameters.learning_rate,
-        "is_finite": is_applied & all_finite(trained),
-        "skipped": state.step + 1 - updates_applied(state.opt_state) - is_applied,
+        "is_finite": is_applied & _all_finite(trained),
+        "skipped": state.step + 1 - _updates_applied(state.opt_state) - is_applied,
         **load_metrics(loads),
     }
     if taken := metrics.keys() & sown.keys():
@@ -176,8 +144,15 @@ def train_step(
             f"the model sows a metric with a name that is in use: {', '.join(taken)}; rename it"
         )
     metrics |= jax.tree.map(lambda x: jnp.mean(x, axis=0), sown)
-    params, heads = ({name: trained[name] for name in tree} for tree in (state.params, state.heads))
-    return TrainState(state.step + 1, params, opt_state, model_state, heads, average), metrics
+    next_state = TrainState(
+        step=state.step + 1,
+        params={name: trained[name] for name in state.params},
+        opt_state=opt_state,
+        model_state=model_state,
+        heads={name: trained[name] for name in state.heads},
+        ema=average,
+    )
+    return next_state, metrics
 
 
 def gather_weights(
@@ -191,7 +166,7 @@ def gather_weights(
     return sharding.gather_stored(trained, abstract, objective.weights_dtype(model.config))
 
 
-def moved_average(state: TrainState, trained, ema: float):
+def _moved_average(state: TrainState, trained, ema: float):
     """Returns d·average + (1 − d)·parameters with d = min(ema, (1 + t)/(10 + t)), so that early
     weights fade soon.
     """
@@ -204,12 +179,12 @@ def moved_average(state: TrainState, trained, ema: float):
     }
 
 
-def updates_applied(opt_state) -> jax.Array:
+def _updates_applied(opt_state) -> jax.Array:
     """Returns the number of updates so far, without those skipped."""
     return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
 
 
-def sum_microbatches(loss_function, microbatches: int, trained, model_state, examples: Examples):
+def _sum_microbatches(loss_function, microbatches: int, trained, model_state, examples: Examples):
     """Returns (loss, gradients, [metrics, loads] of each microbatch), and the next model state."""
 
     def add_microbatch(carry, indexed_microbatch):
@@ -269,7 +244,7 @@ def microbatch_loss(
     return loss, (collections.get("state", model_state), metrics, collections.get("loads", {}))
 
 
-def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool:
+def _rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool:
     """Returns whether the loss is a sum over rows: the model has no dropout, no state but the
     biases of routers, which it only reads, and sows nothing but loads of experts, which are sums
     over rows.
@@ -288,101 +263,17 @@ def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool
         )[1]
 
     try:
-        found = jax.eval_shape(collections, state.params)
+        sown = jax.eval_shape(collections, state.params)
     except flax.errors.InvalidRngError:  # the model draws random numbers
         return False
-    loads, states = (
-        flax.traverse_util.flatten_dict(found.pop(name, {})) for name in ("loads", "state")
-    )
-    return not jax.tree.leaves(found) and states.keys() <= {(*path[:-1], "bias") for path in loads}
+    loads = flax.traverse_util.flatten_dict(sown.pop("loads", {}))
+    states = flax.traverse_util.flatten_dict(sown.pop("state", {}))
+    biases = {(*path[:-1], "bias") for path in loads}
+    return not jax.tree.leaves(sown) and states.keys() <= biases
 
 
-def all_finite(tree) -> jax.Array:
+def _all_finite(tree) -> jax.Array:
     """Tests Σ 0 · x, which the TPU compiler fuses with the weight update; jnp.isfinite takes
     another pass.
     """
     return sum(jnp.sum(0 * x) for x in jax.tree.leaves(tree)) == 0
-
-
-def sown_metrics(collections) -> dict[str, Any]:
-    """Averages "metrics" over layers and paths; returns "layer_metrics" as {path of the module:
-    array}, with the leading axes of the module's parameters.
-    """
-    values: dict[str, list] = {}
-    for _, name, value in named_values(collections.get("metrics", {})):
-        values.setdefault(name, []).append(jnp.mean(value))
-    metrics = {name: jnp.mean(jnp.stack(layer_values)) for name, layer_values in values.items()}
-    for module, name, value in named_values(collections.get("layer_metrics", {})):
-        metrics.setdefault(name, {})[module] = value
-    return metrics
-
-
-def named_values(collection) -> list[tuple[str, str, jax.Array]]:
-    """Returns (path of the module, name, value); the values of a module applied several times are
-    averaged.
-    """
-    passes: dict[tuple, list] = {}
-    for path, value in jax.tree_util.tree_leaves_with_path(collection):
-        keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-        passes.setdefault(keys, []).append(value)
-    return [
-        ("/".join(keys[:-1]), keys[-1], jnp.mean(jnp.stack(values), axis=0))
-        for keys, values in passes.items()
-    ]
-
-
-def eval_step(
-    trained,
-    model_state,
-    batch,
-    *,
-    model: LanguageModel,
-    objective: Objective,
-    microbatches: int,
-    counts_answers: bool = False,
-    measures_repeats: bool = False,
-) -> EvaluationSums:
-    """Returns the sums over a batch; `answers` and `repeats` are None unless they are asked for."""
-
-    def add_microbatch(sums: EvaluationSums, examples: Examples):
-        outputs = forward(model, params, model_state, examples)
-        answers = None
-        if counts_answers:
-            predictions_BxT = most_probable(
-                outputs.x_BxTxW, outputs.head_VxW, objective.loss_chunks
-            )
-            answers = count_right(predictions_BxT, examples.targets_BxT, examples.loss_mask_BxT)
-        repeats = repeats_of(outputs, examples, objective) if measures_repeats else None
-        of_microbatch = EvaluationSums(
-            objective.cross_entropy(outputs, examples, examples.weights(1)),
-            examples.num_targets,
-            examples.all_targets,
-            answers,
-            repeats,
-        )
-        return jax.tree.map(jnp.add, sums, of_microbatch), None
-
-    abstract = {**abstract_params(model), **objective.abstract_heads()}
-    weights = gather_weights(
-        trained, {name: abstract[name] for name in trained}, model, objective, microbatches
-    )
-    params = objective.weights(weights)
-    examples = objective.examples(batch, row_keys(jax.random.key(0), batch))
-    no_answers = Answers(*[jnp.int32(0)] * 3) if counts_answers else None
-    no_repeats = Repeats(jnp.float32(0), jnp.int32(0)) if measures_repeats else None
-    zeros = EvaluationSums(jnp.float32(0), jnp.int32(0), jnp.int32(0), no_answers, no_repeats)
-    return jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]
-
-
-def repeats_of(outputs: Outputs, examples: Examples, objective: Objective) -> Repeats:
-    batch = examples.batch
-    mask_BxT = is_repeat(batch.tokens_BxT1, batch.segment_ids_BxT) & (examples.weights(1) > 0)
-    loss = objective.cross_entropy(outputs, examples, mask_BxT.astype(jnp.float32))
-    return Repeats(loss, jnp.sum(mask_BxT))
-
-
-def count_right(predictions_BxT, targets_BxT, mask_BxT) -> Answers:
-    is_right_BxT = predictions_BxT == targets_BxT
-    has_answers_B = jnp.any(mask_BxT, axis=1)
-    is_exact_B = jnp.all(is_right_BxT | ~mask_BxT, axis=1) & has_answers_B
-    return Answers(jnp.sum(is_right_BxT & mask_BxT), jnp.sum(is_exact_B), jnp.sum(has_answers_B))

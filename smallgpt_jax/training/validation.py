@@ -1,4 +1,4 @@
-"""Validation loss, the answers of probes, and the loss of repeats."""
+"""Validation: the loss, the answers of probes, and the loss of repeats."""
 
 import functools
 import math
@@ -7,9 +7,98 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from smallgpt_jax.models import LanguageModel, abstract_params
+from smallgpt_jax.objectives.examples import Examples, row_keys
+from smallgpt_jax.objectives.objective import Objective, Outputs, forward
+from smallgpt_jax.ops.cross_entropy import most_probable
+from smallgpt_jax.ops.repeats import is_repeat
 from smallgpt_jax.run.metrics import ACCURACY, EXACT_MATCH, LOSS_OF_REPEATS
+from smallgpt_jax.training.step import gather_weights, split_microbatches
+
+
+class Answers(NamedTuple):
+    """Numbers of a probe's answers in validation."""
+
+    right: jax.Array  # targets that the model predicts
+    exact: jax.Array  # rows without a wrong target
+    rows: jax.Array  # rows with any target
+
+
+class Repeats(NamedTuple):
+    """Sums over the targets that copying predicts, in validation."""
+
+    loss: jax.Array  # cross-entropy, in nats
+    counted: jax.Array  # number of these targets
+
+
+class EvaluationSums(NamedTuple):
+    """Sums over validation rows, whose mean is taken over all batches."""
+
+    loss: jax.Array  # cross-entropy of the targets in the loss, in nats
+    counted: jax.Array  # number of these targets
+    targets: jax.Array  # the same with those that the objective did not draw; identifies the rows
+    answers: Answers | None
+    repeats: Repeats | None = None
+
+
+def eval_step(
+    trained,
+    model_state,
+    batch,
+    *,
+    model: LanguageModel,
+    objective: Objective,
+    microbatches: int,
+    counts_answers: bool = False,
+    measures_repeats: bool = False,
+) -> EvaluationSums:
+    """Returns the sums over a batch; `answers` and `repeats` are None unless they are asked for."""
+
+    def add_microbatch(sums: EvaluationSums, examples: Examples):
+        outputs = forward(model, params, model_state, examples)
+        answers = None
+        if counts_answers:
+            predictions_BxT = most_probable(
+                outputs.x_BxTxW, outputs.head_VxW, objective.loss_chunks
+            )
+            answers = count_right(predictions_BxT, examples.targets_BxT, examples.loss_mask_BxT)
+        repeats = repeats_of(outputs, examples, objective) if measures_repeats else None
+        of_microbatch = EvaluationSums(
+            objective.cross_entropy(outputs, examples, examples.weights(1)),
+            examples.num_targets,
+            examples.all_targets,
+            answers,
+            repeats,
+        )
+        return jax.tree.map(jnp.add, sums, of_microbatch), None
+
+    abstract = {**abstract_params(model), **objective.abstract_heads()}
+    weights = gather_weights(
+        trained, {name: abstract[name] for name in trained}, model, objective, microbatches
+    )
+    params = objective.weights(weights)
+    examples = objective.examples(batch, row_keys(jax.random.key(0), batch))
+    no_answers = Answers(*[jnp.int32(0)] * 3) if counts_answers else None
+    no_repeats = Repeats(jnp.float32(0), jnp.int32(0)) if measures_repeats else None
+    zeros = EvaluationSums(jnp.float32(0), jnp.int32(0), jnp.int32(0), no_answers, no_repeats)
+    return jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]
+
+
+def repeats_of(outputs: Outputs, examples: Examples, objective: Objective) -> Repeats:
+    batch = examples.batch
+    mask_BxT = is_repeat(batch.tokens_BxT1, batch.segment_ids_BxT) & (examples.weights(1) > 0)
+    loss = objective.cross_entropy(outputs, examples, mask_BxT.astype(jnp.float32))
+    return Repeats(loss, jnp.sum(mask_BxT))
+
+
+def count_right(predictions_BxT, targets_BxT, mask_BxT) -> Answers:
+    is_right_BxT = predictions_BxT == targets_BxT
+    has_answers_B = jnp.any(mask_BxT, axis=1)
+    is_exact_B = jnp.all(is_right_BxT | ~mask_BxT, axis=1) & has_answers_B
+    return Answers(jnp.sum(is_right_BxT & mask_BxT), jnp.sum(is_exact_B), jnp.sum(has_answers_B))
 
 
 class Evaluation(NamedTuple):

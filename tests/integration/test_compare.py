@@ -25,7 +25,7 @@ from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.training import trainer
 from smallgpt_jax.training.build import shared_program
-from smallgpt_jax.training.step import EvaluationSums
+from smallgpt_jax.training.validation import EvaluationSums
 
 STEPS = (
     "--config.train.steps=8",

@@ -35,7 +35,7 @@ from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.workdir import write_imported
 from smallgpt_jax.training import trainer
 from smallgpt_jax.training.build import shared_program
-from smallgpt_jax.training.step import eval_step
+from smallgpt_jax.training.validation import eval_step
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

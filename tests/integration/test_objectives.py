@@ -44,9 +44,9 @@ from smallgpt_jax.run import workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.step import eval_step, microbatch_loss
+from smallgpt_jax.training.step import microbatch_loss
 from smallgpt_jax.training.trainer import open_pipeline, train
-from smallgpt_jax.training.validation import evaluate
+from smallgpt_jax.training.validation import eval_step, evaluate
 
 
 class AheadHead(nn.Module):

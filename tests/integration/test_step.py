@@ -23,7 +23,7 @@ from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.planning import hlo
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.step import eval_step
+from smallgpt_jax.training.validation import eval_step
 
 pytestmark = pytest.mark.slow
 SMALL = dict(

@@ -18,8 +18,7 @@ from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.ops.cross_entropy import most_probable
-from smallgpt_jax.training.step import EvaluationSums, count_right
-from smallgpt_jax.training.validation import evaluate
+from smallgpt_jax.training.validation import EvaluationSums, count_right, evaluate
 
 CONTEXT = 80
 

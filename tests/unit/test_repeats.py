@@ -9,7 +9,7 @@ from conftest import build, init
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.ops.repeats import is_repeat
-from smallgpt_jax.training.step import eval_step
+from smallgpt_jax.training.validation import eval_step
 
 TOKENS = np.random.default_rng(0).integers(0, 4, (6, 33))
 SEGMENTS = np.repeat([[0, 1, 2]], [5, 20, 7], axis=1).repeat(6, axis=0)

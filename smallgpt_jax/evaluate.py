@@ -17,8 +17,8 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.benchmarks import SEED, Benchmarks
 from smallgpt_jax.evaluation.evaluation import evaluate
 from smallgpt_jax.evaluation.example_file import ExampleFile
-from smallgpt_jax.evaluation.examples import METRICS
 from smallgpt_jax.evaluation.model_options import DTYPES, ModelOptions
+from smallgpt_jax.evaluation.questions import METRICS
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 _TRUST = cli.define_trust()

@@ -16,10 +16,10 @@ import numpy as np
 from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.data import probe_corpus, tokenizers
 from smallgpt_jax.data.config import DataConfig, is_synthetic
-from smallgpt_jax.data.examples import describe_length, encode_example
 from smallgpt_jax.data.packing import PACKINGS, Mixture
 from smallgpt_jax.data.prepare import prepare_store
 from smallgpt_jax.data.probe_corpus import ProbeCorpus
+from smallgpt_jax.data.prompts import describe_length, encode_example
 from smallgpt_jax.data.store import (
     METADATA,
     Split,

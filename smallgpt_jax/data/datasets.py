@@ -9,8 +9,8 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from smallgpt_jax.data.examples import extract_document
 from smallgpt_jax.data.parts import Member, Part, Rules, extract_text
+from smallgpt_jax.data.prompts import extract_document
 from smallgpt_jax.data.text_files import import_library, name_file_in_errors, open_binary
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason

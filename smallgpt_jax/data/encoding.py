@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smallgpt_jax.data.examples import Example, encode_example
 from smallgpt_jax.data.parts import DocumentBatch, Passage, Place
+from smallgpt_jax.data.prompts import Example, encode_example
 from smallgpt_jax.data.store import SPLITS
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.formatting import duration, millions

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from smallgpt_jax.data.examples import extract_document
 from smallgpt_jax.data.parts import Item, Part, Passage, Rules, Skipped, extract_text
+from smallgpt_jax.data.prompts import extract_document
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.json_files import require_few_values

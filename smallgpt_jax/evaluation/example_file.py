@@ -8,10 +8,20 @@ from pathlib import Path
 
 from smallgpt_jax import inference
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation import examples, report
-from smallgpt_jax.evaluation.examples import GENERATED, METRICS, Question
+from smallgpt_jax.evaluation import report
 from smallgpt_jax.evaluation.model_options import ModelOptions, join_name_parts
 from smallgpt_jax.evaluation.progress import ScoringProgress
+from smallgpt_jax.evaluation.questions import (
+    GENERATED,
+    METRICS,
+    Question,
+    choose_labels,
+    exact_match,
+    find_labels,
+    generate_answers,
+    mean_and_error,
+    read_questions,
+)
 from smallgpt_jax.run.training_text import training_format
 
 
@@ -34,7 +44,7 @@ class ExampleFile:
                 raise UserError(f"--metrics={metric}: must be one of {', '.join(METRICS)}")
         trained = model.load(workdir)
         form, template = training_format(workdir)
-        questions = examples.read_questions(
+        questions = read_questions(
             str(self.path),
             trained.tokenizer,
             "completion" if form == "text" else form,
@@ -50,7 +60,7 @@ class ExampleFile:
         }
         results = {}
         for metric, scores in values.items():
-            mean, error = examples.mean_and_error(scores)
+            mean, error = mean_and_error(scores)
             results[metric] = {"mean": mean, "standard_error": error}
         record = {
             "step": trained.step,
@@ -87,20 +97,18 @@ class ExampleFile:
         """
         answers, progress = {}, ScoringProgress()
         if "accuracy" in self.metrics:
-            answers["label"] = examples.choose_labels(
+            answers["label"] = choose_labels(
                 model.scorer(trained),
                 trained.tokenizer,
                 questions,
-                self.labels or examples.find_labels(questions),
+                self.labels or find_labels(questions),
                 progress,
             )
         if GENERATED.keys() & set(self.metrics):
             text_model = inference.build_text_model(
                 trained.model, trained.params, trained.tokenizer, trained.model_state
             )
-            answers["text"] = examples.generate_answers(
-                text_model, questions, self.max_new_tokens, progress
-            )
+            answers["text"] = generate_answers(text_model, questions, self.max_new_tokens, progress)
         return answers
 
     def fingerprint(self) -> str:
@@ -113,7 +121,7 @@ def measure(
     metric: str, questions: Sequence[Question], answers: dict[str, list[str]]
 ) -> list[float]:
     if metric == "accuracy":
-        function, column = examples.exact_match, answers["label"]
+        function, column = exact_match, answers["label"]
     else:
         function, column = GENERATED[metric], answers["text"]
     return [function(question.answer, answer) for question, answer in zip(questions, column)]

@@ -11,7 +11,7 @@ import numpy as np
 from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.chat_template import ChatTemplate, own_template
-from smallgpt_jax.data.examples import with_begin
+from smallgpt_jax.data.prompts import with_begin
 from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import layout

@@ -8,7 +8,7 @@ from typing import Any
 from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.chat_template import ChatTemplate
-from smallgpt_jax.data.examples import encode_pieces
+from smallgpt_jax.data.prompts import encode_pieces
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference.detokenizer import Detokenizer

@@ -35,7 +35,7 @@ class PGPTConfig(ModelConfig):
         self.validate_choice("path_weights", ("learned", "equal"))
 
 
-class Path(nn.Module):
+class ParallelPath(nn.Module):
     """The dense layer's std 1/√D preserves the variance of the embeddings; 0.02 would shrink them
     in narrow models.
     """
@@ -66,13 +66,13 @@ class PGPT(nn.Module):
     def __call__(self, x_BxTxD, context: Context):
         num_paths = self.config.num_paths
         if context.decode:
-            path = Path(self.config, name="paths")
+            path = ParallelPath(self.config, name="paths")
             y_PxBxTxD = jnp.stack(
                 [apply_slice(path, p, x_BxTxD, context) for p in range(num_paths)]
             )
         else:
             paths = nn.vmap(
-                Path,
+                ParallelPath,
                 in_axes=None,
                 out_axes=0,
                 axis_size=num_paths,

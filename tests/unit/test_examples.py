@@ -12,7 +12,7 @@ from data_helpers import files_of, prepare_store
 from smallgpt_jax.data import corpus, parts
 from smallgpt_jax.data.chat_template import own_template
 from smallgpt_jax.data.config import DataConfig
-from smallgpt_jax.data.examples import with_begin
+from smallgpt_jax.data.prompts import with_begin
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.objectives.objective import Examples, Objective, Outputs

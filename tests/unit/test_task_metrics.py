@@ -11,7 +11,14 @@ from conftest import build, forward, init
 from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation import examples
+from smallgpt_jax.evaluation.questions import (
+    choose_labels,
+    exact_match,
+    find_labels,
+    generate_answers,
+    read_questions,
+    rouge_l,
+)
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.inference import build_text_model
 
@@ -65,7 +72,7 @@ def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
         )
         common = max(map(len, subsequences(one) & subsequences(other)))
         expected = 2 * common / (len(one) + len(other)) if common else 0.0
-        assert examples.rouge_l(*texts) == pytest.approx(expected)
+        assert rouge_l(*texts) == pytest.approx(expected)
 
 
 def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
@@ -76,10 +83,10 @@ def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
         {"prompt": f"question {i}", "completion": f" {letter}"}
         for i, letter in enumerate("hgfedcbah")
     ]
-    questions = examples.read_questions(
+    questions = read_questions(
         write(tmp_path / "a.jsonl", rows), Bytes(), "completion", "", 32, None
     )
-    labels = examples.find_labels(questions)
+    labels = find_labels(questions)
     assert labels == [f" {letter}" for letter in "abcdefgh"]
 
     def likelihood(prompt, label):
@@ -90,19 +97,17 @@ def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
 
     expected = [max(labels, key=lambda label: likelihood(row["prompt"], label)) for row in rows]
     scorer = Scorer(*model, devices=jax.devices()[:1])
-    assert examples.choose_labels(scorer, Bytes(), questions, labels, silent) == expected
+    assert choose_labels(scorer, Bytes(), questions, labels, silent) == expected
 
 
 @pytest.mark.slow
 def test_generated_answers_are_those_of_generate(model, tmp_path):
-    questions = examples.read_questions(
-        write(tmp_path / "a.jsonl", ROWS), Bytes(), "completion", "", 32, 2
-    )
+    questions = read_questions(write(tmp_path / "a.jsonl", ROWS), Bytes(), "completion", "", 32, 2)
     text_model = build_text_model(*model, Bytes())
-    assert examples.generate_answers(text_model, questions, 4, silent) == [
+    assert generate_answers(text_model, questions, 4, silent) == [
         text_model.generate(row["prompt"], 4, temperature=0) for row in ROWS[:2]
     ]
-    assert [examples.exact_match(" yes\n", text) for text in ("yes", "yes.")] == [1.0, 0.0]
+    assert [exact_match(" yes\n", text) for text in ("yes", "yes.")] == [1.0, 0.0]
 
 
 def test_answers_end_where_the_template_ends_a_text(tmp_path):
@@ -115,9 +120,7 @@ def test_answers_end_where_the_template_ends_a_text(tmp_path):
         for answer in ("yes", "no", "yes", "no")
     ]
     read = [
-        examples.read_questions(
-            write(tmp_path / "a.jsonl", rows), Bytes(), "messages", template, 64, limit
-        )
+        read_questions(write(tmp_path / "a.jsonl", rows), Bytes(), "messages", template, 64, limit)
         for limit in (None, 3, 0.5)
     ]
     assert [[question.answer for question in questions] for questions in read] == [
@@ -125,12 +128,12 @@ def test_answers_end_where_the_template_ends_a_text(tmp_path):
         ["yes", "no", "yes"],
         ["yes", "no"],
     ]
-    assert read[0][0].text == "user:xassistant:" and examples.find_labels(read[0]) == ["no", "yes"]
+    assert read[0][0].text == "user:xassistant:" and find_labels(read[0]) == ["no", "yes"]
 
 
 def test_bad_files_are_refused(tmp_path):
     def read(rows):
-        return examples.read_questions(
+        return read_questions(
             write(tmp_path / "a.jsonl", rows), Bytes(), "completion", "", 32, None
         )
 
@@ -139,14 +142,14 @@ def test_bad_files_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"a.jsonl, line 1: no string in the field 'completion'"):
         read([{"prompt": "a"}])
     with pytest.raises(UserError, match=r"has 1 different answers; name the labels"):
-        examples.find_labels(read(ROWS[:1]))
+        find_labels(read(ROWS[:1]))
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "none/", "none.txt"])
 def test_a_missing_file_is_named_by_its_flag(name, tmp_path):
     path = f"{tmp_path}/{name}"
     with pytest.raises(UserError, match=f"^--examples='{path}': no such file$"):
-        examples.read_questions(path, Bytes(), "completion", "", 32, None)
+        read_questions(path, Bytes(), "completion", "", 32, None)
 
 
 def test_a_chat_continues_what_the_template_writes(model):

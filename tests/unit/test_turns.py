@@ -13,11 +13,16 @@ from hugging_face_folders import byte_level, save
 
 from smallgpt_jax.conversion import hugging_face
 from smallgpt_jax.data.chat_template import ChatTemplate
-from smallgpt_jax.data.examples import encode_example, extract_document
 from smallgpt_jax.data.parts import Rules, Skipped
+from smallgpt_jax.data.prompts import encode_example, extract_document
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation import examples
+from smallgpt_jax.evaluation.questions import (
+    choose_labels,
+    exact_match,
+    generate_answers,
+    read_questions,
+)
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.inference import build_text_model
 
@@ -73,7 +78,7 @@ def questions(tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     rows = [MESSAGES[:2], MESSAGES, MESSAGES[:2]]
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    return examples.read_questions(str(path), tokenizer, "messages", CHATML, 64, None)
+    return read_questions(str(path), tokenizer, "messages", CHATML, 64, None)
 
 
 def test_training_counts_answers_up_to_their_end(tokenizer):
@@ -136,13 +141,13 @@ def test_evaluation_scores_the_end_and_stops_there(tokenizer, model, questions, 
 
     monkeypatch.setattr(Scorer, "score", record)
     labels = ["no", "yes"]
-    chosen = examples.choose_labels(Scorer(*model), tokenizer, questions, labels, print)
+    chosen = choose_labels(Scorer(*model), tokenizer, questions, labels, print)
     assert chosen == ["yes"] * 3
     endings = [tokenizer.decode(s.tokens[-s.scored :]) for s in scored]
     assert endings == ["no<|im_end|>", "yes<|im_end|>"] * 3
     text_model = build_text_model(*model, tokenizer)
-    found = examples.generate_answers(text_model, questions, 20, lambda *_: None)
-    assert [examples.exact_match(q.answer, text) for q, text in zip(questions, found)] == [1.0] * 3
+    found = generate_answers(text_model, questions, 20, lambda *_: None)
+    assert [exact_match(q.answer, text) for q, text in zip(questions, found)] == [1.0] * 3
 
 
 def test_a_text_between_prompt_and_content_is_no_part_of_the_answer(tokenizer, tmp_path):
@@ -151,7 +156,7 @@ def test_a_text_between_prompt_and_content_is_no_part_of_the_answer(tokenizer, t
     )
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": MESSAGES[:2]}) + "\n")
-    (question,) = examples.read_questions(str(path), tokenizer, "messages", template, 64, None)
+    (question,) = read_questions(str(path), tokenizer, "messages", template, 64, None)
     assert question.answer == "yes"
     assert tokenizer.decode(question.tokens_of("no", tokenizer)) == "<a>no<|im_end|>"
 

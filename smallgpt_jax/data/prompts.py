@@ -1,4 +1,4 @@
-"""Examples: documents of which training counts only the answers, from rows with a prompt and its
+"""Prompts with answers: documents of which training counts only the answers, from rows with a prompt and its
 completion, or with the messages of a conversation; and their token ids.
 """
 

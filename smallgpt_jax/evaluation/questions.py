@@ -1,4 +1,4 @@
-"""Evaluation on a file of examples: the label of the highest likelihood, exact match, ROUGE-L.
+"""Questions with known answers: the label of the highest likelihood, exact match, ROUGE-L.
 
 A prompt is encoded as in training. An answer is generated greedily, up to the token that ends it in
 training.
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from smallgpt_jax.data.chat_template import Answer, ChatTemplate
-from smallgpt_jax.data.examples import encode_answer, encode_prompt, text_of
 from smallgpt_jax.data.parts import Rules
+from smallgpt_jax.data.prompts import encode_answer, encode_prompt, text_of
 from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError

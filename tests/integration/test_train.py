@@ -416,7 +416,7 @@ def test_prepare_and_a_store_of_other_settings(text_file, tmp_path):
     ]
     first, second = (call("prepare", *flags) for _ in range(2))
     assert (first.returncode, second.returncode) == (0, 0)
-    assert re.search(r"\d+ documents, [\d.]+ M tokens for training", first.stdout)
+    assert re.search(r"1 file, \d+ passages, [\d.]+ M tokens for training", first.stdout)
     assert "existing token store" in second.stdout
     assert (tmp_path / "store" / "metadata.json").is_file()
     config = config_for(

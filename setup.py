@@ -42,7 +42,11 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["smallgpt_jax", "smallgpt_jax.*"]),
-    package_data={"smallgpt_jax": ["py.typed"], "smallgpt_jax.data": ["python_packages.txt"]},
+    package_data={
+        "smallgpt_jax": ["py.typed"],
+        "smallgpt_jax.data": ["python_packages.txt"],
+        "smallgpt_jax.report": ["templates/*"],
+    },
     package_dir={
         "": "."
     },  # an editable install then works in the folder above a clone of this name too
@@ -58,6 +62,7 @@ setup(
         "flax>=0.11.2",  # logical axis rules that see the mesh of jax.set_mesh
         "grain>=0.2.8",  # grain.ReadOptions
         "jax>=0.10.1",  # AbstractDevice.platform
+        "jinja2>=3",  # finalize before autoescape
         "matplotlib",
         "ml-collections>=1.0",  # older ones import imp, which Python 3.12 lacks
         "numpy",

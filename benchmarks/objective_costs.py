@@ -20,7 +20,7 @@ from measuring import Training, in_turn, seconds_of
 
 from configs.compare import objectives
 from smallgpt_jax import cli
-from smallgpt_jax.comparison import budget
+from smallgpt_jax.comparison import recipe
 from smallgpt_jax.models.flops import train_flops_per_token
 
 _ROUNDS = flags.DEFINE_integer("rounds", 8, "Timings of each objective.", lower_bound=1)
@@ -30,7 +30,7 @@ STEPS = 5  # per timing
 def main() -> None:
     trainings = {
         name: Training(config)
-        for name, config in budget.resolve_runs(objectives.get_config()).items()
+        for name, config in recipe.resolve_runs(objectives.get_config()).items()
     }
     seconds = in_turn(
         {

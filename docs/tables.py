@@ -1,32 +1,54 @@
-"""Renders the tables of docs/*.md from the records in docs/results/.
+"""Fills the tables and numbers of docs/*.md from the records in docs/results/.
 
     python docs/tables.py
     python docs/tables.py --record=runs/paper/results.json --name=paper
 
-The first form renders all tables again. The second form first writes docs/results/paper.json, a
-shortened copy of a comparison's record. In a page, a comment names a record and a block of its
-report, and the lines up to the next blank line are that block:
+The first form fills all pages again. The second form first writes docs/results/paper.json, a
+shortened copy of a comparison's record.
 
-    <!-- report: {"record": "paper", "heading": "Learning rates", "table": 1} -->
+A comment names a record and a block of its report.md; the lines up to the next blank line are that
+block:
 
-`heading` is missing for blocks above the first heading. `paragraph` instead of `table` selects a
-paragraph. `columns` selects columns of a table by their names. A test compares all blocks with
-their records.
+    <!-- report: {"record": "paper", "heading": "Is every model at its best learning rate?"} -->
+
+`heading` is missing for blocks above the first heading. `table` or `paragraph` is the number of the
+block under it (default: table 1). `columns` selects columns of a table by their names.
+
+A comment right after a number or name in the text contains the expression that it is the value of,
+with a format:
+
+    moe needs 1.4<!-- = scaling.multiplier("moe", 1e12).value | .1f --> times fewer FLOPs
+
+`Values` lists what expressions can use. All other numbers of a page that has such comments must be
+code, links, or listed in a comment of their section, which says where they come from:
+
+    <!-- given: 0.10.2, 2026-11-24 (versions and dates of the runs) -->
+
+A paragraph or a table after a comment `no record`, which says why, is exempt up to the next blank
+line:
+
+    <!-- no record: measured by diagnose -->
+
+A test compares all of this with the records.
 """
 
 import dataclasses
 import functools
 import json
 import re
+import statistics
 import textwrap
 from pathlib import Path
+from typing import Any
 
 from absl import app, flags
 
-from smallgpt_jax.comparison import records, report
-from smallgpt_jax.comparison.blocks import Heading, Paragraph, Table, markdown_of
-from smallgpt_jax.comparison.results import Point
+from smallgpt_jax.analysis import choice, record
+from smallgpt_jax.analysis.analysis import analyse
+from smallgpt_jax.analysis.findings import Choice, Findings, Multiplier, Pair, Standing
+from smallgpt_jax.analysis.record import Point, Record, Run
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.report import page as report_page
 from smallgpt_jax.storage.atomic import write_atomically
 
 _RECORD = flags.DEFINE_string(
@@ -39,6 +61,15 @@ RESULTS = DOCS / "results"
 BLOCK = re.compile(
     r"^(?P<comment><!-- report: (?P<spec>.*) -->\n)(?P<content>(?:.+\n)*)", re.MULTILINE
 )
+VALUE = re.compile(r"(?P<value>[\w.,@%+−-]+)(?P<comment><!-- = (?P<expression>.+?) -->)")
+GIVEN = re.compile(r"<!-- given: (?P<numbers>.+?) -->", re.DOTALL)
+NO_RECORD = re.compile(r"^<!-- no record: .* -->\n(?:.+\n)*", re.MULTILINE)
+NUMBER = re.compile(r"(?<![\w@.-])[+−-]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
+# What is no claim of a page: comments, code, links, headings.
+_NO_CLAIMS = re.compile(
+    r"<!--.*?-->|```.*?```|^(?: {4}|\t)[^\n]*$|`[^`]*`|\]\([^)]*\)|^#[^\n]*$|https?://\S+|arXiv \d+\.\d+",
+    re.DOTALL | re.MULTILINE,
+)
 # The folders of an absolute path: /home/me/runs/gpt → gpt. A URL has none.
 FOLDERS = re.compile(r"(?<![\w.:/~*-])/(?:[\w.+~@-]+/)+")
 LINE_LENGTH = 120
@@ -46,76 +77,181 @@ MAX_POINTS = 12  # of a curve
 
 
 def render(page: Path) -> str:
-    """Returns the text of a page with its blocks made again. Raises UserError for a wrong
-    comment.
+    """Returns the text of a page with its blocks and values made again. Raises UserError for a
+    wrong comment.
     """
+    results = page.parent / "results"
 
-    def block(found: re.Match) -> str:
+    def block(match: re.Match) -> str:
         try:
-            return (
-                found["comment"]
-                + render_block(json.loads(found["spec"]), page.parent / "results")
-                + "\n"
-            )
+            return match["comment"] + _block(json.loads(match["spec"]), results) + "\n"
         except (UserError, ValueError) as error:
-            raise UserError(f"{page}: {found['comment'].strip()}: {error}") from None
+            raise UserError(f"{page}: {match['comment'].strip()}: {error}") from None
 
-    return BLOCK.sub(block, page.read_text())
+    def value(match: re.Match) -> str:
+        try:
+            return _value(match["expression"], results) + match["comment"]
+        except Exception as error:  # an expression can raise anything
+            message = f"{type(error).__name__}: {error}"
+            raise UserError(f"{page}: {match['comment']}: {message}") from None
+
+    return VALUE.sub(value, BLOCK.sub(block, page.read_text()))
 
 
-def render_block(spec: dict, results: Path) -> str:
-    if unknown := spec.keys() - {"record", "heading", "table", "paragraph", "columns"}:
+# ------------------------------------------------------------------ blocks
+def _block(spec: dict, results: Path) -> str:
+    unknown = spec.keys() - {"record", "heading", "table", "paragraph", "columns"}
+    if unknown:
         raise UserError(f"unknown key {min(unknown)!r}")
-    kind, selected = (Paragraph, "paragraph") if "paragraph" in spec else (Table, "table")
-    blocks = sections(results / f"{spec['record']}.json")
-    heading, number = spec.get("heading", ""), spec.get(selected, 1)
-    if heading not in blocks:
+    kind = "paragraph" if "paragraph" in spec else "table"
+    sections = _sections(results / f"{spec['record']}.json")
+    heading, number = spec.get("heading", ""), spec.get(kind, 1)
+    if heading not in sections:
         raise UserError(
-            f"the report has no heading {heading!r}; choose from {', '.join(filter(None, blocks))}"
+            f"the report has no heading {heading!r}; choose from {', '.join(filter(None, sections))}"
         )
-    found = [block for block in blocks[heading] if isinstance(block, kind)]
-    if not 1 <= number <= len(found):
+    blocks = [text for text in sections[heading] if text.startswith("|") == (kind == "table")]
+    if not 1 <= number <= len(blocks):
         raise UserError(
-            f"there are {len(found)} {selected}s under {heading or 'the title'!r}, no number "
-            f"{number}"
+            f"there are {len(blocks)} {kind}s under {heading or 'the title'!r}, no number {number}"
         )
-    block = found[number - 1]
-    if kind is Paragraph:
-        return textwrap.fill(
-            block.text, LINE_LENGTH, break_long_words=False, break_on_hyphens=False
-        )
-    return markdown_of(select_columns(block, spec["columns"]) if "columns" in spec else block)
+    text = blocks[number - 1]
+    if kind == "paragraph":
+        return "\n".join(map(_filled, text.splitlines()))
+    return select_columns(text, spec["columns"]) if "columns" in spec else text
+
+
+def _filled(line: str) -> str:
+    """Returns a paragraph, or an item of a list, in lines of LINE_LENGTH."""
+    return textwrap.fill(
+        line,
+        LINE_LENGTH,
+        subsequent_indent="  " if line.startswith("- ") else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 @functools.cache
-def sections(path: Path) -> dict[str, list]:
-    """Returns {heading: blocks} of the report on a record."""
-    found: dict[str, list] = {"": []}
-    for block in report.report_blocks(records.read(path), None):
-        if isinstance(block, Heading):
-            found[block.text] = []
-        else:
-            found[list(found)[-1]].append(block)
-    return found
+def _sections(path: Path) -> dict[str, list[str]]:
+    """Returns {heading: tables and paragraphs} of the report on a record."""
+    values = values_of(path)
+    sections: dict[str, list[str]] = {"": []}
+    heading = ""
+    for block in report_page.markdown(values.record, values.findings).split("\n\n"):
+        block = block.strip("\n")
+        if block.startswith("## "):
+            heading = block.removeprefix("## ")
+            sections[heading] = []
+        elif block and not block.startswith(("# ", "![", "    ")):
+            sections[heading].append(block)
+    return sections
 
 
-def select_columns(table: Table, columns: list[str]) -> Table:
-    if unknown := [column for column in columns if column not in table.head]:
-        raise UserError(f"no column {unknown[0]!r}; choose from {', '.join(table.head)}")
-    numbers = list(map(table.head.index, columns))
-    return dataclasses.replace(
-        table, head=tuple(columns), rows=tuple(tuple(row[i] for i in numbers) for row in table.rows)
-    )
+def select_columns(table: str, columns: list[str]) -> str:
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in table.splitlines()]
+    head = [cell.strip() for cell in rows[0]]
+    plain = [cell.replace("\\", "") for cell in head]
+    for column in columns:
+        if column not in plain:
+            raise UserError(f"no column {column!r}; choose from {', '.join(plain)}")
+    numbers = [plain.index(column) for column in columns]
+    return "\n".join("|" + "|".join(row[i] for i in numbers) + "|" for row in rows)
 
 
-def shorten(record: records.Record) -> records.Record:
+# ------------------------------------------------------------------ values
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """What an expression can use of a record."""
+
+    record: Record
+    findings: Findings
+
+    def runs(self, name: str, horizon: float = 1.0) -> list[Run]:
+        runs = [run for run in self.record.runs if (run.name, run.horizon) == (name, horizon)]
+        if not runs:
+            raise KeyError(name)
+        return runs
+
+    def losses(self, name: str, horizon: float = 1.0) -> dict[int, float]:
+        """Returns {seed: loss}."""
+        return {run.seed: run.loss for run in self.runs(name, horizon)}
+
+    def loss(self, name: str, horizon: float = 1.0) -> float:
+        return statistics.fmean(self.losses(name, horizon).values())
+
+    def deviation(self, name: str, horizon: float = 1.0) -> float:
+        """Returns the standard deviation of the losses over seeds."""
+        return statistics.stdev(self.losses(name, horizon).values())
+
+    def tokens_per_parameter(self, name: str, horizon: float = 1.0) -> float:
+        run = self.runs(name, horizon)[0]
+        return run.tokens / run.active_parameters
+
+    def answers(self, name: str, measure: str) -> float:
+        """Returns a measure of a probe's answers, such as "accuracy_at_4", mean over the seeds."""
+        return statistics.fmean(run.last.answers[measure] for run in self.runs(name))
+
+    def pair(self, model: str, other: str) -> Pair:
+        """Returns the verdict on two models of the ranking."""
+        return self.findings.ranking.pair(model, other)
+
+    def choice(self, budget: str, limit: float) -> Choice:
+        return choice.choose(self.record, budget, limit)
+
+    def standing(self, model: str, budget: str, limit: float) -> Standing:
+        standings = self.choice(budget, limit).contest.standings
+        return {one.model: one for one in standings}[model]
+
+    def multiplier(self, model: str, budget: float) -> Multiplier:
+        """Returns the multiplier at the budget of the report that is nearest to `budget`."""
+        multipliers = [one for one in self.findings.multipliers if one.model == model]
+        return min(multipliers, key=lambda one: abs(one.budget - budget))
+
+
+@functools.cache
+def values_of(path: Path) -> Values:
+    content = record.read(path)
+    return Values(content, analyse(content))
+
+
+def _value(expression: str, results: Path) -> str:
+    """Returns the formatted value of an expression, such as `scaling.loss("gpt@0.2M") | .2f`."""
+    code, _, form = expression.partition(" | ")
+    names = {name: values_of(path) for name, path in _records(results).items() if name in code}
+    return format(eval(code, {**_FUNCTIONS, **names}), form.strip())
+
+
+_FUNCTIONS = {"mean": statistics.fmean}
+
+
+def _records(results: Path) -> dict[str, Path]:
+    """Returns {name in expressions: record}."""
+    return {path.stem.replace("-", "_"): path for path in sorted(results.glob("*.json"))}
+
+
+def unfounded_numbers(text: str) -> list[str]:
+    """Returns the numbers of a page that neither a record nor a comment `given` accounts for."""
+    numbers = []
+    for section in re.split(r"\n(?=#+ )", text):
+        given = {
+            number
+            for match in GIVEN.finditer(section)
+            for number in NUMBER.findall(match["numbers"])
+        }
+        claims = VALUE.sub(" ", NO_RECORD.sub("\n", BLOCK.sub("\n", section)))
+        claims = _NO_CLAIMS.sub(" ", claims)
+        numbers += [number for number in NUMBER.findall(claims) if number not in given]
+    return numbers
+
+
+# ------------------------------------------------------------------ records
+def shorten(content: Record) -> Record:
     """Keeps the evaluations of the losses, and a part of the others."""
-    return dataclasses.replace(
-        record,
-        runs=tuple(
-            dataclasses.replace(run, curve=thin(run.curve, run.averaged)) for run in record.runs
-        ),
-    )
+    runs = []
+    for run in content.runs:
+        runs.append(dataclasses.replace(run, curve=thin(run.curve, run.averaged)))
+    return dataclasses.replace(content, runs=tuple(runs))
 
 
 def thin(curve: tuple[Point, ...], averaged: int) -> tuple[Point, ...]:
@@ -129,16 +265,11 @@ def thin(curve: tuple[Point, ...], averaged: int) -> tuple[Point, ...]:
 
 def add_record(source: Path, target: Path) -> None:
     """Writes a shortened record without the paths of the machine."""
-    records.write(shorten(records.read(source)), target)
-    content = json.loads(FOLDERS.sub("", target.read_text()))
-    write_atomically(
-        target,
-        json.dumps(content, separators=(",", ":"), ensure_ascii=False).replace(
-            '{"name":', '\n{"name":'
-        )
-        + "\n",
-    )
-    records.read(target)  # raises UserError if the record has become invalid
+    record.write(shorten(record.read(source)), target)
+    content: dict[str, Any] = json.loads(FOLDERS.sub("", target.read_text()))
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+    write_atomically(target, text.replace('{"name":', '\n{"name":') + "\n")
+    record.read(target)  # raises UserError if the record has become invalid
 
 
 def main(_) -> None:
@@ -148,9 +279,10 @@ def main(_) -> None:
         RESULTS.mkdir(exist_ok=True)
         add_record(Path(_RECORD.value), RESULTS / f"{_NAME.value}.json")
     for page in sorted(DOCS.glob("*.md")):
-        if (text := render(page)) != page.read_text():
+        text = render(page)
+        if text != page.read_text():
             write_atomically(page, text)
-            print(f"{page}: tables changed")
+            print(f"{page}: changed")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from coordinates import at_size
 
 from benchmarks.measuring import table
 from smallgpt_jax import cli
-from smallgpt_jax.comparison.learning_rates import Grid, scale
+from smallgpt_jax.analysis.record import Grid, GridRate
+from smallgpt_jax.comparison.learning_rates import scale
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.trainer import open_pipeline
@@ -46,11 +47,14 @@ def grid(config: Config, multiples: list[float]) -> Grid:
         for i in range(config.train.steps):
             state, metrics = step(state, pipeline.to_devices(pipeline.train_batches[i]))
             losses.append(metrics["loss"])
-        mean = float(np.mean(losses[-(config.train.steps // 10) :]))
-        return mean if math.isfinite(mean) else math.inf
+        return float(np.mean(losses[-(config.train.steps // 10) :]))
 
-    losses = {multiple: final_loss(multiple) for multiple in multiples}
-    return Grid(config.train.seed, config.optimizer.learning_rate, losses)
+    rates = []
+    for multiple in multiples:
+        loss = final_loss(multiple)
+        diverged = not math.isfinite(loss)
+        rates.append(GridRate(multiple, None if diverged else loss, diverged))
+    return Grid(config.train.seed, config.optimizer.learning_rate, tuple(rates))
 
 
 def best_rate(found: Grid) -> float:

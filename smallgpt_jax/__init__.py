@@ -41,12 +41,17 @@ _PUBLIC = {
     "plan": "planning.plan",
     "plan_inference": "planning.plan",
     "diagnose": "diagnosis.diagnosis",
+    "compare": "comparison.comparing",
+    "plan_comparison": "comparison.comparing",
+    "choose": "report.choosing",
     "UserError": "errors",
     "StoppedError": "errors",
 }
 __all__ = list(_PUBLIC)
 
 if TYPE_CHECKING:  # `as` tells type checkers that the names are public
+    from smallgpt_jax.comparison.comparing import compare as compare
+    from smallgpt_jax.comparison.comparing import plan_comparison as plan_comparison
     from smallgpt_jax.conversion.exporting import GgufExport as GgufExport
     from smallgpt_jax.conversion.exporting import HuggingFaceExport as HuggingFaceExport
     from smallgpt_jax.conversion.exporting import PeftExport as PeftExport
@@ -66,6 +71,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the names are public
     from smallgpt_jax.inference import load as load
     from smallgpt_jax.planning.plan import plan as plan
     from smallgpt_jax.planning.plan import plan_inference as plan_inference
+    from smallgpt_jax.report.choosing import choose as choose
     from smallgpt_jax.training.trained_run import TrainedRun as TrainedRun
     from smallgpt_jax.training.trained_run import train as train
 

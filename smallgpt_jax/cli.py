@@ -32,8 +32,6 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from smallgpt_jax.config import recipes
-from smallgpt_jax.devices import compilation_cache, distributed, host_memory
-from smallgpt_jax.devices.platform import missing_devices_message
 from smallgpt_jax.errors import StoppedError, UserError, raise_on_interrupt
 from smallgpt_jax.formatting import printable
 from smallgpt_jax.output import best_effort, drop_unwritable, is_output_closed
@@ -70,20 +68,22 @@ def define_trust():
     )
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], None], uses_jax: bool = True) -> None:
+    """Runs a command with the flags of this process, and exits."""
+
     def main_without_traceback(argv):
         if not flags.FLAGS["verbosity"].present:
             absl.logging.set_verbosity(absl.logging.WARNING)
         if len(argv) > 1:
             fail(f"{argv[1]!r}: unexpected argument; flags start with --", status=2)
-        run_command(main)
+        run_command(main, uses_jax)
 
     # If standard error cannot be written, the exit status must stay the same.
     with best_effort("stderr"):
         app.run(main_without_traceback, flags_parser=parse)
 
 
-def run_command(main: Callable[[], None]) -> None:
+def run_command(main: Callable[[], None], uses_jax: bool = True) -> None:
     # Print characters missing from the terminal's encoding as escapes; accept input that is not
     # UTF-8. In the locale C, Python's standard output would refuse them.
     for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "surrogateescape")):
@@ -93,9 +93,8 @@ def run_command(main: Callable[[], None]) -> None:
     logging.getLogger("huggingface_hub").propagate = False
     try:
         require_open_files()
-        compilation_cache.configure()
-        distributed.skip_tpu_search()
-        host_memory.configure()
+        if uses_jax:
+            configure_jax()
         if not gc.get_freeze_count():  # not again in tests, which run several commands in a process
             gc.freeze()  # garbage collection skips the objects of the imports
         raise_on_interrupt()
@@ -115,7 +114,7 @@ def run_command(main: Callable[[], None]) -> None:
 
 def _explain(error: Exception) -> None:
     """Exits with a message if a user can cause the error; otherwise returns."""
-    if message := missing_devices_message(error):
+    if message := missing_devices(error):
         fail(message)
     if object_storage.is_used() and object_storage.is_request_error(error):
         fail(object_storage.request_error_message("object storage", error))
@@ -126,6 +125,24 @@ def _explain(error: Exception) -> None:
     if isinstance(error, BrokenPipeError) and is_closed:
         sys.exit(141)
     fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+
+
+def configure_jax() -> None:
+    # Here, because they import JAX, which takes longer than a command that does not need it.
+    from smallgpt_jax.devices import compilation_cache, distributed, host_memory
+
+    compilation_cache.configure()
+    distributed.skip_tpu_search()
+    host_memory.configure()
+
+
+def missing_devices(error: Exception) -> str:
+    """Returns a message if JAX has not found the devices that a command needs, else ""."""
+    if "jax" not in sys.modules:
+        return ""
+    from smallgpt_jax.devices.platform import missing_devices_message
+
+    return missing_devices_message(error)
 
 
 def require_open_files() -> None:

@@ -140,7 +140,7 @@ def saved(path: Path, *runs: Run, **fields) -> Path:
 
 
 class FakeTrain:
-    """Replaces `train.train`: locks the workdir and starts from the trunk, but writes the loss that
+    """Replaces `trainer.train`: locks the workdir and starts from the trunk, but writes the loss that
     `loss_of(config)` returns, inf for a run that diverges.
 
     `trained` lists (folder, number of steps that were trained).

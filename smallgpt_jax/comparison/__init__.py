@@ -1,3 +1,3 @@
-"""Compares models: plans runs (budget.py), measures them (measure.py, results.py), reports
-(figures.py, report.py).
+"""Plans the runs of a comparison, trains and measures them, and writes the report
+(`comparing.compare`).
 """

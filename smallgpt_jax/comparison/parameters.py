@@ -52,15 +52,15 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
     """
     target = wanted
     for _ in range(len(runs) + 1):
-        found = {name: with_parameters(run, target) for name, run in runs.items()}
-        counts = {name: num_parameters(run) for name, run in found.items()}
+        resized = {name: with_parameters(run, target) for name, run in runs.items()}
+        counts = {name: num_parameters(run) for name, run in resized.items()}
         if max(counts.values()) / min(counts.values()) - 1 <= PARAMETER_TOLERANCE:
-            return found
+            return resized
         worst = max(counts, key=lambda name: abs(counts[name] / target - 1))
         missed, target = target, counts[worst]
         if abs(target / wanted - 1) > MAX_PARAMETER_CHANGE:
             break
-    model = found[worst].model
+    model = resized[worst].model
     raise UserError(
         f"config.compare.budget='parameters': {worst} has no width that gives {missed:,} "
         f"parameters within {PARAMETER_TOLERANCE:.0%}; the nearest width gives {target:,} "
@@ -112,15 +112,17 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
         return num_parameters(resize(config, width, num_heads_of[width]))
 
     widths = sorted(num_heads_of)
-    least, most = (
-        first_at_least(widths, start, (1 + sign * PARAMETER_TOLERANCE) * target, count)
-        for sign in (-1, 1)
-    )
-    near = widths[least : most + (count(widths[most]) <= (1 + PARAMETER_TOLERANCE) * target)]
-    candidates = (
-        [width for width in widths_of[num_heads] if width in near] for num_heads in numbers
-    )
-    width = nearest_width(next(filter(None, candidates), widths), start, target, count)
+    lowest, highest = (1 - PARAMETER_TOLERANCE) * target, (1 + PARAMETER_TOLERANCE) * target
+    first = first_at_least(widths, start, lowest, count)
+    last = first_at_least(widths, start, highest, count)
+    if count(widths[last]) > highest:
+        last -= 1
+    near = widths[first : last + 1]  # within the tolerance, for any number of heads
+    for num_heads in numbers:
+        candidates = [width for width in widths_of[num_heads] if width in near]
+        if candidates:
+            break
+    width = nearest_width(candidates or widths, start, target, count)
     return resize(config, width, num_heads_of[width])
 
 

@@ -7,6 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter
 
+from smallgpt_jax.formatting import printable
+
 # The palette of Okabe and Ito: people with most kinds of color blindness can tell its colors apart.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
@@ -38,6 +40,8 @@ def render(figure: Figure, **options) -> bytes:
     file = io.BytesIO()
     for text in figure.findobj(Text):
         text.set_parse_math(False)
+        lines = text.get_text().split("\n")
+        text.set_text("\n".join(map(printable, lines)))
     with matplotlib.rc_context({"svg.hashsalt": "smallgpt_jax"}):
         figure.savefig(file, **options)
     return file.getvalue()

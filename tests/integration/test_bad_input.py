@@ -18,8 +18,8 @@ from conftest import ROOT, call, load_config
 from data_helpers import parquet, prepare_store, zstd
 
 from smallgpt_jax import inference
-from smallgpt_jax.comparison import measure
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation import texts
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training.trainer import train
@@ -465,7 +465,7 @@ def test_refuses_urls(field, function, tmp_path, monkeypatch):
 @pytest.mark.parametrize("url", [URL, "gs://bucket/a.txt"])
 def test_refuses_urls_in_compare_texts(url):
     with pytest.raises(UserError) as error:
-        measure.parse_texts(f"here=a.txt,there={url}")
+        texts.parse_texts(f"here=a.txt,there={url}")
     assert str(error.value) == (
         f"config.compare.texts: {url!r} is a URL, which is not supported here; use a local path"
     )

@@ -1,31 +1,24 @@
-"""The compare command: reports, resumption, refused input, and measurements of tiny models."""
+"""The compare command: what it trains, resumes, takes over, refuses and reports. Most runs are
+made up.
+"""
 
 import json
 import math
-import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
-import jax
-import numpy as np
 import pytest
-from conftest import ROOT, call, forward, init, load_config
-from data_helpers import prepare_store
+from comparison_helpers import FakeTrain, run, saved, untrained_run
+from conftest import ROOT, call, load_config
 
-from smallgpt_jax import inference, models
-from smallgpt_jax.comparison import inference_cost, measure, results
-from smallgpt_jax.data.corpus import Corpus, load_or_prepare, open_existing
-from smallgpt_jax.devices import sharding
-from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
-from smallgpt_jax.formatting import millions
+from smallgpt_jax import models
+from smallgpt_jax.evaluation import inference_cost
 from smallgpt_jax.models.flops import train_flops_per_token
-from smallgpt_jax.run.config_file import read_config, write_config
-from smallgpt_jax.run.sessions import append_session
-from smallgpt_jax.run.workdir import initialize_workdir
+from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.names import CONFIG_FILE
+from smallgpt_jax.run.workdir import check_workdir
 from smallgpt_jax.training import trainer
-from smallgpt_jax.training.build import shared_program
-from smallgpt_jax.training.validation import EvaluationSums
 
 STEPS = (
     "--config.train.steps=8",
@@ -36,61 +29,26 @@ STEPS = (
 )
 TINY = ("compare", "--config=configs/compare/paper.py:tiny", *STEPS)
 TIME = 64
-
-
-def fake_train(config, folder: str, corpus) -> None:
-    """Writes the workdir files that comparisons read, with random metrics, instead of training."""
-    rng, folder = np.random.default_rng(config.train.seed + config.model.num_layers), Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    initialize_workdir(folder, config, load_or_prepare(config.data))
-    append_session(
-        folder,
-        {
-            "devices": 1,
-            "device": "cpu",
-            "argument_bytes": 10**6,
-            "temp_bytes": 10**6,
-            "padding": 0.0,
-        },
-    )
-    with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(2, config.train.steps + 1, 2):
-            file.write(
-                json.dumps(
-                    {
-                        "step": step,
-                        "split": "train",
-                        "loss": 5.0,
-                        "tokens_per_second": rng.uniform(1000, 2000),
-                    }
-                )
-                + "\n"
-            )
-            if step % 4 == 0:
-                file.write(
-                    json.dumps(
-                        {
-                            "step": step,
-                            "split": "eval",
-                            "loss": rng.uniform(3, 4),
-                            "bits_per_byte": rng.uniform(1, 2),
-                            "targets": 8,
-                        }
-                    )
-                    + "\n"
-                )
-    (folder / "checkpoints" / str(config.train.steps)).mkdir(parents=True)
+INF = math.inf
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, text_file):
-    """Returns the folder of a comparison of gpt and pgpt; `fake_train` made the runs. Tests must
+    """Returns the folder of a comparison of gpt and pgpt, whose losses are 3.0 to 3.3. Tests must
     not change it.
     """
-    output, decoded = tmp_path_factory.mktemp("compared") / "out", []
+
+    def loss_of(config) -> float:
+        is_pgpt = config.model.architecture == "pgpt"
+        return 3 + 0.2 * is_pgpt + 0.1 * (config.train.seed % 2)
+
+    output = tmp_path_factory.mktemp("compared") / "out"
+    measured = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train", fake_train)
-        patch.setattr(inference_cost, "measure_inference", decoded.append)
+        patch.setattr(trainer, "train", FakeTrain(loss_of))
+        patch.setattr(
+            inference_cost, "measure_inference", lambda folder: measured.append(folder.name)
+        )
         done = call(
             *TINY,
             f"--config.data.source={text_file}",
@@ -98,115 +56,46 @@ def compared(tmp_path_factory, text_file):
             "--config.compare.names=gpt,pgpt",
         )
     assert (done.returncode, done.stderr) == (0, "")
-    assert [folder.name for folder in decoded] == [
-        "gpt-seed1337",
-        "pgpt-seed1337",
-        "gpt-seed1338",
-        "pgpt-seed1338",
-    ]
+    assert "gpt" in done.stdout and str(output / "report.html") in done.stdout
+    assert measured == [f"{name}-seed{seed}" for seed in (1337, 1338) for name in ("gpt", "pgpt")]
     return output
 
 
-def untrained_run(folder, source, **fields):
-    """Writes a workdir that has an evaluation at the last step, but no checkpoint. Returns
-    `folder`.
-    """
-    config = load_config("gpt", data__source=str(source), **fields)
-    folder.mkdir(parents=True, exist_ok=True)
-    initialize_workdir(folder, config, load_or_prepare(config.data))
-    with (folder / "metrics.jsonl").open("w") as file:
-        file.write(
-            json.dumps(
-                {
-                    "step": config.train.steps,
-                    "split": "eval",
-                    "loss": 4.0,
-                    "bits_per_byte": 2.0,
-                    "targets": 8,
-                }
-            )
-        )
-    return folder
+def results(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
 
 
-def numbers(first: int) -> str:
-    return "\n\n".join(str(n) * 40 for n in range(first, first + 1000))
-
-
-# ------------------------------------------------------------------ The report
-@pytest.mark.slow
-def test_every_number_of_the_report_follows_from_the_metrics(compared):
-    markdown, page = (compared / "report.md").read_text(), (compared / "report.html").read_text()
-    reported = json.loads((compared / "results.json").read_text())["runs"]
-    assert len(reported) == 4
-    for name in ("gpt", "pgpt"):
-        losses, bits, speeds, ends = [], [], [], []
-        for seed in (1337, 1338):
-            folder = compared / "runs" / f"{name}-seed{seed}"
-            lines = [
-                json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-            ]
-            evals = [line for line in lines if line["split"] == "eval"]
-            assert [line["step"] for line in evals] == [4, 8]
-            (ours,) = (run for run in reported if (run["name"], run["seed"]) == (name, seed))
-            assert [point["loss"] for point in ours["curve"]] == [line["loss"] for line in evals]
-            assert [point["tokens"] for point in ours["curve"]] == [4 * 8 * TIME, 8 * 8 * TIME]
-            model = models.LanguageModel(read_config(folder).model)
-            flops = train_flops_per_token(model)
-            assert [point["flops"] for point in ours["curve"]] == [
-                4 * 8 * TIME * flops,
-                8 * 8 * TIME * flops,
-            ]
-            seconds = [
-                2 * 8 * TIME / line["tokens_per_second"]
-                for line in lines
-                if line["split"] == "train"
-            ]
-            assert len(seconds) == 4
-            np.testing.assert_allclose(
-                [point["seconds"] for point in ours["curve"]],
-                [sum(seconds[:2]), sum(seconds)],
-                rtol=1e-12,
-            )
-            losses.append(evals[-1]["loss"])
-            bits.append(evals[-1]["bits_per_byte"])
-            speeds.append(8 * 8 * TIME / sum(seconds))
-            ends.append(sum(seconds))
-            assert f"| {name} | {seed} | 8 | {losses[-1]:.4f} |" in markdown
-        cells = [
-            f"{sum(bits) / 2:.4f}",
-            "2",
-            millions(models.num_parameters(model)),
-            millions(round(flops)),
+# ------------------------------------------------------------------ reports
+def test_the_record_has_the_metrics_and_costs_of_the_runs(compared):
+    runs = results(compared)["runs"]
+    assert [(one["name"], one["seed"]) for one in runs] == [
+        (name, seed) for seed in (1337, 1338) for name in ("gpt", "pgpt")
+    ]
+    for one in runs:
+        folder = compared / "runs" / f"{one['name']}-seed{one['seed']}"
+        evaluations = [
+            line for line in read_lines(folder / "metrics.jsonl") if line["split"] == "eval"
         ]
-        cells += [f"{sum(values) / 2:,.0f}" for values in (speeds, ends)]
-        assert f"| {name} | {sum(losses) / 2:.4f} ({min(losses):.4f} to {max(losses):.4f}) | " in (
-            markdown.replace("**", "")
-        )
-        assert " | " + " | ".join(cells) + " |" in markdown.replace("**", "")
-        assert "".join(f"<td>{cell}</td>" for cell in cells) in page
-    assert "Lowest validation loss: " in markdown
-    # The report lists the config fields that have the same value in all runs.
-    assert f"| model.context_length | {TIME} |" in markdown and "| train.steps | 8 |" in markdown
-    assert (compared / "loss-tokens.png").read_bytes().startswith(b"\x89PNG")
-    assert (
-        "http://" not in re.sub(r"base64,[^\"]*", "", page)
-        and page.count("data:image/svg+xml") == 4
-    )
+        flops = train_flops_per_token(models.LanguageModel(read_config(folder).model))
+        for point, line in zip(one["curve"], evaluations, strict=True):
+            tokens = line["step"] * 8 * TIME
+            assert (point["step"], point["loss"]) == (line["step"], line["loss"])
+            assert (point["tokens"], point["flops"]) == (tokens, tokens * flops)
+            assert point["seconds"] == pytest.approx(tokens / 1000)  # at 1,000 tokens per second
+        assert one["memory_bytes"] == 2 * 10**6
 
 
 @pytest.mark.slow
+@pytest.mark.draws
 def test_results_json_gives_the_same_report(compared, tmp_path):
     done = call("compare", f"--results={compared / 'results.json'}", f"--output={tmp_path}")
     assert (done.returncode, done.stderr) == (0, "")
-    before, now = (
-        (folder / "report.md").read_text().split("```")[0] for folder in (compared, tmp_path)
-    )
-    assert now == before
-    before, now = (
-        json.loads((folder / "results.json").read_text()) for folder in (compared, tmp_path)
-    )
-    assert {**now, "command": ""} == {**before, "command": ""}
+    before, now = ((folder / "report.md").read_text() for folder in (compared, tmp_path))
+    assert now.rpartition("\n    python")[0] == before.rpartition("\n    python")[0]
+    assert {**results(tmp_path), "command": ""} == {**results(compared), "command": ""}
+    assert (tmp_path / "answer.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "report.html").read_text()
+    assert "http" not in page.replace("http-equiv", "") and page.count("<img") == 3
 
 
 def test_existing_runs_are_reported_finished_or_not(compared, tmp_path):
@@ -214,25 +103,16 @@ def test_existing_runs_are_reported_finished_or_not(compared, tmp_path):
     partial.mkdir()
     for name in ("config.json", "store.json", "tokenizer", "sessions.jsonl"):
         (partial / name).symlink_to(source / name)
-    lines = (source / "metrics.jsonl").read_text().splitlines()
-    (partial / "metrics.jsonl").write_text(
-        "".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= 4)
-    )
+    lines = [json.dumps(line) for line in read_lines(source / "metrics.jsonl") if line["step"] <= 4]
+    (partial / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     output = tmp_path / "report"
     done = call("compare", f"--workdirs={partial},{compared}/runs/pgpt-*", f"--output={output}")
     assert done.returncode == 0, done.stderr
     markdown = (output / "report.md").read_text()
     assert "Unfinished: partial, seed 1337, at step 4 of 8." in markdown
-    assert (
-        "| partial (unfinished, step 4) | – | – | 1 |" in markdown
-        and "Fewer than two runs are finished" in markdown
-    )
+    assert "| partial | 1337 | 4 of 8 | 4.1000 |" in markdown
     before, now = (
-        [
-            run
-            for run in json.loads((folder / "results.json").read_text())["runs"]
-            if run["name"] == "pgpt"
-        ]
+        [one for one in results(folder)["runs"] if one["name"] == "pgpt"]
         for folder in (compared, output)
     )
     assert now == before and len(now) == 2
@@ -243,28 +123,214 @@ def test_existing_runs_are_reported_finished_or_not(compared, tmp_path):
     assert (compared / "report.md").read_bytes() == before
 
 
+def test_a_pattern_that_ends_with_a_slash_matches_only_folders(tmp_path):
+    (tmp_path / "a.txt").write_text("no run")
+    (tmp_path / "b").mkdir()
+    done = call("compare", f"--workdirs={tmp_path}/*/", f"--output={tmp_path / 'out'}")
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {tmp_path}/b: not a run, ")
+
+
+# ------------------------------------------------------------------ training
+@pytest.fixture
+def compare(text_file, tmp_path, monkeypatch):
+    """Returns a function that runs `compare` of gpt with FakeTrain in a folder of tmp_path."""
+
+    def compared(output: str, *arguments: str, loss_of=lambda config: 3.0):
+        fake = FakeTrain(loss_of)
+        monkeypatch.setattr(trainer, "train", fake)
+        monkeypatch.setattr(inference_cost, "measure_inference", lambda folder: None)
+        done = call(
+            *TINY,
+            f"--config.data.source={text_file}",
+            f"--output={tmp_path / output}",
+            "--config.compare.names=gpt",
+            *arguments,
+        )
+        return done, fake
+
+    return compared
+
+
+@pytest.mark.slow
+def test_a_grid_horizons_and_a_second_start(compare, tmp_path):
+    """The grid chooses twice the rate. The shorter run starts where its decay starts. A second
+    start trains nothing, and gives the same record.
+    """
+
+    def loss_of(config) -> float:
+        rate = config.optimizer.learning_rate
+        return INF if rate > 0.01 else abs(math.log2(rate / 6e-3)) + config.train.seed / 1e4
+
+    arguments = (
+        "--config.train.steps=80",
+        "--config.optimizer.decay_steps=80",
+        "--config.optimizer.schedule=wsd",
+        "--config.compare.horizons=0.5,1",
+        "--config.compare.learning_rates=1,2",
+        "--config.compare.seeds=1",
+    )
+    done, fake = compare("out", *arguments, loss_of=loss_of)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert fake.trained == [
+        ("gpt-seed1336", 80),
+        ("gpt-seed1336-lr2x", 80),
+        ("gpt-seed1336-lr4x", 80),
+        ("gpt-seed1337-lr2x", 80),
+        ("gpt-seed1337-lr2x-x0.5", 4),
+    ]
+    assert "[5/5] gpt, seed 1337, learning rate × 2, horizon × 0.5" in done.stdout
+    record = results(tmp_path / "out")
+    assert [(one["horizon"], one["config"]["train.steps"]) for one in record["runs"]] == [
+        (1.0, 80),
+        (0.5, 40),
+    ]
+    rates = record["learning_rates"]["gpt"]["rates"]
+    assert [(rate["multiple"], rate["diverged"]) for rate in rates] == [
+        (1.0, False),
+        (2.0, False),
+        (4.0, True),
+    ]
+    done, fake = compare("out", *arguments, loss_of=loss_of)
+    assert (done.returncode, fake.trained) == (0, [])
+    assert "gpt-seed1336-lr4x: diverged in an earlier session; skipped" in done.stdout
+    assert results(tmp_path / "out") == record
+
+
+def test_the_report_is_written_when_a_run_fails(compare, tmp_path):
+    """The failed run is the reference's first seed; the report has the others."""
+
+    def loss_of(config) -> float:
+        if config.train.seed == 1337:
+            config.train.refuse("batch_size", "does not fit into memory")
+        return 3.0
+
+    done, _ = compare("out", loss_of=loss_of)
+    assert done.returncode == 1 and done.stderr.count("\n") <= 2
+    assert "gpt-seed1337: could not be trained: config.train.batch_size=" in done.stderr
+    runs = results(tmp_path / "out")["runs"]
+    assert [(one["seed"], one["is_finished"]) for one in runs] == [(1337, False), (1338, True)]
+
+
+def test_train_false_reports_the_runs_so_far(compare, tmp_path):
+    compare("out", "--config.compare.seeds=1")
+    done, fake = compare("out", "--config.compare.train=false")
+    assert (done.returncode, fake.trained) == (0, [])
+    assert [one["seed"] for one in results(tmp_path / "out")["runs"]] == [1337]
+
+
+def test_a_dry_run_says_what_is_missing(compare, tmp_path):
+    """Two of four runs of 8 steps are finished. Nothing is trained, and no report is written."""
+    compare("out", "--config.compare.seeds=1", "--config.compare.names=gpt,pgpt")
+    (tmp_path / "out" / "report.md").unlink()
+    arguments = ("--config.compare.names=gpt,pgpt", "--dry_run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("smallgpt_jax.comparison.budget.steps_per_second", lambda run: 2.0)
+        done, fake = compare("out", *arguments)
+    assert (done.returncode, done.stderr, fake.trained) == (0, "", []), done.stderr
+    gpt = read_config(tmp_path / "out" / "runs" / "gpt-seed1337")
+    flops = train_flops_per_token(models.LanguageModel(gpt.model)) * 8 * 8 * TIME
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("gpt ")]
+    assert row.split()[1:] == [
+        "1",
+        f"{models.num_parameters(models.LanguageModel(gpt.model)):,}",
+        "4,096",
+        "4,096",
+        f"{flops:.2e}",
+        "4s",
+    ]
+    assert "2 runs to train, 2 more are finished." in done.stdout
+    assert "8s of training at the speed measured on" in done.stdout
+    assert "nothing is repeated" in done.stdout
+    assert not (tmp_path / "out" / "report.md").exists()
+
+
+# ------------------------------------------------------------------ records of other machines
+@pytest.mark.slow
+def test_continues_from_records(compare, tmp_path):
+    """A run that is removed from a record is trained again; all others, and those of the grid, are
+    taken over. The record is the only file of the first comparison that is read.
+    """
+    grid = ("--config.compare.learning_rates=1,2", "--config.compare.max_added_learning_rates=0")
+
+    def loss_of(config) -> float:
+        return 3 - config.optimizer.learning_rate + config.train.seed / 1e4
+
+    _, fake = compare("here", *grid, loss_of=loss_of)
+    assert len(fake.trained) == 4
+    whole = results(tmp_path / "here")
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({**whole, "runs": whole["runs"][:1]}))
+    shutil.rmtree(tmp_path / "here")
+    done, fake = compare("more", *grid, f"--results={path}", loss_of=loss_of)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert fake.folders == ["gpt-seed1338-lr2x"]
+
+    def without_paths(record: dict) -> dict:
+        runs = []
+        for one in record["runs"]:
+            runs.append({**one, "workdir": "", "run": "", "sessions": []})
+        return {**record, "command": "", "runs": runs}
+
+    assert without_paths(results(tmp_path / "more")) == without_paths(whole)
+
+
+def test_trains_what_a_record_lacks(compare, tmp_path):
+    """An unfinished run is trained, and a diverged one is not. Other names are left out, and said
+    so.
+    """
+    compare("here", "--config.compare.names=gpt,pgpt")
+    path = tmp_path / "here" / "results.json"
+    content = json.loads(path.read_text())
+    for one in content["runs"]:
+        if one["name"] == "gpt":
+            one["is_finished"], one["diverged"] = False, one["seed"] == 1338
+    path.write_text(json.dumps(content))
+    done, fake = compare("more", f"--results={path}")
+    assert (done.returncode, done.stderr, fake.folders) == (0, "", ["gpt-seed1337"])
+    assert "--results: pgpt is not in this comparison; left out\n" in done.stdout
+    assert [(one["seed"], one["diverged"]) for one in results(tmp_path / "more")["runs"]] == [
+        (1337, False),
+        (1338, True),
+    ]
+
+
+def test_refuses_other_records(compare, tmp_path, text_file):
+    """Before anything is trained."""
+    compare("here", "--config.compare.seeds=1")
+    other = tmp_path / "other.txt"
+    other.write_text(Path(text_file).read_text().upper())
+    for arguments, message in (
+        (
+            ["--config.model.num_layers=1"],
+            "has another config than this comparison (model.num_layers 4 and 1)",
+        ),
+        (["--config.optimizer.learning_rate=1e-3"], ", optimizer.learning_rate 0.003 and 0.001)"),
+        (["--config.train.steps=12"], "(train.steps 8 and 12"),
+        (["--config.train.eval_steps=1"], "its loss is a mean over"),
+        (
+            [f"--config.data.source={other}"],
+            "gpt, seed 1337: was trained on another text than this comparison",
+        ),
+        (["--workdirs=x"], "--results may be combined with --config"),
+    ):
+        done, fake = compare("more", f"--results={tmp_path / 'here' / 'results.json'}", *arguments)
+        assert done.returncode in (1, 2) and message in done.stderr, done.stderr
+        assert done.stderr.count("\n") <= 2 and not fake.trained
+        assert not (tmp_path / "more" / "runs").exists()
+
+
+# ------------------------------------------------------------------ refusals
 def test_refuses_to_continue_another_comparison(compared, tmp_path):
     """A comparison with other settings than the runs in its folder is refused before any run is
-    trained.
-
-    The test covers three differences: another model, another text, and fewer steps than in the
-    existing runs.
+    trained: another model, fewer steps, and another text.
     """
     source = read_config(compared / "runs" / "gpt-seed1337").data.source
-    common = (
-        *TINY,
-        f"--config.data.source={source}",
-        f"--output={compared}",
-        "--config.compare.names=gpt",
-    )
-    for flags, message in (
-        (["--config.train.steps=6"], "existing run of 8 steps, more than config.train.steps=6"),
-        (
-            ["--config.model.d_model=128"],
-            "gpt-seed1337: existing run with another config: model.d_model was 64, now 128",
-        ),
+    common = (*TINY, f"--config.data.source={source}", "--config.compare.names=pgpt,gpt")
+    for flag, message in (
+        ("--config.train.steps=6", "existing run of 8 steps, more than config.train.steps=6"),
+        ("--config.model.d_model=128", "existing run with another config: model.d_model was 64"),
     ):
-        done = call(*common, *flags)
+        done = call(*common, f"--output={compared}", flag)
         assert done.returncode == 1 and message in done.stderr, done.stderr
         assert "another --output" in done.stderr and "--workdir" not in done.stderr, done.stderr
     shutil.copytree(compared / "runs" / "gpt-seed1337", tmp_path / "runs" / "gpt-seed1337")
@@ -272,74 +338,9 @@ def test_refuses_to_continue_another_comparison(compared, tmp_path):
     described = json.loads(store.read_text())
     described["splits"]["train"]["tokens"] += 1
     store.write_text(json.dumps(described))
-    done = call(
-        *TINY,
-        f"--config.data.source={source}",
-        f"--output={tmp_path}",
-        "--config.compare.names=pgpt,gpt",
-    )
-    assert (
-        done.returncode == 1
-        and "text has changed" in done.stderr
-        and "another --output" in done.stderr
-    )
+    done = call(*common, f"--output={tmp_path}")
+    assert done.returncode == 1 and "text has changed" in done.stderr
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["gpt-seed1337"]
-
-
-@pytest.mark.slow
-def test_a_diverged_run_is_reported_and_not_trained_again(text_file, tmp_path):
-    arguments = (
-        *TINY,
-        f"--config.data.source={text_file}",
-        f"--output={tmp_path / 'out'}",
-        "--config.compare.names=gpt",
-        "--config.compare.seeds=1",
-        "--config.model.num_layers=1",
-        "--config.optimizer.learning_rate=1e30",
-        "--config.optimizer.clip_norm=0.0",
-    )
-    for again in (False, True):
-        done = call(*arguments)
-        assert done.returncode == 0, done.stderr
-        found = [
-            message in done.stdout
-            for message in ("diverged in an earlier session", "training has diverged")
-        ]
-        assert found == [again, not again], done.stdout
-    assert "Diverged: gpt, seed 1337" in (tmp_path / "out" / "report.md").read_text()
-
-
-@pytest.mark.slow
-def test_continues_after_a_run_that_cannot_be_trained(text_file, tmp_path, monkeypatch):
-    """The first run of gpt diverges and the second is locked by another process; the runs of pgpt
-    are still trained.
-    """
-    errors = {
-        1337: DivergenceError("training has diverged"),
-        1338: WorkdirBusyError("busy", by="process 1"),
-    }
-
-    def failing_train(config, folder: str, corpus) -> None:
-        if config.train.seed in errors and config.model.architecture == "gpt":
-            raise errors[config.train.seed]
-        fake_train(config, folder, corpus)
-
-    monkeypatch.setattr(trainer, "train", failing_train)
-    done = call(
-        *TINY,
-        f"--config.data.source={text_file}",
-        f"--output={tmp_path}",
-        "--config.compare.names=gpt,pgpt",
-        "--config.compare.decoding=false",
-    )
-    assert done.returncode == 0, done.stderr
-    assert (
-        "training has diverged\nThe run is kept" in done.stdout
-        and "process 1 is training it" in done.stdout
-    )
-    assert {run["name"] for run in json.loads((tmp_path / "results.json").read_text())["runs"]} == {
-        "pgpt"
-    }
 
 
 def test_names_runs_that_ignore_a_common_field(tmp_path):
@@ -355,31 +356,19 @@ def test_names_runs_that_ignore_a_common_field(tmp_path):
         "--config.model.d_model=64: does not apply to lgpt, which sets the field to 192; use "
         "--config.runs.lgpt.model.d_model\n"
     )
-    assert (
-        done.returncode == 1
-        and "is not NAME=SOURCE" in done.stderr
-        and not (tmp_path / "out").exists()
-    )
+    assert done.returncode == 1 and "is not NAME=SOURCE" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
-def test_refuses_runs_of_different_texts(text_file, tmp_path):
-    """Runs trained on different texts are refused; equal texts under different names are
-    accepted.
-    """
-    for name, first in (("a", 1000), ("b", 1000), ("c", 2000)):
-        (tmp_path / f"{name}.txt").write_text(numbers(first))
+def test_refuses_runs_of_different_texts(tmp_path):
+    for name, first in (("a", 1000), ("c", 2000)):
+        text = "\n\n".join(str(n) * 40 for n in range(first, first + 1000))
+        (tmp_path / f"{name}.txt").write_text(text)
         untrained_run(tmp_path / name, tmp_path / f"{name}.txt")
-    results.require_comparable([results.read_run(name, tmp_path / name) for name in "ab"])
-    done = call(
-        "compare",
-        f"--workdirs={tmp_path / 'a'},{tmp_path / 'c'}",
-        f"--output={tmp_path / 'report'}",
-    )
-    assert done.returncode == 1
-    assert (
-        "cannot be compared, since their texts differ" in done.stderr
-        and done.stderr.count("\n") <= 2
-    )
+    folders = f"{tmp_path / 'a'},{tmp_path / 'c'}"
+    done = call("compare", f"--workdirs={folders}", f"--output={tmp_path / 'report'}")
+    assert done.returncode == 1 and done.stderr.count("\n") <= 2
+    assert "cannot be compared, since their texts differ" in done.stderr
     assert not (tmp_path / "report").exists()
 
 
@@ -392,7 +381,12 @@ PAPER = "--config=configs/compare/paper.py:tiny"
         (["--workdirs="], "--workdirs: the list is empty", 1),
         (["--workdirs=HERE/x"], "no such folder; give the workdir of a run", 1),
         (["--workdirs=HERE"], "not a run, without config.json; give the workdir of a run", 1),
+        (["--results="], "--results: the list is empty", 1),
+        (["--results=HERE/none.json"], "none.json: No such file", 1),
         ([], "give either --config", 2),
+        (["--workdirs=HERE", "--results=x"], "give either --config", 2),
+        (["--workdirs=HERE", "--dry_run"], "--dry_run: needs --config", 2),
+        ([PAPER, "--topology=h100:1"], "--topology: needs --dry_run", 2),
         (
             [PAPER, "--config.compare.names=gpt", "--config.compare.texts=x=/none.txt"],
             "/none.txt",
@@ -407,6 +401,11 @@ PAPER = "--config=configs/compare/paper.py:tiny"
         (["--config=configs/gpt.py:tiny"], "this is the recipe of one run, not a comparison", 1),
         (["--config=configs/compare/paper.py:huge"], "no size 'huge'", 2),
         (
+            ["--workdirs=a", "--config.compare.learning_rates=1,2"],
+            "--config.compare.learning_rates: cannot override a field without --config",
+            2,
+        ),
+        (
             ["--workdirs=HERE", f"--logged={ROOT / 'README.md'}"],
             "not a CSV file with the columns model,step,val_loss",
             1,
@@ -419,195 +418,150 @@ def test_bad_flags(arguments, message, status, text_file, tmp_path):
         arguments.append(f"--config.data.source={text_file}")
     done = call("compare", *arguments, f"--output={tmp_path / 'out'}")
     assert (done.returncode, message in done.stderr) == (status, True), done.stderr
-    assert done.stderr.count("\n") <= 2
-    assert not (tmp_path / "out").exists()
 
 
-def test_a_pattern_that_ends_with_a_slash_matches_only_folders(tmp_path):
-    (tmp_path / "a.txt").write_text("no run")
-    (tmp_path / "b").mkdir()
-    done = call("compare", f"--workdirs={tmp_path}/*/", f"--output={tmp_path / 'out'}")
-    assert done.returncode == 1 and done.stderr.startswith(f"error: {tmp_path}/b: not a run, "), (
-        done.stderr
-    )
+def test_a_report_of_other_runs_is_not_replaced_by_a_merged_one(tmp_path):
+    path = saved(tmp_path / "results.json", run("gpt", 1, 3.0))
+    (tmp_path / "runs").mkdir()
+    before = path.read_bytes()
+    done = call("compare", f"--results={path}", f"--output={tmp_path}")
+    assert done.returncode == 1 and "contains the report of other runs" in done.stderr
+    assert path.read_bytes() == before
 
 
-# ------------------------------------------------------------------ Measurements
+def test_another_process_starts_a_run_during_the_check(tmp_path, monkeypatch):
+    """The other process writes the config just after this process has found none."""
+    exists = Path.exists
+
+    def exists_before_the_start(path: Path) -> bool:
+        is_there = exists(path)
+        if path.name == CONFIG_FILE:
+            path.write_text("{}")
+        return is_there
+
+    monkeypatch.setattr(Path, "exists", exists_before_the_start)
+    check_workdir(tmp_path, load_config("gpt"))
+
+
+# ------------------------------------------------------------------ real training
 @pytest.mark.slow
-def test_texts_in_longer_contexts(text_file, tmp_path, monkeypatch):
-    """The measured losses at each context length match a float64 formula on the same tokens.
-
-    A second call of `measure_texts` measures nothing, because the checkpoint is the same.
-    """
-    folder = untrained_run(
-        tmp_path / "run",
-        text_file,
-        train__steps=2,
-        train__eval_steps=2,
-        model__position="rope",
-        model__num_layers=1,
-        model__d_model=16,
-        data__packing="best_fit",
+def test_a_real_comparison(text_file, tmp_path):
+    """The shorter run equals one that is trained alone. The highest rate diverges."""
+    fields = (
+        "compare",
+        "--config=configs/compare/paper.py:tiny",
+        "--config.compare.names=gpt",
+        "--config.compare.seeds=1",
+        "--config.compare.decoding=false",
+        "--config.model.num_layers=1",
+        "--config.optimizer.schedule=wsd",
+        "--config.optimizer.warmup_steps=2",
+        "--config.optimizer.decay_fraction=0.25",
+        "--config.optimizer.clip_norm=0.0",
+        "--config.train.eval_every=4",
+        "--config.train.log_every=2",
+        f"--config.data.source={text_file}",
     )
-    config, other = read_config(folder), tmp_path / "other.txt"
-    other.write_text(
-        "\n\n".join(" ".join(f"{n * n % 97}" for n in range(m, m + 60)) for m in range(900))
-    )
-    model = models.LanguageModel(config.model)
-    trained = SimpleNamespace(model=model, params=init(model), model_state={})
-    monkeypatch.setattr(inference, "load_trained", lambda folder: trained)
-    monkeypatch.setattr(
-        measure, "shared_program", lambda config: shared_program(config, jax.devices()[:1])
-    )
-    messages = []
-    for _ in range(2):
-        measure.measure_texts(folder, {"other": str(other)}, (1, 4), log=messages.append)
-    assert len(messages) == 4 and f"other, context {4 * TIME}" in messages[3]
-    rows = results.read_run("run", folder).texts
-    assert [(row["text"], row["context_length"], row["step"]) for row in rows] == [
-        (text, length, 2) for text in ("own", "other") for length in (TIME, 4 * TIME)
-    ]
-
-    corpus = measure.open_texts(config, {"other": str(other)})["other"]
-    tokens = np.asarray(corpus.stores[0].validation.stream, np.int32)
-    sample = measure.TextSample(corpus, config, (1, 4), "other")
-    starts = sample._window_numbers * 4 * TIME
-    assert (
-        len(starts) == len(set(starts)) == 2 * 8 // 4
-    )  # 2 evaluation steps of 8 rows, 4 rows per window
-    for times, row in ((1, rows[2]), (4, rows[3])):
-        windows = np.stack(
-            [
-                tokens[start : start + times * TIME + 1]
-                for first in starts
-                for start in range(first, first + 4 * TIME, times * TIME)
-            ]
-        )
-        logits = np.asarray(forward(model, trained.params, windows[:, :-1]), np.float64)
-        logits -= logits.max(axis=2, keepdims=True)
-        log_probabilities = logits - np.log(np.exp(logits).sum(axis=2, keepdims=True))
-        losses = -np.take_along_axis(log_probabilities, windows[:, 1:, None], axis=2)
-        assert row["tokens"] == losses.size and abs(row["loss"] - losses.mean()) < 1e-5
-        assert math.isclose(
-            row["bits_per_byte"],
-            row["loss"] / math.log(2) / corpus.stores[0].validation.bytes_per_token,
-        )
-
-    # The run's own text at its own context length is not measured, since training evaluates it.
-    measure.measure_texts(folder, {}, (1,), log=messages.append)
-    assert len(messages) == 4
-    # Results of an earlier checkpoint are ignored.
-    config = config.replace(train={"steps": 4})
-    write_config(folder, config.to_dict())
-    assert results.read_run("run", folder).texts == ()
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_batches_are_no_larger_than_microbatches_of_training(
-    times, text_file, tmp_path, monkeypatch
-):
-    """A batch of `measure_loss` has at most as many tokens as a training microbatch, so it fits
-    into memory.
-    """
-    folder = untrained_run(
-        tmp_path, text_file, train__batch_size=64, train__microbatches=4, train__eval_steps=2
-    )
-    config = read_config(folder)
-    sample = measure.TextSample(open_existing(config.data), config, (1, 2), "own")
-    shapes = []
-
-    def eval_step(params, model_state, batch):
-        shapes.append(batch.tokens_BxT1.shape)
-        return EvaluationSums(np.float32(1), np.int32(1), np.int32(1), None)
-
-    def program(config):
-        mesh = sharding.make_mesh(config.mesh)
-        return SimpleNamespace(
-            mesh=mesh,
-            shardings=SimpleNamespace(
-                params=sharding.replicated(mesh), model_state=sharding.replicated(mesh)
-            ),
-            evaluate=eval_step if config.train.microbatches == 1 else None,
-        )
-
-    monkeypatch.setattr(measure, "shared_program", program)
-    monkeypatch.setattr(
-        inference, "load_trained", lambda folder: SimpleNamespace(params={}, model_state={})
-    )
-    measure.measure_loss(folder, sample, times)
-    microbatch = 64 // 4 * TIME  # tokens
-    assert shapes and {(rows * (length - 1), length) for rows, length in shapes} == {
-        (microbatch, TIME * times + 1)
-    }
-
-
-def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, monkeypatch):
-    """A text is identified by its content, not by its name, size or modification time."""
-    losses = iter(range(1, 9))
-    monkeypatch.setattr(
-        measure, "measure_loss", lambda *_: {"loss": 1.0, "bits_per_byte": next(losses)}
-    )
-    one, other = (untrained_run(tmp_path / name, text_file) for name in ("one", "other"))
-    text = tmp_path / "text.txt"
-
-    def measured(folder, source=text) -> int:
-        measure.measure_texts(folder, {"text": str(source)}, (1,), log=lambda _: None)
-        return next(
-            row["bits_per_byte"]
-            for row in results.read_run("run", folder).texts
-            if row["text"] == "text"
-        )
-
-    def check() -> None:
-        results.require_comparable(
-            [results.read_run(folder.name, folder) for folder in (one, other)]
-        )
-
-    text.write_text(numbers(1000))
-    # The fake `measure_loss` returns 1, 2, 3, …. The first call of `measured` measures the run's
-    # own text (1), then the text named "text" (2). The second call measures nothing, so it also
-    # returns 2.
-    assert measured(one) == measured(one) == 2
-    again = tmp_path / "again.txt"
-    again.write_text(text.read_text())
-    assert measured(one, again) == 2
-    text.write_text(numbers(2000))
-    assert measured(other) == 4
-    with pytest.raises(
-        UserError, match=r"the texts named 'text' differ \('.*/again.txt' and '.*/text.txt'\)"
+    grid = ("--config.compare.learning_rates=1,1e33", "--config.compare.max_added_learning_rates=0")
+    for name, arguments in (
+        ("horizons", ("--config.train.steps=16", "--config.compare.horizons=0.5,1", *grid)),
+        ("alone", ("--config.train.steps=8",)),
     ):
-        check()
-    assert measured(one) == 5
-    check()
-
-
-def test_a_mixture_is_measured_on_the_same_tokens_at_each_context_length(token_store, tmp_path):
-    (tmp_path / "numbers.txt").write_text("\n\n".join(str(n) * 40 for n in range(3000)))
-    digits = prepare_store(tmp_path / "numbers", tmp_path / "numbers.txt")
-    corpus = Corpus([token_store, digits], [0.25, 0.75])
-    config = load_config("gpt", train__eval_steps=4)  # 32 rows of 64 tokens
-    sample = measure.TextSample(corpus, config, (1, 2, 4), "own")
-    of_one, of_four = (
-        corpus.pack("validation", "concat", False, 64 * n).packings[0].num_rows for n in (1, 4)
+        done = call(*fields, *arguments, f"--output={tmp_path / name}")
+        assert (done.returncode, done.stderr) == (0, "")
+    record = results(tmp_path / "horizons")
+    _, short = record["runs"]
+    (alone,) = results(tmp_path / "alone")["runs"]
+    losses, expected = (
+        [(point["step"], point["loss"]) for point in one["curve"]] for one in (short, alone)
     )
-    # The first store has of_one rows of 64 tokens or of_four rows of 256 tokens. If of_one were 4 *
-    # of_four, wrong code that multiplies all row indices by 4 would pass the test.
-    assert of_one > 4 * of_four
-    seen = [
-        np.sort(
-            np.concatenate(
-                [
-                    row[1:]
-                    for batch in sample.batches(times, 5)
-                    for row in batch.tokens_BxT1[batch.loss_mask_BxT.any(1)]
-                ]
-            )
+    assert losses == expected and [step for step, _ in losses] == [4, 8]
+    assert short["sessions"][0]["first_step"] == 6
+    rates = record["learning_rates"]["gpt"]["rates"]
+    assert [rate["diverged"] for rate in rates] == [False, True]
+    lines = read_lines(tmp_path / "horizons" / "runs" / "gpt-seed1336" / "metrics.jsonl")
+    assert [line["loss"] for line in lines if line["split"] == "eval"][-1] == rates[0]["loss"]
+
+
+# ------------------------------------------------------------------ held-out sizes
+def law(config) -> float:
+    """Returns a loss whose logarithm is linear in those of the size and the tokens."""
+    parameters = models.num_parameters(models.LanguageModel(config.model))
+    tokens = config.train.steps * config.train.batch_size * config.model.context_length
+    return 60 * parameters**-0.1 * tokens**-0.15
+
+
+@pytest.fixture
+def scaling(text_file, tmp_path, monkeypatch):
+    """Returns a function that runs a scaling comparison of gpt, whose losses follow `law`."""
+
+    def compared(*arguments: str):
+        fake = FakeTrain(law)
+        monkeypatch.setattr(trainer, "train", fake)
+        done = call(
+            "compare",
+            "--config=configs/compare/scaling.py:tiny",
+            "--config.compare.names=gpt@20k,gpt@45k,gpt@77k,gpt@0.2M",
+            "--config.compare.learning_rates=()",
+            "--config.compare.horizons=0.25,0.5,1",
+            "--config.compare.seeds=1",
+            "--config.model.num_layers=2",
+            f"--config.data.source={text_file}",
+            "--config.data.tokenizer=bytes",
+            f"--output={tmp_path / 'out'}",
+            *arguments,
         )
-        for times in (1, 2, 4)
-    ]
-    assert len(seen[0]) == 8 * 256 and (seen[0] == seen[1]).all() and (seen[0] == seen[2]).all()
-    # Two of the eight windows of 256 tokens are from the first store, and six are from the second.
-    share = np.isin(seen[0], token_store.tokenizer.encode(["0123456789"])[0]).mean()
+        return done, fake
+
+    return compared
+
+
+@pytest.mark.slow
+def test_held_out_runs_are_predicted_before_they_start(scaling, tmp_path):
+    """The predictions are right, and are not changed by a second start, nor if the record is taken
+    over elsewhere.
+    """
+    output = tmp_path / "out"
+    done, fake = scaling("--config.compare.train_held_out=false")
+    assert done.returncode == 0, done.stderr
+    assert len(fake.trained) == 9 and not any("0.2M" in folder for folder in fake.folders)
+    assert "predictions of 3 held-out runs" in done.stdout
+    before = (output / "predictions.json").read_bytes()
+    content = json.loads(before)
+    assert content["command"].startswith("python -m smallgpt_jax.compare ")
+    assert "No predicted run is finished yet." in (output / "report.md").read_text()
+
+    done, fake = scaling()
+    assert (done.returncode, len(fake.trained)) == (0, 3)
+    assert (output / "predictions.json").read_bytes() == before
+    record = results(output)
+    assert record["predictions"] == content and len(record["runs"]) == 12
+    losses = [one["curve"][-1]["loss"] for one in record["runs"] if "0.2M" in one["name"]]
+    predicted = [row["loss"] for row in content["predictions"]["parameters"]]
+    assert losses == pytest.approx(predicted, rel=1e-6)
+
+    (output / "results.json").rename(tmp_path / "record.json")
+    shutil.rmtree(output)
+    done, fake = scaling(f"--results={tmp_path / 'record.json'}")
+    assert (done.returncode, fake.trained) == (0, [])
+    assert (output / "predictions.json").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_runs_without_a_prediction_stay_without(scaling, tmp_path):
+    """A held-out run that was trained in another way forbids a later prediction."""
+    scaling()
+    (tmp_path / "out" / "predictions.json").unlink()
+    done, fake = scaling()
+    assert (done.returncode, fake.trained) == (0, [])
+    assert "has started without predictions.json; no predictions are made" in done.stdout
+    assert results(tmp_path / "out")["predictions"] is None
+
+
+def test_refuses_what_cannot_be_predicted(scaling, tmp_path):
+    done, fake = scaling("--config.compare.names=gpt@20k,gpt@45k,gpt@0.2M")
+    assert done.returncode == 1 and not fake.trained
     assert (
-        0.7 < share <= 0.75
-    )  # below 0.75, because the second store contains line breaks besides digits
+        "config.compare.held_out='0.2M': gpt has too few other sizes for a law; train 3 or more"
+        in done.stderr
+    )

@@ -11,8 +11,8 @@ from conftest import build, forward, init, load_config
 from run_helpers import SMALL, start_from, train_three_steps
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.comparison import inference_cost
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation import inference_cost
 from smallgpt_jax.inference import layout
 from smallgpt_jax.inference.decoder import DecodeSession
 from smallgpt_jax.inference.sampling import Sampling

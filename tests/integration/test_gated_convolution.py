@@ -9,8 +9,8 @@ import pytest
 from conftest import build
 
 from smallgpt_jax import models
-from smallgpt_jax.comparison import inference_cost
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation import inference_cost
 from smallgpt_jax.models.components import components
 from smallgpt_jax.models.context import EVALUATION
 from smallgpt_jax.models.flops import train_flops_per_token

@@ -8,9 +8,9 @@ import pytest
 from conftest import build, init
 
 from smallgpt_jax import inference
-from smallgpt_jax.comparison import inference_cost
-from smallgpt_jax.comparison.results import INFERENCE
+from smallgpt_jax.analysis.record import Inference, schema_of
 from smallgpt_jax.data.tokenizers import Bytes
+from smallgpt_jax.evaluation import inference_cost
 from smallgpt_jax.inference import layout, timing
 from smallgpt_jax.storage.json_files import find_mismatch
 
@@ -70,7 +70,7 @@ def test_which_steps_are_timed(text_model, monkeypatch):
     monkeypatch.setattr(timing, "time_decoding", time_decoding)
     monkeypatch.setattr(inference_cost, "SESSIONS", 1)
     found = inference_cost.inference_cost(text_model, log=lambda message: None)
-    assert find_mismatch(json.loads(json.dumps(found)), INFERENCE) is None
+    assert find_mismatch(json.loads(json.dumps(found)), schema_of(Inference)) is None
     # Texts of 13 and 24 tokens are cached in the end. The first of two sessions is not counted.
     assert (
         timed

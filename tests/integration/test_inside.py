@@ -9,7 +9,7 @@ from conftest import build, call, forward, init, load_config
 from float64_model import plain_attention, plain_layers, plain_logits, plain_mlp, plain_norm
 from scipy.special import logsumexp
 
-from smallgpt_jax.comparison import measure
+from smallgpt_jax.comparison import comparing
 from smallgpt_jax.diagnosis import diagnosis, observation
 from smallgpt_jax.diagnosis.losses import token_losses
 from smallgpt_jax.errors import UserError
@@ -208,13 +208,13 @@ def test_the_command(trained_run, tmp_path):
     )
     assert f"loss {losses['loss']:.4f}" in done.stdout
     assert build_program(config, jax.devices()[:1]).lowered_train_step.as_text() == before
-    measure.observe(
+    comparing.observe(
         workdir
     )  # in place of the diagnosis of another text, which no comparison reports
     written = (folder / "diagnose.json").stat().st_mtime_ns
     observed = json.loads((folder / "diagnose.json").read_text())
     assert observed["windows"].keys() == {"validation"} and observed["step"] == 20
-    measure.observe(workdir)
+    comparing.observe(workdir)
     assert (folder / "diagnose.json").stat().st_mtime_ns == written
     compared = call("compare", f"--workdirs={workdir}", f"--output={tmp_path / 'report'}")
     assert compared.returncode == 0, compared.stderr
@@ -222,5 +222,5 @@ def test_the_command(trained_run, tmp_path):
         json.loads((tmp_path / "report/results.json").read_text())["runs"][0]["inside"]["loss"]
         == (observed["trained"]["losses"]["loss"])
     )
-    assert "## Inside the models" in (tmp_path / "report/report.md").read_text()
+    assert "## What happens inside?" in (tmp_path / "report/report.md").read_text()
     assert (tmp_path / "report/inside.png").exists()

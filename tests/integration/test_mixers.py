@@ -14,7 +14,8 @@ from jax import numpy as jnp
 from random_models import check_decoding
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.comparison import budget, inference_cost
+from smallgpt_jax.comparison import recipe
+from smallgpt_jax.evaluation import inference_cost
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference import layout as inference_layout
 from smallgpt_jax.inference.sampling import Sampling
@@ -231,7 +232,7 @@ def test_a_comparison_with_a_pattern(tmp_path):
     )
     steps = {
         run.name: run.config.train.steps
-        for run in budget.make_comparison(comparison, tmp_path).runs({})
+        for run in recipe.make_comparison(comparison, tmp_path).runs({})
     }
     rest, attention = 6 * (4 * 8 * 64**2 + 64 * 512), 24 * 64**2 + 12 * 64 * 64
     assert steps == {

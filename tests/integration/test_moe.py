@@ -18,11 +18,11 @@ from run_helpers import start_from
 from scipy.special import erf
 
 from smallgpt_jax import models
-from smallgpt_jax.comparison import measure
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation import texts
 from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.flops import count_operations, train_flops_per_token
 from smallgpt_jax.models.layers import MLPS
@@ -632,5 +632,5 @@ def test_a_run_logs_the_load_of_each_expert(text_file, tmp_path):
         line["expert_load_max"] == pytest.approx(load.max(axis=1).mean(), abs=1e-3)
         for line, load in zip(lines, loads)
     )
-    sample = measure.TextSample(load_or_prepare(config.data), config, (1,), "own")
-    assert 0 < measure.measure_loss(tmp_path, sample, 1)["loss"] < 10
+    sample = texts.TextSample(load_or_prepare(config.data), config, (1,), "own")
+    assert 0 < texts.measure_loss(tmp_path, sample, 1)["loss"] < 10

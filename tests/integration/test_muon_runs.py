@@ -8,7 +8,7 @@ import pytest
 from conftest import call, load_config
 from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed_metrics, state_of
 
-from smallgpt_jax.comparison import results
+from smallgpt_jax.comparison import run_reader
 from smallgpt_jax.planning.estimate import estimate
 from smallgpt_jax.planning.table import format_plan
 from smallgpt_jax.training.build import build_program
@@ -49,7 +49,7 @@ def test_training_a_copy_of_a_run_starts_with_a_new_optimizer_state(
 def test_the_updates_count_as_flops(trained_run):
     """Reports and plans count the FLOPs of updates, but model FLOPs per token and MFU do not."""
     muon, adamw = (
-        results.read_run("run", trained_run("gpt", **fields)) for fields in (MUON, SMALL)
+        run_reader.read_run("run", trained_run("gpt", **fields)) for fields in (MUON, SMALL)
     )
     assert muon.flops_per_token == adamw.flops_per_token
     assert [point.flops for point in muon.curve] == [

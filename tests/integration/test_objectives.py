@@ -29,7 +29,7 @@ from scipy.special import log_softmax
 
 import smallgpt_jax
 from smallgpt_jax import inference, models
-from smallgpt_jax.comparison import results
+from smallgpt_jax.comparison import run_reader
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.devices import sharding
@@ -441,7 +441,7 @@ def test_a_comparison_reads_what_evaluate_writes_about_the_whole_model(text_file
             *flags,
         )
         assert result.returncode == 0, result.stderr
-    ((name, accuracy),) = results.examples(folder / "evaluations", config.train.steps).items()
+    ((name, accuracy),) = run_reader.examples(folder / "evaluations", config.train.steps).items()
     assert name == f"{tmp_path.name}/a.jsonl accuracy (3 examples)"
     assert f"| accuracy | 3 | {accuracy:.4f} ±" in result.stdout
     # The function returns and writes the same.

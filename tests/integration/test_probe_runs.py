@@ -90,7 +90,7 @@ def test_comparison_on_a_probe(tmp_path):
         line for line in report.splitlines() if "exact match" in line and line.startswith("|")
     )
     assert (
-        "## Answers" in report
+        "## How well do the models solve the tasks?" in report
         and head.split("|")[2].strip() == "exact match"
         and "exact match at" in head
     )
@@ -100,7 +100,8 @@ def test_comparison_on_a_probe(tmp_path):
         "compare", f"--results={tmp_path / 'results.json'}", f"--output={tmp_path / 'merged'}"
     )
     assert (
-        merged.returncode == 0 and "## Answers" in (tmp_path / "merged" / "report.md").read_text()
+        merged.returncode == 0
+        and "## How well do the models" in (tmp_path / "merged" / "report.md").read_text()
     ), merged.stderr
 
     done = call(

@@ -16,7 +16,7 @@ from run_helpers import assert_equal, read_untimed_metrics, start_from, state_of
 
 from configs.compare import base as comparison
 from smallgpt_jax import models
-from smallgpt_jax.comparison import budget, results
+from smallgpt_jax.comparison import recipe, run_reader
 from smallgpt_jax.conversion import low_rank
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
@@ -287,7 +287,7 @@ def test_resumption_is_exact_and_refuses_another_teacher(trained_run, text_file,
         UserError,
         match=r"was trained with config\.train\.teacher, which comparisons do not support",
     ):
-        results.read_run("run", folder)
+        run_reader.read_run("run", folder)
     config.train.steps = 41
     (full / "checkpoints" / "40").rename(full / "checkpoints" / "50")
     with pytest.raises(
@@ -374,4 +374,4 @@ def test_refuses_other_architectures_and_comparisons(teacher):
         UserError,
         match=r"run 'gpt': config\.train\.teacher='runs/full': comparisons do not support",
     ):
-        budget.resolve_runs(config)
+        recipe.resolve_runs(config)

@@ -14,14 +14,16 @@ from conftest import build, load_config
 
 from configs.compare import base
 from smallgpt_jax import models
-from smallgpt_jax.comparison import budget, loss_report, report, results
-from smallgpt_jax.comparison.records import Record
+from smallgpt_jax.analysis.analysis import analyse
+from smallgpt_jax.analysis.record import Record
+from smallgpt_jax.comparison import recipe, run_reader
 from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.flops import train_cost
 from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.planning import estimate
 from smallgpt_jax.planning.table import format_plan
+from smallgpt_jax.report.cautions import cautions, other_work
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.trainer import train
@@ -135,7 +137,7 @@ def test_unknown_flops(trunk, reason, known_chip, capsys, tmp_path):
     with pytest.raises(
         UserError, match=f"budget='flops': .*{trunk.__name__}: .*{reason}.*another budget"
     ):
-        budget.make_comparison(comparison, tmp_path)
+        recipe.make_comparison(comparison, tmp_path)
 
 
 @pytest.mark.slow
@@ -165,10 +167,11 @@ def test_a_run_a_plan_and_a_report_without_flops(known_chip, text_file, tmp_path
     assert planned.flops_per_token is planned.flops_per_step is planned.estimated_mfu is None
     assert "FLOPs unknown: the FLOPs of fft cannot be counted" in format_plan(program, planned)
 
-    run = results.read_run("own", tmp_path / "own")
-    text = report.write_report(tmp_path, Record("one", "no budget", "none", "own", (run,)))
-    assert "The FLOPs of own are unknown: the FLOPs of fft cannot be counted." in text.split("\n\n")
-    assert json.loads((tmp_path / "results.json").read_text())["runs"][0]["flops_per_token"] is None
+    run = run_reader.read_run("own", tmp_path / "own")
+    assert run.flops_per_token is None
+    content = Record("one", "no budget", "none", "own", (run,))
+    lines = cautions(analyse(content), content)
+    assert "The FLOPs of own are unknown: the FLOPs of fft cannot be counted." in lines
 
 
 def test_the_report_names_runs_with_uncounted_work():
@@ -186,9 +189,11 @@ def test_the_report_names_runs_with_uncounted_work():
     assert costs["deep"].flops == 6 * products
     assert 0 < costs["deep"].uncounted - LAYERS * WIDTH * 200 / (2 * products) < 0.05
     runs = [
-        SimpleNamespace(name=name, uncounted=cost.uncounted, flops_problem="")
+        SimpleNamespace(model=name, uncounted=cost.uncounted, flops_problem="")
         for name, cost in costs.items()
     ]
-    (line,) = loss_report.uncounted_work(runs)
-    assert f"{costs['plain'].uncounted:.0%} in plain, {costs['deep'].uncounted:.0%} in deep" in line
-    assert not loss_report.uncounted_work(runs[:1])
+    (line,) = other_work(runs)
+    assert (
+        f"{costs['plain'].uncounted:.0%} in plain to {costs['deep'].uncounted:.0%} in deep" in line
+    )
+    assert not other_work(runs[:1])

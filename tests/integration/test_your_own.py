@@ -16,7 +16,7 @@ from conftest import ROOT, forward, init, load_config
 from random_models import check_decoding
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.comparison import budget, results
+from smallgpt_jax.comparison import recipe, run_reader
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
@@ -88,12 +88,12 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
     per_pass = 2 * 12 * 16**2 * 6 + 12 * 64 * 16 * 2
     assert result.flops_per_token == 3 * per_pass + 6 * 16 * config.model.vocab_size
     assert result.collectives
-    assert results.read_run("twice", tmp_path).curve[-1].step == 2
+    assert run_reader.read_run("twice", tmp_path).curve[-1].step == 2
     comparison = importlib.import_module("configs.compare.base").comparison(
         load_config("gpt"),
         {"gpt": {}, "own": {"model": {"architecture": "my_models.twice:Twice", "passes": 2}}},
     )
-    resolved = budget.resolve_run(comparison, "own").model
+    resolved = recipe.resolve_run(comparison, "own").model
     assert (resolved.passes, resolved.d_model) == (2, 64)
 
 
@@ -175,7 +175,7 @@ def test_a_recurrent_mixer(text_file, tmp_path):
         layers * 11 * width**2 + width * config.model.vocab_size
     )  # input, gate, output; 8·D² in the MLP
     result = estimate(program)
-    assert result.flops_per_token == results.read_run("own", tmp_path).flops_per_token == flops
+    assert result.flops_per_token == run_reader.read_run("own", tmp_path).flops_per_token == flops
     assert f"{flops:,.0f} FLOPs per token" in format_plan(program, result)
     comparison = importlib.import_module("configs.compare.base").comparison(
         load_config("gpt", train__steps=1000),
@@ -184,7 +184,7 @@ def test_a_recurrent_mixer(text_file, tmp_path):
     )
     steps = {
         run.name: run.config.train.steps
-        for run in budget.make_comparison(comparison, tmp_path).runs({})
+        for run in recipe.make_comparison(comparison, tmp_path).runs({})
     }
     gpt = 6 * (4 * 12 * 64**2 + 64 * 512) + 4 * 12 * 64 * 64
     assert steps == {"gpt": 1000, "own": round(1000 * gpt / flops)}

@@ -15,10 +15,11 @@ from ml_collections.config_flags import config_path
 
 from configs.compare import base
 from smallgpt_jax import cli, models
-from smallgpt_jax.comparison import budget, measure, parameters
+from smallgpt_jax.comparison import budget, parameters, recipe
 from smallgpt_jax.comparison.runs import run_folder
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation import texts
 from smallgpt_jax.models import architectures
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.run.config import Config
@@ -46,7 +47,7 @@ def test_tokens_are_equal_and_schedules_follow(tmp_path):
     config.runs.pgpt.train = ConfigDict(
         {"batch_size": 16}
     )  # twice as many tokens per step as in the other runs
-    planned = budget.make_comparison(config, tmp_path).runs({})
+    planned = recipe.make_comparison(config, tmp_path).runs({})
     assert [run.name for run in planned] == ["gpt", "pgpt", "lgpt", "cgpt"] * 3
     assert [run.config.train.seed for run in planned[::4]] == [1337, 1338, 1339]
     assert len({run.folder for run in planned}) == 12
@@ -66,7 +67,7 @@ def test_tokens_are_equal_and_schedules_follow(tmp_path):
 def test_all_runs_have_the_same_dtype(tmp_path, monkeypatch):
     monkeypatch.setattr(architectures, "faster_dtype", lambda: "bfloat16")
     config = comparison(model__dtype="auto", compare__budget="flops", compare__names="gpt,lgpt")
-    planned = budget.make_comparison(config, tmp_path).runs({})
+    planned = recipe.make_comparison(config, tmp_path).runs({})
     assert {run.config.model.dtype for run in planned} == {"bfloat16"}
 
 
@@ -85,7 +86,7 @@ def test_padding_counts_as_flops_but_not_as_tokens(tmp_path):
         config = base.comparison(
             common, {"joined": {}, "whole": {"data": {"packing": "best_fit"}}}, budget=kind, seeds=1
         )
-        planned = budget.make_comparison(config, tmp_path).runs({})
+        planned = recipe.make_comparison(config, tmp_path).runs({})
         assert {run.name: run.config.train.steps for run in planned} == {
             "joined": 200,
             "whole": steps,
@@ -105,7 +106,7 @@ def flops(config) -> float:
 
 @pytest.mark.slow
 def test_flops_are_equal_within_one_percent(tmp_path):
-    planned = budget.make_comparison(
+    planned = recipe.make_comparison(
         comparison(compare__budget="flops", train__steps=2000), tmp_path
     ).runs({})[:4]
     target = flops(load_config("gpt", train__steps=2000))
@@ -136,7 +137,7 @@ def test_equal_flops_include_those_of_the_optimizer_and_of_further_heads(tmp_pat
         "both": {"train": {"future_tokens": 1}, "optimizer": {"name": "muon"}},
     }
     config = base.comparison(common, runs, budget="flops", seeds=1)
-    planned = {run.name: run.config for run in budget.make_comparison(config, tmp_path).runs({})}
+    planned = {run.name: run.config for run in recipe.make_comparison(config, tmp_path).runs({})}
     D, layers = 64, 4
     step = flops(planned["adamw"]) / planned["adamw"].train.steps
     square, joint, wide = (
@@ -162,7 +163,7 @@ def test_equal_flops_include_those_of_the_optimizer_and_of_further_heads(tmp_pat
 def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
     config = comparison(size, compare__budget="parameters", compare__seeds=1, compare__names=names)
     config.runs.cgpt.model.conv_kernel = 1  # as in configs/compare/paper.py
-    planned = budget.make_comparison(config, tmp_path).runs({})
+    planned = recipe.make_comparison(config, tmp_path).runs({})
     assert [run.name for run in planned] == names.split(",")
     tokens = {
         run.config.train.steps * run.config.train.batch_size * run.config.model.context_length
@@ -171,14 +172,14 @@ def test_parameters_are_equal_within_two_percent(size, names, target, tmp_path):
     assert len(tokens) == 1
     for run in planned:
         assert abs(parameters.num_parameters(run.config) / target - 1) < 0.02, run.name
-        recipe = load_config(run.name, size)
-        recipe.model.update({"conv_kernel": 1} if run.name == "cgpt" else {})
+        own = load_config(run.name, size)
+        own.model.update({"conv_kernel": 1} if run.name == "cgpt" else {})
         ours = {
             **run.config.to_dict()["model"],
-            "d_model": recipe.model.d_model,
-            "num_heads": recipe.model.num_heads,
+            "d_model": own.model.d_model,
+            "num_heads": own.model.num_heads,
         }
-        assert ours == recipe.model.to_dict()  # only the width differs
+        assert ours == own.model.to_dict()  # only the width differs
 
 
 @pytest.mark.parametrize(
@@ -242,15 +243,15 @@ def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
     )
     config = comparison(compare__budget="seconds", compare__seconds=30.0, compare__names="gpt,pgpt")
     assert [
-        run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})
+        run.config.train.steps for run in recipe.make_comparison(config, tmp_path).runs({})
     ] == [90, 60] * 2
     monkeypatch.setattr(budget, "steps_per_second", lambda run: 5.0)
     assert [
-        run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})
+        run.config.train.steps for run in recipe.make_comparison(config, tmp_path).runs({})
     ] == [90, 60] * 2
     config.compare.seconds = 60.0
     assert [
-        run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})
+        run.config.train.steps for run in recipe.make_comparison(config, tmp_path).runs({})
     ] == [180, 120] * 2
     config.model.d_model = (
         128  # the configs are new, so their speeds are measured again, but not for a report
@@ -259,21 +260,21 @@ def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"config.compare.train=False: the speed of gpt, .* has not been measured"
     ):
-        budget.make_comparison(config, tmp_path)
+        recipe.make_comparison(config, tmp_path)
     config.compare.train = True
     assert [
-        run.config.train.steps for run in budget.make_comparison(config, tmp_path).runs({})
+        run.config.train.steps for run in recipe.make_comparison(config, tmp_path).runs({})
     ] == [300, 300] * 2
     config.compare.seconds = 0.1
     with pytest.raises(
         UserError,
         match=r"gpt takes 0.2 seconds and the budget is 0.1.* steps, 1, misses .* \+100.0%",
     ):
-        budget.make_comparison(config, tmp_path)
+        recipe.make_comparison(config, tmp_path)
     config.compare.seconds, config.model.d_model = 60.0, 256
     run_folder(tmp_path, "pgpt", config.train.seed).mkdir(parents=True)
     with pytest.raises(UserError, match="contains a run pgpt with another budget or config"):
-        budget.make_comparison(config, tmp_path)
+        recipe.make_comparison(config, tmp_path)
 
 
 def test_speed_excludes_the_first_two_steps(monkeypatch):
@@ -295,7 +296,7 @@ def test_names_with_dots_and_spaces(tmp_path):
     configs/compare/base.py.
     """
     rates = {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (0.001, 0.01)}
-    planned = budget.make_comparison(
+    planned = recipe.make_comparison(
         base.comparison(load_config("gpt"), rates, seeds=1), tmp_path
     ).runs({})
     assert [(run.name, run.config.optimizer.learning_rate, run.folder.name) for run in planned] == [
@@ -308,7 +309,7 @@ def test_flags_set_any_field_of_any_run(monkeypatch):
     """Of the reference too, which overrides no field. Fields that a run does not override follow
     the common config.
     """
-    monkeypatch.setattr(budget, "build_program", validate)
+    monkeypatch.setattr(recipe, "build_program", validate)
     arguments = [
         "compare",
         f"--config={ROOT}/configs/compare/paper.py:tiny",
@@ -320,14 +321,14 @@ def test_flags_set_any_field_of_any_run(monkeypatch):
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
     values(arguments)
     config = values["config"].value
-    gpt, pgpt, *_ = budget.resolve_runs(config).values()
+    gpt, pgpt, *_ = recipe.resolve_runs(config).values()
     assert (gpt.model.d_model, pgpt.model.d_model) == (32, config.model.d_model)
     assert (gpt.optimizer.learning_rate, pgpt.optimizer.learning_rate) == (
         config.optimizer.learning_rate,
         1.0,
     )
     assert gpt.optimizer.beta1 == pgpt.optimizer.beta1 == 0.7
-    assert budget.own_fields(config, "gpt")["model"] == {"d_model": 32}
+    assert recipe.own_fields(config, "gpt")["model"] == {"d_model": 32}
 
 
 @pytest.mark.parametrize(
@@ -436,7 +437,7 @@ def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
 )
 def test_refuses_invalid_comparisons(fields, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        budget.make_comparison(comparison(**fields), tmp_path)
+        recipe.make_comparison(comparison(**fields), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +474,7 @@ def test_refuses_invalid_comparisons(fields, message, tmp_path):
 )
 def test_refuses_invalid_runs(runs, message, tmp_path):
     with pytest.raises(UserError, match=re.escape(message)):
-        budget.make_comparison(base.comparison(load_config("gpt"), runs), tmp_path)
+        recipe.make_comparison(base.comparison(load_config("gpt"), runs), tmp_path)
 
 
 def test_refuses_parameters_that_no_width_has(tmp_path):
@@ -489,7 +490,7 @@ def test_refuses_parameters_that_no_width_has(tmp_path):
         r"width gives [\d,]+ \([+-][\d.]+%\), with "
         r"model.d_model=\d+, model.num_heads=\d+",
     ):
-        budget.make_comparison(config, tmp_path).runs({})
+        recipe.make_comparison(config, tmp_path).runs({})
 
 
 def test_refuses_misspelt_comparison_fields():
@@ -509,26 +510,26 @@ def validate(config: ConfigDict) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize("size", ["tiny", "quickstart", "paper"])
 def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
-    monkeypatch.setattr(budget, "build_program", validate)
+    monkeypatch.setattr(recipe, "build_program", validate)
     config = importlib.import_module(f"configs.compare.{name}").get_config(size)
     if (
         name == "ladder" and size != "quickstart"
     ):  # counting the FLOPs of its 18 models takes ten seconds and more
-        assert budget.resolve_runs(config).keys() == set(config.runs)
+        assert recipe.resolve_runs(config).keys() == set(config.runs)
         return
-    planned = budget.make_comparison(config, tmp_path).runs({})
+    planned = recipe.make_comparison(config, tmp_path).runs({})
     assert len(planned) == len(config.runs) * config.compare.seeds
     assert {run.name for run in planned} == set(config.runs)
     if name == "stages":  # the first run has the model of lgpt's recipe
         assert planned[0].config.to_dict()["model"] == load_config("lgpt", size).model.to_dict()
-    measure.parse_texts(config.compare.texts)
+    texts.parse_texts(config.compare.texts)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small", "medium"])
 def test_presets_of_the_mixers_comparison(preset, tmp_path, monkeypatch):
-    monkeypatch.setattr(budget, "build_program", validate)
+    monkeypatch.setattr(recipe, "build_program", validate)
     config = importlib.import_module("configs.compare.mixers").get_config(preset)
-    assert budget.make_comparison(config, tmp_path).models.keys() == set(config.runs)
+    assert recipe.make_comparison(config, tmp_path).models.keys() == set(config.runs)
 
 
 @pytest.mark.slow
@@ -537,7 +538,7 @@ def test_sizes_of_the_scaling_comparison(preset, tmp_path, monkeypatch):
     """All models of a size have equal tokens and about as many active parameters. The held-out size
     has four times the compute.
     """
-    monkeypatch.setattr(budget, "build_program", validate)
+    monkeypatch.setattr(recipe, "build_program", validate)
     scaling = importlib.import_module("configs.compare.scaling")
     config = scaling.get_config(preset)
     (*_, largest), held_out, *_ = scaling.PRESETS[preset]
@@ -545,7 +546,7 @@ def test_sizes_of_the_scaling_comparison(preset, tmp_path, monkeypatch):
     config.compare.names = ",".join(
         f"{name}@{size}" for size in (largest, held_out) for name in names
     )
-    planned = budget.make_comparison(config, tmp_path).models
+    planned = recipe.make_comparison(config, tmp_path).models
     compute = {}
     for size in (largest, held_out):
         group = [planned[f"{name}@{size}"] for name in names]

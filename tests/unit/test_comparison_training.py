@@ -1,10 +1,187 @@
-"""Tests of what a comparison keeps between its runs."""
+"""The order in which a comparison trains its runs, with fake runs: grids, trunks, predictions,
+failures, several processes.
+"""
+
+import contextlib
+import dataclasses
+import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import pytest
 from conftest import load_config
 
 from smallgpt_jax import models
-from smallgpt_jax.comparison import training
+from smallgpt_jax.comparison import held_out, training
+from smallgpt_jax.comparison.runs import Comparison
+from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
+from smallgpt_jax.run.config import Config
+
+
+class World:
+    """The runs that this process and others train, without files.
+
+    `events` lists what happens: the folders that are trained or measured, "predictions", and the
+    folders that are waited for.
+    """
+
+    def __init__(self, monkeypatch, comparison: Comparison, losses=None, errors=None):
+        self.comparison, self.text = comparison, None
+        self.finished: dict[str, float] = {}
+        self.events: list[str] = []
+        self._losses, self._errors = losses or {}, errors or {}
+        monkeypatch.setattr(training.trainer, "train", self._train)
+        monkeypatch.setattr(training, "check_existing", lambda *_: None)
+        monkeypatch.setattr(training, "with_available_trunk", lambda run: run.config)
+        monkeypatch.setattr(training, "file_lock", self._wait)
+        monkeypatch.setattr(training.gc, "collect", lambda: None)
+        monkeypatch.setattr(held_out, "require_enough_runs", lambda comparison: None)
+        monkeypatch.setattr(held_out, "write_predictions", self._predict)
+
+    def _train(self, config, folder: str, text) -> None:
+        name = Path(folder).name
+        if name in self._errors:
+            raise self._errors[name]
+        self.finished[name] = self._losses.get(name, 3.0)
+        self.events.append(name)
+
+    def _predict(self, outcomes, losses, command) -> None:
+        self.events.append("predictions")
+
+    @contextlib.contextmanager
+    def _wait(self, path, wait):
+        """The other process finishes the run while this one waits."""
+        name = path.parent.name
+        self.events.append(f"waits for {name}")
+        self._errors.pop(name)
+        self.finished[name] = self._losses.get(name, 3.0)
+        yield
+
+    def loss(self, run) -> float | None:
+        return self.finished.get(run.folder.name)
+
+    def run(self, run):
+        return SimpleNamespace(loss=self.finished[run.folder.name])
+
+    def train(self) -> training.Queue:
+        """Trains all runs, as one process."""
+        queue = training.Queue(
+            self,
+            measure_run=lambda run: self.events.append(f"measures {run.folder.name}"),
+            after_run=lambda losses: None,
+        )
+        queue.train()
+        return queue
+
+
+@pytest.fixture(scope="module")
+def config():
+    return Config.of(load_config("gpt", optimizer__schedule="wsd", train__steps=80))
+
+
+def comparison(config, names=("gpt",), **fields) -> Comparison:
+    fields = {"seeds": range(1, 2), "multiples": (), "max_added": 0, **fields}
+    return Comparison(Path("out"), dict.fromkeys(names, config), **fields)
+
+
+def trained(world: World) -> list[str]:
+    return [event for event in world.events if not event.startswith("measures")]
+
+
+def test_seeds_alternate_between_models_and_are_measured(monkeypatch, config):
+    world = World(monkeypatch, comparison(config, ("gpt", "pgpt"), seeds=range(1, 3)))
+    world.train()
+    runs = ["gpt-seed1", "pgpt-seed1", "gpt-seed2", "pgpt-seed2"]
+    assert world.events == [event for run in runs for event in (run, f"measures {run}")]
+    world.events.clear()
+    queue = world.train()  # a second start trains nothing, but measures what may be missing
+    assert world.events == [f"measures {run}" for run in runs]
+    assert set(queue.losses.values()) == {3.0}
+
+
+def test_a_grid_chooses_the_rate_and_is_extended_at_an_edge(monkeypatch, config):
+    losses = {"gpt-seed0": 3.2, "gpt-seed0-lr2x": 3.1, "gpt-seed0-lr4x": 3.15}
+    plan = comparison(config, multiples=(1, 2), max_added=3)
+    world = World(monkeypatch, plan, losses)
+    world.train()
+    assert world.events == [*losses, "gpt-seed1-lr2x", "measures gpt-seed1-lr2x"]
+    grid = plan.grids({plan.output / "runs" / name: loss for name, loss in losses.items()})["gpt"]
+    assert (grid.best, grid.edge) == (2.0, "")
+
+
+def test_a_model_that_diverges_at_all_rates_is_left_out(monkeypatch, config):
+    errors = {name: DivergenceError("inf") for name in ("bad-seed0", "bad-seed0-lr2x")}
+    plan = comparison(config, ("bad", "gpt"), multiples=(1, 2))
+    world = World(monkeypatch, plan, {"gpt-seed0-lr2x": 3.5}, errors)
+    queue = world.train()
+    assert trained(world) == ["gpt-seed0", "gpt-seed0-lr2x", "gpt-seed1"]
+    assert sorted(queue.losses.values())[-2:] == [math.inf, math.inf]
+    assert plan.num_runs(queue.losses) == 5  # two of each grid, and one of gpt
+
+
+def test_shorter_runs_follow_their_trunk(monkeypatch, config):
+    plan = comparison(config, horizons=(0.25, 0.5, 1.0))
+    world = World(monkeypatch, plan)
+    world.train()
+    assert trained(world) == ["gpt-seed1", "gpt-seed1-x0.25", "gpt-seed1-x0.5"]
+    assert "measures gpt-seed1-x0.5" not in world.events
+    trunk, short, _ = plan.runs({})
+    assert trunk.config.train.kept_steps == (18, 36)  # the decay takes a tenth of 20 and 40 steps
+    assert (short.config.train.steps, short.config.optimizer.decay_steps) == (20, 20)
+    assert short.config.train.trunk == str(trunk.folder)
+
+
+def test_a_failed_run_ends_its_branches_but_not_the_comparison(monkeypatch, config, capsys):
+    errors = {"bad-seed1": UserError("does not fit"), "gpt-seed1": DivergenceError("inf")}
+    plan = comparison(config, ("bad", "gpt", "pgpt"), horizons=(0.5, 1.0))
+    world = World(monkeypatch, plan, errors=errors)
+    with pytest.raises(UserError, match=r"out/runs/bad-seed1: could not be trained: does not fit$"):
+        world.train()
+    # A branch of a diverged trunk may end before it diverges.
+    assert trained(world) == ["gpt-seed1-x0.5", "pgpt-seed1", "pgpt-seed1-x0.5"]
+    assert "The comparison continues without it" in capsys.readouterr().out
+
+
+def test_held_out_runs_are_predicted_from_all_others_first(monkeypatch, config):
+    plan = comparison(config, ("gpt@1", "gpt@2", "gpt@4"), held_out="2")
+    world = World(monkeypatch, plan)
+    world.train()
+    assert trained(world) == ["gpt_1-seed1", "gpt_4-seed1", "predictions", "gpt_2-seed1"]
+    world = World(monkeypatch, dataclasses.replace(plan, train_held_out=False))
+    world.train()
+    assert trained(world)[-1] == "predictions" and len(trained(world)) == 3
+
+
+def test_another_process_trains_some_runs(monkeypatch, config):
+    """They are skipped, but waited for if others depend on them: runs of grids, trunks, and all
+    runs before predictions.
+    """
+    busy = {"gpt-seed1": WorkdirBusyError("busy", by="process 1")}
+    world = World(monkeypatch, comparison(config, seeds=range(1, 3)), errors=dict(busy))
+    world.train()
+    assert trained(world) == ["gpt-seed2"]
+
+    plan = comparison(config, seeds=range(1, 3), horizons=(0.5, 1.0))
+    world = World(monkeypatch, plan, errors=dict(busy))
+    world.train()
+    assert trained(world) == [
+        "gpt-seed2",
+        "gpt-seed2-x0.5",
+        "waits for gpt-seed1",
+        "gpt-seed1-x0.5",
+    ]
+
+    in_grid = {"gpt-seed0": WorkdirBusyError("busy", by="process 1")}
+    world = World(monkeypatch, comparison(config, multiples=(1, 2)), {}, in_grid)
+    world.train()
+    assert trained(world) == ["gpt-seed0-lr2x", "waits for gpt-seed0", "gpt-seed1"]
+
+    in_size = {"gpt_1-seed1": WorkdirBusyError("busy", by="process 1")}
+    plan = comparison(config, ("gpt@1", "gpt@2"), held_out="2")
+    world = World(monkeypatch, plan, errors=in_size)
+    world.train()
+    assert trained(world) == ["waits for gpt_1-seed1", "predictions", "gpt_2-seed1"]
 
 
 def test_programs_of_a_few_models_are_kept(monkeypatch):

@@ -297,7 +297,7 @@ def test_the_package_lists_its_commands(monkeypatch, capsys):
     commands = {
         path.stem
         for path in (ROOT / "smallgpt_jax").glob("*.py")
-        if "cli.run(main)" in path.read_text()
+        if "cli.run(main" in path.read_text()
     }
     assert set(package.COMMANDS) == commands
     monkeypatch.setattr("sys.argv", ["smallgpt_jax"])

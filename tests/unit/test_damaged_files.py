@@ -16,12 +16,15 @@ from conftest import build, init, load_config, save_run
 from data_helpers import prepare_store
 
 from smallgpt_jax import models
-from smallgpt_jax.comparison import budget, report, results
+from smallgpt_jax.analysis import record as records
+from smallgpt_jax.analysis.analysis import analyse
+from smallgpt_jax.comparison import budget, run_reader
 from smallgpt_jax.conversion import model_card
 from smallgpt_jax.data import store, tokenizers, unfinished_store
 from smallgpt_jax.data.corpus import Corpus, same_text
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.report import page
 from smallgpt_jax.run import trackers, workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.state import TrainState
@@ -188,7 +191,7 @@ def folder(tmp_path_factory):
     identity = {"format": 3, "made_from": {"source": "a"}, "texts": "0", "tokenizer": "1"}
     counts = {"train": {"tokens": 7, "documents": 2, "text_bytes": 5}}
     entry = unfinished_store.Entry(
-        unfinished_store.Place(1, 2), "digest", 0.5, {"empty": 1}, counts
+        unfinished_store.Place(1, 2), "digest", 0.5, {"empty": 1}, counts, {}
     )
     unfinished_store.Journal(identity, None, entry, entry).write(folder)
     return folder
@@ -280,9 +283,9 @@ def use_description(folder):
 
 
 def use_run(folder):
-    run = results.read_run("run", folder / "run")
-    report.provenance([run], {"command": "compare"})
-    report.runs_table([run])
+    run = run_reader.read_run("run", folder / "run")
+    content = records.Record("t", "b", "c", "run", (run,))
+    page.markdown(content, analyse(content))
 
 
 def use_metrics(folder):

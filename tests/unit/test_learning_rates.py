@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import load_config
 
-from smallgpt_jax.comparison import figures, learning_rates, loss_report, records
-from smallgpt_jax.comparison.learning_rates import Grid
+from smallgpt_jax.analysis.record import Grid
+from smallgpt_jax.comparison import learning_rates
 from smallgpt_jax.comparison.runs import Comparison, run_folder
-from smallgpt_jax.run import plotting
 from smallgpt_jax.run.config import Config
 
 INF = math.inf
@@ -70,27 +69,6 @@ def test_grids_are_extended_at_the_edges(multiples, losses, max_added, tried, ed
     assert list(grid.losses.values()) == known
     assert grid.best == (None if None in known else tried[known.index(min(known))])
     assert grid.has_diverged == all(loss == INF for loss in known)
-
-
-@pytest.mark.parametrize("center, curvature", [(1.3, 0.02), (0.8, 0.5)])
-def test_the_minimum_of_a_parabola(center, curvature):
-    def loss(multiple: float) -> float:
-        return 3 + curvature / 2 * math.log(multiple / center) ** 2
-
-    found = search((0.25, 1, 3), {multiple: loss(multiple) for multiple in (0.25, 1, 3)}, 0).minimum
-    assert found == pytest.approx((center, 3.0, curvature))
-    assert found.rise == pytest.approx(loss(2 * center) - 3) == pytest.approx(loss(center / 2) - 3)
-
-
-def test_no_minimum_without_three_different_losses_around_the_best():
-    for losses in (
-        {0.5: 3.0, 1: 2.0},
-        {0.5: 3.0, 1: 2.0, 2: INF},
-        {0.5: 3.0, 1: None, 2: 3.0},
-        {0.5: 3, 1: 3, 2: 3},
-        {0.5: INF, 1: INF, 2: INF},
-    ):
-        assert search(tuple(losses), losses, 0).minimum is None
 
 
 def comparison(
@@ -184,55 +162,3 @@ def test_the_finished_runs_alone_determine_the_next_runs(tmp_path):
         if run.name == "a"
     }
     assert scaled == {0.5: (0.005, 0.0005), 1.0: (0.01, 0.001), 2.0: (0.02, 0.002)}
-
-
-@pytest.mark.draws
-def test_report_of_grids():
-    grids = {
-        "inside": search((0.5, 1, 2), {0.5: 3.25, 1: 3.0, 2: INF}),
-        "edge": search((0.5, 1), {0.5: 3.0, 1: 2.5}, 0),
-        "diverged": search((0.5, 1), {0.5: INF, 1: INF}, 0),
-        "lower": search((0.5, 1, 2), {0.5: 3.1, 1: 3.0, 2: 3.3}),
-    }  # 0.2 · (log2(multiple) + 1/4)² + 2.9875
-    table = loss_report.grid_table(grids)
-    assert table.head == (
-        "run",
-        "own learning rate",
-        "× 0.5",
-        "× 1",
-        "× 2",
-        "best learning rate",
-        "minimum",
-        "rise",
-    )
-    assert table.rows == (
-        ("inside", "0.01", "3.2500", "3.0000", "diverged", "0.01 (× 1)", "–", "–"),
-        ("edge", "0.01", "3.0000", "2.5000", "–", "0.01 (× 1, highest of the grid)", "–", "–"),
-        ("diverged", "0.01", "diverged", "diverged", "–", "–", "–", "–"),
-        ("lower", "0.01", "3.1000", "3.0000", "3.3000", "0.01 (× 1)", "0.00841", "+0.2000"),
-    )
-    first, second = loss_report.grid_warnings(grids, [])
-    assert (
-        "edge: the best learning rate is the highest" in first
-        and "diverged has diverged at every" in second
-    )
-    figure = figures.loss_against_learning_rate(grids, [])
-    assert plotting.png(figure)
-    (plot,) = figure.axes
-    lines = {line.get_label(): line.get_xydata().tolist() for line in plot.lines}
-    assert lines["inside"] == [[0.005, 3.25], [0.01, 3.0]] and lines["edge"] == [
-        [0.005, 3.0],
-        [0.01, 2.5],
-    ]
-    assert [line.get_xdata().tolist() for line in plot.lines if line.get_marker() == "x"] == [
-        [0.02],
-        [],
-        [0.005, 0.01],
-        [],
-    ]
-    assert records.grid_facts(grids["inside"])["rates"][2] == {
-        "multiple": 2.0,
-        "learning_rate": 0.02,
-        "loss": None,
-        "diverged": True,
-    }

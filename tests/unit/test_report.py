@@ -1,536 +1,449 @@
-"""Tests of reports on made-up runs: numbers, warnings, conclusions, names, logged curves."""
+"""The report on findings: answers, verdicts, warnings, escaping, the same in all formats."""
 
 import dataclasses
+import html
+import itertools
 import json
+import math
+import re
+import typing
 
-import numpy as np
 import pytest
-from PIL import Image
+from comparison_helpers import INSIDE, record, run
 
-from smallgpt_jax.comparison import (
-    aggregation,
-    blocks,
-    figures,
-    loss_report,
-    measure,
-    measurement_report,
-    report,
-    results,
+from smallgpt_jax.analysis.findings import (
+    Choice,
+    Contest,
+    Corpus,
+    Curve,
+    CurvePoint,
+    Decisions,
+    Diverged,
+    Findings,
+    FormError,
+    FrontPoint,
+    HeldOut,
+    Law,
+    Laws,
+    Measure,
+    Mode,
+    Multiplier,
+    Order,
+    Outcome,
+    Pair,
+    Range,
+    Rate,
+    Rates,
+    Refusal,
+    Segment,
+    Setup,
+    Spread,
+    Standing,
+    Untried,
 )
-from smallgpt_jax.comparison.records import Record
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.config_file import write_config
+from smallgpt_jax.report import choosing, page, words
+from smallgpt_jax.report.cautions import cautions
+from smallgpt_jax.report.figures import read_logged
+
+NASTY = "<b>|*a*`[x](http://y)\x1b[31m\nb"  # the name of a model
 
 
-def make_run(seed: int, steps=(1, 2), name: str = "a", worse: float = 0.0) -> results.Run:
-    points = tuple(
-        results.Point(
-            step, step * 10, step * 100.0, float(step), 6.0 - step + seed + worse, 1.0, 512
-        )
-        for step in steps
-    )
-    return results.Run(
-        name=name,
-        workdir="x",
-        seed=seed,
-        config={"train.steps": 2},
-        is_finished=2 in steps,
-        diverged=False,
-        is_imported=False,
-        steps_done=max(steps),
-        parameters=1,
-        active_parameters=1,
-        components={},
-        flops_per_token=1.0,
-        tokens_per_step=10,
-        curve=points,
-        tokens_per_second=1.0,
-        memory_bytes=None,
-        sessions=(),
-        expert_load=None,
-        texts=(),
-        benchmarks={},
-    )
-
-
-def write(
-    folder, runs, title: str = "t", budget: str = "", command: str = "", reference: str = ""
-) -> str:
-    """Writes a report of runs. Returns its text."""
-    return report.write_report(folder, Record(title, budget, command, reference, tuple(runs)))
-
-
-def conclusion(groups: dict, reference: str | None = None) -> str:
-    return loss_report.conclusion(groups, aggregation.rank(groups, reference))
-
-
-def test_seconds_are_interpolated_and_extrapolated():
-    lines = [
-        {"step": 3, "split": "train", "tokens_per_second": 30.0},  # 10 tokens per step: 1 s
-        {"step": 3, "split": "eval"},
-        {"step": 6, "split": "train", "tokens_per_second": 15.0},
-    ]
-    logged = results.training_seconds(lines, 10)
-    assert logged == ([0, 3, 6], [0.0, 1.0, 3.0])
-    assert [results.seconds_at(step, *logged) for step in (3, 4.5, 6, 9)] == [1.0, 2.0, 3.0, 5.0]
-    assert results.seconds_at(3, [0], [0.0]) is None
-
-
-def with_losses(name: str, losses, seeds=None) -> list[results.Run]:
-    """Returns one run per loss, with the seeds 0, 1, … or `seeds`. The loss is that of the last
-    evaluation.
-    """
-    runs = [make_run(seed, name=name) for seed in seeds or range(len(losses))]
-    return [
-        dataclasses.replace(run, curve=(run.curve[0], dataclasses.replace(run.curve[1], loss=loss)))
-        for run, loss in zip(runs, losses)
-    ]
-
-
-def test_conclusion_compares_runs_with_the_same_seed():
-    """Two models are compared seed by seed, because losses differ more between seeds than between
-    models.
-    """
-    groups = {"a": with_losses("a", [4.0, 5.0, 6.0]), "b": with_losses("b", [4.49, 5.5, 6.51])}
-    assert conclusion(groups) == (  # the half-width is 4.3027 · 0.01 / √3
-        "Lowest validation loss: a, 5.0000; then b, 5.5000. b minus a: +0.5000 ± 0.0248 (95% "
-        "interval over 3 seeds), higher."
-    )
-    assert conclusion({name: group[:1] for name, group in groups.items()}).endswith(
-        "With one common seed, there is no interval: the order may be chance."
-    )
-    assert "With no common seed" in conclusion(
-        {**groups, "b": with_losses("b", [7.0, 7.0], [8, 9])}
-    )
-    # Only model a has a run with the third seed. If the high loss of this run counted, a would rank
-    # behind b.
-    fewer = with_losses("b", [4.2, 5.21])
-    assert "a, 4.5000; then b, 4.7050. b minus a: +0.2050" in conclusion({**groups, "b": fewer})
-    assert "over 2 seeds" in conclusion({**groups, "b": fewer})
-    groups["b"] = with_losses("b", [4.2, 4.9, 6.2])
-    assert conclusion(groups).endswith(
-        "+0.1000 ± 0.4303 (95% interval over 3 seeds), not distinguishable; about 26 "
-        "seeds would decide."
-    )
-    assert conclusion({**groups, "b": with_losses("b", [4.0, 5.0, 6.0])}).endswith(
-        "+0.0000 ± 0.0000 (95% interval over 3 seeds), not distinguishable; more than 10,000 "
-        "seeds would be needed to decide."
-    )
-
-
-def test_models_not_distinguishable_from_the_best(tmp_path):
-    """c is clearly worse than a and b, whose difference is within the noise. The reference is not
-    the best model.
-    """
-    noise = np.array([0.01, -0.01, 0.0, 0.005, -0.005])
-    groups = {
-        "b": with_losses("b", 3.004 + noise[::-1]),
-        "c": with_losses("c", 3.2 + noise / 2),
-        "a": with_losses("a", 3.0 + noise),
+def standing(model: str, loss: float, probability: float, **fields) -> Standing:
+    defaults = {
+        "model": model,
+        "name": model,
+        "loss": loss,
+        "interval": Range(loss - 0.01, loss + 0.02),
+        "modes": (),
+        "probability": probability,
+        "seeds": 3,
+        "diverged": 0,
+        "cost": 1e13,
+        "parameters": 45264,
+        "active_parameters": 45264,
+        "tokens": 9.4e6,
+        "steps": 2,
+        "learning_rate": 0.003,
+        "equal_to": (),
+        "known": "trained",
+        "potential": loss,
     }
-    order = aggregation.rank(groups, "b")
-    assert list(order.means) == ["a", "b", "c"] and order.not_distinguishable == ("b",)
-    assert [(row.name, row.other, row.verdict) for row in order.neighbors] == [
-        ("b", "a", "not distinguishable"),
-        ("c", "b", "higher"),
-    ]
-    assert [(row.name, row.verdict) for row in order.against_reference] == [
-        ("a", "not distinguishable"),
-        ("c", "higher"),
-    ]
-    assert {row.comparisons for row in order.neighbors} == {
-        3
-    }  # all pairs, because the losses chose the neighbors
-    assert {row.comparisons for row in order.against_reference} == {2}
-    assert conclusion(groups).endswith("Not distinguishable from a: b. Higher: c.")
-    assert conclusion({**groups, "b": with_losses("b", 3.1 + noise / 2)}).endswith(
-        "a is lower than every other run."
-    )
-
-    text = write(tmp_path, [run for group in groups.values() for run in group], reference="b")
-    first, second, third = (" ".join(line.split()) for line in text.splitlines()[-3:])
-    assert (
-        first.startswith("a 3.0000 (2.9900 to 3.0100) not distinguishable (≈ ")
-        and " reference " in second
-    )
-    assert third.startswith("c 3.2000 (3.1950 to 3.2050) higher 1.0000 5 ")
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert found["format"] == 1 and found["reference"] == "b"
-    assert found["ranking"]["not_distinguishable"] == ["b"] and found["ranking"]["means"][
-        "a"
-    ] == pytest.approx(3)
-    row = found["ranking"]["neighbors"][0]
-    assert (row["name"], row["other"], row["seeds"], row["verdict"]) == (
-        "b",
-        "a",
-        5,
-        "not distinguishable",
-    )
-    markdown = (tmp_path / "report.md").read_text()
-    assert f"| b | a | +0.0040 | {row['mean'] - row['half_width']:+.4f} to " in markdown
-    assert "corrected for 2 comparisons" in markdown and "corrected for all 3 pairs" in markdown
+    return Standing(**{**defaults, **fields})
 
 
-def test_the_mean_of_the_last_evaluations():
-    run = dataclasses.replace(make_run(0, steps=(1, 2)), averaged=2)  # losses 5 and 4
-    assert (run.final("loss"), run.final("bits_per_byte")) == (4.5, 1.0)
-    assert dataclasses.replace(run, averaged=1).final("loss") == 4.0
-    other_rows = dataclasses.replace(run.curve[0], targets=9)
-    assert dataclasses.replace(run, curve=(other_rows, run.curve[1])).final("loss") == 4.0
-    assert (
-        dataclasses.replace(
-            run, curve=(dataclasses.replace(run.curve[0], loss=None), run.curve[1])
-        ).final("loss")
-        is None
-    )
-    assert aggregation.mean_losses({"a": [run], "b": [make_run(0, name="b", worse=0.2)]}) == {
-        "b": 4.2,
-        "a": 4.5,
+def contest(*standings: Standing, chosen: str | None = None, **fields) -> Contest:
+    """Returns a contest whose pairs are not told apart, except from the third model on."""
+    pairs = []
+    for first, second in itertools.combinations(standings, 2):
+        difference = second.loss - first.loss
+        is_clear = second in standings[2:]
+        verdict = "higher" if is_clear else "cannot tell"
+        needed = None if is_clear else Range(4.0, 60.0)
+        interval = Range(difference - 0.05, difference + 0.05)
+        pairs.append(Pair(second.model, first.model, 3, difference, interval, 0.2, verdict, needed))
+    defaults = {
+        "standings": standings,
+        "pairs": tuple(pairs),
+        "chosen": chosen,
+        "refusal": None if chosen else "uncertain",
+        "blockers": () if chosen else tuple(one.model for one in standings[1:2]),
+        "at_stake": 0.03,
     }
+    return Contest(**{**defaults, **fields})
 
 
-def test_speed_and_memory_have_medians_and_quartiles(tmp_path):
-    runs = [
-        dataclasses.replace(make_run(seed), tokens_per_second=speed, memory_bytes=2 * 10**6)
-        for seed, speed in enumerate((1000.0, 1100.0, 1200.0, 9000.0))
-    ]
-    row = write(tmp_path, runs).splitlines()[-1]
-    assert " 1,150 " in row and " 2.0 " in row
-    assert (
-        "| a | 4 | 1,150 (1,075 to 3,150) | 2 | 2.0 | – |" in (tmp_path / "report.md").read_text()
-    )
-    assert aggregation.quartiles([1.0, None]) is None and aggregation.quartiles([]) is None
+THREE = (standing("moe", 2.8704, 0.93), standing("llama", 2.9291, 0.07), standing("gpt", 3.1, 0.0))
 
 
-def test_the_table_is_sorted_and_marks_the_best_row(tmp_path):
-    """Finished runs are in ascending order of the loss. Unfinished ones are last, even if their
-    loss is lower.
-    """
-    runs = [
-        make_run(0, name="worst", worse=0.5),
-        make_run(0, (1,), "unfinished", worse=-3),
-        make_run(0, name="best"),
-        make_run(0, name="middle", worse=0.1),
-    ]
-    text = write(tmp_path, runs)
-    rows = text.splitlines()[-4:]
-    assert [row.split()[0] for row in rows] == ["best", "middle", "worst", "unfinished"]
-    assert ["← best" in row for row in rows] == [True, False, False, False]
-    markdown = (tmp_path / "report.md").read_text()
-    assert "| **best** | **4.0000** |" in markdown and markdown.startswith(
-        "# t: worst, unfinished, best, middle\n"
-    )
-    page = (tmp_path / "report.html").read_text()
-    assert "<tr class=best><td>best</td>" in page and page.count("class=best") == 1
-    # Losses over different rows are not ranked.
-    runs[0] = dataclasses.replace(
-        runs[0], curve=tuple(dataclasses.replace(point, targets=9) for point in runs[0].curve)
-    )
-    text = write(tmp_path, runs)
-    assert [row.split()[0] for row in text.splitlines()[-4:]] == [
-        "worst",
-        "unfinished",
-        "best",
-        "middle",
-    ]
-    assert "← best" not in text
-
-
-@pytest.mark.draws
-def test_figures_commands_and_headings_of_the_page(tmp_path):
-    """All figures have one width. The command and columns of sentences wrap, columns of values do
-    not.
-    """
-    load = {"mlp/router": [[0.5, 1.5]]}
-    runs = [dataclasses.replace(make_run(0), expert_load=load), make_run(0, name="b")]
-    write(tmp_path, runs, command="c" * 500)
-    page = (tmp_path / "report.html").read_text()
-    assert "figure { margin: 0; width: min(100%, 34rem); }" in page and "auto-fit" not in page
-    assert "white-space: pre-wrap" in page
-    table = blocks.Table(("number", "because"), (("1", "a reason of many words " * 5),))
-    assert "<tr><th>number</th><th class=sentence>because</th></tr>" in blocks.to_html(
-        "title", [table]
-    )
-    sizes = {Image.open(path).size for path in tmp_path.glob("*.png")}
-    assert len(sizes) == 1
-
-
-def test_says_how_little_short_runs_prove():
-    def evidence(tokens: int, seeds: int) -> str:
-        def trained(run):
-            return dataclasses.replace(
-                run,
-                active_parameters=1000,
-                curve=tuple(dataclasses.replace(point, tokens=tokens) for point in run.curve),
-            )
-
-        return loss_report.evidence(
-            {name: [trained(make_run(seed, name=name)) for seed in range(seeds)] for name in "ab"}
-        )
-
-    text = evidence(51_000, seeds=1)
-    assert text.startswith(
-        "Little evidence: at least 51,000 tokens per run and 51 tokens per parameter."
-    )
-    assert "compute-optimal" not in text
-    text = evidence(1_900, seeds=6)
-    assert (
-        text.startswith("Little evidence")
-        and "1.9 tokens per parameter. About 20 per parameter" in text
-    )
-    assert evidence(20_000, seeds=2).startswith("Evidence: at least 20,000 tokens")
-
-
-def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
-    """`benchmarks` returns results of the given step only.
-
-    It ignores results of a part of the model, of another dtype than the model's own, or of some
-    examples of a task. Two results of the same task are separate entries if they differ in the
-    number of shots or in the task's number of examples.
-    """
-
-    def write(
-        name: str, score: float, shots: int = 0, examples: int = 100, scored: int | None = None
-    ) -> None:
-        scored = scored or examples
-        (tmp_path / name).write_text(
-            json.dumps(
-                {
-                    "results": {"copa": {"acc,none": score, "sample_len": scored}},
-                    "n-shot": {"copa": shots},
-                    "n-samples": {"copa": {"original": examples, "effective": scored}},
-                }
-            )
-        )
-
-    for name, score in (
-        ("step20-copa.json", 0.7),
-        ("step10-copa.json", 0.1),
-        ("step200-copa.json", 0.2),
-        ("step20-paths0-copa.json", 0.3),
-        ("step20-bfloat16-copa.json", 0.4),
-    ):
-        write(name, score)
-    write("step20-copa-limit10.json", 0.9, scored=10)
-    write("step20-copa-limit1000.json", 0.7, scored=100)
-    write("step20-copa-5shot.json", 0.8, shots=5)
-    write("step20-paper.json", 0.6, examples=1570)
-    assert results.benchmarks(tmp_path, 20) == {
-        "copa acc (0-shot, 100 examples)": 0.7,
-        "copa acc (5-shot, 100 examples)": 0.8,
-        "copa acc (0-shot, 1,570 examples)": 0.6,
+def choice(budget: str = "flops", limit: float = 1e13, **fields) -> Choice:
+    defaults = {
+        "budget": budget,
+        "limit": limit,
+        "batch": 1,
+        "chosen": None,
+        "refusal": "uncertain",
+        "contest": contest(*THREE),
+        "compared_at": limit,
+        "factor": None,
+        "measured": Range(4e10, 3e13),
+        "front": (),
+        "devices": (),
     }
+    return Choice(**{**defaults, **fields})
+
+
+def findings(**fields) -> Findings:
+    corpus = Corpus("books.txt", 44_100_000, "sentencepiece:1024", 1024, 0.21)
+    setup = Setup(
+        corpus=corpus,
+        models=("moe", "llama", "gpt"),
+        sizes=("",),
+        seeds=(1, 2, 3),
+        parameters=Range(45264, 45264),
+        tokens=Range(9.4e6, 9.4e6),
+        steps=Range(4592, 4592),
+        context_lengths=(256,),
+        batch_tokens=Range(2048, 2048),
+        runs=9,
+        unfinished=0,
+        hours=31.2,
+        devices=("2 × cpu",),
+        software=("jax 0.10.2",),
+        dates=("2026-11-23", "2026-11-24"),
+        rows=131072,
+    )
+    defaults = {
+        "setup": setup,
+        "reference": "gpt",
+        "ranking": contest(*THREE),
+        "ranked_size": "",
+        "correlation": 0.3,
+        "choices": (),
+        "orders": (),
+        "multipliers": (),
+        "laws": None,
+        "laws_refused": {},
+        "held_out": None,
+        "rates": (),
+        "diverged": (),
+        "untried": (),
+        "measures": (),
+        "curves": (),
+    }
+    return Findings(**{**defaults, **fields})
+
+
+RUNS = [run(model, seed, 3.0) for seed in (1, 2) for model in ("moe", "llama", "gpt")]
+
+
+def markdown(found: Findings, *runs) -> str:
+    return page.markdown(record(*(runs or RUNS)), found)
+
+
+def row(text: str, first: str) -> list[str]:
+    """Returns the cells of the first row of a Markdown table that begins with a cell."""
+    (line, *_) = [line for line in text.splitlines() if line.startswith(f"| {first} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+# ------------------------------------------------------------------ answers
+def test_the_answer_comes_first():
+    chosen = choice(limit=1e12, chosen="moe", refusal=None, contest=contest(*THREE, chosen="moe"))
+    text = markdown(findings(choices=(chosen, choice())))
+    first_screen, *chapters = text.split("\n## ")
     assert (
-        measurement_report.format_spread(aggregation.spread([0.7]), seeds=2)
-        == "0.7000, 1 of 2 seeds"
+        "With 1e13 training FLOPs: **cannot tell**: moe (93%) or llama (7%) may be the best. moe is "
+        "at most 0.03 nats above the lowest loss, with a probability of 90%." in first_screen
     )
-
-
-def test_accuracies_of_examples_are_compared_over_seeds(tmp_path):
-    def write(name: str, accuracy: float, **fields) -> None:
-        (tmp_path / name).write_text(
-            json.dumps(
-                {
-                    "examples": "/data/task/test.jsonl",
-                    "count": 1500,
-                    "is_whole": True,
-                    "results": {"accuracy": {"mean": accuracy, "standard_error": 0.1}},
-                    **fields,
-                }
-            )
-        )
-
-    write("examples-step20-test-accuracy.json", 0.75)
-    write("examples-step20-a-limit10.json", 0.1, is_whole=False)
-    write("examples-step20-b.json", 0.1, is_whole=1)  # damaged
-    write("examples-step200-test-accuracy.json", 0.1)
-    found = results.examples(tmp_path, 20)
-    assert found == {"task/test.jsonl accuracy (1,500 examples)": 0.75}
-
-    runs = [
-        dataclasses.replace(make_run(seed, name=name), benchmarks={"task acc": score})
-        for name, scores in (("a", (0.5, 0.6, 0.7)), ("b", (0.61, 0.7, 0.79)), ("c", (0.9,)))
-        for seed, score in enumerate(scores)
+    assert row(first_screen, "1e12") == ["1e12", "moe (93%)", "2.870 (2.860 to 2.890)", "–", "–"]
+    assert row(first_screen, "1e13")[1:] == [
+        "cannot tell: moe (93%) or llama (7%)",
+        "2.870 (2.860 to 2.890)",
+        "0.03",
+        "4 to 60",
     ]
-    _, _, paragraph, table, *_ = measurement_report.measurement_blocks(
-        aggregation.group_by_name(runs), runs, "a"
-    )
-    assert paragraph.text.startswith("Against a, paired by seed")  # half-width: 4.3027 · 0.01 / √3
-    assert table.rows == (
-        ("task acc", "b", "+0.1000", "+0.0752 to +0.1248", "3", "0.0033", "higher"),
-    )
-    _, _, after_scores, *_ = measurement_report.measurement_blocks({"a": runs[:3]}, runs[:3], "a")
-    assert after_scores == blocks.Heading("Speed and memory")
+    assert "31 hours on 2 × cpu" in first_screen and "reads 21%" in first_screen
+    assert len(first_screen) < 3000 and chapters
 
 
-def test_runs_of_one_model_have_one_name(tmp_path):
-    """Tuned runs have the tokenizers of their own workdirs."""
-    for name, rate in (("a-seed1", 0.1), ("a-seed2", 0.1), ("a-seed3", 0.2), ("b", 0.1)):
-        (tmp_path / name).mkdir()
-        write_config(
-            tmp_path / name,
-            {
-                "model": {},
-                "mesh": {},
-                "data": {"tokenizer": f"runs/{name}/tokenizer"},
-                "optimizer": {"learning_rate": rate},
-                "train": {"seed": ord(name[-1])},
-            },
-        )
-    named = results.name_workdirs(sorted(tmp_path.iterdir()))
-    assert [name for name, _ in named] == ["a", "a", "a (2)", "b"]
+def test_a_record_of_one_budget_is_answered_by_its_ranking():
+    text = markdown(findings(ranking=contest(*THREE, chosen="moe")))
+    assert "Lowest loss: **moe**: loss 2.870 (2.860 to 2.890), the lowest with a" in text
+    text = markdown(findings(ranking=None))
+    assert "no two models are finished whose losses can be compared" in text
 
 
-def test_answers_of_all_objectives_compare():
-    config = {"train.objective": "prefix", "data.format": "completion"}
-    runs = [
-        dataclasses.replace(make_run(0, name=name), config={"train.steps": 2, **fields})
-        for name, fields in (("a", {"data.format": "completion"}), ("b", config))
-    ]
-    assert aggregation.rank(aggregation.group_by_name(runs), "a").means
-    assert not any("objectives" in text for text in loss_report.warnings(runs))
+def test_each_pair_has_one_verdict_wherever_it_is_shown():
+    text = markdown(findings(choices=(choice(limit=1e12), choice())))
+    chapter = text.split("Which differences are real")[1].split("\n## ")[0]
+    assert row(chapter, "llama")[2:4] == ["-0.1709 (-0.2209 to -0.1209)", "lower"]
+    pairs = [line.split("|")[1:6] for line in chapter.splitlines() if line.count("|") == 8]
+    shown = {(cells[0].strip(), cells[1].strip(), cells[4].strip()) for cells in pairs[-2:]}
+    assert shown == {("llama", "moe", "cannot tell"), ("gpt", "llama", "higher")}
+    # One number of seeds for the pair of the first two, in the answer and beside the verdict.
+    assert text.count("4 to 60") == 3 and "4 to 61" not in text
 
 
-@pytest.mark.slow
-@pytest.mark.draws
-def test_names_with_special_characters(tmp_path):
-    runs = [make_run(0, name=r"a$\frac$"), make_run(0, name="_b <i>|")]
-    runs = [
-        dataclasses.replace(
-            run_,
-            texts=tuple(
-                {"text": "my/te xt", "context_length": length, "bits_per_byte": 2.0, "source": "s"}
-                for length in (64, 128)
+@pytest.mark.parametrize("refusal", typing.get_args(Refusal))
+def test_each_refusal_has_its_sentence(refusal):
+    answer = choice(refusal=refusal, factor=3.125, compared_at=None, contest=None)
+    if refusal in ("uncertain", "dearer", "more training", "not measured"):
+        answer = choice(refusal=refusal, contest=contest(*THREE, refusal=refusal))
+    sentence = words.refusal(answer)
+    text = choosing.text(choosing.Answer(answer))
+    assert " ".join(sentence.split()) in " ".join(text.split())
+    assert text.startswith("1e13 training FLOPs: cannot tell: ")
+    expected = {
+        "beyond": "3.12 times",
+        "nothing within": "0.32 times",
+        "not measured": "llama may be the best, but its training FLOPs were not measured",
+    }
+    assert expected.get(refusal, "") in sentence
+
+
+def test_an_answer_at_the_nearest_budget():
+    answer = choice(limit=1e14, refusal="beyond", factor=3.4, compared_at=2.93e13)
+    text = " ".join(choosing.text(choosing.Answer(answer)).split())
+    assert "At 2.93e13, the nearest budget with an answer: cannot tell: moe (93%) or" in text
+    text = markdown(findings(choices=(choice(limit=1e12), choice(), answer)))
+    assert row(text, "1e14")[1] == "cannot tell"
+
+
+def test_modes_and_diverged_seeds_are_said():
+    modes = (Mode(1 / 3, 2.2924, 1), Mode(2 / 3, 2.6, 2))
+    first = standing("llama", 2.5, 0.6, modes=modes, interval=None)
+    second = standing("lgpt", math.inf, 0.0, diverged=2, interval=None, equal_to=("cgpt",))
+    text = markdown(findings(ranking=contest(first, second, chosen="llama")))
+    assert "**2.500: 2.292 in 33% and 2.600 in 67% of the seeds**" in row(text, "**llama**")
+    assert row(text, "lgpt (the same function: cgpt)")[1] == "diverged (2 of 3 seeds)"
+
+
+def test_all_choices_of_a_budget_are_in_one_table():
+    front = (FrontPoint("moe", "moe@1M", 45264, 2.9, 45264, 45264, 9.4e6),)
+    choices = [choice("parameters", limit, front=front) for limit in (45264.0, 213_000.0)]
+    text = markdown(findings(choices=tuple(choices)))
+    assert "| parameters, at most | model (how sure) |" in text
+    assert row(text, "45.3 k") and row(text, "213 k")
+    answer = choosing.text(choosing.Answer(choices[1]))
+    assert re.search(r"best for the cost +loss +cost", answer) and "moe@1M" in answer
+
+
+# ------------------------------------------------------------------ chapters
+def test_chapters_are_those_of_the_findings():
+    outcome = Outcome("moe", 9.4e6, 2.5, Range(2.4, 2.6), 2.7, 3)
+    decisions = Decisions(12, 13)
+    text = markdown(
+        findings(
+            choices=(choice(limit=1e12), choice()),
+            multipliers=(
+                Multiplier("moe", "gpt", 1e12, 1.43, Range(1.27, 1.61), None),
+                Multiplier("moe", "gpt", 1e13, None, None, "not reached"),
+            ),
+            orders=(Order("moe", "gpt", (Segment(4e10, 1e13, "moe"),), (), (), (), ()),),
+            laws=Laws(
+                (FormError("interaction", 0.08), FormError("power", 0.22)),
+                "0.47M",
+                0.08,
+                0.1,
+                (Law("moe", {"1": 1.0}),),
+                decisions,
+                Decisions(13, 13),
+                {},
+            ),
+            held_out=HeldOut(
+                "0.47M",
+                "2026-11-23T18:30:00",
+                "power",
+                "d3e9aa",
+                (outcome,),
+                0.2,
+                0.0,
+                decisions,
+                Decisions(13, 13),
+            ),
+            rates=(
+                Rates(
+                    "moe",
+                    0.008,
+                    0,
+                    (Rate(0.5, 4.2, 1, True), Rate(1.0, math.inf, 1, False)),
+                    0.5,
+                    "lowest",
+                    None,
+                    None,
+                    None,
+                ),
+            ),
+            measures=(
+                Measure(
+                    "speed",
+                    "tokens_per_second",
+                    False,
+                    {"moe": Spread(1200.0, 1100.0, 1300.0, 2)},
+                    (),
+                ),
             ),
         )
-        for run_ in runs
+    )
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert headings == [
+        "What limits these answers",
+        "Which differences are real?",
+        "What does each model reach at equal FLOPs?",
+        "Do larger models keep the order?",
+        "Is every model at its best learning rate?",
+        "How fast do they train?",
+        "How were the models trained?",
+        "Runs",
     ]
-    write(tmp_path, runs, title="<b>")
-    assert (tmp_path / "context-my_te_xt.png").exists()
-    assert "<h1>&lt;b&gt;: a$\\frac$, _b &lt;i&gt;|</h1>" in (tmp_path / "report.html").read_text()
-    assert r"| _b <i>\| |" in (tmp_path / "report.md").read_text()
-    (legend,) = figures.loss_against("tokens", runs).legends
-    assert [text.get_text() for text in legend.get_texts()] == [r"a$\frac$", "_b <i>|"]
+    assert "| moe | 1.43 (1.27 to 1.61) | loss not reached |" in text
+    assert "| moe | 4e10 to 1e13: moe |" in text
+    assert "| moe | 9.4 M | 2.500 (2.400 to 2.600) | 2.700 | +0.200 | no | 3 |" in text
+    assert "| moe | 0.008 | 4.200 | diverged | 0.004, the lowest tried | × 0.5 |" in text
+    assert "| moe | 1200 (1100 to 1300) |" in text
+    assert "the laws have 12 in the right order" in text
 
 
-@pytest.mark.draws
-def test_report_of_a_single_run(tmp_path):
-    summary = write(tmp_path, [make_run(0)], "a", "One run.", "c", reference="a")
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
-        "loss-flops.png",
-        "loss-seconds.png",
-        "loss-tokens.png",
-    ]
-    markdown = (tmp_path / "report.md").read_text()
-    assert "| a | 4.0000 | 1.0000 | 1 |" in markdown and "4.0000" in summary
-    for phrase in (
-        "rank",
-        "mean over the seeds",
-        "means over seeds",
-        "Config differences",
-        "Shared config",
+def test_cautions_name_what_limits_the_answers():
+    found = findings(
+        diverged=(Diverged("pgpt", 2, 12, 9e5),),
+        untried=(Untried("gpt@1M", 4e6, 20.0),),
+        rates=(
+            Rates("gpt", 0.01, 1, (Rate(1.0, 3.0, 1, True),), 1.0, "highest", None, None, None),
+        ),
+    )
+    unfinished = dataclasses.replace(RUNS[0], is_finished=False, steps_done=1)
+    other = dataclasses.replace(RUNS[1], uncounted=0.5, curve=RUNS[1].curve[:1])
+    text = " ".join(cautions(found, record(unfinished, other)))
+    for expected in (
+        "pgpt, seed 2, diverged at step 12",
+        "Unfinished: moe, seed 1, at step 1 of 2.",
+        "The best learning rate is the highest that was tried",
+        "The seed that chose the learning rate is also in the mean",
+        "is the best one for 1 of 2 sizes of models (20 tokens per parameter), so even more",
+        "No run has more than 2 tokens per parameter",
+        "Other arithmetic (norms, softmax, recurrences) comes on top: 0% in moe to 50% in llama",
     ):
-        assert phrase not in markdown
+        assert expected in text
+    assert "Unfinished" not in " ".join(cautions(findings(), record(*RUNS)))
+    assert cautions(findings(), record()) == ["The comparison has no runs."]
 
 
-@pytest.mark.slow
+def test_configs_that_differ_are_listed_by_model():
+    wide = run("moe", 1, 3.0, config={"model__d_model": 32})
+    text = markdown(findings(), wide, *RUNS[1:3])
+    assert "| moe | model.d_model=32 |" in text
+    assert "| train.steps | 2 |" in text
+
+
+# ------------------------------------------------------------------ formats
+def nasty() -> Findings:
+    standings = (standing(NASTY, 2.9, 0.99), standing("gpt", 3.0, 0.01))
+    return findings(ranking=contest(*standings, chosen=NASTY), choices=(choice(),))
+
+
+def test_everything_is_escaped():
+    runs = [run(NASTY, 1, 2.9), run("gpt", 1, 3.0)]
+    content = record(*runs, title="<script>x</script>", command="a\n```\n<b>")
+    text = page.markdown(content, nasty())
+    assert "\x1b" not in text and not re.search(r"(?<!\\)<b>", text.replace("    a ``` <b>", ""))
+    assert r"\<b>\|*a*`[x\](http://y) [31m b" in text
+    assert text.startswith(r"# \<script>x\</script>")
+    shown = page.summary(content, nasty())
+    assert "\x1b" not in shown and "[x](http://y) [31m b" in shown
+
+
 @pytest.mark.draws
-def test_report_of_experts(tmp_path):
-    """The report shows the active parameters, and an image of the load with one row per block."""
-    load = {
-        "trunk/stage_0/mlp/router": [[0.5, 1.5], [1.0, None]],
-        "trunk/stage_1/mlp/router": [[2.5, 0.0]],
+def test_the_files_of_a_report(tmp_path):
+    curve = Curve("gpt", tuple(CurvePoint(t, t, t, Spread(3.0, 2.9, 3.1, 2)) for t in (1.0, 2.0)))
+    budgets = (1e12, 1e13)
+    order = Order("moe", "gpt", (), budgets, (-0.1, 0.0), (-0.2, -0.1), (0.0, 0.1))
+    rates = Rates(
+        "gpt", 0.01, 0, (Rate(1.0, 3.0, 1, True), Rate(2.0, 3.1, 1, False)), 1.0, "", 1.0, 0.1, 0.0
+    )
+    front = (
+        FrontPoint("moe", "moe", 1.0, 3.0, 1, 1, 1.0),
+        FrontPoint("gpt", "gpt", 9.0, 2.0, 1, 1, 1.0),
+    )
+    found = dataclasses.replace(
+        nasty(),
+        curves=(curve,),
+        orders=(order,),
+        rates=(rates,),
+        choices=(choice(), choice("decode_ms", 5.0, front=front)),
+    )
+    runs = [run(NASTY, 1, 2.9, inside=INSIDE), run("gpt", 1, 3.0), run("moe", 1, 3.0)]
+    page.write(tmp_path, record(*runs), found)
+    figures = {path.stem for path in tmp_path.glob("*.png")}
+    assert figures == {
+        "answer",
+        "loss-tokens",
+        "loss-flops",
+        "learning-rates",
+        "inside",
+        "loss-decode_ms",
     }
-    run = dataclasses.replace(make_run(0), parameters=1234, active_parameters=567, expert_load=load)
-    text = write(tmp_path, [run, make_run(0, name="b")])
-    assert "1,234 (567 active)" in text and (tmp_path / "experts-a.png").exists()
-    assert "Load of experts" in (tmp_path / "report.md").read_text()
-    (image,) = figures.expert_load(run).axes[0].images
-    assert np.array_equal(
-        image.get_array().filled(9), [[0.5, 1.5], [1.0, 9], [2.5, 0.0]]
-    )  # 9: not finite, null
+    text = (tmp_path / "report.html").read_text()
+    assert text.count("<figure>") == 4  # the others belong to chapters that this page lacks
+    assert "<b>|" not in text and html.escape(NASTY[:10]) in text
+    assert text.index('class="answer"') < text.index("<figure>") < text.index("<h2>")
+    cells = re.findall(r"<td [^>]*", text)
+    assert cells and all(
+        "data-head=" in cell for cell in cells
+    )  # on phones, each cell shows its column's head
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert content["ranking"]["chosen"] == NASTY and len(content["runs"]) == 3
 
 
 def test_logged_curves(tmp_path):
-    table = tmp_path / "table.csv"
-    table.write_text("model,step,val_loss\ngpt,10,4.5\n")
-    assert figures.read_logged(table) == {"gpt": [(5_242_880, 4.5)]}
-    for text in (
-        "",
-        "model,step,val_loss\n",
-        "a,b\n1,2\n",
-        "model,step,val_loss\ngpt,ten,4.5\n",
-        "x" * 200_000,
-    ):
-        table.write_text(text)
-        with pytest.raises(UserError, match=r"--logged=.*table.*model,step,val_loss"):
-            figures.read_logged(table)
+    path = tmp_path / "logged.csv"
+    path.write_text("model,step,val_loss\ngpt,1,5.0\ngpt,2,4.0\n")
+    assert read_logged(path) == {"gpt": [(524288, 5.0), (1048576, 4.0)]}
+    for text in ("model,step\n", "model,step,val_loss\n", "model,step,val_loss\ngpt,x,1\n"):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"^--logged=.*model,step,val_loss"):
+            read_logged(path)
 
 
-def test_spread_and_curves():
-    runs = [make_run(0), make_run(2), make_run(1, steps=(1,))]
-    assert aggregation.mean_curve(runs[:2], "flops") == [
-        (100.0, aggregation.Spread(6.0, 5.0, 7.0, 2)),
-        (200.0, aggregation.Spread(5.0, 4.0, 6.0, 2)),
-    ]
-    assert aggregation.mean_curve(runs, "tokens") == [(10.0, aggregation.Spread(6.0, 5.0, 7.0, 3))]
-    assert aggregation.final_spread(runs[:2], "loss") == aggregation.Spread(5.0, 4.0, 6.0, 2)
-    assert aggregation.final_spread(runs, "loss") is None
-    assert aggregation.spread([1.0, None]) is None
-
-
-def test_warns_of_different_validation_rows():
-    def with_targets(run_: results.Run, *targets, **config) -> results.Run:
-        curve = [
-            dataclasses.replace(point, targets=count) for point, count in zip(run_.curve, targets)
-        ]
-        return dataclasses.replace(
-            run_,
-            curve=tuple(curve),
-            config={
-                **run_.config,
-                "model.context_length": 4,
-                "data.packing": "concat",
-                "data.separate_documents": False,
-                "train.eval_steps": 4,
-                "train.batch_size": 8,
-                **config,
-            },
-        )
-
-    def warnings_and_conclusion(*targets, **config):
-        runs = [
-            with_targets(make_run(0), 512, 512),
-            with_targets(make_run(0, name="b"), *targets, **config),
-        ]
-        return loss_report.warnings(runs), conclusion(aggregation.group_by_name(runs))
-
-    assert warnings_and_conclusion(512, 512)[0] == []
-    # The two runs are evaluated on the same rows, with different batch sizes.
-    assert (
-        warnings_and_conclusion(512, 512, **{"train.eval_steps": 2, "train.batch_size": 16})[0]
-        == []
-    )
-    warnings, outcome = warnings_and_conclusion(512, 1536)
-    assert "b, seed 0: 1 of 2 evaluations used other rows than the last one" in warnings[0]
-    assert "over different rows, 512 to 1,536 targets" in warnings[1] and len(warnings) == 2
-    assert "no ranking" in outcome
-    assert "no ranking" in warnings_and_conclusion(512, 512, **{"train.objective": "masked"})[1]
-    assert aggregation.mean_curve([with_targets(make_run(0), 512, 1536)], "tokens") == [
-        (20.0, aggregation.Spread(4.0, 4.0, 4.0, 1))
-    ]
-    (warning,) = warnings_and_conclusion(512, 512, **{"data.packing": "best_fit"})[0]
-    assert "differ in config.data.packing" in warning and "different rows" in warning
-
-
-def test_parses_texts():
-    assert measure.parse_texts("a=x.txt, b=y/*.txt") == {"a": "x.txt", "b": "y/*.txt"}
-    for texts, message in (
-        ("x.txt", "'x.txt' is not NAME=SOURCE"),
-        ("=x", "is not NAME=SOURCE"),
-        ("b=y,a=", "'a=' is not NAME=SOURCE"),
-        ("a=x,a=y", "two texts are named 'a'"),
-        ("own=x", "the name 'own' is reserved"),
-    ):
-        with pytest.raises(UserError, match=message):
-            measure.parse_texts(texts)
+@pytest.mark.parametrize(
+    "formatted, expected",
+    [
+        (words.exponent(2.93e13), "2.93e13"),
+        (words.exponent(1e9), "1e9"),
+        (words.amount(45264), "45.3 k"),
+        (words.amount(999_700), "1 M"),
+        (words.amount(None), "–"),
+        (words.percent(0.999), "over 99%"),
+        (words.percent(0.001), "under 1%"),
+        (words.seeds_needed(Range(3.2, 2000.0)), "4 to over 1,000"),
+        (words.seeds_needed(Range(2000.0, 3000.0)), "over 1,000"),
+        (words.seeds_needed(None), "–"),
+        (words.loss(math.inf), "diverged"),
+        (words.plural(1, "run"), "1 run"),
+        (words.enumeration(["a", "b", "c"], "or"), "a, b or c"),
+        (words.limit(2.5e6, "memory"), "2.5 MB"),
+    ],
+)
+def test_numbers_in_words(formatted, expected):
+    assert formatted == expected

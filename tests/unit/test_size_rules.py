@@ -4,7 +4,7 @@ formulas.
 
 import pytest
 
-from smallgpt_jax.comparison.size_rules import Reference, nanochat, olmo, step_law
+from smallgpt_jax.config.size_rules import Reference, nanochat, olmo, step_law
 
 
 def test_olmo():

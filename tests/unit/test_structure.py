@@ -24,6 +24,7 @@ LAYERS = (
     ("__main__", *COMMANDS),
     ("cli",),
     ("comparison",),
+    ("report",),
     ("planning", "diagnosis", "evaluation", "conversion"),
     ("training",),
     ("objectives", "inference"),

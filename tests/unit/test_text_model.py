@@ -8,9 +8,9 @@ from absl import flags
 from conftest import build, spaced_tokenizer
 
 from smallgpt_jax import inference
-from smallgpt_jax.comparison import inference_cost
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation import inference_cost
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.pgpt import path_weights
 from smallgpt_jax.training.messages import print_final_message

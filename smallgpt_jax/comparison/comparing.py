@@ -1,0 +1,280 @@
+"""Compares models: makes a record, by training or from existing runs and records, and reports on it.
+
+report = compare("compare/paper:tiny", "runs/paper", {"compare.seeds": 3})
+report = compare(output="runs/report", workdirs=["runs/gpt", "runs/pgpt"])
+print(report)
+"""
+
+import glob
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from smallgpt_jax.analysis import record as records
+from smallgpt_jax.analysis.analysis import analyse
+from smallgpt_jax.analysis.record import RESULTS_FILE, Record
+from smallgpt_jax.comparison import dry_run, held_out, merging, recipe
+from smallgpt_jax.comparison.dry_run import Forecast
+from smallgpt_jax.comparison.outcomes import Outcomes, read_recorded
+from smallgpt_jax.comparison.run_reader import name_workdirs, read_run
+from smallgpt_jax.comparison.runs import RUNS_FOLDER, PlannedRun, model_of
+from smallgpt_jax.comparison.training import Queue, check_existing
+from smallgpt_jax.config.recipes import load_config
+from smallgpt_jax.diagnosis.summary import read_summary
+from smallgpt_jax.diagnosis.windows import WINDOWS
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation import inference_cost, texts
+from smallgpt_jax.report import page
+from smallgpt_jax.report.figures import read_logged
+from smallgpt_jax.report.page import Report
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.names import LOCK_FILE
+from smallgpt_jax.storage.locks import file_lock
+from smallgpt_jax.storage.object_storage import is_remote, match
+from smallgpt_jax.storage.paths import as_path, resolve
+
+BUDGETS = {
+    "tokens": "All runs are trained on as many tokens as {reference}'s recipe.",
+    "flops": "All runs are trained for as many FLOPs as {reference}'s recipe.",
+    "parameters": "All runs have the same number of parameters within 2%, reached by changing their "
+    "widths, and are trained on as many tokens as {reference}'s recipe.",
+    "seconds": "All runs are trained for {seconds:g} seconds at the speed measured before the "
+    "first run.",
+    "own": "Each run is trained for its own number of steps.",
+}
+REPORTING_SHARE = 0.05  # of the time, that reports between runs may take
+
+
+def compare(
+    config: str | Mapping[str, Any] | None = None,
+    output: str | Path = "",
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    workdirs: Sequence[str] | None = None,
+    results: Sequence[str] = (),
+    command: str = "",
+    logged: Path | None = None,
+    trust_custom_code: bool = False,
+) -> Report:
+    """Returns a comparison's record and findings, and writes them into the folder `output`; print()
+    shows the answers.
+
+    With `config`, the recipe of a comparison or its fields, trains the runs that are missing there;
+    `overrides` are further values, such as {"compare.seeds": 3}, and finished runs of `results`,
+    paths of results.json, are taken over. Else merges `results`, or reports on `workdirs`, of which
+    the first is the reference. `command` repeats the comparison; `logged` is a CSV file of further
+    curves (docs/comparison.md). Raises UserError, and StoppedError after a stop request.
+    """
+    folder = as_path("--output", str(output))
+    curves = read_logged(logged) if logged else None
+    if config is not None:
+        comparison = TrainedComparison(_loaded(config, overrides), folder, results, command)
+        comparison.train(lambda record: _report(record, folder, curves))
+        return _report(comparison.record(), folder, curves)
+    if workdirs is not None:
+        record = _record_of_workdirs(workdirs, folder, command, trust_custom_code)
+    else:
+        record = _merged_record(results, folder, command)
+    return _report(record, folder, curves)
+
+
+def plan_comparison(
+    config: str | Mapping[str, Any],
+    output: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    results: Sequence[str] = (),
+    topology: str | None = None,
+) -> Forecast:
+    """Returns what the runs that are missing in `output` will cost, on this machine or `topology`;
+    print() shows a table.
+
+    Trains nothing, but measures the speed of steps, unless a topology is given.
+    """
+    folder = as_path("--output", str(output))
+    comparison = TrainedComparison(_loaded(config, overrides), folder, results, "")
+    return dry_run.forecast(comparison.outcomes, topology)
+
+
+def _loaded(config: str | Mapping[str, Any], overrides: Mapping[str, Any] | None) -> ConfigDict:
+    if isinstance(config, ConfigDict) and not overrides:
+        return config
+    return load_config(config, overrides)
+
+
+def _report(record: Record, folder: Path, curves: Mapping | None) -> Report:
+    findings = analyse(record)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Several processes may write the report.
+    with file_lock(folder / LOCK_FILE, wait=True):
+        page.write(folder, record, findings, curves)
+    return Report(record, findings)
+
+
+# ------------------------------------------------------------------ trained runs
+class TrainedComparison:
+    """A comparison whose runs are trained in a folder."""
+
+    def __init__(self, config: ConfigDict, output: Path, results: Sequence[str], command: str):
+        """Raises UserError for what would fail later: configs, texts, workdirs and records."""
+        configs = [Config.of(run) for run in recipe.resolve_runs(config).values()]
+        self.config, self.compare, self.command = config, config.compare, command
+        self.sources = texts.parse_texts(config.compare.texts)
+        corpora = texts.open_texts(configs[0], self.sources)
+        for name, corpus in corpora.items():
+            for run in configs:
+                if run.data.format == "text":
+                    texts.TextSample(corpus, run, config.compare.contexts, name)
+        comparison = recipe.make_comparison(config, output)
+        text = corpora[texts.OWN_TEXT]
+        for run in comparison.runs({}):
+            check_existing(run, output, text)
+        record = read_recorded(comparison, result_paths(results), text) if results else None
+        self.outcomes = Outcomes(comparison, text, record)
+        self.losses: Mapping[Path, float] = {}
+
+    def train(self, report) -> None:
+        """Trains and measures the runs. `report` gets records of the runs so far, now and then."""
+        if not self.compare.train:
+            self.losses = self.outcomes.losses()
+            return
+        is_due = _Pauses()
+
+        def after_run(losses: Mapping[Path, float]) -> None:
+            self.losses = losses
+            if is_due():
+                report(self.record())
+                is_due.done()
+
+        queue = Queue(self.outcomes, self._measure, after_run)
+        try:
+            queue.train(self.command)
+        except UserError:
+            self.losses = queue.losses
+            report(self.record())
+            raise
+        self.losses = queue.losses
+
+    def _measure(self, run: PlannedRun) -> None:
+        if self.outcomes.recorded(run):
+            return
+        with file_lock(run.folder / LOCK_FILE, wait=True):  # another process may be measuring it
+            texts.measure_texts(run.folder, self.sources, self.compare.contexts)
+            if self.compare.decoding:
+                inference_cost.measure_inference(run.folder)
+            if self.compare.diagnose:
+                observe(run.folder)
+
+    def record(self) -> Record:
+        names = recipe.run_names(self.config)
+        count = len(set(map(model_of, names)))
+        equal = "" if self.compare.budget == "own" else f" at equal {self.compare.budget}"
+        comparison = self.outcomes.comparison
+        return Record(
+            f"{count} model{'' if count == 1 else 's'}{equal}",
+            BUDGETS[self.compare.budget].format(**self.compare),
+            self.command,
+            self.compare.reference,
+            merging.require_comparable(self.outcomes.runs(self.losses)),
+            comparison.grids(self.losses),
+            comparison.held_out,
+            held_out.read_predictions(comparison.output) if comparison.held_out else None,
+        )
+
+
+def observe(folder: Path) -> None:
+    """Writes diagnosis/diagnose.json and its plots, unless they exist for the last step."""
+    from smallgpt_jax.diagnosis import diagnosis  # here, because it imports matplotlib
+
+    steps = read_config(folder).train.steps
+    if read_summary(folder, steps):
+        return
+
+    try:
+        diagnosis.diagnose(folder, step=steps, windows=WINDOWS, deep=0)
+    except UserError as error:  # a custom architecture, or a masked model
+        print(f"{folder.name}: not observed: {error}", flush=True)
+
+
+class _Pauses:
+    """Decides when the next report is due, so that reports take a small share of the time."""
+
+    def __init__(self):
+        self._started = self._due = time.monotonic()
+
+    def __call__(self) -> bool:
+        self._started = time.monotonic()
+        return self._started >= self._due
+
+    def done(self) -> None:
+        now = time.monotonic()
+        self._due = now + (now - self._started) / REPORTING_SHARE
+
+
+# ------------------------------------------------------------------ existing runs and records
+def _record_of_workdirs(
+    patterns: Sequence[str], output: Path, command: str, trust_custom_code: bool
+) -> Record:
+    """Returns the record of existing runs. The first one is the reference."""
+    runs = [
+        read_run(name, folder, trust_custom_code=trust_custom_code)
+        for name, folder in name_workdirs(find_workdirs(patterns, output))
+    ]
+    first, *others = dict.fromkeys(run.name for run in runs)
+    return Record(
+        "Comparison" if others else first,
+        "Separately trained runs, each with its own config." if len(runs) > 1 else "A single run.",
+        command,
+        first,
+        tuple(merging.require_comparable(runs)),
+    )
+
+
+def find_workdirs(patterns: Sequence[str], output: Path) -> list[Path]:
+    """Returns the folders that the patterns match. Refuses to overwrite the report of other
+    runs.
+    """
+    folders = [folder for pattern in filter(None, patterns) for folder in _find_folders(pattern)]
+    if not folders:
+        raise UserError("--workdirs: the list is empty; name at least one run")
+    own_runs = resolve(output / RUNS_FOLDER)
+    if not all(resolve(folder).parent == own_runs for folder in folders):
+        _refuse_reported(output)
+    return folders
+
+
+def _find_folders(pattern: str) -> list[Path]:
+    """The pattern may be in object storage. A local pattern that ends with / matches only
+    folders.
+    """
+    path = as_path("--workdirs", pattern)
+    if is_remote(path):
+        return sorted(match(path)) or [path]
+    return sorted(map(Path, glob.glob(os.path.expanduser(pattern)))) or [path]
+
+
+def _merged_record(results: Sequence[str], output: Path, command: str) -> Record:
+    paths = result_paths(results)
+    _refuse_reported(output)
+    return merging.merge([(path, records.read(path)) for path in paths], command)
+
+
+def _refuse_reported(output: Path) -> None:
+    own_runs = output / RUNS_FOLDER
+    if own_runs.is_dir() and (output / RESULTS_FILE).exists():
+        raise UserError(
+            f"--output={output}: contains the report of other runs, which are in {own_runs}; use "
+            "another --output"
+        )
+
+
+def result_paths(results: Sequence[str]) -> list[Path]:
+    paths = [as_path("--results", path) for path in dict.fromkeys(results) if path]
+    if not paths:
+        raise UserError("--results: the list is empty; name at least one results.json")
+    return paths

@@ -1,0 +1,200 @@
+"""What a comparison will cost, before it is trained."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from smallgpt_jax.analysis.record import grouped
+from smallgpt_jax.comparison import budget
+from smallgpt_jax.comparison.outcomes import Outcomes
+from smallgpt_jax.comparison.parameters import num_active_parameters, num_parameters
+from smallgpt_jax.comparison.runs import PlannedRun
+from smallgpt_jax.data.config import is_synthetic
+from smallgpt_jax.data.corpus import Corpus
+from smallgpt_jax.devices.chips import device_name
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import aligned_rows, duration, parameter_count
+from smallgpt_jax.optim.learning_rate import decay_start
+from smallgpt_jax.planning.plan import plan
+from smallgpt_jax.run.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The runs of one name that are not finished yet."""
+
+    name: str
+    runs: int
+    parameters: int
+    active_parameters: int
+    tokens: float  # of its longest run
+    steps: int  # over all runs; steps that runs have in common count once
+    total_tokens: float
+    flops: float | None  # None if they cannot be counted
+    seconds: float | None  # None if the speed is unknown
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    costs: tuple[Cost, ...]
+    finished: int  # runs
+    repeats: float | None  # times that the longest run reads the most used text; None for a probe
+    corpus_tokens: int | None
+    device: str
+    is_roofline: bool  # the seconds are those of a roofline, not of a measured speed
+
+    @property
+    def seconds(self) -> float | None:
+        seconds = [cost.seconds for cost in self.costs]
+        return None if None in seconds else sum(seconds)
+
+    @property
+    def flops(self) -> float | None:
+        flops = [cost.flops for cost in self.costs]
+        return None if None in flops else sum(flops)
+
+    def __str__(self) -> str:
+        return format_forecast(self)
+
+
+def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
+    """Returns the cost of the runs that are not finished, assuming that no grid is extended.
+
+    The seconds are those at the speed measured on this machine, or at the roofline of `topology`.
+    """
+    losses = outcomes.losses()
+    planned = outcomes.comparison.expected_runs(losses)
+    missing = [run for run in planned if run.folder not in losses]
+    groups = grouped(missing, lambda run: run.name)
+    longest = {
+        name: max(runs, key=lambda run: run.config.train.steps) for name, runs in groups.items()
+    }
+    configs = {name: run.config for name, run in longest.items()}
+    speeds = _speeds(configs, outcomes.comparison.output, topology)
+    costs = [_cost(name, runs, longest[name].config, speeds[name]) for name, runs in groups.items()]
+    most = max(configs.values(), key=_tokens, default=None)
+    return Forecast(
+        tuple(costs),
+        len(planned) - len(missing),
+        None if most is None else _repeats(outcomes.text, most),
+        None if most is None else _corpus_tokens(outcomes.text, most),
+        topology or f"{jax.device_count()} × {device_name(jax.devices()[0])}",
+        bool(topology),
+    )
+
+
+def _cost(name: str, runs: Sequence[PlannedRun], config: Config, speed: float | None) -> Cost:
+    steps = sum(map(_own_steps, runs))
+    flops, _ = budget.flops_per_step(config)
+    return Cost(
+        name,
+        len(runs),
+        num_parameters(config),
+        num_active_parameters(config),
+        _tokens(config),
+        steps,
+        steps * budget.tokens_per_step(config),
+        None if flops is None else steps * flops,
+        None if speed is None else steps / speed,
+    )
+
+
+def _own_steps(run: PlannedRun) -> int:
+    """Returns the steps that a run does not copy from its trunk."""
+    steps = run.config.train.steps
+    return steps if run.trunk is None else steps - decay_start(run.config.optimizer)
+
+
+def _tokens(config: Config) -> float:
+    return config.train.steps * budget.tokens_per_step(config)
+
+
+def _speeds(
+    configs: dict[str, Config], output: Path, topology: str | None
+) -> dict[str, float | None]:
+    """Returns {name: steps per second}; None if a compiled program has no roofline."""
+    if topology is None:
+        return budget.measured_speeds(configs, output)
+    speeds = {}
+    for name, config in configs.items():
+        try:
+            seconds = plan(config.to_dict(), topology).estimate.estimated_step_seconds
+        except UserError as error:
+            raise UserError(f"run {name!r}: {error}") from None
+        speeds[name] = 1 / seconds if seconds else None
+    return speeds
+
+
+def _corpus_tokens(corpus: Corpus, config: Config) -> int | None:
+    if is_synthetic(config.data):
+        return None
+    return sum(_store_tokens(corpus))
+
+
+def _store_tokens(corpus: Corpus) -> list[int]:
+    return [store.metadata["splits"]["train"]["tokens"] for store in corpus.stores]
+
+
+def _repeats(corpus: Corpus, config: Config) -> float | None:
+    """Returns how often a run reads the text of the mixture that it reads most often."""
+    if is_synthetic(config.data):
+        return None
+    shares = zip(corpus.weights, _store_tokens(corpus))
+    return max(weight * _tokens(config) / tokens for weight, tokens in shares)
+
+
+# ------------------------------------------------------------------ output
+def format_forecast(result: Forecast) -> str:
+    rows = [("run", "runs", "parameters", "tokens, longest", "tokens, all", "FLOPs", "time")]
+    for cost in result.costs:
+        rows.append(
+            (
+                cost.name,
+                str(cost.runs),
+                parameter_count(cost.parameters, cost.active_parameters),
+                f"{cost.tokens:,.0f}",
+                f"{cost.total_tokens:,.0f}",
+                "unknown" if cost.flops is None else f"{cost.flops:.2e}",
+                "unknown" if cost.seconds is None else duration(cost.seconds),
+            )
+        )
+    runs = sum(cost.runs for cost in result.costs)
+    finished = f", {result.finished} more are finished" if result.finished else ""
+    lines = [*aligned_rows(rows), "", f"{runs} runs to train{finished}."]
+    if result.flops is not None:
+        lines.append(f"{result.flops:.3g} training FLOPs.")
+    if result.corpus_tokens is not None:
+        lines.append(_corpus_text(result))
+    basis = "at the roofline of" if result.is_roofline else "at the speed measured on"
+    if result.seconds is None:
+        lines.append(f"The time is unknown {basis} {result.device}.")
+    else:
+        lines.append(
+            f"{duration(result.seconds)} of training {basis} {result.device}, one run after "
+            "another; compilation, evaluation and measurements come on top."
+        )
+    return "\n".join(lines)
+
+
+def _corpus_text(result: Forecast) -> str:
+    text = f"The training text has {result.corpus_tokens:,} tokens; "
+    if result.repeats > 1:
+        return text + (
+            f"the longest run reads it {result.repeats:.1f} times: REPEATED TEXT. Losses of "
+            "repeated text compare memory, too; use more text or fewer steps."
+        )
+    return text + f"the longest run reads {result.repeats:.1%} of it, nothing is repeated."
+
+
+def commands_per_gpu(command: str) -> str:
+    """Returns how to train one run per GPU at the same time, or "" with fewer than two GPUs."""
+    if jax.default_backend() != "gpu" or jax.local_device_count() < 2:
+        return ""
+    last = jax.local_device_count() - 1
+    return (
+        f"Each run is trained on all {last + 1} GPUs. To train one run per GPU, start a process "
+        f"on each:\n    for i in $(seq 0 {last}); do CUDA_VISIBLE_DEVICES=$i {command} & done; "
+        "wait\n"
+    )

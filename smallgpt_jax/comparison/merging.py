@@ -1,0 +1,194 @@
+"""Merges the records of several comparisons, and refuses runs that cannot be compared."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from smallgpt_jax import models
+from smallgpt_jax.analysis.record import Grid, Record, Run, TrainingText
+from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run import training_text
+from smallgpt_jax.run.config import GROUPS, Config
+
+# The config fields that determine the validation rows.
+ROWS = ("model.context_length", "data.packing", "data.separate_documents")
+
+
+def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
+    """Returns one record of the runs of several.
+
+    Raises UserError if runs of different records cannot be compared: other texts, evaluation rows
+    or averages, or different runs with the same name. A run that is in several records counts once.
+    """
+    merged: dict[tuple[str, int, float], tuple[Path, Run]] = {}
+    for path, record in records:
+        for run in record.runs:
+            for other_path, other in merged.values():
+                if other_path != path:
+                    _require_mergeable(f"{other_path} and {path}", other, run)
+            merged.setdefault((run.name, run.seed, run.horizon), (path, run))
+    # As `compare` trains them: seed by seed.
+    runs = tuple(sorted((run for _, run in merged.values()), key=lambda run: run.seed))
+    require_comparable(runs)
+    names = list(dict.fromkeys(run.name for run in runs))
+    _, first = records[0]
+    title = first.title
+    if len(records) > 1:
+        title = f"{len(names)} models, from {len(records)} records"
+    return Record(
+        title,
+        " ".join(dict.fromkeys(record.budget for _, record in records)),
+        command,
+        first.reference,
+        runs,
+        _merged_grids([record for _, record in records], names, merged.keys()),
+        next((record.held_out for _, record in records if record.held_out), ""),
+        min(
+            (record.predictions for _, record in records if record.predictions),
+            key=lambda predictions: predictions.time,
+            default=None,
+        ),
+    )
+
+
+def _merged_grids(records: Sequence[Record], names: Sequence[str], keys) -> dict[str, Grid]:
+    """Returns a name's first grid, or one whose seed is in a mean, of which the report warns."""
+    grids: dict[str, Grid] = {}
+    for record in records:
+        for name, grid in record.learning_rates.items():
+            if name not in grids or (name, grid.seed, 1.0) in keys:
+                grids[name] = grid
+    return {name: grids[name] for name in (*names, *grids) if name in grids}
+
+
+def require_comparable(runs: Sequence[Run]) -> Sequence[Run]:
+    """Returns the runs. Raises UserError if one is listed twice, or if training texts or texts of
+    one name differ.
+    """
+    first_of: dict[tuple, Run] = {}
+    for run in runs:
+        other = first_of.setdefault((run.name, run.seed, run.horizon), run)
+        if other is not run:
+            raise UserError(
+                f"{other.workdir} and {run.workdir}: same config and seed; list the run once"
+            )
+    for run in runs[1:]:
+        changes = text_changes(runs[0].text, run.text)
+        if changes:
+            raise UserError(
+                f"{runs[0].workdir} and {run.workdir}: cannot be compared, since their texts "
+                f"differ ({changes}); report on them separately"
+            )
+    _require_same_measured_texts(runs)
+    return runs
+
+
+def _require_same_measured_texts(runs: Sequence[Run]) -> None:
+    first_of: dict[str, tuple] = {}
+    for run in runs:
+        for row in run.texts:
+            first_row, first_run = first_of.setdefault(row.text, (row, run))
+            if row.fingerprint != first_row.fingerprint:
+                raise UserError(
+                    f"{first_run.workdir} and {run.workdir}: the texts named {row.text!r} differ "
+                    f"({first_row.source!r} and {row.source!r}); measure both runs on the same "
+                    "text, or use different names in config.compare.texts"
+                )
+
+
+def text_changes(one: TrainingText | None, other: TrainingText | None) -> str:
+    """Returns how two training texts differ, or "" if the tokens are the same."""
+    if one is None or other is None:
+        return "" if one is other else "one is unknown"
+    return training_text.text_changes(vars(one), vars(other))
+
+
+def _require_mergeable(where: str, one: Run, other: Run) -> None:
+    changes = text_changes(one.text, other.text)
+    if changes:
+        raise UserError(
+            f"{where}: cannot be compared, since their texts differ ({changes}); report on them "
+            "separately"
+        )
+    if one.last and other.last:
+        differences = different(evaluation_rows(one), evaluation_rows(other))
+        if differences:
+            raise UserError(
+                f"{where}: the losses are means over different rows ({differences}); evaluate the "
+                "runs on the same rows"
+            )
+    if one.averaged != other.averaged:
+        raise UserError(
+            f"{where}: the losses are means over {one.averaged} and {other.averaged} evaluations; "
+            "use the same config.compare.averaged_evaluations"
+        )
+    if (one.name, one.horizon) == (other.name, other.horizon):
+        _require_same_model(where, one, other)
+
+
+def _require_same_model(where: str, one: Run, other: Run) -> None:
+    differences = different(fixed_fields(one.config), fixed_fields(other.config))
+    if differences:
+        raise UserError(
+            f"{where}: both contain {one.name!r}, with different configs ({differences}); give "
+            "the runs different names"
+        )
+    if one.seed == other.seed and _losses(one) != _losses(other):
+        raise UserError(
+            f"{where}: both contain {one.name!r} with seed {one.seed}, with different losses; "
+            "train each seed on one machine"
+        )
+
+
+def _losses(run: Run) -> list[tuple]:
+    return [(point.step, point.loss) for point in run.curve]
+
+
+def evaluation_rows(run: Run) -> dict[str, Any]:
+    """Returns the config fields and the number of targets that, with the text, fix the rows of the
+    last evaluation.
+    """
+    rows = {f"config.{field}": run.config.get(field) for field in ROWS}
+    return {**rows, "targets": run.last.targets if run.last else None}
+
+
+def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config fields that determine the results of a run, except the seed and its text's
+    source.
+
+    Fields that are newer than the run have their defaults. Values are as JSON stores them.
+    """
+    others = {"train.seed", "data.store", "data.mixture"}
+    others |= {f"data.{name}" for name in DataConfig.names(in_store=True)}
+    for name, group in GROUPS.items():
+        others |= {f"{name}.{field}" for field in group.names(fixed_by=None)}
+    others.discard("train.steps")
+    return {
+        field: value
+        for field, value in sorted(_completed(config).items())
+        if field not in others and not field.startswith("mesh.")
+    }
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields with defaults for those that are missing, as JSON stores them."""
+    groups: dict[str, dict] = {}
+    for path, value in config.items():
+        group, _, field = path.partition(".")
+        groups.setdefault(group, {})[field] = value
+    try:
+        models.refuse_custom_code(groups["model"], Path(), trust=False)
+        config = Config.of(groups).flat()
+    except UserError:
+        pass  # code that is not imported, or a field that no longer exists: no defaults are known
+    return json.loads(json.dumps(config))
+
+
+def different(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Returns text about the first three fields that differ, or ""."""
+    fields = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    texts = [f"{name} {one.get(name)!r} and {other.get(name)!r}" for name in fields[:3]]
+    more = f" and {len(fields) - 3} more" if len(fields) > 3 else ""
+    return ", ".join(texts) + more

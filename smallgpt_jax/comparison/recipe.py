@@ -1,0 +1,275 @@
+"""The recipe of a comparison: its runs, each with the common config and the fields of its own."""
+
+import copy
+import functools
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from smallgpt_jax import models
+from smallgpt_jax.comparison import budget
+from smallgpt_jax.comparison.config import CompareConfig
+from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened, size_of
+from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.errors import UserError, suggestion
+from smallgpt_jax.optim.learning_rate import decay_start
+from smallgpt_jax.run.config import GROUPS, Config
+from smallgpt_jax.training.build import build_program
+
+
+def make_comparison(config: ConfigDict, output: Path) -> Comparison:
+    """Returns the planned comparison. Raises UserError for a recipe that cannot be trained."""
+    runs = resolve_runs(config)
+    compare = CompareConfig.from_fields(config.compare)
+    reference = resolve_run(config, compare.reference)
+    runs = budget.with_equal_budgets(runs, reference, compare, output)
+    horizons = tuple(map(float, compare.horizons)) or (1.0,)
+    models_by_name = {name: Config.of(run) for name, run in runs.items()}
+    for name, model in models_by_name.items():
+        if compare.horizons:
+            _require_horizons(name, model, horizons)
+        _require_evaluations(name, shortened(model, horizons[0]), compare.averaged_evaluations)
+    first_seed = config.train.seed
+    return Comparison(
+        output,
+        models_by_name,
+        range(first_seed, first_seed + compare.seeds),
+        compare.learning_rates,
+        compare.max_added_learning_rates,
+        compare.averaged_evaluations,
+        horizons,
+        compare.held_out,
+        compare.train_held_out,
+    )
+
+
+def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
+    """Returns {name: config} of the runs of a comparison, before the budget is applied."""
+    _validate(config)
+    runs = {name: resolve_run(config, name) for name in run_names(config)}
+    _require_same_text(runs)
+    return runs
+
+
+def run_names(config: ConfigDict) -> list[str]:
+    names = [name.strip() for name in config.compare.names.split(",")]
+    return list(dict.fromkeys(filter(None, names)))
+
+
+def own_fields(config: ConfigDict, name: str) -> dict[str, dict]:
+    """Returns the fields that a run overrides, {group: {field: value}}. Its other fields are
+    missing or None.
+    """
+    overrides = {}
+    for group, fields in config.runs[name].items():
+        if group not in GROUPS or not isinstance(fields, ConfigDict):
+            raise UserError(
+                f"config.runs.{name}.{group}: must be one of the groups {', '.join(GROUPS)} and "
+                "contain the fields that the run overrides"
+            )
+        overrides[group] = {field: value for field, value in fields.items() if value is not None}
+    return overrides
+
+
+def ignored_overrides(config: ConfigDict, flags: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each flag --config.GROUP.FIELD=VALUE that does not apply to a run, because
+    the run overrides that field.
+
+    `flags` maps GROUP.FIELD to VALUE.
+    """
+    if "runs" not in config:
+        return []
+    lines = []
+    for path, value in flags.items():
+        group, _, field = path.partition(".")
+        for name in run_names(config):
+            overrides = own_fields(config, name).get(group, {})
+            if field in overrides:
+                advice = shlex.quote(f"--config.runs.{name}.{path}")
+                lines.append(
+                    f"--config.{path}={value}: does not apply to {name}, which sets the field to "
+                    f"{overrides[field]!r}; use {advice}"
+                )
+    return lines
+
+
+def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
+    """Returns a run's config before the budget is applied: the common fields, overridden by the
+    run's own fields.
+    """
+    run = ConfigDict({group: copy.deepcopy(config[group]) for group in GROUPS})
+    overrides = own_fields(config, name)
+    architecture = overrides.get("model", {}).get("architecture", run.model.architecture)
+    known = models.field_names(architecture)
+    if architecture != run.model.architecture:
+        # Drop the fields that the run's architecture does not have.
+        kept = {field: value for field, value in run.model.items() if field in known}
+        run.model = ConfigDict(kept)
+    for group, fields in overrides.items():
+        for field, value in fields.items():
+            is_new = group == "model" and field in known and field not in run.model
+            if is_new:
+                run.model[field] = value
+            else:
+                _override(run[group], field, value, f"config.runs.{name}.{group}.{field}")
+    run = run.copy_and_resolve_references()
+    _require_trainable(name, run)
+    return run
+
+
+def _override(group: ConfigDict, field: str, value, where: str) -> None:
+    if field not in group:
+        raise UserError(f"{where}: no such field" + suggestion(field, group))
+    before = group[field]
+    try:
+        group[field] = value
+    except TypeError:
+        raise UserError(f"{where}={value!r}: expected the same type as {before!r}") from None
+
+
+def _require_trainable(name: str, run: ConfigDict) -> None:
+    if run.train.trunk:
+        raise UserError(
+            f"run {name!r}: config.train.trunk={run.train.trunk!r}: comparisons set this field; "
+            "use config.compare.horizons"
+        )
+    if run.train.teacher:
+        raise UserError(
+            f"run {name!r}: config.train.teacher={run.train.teacher!r}: comparisons do not "
+            "support a teacher, because they would not count its cost; set it to ''"
+        )
+    try:
+        _build(Config.of(run))
+    except UserError as error:
+        raise UserError(f"run {name!r}: {error}") from None
+
+
+@functools.cache  # building a program takes seconds
+def _build(config: Config) -> None:
+    build_program(config)
+
+
+# ------------------------------------------------------------------ validation
+def _validate(config: ConfigDict) -> None:
+    if "compare" not in config or "runs" not in config:
+        raise UserError(
+            "--config: this is the recipe of one run, not a comparison; use a config in "
+            "configs/compare/, or list existing runs in --workdirs"
+        )
+    compare = CompareConfig.from_fields(config.compare)
+    if compare.learning_rates and config.train.seed < 1:
+        raise UserError(
+            f"config.train.seed={config.train.seed}: must be at least 1 with "
+            "config.compare.learning_rates, whose runs have the seed before it"
+        )
+    _validate_names(config)
+    _validate_held_out(config)
+    for name in config.runs:
+        if "steps" in own_fields(config, name).get("train", {}) and compare.budget != "own":
+            raise UserError(
+                f"config.runs.{name}.train.steps: the budget determines it; set "
+                "config.train.steps, the number of steps of the reference, or "
+                "config.compare.budget='own'"
+            )
+
+
+def _validate_names(config: ConfigDict) -> None:
+    for name in config.runs:
+        if "," in name or name != name.strip():
+            raise UserError(
+                f"config.runs: {name!r}: names cannot contain commas or start or end with spaces"
+            )
+    names = run_names(config)
+    if not names:
+        raise UserError("config.compare.names: the comparison has no runs; name at least one")
+    for name in names:
+        if name not in config.runs:
+            raise UserError(
+                f"config.compare.names: no run {name!r}; choose from {', '.join(config.runs)}"
+            )
+    if config.compare.reference not in config.runs:
+        raise UserError(
+            f"config.compare.reference={config.compare.reference!r}: must be one of "
+            f"{', '.join(config.runs)}"
+        )
+    name_of_folder: dict[Path, str] = {}
+    for name in config.runs:
+        other = name_of_folder.setdefault(run_folder(Path(), name, 0), name)
+        if other != name:
+            raise UserError(
+                f"config.runs: {other!r} and {name!r} have the same workdir; rename one of them"
+            )
+
+
+def _validate_held_out(config: ConfigDict) -> None:
+    held_out = config.compare.held_out
+    sizes = list(dict.fromkeys(filter(None, map(size_of, config.runs))))
+    if held_out and held_out not in sizes:
+        choices = f"choose from {', '.join(sizes)}" if sizes else "the comparison has none"
+        raise UserError(
+            f"config.compare.held_out={held_out!r}: must be the SIZE of runs named MODEL@SIZE; "
+            + choices
+        )
+
+
+def _require_same_text(runs: dict[str, ConfigDict]) -> None:
+    fields = (
+        *DataConfig.names(in_store=True),
+        *DataConfig.names(of_probe=True),
+        "store",
+        "mixture",
+    )
+    first, *others = runs
+    for other in others:
+        for field in fields:
+            before, value = runs[first].data[field], runs[other].data[field]
+            if before != value:
+                raise UserError(
+                    f"config.runs: data.{field} is {before!r} in {first!r} and {value!r} in "
+                    f"{other!r}, but losses on different texts cannot be compared; train all runs "
+                    "on the same text, and list texts for evaluation in config.compare.texts"
+                )
+
+
+def _require_evaluations(name: str, shortest: Config, averaged: int) -> None:
+    count = -(-shortest.train.steps // shortest.train.eval_every)
+    if count < averaged:
+        raise UserError(
+            f"config.compare.averaged_evaluations={averaged}: {name} has only {count} "
+            "evaluations; decrease config.train.eval_every"
+        )
+
+
+def _require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> None:
+    """Raises UserError unless the run of each horizon has a decay after the warmup, and more steps
+    than the last.
+    """
+    try:
+        decay_start(model.optimizer)
+    except UserError as error:
+        raise UserError(f"{name}: {error}; or remove config.compare.horizons") from None
+    steps_before = 0
+    for horizon in horizons:
+        run = shortened(model, horizon)
+        steps, warmup, end = run.train.steps, run.optimizer.warmup_steps, run.optimizer.decay_steps
+        start = end - round(run.optimizer.decay_fraction * end)
+        if not max(1, warmup) <= start < steps:
+            raise UserError(
+                f"config.compare.horizons: {horizon:g}: the decay of {name} would start at step "
+                f"{start} of {steps}, but must start after the warmup ({warmup} steps) and before "
+                "the end; remove the horizon, or change config.train.steps or "
+                "config.optimizer.decay_fraction"
+            )
+        try:
+            decay_start(run.optimizer)
+        except UserError as error:
+            raise UserError(f"config.compare.horizons: {horizon:g}: {name}: {error}") from None
+        if steps <= steps_before:
+            raise UserError(
+                f"config.compare.horizons: {horizon:g}: {name} has {steps} steps, as at the "
+                "horizon before it; remove the horizon, or increase config.train.steps"
+            )
+        steps_before = steps

@@ -1,0 +1,357 @@
+"""Reads a workdir as a `Run`."""
+
+import functools
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from smallgpt_jax import models
+from smallgpt_jax.analysis import record
+from smallgpt_jax.analysis.record import Inference, Inside, Point, Run, Session, TextLoss
+from smallgpt_jax.diagnosis.summary import read_summary
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation.inference_cost import INFERENCE_FILE
+from smallgpt_jax.evaluation.texts import TEXTS_FILE
+from smallgpt_jax.inference import layout
+from smallgpt_jax.models.components import components
+from smallgpt_jax.models.flops import Cost, train_cost, update_flops
+from smallgpt_jax.objectives.future_tokens import future_terms
+from smallgpt_jax.objectives.objective import Objective, Term, make_objective
+from smallgpt_jax.optim.config import OptimizerConfig
+from smallgpt_jax.optim.optimizer import OPTIMIZERS
+from smallgpt_jax.run.config import Config, flatten
+from smallgpt_jax.run.config_file import read_config, read_groups
+from smallgpt_jax.run.metrics import LOSS_OF_REPEATS, answers_in, read_lines
+from smallgpt_jax.run.names import (
+    CONFIG_FILE,
+    EVALUATION_FOLDER,
+    METRICS_FILE,
+    ORIGIN_FILE,
+    STORE_FILE,
+)
+from smallgpt_jax.run.sessions import has_diverged, read_sessions
+from smallgpt_jax.run.training_text import read_identity
+from smallgpt_jax.storage.json_files import (
+    BOOLEAN,
+    NULL,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    Each,
+    Optional,
+    integer,
+    read_json_or_none,
+)
+from smallgpt_jax.storage.object_storage import is_remote
+from smallgpt_jax.storage.paths import resolve
+
+# Config fields in which runs of one name may differ.
+_NOT_IN_NAMES = ("train.seed", "data.source", "data.store", "data.tokenizer")
+# The parts of lm-evaluation-harness's results that are read.
+_EVALUATION = {
+    "results": Each({"sample_len": Optional((NULL, integer(0)))}),
+    "n-shot": Optional(OBJECT),
+    "n-samples": Optional((NULL, Each({"effective": integer(0), "original": integer(0)}))),
+    "config": Optional(OBJECT),
+}
+# The parts of the results of `evaluate --examples` that are read.
+_EXAMPLES = {
+    "examples": TEXT,
+    "count": integer(1),
+    "results": Each({"mean": NUMBER}),
+    "is_whole": Optional(BOOLEAN),
+}
+
+
+def read_run(
+    name: str,
+    folder: Path,
+    *,
+    averaged: int = 1,
+    horizon: float = 1.0,
+    trunk: Path | None = None,
+    trust_custom_code: bool = False,
+) -> Run:
+    """Returns the run in a workdir, whose loss is the mean over the `averaged` last evaluations.
+
+    `trunk` is the longer run whose first steps it has copied. Raises UserError if there is no run.
+    """
+    _require_started(folder)
+    config = read_config(folder, trust_custom_code)
+    if config.train.teacher:
+        raise UserError(
+            f"{folder}: was trained with config.train.teacher, which comparisons do not support, "
+            "because they would not count the cost of the teacher; remove the run"
+        )
+    counts = count(config)
+    sessions = read_sessions(folder)
+    lines = read_lines(folder / METRICS_FILE)
+    tokens_per_step = _tokens_per_step(config, sessions)
+    curve = _curve(config, counts, lines, tokens_per_step)
+    steps, seconds = training_seconds(lines, tokens_per_step)
+    evaluations = folder / EVALUATION_FOLDER
+    return Run(
+        name=name,
+        workdir=str(folder),
+        seed=config.train.seed,
+        config=config.flat(),
+        is_finished=any(point.step == config.train.steps for point in curve),
+        diverged=has_diverged(folder),
+        is_imported=(folder / ORIGIN_FILE).exists(),
+        steps_done=max((line["step"] for line in lines), default=0),
+        parameters=sum(counts.components.values()),
+        active_parameters=counts.active_parameters,
+        components=counts.components,
+        flops_per_token=counts.cost.flops,
+        tokens_per_step=tokens_per_step,
+        curve=curve,
+        tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
+        memory_bytes=max(
+            (session["argument_bytes"] + session["temp_bytes"] for session in sessions),
+            default=None,
+        ),
+        sessions=tuple(record.parse(Session, session) for session in sessions),
+        expert_load=_last_logged(lines, "expert_load"),
+        texts=_texts(evaluations, config.train.steps),
+        benchmarks={
+            **benchmarks(evaluations, config.train.steps),
+            **examples(evaluations, config.train.steps),
+        },
+        uncounted=counts.cost.uncounted,
+        flops_problem=counts.cost.problem,
+        text=record.TrainingText(**read_identity(folder)),
+        averaged=averaged,
+        weight_bytes=counts.weight_bytes,
+        inference=record.read_or_none(Inference, evaluations / INFERENCE_FILE),
+        inside=_inside(folder, config.train.steps),
+        horizon=horizon,
+        run=str(trunk or config.train.trunk or folder),
+    )
+
+
+def _require_started(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give the workdir of a run")
+    if (folder / STORE_FILE).exists() or not (folder / CONFIG_FILE).exists():
+        return  # without a config, `read_config` says that it is no run
+    if (folder / ORIGIN_FILE).exists():
+        raise UserError(f"{folder}: an imported model that has not been trained; train it first")
+    raise UserError(f"{folder}: the run has not started; train it first")
+
+
+def _tokens_per_step(config: Config, sessions: Sequence[dict]) -> float:
+    """Returns the tokens of a batch without padding."""
+    inputs = config.train.batch_size * config.model.context_length
+    padding = sessions[-1]["padding"] if sessions else 0
+    return inputs * (1 - padding) if padding else inputs
+
+
+# ------------------------------------------------------------------ costs and losses
+class Counts(NamedTuple):
+    components: dict[str, int]  # number of parameters of each component
+    active_parameters: int
+    cost: Cost  # of training, without the optimizer
+    optimizer_flops: int  # per update
+    weight_bytes: int  # in decoding
+
+
+def count(config: Config) -> Counts:
+    """Returns what a run counts. Its heads for further tokens count as training, not as
+    parameters.
+    """
+    model = models.LanguageModel(config.model)
+    objective = make_objective(config.train, model, **future_terms(config.train, model))
+    return _count_once(model, tuple(objective.terms.items()), config.optimizer.name)
+
+
+@functools.cache
+def _count_once(
+    model: models.LanguageModel, terms: tuple[tuple[str, Term], ...], optimizer_name: str
+) -> Counts:
+    """Cached, because it traces the model. FLOPs do not depend on the optimizer's settings."""
+    trained = models.abstract_params(model) | Objective(terms=dict(terms)).abstract_heads()
+    optimizer = OPTIMIZERS[optimizer_name](trained, OptimizerConfig(name=optimizer_name))
+    return Counts(
+        components(model),
+        models.num_active_parameters(model),
+        train_cost(model, dict(terms).values()),
+        update_flops(trained, optimizer),
+        layout.num_bytes(layout.packed_shapes(model)),
+    )
+
+
+def _curve(
+    config: Config, counts: Counts, lines: Sequence[dict], tokens_per_step: float
+) -> tuple[Point, ...]:
+    """Returns the evaluations in the order of their steps; of several of a step, the newest."""
+    steps, seconds = training_seconds(lines, tokens_per_step)
+    flops_per_step = None
+    if counts.cost.flops is not None:
+        inputs = config.train.batch_size * config.model.context_length
+        flops_per_step = inputs * counts.cost.flops + counts.optimizer_flops
+    points = {}
+    for line in lines:
+        if line["split"] != "eval":
+            continue
+        step = line["step"]
+        points[step] = Point(
+            step=step,
+            tokens=round(step * tokens_per_step),
+            flops=None if flops_per_step is None else step * flops_per_step,
+            seconds=seconds_at(step, steps, seconds),
+            loss=line["loss"],
+            bits_per_byte=line["bits_per_byte"],
+            targets=line["targets"],
+            answers=answers_in(line),
+            loss_of_repeats=_number(line.get(LOSS_OF_REPEATS)),
+        )
+    return tuple(points[step] for step in sorted(points))
+
+
+def _number(value: Any) -> float | None:
+    return value if NUMBER.accepts(value) else None
+
+
+def training_seconds(
+    lines: Sequence[dict], tokens_per_step: float
+) -> tuple[list[int], list[float]]:
+    """Returns the steps with a logged speed, and the seconds of training up to each. Both lists
+    begin with 0.
+    """
+    steps, seconds = [0], [0.0]
+    for line in lines:
+        if line["split"] == "train" and line.get("tokens_per_second"):
+            tokens = (line["step"] - steps[-1]) * tokens_per_step
+            seconds.append(seconds[-1] + tokens / line["tokens_per_second"])
+            steps.append(line["step"])
+    return steps, seconds
+
+
+def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | None:
+    """Returns the training seconds up to `step`, or None if no speed is logged.
+
+    `steps` and `seconds` are the result of `training_seconds`. Interpolates between these steps.
+    After the last one, assumes the last speed.
+    """
+    if len(steps) < 2:
+        return None
+    if step <= steps[-1]:
+        return float(np.interp(step, steps, seconds))
+    seconds_per_step = (seconds[-1] - seconds[-2]) / (steps[-1] - steps[-2])
+    return seconds[-1] + (step - steps[-1]) * seconds_per_step
+
+
+def _last_logged(lines: Sequence[dict], field: str) -> Any:
+    for line in reversed(lines):
+        if field in line:
+            return line[field]
+    return None
+
+
+# ------------------------------------------------------------------ further measurements
+def _texts(evaluations: Path, step: int) -> tuple[TextLoss, ...]:
+    rows = record.read_or_none(tuple[TextLoss, ...], evaluations / TEXTS_FILE) or ()
+    return tuple(row for row in rows if row.step == step)
+
+
+def _inside(folder: Path, step: int) -> Inside | None:
+    summary = read_summary(folder, step)
+    return record.parse(Inside, summary) if summary else None
+
+
+def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
+    """Returns {"task metric (shots, examples)": score} of a checkpoint, from
+    lm-evaluation-harness's result files.
+
+    Uses the newest evaluation of the full model, in its own dtype, on all examples; acc_norm if
+    present, else acc.
+    """
+    scores = {}
+    for path in sorted(evaluations.glob(f"step{step}-*.json"), key=_modified_at):
+        # Evaluations of some of pgpt's paths, and those with the flag --dtype, are of other models:
+        # step100-paths….json, step100-float32-….json.
+        if re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name):
+            continue
+        evaluation = read_json_or_none(path, _EVALUATION) or {}
+        for task, values in evaluation.get("results", {}).items():
+            metrics = _finite_metrics(values)
+            metric = "acc_norm" if "acc_norm" in metrics else "acc"
+            if metric in metrics and not _is_limited(evaluation, task):
+                scores[f"{task} {metric}{_settings(evaluation, task)}"] = metrics[metric]
+    return scores
+
+
+def examples(evaluations: Path, step: int) -> dict[str, float]:
+    """Returns {"file metric (examples)": score} of a checkpoint, from `evaluate --examples`, as
+    `benchmarks` does.
+    """
+    scores = {}
+    for path in sorted(evaluations.glob(f"examples-step{step}-*.json"), key=_modified_at):
+        evaluation = read_json_or_none(path, _EXAMPLES)
+        if not evaluation or not evaluation.get("is_whole", False):
+            continue
+        file = "/".join(Path(evaluation["examples"]).parts[-2:])
+        for metric, values in evaluation["results"].items():
+            label = f"{file} {metric} ({evaluation['count']:,} examples)"
+            scores[label] = values["mean"]
+    return scores
+
+
+def _finite_metrics(values: dict[str, Any]) -> dict[str, float]:
+    """Returns {"acc": score} of {"acc,none": score}."""
+    return {
+        key.partition(",")[0]: value
+        for key, value in values.items()
+        if isinstance(value, float) and math.isfinite(value)
+    }
+
+
+def _modified_at(path: Path) -> float:
+    return path.stat().mtime if is_remote(path) else path.stat().st_mtime
+
+
+def _is_limited(evaluation: dict, task: str) -> bool:
+    """Whether only some of the task's examples were scored."""
+    counts = (evaluation.get("n-samples") or {}).get(task)
+    if counts:
+        return counts["effective"] < counts["original"]
+    return evaluation.get("config", {}).get("limit") is not None
+
+
+def _settings(evaluation: dict, task: str) -> str:
+    """Returns a suffix such as " (5-shot, 1,000 examples)". Omits numbers that the results do not
+    record.
+    """
+    shots = evaluation.get("n-shot", {}).get(task)
+    num_examples = evaluation["results"][task].get("sample_len")
+    settings = []
+    if shots is not None:
+        settings.append(f"{shots}-shot")
+    if num_examples is not None:
+        settings.append(f"{num_examples:,} examples")
+    return f" ({', '.join(settings)})" if settings else ""
+
+
+# ------------------------------------------------------------------ names
+def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
+    """Returns (name, workdir) pairs: "gpt-seed1" becomes "gpt", and "gpt-seed1-lr2x-x0.5" becomes
+    "gpt-lr2x-x0.5".
+
+    Runs share a name only if their configs are equal except for the seed and the places of the
+    text, whose content `merging.require_comparable` checks; otherwise, the second is "gpt (2)".
+    """
+    config_of_name: dict[str, dict] = {}
+    pairs = []
+    for folder in workdirs:
+        short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?(-x[\d.e+-]+)?$)", "", resolve(folder).name)
+        config = flatten(read_groups(folder)) if (folder / CONFIG_FILE).exists() else {}
+        config = {field: value for field, value in config.items() if field not in _NOT_IN_NAMES}
+        name, number = short, 2
+        while config_of_name.setdefault(name, config) != config:
+            name, number = f"{short} ({number})", number + 1
+        pairs.append((name, folder))
+    return pairs

@@ -1,0 +1,133 @@
+"""Measures what inference with a finished run costs: the time of prefill and of decoding steps, and
+the cache.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from smallgpt_jax import inference, models
+from smallgpt_jax.analysis import record
+from smallgpt_jax.analysis.budgets import DECODING_BATCHES
+from smallgpt_jax.analysis.record import Inference
+from smallgpt_jax.devices.chips import device_name
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.inference import decoder, layout, timing
+from smallgpt_jax.run.names import EVALUATION_FOLDER
+from smallgpt_jax.storage.atomic import write_atomically
+
+INFERENCE_FILE = "inference.json"  # in a workdir's evaluations/
+SESSIONS = 3  # timed sessions of decoding
+PREFILLS = 7  # timed prefills
+STEPS = 32  # maximum number of decoding steps per session
+
+
+def measure_inference(folder: Path, log=print) -> None:
+    """Writes evaluations/inference.json of a run, unless it exists."""
+    path = folder / EVALUATION_FOLDER / INFERENCE_FILE
+    if record.read_or_none(Inference, path):
+        return
+    try:
+        text_model = inference.load(folder)
+    except UserError as error:  # a custom architecture without decoding can still be compared
+        log(f"{folder.name}: inference is not measured: {error}")
+        return
+    measured = inference_cost(text_model, lambda message: log(f"{folder.name}: {message}"))
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, json.dumps(measured, indent=2) + "\n")
+
+
+def inference_cost(text_model: inference.TextModel, log=print) -> dict[str, Any]:
+    """Returns the content of inference.json (docs/comparison.md), without what does not fit in
+    memory.
+    """
+    context = text_model.model.config.context_length
+    cache_bytes = [num_cache_bytes(text_model.model, length) for length in (1, 2, context)]
+    prefill_ms = quartiles(lambda: time_prefills(text_model))
+    log(f"prefill of {context:,} tokens: {describe(prefill_ms)}")
+    decoding = []
+    for batch in DECODING_BATCHES:
+        for cache in ("empty", "full"):
+            step_ms = quartiles(
+                lambda batch=batch, cache=cache: time_steps(text_model, batch, cache)
+            )
+            log(f"decoding step, batch {batch}, {cache} cache: {describe(step_ms)}")
+            if step_ms:
+                decoding.append({"batch": batch, "cache": cache, "step_ms": step_ms})
+    return {
+        "device": device_name(jax.devices()[0]),
+        "dtype": text_model.model.config.dtype,
+        "context_length": context,
+        "cache_bytes": cache_bytes[2],
+        "cache_bytes_per_token": cache_bytes[1] - cache_bytes[0],
+        "prefill_ms": prefill_ms,
+        "decoding": decoding,
+    }
+
+
+def num_cache_bytes(model: models.LanguageModel, length: int) -> int:
+    """Returns the bytes of the cache of one text of `length` tokens, computed from the shapes."""
+    return layout.num_bytes(decoder.cache_shapes(model, layout.packed_shapes(model), 1, length))
+
+
+def quartiles(timings: Callable[[], list[float]]) -> dict[str, float] | None:
+    """Returns the median and the quartiles of the timings, or None if the program does not fit in
+    memory.
+    """
+    try:
+        milliseconds = timings()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
+    low, median, high = map(float, np.percentile(milliseconds, (25, 50, 75)))
+    return {"median": median, "low": low, "high": high, "count": len(milliseconds)}
+
+
+def describe(milliseconds: dict[str, float] | None) -> str:
+    return f"{milliseconds['median']:.4g} ms" if milliseconds else "does not fit in memory"
+
+
+def time_prefills(text_model: inference.TextModel) -> list[float]:
+    """Returns the milliseconds of prefills of one text as long as the context."""
+    prompt = random_tokens(text_model, text_model.model.config.context_length)
+    seconds = [
+        timing.time_prefill(start_session(text_model, prompt))[1] for _ in range(PREFILLS + 1)
+    ]
+    return [1000 * value for value in seconds[1:]]  # the first call compiles
+
+
+def time_steps(text_model: inference.TextModel, batch: int, cache: str) -> list[float]:
+    """Returns milliseconds per decoding step of `batch` texts, one value per call of the decoder.
+
+    The steps are those after the first token, or the last ones before the context is full. All
+    texts have the same prompt, which is prefilled once. The time does not depend on the tokens, not
+    even in a mixture of experts, whose products have static sizes.
+    """
+    context = text_model.model.config.context_length
+    steps = min(STEPS, context // 2)
+    prompt = random_tokens(text_model, context - steps if cache == "full" else 1)
+    milliseconds = []
+    for session_number in range(SESSIONS + 1):
+        session = start_session(text_model, prompt)
+        session.repeat(batch, timing.GREEDY)
+        session.reserve(steps)
+        sampled_Bx1, _ = timing.time_prefill(session)
+        calls = timing.time_decoding(session, sampled_Bx1, steps)
+        if session_number > 0:  # the first session compiles
+            milliseconds += [1000 * seconds / count for count, seconds in calls]
+    return milliseconds
+
+
+def start_session(text_model: inference.TextModel, prompt: list[int]) -> decoder.DecodeSession:
+    return decoder.DecodeSession(
+        text_model.model, text_model.weights, text_model.tokenizer.vocab_size, [prompt]
+    )
+
+
+def random_tokens(text_model: inference.TextModel, count: int) -> list[int]:
+    return np.random.default_rng(0).integers(text_model.tokenizer.vocab_size, size=count).tolist()

@@ -1,0 +1,145 @@
+"""What a reader should know before relying on the answers."""
+
+from collections.abc import Sequence
+
+from smallgpt_jax.analysis.findings import Findings, Range
+from smallgpt_jax.analysis.record import Record, Run, grouped
+from smallgpt_jax.report import words
+
+COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al., arXiv 2203.15556)
+UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns
+MAX_NAMES = 6  # in a line
+
+
+def cautions(findings: Findings, record: Record) -> list[str]:
+    """Returns sentences, the most important first."""
+    runs = record.runs
+    if not runs:
+        return ["The comparison has no runs."]
+    return [
+        *_unfinished(findings, runs),
+        *_learning_rates(findings),
+        *_untried(findings, runs),
+        *_short_training(runs),
+        *other_work(runs),
+        *_differences_between_runs(findings, runs),
+    ]
+
+
+def _unfinished(findings: Findings, runs: Sequence[Run]) -> list[str]:
+    lines = []
+    for run in findings.diverged:
+        lines.append(
+            f"{run.name}, seed {run.seed}, diverged at step {run.steps:,}: its loss counts as "
+            "infinite."
+        )
+    unfinished = [run for run in runs if not run.is_finished and not run.diverged]
+    if unfinished:
+        labels = [
+            f"{run.label}, seed {run.seed}, at step {run.steps_done:,} of {run.steps:,}"
+            for run in unfinished
+        ]
+        lines.append(f"Unfinished: {_few(labels, '; ')}.")
+    imported = list(dict.fromkeys(run.name for run in runs if run.is_imported))
+    if imported:
+        lines.append(f"Started from imported models, not from scratch: {_few(imported)}.")
+    return lines
+
+
+def _learning_rates(findings: Findings) -> list[str]:
+    lines = []
+    for edge in ("lowest", "highest"):
+        names = [one.name for one in findings.rates if one.edge == edge]
+        if names:
+            lines.append(
+                f"The best learning rate is the {edge} that was tried, so one beyond it may be "
+                f"better: {_few(names)}. To try more, increase "
+                "config.compare.max_added_learning_rates."
+            )
+    unsure = [
+        one.name for one in findings.rates if sum(rate.is_plausible for rate in one.rates) > 1
+    ]
+    if unsure:
+        lines.append(
+            "Which learning rate is best is within the spread over seeds, so the models may be "
+            f"better at another one: {_few(unsure)}."
+        )
+    biased = [one.name for one in findings.rates if one.seed in findings.setup.seeds]
+    if biased:
+        lines.append(
+            "The seed that chose the learning rate is also in the mean, which is therefore too low: "
+            f"{_few(biased)}."
+        )
+    return lines
+
+
+def _untried(findings: Findings, runs: Sequence[Run]) -> list[str]:
+    """Returns that longer training of some sizes may be better: there, the longest is the best."""
+    if not findings.untried:
+        return []
+    ratios = [one.tokens_per_parameter for one in findings.untried]
+    lengths = words.amounts(Range(min(ratios), max(ratios)))
+    count, total = len(findings.untried), len({run.name for run in runs})
+    which = "" if count == total else f": {_few([one.name for one in findings.untried])}"
+    return [
+        f"The longest training is the best one for {count} of {total} sizes of models "
+        f"({lengths} tokens per parameter), so even more tokens may be better at the same "
+        f"FLOPs{which}."
+    ]
+
+
+def _short_training(runs: Sequence[Run]) -> list[str]:
+    most = max((run.tokens / run.active_parameters for run in runs), default=0.0)
+    if most >= COMPUTE_OPTIMAL * 0.9:
+        return []
+    return [
+        f"No run has more than {most:.2g} tokens per parameter. About {COMPUTE_OPTIMAL} are "
+        "compute-optimal (Hoffmann et al., arXiv 2203.15556); after longer training, the order may "
+        "be different."
+    ]
+
+
+def other_work(runs: Sequence[Run]) -> list[str]:
+    """Returns warnings about what FLOPs do not count."""
+    lines = []
+    unknown = {run.name: run.flops_problem for run in runs if run.flops_problem}
+    for name, problem in unknown.items():
+        lines.append(f"The FLOPs of {name} are unknown: {problem}.")
+    shares: dict[str, float] = {}
+    for run in runs:
+        if run.uncounted is not None:
+            shares[run.model] = max(run.uncounted, shares.get(run.model, 0.0))
+    if shares and 1 + max(shares.values()) > UNCOUNTED * (1 + min(shares.values())):
+        least, most = min(shares, key=shares.get), max(shares, key=shares.get)
+        lines.append(
+            "FLOPs count only matrix products and convolutions. Other arithmetic (norms, softmax, "
+            f"recurrences) comes on top: {shares[least]:.0%} in {least} to {shares[most]:.0%} in "
+            f"{most}."
+        )
+    return lines
+
+
+def _differences_between_runs(findings: Findings, runs: Sequence[Run]) -> list[str]:
+    lines = []
+    if len(findings.setup.devices) > 1:
+        lines.append("Trained on different devices: times and speeds are not comparable.")
+    targets = {run.last.targets for run in runs if run.last}
+    if targets and max(targets) > 1.01 * min(targets):
+        lines.append(
+            f"The last losses are means over different rows, {min(targets):,} to "
+            f"{max(targets):,} tokens. To evaluate a finished run again, rerun it with another "
+            "config.train.eval_steps."
+        )
+    objectives = grouped(runs, lambda run: run.config.get("train.objective", "causal"))
+    if len(objectives) > 1 and not any(run.last and run.last.answers for run in runs):
+        lines.append(
+            f"The runs have different objectives ({', '.join(objectives)}): their losses are not "
+            "comparable."
+        )
+    return lines
+
+
+def _few(names: Sequence[str], separator: str = ", ") -> str:
+    shown = separator.join(names[:MAX_NAMES])
+    more = len(names) - MAX_NAMES
+    return f"{shown}{separator}and {words.plural(more, 'other')}" if more > 0 else shown

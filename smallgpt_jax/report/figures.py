@@ -1,0 +1,281 @@
+"""The figures of a report."""
+
+import csv
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+from smallgpt_jax.analysis.findings import Choice, Contest, Curve, Findings, Order, Rates
+from smallgpt_jax.analysis.record import Run, grouped
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.report import words
+from smallgpt_jax.run.plotting import COLORS, style_axes
+
+SIZE, WIDE = (5.2, 3.9), (8.4, 6.0)  # inches
+LOSS = "validation loss, nats per token"
+PAPER_TOKENS_PER_STEP = 524_288  # of the paper's authors (arXiv 2404.14462, released code)
+BY_DEPTH = {
+    "token_similarity": "mean cosine of all tokens",
+    "effective_rank": "effective rank of the activations",
+    "entropy": "attention entropy / ln(keys)",
+    "first_weight": "attention on position 0",
+}
+AXES = {"tokens": "training tokens", "flops": "training FLOPs"}
+_STYLES = ("-", (0, (4, 3)))  # every second line is dashed, so that overlapping lines stay visible
+_MARKERS = "os^Dv"
+
+
+Styles = Mapping[str, dict]  # {model: style of its lines}, the same in all figures
+
+
+# ------------------------------------------------------------------ answers
+def equal_flops(orders: Sequence[Order], styles: Styles) -> Figure:
+    """Plots losses minus that of the reference, with the bands that hold over all budgets."""
+    reference = orders[0].other
+    figure, plot = _new_plot("training FLOPs", f"loss minus that of {reference}, nats")
+    plot.axhline(0, color="0.4", linewidth=1, label="_reference")
+    ends = []
+    for order in orders:
+        style = styles[order.model]
+        plot.plot(order.budgets, order.differences, label=order.model, **style | {"marker": ""})
+        low, high = np.asarray(order.low), np.asarray(order.high)
+        plot.fill_between(order.budgets, low, high, color=style["color"], alpha=0.07, linewidth=0)
+        ends += order.differences
+    _log_flops(plot)
+    finite = [value for value in ends if math.isfinite(value)]
+    if finite:  # wide bands of few seeds are cut off
+        margin = 0.2 * max(np.ptp(finite), 0.1)
+        plot.set_ylim(min(*finite, 0) - margin, max(*finite, 0) + margin)
+    plot.annotate(
+        f"below 0: better than {reference}",
+        (0.99, 0.01),
+        xycoords="axes fraction",
+        ha="right",
+        va="bottom",
+        fontsize=8,
+        color="0.4",
+    )
+    return _with_legend(figure, plot)
+
+
+def ranking(contest: Contest, runs: Sequence[Run]) -> Figure:
+    """Plots each model's runs, expected loss and its interval, the best on top."""
+    finite = [one for one in contest.standings if math.isfinite(one.loss)]
+    figure = Figure(figsize=(5.2, 1.2 + 0.34 * len(finite)), layout="constrained")
+    plot = figure.subplots()
+    style_axes(plot, LOSS, "")
+    losses = grouped((run for run in runs if run.is_finished), lambda run: run.name)
+    for height, one in enumerate(reversed(finite)):
+        if one.interval:
+            plot.hlines(height, one.interval.low, one.interval.high, color=COLORS[5], linewidth=8)
+        plot.vlines(one.loss, height - 0.3, height + 0.3, color="black", linewidth=1.5)
+        seeds = [run.loss for run in losses.get(one.name, [])]
+        plot.plot(seeds, [height] * len(seeds), "o", color=COLORS[1], markersize=4, alpha=0.8)
+    plot.set_yticks(range(len(finite)), [one.name for one in reversed(finite)])
+    plot.set_ylim(-0.6, len(finite) - 0.4)
+    plot.xaxis.set_major_locator(MaxNLocator(6))
+    plot.xaxis.set_major_formatter("{x:.4g}")
+    return figure
+
+
+def loss_against_cost(choice: Choice, styles: Styles) -> Figure:
+    """Plots the Pareto front of trained models over a cost."""
+    figure, plot = _new_plot(words.BUDGETS[choice.budget], LOSS)
+    costs = [point.cost for point in choice.front]
+    losses = [point.loss for point in choice.front]
+    plot.step(costs, losses, where="post", color="gray", linewidth=1, zorder=1)
+    by_model = grouped(choice.front, lambda point: point.model)
+    for model, points in by_model.items():
+        style = styles[model] | {"linestyle": "", "markersize": 6}
+        plot.plot(
+            [point.cost for point in points],
+            [point.loss for point in points],
+            label=model,
+            **style,
+        )
+    if max(costs) > 4 * min(costs):
+        plot.set_xscale("log")
+        plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        plot.xaxis.set_minor_locator(NullLocator())
+    plot.xaxis.set_major_formatter(lambda value, _: words.limit(value, choice.budget))
+    plot.margins(x=0.1)
+    return _with_legend(figure, plot)
+
+
+# ------------------------------------------------------------------ curves and rates
+def loss_curves(
+    axis: str,
+    curves: Sequence[Curve],
+    styles: Styles,
+    logged: Mapping[str, Sequence] | None = None,
+) -> Figure:
+    """Plots mean losses over seeds with bands of their range, and curves of `read_logged`."""
+    figure, plot = _new_plot(AXES[axis], LOSS)
+    for curve in curves:
+        points = [point for point in curve.points if getattr(point, axis) is not None]
+        if not points:
+            continue
+        places = [getattr(point, axis) for point in points]
+        style = styles[_model(curve.name)]
+        plot.plot(places, [point.loss.mean for point in points], label=curve.name, **style)
+        low, high = [[getattr(p.loss, end) for p in points] for end in ("low", "high")]
+        plot.fill_between(places, low, high, color=style["color"], alpha=0.2, linewidth=0)
+    for name, points in (logged or {}).items():
+        label = f"{name}, as logged by the paper's authors"
+        color = styles[name]["color"] if name in styles else "0.5"
+        style = {"color": color, "linestyle": ":", "linewidth": 1}
+        plot.plot(*zip(*points), label=label, **style)
+    return _with_legend(figure, plot)
+
+
+def learning_rates(all_rates: Sequence[Rates], styles: Styles) -> Figure:
+    figure, plot = _new_plot("learning rate", LOSS)
+    for one in all_rates:
+        style = styles[_model(one.name)]
+        finite = [rate for rate in one.rates if rate.loss is not None and math.isfinite(rate.loss)]
+        places = [rate.multiple * one.learning_rate for rate in finite]
+        losses = [rate.loss for rate in finite]
+        plot.plot(places, losses, label=one.name, markerfacecolor="none", **style)
+        for place, rate in zip(places, finite):
+            if rate.multiple == one.best:
+                plot.plot(place, rate.loss, style["marker"], color=style["color"], markersize=5)
+    plot.set_xscale("log")
+    plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    plot.xaxis.set_major_formatter("{x:g}")
+    plot.xaxis.set_minor_locator(NullLocator())
+    return _with_legend(figure, plot)
+
+
+def inside_by_depth(runs: Sequence[Run], styles: Styles) -> Figure:
+    """Small multiples: one plot per measure, one line per model."""
+    figure = Figure(figsize=WIDE, layout="constrained")
+    plots = figure.subplots(2, 2).ravel()
+    groups = grouped((run for run in runs if run.inside), lambda run: run.name)
+    for name, group in groups.items():
+        style = styles[_model(name)]
+        for plot, measure in zip(plots, BY_DEPTH):
+            by_block = zip(*(run.inside.blocks for run in group))
+            points = []
+            for number, blocks in enumerate(by_block):
+                values = [getattr(block, measure) for block in blocks]
+                if None not in values:
+                    points.append((number, np.mean(values)))
+            if points:
+                plot.plot(*zip(*points), label=name, **style)
+    for plot, label in zip(plots, BY_DEPTH.values()):
+        style_axes(plot, "after block", label)
+        plot.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    plots[0].legend(fontsize=8, frameon=False)
+    return figure
+
+
+def read_logged(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Returns the loss curves in a CSV file with the columns model,step,val_loss: {model: [(tokens,
+    validation loss)]}.
+
+    The paper's authors logged these curves, with PAPER_TOKENS_PER_STEP tokens per step. Raises
+    UserError if the file cannot be read as such a table, or has no rows.
+    """
+    curves: dict[str, list] = {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                tokens = int(row["step"]) * PAPER_TOKENS_PER_STEP
+                curves.setdefault(row["model"], []).append((tokens, float(row["val_loss"])))
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise UserError(
+            f"--logged={path}: not a CSV file with the columns model,step,val_loss ({error})"
+        ) from None
+    if not curves:
+        raise UserError(
+            f"--logged={path}: the table has no rows; expected the columns model,step,val_loss"
+        )
+    return curves
+
+
+# ------------------------------------------------------------------ style
+def draw(
+    findings: Findings, runs: Sequence[Run], logged: Mapping[str, Sequence] | None = None
+) -> dict[str, tuple[Figure, str]]:
+    """Returns {name: (figure, caption)} of what the findings contain."""
+    figures = {}
+    models = [*(run.model for run in runs), *(one.name for one in findings.rates)]
+    styles = dict(zip(dict.fromkeys(map(_model, models)), _line_styles()))
+    orders = [order for order in findings.orders if order.budgets]
+    if orders:
+        figures["answer"] = (
+            equal_flops(orders, styles),
+            f"Loss minus that of {findings.reference} at equal training FLOPs. Shaded: where the "
+            "whole difference lies with 95% probability. Between the budgets of runs, losses are "
+            "interpolated.",
+        )
+    elif findings.ranking and len(findings.ranking.standings) > 1:
+        figures["answer"] = (
+            ranking(findings.ranking, runs),
+            "Validation loss after the last step. Dots: seeds. Lines: mean. Bars: 80% interval of "
+            "the mean.",
+        )
+    for budget in ("decode_ms", "memory"):
+        choices = [one for one in findings.choices if one.budget == budget and one.front]
+        if choices:
+            caption = f"The lowest loss that was trained for a limit of {words.BUDGETS[budget]}."
+            figures[f"loss-{budget}"] = loss_against_cost(choices[-1], styles), caption
+    if findings.curves:
+        for axis, label in AXES.items():
+            caption = f"Validation loss against {label}. Bands: range over the seeds."
+            figures[f"loss-{axis}"] = (
+                loss_curves(axis, findings.curves, styles, logged if axis == "tokens" else None),
+                caption,
+            )
+    if any(len(one.rates) > 1 for one in findings.rates):
+        caption = "Loss against the learning rate. Filled: the best rate."
+        figures["learning-rates"] = learning_rates(findings.rates, styles), caption
+    if any(run.inside for run in runs):
+        caption = "Measures after each block; means over seeds, paths and heads."
+        figures["inside"] = inside_by_depth(runs, styles), caption
+    return figures
+
+
+def _model(name: str) -> str:
+    return name.partition("@")[0]
+
+
+def _line_styles() -> Iterator[dict]:
+    for i in itertools.count():
+        yield {
+            "color": COLORS[i % len(COLORS)],
+            "linestyle": _STYLES[i % len(_STYLES)],
+            "marker": _MARKERS[i % len(_MARKERS)],
+            "markersize": 4,
+        }
+
+
+def _new_plot(x: str, y: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=SIZE, layout="constrained")
+    plot = figure.subplots()
+    style_axes(plot, x, y)
+    return figure, plot
+
+
+def _log_flops(plot: Axes) -> None:
+    plot.set_xscale("log")
+    plot.xaxis.set_major_locator(LogLocator())
+    plot.xaxis.set_major_formatter(lambda value, _: f"1e{round(math.log10(value))}")
+    plot.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _with_legend(figure: Figure, plot: Axes) -> Figure:
+    handles = [line for line in plot.lines if not line.get_label().startswith("_")]
+    labels = [line.get_label() for line in handles]
+    if labels:
+        columns = max(1, min(4, 60 // max(map(len, labels))))
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False
+        )
+    return figure

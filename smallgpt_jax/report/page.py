@@ -1,0 +1,154 @@
+"""Writes the report of a comparison: report.html, report.md, its figures and results.json."""
+
+import base64
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from smallgpt_jax.analysis import record as records
+from smallgpt_jax.analysis.findings import Contest, Findings
+from smallgpt_jax.analysis.record import RESULTS_FILE, Record, Run
+from smallgpt_jax.report import figures, tables
+from smallgpt_jax.report.cautions import cautions
+from smallgpt_jax.report.rendering import render
+from smallgpt_jax.run import plotting
+from smallgpt_jax.storage.atomic import write_atomically
+
+MAX_NAMES = 8  # in the title
+# Title, kinds of measures, note.
+MEASURE_CHAPTERS = (
+    (
+        "How well do the models solve the tasks?",
+        ("answers",),
+        "Exact match: fraction of the validation examples without a wrong answer. Accuracy: "
+        "fraction of right answers. Both after the last step. An answer is the most probable token "
+        "after the inputs, among which are the right earlier answers.",
+    ),
+    (
+        "Do they hold on other texts and longer contexts?",
+        ("text",),
+        "Bits per byte, measured on other tokens than the validation loss; × 2: at twice the "
+        "context length of training. Models with learned positions are limited to that length.",
+    ),
+    ("How do they score in benchmarks?", ("benchmark",), "Mean over the seeds (range)."),
+    (
+        "What do they cost in use?",
+        ("inference",),
+        "Decoding of one text; a full cache holds a whole context. Times are medians on the machine "
+        "named below.",
+    ),
+    (
+        "How fast do they train?",
+        ("speed", "memory"),
+        "Training without evaluation and padding. Memory per device, of the compiled training "
+        "step. Only comparable if all runs had the same machine for themselves.",
+    ),
+    (
+        "What happens inside?",
+        ("inside",),
+        "Measured by diagnose on windows of the validation split, after the last step. Repeats: "
+        "loss of tokens that follow a pair of tokens as at its last occurrence in the window. "
+        "In-context score: loss late minus early in the context.",
+    ),
+)
+
+
+class Drawn(NamedTuple):
+    figure: Figure
+    caption: str
+
+    @property
+    def base64(self) -> str:
+        return base64.b64encode(plotting.svg(self.figure)).decode()
+
+
+class Report(NamedTuple):
+    record: Record
+    findings: Findings
+
+    def __str__(self) -> str:
+        return summary(self.record, self.findings)
+
+
+def write(
+    folder: Path, record: Record, findings: Findings, logged: Mapping[str, Sequence] | None = None
+) -> None:
+    """Writes the report into an existing folder. `logged` are curves of `figures.read_logged`."""
+    drawn = {name: Drawn(*one) for name, one in figures.draw(findings, record.runs, logged).items()}
+    for name, one in drawn.items():
+        write_atomically(folder / f"{name}.png", plotting.png(one.figure))
+    content = {**records.content(record), "ranking": ranking_facts(findings)}
+    write_atomically(folder / RESULTS_FILE, json.dumps(content, indent=1) + "\n")
+    write_atomically(folder / "report.md", markdown(record, findings, drawn))
+    shown = _content(record, findings, drawn)
+    write_atomically(folder / "report.html", render("page", "html", **shown))
+
+
+def markdown(record: Record, findings: Findings, drawn: Mapping[str, Drawn] | None = None) -> str:
+    return render("report", "markdown", **_content(record, findings, drawn or {}))
+
+
+def summary(record: Record, findings: Findings) -> str:
+    """Returns the setup and the answers for a terminal."""
+    return render("summary", "text", **_content(record, findings, {}))
+
+
+def _content(record: Record, findings: Findings, drawn: Mapping[str, Drawn]) -> dict[str, Any]:
+    ranked = _ranked_runs(record, findings)
+    bases = [run.name for run in ranked if run.model == findings.reference]
+    return {
+        "title": title(record),
+        "record": record,
+        "findings": findings,
+        "tables": tables,
+        "figures": drawn,
+        "cautions": cautions(findings, record),
+        "measure_chapters": MEASURE_CHAPTERS,
+        "ranked_runs": ranked,
+        "ranked_reference": bases[0] if bases else findings.reference,
+    }
+
+
+def title(record: Record) -> str:
+    """Returns the record's title with the names of its models, if there are several."""
+    names = list(dict.fromkeys(run.model for run in record.runs))
+    if len(names) < 2:
+        return record.title
+    others = f" and {len(names) - MAX_NAMES} others" if len(names) > MAX_NAMES else ""
+    return f"{record.title}: {', '.join(names[:MAX_NAMES])}{others}"
+
+
+def _ranked_runs(record: Record, findings: Findings) -> list[Run]:
+    """Returns the runs of the size that is ranked; all, if they have no sizes."""
+    size = findings.ranked_size
+    return [run for run in record.runs if run.horizon == 1 and (not size or run.size == size)]
+
+
+def ranking_facts(findings: Findings) -> dict[str, Any]:
+    """Returns the ranking for other programs, as JSON has it."""
+    contest = findings.ranking
+    if contest is None:
+        return {"means": {}, "chosen": None, "pairs": []}
+    return {
+        "means": {one.name: _finite(one.loss) for one in contest.standings},
+        "chosen": contest.chosen,
+        "possible": [one.name for one in contest.possible],
+        "pairs": _pair_facts(contest),
+    }
+
+
+def _pair_facts(contest: Contest) -> list[dict[str, Any]]:
+    facts = []
+    for pair in contest.pairs:
+        content = dataclasses.asdict(pair)
+        facts.append({**content, "difference": _finite(pair.difference)})
+    return facts
+
+
+def _finite(value: float) -> float | None:
+    """Returns None for a diverged loss: JSON has no infinity."""
+    return value if abs(value) < float("inf") else None

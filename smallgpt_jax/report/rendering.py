@@ -1,0 +1,140 @@
+"""Templates that render the same content as HTML, Markdown and plain text.
+
+A content template (templates/*.j2) has the words. It calls the macros of a skin, `html.j2`,
+`markdown.j2` or `text.j2`, for headings, paragraphs, tables and figures. Every value is escaped:
+`autoescape` escapes what is not `Markup`, and `finalize` makes Markup of values in formats other
+than HTML.
+"""
+
+import dataclasses
+import functools
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from smallgpt_jax.analysis.findings import CERTAIN, STAKE
+from smallgpt_jax.formatting import aligned_rows, escape_markdown, printable
+from smallgpt_jax.report import words
+
+WIDTH = 100  # of terminal text, in characters
+MISSING = "–"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    marked: tuple[int, ...] = ()  # rows in bold
+
+    @property
+    def alignments(self) -> tuple[str, ...]:
+        """Returns "number" for each column of numbers, "text" for the others."""
+        columns = zip(*self.rows) if self.rows else [() for _ in self.head]
+        return tuple("number" if all(map(_is_number, column)) else "text" for column in columns)
+
+    @property
+    def kept(self) -> "Table":
+        """The table without columns that are empty in all rows."""
+        columns = [
+            number
+            for number in range(len(self.head))
+            if number == 0 or any(row[number] != MISSING for row in self.rows)
+        ]
+        rows = tuple(tuple(row[number] for number in columns) for row in self.rows)
+        return Table(tuple(self.head[number] for number in columns), rows, self.marked)
+
+
+def _is_number(cell: str) -> bool:
+    return bool(re.match(rf"[-+−]?\.?\d|{MISSING}$|(over|under) \d", cell))
+
+
+def render(template: str, skin: str, **content: Any) -> str:
+    """Returns a template (templates/TEMPLATE.j2) as "html", "markdown" or "text"."""
+    environment = _environment(skin)
+    text = environment.get_template(f"{template}.j2").render(**content).strip() + "\n"
+    return text if skin == "html" else re.sub(r"\n\s*\n\s*\n+", "\n\n", text)
+
+
+@functools.cache
+def _environment(skin: str) -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("smallgpt_jax.report"),
+        autoescape=True,
+        finalize=functools.partial(_escaped, _ESCAPES[skin]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(words.FILTERS | _FILTERS)
+    environment.tests["direct"] = words.is_direct
+    environment.globals |= {
+        "skin": f"{skin}.j2",
+        "choice_level": f"{CERTAIN:.1%}",
+        "stake_level": f"{STAKE:.0%}",
+    }
+    return environment
+
+
+def _escaped(escape: Callable[[str], str], value: Any) -> Any:
+    if value is None or isinstance(value, Markup):
+        return value
+    return escape(printable(str(value)))
+
+
+def _markdown(text: str) -> Markup:
+    return Markup(escape_markdown(text))
+
+
+_ESCAPES: dict[str, Callable[[str], str]] = {
+    "html": lambda text: text,  # autoescape escapes it
+    "markdown": _markdown,
+    "text": Markup,
+}
+
+
+# ------------------------------------------------------------------ filters
+def _line(markup: Markup) -> Markup:
+    """Joins the lines of a paragraph."""
+    return Markup(" ".join(str(markup).split()))
+
+
+def _wrapped(markup: Markup) -> Markup:
+    text = str(_line(markup))
+    return Markup(textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False))
+
+
+def _bullet(text: str) -> Markup:
+    lines = textwrap.fill(printable(text), WIDTH - 2, break_on_hyphens=False).splitlines()
+    return Markup("- " + "\n  ".join(lines))
+
+
+def _plain(text: str) -> Markup:
+    """Returns text for an indented block of code, where nothing needs to be escaped."""
+    return Markup(printable(text))
+
+
+def _aligned(table: Table) -> Markup:
+    rows = [[printable(cell) for cell in row] for row in (table.head, *table.rows)]
+    return Markup("\n".join(aligned_rows(rows)))
+
+
+def _markdown_table(table: Table) -> Markup:
+    head, *rows = [[escape_markdown(cell) for cell in row] for row in (table.head, *table.rows)]
+    for number in table.marked:
+        rows[number] = [f"**{cell}**" for cell in rows[number]]
+    rule = ["---"] * len(head)
+    return Markup("\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows)))
+
+
+_FILTERS = {
+    "line": _line,
+    "wrapped": _wrapped,
+    "bullet": _bullet,
+    "plain": _plain,
+    "aligned": _aligned,
+    "markdown_table": _markdown_table,
+}

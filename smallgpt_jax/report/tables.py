@@ -1,0 +1,372 @@
+"""The tables of a report."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from smallgpt_jax.analysis.findings import (
+    Choice,
+    Contest,
+    Findings,
+    HeldOut,
+    Laws,
+    Measure,
+    Pair,
+    Rates,
+    Standing,
+)
+from smallgpt_jax.analysis.record import Run, grouped
+from smallgpt_jax.report import words
+from smallgpt_jax.report.rendering import MISSING, Table
+
+MAX_CONTENDERS = 10  # in one budget
+MAX_FRONT = 6  # rows of a Pareto front
+MEASURES = {
+    "tokens_per_second": "tokens per second",
+    "seconds": "seconds",
+    "memory_bytes": "MB per device",
+    "decoding_tokens_per_second": "decoded tokens per second",
+}
+SHARED_FIELDS = (
+    "data.source",
+    "data.tokenizer",
+    "data.packing",
+    "model.context_length",
+    "train.batch_size",
+    "train.steps",
+    "train.eval_steps",
+    "optimizer.learning_rate",
+    "optimizer.decay_steps",
+)
+
+
+# ------------------------------------------------------------------ choices
+def answers(choices: Sequence[Choice]) -> Table:
+    """Returns a row per budget, all of one kind."""
+    head = (
+        f"{words.BUDGETS[choices[0].budget]}, at most",
+        "model (how sure)",
+        "loss (80% interval)",
+        "at stake",
+        "seeds to decide",
+    )
+    return Table(head, tuple(map(_answer, choices))).kept
+
+
+def _answer(choice: Choice) -> tuple[str, ...]:
+    limit = words.limit(choice.limit, choice.budget)
+    if not words.is_direct(choice):
+        return (limit, words.choice(choice), *[MISSING] * 3)
+    possible = choice.contest.possible
+    is_open = len(possible) > 1
+    return (
+        limit,
+        words.choice(choice),
+        words.standing_loss(possible[0]),
+        words.stake(choice.contest) if is_open else MISSING,
+        _seeds(choice.contest, possible) if is_open else MISSING,
+    )
+
+
+def _seeds(contest: Contest, possible: Sequence[Standing]) -> str:
+    pair = contest.pair(possible[1].model, possible[0].model)
+    return words.seeds_needed(pair.seeds_needed)
+
+
+def contenders(choice: Choice) -> Table:
+    """Returns the models within a budget, lowest loss first."""
+    head = ("model", "loss", "P(lowest loss)", "cost", "parameters", "tokens", "known from")
+    rows = []
+    for one in choice.contest.standings[:MAX_CONTENDERS]:
+        rows.append(
+            (
+                words.names(one),
+                words.standing_loss(one),
+                words.percent(one.probability),
+                MISSING if one.cost is None else words.limit(one.cost, choice.budget),
+                parameters(one.parameters, one.active_parameters),
+                words.amount(one.tokens),
+                words.known(one),
+            )
+        )
+    return Table(head, tuple(rows), _marked(choice)).kept
+
+
+def _marked(choice: Choice) -> tuple[int, ...]:
+    models = [one.model for one in choice.contest.standings]
+    return (models.index(choice.chosen),) if choice.chosen in models else ()
+
+
+def front(choice: Choice) -> Table:
+    """Returns the trained models that are best for their cost, those nearest to the limit."""
+
+    def distance(point) -> float:
+        return abs(math.log(point.cost / choice.limit))
+
+    near = sorted(choice.front, key=distance)[:MAX_FRONT]
+    rows = []
+    for point in sorted(near, key=lambda point: point.cost):
+        rows.append(
+            (
+                point.name,
+                words.loss(point.loss),
+                words.limit(point.cost, choice.budget),
+                parameters(point.parameters, point.active_parameters),
+                words.amount(point.tokens),
+            )
+        )
+    return Table(("best for the cost", "loss", "cost", "parameters", "tokens"), tuple(rows))
+
+
+def parameters(total: int, active: int) -> str:
+    text = words.amount(total)
+    return text if total == active else f"{text} ({words.amount(active)} active)"
+
+
+# ------------------------------------------------------------------ ranking
+def standings(contest: Contest, reference: str) -> Table:
+    head = (
+        "model",
+        "loss (80% interval)",
+        f"minus {reference} (95% interval)",
+        "verdict",
+        "P(lowest loss)",
+        "seeds",
+        "parameters",
+    )
+    rows = []
+    for one in contest.standings:
+        pair = _pair(contest, one.model, reference)
+        rows.append(
+            (
+                words.names(one),
+                words.standing_loss(one),
+                words.difference(pair) if pair else MISSING,
+                words.verdict(pair) if pair else "reference",
+                words.percent(one.probability),
+                str(one.seeds),
+                parameters(one.parameters, one.active_parameters),
+            )
+        )
+    marked = [number for number, one in enumerate(contest.standings) if one.model == contest.chosen]
+    return Table(head, tuple(rows), tuple(marked)).kept
+
+
+def neighbors(contest: Contest) -> Table:
+    """Returns each model beside the one before it in the ranking."""
+    pairs = []
+    for first, second in itertools.pairwise(contest.standings):
+        pairs.append(contest.pair(second.model, first.model))
+    return pairs_table(pairs)
+
+
+def pairs_table(pairs: Sequence[Pair]) -> Table:
+    head = ("model", "minus", "difference (95% interval)", "p", "verdict", "seeds", "to decide")
+    rows = []
+    for pair in pairs:
+        rows.append(
+            (
+                pair.model,
+                pair.other,
+                words.difference(pair),
+                words.p_value(pair.p_value),
+                words.verdict(pair),
+                str(pair.seeds),
+                words.seeds_needed(pair.seeds_needed),
+            )
+        )
+    return Table(head, tuple(rows)).kept
+
+
+def _pair(contest: Contest, model: str, other: str) -> Pair | None:
+    try:
+        return contest.pair(model, other)
+    except KeyError:  # the model itself, or one that is not in the contest
+        return None
+
+
+# ------------------------------------------------------------------ over budgets
+def losses_by_budget(choices: Sequence[Choice]) -> Table:
+    """Returns a row per model, in the order at the largest budget."""
+    direct = [choice for choice in choices if words.is_direct(choice)]
+    columns = []
+    for choice in direct:
+        columns.append({one.model: words.standing_loss(one) for one in choice.contest.standings})
+    models = dict.fromkeys(model for column in reversed(columns) for model in column)
+    head = ("model", *(words.limit(choice.limit, choice.budget) for choice in direct))
+    rows = [(model, *(column.get(model, MISSING) for column in columns)) for model in models]
+    return Table(head, tuple(rows))
+
+
+def multipliers(findings: Findings) -> Table:
+    by_model = grouped(findings.multipliers, lambda one: one.model)
+    budgets = sorted({one.budget for one in findings.multipliers})
+    rows = []
+    for model, values in by_model.items():
+        of_budget = {one.budget: words.multiplier(one) for one in values}
+        rows.append((model, *(of_budget.get(budget, MISSING) for budget in budgets)))
+    return Table(("model", *map(words.exponent, budgets)), tuple(rows))
+
+
+def orders(findings: Findings) -> Table:
+    rows = [(order.model, words.segments(order.segments)) for order in findings.orders]
+    return Table(("model", f"the better of it and {findings.reference}, by FLOPs"), tuple(rows))
+
+
+# ------------------------------------------------------------------ learning rates
+def rates(all_rates: Sequence[Rates]) -> Table:
+    multiples = sorted({rate.multiple for one in all_rates for rate in one.rates})
+    head = (
+        "run",
+        "own rate",
+        *(f"× {multiple:g}" for multiple in multiples),
+        "best",
+        "may be best",
+    )
+    rows = []
+    for one in all_rates:
+        losses = {rate.multiple: words.loss(rate.loss) for rate in one.rates}
+        plausible = [f"× {rate.multiple:g}" for rate in one.rates if rate.is_plausible]
+        best = MISSING if one.best is None else f"{one.best * one.learning_rate:.3g}"
+        rows.append(
+            (
+                one.name,
+                f"{one.learning_rate:.3g}",
+                *(losses.get(multiple, MISSING) for multiple in multiples),
+                f"{best}, the {one.edge} tried" if one.edge else best,
+                ", ".join(plausible) or MISSING,
+            )
+        )
+    return Table(head, tuple(rows))
+
+
+# ------------------------------------------------------------------ laws
+def law_forms(laws: Laws) -> Table:
+    rows = [(form.form, f"{form.error:.3f}") for form in laws.forms]
+    return Table(("form", f"mean error at {laws.size}, nats"), tuple(rows), (0,))
+
+
+def outcomes(held_out: HeldOut) -> Table:
+    head = ("model", "tokens", "predicted (80% interval)", "trained", "error", "inside", "seeds")
+    rows = []
+    for one in held_out.outcomes:
+        is_inside = one.loss is not None and one.interval.low <= one.loss <= one.interval.high
+        rows.append(
+            (
+                one.model,
+                words.amount(one.tokens),
+                f"{one.predicted:.3f} ({words.interval(one.interval)})",
+                words.loss(one.loss),
+                MISSING if one.loss is None else f"{one.loss - one.predicted:+.3f}",
+                MISSING if one.loss is None else ("yes" if is_inside else "no"),
+                str(one.seeds) if one.seeds else MISSING,
+            )
+        )
+    return Table(head, tuple(rows)).kept
+
+
+# ------------------------------------------------------------------ measurements
+def measures(measured: Sequence[Measure]) -> Table:
+    """Returns a row per model and a column per measure."""
+    names = dict.fromkeys(name for one in measured for name in one.spreads)
+    head = (
+        "model",
+        *(MEASURES.get(one.measure, one.measure.replace("_", " ")) for one in measured),
+    )
+    rows = []
+    for name in names:
+        cells = []
+        for one in measured:
+            form = ".4f" if one.kind in ("answers", "benchmark", "text") else ".4g"
+            cells.append(words.spread(one.spreads.get(name), form))
+        rows.append((name, *cells))
+    return Table(head, tuple(rows)).kept
+
+
+def measure_pairs(measured: Sequence[Measure]) -> Table:
+    """Returns the verdicts on further measures, where seeds allow them."""
+    rows = []
+    for one in measured:
+        for pair in one.pairs:
+            if pair.interval is not None:
+                label = one.measure.replace("_", " ")
+                rows.append((label, pair.model, words.difference(pair), words.verdict(pair)))
+    return Table(("measure", "model", "difference (95% interval)", "verdict"), tuple(rows))
+
+
+# ------------------------------------------------------------------ configs and runs
+def sizes(runs: Sequence[Run]) -> Table:
+    """Returns a row per name, with means over its seeds."""
+    head = ("model", "parameters", "FLOPs per token", "tokens", "learning rate", "bits per byte")
+    rows = []
+    for name, group in grouped(runs, lambda run: run.name).items():
+        first = group[0]
+        bits = [run.final("bits_per_byte") for run in group if run.is_finished]
+        is_known = bits and None not in bits
+        rows.append(
+            (
+                name,
+                parameters(first.parameters, first.active_parameters),
+                words.amount(first.flops_per_token),
+                words.amount(first.tokens),
+                f"{first.learning_rate:.3g}",
+                f"{statistics.fmean(bits):.4f}" if is_known else MISSING,
+            )
+        )
+    return Table(head, tuple(rows)).kept
+
+
+def components(runs: Sequence[Run]) -> Table:
+    first = {run.name: run for run in runs}
+    kinds = list(dict.fromkeys(kind for run in first.values() for kind in run.components))
+    rows = []
+    for name, run in first.items():
+        cells = [
+            f"{run.components[kind]:,}" if kind in run.components else MISSING for kind in kinds
+        ]
+        rows.append((name, *cells, f"{run.parameters:,}"))
+    return Table(("model", *kinds, "total"), tuple(rows))
+
+
+def shared_fields(runs: Sequence[Run]) -> Table:
+    rows = []
+    for field in SHARED_FIELDS:
+        values = {repr(run.config.get(field)) for run in runs}
+        if len(values) == 1 and field in runs[0].config:
+            rows.append((field, _value(runs[0].config[field])))
+    return Table(("field", "value"), tuple(rows))
+
+
+def different_fields(runs: Sequence[Run], reference: str) -> Table:
+    """Returns the fields in which a name's runs differ from those of the reference."""
+    first = {run.name: run.config for run in reversed(runs)}
+    base = first.get(reference, runs[0].config)
+    rows = []
+    for name, config in reversed(first.items()):
+        differences = []
+        for field in {**base, **config}:
+            value = config.get(field)
+            if field != "train.seed" and repr(value) != repr(base.get(field)):
+                differences.append(f"{field}={_value(value)}")
+        if differences:
+            rows.append((name, ", ".join(differences)))
+    return Table(("model", f"differs from {reference} in"), tuple(rows))
+
+
+def _value(value: Any) -> str:
+    return MISSING if value is None else str(value)
+
+
+def all_runs(runs: Sequence[Run]) -> Table:
+    head = ("run", "seed", "steps", "last loss", "starts", "workdir")
+    rows = []
+    for run in runs:
+        steps = f"{run.steps_done:,}"
+        if not run.is_finished:
+            steps += f" of {run.steps:,}"
+        last = run.last.loss if run.last else None
+        loss = "diverged" if run.diverged else words.loss(last, 4)
+        rows.append((run.label, str(run.seed), steps, loss, str(len(run.sessions)), run.workdir))
+    return Table(head, tuple(rows))

@@ -1,0 +1,309 @@
+"""Numbers and verdicts as words, the same on the page, in Markdown and on a terminal."""
+
+import math
+from collections.abc import Sequence
+
+from smallgpt_jax.analysis.findings import (
+    Choice,
+    Contest,
+    Findings,
+    Measure,
+    Multiplier,
+    Pair,
+    Range,
+    Segment,
+    Spread,
+    Standing,
+)
+from smallgpt_jax.analysis.record import grouped
+from smallgpt_jax.formatting import duration
+
+MISSING = "–"
+MANY_SEEDS = 1000
+BUDGETS = {
+    "flops": "training FLOPs",
+    "seconds": "seconds of training",
+    "parameters": "parameters",
+    "bytes": "bytes of weights",
+    "decode_ms": "ms per decoding step",
+    "memory": "bytes of weights and cache",
+    "training_memory": "bytes of memory per device in training",
+}
+# After a limit: "3 ms per decoding step".
+LIMITED = {
+    **BUDGETS,
+    "seconds": "of training",
+    "bytes": "of weights",
+    "decode_ms": "per decoding step",
+    "memory": "of weights and cache",
+    "training_memory": "of memory per device in training",
+}
+# How to measure a missing cost.
+MEASURING = {
+    "flops": "ask for --seconds",
+    "seconds": "train again with a smaller config.train.log_every",
+    "decode_ms": "rerun the comparison with --config.compare.decoding=true",
+    "memory": "rerun the comparison with --config.compare.decoding=true",
+}
+
+
+# ------------------------------------------------------------------ numbers
+def exponent(value: float, digits: int = 3) -> str:
+    """Formats 1e13 and 29300000000000 as "1e13" and "2.93e13"."""
+    return f"{value:.{digits}g}".replace("e+", "e").replace("e0", "e")
+
+
+def amount(value: float | None) -> str:
+    """Formats a count with three digits: 45264 as "45.3 k", 9.4e6 as "9.4 M"."""
+    if value is None:
+        return MISSING
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+def amounts(values: Range) -> str:
+    low, high = amount(values.low), amount(values.high)
+    return low if low == high else f"{low} to {high}"
+
+
+def counts(values: Range) -> str:
+    low, high = f"{values.low:,.0f}", f"{values.high:,.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def limit(value: float, budget: str) -> str:
+    if budget == "flops":
+        return exponent(value)
+    if budget == "parameters":
+        return amount(value)
+    if budget in ("bytes", "memory", "training_memory"):
+        return f"{value / 1e6:.3g} MB"
+    return f"{value:.3g} {'ms' if budget == 'decode_ms' else 's'}"
+
+
+def percent(probability: float) -> str:
+    if probability > 0.995:
+        return "over 99%"
+    return "under 1%" if probability < 0.005 else f"{probability:.0%}"
+
+
+def loss(value: float | None, digits: int = 3) -> str:
+    if value is None or math.isnan(value):
+        return MISSING
+    return "diverged" if math.isinf(value) else f"{value:.{digits}f}"
+
+
+def interval(values: Range | None, form: str = ".3f") -> str:
+    return MISSING if values is None else f"{values.low:{form}} to {values.high:{form}}"
+
+
+def spread(values: Spread | None, form: str = ".4g") -> str:
+    """Formats a mean, with the least and the largest value of several."""
+    if values is None:
+        return MISSING
+    mean, low, high = (format(value, form) for value in (values.mean, values.low, values.high))
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def enumeration(names: Sequence[str], word: str = "and") -> str:
+    *others, last = names
+    return f"{', '.join(others)} {word} {last}" if others else last
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+# ------------------------------------------------------------------ standings and pairs
+def standing_loss(standing: Standing) -> str:
+    """Formats the expected loss: with its interval, or by the groups that its seeds fall into."""
+    if standing.diverged:
+        return f"diverged ({standing.diverged} of {plural(standing.seeds, 'seed')})"
+    if standing.known == "dearer":
+        return f"over {loss(standing.potential)}"
+    if standing.modes:
+        modes = [f"{mode.loss:.3f} in {mode.share:.0%}" for mode in standing.modes]
+        return f"{standing.loss:.3f}: {enumeration(modes)} of the seeds"
+    if standing.interval is None:
+        return loss(standing.loss)
+    return f"{loss(standing.loss)} ({interval(standing.interval)})"
+
+
+def known(standing: Standing) -> str:
+    return {
+        "trained": "trained",
+        "interpolated": "interpolated between runs",
+        "cheaper": "trained with less; more was not tried",
+        "dearer": "trained just above the budget",
+    }[standing.known]
+
+
+def names(standing: Standing) -> str:
+    if not standing.equal_to:
+        return standing.name
+    return f"{standing.name} (the same function: {', '.join(standing.equal_to)})"
+
+
+def verdict(pair: Pair) -> str:
+    return pair.verdict
+
+
+def difference(pair: Pair) -> str:
+    if not math.isfinite(pair.difference):
+        return MISSING
+    text = f"{pair.difference + 0.0:+.4f}"
+    return text if pair.interval is None else f"{text} ({interval(pair.interval, '+.4f')})"
+
+
+def seeds_needed(values: Range | None) -> str:
+    """Formats the number of seeds per model that would decide."""
+    if values is None:
+        return MISSING
+    if values.low > MANY_SEEDS:
+        return f"over {MANY_SEEDS:,}"
+    high = f"over {MANY_SEEDS:,}" if values.high > MANY_SEEDS else f"{math.ceil(values.high):,}"
+    low = f"{math.ceil(values.low):,}"
+    return low if low == high else f"{low} to {high}"
+
+
+def p_value(value: float | None) -> str:
+    if value is None:
+        return MISSING
+    return "under 0.001" if value < 0.001 else f"{value:.2g}"
+
+
+# ------------------------------------------------------------------ choices
+def choice(answer: Choice) -> str:
+    """Returns the chosen model, or those that may be the best, with their probabilities."""
+    if not is_direct(answer):
+        return "cannot tell"
+    if answer.chosen:
+        return probabilities(answer.contest)
+    return f"cannot tell: {probabilities(answer.contest)}"
+
+
+def is_direct(answer: Choice) -> bool:
+    """Whether the models were compared at the budget itself, not at the nearest possible one."""
+    return answer.contest is not None and answer.compared_at == answer.limit
+
+
+def probabilities(contest: Contest) -> str:
+    """Returns "moe (93%) or llama (7%)"."""
+    shown = [f"{one.model} ({percent(one.probability)})" for one in contest.possible]
+    return enumeration(shown, "or")
+
+
+def refusal(answer: Choice) -> str:
+    """Returns a sentence about why no model is chosen."""
+    blockers = enumeration(answer.contest.blockers, "or") if _has_blockers(answer) else "a model"
+    label = BUDGETS[answer.budget]
+    measure = f"; {MEASURING[answer.budget]}" if answer.budget in MEASURING else ""
+    factor = f"{answer.factor:.3g}" if answer.factor else ""
+    smallest = f"{1 / answer.factor:.3g}" if answer.factor else ""
+    return {
+        "uncertain": "",  # the models that may be the best say it
+        "few seeds": "There are too few seeds to know how much the losses vary; train more.",
+        "diverged": "Every model has a run that diverged.",
+        "dearer": f"{blockers} may be the best, but was trained only with slightly more than this "
+        "budget.",
+        "more training": f"{blockers} may be the best with the whole budget, but was trained with "
+        "less.",
+        "not measured": f"{blockers} may be the best, but its {label} were not measured{measure}.",
+        "nothing within": f"Every model needs at least {smallest} times as much.",
+        "beyond": f"It is {factor} times as much as any model was trained or measured with.",
+        "no cost": f"No run has measured its {label}{measure}.",
+    }[answer.refusal]
+
+
+def _has_blockers(answer: Choice) -> bool:
+    return answer.contest is not None and bool(answer.contest.blockers)
+
+
+def stake(contest: Contest) -> str:
+    return f"{contest.at_stake:.2g}" if math.isfinite(contest.at_stake) else MISSING
+
+
+# ------------------------------------------------------------------ over budgets
+def multiplier(value: Multiplier) -> str:
+    if value.refusal:
+        return {
+            "not reached": "loss not reached",
+            "few seeds": "too few seeds",
+            "one budget": "one budget only",
+            "gap": "runs too far apart",
+        }[value.refusal]
+    return f"{value.value:.2f} ({interval(value.interval, '.2f')})"
+
+
+def segments(ranges: Sequence[Segment]) -> str:
+    if not ranges:
+        return "not trained with common budgets"
+    texts = []
+    for one in ranges:
+        low, high = exponent(one.low, 2), exponent(one.high, 2)
+        if low != high:
+            texts.append(f"{low} to {high}: {one.better or 'cannot tell'}")
+    return "; ".join(texts)
+
+
+# ------------------------------------------------------------------ selections
+def by_budget(findings: Findings) -> list[tuple[str, list[Choice]]]:
+    """Returns the answers by kind of budget. A single training budget is left out: its models are
+    those of the ranking.
+    """
+    groups = grouped(findings.choices, lambda one: one.budget)
+    if len(direct_choices(findings)) < 2:
+        groups.pop("flops", None)
+    return list(groups.items())
+
+
+def direct_choices(findings: Findings, budget: str = "flops") -> list[Choice]:
+    return [one for one in findings.choices if one.budget == budget and is_direct(one)]
+
+
+def main_choice(findings: Findings) -> Choice | None:
+    """Returns the answer for the largest of several training budgets at which models were compared,
+    or None.
+    """
+    choices = [one for one in direct_choices(findings) if len(one.contest.standings) > 1]
+    return choices[-1] if len(choices) > 1 else None
+
+
+def of_kinds(measures: Sequence[Measure], kinds: Sequence[str]) -> list[Measure]:
+    return [measure for measure in measures if measure.kind in kinds]
+
+
+def hours(value: float) -> str:
+    return f"{value:,.0f} hours" if value >= 10 else duration(3600 * value)
+
+
+FILTERS = {
+    function.__name__: function
+    for function in (
+        amount,
+        amounts,
+        by_budget,
+        counts,
+        difference,
+        direct_choices,
+        enumeration,
+        exponent,
+        hours,
+        interval,
+        limit,
+        loss,
+        main_choice,
+        names,
+        of_kinds,
+        percent,
+        plural,
+        probabilities,
+        refusal,
+        segments,
+        seeds_needed,
+        stake,
+        standing_loss,
+    )
+}

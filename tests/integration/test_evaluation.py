@@ -67,12 +67,14 @@ def logits_of(model, params, tokens) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture, devices", [("gpt", 1), ("cgpt", 8)])
-def test_scores_are_sums_of_log_probabilities(architecture, devices):
+@pytest.mark.parametrize(
+    "architecture, devices, fields", [("gpt", 1, {"logit_softcap": 0.1}), ("cgpt", 8, {})]
+)
+def test_scores_are_sums_of_log_probabilities(architecture, devices, fields):
     """Scores of batched sequences match log-probabilities that are computed in float64 for each
     sequence alone.
     """
-    model = build(architecture, context_length=CONTEXT)
+    model = build(architecture, context_length=CONTEXT, **fields)
     params = init(model)
     random = np.random.default_rng(0)
     sequences = [

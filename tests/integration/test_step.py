@@ -23,6 +23,7 @@ from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.planning import hlo
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.step import Hyperparameters, train_step
 from smallgpt_jax.training.validation import eval_step
 
 pytestmark = pytest.mark.slow
@@ -210,6 +211,55 @@ def test_data_parallel_traffic_is_weights_and_gradients(microbatches):
     )
     few = [0, 0, 128]  # scalars, such as the loss and the norm of each gradient
     assert all(0 <= a - b <= more for a, b, more in zip(found, expected, few)), (found, expected)
+    # Modules gather what they use; with several microbatches, all weights are gathered before.
+    uses = 4 * 2 + 3  # matrices of both blocks, tables of tokens and positions, head
+    assert traffic["all-gather"]["count"] == (uses if microbatches == 1 else 4 + 3)
+
+
+def test_gradients_are_divided_like_the_stored_weights():
+    """Before the optimizer, so that a device updates only what it stores. CPUs have no other
+    traffic with them, so the traced step is read.
+    """
+    program = build_program(load_config("gpt", **SMALL, **mesh(data=8)))
+    number = jax.ShapeDtypeStruct((), "float32")
+    inputs = (
+        program.abstract_state,
+        program.abstract_batch(),
+        Hyperparameters(jax.ShapeDtypeStruct((), "uint32"), number, number),
+    )
+    step = functools.partial(
+        train_step,
+        model=program.model,
+        objective=program.objective,
+        optimizer=program.optimizer,
+        microbatches=1,
+    )
+    with sharding.use_mesh(program.mesh):
+        equations = jax.make_jaxpr(step)(*inputs).jaxpr.eqns
+    constraints = [x for x in equations if x.primitive.name == "sharding_constraint"]
+    specs = [tuple(x.params["sharding"].spec) for x in constraints]
+    assert specs == [tuple(x.spec) for x in jax.tree.leaves(program.shardings.params)]
+    assert sum("data" in spec for spec in specs) == 7  # all matrices and tables
+
+
+@pytest.mark.parametrize("fields", [{"lora_rank": 2}, {"train_only": "mlp/up"}])
+def test_frozen_weights_are_whole_on_each_device(fields):
+    """They have no optimizer state to divide, so nothing of them is exchanged."""
+    program, _ = compiled_program(
+        "gpt",
+        8,
+        **mesh(data=8),
+        train__microbatches=2,
+        **{f"optimizer__{name}": value for name, value in fields.items()},
+    )
+    traffic = hlo.HloModule(program.train_step.as_text()).collectives()
+    trained = program.shardings.trained
+    divided = jax.tree.map(lambda s: "data" in s.spec, trained)
+    sizes = jax.tree.map(lambda x: 4 * x.size, program.abstract_state.trained)
+    gathered = jax.tree.map(lambda size, is_divided: size * is_divided, sizes, divided)
+    assert traffic["all-gather"]["bytes"] == sum(jax.tree.leaves(gathered))
+    names = {path[0].key for path, x in jax.tree.leaves_with_path(divided) if x}
+    assert names == ({"lora"} if "lora_rank" in fields else {"trunk"})
 
 
 def test_fsdp_gathers_weights_but_not_the_embedding():

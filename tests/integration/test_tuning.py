@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import build, call, forward, init, load_config
+from flax import linen as nn
 from flax import traverse_util
 from run_helpers import SMALL, assert_equal, state_of
 from safetensors.numpy import load_file
@@ -188,6 +189,17 @@ def test_merged_weights_of_any_model_are_products_in_float64():
             a, b = a.reshape(*stack, -1, RANK), b.reshape(*stack, RANK, -1)
             expected = expected + 3 * (a @ b).reshape(weight.shape)
         np.testing.assert_allclose(merged[path], expected, atol=1e-6)
+
+
+def test_pairs_begin_as_in_the_paper():
+    """A is random with variance 1 / (number of inputs), and B is 0."""
+    parameters = abstract_params(build("gpt", d_model=64, num_heads=2, num_layers=2, head_dim=48))
+    pairs = nn.unbox(lora.init(parameters, 32, "kernel|head", jax.random.key(0)))
+    inputs = {"qkv": 64, "out": 2 * 48, "up": 64, "down": 4 * 64, "head": 512}
+    for path, factor in traverse_util.flatten_dict(pairs).items():
+        name = path[-3] if path[-2] == "kernel" else path[-2]
+        expected = inputs[name] ** -0.5 if path[-1] == "a" else 0
+        assert np.std(factor) == pytest.approx(expected, rel=0.03), path
 
 
 def small_step(**fields):

@@ -87,7 +87,8 @@ def test_gelu_and_its_derivative():
 
 @pytest.mark.slow
 def test_gpt2_initialization():
-    model = build("gpt", d_model=128, num_layers=8, use_bias=True)
+    """The weights of a block that is applied twice add to the stream twice."""
+    model = build("gpt", d_model=128, num_layers=8, loops=2, use_bias=True)
     tokens = jnp.zeros((1, 64), int)
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens))["params"]
     block = params["trunk"]["blocks"]
@@ -100,7 +101,7 @@ def test_gpt2_initialization():
     ):
         assert np.std(weight) == pytest.approx(0.02, rel=0.03)
     for weight in (block["attention"]["out"]["kernel"], block["mlp"]["down"]["kernel"]):
-        assert np.std(weight) == pytest.approx(0.02 / math.sqrt(2 * 8), rel=0.03)
+        assert np.std(weight) == pytest.approx(0.02 / math.sqrt(2 * 2 * 8), rel=0.03)
     assert not any(
         np.any(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -108,6 +109,27 @@ def test_gpt2_initialization():
     )
     # Every layer has its own random weights.
     assert np.std(block["mlp"]["up"]["kernel"][0] - block["mlp"]["up"]["kernel"][1]) > 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer, least", [("delta", 0.01), ("mamba", 1.0)])
+def test_initialization_of_recurrences(mixer, least):
+    """With deepnorm, which scales values. Decay rates are uniform up to 16, and steps log-uniform
+    from 0.001 to 0.1, as in the papers' codes.
+    """
+    model = build(
+        "gpt", d_model=128, num_heads=64, num_layers=8, mixers=(mixer,), norm_position="deepnorm"
+    )
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), int)))["params"]
+    weights, scaled = params["trunk"]["blocks"]["mixer"], 0.02 * (8 * 8) ** -0.25
+    for name, std in (("value", scaled), ("out", scaled), ("gate", 0.02), ("key", 0.02)):
+        assert np.std(weights[name]["kernel"]) == pytest.approx(std, rel=0.03)
+    rates = np.exp(weights["A_log"])
+    assert least <= rates.min() < least + 0.2 and 15.8 < rates.max() <= 16
+    assert np.mean(rates) == pytest.approx((least + 16) / 2, rel=0.1)
+    steps = np.log10(np.log1p(np.exp(np.float64(weights["dt_bias"]))))
+    assert -3 <= steps.min() < -2.98 and -1.02 < steps.max() <= -1
+    assert np.mean(steps) == pytest.approx(-2, abs=0.1)
 
 
 @pytest.mark.slow

@@ -64,6 +64,30 @@ def test_counts_match_the_formulas(architecture):
     assert train_flops_per_token(model) == flops
 
 
+@pytest.mark.parametrize(
+    "attention_mask, window, keys",
+    [
+        ("causal", 0, 64),
+        ("causal", 8, 8),
+        ("bidirectional", 0, 64),
+        ("bidirectional", 8, 15),  # on both sides
+        ("bidirectional", 40, 64),
+    ],
+)
+def test_flops_of_attention_windows(attention_mask, window, keys):
+    model = models.build(
+        **load_config(
+            "gpt",
+            model__attention_mask=attention_mask,
+            model__attention_windows=(window,),
+            model__num_layers=2,
+            model__d_model=16,
+        ).model
+    )
+    weights = 2 * 12 * 16**2 + 16 * 512
+    assert train_flops_per_token(model) == 6 * weights + 12 * 2 * 16 * keys
+
+
 def test_components():
     parts = components(models.build(**load_config("gpt", "paper").model))
     assert parts == {

@@ -23,6 +23,7 @@ from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.evaluation import run
 from smallgpt_jax.evaluation.scoring import Scorer
+from smallgpt_jax.inference import TrainedModel
 
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", None, "Folder with the original files of the tasks.", required=True
@@ -65,7 +66,8 @@ def main() -> None:
             SmallGPT,
         )  # imported here, so that the import is timed
 
-        return SmallGPT(scorer, params, tokenizer, lambda *_: None)
+        trained = TrainedModel(scorer.model, params, {}, tokenizer, 0)
+        return SmallGPT(scorer, trained, lambda *_: None)
 
     def evaluate():
         with tempfile.TemporaryDirectory() as cache:

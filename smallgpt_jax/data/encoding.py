@@ -95,14 +95,14 @@ def join_documents(
     are_examples: bool,
 ) -> EncodedBatch:
     """`documents` are texts, their ids in several arrays, and which targets count."""
-    arrays = [ids for _, parts, _ in documents for ids in parts]
-    tokens = np.concatenate(arrays or [[]], dtype=dtype, casting="unsafe")
+    ids = [array for _, arrays, _ in documents for array in arrays]
+    tokens = np.concatenate(ids or [[]], dtype=dtype, casting="unsafe")
     counted = None
     if are_examples:
         counted = np.concatenate([counted for _, _, counted in documents] or [[]]).astype(bool)
     return EncodedBatch(
         tokens,
-        np.array([sum(map(len, parts)) for _, parts, _ in documents], np.int64),
+        np.array([sum(map(len, arrays)) for _, arrays, _ in documents], np.int64),
         sum(len(text.encode()) for text, _, _ in documents),
         counted,
         0 if tokenizer.unknown is None else int(np.count_nonzero(tokens == tokenizer.unknown)),

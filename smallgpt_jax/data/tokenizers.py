@@ -374,16 +374,14 @@ def _read_gpt2(pair: Sequence[Path]) -> GPT2:
 
 def _encode_equally(one: Tokenizer, other: Tokenizer) -> bool:
     """Returns whether the second tokenizer adds nothing to the first one, in texts and chats."""
-    added = other.special_tokens.ids
-    names = [f"a{name} {name}b" for name in added]
+    special = other.special_tokens
+    reserved = special.ids.keys() - special.allowed
+    texts = [*PROBES, *(f"a{name} {name}b" for name in special.ids)]
     return (
         (one.vocab_size, one.end_of_text, one.begin_of_text)
         == (other.vocab_size, other.end_of_text, other.begin_of_text)
-        and all(map(np.array_equal, one.encode(PROBES), other.encode(PROBES)))
-        and all(map(np.array_equal, one.encode(names), other.encode(names)))
-        and all(
-            name in one.special_tokens.ids for name in added.keys() - other.special_tokens.allowed
-        )
+        and reserved <= one.special_tokens.ids.keys()
+        and all(map(np.array_equal, one.encode(texts), other.encode(texts)))
     )
 
 

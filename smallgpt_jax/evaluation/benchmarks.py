@@ -56,15 +56,7 @@ class Benchmarks:
         built = []
 
         def build() -> SmallGPT:
-            lm = SmallGPT(
-                model.scorer(trained),
-                trained.params,
-                trained.tokenizer,
-                ScoringProgress(),
-                self.seed,
-                trained.model_state,
-                end_of_turn,
-            )
+            lm = SmallGPT(model.scorer(trained), trained, ScoringProgress(), self.seed, end_of_turn)
             built.append(lm)
             return lm
 

@@ -9,11 +9,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.score_cache import ScoreCache
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence, split_into_sequences
-from smallgpt_jax.inference import TextModel, build_text_model
+from smallgpt_jax.inference import TextModel, TrainedModel, build_text_model
 from smallgpt_jax.inference.sampling import Sampling
 
 MAX_NEW_TOKENS = 256  # maximum number of generated tokens, for tasks that set no maximum
@@ -36,17 +35,14 @@ class SmallGPT(TemplateLM):
     def __init__(
         self,
         scorer: Scorer,
-        params,
-        tokenizer: Tokenizer,
+        trained: TrainedModel,
         progress: Callable[[str, int, int], Any],
         seed: int = 0,
-        model_state=None,
         end_of_turn: int | None = None,
     ):
         super().__init__()
         self.set_cache_hook(ScoreCache())
-        self._scorer, self._params, self._tokenizer = scorer, params, tokenizer
-        self._model_state = model_state
+        self._scorer, self._trained, self._tokenizer = scorer, trained, trained.tokenizer
         self._ends = [] if end_of_turn is None else [end_of_turn]
         self._progress, self._seed = progress, seed
         self.unencoded = 0  # texts with characters that the tokenizer cannot encode
@@ -55,8 +51,9 @@ class SmallGPT(TemplateLM):
     @cached_property
     def _text_model(self) -> TextModel:
         """Building it copies the weights, so it is built only for tasks that generate text."""
+        trained = self._trained
         return build_text_model(
-            self._scorer.model, self._params, self._tokenizer, self._model_state
+            self._scorer.model, trained.params, trained.tokenizer, trained.model_state
         )
 
     @property

@@ -27,14 +27,14 @@ from smallgpt_jax.evaluation import run as evaluation
 from smallgpt_jax.evaluation.harness import SmallGPT
 from smallgpt_jax.evaluation.score_cache import ScoreCache
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence
+from smallgpt_jax.inference import TrainedModel
 
 CONTEXT = 32
 
 
 def harness_model(model, params, tokenizer=None, progress=lambda *_: None, **settings) -> SmallGPT:
-    return SmallGPT(
-        Scorer(model, params, **settings), params, tokenizer or tokenizers.Bytes(), progress
-    )
+    trained = TrainedModel(model, params, {}, tokenizer or tokenizers.Bytes(), 0)
+    return SmallGPT(Scorer(model, params, **settings), trained, progress)
 
 
 def request(kind: str, *arguments) -> Instance:
@@ -253,7 +253,8 @@ class Uniform(SmallGPT):
 
     def __init__(self):
         model = build("gpt")
-        super().__init__(Scorer(model, init(model)), None, tokenizers.Bytes(), lambda *_: None)
+        trained = TrainedModel(model, init(model), {}, tokenizers.Bytes(), 0)
+        super().__init__(Scorer(model, trained.params), trained, lambda *_: None)
 
     def _score(self, kind, keys, jobs):
         return [Score(-math.log(257) * sum(part.scored for part in parts), False) for parts in jobs]

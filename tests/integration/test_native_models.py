@@ -342,9 +342,8 @@ def test_scores_begin_as_in_transformers(llama_with_begin):
     ).eval()
     encode = transformers.AutoTokenizer.from_pretrained(llama_with_begin)
     read = hugging_face.read_folder(str(llama_with_begin))
-    harness = SmallGPT(
-        Scorer(read.model, read.params), read.params, read.tokenizer, lambda *_: None
-    )
+    trained = inference.TrainedModel(read.model, read.params, {}, read.tokenizer, 0)
+    harness = SmallGPT(Scorer(read.model, read.params), trained, lambda *_: None)
 
     def request(kind: str, *arguments):
         return api.Instance(kind, {}, arguments, 0)
@@ -576,6 +575,8 @@ def test_tensors_of_other_forms(small_llama, tmp_path):
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**described, "tie_word_embeddings": True}))
     weights = safetensors.load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    safetensors.save_file(weights, folder / "model.safetensors")
     with_copy = hugging_face.read_folder(str(folder))
     assert with_copy.tokenizer is None and with_copy.model.config.tie_embeddings
     del weights["lm_head.weight"]

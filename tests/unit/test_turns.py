@@ -24,7 +24,7 @@ from smallgpt_jax.evaluation.questions import (
     read_questions,
 )
 from smallgpt_jax.evaluation.scoring import Scorer
-from smallgpt_jax.inference import build_text_model
+from smallgpt_jax.inference import TrainedModel, build_text_model
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -169,7 +169,8 @@ def test_the_harness_gets_texts_without_the_end(tokenizer, model):
     end = ChatTemplate(CHATML, tokenizer.special_tokens).end_of_turn
     settings = {"until": ["!"], "max_gen_toks": 8}
     for end_of_turn, text in ((end, "yes"), (None, "yes<|im_end|>\nyes<|im_end|>\n")):
-        lm = SmallGPT(Scorer(*model), model[1], tokenizer, lambda *_: None, end_of_turn=end_of_turn)
+        trained = TrainedModel(*model, {}, tokenizer, 0)
+        lm = SmallGPT(Scorer(*model), trained, lambda *_: None, end_of_turn=end_of_turn)
         request = api.Instance("generate_until", {}, ("is it?\n", settings), 0)
         (found,) = lm.generate_until([request])
         assert text.startswith(found) and (end_of_turn is None or found == text)

@@ -11,8 +11,10 @@ import functools
 import glob
 import hashlib
 import importlib.util
+import json
 import os
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,13 +24,14 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from smallgpt_jax.devices.agreement import exchange
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 
 Result = TypeVar("Result")
+Json = TypeVar("Json")
 HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process counts as dead
 
 
@@ -70,6 +73,10 @@ def initialize(
         )
         os._exit(1)
 
+    if coordinator:
+        _claim(coordinator, process_id)
+    if coordinator and process_id == 0:
+        _require_free_port(coordinator)
     jax.config.update("jax_enable_preemption_service", False)  # preemption.py handles the signals
     # This timer fires before JAX's own timeout, which would end the process with a stack trace.
     watchdog = threading.Timer(timeout, give_up)
@@ -98,6 +105,43 @@ def initialize(
     faulthandler.disable()
     if not is_primary():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _claim(coordinator: str, process_id: int) -> None:
+    """Raises UserError if another process of this machine has the same coordinator and id. JAX
+    would abort both of them, and all others of their run.
+    """
+    if sys.platform != "linux":
+        return
+    # An abstract address belongs to one socket of the machine, and is free once its process ends.
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0smallgpt_jax {coordinator} {process_id}")
+    except OSError:
+        raise UserError(
+            f"--process_id={process_id}: another process with --coordinator={coordinator} has this "
+            "id; give each process its own, or another coordinator to each run"
+        ) from None
+    _claims.append(claim)
+    os.register_at_fork(after_in_child=claim.close)
+
+
+_claims: list[socket.socket] = []  # are kept open until the process ends
+
+
+def _require_free_port(coordinator: str) -> None:
+    """JAX's service would end the process with a segmentation fault."""
+    address = ("", int(coordinator.rpartition(":")[2]))
+    try:
+        if socket.has_dualstack_ipv6():
+            socket.create_server(address, family=socket.AF_INET6, dualstack_ipv6=True).close()
+        else:
+            socket.create_server(address).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--coordinator={coordinator}: the port cannot be used ({short_reason(error)}); choose "
+            "another"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -194,28 +238,26 @@ def run_on_primary(action: Callable[[], Result]) -> Result | None:
             result = action()
     except Exception as error:
         failure = error
-    (failed,) = broadcast_from_primary((failure is not None,))
-    if failed:
+    if any(exchange("failed" if failure else "")):
         raise failure or UserError("process 0 has failed; see its message")
     return result
 
 
-def broadcast_from_primary(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the `numbers` of process 0, as int32, in all processes (collective)."""
-    if is_single_process():
-        return numbers
-    return tuple(int(n) for n in multihost_utils.broadcast_one_to_all(np.array(numbers, np.int32)))
+def from_primary(value: Json) -> Json:
+    """Returns the `value` of process 0, of a type that JSON has, in all processes (collective)."""
+    return json.loads(exchange(json.dumps(value))[0])
 
 
 def require_equal(what: str, text: str) -> None:
     """Raises UserError in all processes if `text`, called `what`, differs between processes
-    (collective).
+    (collective). The message contains short texts.
     """
-    if is_single_process():
-        return
-    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)
-    all_digests = multihost_utils.process_allgather(digest)
-    if others := [i for i, other in enumerate(all_digests) if (other != all_digests[0]).any()]:
-        raise UserError(
-            f"process {others[0]}: {what} differs from process 0's; use the same in all processes"
-        )
+    is_short = len(text) < 80
+    texts = exchange(text if is_short else hashlib.sha256(text.encode()).hexdigest())
+    for process, other in enumerate(texts):
+        if other != texts[0]:
+            values = f" ({other}; there {texts[0]})" if is_short else ""
+            raise UserError(
+                f"process {process}: {what} differs from process 0's{values}; use the same in all "
+                "processes"
+            )

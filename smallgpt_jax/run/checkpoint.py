@@ -21,7 +21,6 @@ were alone, and an `Agreement` of all processes decides whether a checkpoint is 
 """
 
 import functools
-import json
 import logging
 import shutil
 import sys
@@ -93,7 +92,7 @@ class Checkpoints:
         if keep is not None:
             distributed.run_on_primary(self._prepare_folder)
         steps = distributed.run_on_primary(lambda: saved_steps(self.folder))
-        self._steps: list[int] = json.loads(exchange(json.dumps(steps))[0])
+        self._steps: list[int] = distributed.from_primary(steps)
 
     def _open_checkpointer(self) -> ocp.AsyncCheckpointer:
         alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()})

@@ -2,6 +2,7 @@
 package.
 """
 
+import hashlib
 import platform
 import subprocess
 from importlib import metadata
@@ -14,12 +15,24 @@ CLONE = Path(__file__).parents[2]
 
 
 def software() -> dict:
-    versions = {
+    return {"versions": package_versions(), **commit_of(CLONE)}
+
+
+def package_versions() -> dict[str, str]:
+    return {
         "python": platform.python_version(),
         "smallgpt_jax": __version__,
         **{name: metadata.version(name) for name in LIBRARIES},
     }
-    return {"versions": versions, **commit_of(CLONE)}
+
+
+def source_digest() -> str:
+    """Returns a checksum of the package's Python files."""
+    package, digest = CLONE / "smallgpt_jax", hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def commit_of(folder: Path) -> dict:

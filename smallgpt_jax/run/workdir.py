@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from smallgpt_jax.data.chat_template import save_template
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.devices import distributed
+from smallgpt_jax.devices.agreement import exchange
 from smallgpt_jax.errors import LockHeldError, UserError, WorkdirBusyError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
@@ -32,6 +34,9 @@ from smallgpt_jax.run.training_text import check_same_text
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, is_request_error, require_bucket
+
+# Network file systems can show a new file to other machines only after this time.
+VISIBLE_SECONDS = 60.0
 
 
 def config_in_workdir(config: ConfigDict, workdir: Path) -> Config:
@@ -162,7 +167,33 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 
     with contextlib.ExitStack() as held:
         distributed.run_on_primary(acquire)
+        require_shared(workdir)
         yield
+
+
+def require_shared(workdir: Path) -> None:
+    """Raises UserError in all processes if one does not see the lock that process 0 has written
+    (collective).
+    """
+    if distributed.is_single_process():
+        return
+    expected = distributed.from_primary(read_lock(workdir) if distributed.is_primary() else "")
+    end = time.monotonic() + VISIBLE_SECONDS
+    while read_lock(workdir) != expected and time.monotonic() < end:
+        time.sleep(0.5)
+    seen = exchange("" if read_lock(workdir) == expected else "missing")
+    if any(seen):
+        raise UserError(
+            f"--workdir={workdir}: process {seen.index('missing')} does not see the files of process "
+            "0; use a folder that all processes share"
+        )
+
+
+def read_lock(workdir: Path) -> str:
+    try:
+        return (workdir / LOCK_FILE).read_text("utf-8")
+    except FileNotFoundError:
+        return ""
 
 
 @contextlib.contextmanager

@@ -1,15 +1,33 @@
-"""Checks of values that only together are wrong: of a config's groups, the mesh and the text."""
+"""Checks of values that only together are wrong: of a config's groups, the mesh, the text and the
+processes.
+"""
+
+from pathlib import Path
 
 import jax
 
 from smallgpt_jax import models
 from smallgpt_jax.data.config import DataConfig, is_synthetic
 from smallgpt_jax.data.tokenizers import Tokenizer
-from smallgpt_jax.devices import sharding
+from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
 from smallgpt_jax.run.config import Config, TrainConfig
+from smallgpt_jax.run.provenance import package_versions, source_digest
 from smallgpt_jax.run.trackers import TRACKERS
+
+
+def check_processes(workdir: Path) -> None:
+    """Raises UserError in all processes of a run if they have different workdirs, devices or
+    software (collective).
+    """
+    if distributed.is_single_process():
+        return
+    distributed.require_equal("--workdir", str(workdir))
+    distributed.require_equal("the number of its devices", f"{jax.local_device_count()}")
+    for package, version in package_versions().items():
+        distributed.require_equal(f"the version of {package}", version)
+    distributed.require_equal("the source code of smallgpt_jax", source_digest())
 
 
 def check_config(config: Config, mesh: jax.sharding.Mesh) -> None:

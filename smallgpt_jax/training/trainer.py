@@ -41,7 +41,7 @@ from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training import messages, preemption
 from smallgpt_jax.training.branch import Branch, open_branch
 from smallgpt_jax.training.build import shared_program
-from smallgpt_jax.training.checks import require_mask_token
+from smallgpt_jax.training.checks import check_processes, require_mask_token
 from smallgpt_jax.training.loop import train_loop
 from smallgpt_jax.training.memory_errors import memory_errors_explained
 from smallgpt_jax.training.nonfinite import NonFiniteGuard
@@ -86,6 +86,7 @@ def train(
 
 def _check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch | None, Program]:
     """Checks the config, the workdir and the devices. Writes nothing."""
+    check_processes(folder)
     config = config_in_workdir(config, folder)
 
     def check() -> Branch | None:
@@ -237,7 +238,7 @@ class Trainer:
 
     def _is_evaluated(self, step: int) -> bool:
         done = is_evaluated(self.spool.workdir, self.config, self.pipeline.corpus, step)
-        return bool(distributed.broadcast_from_primary((done,))[0])
+        return distributed.from_primary(done)
 
     def _log_session(self, first_step: int, seconds: float) -> None:
         memory_stats = self.program.train_step.memory_analysis()

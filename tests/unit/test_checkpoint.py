@@ -23,7 +23,9 @@ import numpy as np
 import orbax.checkpoint
 import pytest
 from conftest import ROOT
+from process_helpers import run_processes  # noqa: F401
 
+from smallgpt_jax.devices import agreement
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import find_errno, short_reason
 from smallgpt_jax.run.checkpoint import (
@@ -290,6 +292,53 @@ def test_errors_of_the_machine_are_not_damage(saved, monkeypatch, error, is_wrap
         checkpoints.restore_model(20, ABSTRACT.params, {})
     assert checkpoints.steps() == [10, 20] and os.listdir(saved.parent) == ["checkpoints"]
     checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    "error, is_damage",
+    [
+        (FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)), True),
+        (ValueError("OUT_OF_RANGE: not valid for value of size 0"), True),
+        (OSError(errno.EIO, os.strerror(errno.EIO)), False),
+        (OSError(errno.EACCES, os.strerror(errno.EACCES)), False),
+    ],
+    ids=["missing", "empty", "EIO", "EACCES"],
+)
+@pytest.mark.parametrize("process", [0, 1])
+def test_one_process_cannot_read(
+    saved,
+    tmp_path,
+    monkeypatch,
+    run_processes,  # noqa: F811
+    error,
+    is_damage,
+    process,
+):
+    """All processes do the same, and none waits for another."""
+    folder = shutil.copytree(saved, tmp_path / "checkpoints")
+    restore = orbax.checkpoint.AsyncCheckpointer.restore
+    index, one_at_a_time = agreement.process_index, threading.Lock()
+
+    def restore_or_fail(self, path, *arguments, **options):
+        if index() == process and path.name == "20":
+            raise error
+        with one_at_a_time:
+            return restore(self, path, *arguments, **options)
+
+    monkeypatch.setattr(orbax.checkpoint.AsyncCheckpointer, "restore", restore_or_fail)
+
+    def resume(_):
+        checkpoints = Checkpoints(folder, keep=3)
+        return int(checkpoints.restore_latest(ABSTRACT).step), checkpoints.steps()
+
+    found = run_processes(resume)
+    if is_damage:
+        assert found == [(10, [10])] * 3
+        assert os.listdir(tmp_path / "damaged_checkpoints") == ["20"]
+    else:
+        reason = f"checkpoints/20: cannot be read ({os.strerror(error.errno)})"
+        assert all(isinstance(each, UserError) and reason in str(each) for each in found)
+        assert os.listdir(tmp_path) == ["checkpoints"] and saved_steps(folder) == [10, 20]
 
 
 def test_inference_refuses_a_checkpoint_with_other_bits(saved, tmp_path):

@@ -207,7 +207,7 @@ def draw(
     figures = {}
     models = [*(run.model for run in runs), *(one.name for one in findings.rates)]
     styles = dict(zip(dict.fromkeys(map(_model, models)), _line_styles()))
-    orders = [order for order in findings.orders if order.budgets]
+    orders = [order for order in findings.orders if _has_several_budgets(order)]
     if orders:
         figures["answer"] = (
             equal_flops(orders, styles),
@@ -240,6 +240,11 @@ def draw(
         caption = "Measures after each block; means over seeds, paths and heads."
         figures["inside"] = inside_by_depth(runs, styles), caption
     return figures
+
+
+def _has_several_budgets(order: Order) -> bool:
+    """Whether the two models were trained with budgets that differ by more than a tenth."""
+    return bool(order.budgets) and max(order.budgets) > 1.1 * min(order.budgets)
 
 
 def _model(name: str) -> str:

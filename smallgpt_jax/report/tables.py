@@ -15,6 +15,7 @@ from smallgpt_jax.analysis.findings import (
     Measure,
     Pair,
     Rates,
+    Spread,
     Standing,
 )
 from smallgpt_jax.analysis.record import Run, grouped
@@ -22,12 +23,12 @@ from smallgpt_jax.report import words
 from smallgpt_jax.report.rendering import MISSING, Table
 
 MAX_CONTENDERS = 10  # in one budget
+MAX_MEASURES = 5  # in a table
 MAX_FRONT = 6  # rows of a Pareto front
 MEASURES = {
     "tokens_per_second": "tokens per second",
     "seconds": "seconds",
     "memory_bytes": "MB per device",
-    "decoding_tokens_per_second": "decoded tokens per second",
 }
 SHARED_FIELDS = (
     "data.source",
@@ -137,6 +138,7 @@ def standings(contest: Contest, reference: str) -> Table:
         "parameters",
     )
     rows = []
+    is_contest = len(contest.standings) > 1
     for one in contest.standings:
         pair = _pair(contest, one.model, reference)
         rows.append(
@@ -145,7 +147,7 @@ def standings(contest: Contest, reference: str) -> Table:
                 words.standing_loss(one),
                 words.difference(pair) if pair else MISSING,
                 words.verdict(pair) if pair else "reference",
-                words.percent(one.probability),
+                words.percent(one.probability) if is_contest else MISSING,
                 str(one.seeds),
                 parameters(one.parameters, one.active_parameters),
             )
@@ -268,21 +270,39 @@ def outcomes(held_out: HeldOut) -> Table:
 
 
 # ------------------------------------------------------------------ measurements
-def measures(measured: Sequence[Measure]) -> Table:
-    """Returns a row per model and a column per measure."""
-    names = dict.fromkeys(name for one in measured for name in one.spreads)
-    head = (
-        "model",
-        *(MEASURES.get(one.measure, one.measure.replace("_", " ")) for one in measured),
-    )
-    rows = []
-    for name in names:
-        cells = []
-        for one in measured:
-            form = ".4f" if one.kind in ("answers", "benchmark", "text") else ".4g"
-            cells.append(words.spread(one.spreads.get(name), form))
-        rows.append((name, *cells))
-    return Table(head, tuple(rows)).kept
+def measures(measured: Sequence[Measure]) -> list[Table]:
+    """Returns tables with a row per model and a column per measure, none of them too wide."""
+    return [_measures(columns) for columns in _batches(measured)]
+
+
+def _batches(measured: Sequence[Measure]) -> list[Sequence[Measure]]:
+    starts = range(0, len(measured), MAX_MEASURES)
+    return [measured[start : start + MAX_MEASURES] for start in starts]
+
+
+def _measures(columns: Sequence[Measure]) -> Table:
+    names = dict.fromkeys(name for one in columns for name in one.spreads)
+    rows = [(name, *(_measure(one, name) for one in columns)) for name in names]
+    return Table(("model", *map(_label, columns)), tuple(rows)).kept
+
+
+def _label(measure: Measure) -> str:
+    name = measure.measure.replace("cache_bytes_per_token", "cache bytes per token")
+    if name in MEASURES:
+        return MEASURES[name]
+    return name.replace("_bytes", " MB").replace("_", " ")
+
+
+def _measure(measure: Measure, name: str) -> str:
+    spread = measure.spreads.get(name)
+    if spread is None:
+        return MISSING
+    if measure.measure.endswith("_bytes"):
+        scaled = (spread.mean / 1e6, spread.low / 1e6, spread.high / 1e6)
+        return words.spread(Spread(*scaled, spread.count), ".4g")
+    if measure.kind in ("answers", "benchmark", "text"):
+        return words.spread(spread, ".4f")
+    return words.spread(spread, ",.0f" if spread.mean >= 1000 else ".4g")
 
 
 def measure_pairs(measured: Sequence[Measure]) -> Table:

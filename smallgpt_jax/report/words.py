@@ -181,6 +181,8 @@ def choice(answer: Choice) -> str:
         return "cannot tell"
     if answer.chosen:
         return probabilities(answer.contest)
+    if answer.refusal == "few seeds":
+        return "cannot tell: too few seeds"
     return f"cannot tell: {probabilities(answer.contest)}"
 
 

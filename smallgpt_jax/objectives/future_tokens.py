@@ -88,13 +88,12 @@ class MultiTokenModules(nn.Module):
         """`embedded` are (B, T, D) arrays: for k from 1 to `depth`, the token k positions further.
         Returns the inputs of the head for the tokens after them.
         """
-        found = []
+        head_inputs = []
         for k, embedded_BxTxD in enumerate(embedded, start=1):
-            h_BxTxW, x_BxTxW = MultiTokenModule(self.config, name=str(k))(
-                h_BxTxW, embedded_BxTxD, context
-            )
-            found.append(x_BxTxW)
-        return found
+            module = MultiTokenModule(self.config, name=str(k))
+            h_BxTxW, x_BxTxW = module(h_BxTxW, embedded_BxTxD, context)
+            head_inputs.append(x_BxTxW)
+        return head_inputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,24 +133,22 @@ class MultiToken(FutureTokens):
         embedded = [
             self.embedded(outputs, ahead(targets_BxT, k - 1)) for k in range(1, self.count + 1)
         ]
-        found = self.head.apply(
+        head_inputs = self.head.apply(
             {"params": variables}, outputs.x_BxTxW, embedded, examples.context()
         )
-        return (
-            sum(
-                cross_entropy(
-                    x_BxTxW,
-                    outputs.head_VxW,
-                    ahead(targets_BxT, k),
-                    weights_ahead(examples, weights_BxT, k),
-                    self.chunks,
-                    0.0,
-                    outputs.logit_softcap,
-                )
-                for k, x_BxTxW in enumerate(found, start=1)
+        losses = [
+            cross_entropy(
+                x_BxTxW,
+                outputs.head_VxW,
+                ahead(targets_BxT, k),
+                weights_ahead(examples, weights_BxT, k),
+                self.chunks,
+                0.0,
+                outputs.logit_softcap,
             )
-            / self.count
-        )
+            for k, x_BxTxW in enumerate(head_inputs, start=1)
+        ]
+        return sum(losses) / self.count
 
 
 class CrossAttention(nn.Module):

@@ -78,11 +78,11 @@ class Teacher(Term):
         return forward_operations(self.model, "hidden").products
 
     def check_tokenizer(self, tokenizer: tokenizers.Tokenizer) -> None:
-        own = tokenizers.load(self.folder / TOKENIZER_FOLDER)
-        if tokenizers.fingerprint(own) != tokenizers.fingerprint(tokenizer):
+        theirs = tokenizers.load(self.folder / TOKENIZER_FOLDER)
+        if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
             raise UserError(
-                f"config.train.teacher={str(self.folder)!r}: has another tokenizer ({own.kind}, "
-                f"{own.vocab_size:,} entries) than this run ({tokenizer.kind}, "
+                f"config.train.teacher={str(self.folder)!r}: has another tokenizer ({theirs.kind}, "
+                f"{theirs.vocab_size:,} entries) than this run ({tokenizer.kind}, "
                 f"{tokenizer.vocab_size:,} entries); set "
                 f"--config.data.tokenizer={self.folder / TOKENIZER_FOLDER}"
             )
@@ -101,7 +101,7 @@ def open_teacher(
         step = find_checkpoint(
             folder, None if train.teacher_step == AT_START else train.teacher_step
         )
-        own = read_teacher(folder, student.config)
+        config = read_teacher(folder, student.config)
         if read_config(folder).optimizer.lora_rank:
             raise UserError(
                 f"{folder}: was trained with LoRA; merge it with smallgpt_jax.convert --from=run"
@@ -109,28 +109,12 @@ def open_teacher(
     except UserError as error:
         raise UserError(f"config.train.teacher: {error}") from None
     model = models.LanguageModel(
-        dataclasses.replace(student.config, rank_ratio=own.rank_ratio, dropout=0.0, remat="none")
+        dataclasses.replace(student.config, rank_ratio=config.rank_ratio, dropout=0.0, remat="none")
     )
-    params, state = models.abstract_params(model), models.abstract_model_state(model)
-    shardings = {
-        "params": sharding.param_shardings(mesh, params),
-        "state": jax.tree.map(lambda _: sharding.replicated(mesh), state),
-    }
-    variables = jax.tree.map(
-        lambda x, placement: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
-        {"params": params, "state": state},
-        shardings,
-    )
-    tokens = jax.ShapeDtypeStruct((1, own.context_length), "int32")
-    if not jax.eval_shape(
-        lambda variables, tokens: model.apply(
-            variables, tokens, method="hidden", mutable=[FEATURES]
-        ),
-        variables,
-        tokens,
-    )[1]:
+    variables = _abstract_variables(model, mesh)
+    if not _has_features(model, variables):
         raise UserError(
-            f"config.train.teacher={train.teacher!r}: the blocks of {own.architecture} have no "
+            f"config.train.teacher={train.teacher!r}: the blocks of {config.architecture} have no "
             "features; use smallgpt_jax.models.block.Block in its blocks"
         )
     return Teacher(
@@ -142,14 +126,36 @@ def open_teacher(
     )
 
 
+def _abstract_variables(model: models.LanguageModel, mesh: jax.sharding.Mesh):
+    params, state = models.abstract_params(model), models.abstract_model_state(model)
+    shardings = {
+        "params": sharding.param_shardings(mesh, params),
+        "state": jax.tree.map(lambda _: sharding.replicated(mesh), state),
+    }
+    return jax.tree.map(
+        lambda x, placement: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
+        {"params": params, "state": state},
+        shardings,
+    )
+
+
+def _has_features(model: models.LanguageModel, variables) -> bool:
+    def hidden(variables, tokens):
+        return model.apply(variables, tokens, method="hidden", mutable=[FEATURES])
+
+    tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")
+    _, features = jax.eval_shape(hidden, variables, tokens)
+    return bool(features)
+
+
 def read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfig:
     """Raises UserError unless the teacher is the same model as the student, apart from its
     `rank_ratio`.
     """
     different = models.foreign_classes(read_groups(folder)["model"], student)
     if not different:
-        own = read_config(folder).model  # imports no module that the student does not name
-        different = changed_fields(own, student)
+        teacher = read_config(folder).model  # imports no module that the student does not name
+        different = changed_fields(teacher, student)
     if different:
         listed = "; ".join(
             f"config.model.{field} is {here!r} here, but {there!r} in the teacher"
@@ -159,7 +165,7 @@ def read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfi
             f"{folder}: {listed}; the teacher must be the same model, except for "
             "config.model.rank_ratio"
         )
-    return own
+    return teacher
 
 
 def changed_fields(teacher: models.ModelConfig, student: models.ModelConfig) -> dict[str, tuple]:

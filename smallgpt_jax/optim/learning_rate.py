@@ -64,12 +64,11 @@ def warmup_stable_decay(shape):
 
     def schedule(config: OptimizerConfig) -> optax.Schedule:
         steps, length = config.decay_steps - config.warmup_steps, decay_length(config)
+        peak, final = config.learning_rate, config.final_learning_rate
 
         def rate(count):
             x = jnp.clip((count - (steps - length)) / length, 0.0, 1.0)
-            return config.final_learning_rate + (
-                config.learning_rate - config.final_learning_rate
-            ) * shape(x)
+            return final + (peak - final) * shape(x)
 
         return rate
 

@@ -54,13 +54,15 @@ def scale_by_muon(params) -> optax.GradientTransformation:
         return jax.tree.map(of_parameter, params, updates)
 
     def scale(x, axes: optax.contrib.MuonDimensionNumbers):
-        fans = (math.prod(x.shape[i] for i in group) for group in axes)
-        return ADAMW_RMS * math.sqrt(max(fans)) * x
+        fan_in = math.prod(x.shape[i] for i in axes.reduction_axis)
+        fan_out = math.prod(x.shape[i] for i in axes.output_axis)
+        return ADAMW_RMS * math.sqrt(max(fan_in, fan_out)) * x
 
     def split(tree):
-        return jax.tree.map(
-            lambda p, x: jax.tree.map(lambda x: split_qkv(x, p.axes), x), params, tree
-        )
+        def of_parameter(p, x):  # one array, or optax.MaskedNode
+            return jax.tree.map(lambda x: split_qkv(x, p.axes), x)
+
+        return jax.tree.map(of_parameter, params, tree)
 
     def join(p, x):
         return jnp.concatenate(x, axis=p.axes.index("qkv")) if isinstance(x, QKV) else x

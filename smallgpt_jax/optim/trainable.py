@@ -31,7 +31,7 @@ def init_adapters(params, config: OptimizerConfig, key):
     pairs = lora.init(params, config.lora_rank, config.train_only, key)
     if not pairs:
         adapted = ["/".join(p.path) for p in jax.tree.leaves(params) if lora.is_adapted(p)]
-        raise no_match(adapted, config, "a matrix of attention, MLP or dense layer")
+        raise _no_match(adapted, config, "a matrix of attention, MLP or dense layer")
     return pairs
 
 
@@ -39,36 +39,39 @@ def make_masks(params, heads, config: OptimizerConfig):
     """Returns a tree of masks, or None if everything is trained. Raises UserError if nothing would
     be trained.
     """
+    trained_heads = jax.tree.map(lambda p: _whole_mask(p, True), heads)
     if config.lora_rank:
-        return jax.tree.map(lambda p: np.zeros((1,) * len(p.shape), bool), params) | jax.tree.map(
-            lambda p: np.ones((1,) * len(p.shape), bool), heads
-        )
+        return {**jax.tree.map(lambda p: _whole_mask(p, False), params), **trained_heads}
     if not config.train_only:
         return None
-    masks = jax.tree.map(lambda p: mask(p, config.train_only), params)
+    masks = jax.tree.map(lambda p: _mask_of_matches(p, config.train_only), params)
     if not any(mask.any() for mask in jax.tree.leaves(masks)):
-        named = [name(p, (0,) * p.module_stacks) for p in jax.tree.leaves(params)]
-        raise no_match(named, config, "a parameter")
-    return {**masks, **jax.tree.map(lambda p: np.ones((1,) * len(p.shape), bool), heads)}
+        named = [_name(p, (0,) * p.module_stacks) for p in jax.tree.leaves(params)]
+        raise _no_match(named, config, "a parameter")
+    return {**masks, **trained_heads}
 
 
-def mask(p: Parameter, pattern: str) -> np.ndarray:
+def _whole_mask(p: Parameter, value: bool) -> np.ndarray:
+    return np.full((1,) * len(p.shape), value)
+
+
+def _mask_of_matches(p: Parameter, pattern: str) -> np.ndarray:
     stacks = p.shape[: p.module_stacks]
-    matches = [
-        bool(re.search(pattern, name(p, index))) for index in itertools.product(*map(range, stacks))
-    ]
-    shape = (*stacks, *(1,) * (len(p.shape) - len(stacks)))  # () for a number
-    return np.array(matches).reshape(shape)
+    names = [_name(p, index) for index in itertools.product(*map(range, stacks))]
+    matches = np.array([bool(re.search(pattern, name)) for name in names])
+    further_axes = (1,) * (len(p.shape) - len(stacks))
+    return matches.reshape((*stacks, *further_axes))  # () for a number
 
 
-def name(p: Parameter, index: tuple[int, ...]) -> str:
+def _name(p: Parameter, index: tuple[int, ...]) -> str:
     """Returns the path of a parameter, and its indices in stacks: "trunk/paths/dense/kernel
     path=1".
     """
-    return " ".join(["/".join(p.path), *(f"{axis}={i}" for axis, i in zip(p.axes, index))])
+    indices = [f"{axis}={i}" for axis, i in zip(p.axes, index)]
+    return " ".join(["/".join(p.path), *indices])
 
 
-def no_match(named: list[str], config: OptimizerConfig, what: str) -> UserError:
+def _no_match(named: list[str], config: OptimizerConfig, what: str) -> UserError:
     return UserError(
         f"config.optimizer.train_only={config.train_only!r}: matches no path of {what}; paths are "
         "such as " + ", ".join(map(repr, named[-6:]))
@@ -98,62 +101,69 @@ def weights_of(masks, params, config: OptimizerConfig) -> Callable:
     def weights(trained):
         if masks is None:
             return trained
-        frozen = jax.tree.map(
-            lambda x, m: (
-                x
-                if m.all()
-                else jnp.where(m, x, jax.lax.stop_gradient(x))
-                if m.any()
-                else jax.lax.stop_gradient(x)
-            ),
-            trained,
-            {name: masks[name] for name in trained},
-        )
+        weights = jax.tree.map(_freeze, trained, {name: masks[name] for name in trained})
         if not config.lora_rank:
-            return frozen
-        return lora.merge(
-            params, {name: frozen[name] for name in params}, frozen[lora.NAME], config.lora_scale
-        )
+            return weights
+        of_model = {name: weights[name] for name in params}
+        return lora.merge(params, of_model, weights[lora.NAME], config.lora_scale)
 
     return weights
+
+
+def _freeze(x, mask: np.ndarray):
+    """Returns `x`, without gradient where the mask is False."""
+    if mask.all():
+        return x
+    if not mask.any():
+        return jax.lax.stop_gradient(x)
+    return jnp.where(mask, x, jax.lax.stop_gradient(x))
 
 
 def only(make: Callable, params, masks, multipliers) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer `make(params, multipliers)` for the selected parameters."""
     if masks is None:
         return make(params, multipliers)
-    optimizer = optax.with_extra_args_support(
-        make(prune(params, masks), multipliers and prune(multipliers, masks))
-    )
+    selected = _prune(params, masks)
+    if multipliers is not None:
+        multipliers = _prune(multipliers, masks)
+    optimizer = optax.with_extra_args_support(make(selected, multipliers))
+
+    def init(trained):
+        return optimizer.init(_prune(trained, masks))
 
     def update(gradients, state, trained=None, **further):
         # `weights_of` has made the gradients of frozen slices 0
         updates, state = optimizer.update(
-            prune(gradients, masks), state, prune(trained, masks), **further
+            _prune(gradients, masks), state, _prune(trained, masks), **further
         )
-        return fill(updates, masks, trained), state
+        return _fill(updates, masks, trained), state
 
-    return optax.GradientTransformationExtraArgs(
-        lambda trained: optimizer.init(prune(trained, masks)), update
-    )
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def prune(tree, masks):
+def _prune(tree, masks):
     """Returns the tree without the parameters that are frozen as a whole."""
     if not isinstance(masks, Mapping):
         return tree
     return {
-        name: prune(tree[name], below)
-        for name, below in masks.items()
-        if any(mask.any() for mask in jax.tree.leaves(below))
+        name: _prune(tree[name], masks_below)
+        for name, masks_below in masks.items()
+        if _has_trained(masks_below)
     }
 
 
-def fill(updates, masks, trained):
+def _has_trained(masks) -> bool:
+    return any(mask.any() for mask in jax.tree.leaves(masks))
+
+
+def _fill(updates, masks, trained):
     """Returns updates of all parameters."""
     if isinstance(masks, Mapping):
+        updates = updates or {}
         return {
-            name: fill((updates or {}).get(name), below, trained[name])
-            for name, below in masks.items()
+            name: _fill(updates.get(name), masks_below, trained[name])
+            for name, masks_below in masks.items()
         }
-    return jnp.full_like(trained, FROZEN) if updates is None else jnp.where(masks, updates, FROZEN)
+    if updates is None:
+        return jnp.full_like(trained, FROZEN)
+    return jnp.where(masks, updates, FROZEN)

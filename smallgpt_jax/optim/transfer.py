@@ -126,21 +126,16 @@ def multipliers(trained, base, model: ModelConfig, optimizer: OptimizerConfig):
 
     def of_parameter(p: Parameter, base: Parameter) -> Multipliers:
         if p.path == ("head",):
-            return Multipliers(head_std(base.shape[1]) / head_std(p.shape[1])).with_factor(
-                1 / width_ratio
-            )
-        if p.path[0] == "final_norm":
-            return (
-                Multipliers().with_factor(1 / width_ratio)
-                if model.tie_embeddings
-                else Multipliers()
-            )
-        found = of_matrix(p, base, is_muon) if p.is_matrix else Multipliers()
+            std = head_std(base.shape[1]) / head_std(p.shape[1])
+            return Multipliers(init=std).with_factor(1 / width_ratio)
+        if p.path[0] == "final_norm":  # with tied embeddings, it has the factor of the head
+            return Multipliers().with_factor(1 / width_ratio if model.tie_embeddings else 1.0)
+        result = of_matrix(p, base, is_muon) if p.is_matrix else Multipliers()
         if "layers" in p.axes:
-            found = in_block(found, p, width_ratio, depth_ratio)
+            result = in_block(result, p, width_ratio, depth_ratio)
         if p.path[-2:] == ("q_norm", "scale") or ("qkv" in p.axes and not model.qk_norm):
-            found = found.with_factor(query_factors(p, base))
-        return found
+            result = result.with_factor(query_factors(p, base))
+        return result
 
     return jax.tree.map(of_parameter, trained, base)
 
@@ -150,9 +145,9 @@ def of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
     grow as √m. Those of Adam's grow as m, because its updates of a hidden matrix have a low rank
     (Yang et al., arXiv 2310.17813).
     """
-    inputs, outputs = (
-        math.prod(p.shape[i] / base.shape[i] for i in axes) for axes in p.matrix_axes
-    )
+    input_axes, output_axes = p.matrix_axes
+    inputs = math.prod(p.shape[i] / base.shape[i] for i in input_axes)
+    outputs = math.prod(p.shape[i] / base.shape[i] for i in output_axes)
     if inputs == 1:
         return Multipliers()
     if outputs == 1:
@@ -162,14 +157,14 @@ def of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
 
 
 def in_block(
-    found: Multipliers, p: Parameter, width_ratio: float, depth_ratio: float
+    outside: Multipliers, p: Parameter, width_ratio: float, depth_ratio: float
 ) -> Multipliers:
-    found = found._replace(epsilon=found.epsilon / (width_ratio * depth_ratio))
+    inside = outside._replace(epsilon=outside.epsilon / (width_ratio * depth_ratio))
     if p.axes[-1] != "embed" or "vocab" in p.axes:  # value embeddings are no residual branch
-        return found
+        return inside
     # The last matrix of a residual branch, or its bias. The matrix has the initial std 0.02/√(2N)
     # for N blocks; the rule starts from the std of the base model.
-    return found.with_factor(1 / depth_ratio)._replace(init=found.init / math.sqrt(depth_ratio))
+    return inside.with_factor(1 / depth_ratio)._replace(init=inside.init / math.sqrt(depth_ratio))
 
 
 def query_factors(p: Parameter, base: Parameter) -> np.ndarray:

@@ -50,11 +50,11 @@ def check_config(config: Config, mesh: jax.sharding.Mesh) -> None:
         train.refuse(
             "ema", "must be 0 with config.optimizer.lora_rank, which does not train the weights"
         )
-    parts = batch_shards * train.microbatches
-    if train.batch_size % parts:
+    divisor = batch_shards * train.microbatches
+    if train.batch_size % divisor:
         train.refuse(
             "batch_size",
-            f"must be a multiple of {parts}, which is {batch_shards} devices "
+            f"must be a multiple of {divisor}, which is {batch_shards} devices "
             f"(config.mesh.data × fsdp) × {train.microbatches} microbatches",
         )
     if model.context_length % train.loss_chunks:

@@ -321,7 +321,7 @@ def test_chapters_are_those_of_the_findings():
     assert "| moe | 4e10 to 1e13: moe |" in text
     assert "| moe | 9.4 M | 2.500 (2.400 to 2.600) | 2.700 | +0.200 | no | 3 |" in text
     assert "| moe | 0.008 | 4.200 | diverged | 0.004, the lowest tried | × 0.5 |" in text
-    assert "| moe | 1200 (1100 to 1300) |" in text
+    assert "| moe | 1,200 (1,100 to 1,300) |" in text
     assert "the laws have 12 in the right order" in text
 
 

@@ -20,6 +20,7 @@ from coordinates import at_size
 
 from benchmarks.measuring import table
 from smallgpt_jax import cli
+from smallgpt_jax.analysis.description import minimum_of
 from smallgpt_jax.analysis.record import Grid, GridRate
 from smallgpt_jax.comparison.learning_rates import scale
 from smallgpt_jax.run.config import Config
@@ -61,7 +62,7 @@ def best_rate(found: Grid) -> float:
     """Returns the rate at the minimum of the parabola, or the best rate of the grid if it is at an
     edge.
     """
-    return found.learning_rate * (found.minimum.multiple if found.minimum else found.best)
+    return found.learning_rate * (minimum_of(found) or found.best)
 
 
 def main() -> None:

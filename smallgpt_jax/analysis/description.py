@@ -118,7 +118,7 @@ def _hours(runs: Sequence[Run]) -> float | None:
 
 def diverged_runs(record: Record) -> tuple[Diverged, ...]:
     diverged = [run for run in record.runs if run.diverged]
-    return tuple(Diverged(run.label, run.seed, run.steps_done, run.tokens) for run in diverged)
+    return tuple(Diverged(run.label, run.seed, run.steps_done) for run in diverged)
 
 
 # ------------------------------------------------------------------ learning rates
@@ -139,7 +139,6 @@ def _rates(name: str, grid: Grid, runs: Sequence[Run]) -> Rates:
         is_plausible = loss is not None and loss <= bound
         rates.append(Rate(multiple, loss, int(loss is not None), is_plausible))
     best = None if grid.has_diverged else grid.best
-    minimum, rise = _parabola(grid) or (None, None)
     return Rates(
         name=name,
         learning_rate=grid.learning_rate,
@@ -147,9 +146,7 @@ def _rates(name: str, grid: Grid, runs: Sequence[Run]) -> Rates:
         rates=tuple(rates),
         best=best,
         edge=grid.edge if best else "",
-        minimum=minimum,
-        rise=rise,
-        spread=spread,
+        minimum=minimum_of(grid),
     )
 
 
@@ -160,9 +157,9 @@ def _seed_deviation(name: str, runs: Sequence[Run]) -> float | None:
     return statistics.stdev(losses) if len(losses) > 1 else None
 
 
-def _parabola(grid: Grid) -> tuple[float, float] | None:
+def minimum_of(grid: Grid) -> float | None:
     """Returns the multiple at the minimum of the parabola in ln(rate) through the best rate and its
-    two neighbors, and the rise of the loss at half and at twice this rate.
+    two neighbors.
 
     None if the best rate is at an edge, a neighbor has diverged, or the parabola has no minimum.
     """
@@ -179,7 +176,7 @@ def _parabola(grid: Grid) -> tuple[float, float] | None:
     curvature = 2 * (next_slope - slope) / (x2 - x0)
     if curvature <= 0:
         return None
-    return math.exp((x0 + x1) / 2 - slope / curvature), curvature * math.log(2) ** 2 / 2
+    return math.exp((x0 + x1) / 2 - slope / curvature)
 
 
 # ------------------------------------------------------------------ curves
@@ -208,7 +205,7 @@ def _curve(name: str, runs: Sequence[Run]) -> Curve:
     return Curve(name, tuple(points))
 
 
-_AXES = ("tokens", "flops", "seconds")
+_AXES = ("tokens", "flops")
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -230,11 +227,11 @@ def describe_measures(runs: Sequence[Run], compare_pairs: ComparePairs) -> tuple
     """
     finished = [run for run in runs if run.is_finished and not run.diverged]
     measures = []
-    for kind, measure_of, lower_is_better in _MEASURES:
+    for kind, measure_of in _MEASURES:
         for measure, values in _by_measure(finished, measure_of).items():
             spreads = {name: spread_of(list(of.values())) for name, of in values.items()}
             pairs = compare_pairs(values) if kind in _TESTED else ()
-            measures.append(Measure(kind, measure, lower_is_better, spreads, pairs))
+            measures.append(Measure(kind, measure, spreads, pairs))
     return tuple(measures)
 
 
@@ -295,13 +292,12 @@ def _decoding(inference: Inference) -> dict[str, float]:
 
 
 _TESTED = ("benchmark", "inside", "answers")
-# Kind, values of a run, whether lower is better.
 _MEASURES = (
-    ("answers", lambda run: run.last.answers, False),
-    ("text", _text_losses, True),
-    ("benchmark", lambda run: run.benchmarks, False),
-    ("inference", _inference, True),
-    ("speed", _speed, None),
-    ("memory", _memory, True),
-    ("inside", _inside, None),
+    ("answers", lambda run: run.last.answers),
+    ("text", _text_losses),
+    ("benchmark", lambda run: run.benchmarks),
+    ("inference", _inference),
+    ("speed", _speed),
+    ("memory", _memory),
+    ("inside", _inside),
 )

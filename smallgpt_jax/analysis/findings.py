@@ -270,12 +270,10 @@ class HeldOut:
 class Laws:
     forms: tuple[FormError, ...]  # best first; the first one is used
     size: str  # the largest size, which was left out
-    error: float  # of the first form; the half-width of its intervals covers INTERVAL of the misses
-    half_width: float
+    error: float  # of the first form
     laws: tuple[Law, ...]
     by_law: Decisions  # of the left-out size
     by_largest_size: Decisions  # the order at the largest of the other sizes
-    missing: dict[str, str]  # {model: what it lacks for a law: "sizes", "lengths" or "FLOPs"}
 
 
 # ------------------------------------------------------------------ learning rates and setup
@@ -298,8 +296,6 @@ class Rates:
     best: float | None  # multiple with the lowest loss; None if unfinished or all have diverged
     edge: Literal["lowest", "highest", ""]  # where the best multiple is in the grid
     minimum: float | None  # multiple at the minimum of the parabola in ln(rate)
-    rise: float | None  # of the loss, at half and at twice the rate of the minimum
-    spread: float | None  # standard deviation over seeds by which plausible rates are judged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +303,6 @@ class Diverged:
     name: str
     seed: int
     steps: int  # that it had done
-    tokens: float  # that it was to train on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,7 +350,6 @@ class Measure:
 
     kind: Literal["text", "benchmark", "answers", "inside", "speed", "memory", "inference"]
     measure: str  # such as "hellaswag acc_norm", "own × 2", "tokens_per_second"
-    lower_is_better: bool | None
     spreads: dict[str, Spread]  # {name: …}
     pairs: tuple[Pair, ...]  # each other name against the reference; () with single seeds
 
@@ -364,7 +358,6 @@ class Measure:
 class CurvePoint:
     tokens: float
     flops: float | None
-    seconds: float | None
     loss: Spread
 
 

@@ -211,11 +211,9 @@ def find_laws(record: Record, contest_at: ContestAt) -> tuple[Laws | None, dict[
             forms=left_out.forms,
             size=left_out.size,
             error=error,
-            half_width=left_out.half_width,
             laws=tuple(laws),
             by_law=_decisions(by_law, contest),
             by_largest_size=_decisions(_losses_at(rest, _largest_size(rest)), contest),
-            missing=lacking,
         ),
         lacking,
     )

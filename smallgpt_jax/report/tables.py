@@ -61,7 +61,7 @@ def _answer(choice: Choice) -> tuple[str, ...]:
     if not words.is_direct(choice):
         return (limit, words.choice(choice), *[MISSING] * 3)
     possible = choice.contest.possible
-    is_open = len(possible) > 1
+    is_open = len(possible) > 1 and words.has_probabilities(choice.contest)
     return (
         limit,
         words.choice(choice),
@@ -79,13 +79,14 @@ def _seeds(contest: Contest, possible: Sequence[Standing]) -> str:
 def contenders(choice: Choice) -> Table:
     """Returns the models within a budget, lowest loss first."""
     head = ("model", "loss", "P(lowest loss)", "cost", "parameters", "tokens", "known from")
+    is_known = words.has_probabilities(choice.contest)
     rows = []
     for one in choice.contest.standings[:MAX_CONTENDERS]:
         rows.append(
             (
                 words.names(one),
                 words.standing_loss(one),
-                words.percent(one.probability),
+                words.percent(one.probability) if is_known else MISSING,
                 MISSING if one.cost is None else words.limit(one.cost, choice.budget),
                 parameters(one.parameters, one.active_parameters),
                 words.amount(one.tokens),
@@ -138,7 +139,7 @@ def standings(contest: Contest, reference: str) -> Table:
         "parameters",
     )
     rows = []
-    is_contest = len(contest.standings) > 1
+    is_contest = len(contest.standings) > 1 and words.has_probabilities(contest)
     for one in contest.standings:
         pair = _pair(contest, one.model, reference)
         rows.append(
@@ -220,13 +221,8 @@ def orders(findings: Findings) -> Table:
 # ------------------------------------------------------------------ learning rates
 def rates(all_rates: Sequence[Rates]) -> Table:
     multiples = sorted({rate.multiple for one in all_rates for rate in one.rates})
-    head = (
-        "run",
-        "own rate",
-        *(f"× {multiple:g}" for multiple in multiples),
-        "best",
-        "may be best",
-    )
+    tried = [f"× {multiple:g}" for multiple in multiples]
+    head = ("run", "own rate", *tried, "best", "may be best", "minimum")
     rows = []
     for one in all_rates:
         losses = {rate.multiple: words.loss(rate.loss) for rate in one.rates}
@@ -239,9 +235,10 @@ def rates(all_rates: Sequence[Rates]) -> Table:
                 *(losses.get(multiple, MISSING) for multiple in multiples),
                 f"{best}, the {one.edge} tried" if one.edge else best,
                 ", ".join(plausible) or MISSING,
+                MISSING if one.minimum is None else f"{one.minimum * one.learning_rate:.3g}",
             )
         )
-    return Table(head, tuple(rows))
+    return Table(head, tuple(rows)).kept
 
 
 # ------------------------------------------------------------------ laws

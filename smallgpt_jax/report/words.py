@@ -176,14 +176,28 @@ def p_value(value: float | None) -> str:
 
 # ------------------------------------------------------------------ choices
 def choice(answer: Choice) -> str:
-    """Returns the chosen model, or those that may be the best, with their probabilities."""
+    """Returns the chosen model, or those that may be the best; with their probabilities, if their
+    losses at the budget are known.
+    """
     if not is_direct(answer):
         return "cannot tell"
     if answer.chosen:
         return probabilities(answer.contest)
     if answer.refusal == "few seeds":
         return "cannot tell: too few seeds"
+    if answer.refusal in _CONDITIONS and answer.contest.blockers:
+        blockers = enumeration(answer.contest.blockers, "or")
+        first = answer.contest.possible[0].model
+        return f"cannot tell: {first}, or {blockers} {_CONDITIONS[answer.refusal]}"
     return f"cannot tell: {probabilities(answer.contest)}"
+
+
+# Why models that may be the best have no loss at the budget, and so no probability.
+_CONDITIONS = {
+    "more training": "with more training",
+    "dearer": "just above the budget",
+    "not measured": "if it costs little enough",
+}
 
 
 def is_direct(answer: Choice) -> bool:
@@ -192,9 +206,15 @@ def is_direct(answer: Choice) -> bool:
 
 
 def probabilities(contest: Contest) -> str:
-    """Returns "moe (93%) or llama (7%)"."""
-    shown = [f"{one.model} ({percent(one.probability)})" for one in contest.possible]
+    """Returns "moe (93%) or llama (7%)"; without probabilities, if not all losses are known."""
+    shown = [one.model for one in contest.possible]
+    if has_probabilities(contest):
+        shown = [f"{one.model} ({percent(one.probability)})" for one in contest.possible]
     return enumeration(shown, "or")
+
+
+def has_probabilities(contest: Contest) -> bool:
+    return contest.refusal not in ("few seeds", *_CONDITIONS)
 
 
 def refusal(answer: Choice) -> str:

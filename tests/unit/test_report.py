@@ -230,6 +230,17 @@ def test_an_answer_at_the_nearest_budget():
     assert row(text, "1e14")[1] == "cannot tell"
 
 
+def test_probabilities_are_only_of_known_losses():
+    """llama may be the best with more training. That is no probability."""
+    open_contest = contest(*THREE, refusal="more training")
+    answer = choice(refusal="more training", contest=open_contest)
+    text = markdown(findings(choices=(choice(limit=1e12), answer)))
+    assert row(text, "1e13")[1] == "cannot tell: moe, or llama with more training"
+    shown = " ".join(choosing.text(choosing.Answer(answer)).split())
+    assert "P(lowest loss)" not in shown and "7%" not in shown
+    assert "llama may be the best with the whole budget, but was trained with less" in shown
+
+
 def test_modes_and_diverged_seeds_are_said():
     modes = (Mode(1 / 3, 2.2924, 1), Mode(2 / 3, 2.6, 2))
     first = standing("llama", 2.5, 0.6, modes=modes, interval=None)
@@ -265,11 +276,9 @@ def test_chapters_are_those_of_the_findings():
                 (FormError("interaction", 0.08), FormError("power", 0.22)),
                 "0.47M",
                 0.08,
-                0.1,
                 (Law("moe", {"1": 1.0}),),
                 decisions,
                 Decisions(13, 13),
-                {},
             ),
             held_out=HeldOut(
                 "0.47M",
@@ -291,15 +300,12 @@ def test_chapters_are_those_of_the_findings():
                     0.5,
                     "lowest",
                     None,
-                    None,
-                    None,
                 ),
             ),
             measures=(
                 Measure(
                     "speed",
                     "tokens_per_second",
-                    False,
                     {"moe": Spread(1200.0, 1100.0, 1300.0, 2)},
                     (),
                 ),
@@ -327,11 +333,9 @@ def test_chapters_are_those_of_the_findings():
 
 def test_cautions_name_what_limits_the_answers():
     found = findings(
-        diverged=(Diverged("pgpt", 2, 12, 9e5),),
+        diverged=(Diverged("pgpt", 2, 12),),
         untried=(Untried("gpt@1M", 4e6, 20.0),),
-        rates=(
-            Rates("gpt", 0.01, 1, (Rate(1.0, 3.0, 1, True),), 1.0, "highest", None, None, None),
-        ),
+        rates=(Rates("gpt", 0.01, 1, (Rate(1.0, 3.0, 1, True),), 1.0, "highest", None),),
     )
     unfinished = dataclasses.replace(RUNS[0], is_finished=False, steps_done=1)
     other = dataclasses.replace(RUNS[1], uncounted=0.5, curve=RUNS[1].curve[:1])
@@ -376,12 +380,10 @@ def test_everything_is_escaped():
 
 @pytest.mark.draws
 def test_the_files_of_a_report(tmp_path):
-    curve = Curve("gpt", tuple(CurvePoint(t, t, t, Spread(3.0, 2.9, 3.1, 2)) for t in (1.0, 2.0)))
+    curve = Curve("gpt", tuple(CurvePoint(t, t, Spread(3.0, 2.9, 3.1, 2)) for t in (1.0, 2.0)))
     budgets = (1e12, 1e13)
     order = Order("moe", "gpt", (), budgets, (-0.1, 0.0), (-0.2, -0.1), (0.0, 0.1))
-    rates = Rates(
-        "gpt", 0.01, 0, (Rate(1.0, 3.0, 1, True), Rate(2.0, 3.1, 1, False)), 1.0, "", 1.0, 0.1, 0.0
-    )
+    rates = Rates("gpt", 0.01, 0, (Rate(1.0, 3.0, 1, True), Rate(2.0, 3.1, 1, False)), 1.0, "", 1.0)
     front = (
         FrontPoint("moe", "moe", 1.0, 3.0, 1, 1, 1.0),
         FrontPoint("gpt", "gpt", 9.0, 2.0, 1, 1, 1.0),

@@ -318,6 +318,8 @@ class ModelConfig(ConfigGroup):
                 f"{self.head_width}; change "
                 f"config.model.{'head_dim' if self.head_dim else 'num_heads'}",
             )
+        if not math.isfinite(self.mlp_ratio * self.d_model):
+            self.refuse("mlp_ratio", "gives an MLP of infinite width; decrease it")
         if self.mlp_width < 1:
             self.refuse(
                 "mlp_ratio",

@@ -68,43 +68,56 @@ def open_branch(workdir: Path, config: Config) -> Branch | None:
     """
     if not config.train.trunk or saved_steps(workdir / CHECKPOINT_FOLDER):
         return None
-    where, folder = (
-        f"config.train.trunk={config.train.trunk!r}",
-        as_path("config.train.trunk", config.train.trunk),
-    )
     step = decay_start(config.optimizer)
     if not 0 < step < config.train.steps:
         raise UserError(
-            f"{where}: the decay of this run would start at step {step} of {config.train.steps}; "
-            "set a smaller config.optimizer.decay_fraction, or no trunk"
+            f"config.train.trunk={config.train.trunk!r}: the decay of this run would start at step "
+            f"{step} of {config.train.steps}; set a smaller config.optimizer.decay_fraction, or no "
+            "trunk"
         )
+    folder = as_path("config.train.trunk", config.train.trunk)
+    _require_trunk(folder, config, step)
+    return Branch(folder, step)
+
+
+def _require_trunk(folder: Path, config: Config, step: int) -> None:
+    """Raises UserError unless the run in `folder` has the same config as the branch, and its
+    checkpoint of `step`.
+    """
+    where = f"config.train.trunk={config.train.trunk!r}"
     try:
         trunk = saved_config(folder)
     except UserError as error:
         raise UserError(f"config.train.trunk: {error}") from None
     if trunk is None:
         raise UserError(f"{where}: not a run; give the workdir of a run")
-    later = {
-        f"{name}.{field}" for name, group in GROUPS.items() for field in group.names(**IN_DECAY)
-    }
-    if different := [
+    different = [
         f"{field} is {theirs!r} there, but {ours!r} here"
         for field, (theirs, ours) in changed_fields(folder, config).items()
-        if field not in later
-    ]:
+        if field not in _fields_in_decay()
+    ]
+    if different:
         raise UserError(
             f"{where}: has another config: {'; '.join(different)}; use the same settings, or "
             "another trunk"
         )
-    if (start := decay_start(trunk.optimizer)) < step:
+    start = decay_start(trunk.optimizer)
+    if start < step:
         raise UserError(
             f"{where}: its decay starts at step {start}, but the decay of this run at step "
             f"{step}; use a trunk with more steps"
         )
-    if step not in (saved := saved_steps(folder / CHECKPOINT_FOLDER)):
+    saved = saved_steps(folder / CHECKPOINT_FOLDER)
+    if step not in saved:
         raise UserError(
             f"{where}: has no checkpoint of step {step}, where the decay of this run starts (it "
             f"has steps {', '.join(map(str, saved)) or 'none'}); train the trunk with "
             f"config.train.kept_steps={step}"
         )
-    return Branch(folder, step)
+
+
+def _fields_in_decay() -> set[str]:
+    """Returns the fields that affect only the steps after the start of the decay."""
+    return {
+        f"{name}.{field}" for name, group in GROUPS.items() for field in group.names(**IN_DECAY)
+    }

@@ -136,28 +136,28 @@ def print_final_message(workdir: str) -> None:
         config = read_config(folder)
     except UserError:  # damaged during the run
         config = None
-    is_masked = config and config.train.objective == "masked"
+    is_masked = config is not None and config.train.objective == "masked"
     if jax.process_count() == 1 and not is_masked:
-        print("\nSample:\n")
-        try:
-            for piece in inference.load(folder).stream(max_new_tokens=150, temperature=0.7):
-                print(piece, end="", flush=True)
-        except (
-            UserError
-        ) as error:  # an architecture whose decoding does not work can still be trained
-            print(f"(none: {error})")
-        print("\n")
-    export = f"{command_line('convert', '--to=hf', f'--workdir={folder}')} --output=..."
-    trust = " --trust_custom_code" if config and models.custom_classes(config.model) else ""
-    generate = f'{command_line("generate", f"--workdir={folder}")} --prompt="..."{trust}'
-    print(
-        f"\n{loss_message(folder)}{last_evaluation_message(folder)}"
-        + (
-            f"To export the encoder:\n  {export}"
-            if is_masked
-            else f"To generate more:\n  {generate}"
-        )
-    )
+        _print_sample(folder)
+    if is_masked:
+        export = command_line("convert", "--to=hf", f"--workdir={folder}")
+        next_step = f"To export the encoder:\n  {export} --output=..."
+    else:
+        generate = command_line("generate", f"--workdir={folder}")
+        next_step = f'To generate more:\n  {generate} --prompt="..."'
+        if config and models.custom_classes(config.model):
+            next_step += " --trust_custom_code"
+    print(f"\n{loss_message(folder)}{last_evaluation_message(folder)}{next_step}")
+
+
+def _print_sample(folder: Path) -> None:
+    print("\nSample:\n")
+    try:
+        for piece in inference.load(folder).stream(max_new_tokens=150, temperature=0.7):
+            print(piece, end="", flush=True)
+    except UserError as error:  # an architecture whose decoding does not work can still be trained
+        print(f"(none: {error})")
+    print("\n")
 
 
 def loss_message(folder: Path) -> str:
@@ -183,11 +183,10 @@ def last_evaluation_message(folder: Path) -> str:
     lines = logged_lines(folder, "eval")
     if not lines:
         return ""
-    loss, bits = (
-        math.nan if lines[-1].get(name) is None else lines[-1][name]
-        for name in ("loss", "bits_per_byte")
-    )
-    return f"Step {lines[-1]['step']}: {evaluation_message(loss, bits, answers_in(lines[-1]))}. "
+    last = lines[-1]
+    loss = math.nan if last.get("loss") is None else last["loss"]
+    bits = math.nan if last.get("bits_per_byte") is None else last["bits_per_byte"]
+    return f"Step {last['step']}: {evaluation_message(loss, bits, answers_in(last))}. "
 
 
 def logged_lines(folder: Path, split: str) -> list[dict]:

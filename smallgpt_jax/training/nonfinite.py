@@ -37,30 +37,31 @@ class NonFiniteGuard:
             return
         self._consecutive += 1
         values = metrics.read()
+        # An update with a finite loss and gradient is applied; its weights are then not finite.
         was_applied = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
-        rows = ", ".join(map(str, self._row_numbers_at(metrics.step)))
-        description = (
-            f"step {metrics.step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
-            + (", the updated weights are not finite" if was_applied else "")
-            + f"; its batch: rows {textwrap.shorten(rows, 60, placeholder=' …')} of the training text"
-        )
+        description = self._describe(metrics.step, values, was_applied)
         skips = self._skips and not was_applied
         if skips and self._consecutive < self._max:
             self._log(f"{description}. Update skipped ({values['skipped']:.0f} so far)")
             return
+
+        reason, advice = "training has diverged", "Try a lower config.optimizer.learning_rate"
+        if skips:
+            reason = f"{self._consecutive} non-finite updates in a row (config.train.max_nonfinite)"
+        elif not was_applied:
+            advice += ", or --config.train.on_nonfinite=skip"
+        raise DivergenceError(f"{reason}: {description}.\n{self._checkpoint_note()}. {advice}")
+
+    def _describe(self, step: int, values: dict, was_applied: bool) -> str:
+        description = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+        if was_applied:
+            description += ", the updated weights are not finite"
+        rows = ", ".join(map(str, self._row_numbers_at(step)))
+        rows = textwrap.shorten(rows, 60, placeholder=" …")
+        return f"{description}; its batch: rows {rows} of the training text"
+
+    def _checkpoint_note(self) -> str:
         newest = self._newest_checkpoint()
-        reason = (
-            f"{self._consecutive} non-finite updates in a row (config.train.max_nonfinite)"
-            if skips
-            else "training has diverged"
-        )
-        checkpoint_note = (
-            "There is no checkpoint"
-            if newest is None
-            else f"The newest checkpoint, of step {newest}, is not affected"
-        )
-        skip_hint = "" if skips or was_applied else ", or --config.train.on_nonfinite=skip"
-        raise DivergenceError(
-            f"{reason}: {description}.\n{checkpoint_note}. Try a lower "
-            f"config.optimizer.learning_rate{skip_hint}"
-        )
+        if newest is None:
+            return "There is no checkpoint"
+        return f"The newest checkpoint, of step {newest}, is not affected"

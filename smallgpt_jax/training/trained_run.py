@@ -15,7 +15,7 @@ from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import METRICS_FILE
 from smallgpt_jax.storage.paths import as_path
-from smallgpt_jax.training import trainer
+from smallgpt_jax.training.trainer import open_trainer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,5 +82,6 @@ def train(
     """
     distributed.skip_tpu_search()
     compilation_cache.configure()
-    trainer.train(load_config(config, overrides), workdir, exits=exits)
+    with open_trainer(load_config(config, overrides), workdir, exits=exits) as trainer:
+        trainer.run()
     return TrainedRun(workdir)

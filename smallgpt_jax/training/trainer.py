@@ -57,8 +57,20 @@ def train(
     corpus: Corpus | None = None,
     exits: bool = True,
 ) -> None:
-    """Trains the model of `config` in `workdir`; resumes from the newest checkpoint, if any.
-    `corpus` is that of the config's group `data`; None opens it. `exits`: see `StopRequest`.
+    """Trains the model of `config` in `workdir`. See `open_trainer`."""
+    with open_trainer(config, workdir, corpus, exits) as trainer:
+        trainer.run()
+
+
+@contextlib.contextmanager
+def open_trainer(
+    config: ConfigDict | Config,
+    workdir: str | Path,
+    corpus: Corpus | None = None,
+    exits: bool = True,
+) -> Iterator["Trainer"]:
+    """Yields the trainer of a new or existing run, whose workdir is locked until the exit. `corpus`
+    is that of the config's group `data`; None opens it. `exits`: see `StopRequest`.
 
     Raises UserError, DivergenceError, or StoppedError after a stop request. If the config or
     workdir is invalid, a kernel gives wrong results, or a custom module sees later tokens, nothing
@@ -81,7 +93,7 @@ def train(
                 open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool,
                 Watchdog(clock, config.train.stall_seconds),
             ):
-                Trainer(config, program, pipeline, spool, progress, stop, clock).run()
+                yield Trainer(config, program, pipeline, spool, progress, stop, clock)
 
 
 def _check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch | None, Program]:

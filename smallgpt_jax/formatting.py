@@ -4,7 +4,7 @@ import os
 import re
 import statistics
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -77,6 +77,18 @@ def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
+
+
+def short_repr(value, limit: int = 300) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def list_names(names: Iterable[str], limit: int = 20) -> str:
+    """Returns "a, b and 3 more" of names that somebody else has chosen."""
+    names = [printable(name[:100]) for name in names]
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def printable(text: str) -> str:

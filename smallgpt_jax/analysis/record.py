@@ -17,7 +17,16 @@ from typing import Annotated, Any, TypeVar
 from smallgpt_jax.formatting import printable
 from smallgpt_jax.storage import json_files
 from smallgpt_jax.storage.atomic import write_atomically
-from smallgpt_jax.storage.json_files import BOOLEAN, NULL, NUMBER, TEXT, Each, Kind, integer
+from smallgpt_jax.storage.json_files import (
+    BOOLEAN,
+    NULL,
+    NUMBER,
+    TEXT,
+    Each,
+    Kind,
+    Optional,
+    integer,
+)
 
 RESULTS_FILE = "results.json"  # in a comparison's folder
 PREDICTIONS_FILE = "predictions.json"  # in a comparison's folder
@@ -27,13 +36,34 @@ T = TypeVar("T")
 Positive = Annotated[float, json_files.POSITIVE]
 Count = Annotated[int, integer(1)]
 Finite = Annotated[float, NUMBER]
+
+
+class Schema:
+    """A schema of json_files.py that has no type. It can be hashed, as types are."""
+
+    def __init__(self, schema: Any):
+        self.schema = schema
+
+
+# Of configs and texts, the parts that are read here and in reports.
+_TEXT_FIELDS = ("data.mixture", "data.source", "data.tokenizer", "data.format", "train.objective")
 FlatConfig = Annotated[
     dict[str, Any],
-    Kind(
-        "an object with train.steps",
-        lambda value: json_files.find_mismatch(value, {"train.steps": integer(1)}) is None,
+    Schema(
+        {
+            "train.steps": integer(1),
+            "model.context_length": integer(1),
+            "optimizer.learning_rate": Optional(NUMBER),
+            **dict.fromkeys(_TEXT_FIELDS, Optional(TEXT)),
+        }
     ),
 ]
+_STORE = {
+    "splits": Optional({"train": {"tokens": integer(0)}}),
+    "vocab_size": Optional(integer(1)),
+    "weight": Optional(json_files.POSITIVE),
+}
+Description = Annotated[dict[str, Any], Schema({**_STORE, "mixture": Optional([_STORE])})]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +165,7 @@ class Session:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingText:
-    description: dict[str, Any]  # `Corpus.description`
+    description: Description  # `Corpus.description`
     tokenizer: str  # fingerprint
 
 
@@ -361,7 +391,7 @@ def schema_of(kind: Any) -> Any:
         return {name: _field_schema(kind, name) for name in _hints(kind)}
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        return arguments[1]
+        return arguments[1].schema if isinstance(arguments[1], Schema) else arguments[1]
     if origin in (types.UnionType, typing.Union):
         return tuple(map(schema_of, sorted(arguments, key=_is_container)))
     if origin is tuple:

@@ -8,9 +8,11 @@ from typing import Any
 from smallgpt_jax import models
 from smallgpt_jax.analysis.record import Grid, Record, Run, TrainingText
 from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import training_text
 from smallgpt_jax.run.config import GROUPS, Config
+from smallgpt_jax.storage.json_files import find_mismatch
 
 # The config fields that determine the validation rows.
 ROWS = ("model.context_length", "data.packing", "data.separate_documents")
@@ -24,6 +26,7 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
     """
     merged: dict[tuple[str, int, float], tuple[Path, Run]] = {}
     for path, record in records:
+        _require_texts(path, record.runs)
         for run in record.runs:
             for other_path, other in merged.values():
                 if other_path != path:
@@ -51,6 +54,15 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
             default=None,
         ),
     )
+
+
+def _require_texts(path: Path, runs: Sequence[Run]) -> None:
+    """Raises UserError for a text that cannot be compared with others."""
+    for number, run in enumerate(runs):
+        field = f"runs[{number}].text.description"
+        mismatch = run.text and find_mismatch(run.text.description, DESCRIPTION, field)
+        if mismatch:
+            raise UserError(f"{path}: {mismatch}; repeat the command that made it")
 
 
 def _merged_grids(records: Sequence[Record], names: Sequence[str], keys) -> dict[str, Grid]:

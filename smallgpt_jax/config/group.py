@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Self
 from ml_collections import ConfigDict, config_dict
 
 from smallgpt_jax.errors import UserError, suggestion
+from smallgpt_jax.formatting import printable, short_repr
 
 TYPE_NAMES = {
     int: "an integer",
@@ -134,7 +135,8 @@ class ConfigGroup:
         for name, value in fields.items():
             if name not in known:
                 raise UserError(
-                    f"config.{cls.GROUP}.{name}={value!r}: {owner and f'{owner}has '}no such field"
+                    f"config.{cls.GROUP}.{printable(name[:100])}={short_repr(value)}: "
+                    f"{owner and f'{owner}has '}no such field"
                     + (suggestion(name, known) or "; remove it")
                 )
         for name, field in known.items():
@@ -189,7 +191,7 @@ class ConfigGroup:
 
     def refuse(self, field: str, rule: str):
         """Raises UserError with the `rule` that the value of `field` breaks."""
-        raise UserError(f"config.{self.GROUP}.{field}={getattr(self, field)!r}: {rule}")
+        raise UserError(f"config.{self.GROUP}.{field}={short_repr(getattr(self, field))}: {rule}")
 
     def validate_types(self) -> None:
         """A config.json can contain values of any type."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import list_names
 
 BATCH_CHARACTERS = 1_000_000  # per batch of documents
 # Reasons for skipping an item. If invalid_utf8 is "replace", such an item is repaired instead.
@@ -142,7 +143,7 @@ def extract_text(text, where: str, fields, rules: Rules, field: str = "") -> Ite
         return rules.refuse_or_skip(
             where,
             f"no string in the field {field or rules.text_field!r}: the item's fields are named "
-            f"{', '.join(fields)}",
+            f"{list_names(fields)}",
             "correct the line" if field else "set --config.data.text_field",
         )
     try:

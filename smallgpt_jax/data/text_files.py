@@ -19,7 +19,7 @@ from typing import NamedTuple
 from smallgpt_jax.data.parts import Item, Part, Passage, Rules, Skipped, extract_text
 from smallgpt_jax.data.prompts import extract_document
 from smallgpt_jax.errors import UserError, install_command
-from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.formatting import list_names, short_reason
 from smallgpt_jax.storage.json_files import require_few_values
 from smallgpt_jax.storage.object_storage import Reader, is_remote
 
@@ -264,7 +264,7 @@ def read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
     columns = file.schema_arrow.names
     if rules.text_field not in columns:
         raise UserError(
-            f"{path}: no column {rules.text_field!r}, its columns are {', '.join(columns)}; set "
+            f"{path}: no column {rules.text_field!r}, its columns are {list_names(columns)}; set "
             "--config.data.text_field"
         )
     rows, number = max(file.metadata.num_rows, 1), 0

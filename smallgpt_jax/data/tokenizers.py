@@ -30,13 +30,14 @@ from smallgpt_jax.data.hugging_face_tokenizer import (
 )
 from smallgpt_jax.data.special_tokens import END_OF_TEXT, SpecialTokens
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.formatting import short_reason, short_repr
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.bounded import read_bounded
 from smallgpt_jax.storage.json_files import (
     OBJECT,
     TEXT,
     Each,
+    Kind,
     integer,
     parse_json,
     read_json,
@@ -144,6 +145,12 @@ class Bytes(Tokenizer):
 
     def files(self):
         return {}
+
+
+SYMBOL = Kind(
+    "a symbol of at most 100 characters, without spaces",
+    lambda value: isinstance(value, str) and len(value) <= 100 and value.split() == [value],
+)
 
 
 class Symbols(Tokenizer):
@@ -350,7 +357,7 @@ def _read_native(folder: Path, files: Mapping[str, Path]) -> Tokenizer | None:
     if kind == Bytes.kind:
         return Bytes()
     if kind == SYMBOLS:
-        return Symbols(read_json(folder / SYMBOLS_FILE, [TEXT], "restore it"))
+        return Symbols(read_json(folder / SYMBOLS_FILE, [SYMBOL], "restore it"))
     if kind == HuggingFaceTokenizer.kind:
         return None
     has_json = TOKENIZER_JSON in files
@@ -420,7 +427,7 @@ def _require_added_tokens(tokenizer: Tokenizer, files: Mapping[str, Path]) -> No
     if missing := sorted(names - tokenizer.names()):
         raise UserError(
             f"{folder}: its settings name tokens that its tokenizer lacks, such as "
-            f"{missing[0]!r}; {ADVICE}"
+            f"{short_repr(missing[0])}; {ADVICE}"
         )
 
 

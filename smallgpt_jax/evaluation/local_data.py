@@ -4,13 +4,14 @@ Each reader returns rows in the format of the Hugging Face dataset that the harn
 Each task has a single split; few-shot examples are also taken from this split.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.storage.json_files import OBJECT, parse_json
 
 
 class LocalTask(NamedTuple):
@@ -23,7 +24,8 @@ class LocalTask(NamedTuple):
 
 
 def json_rows(text: str) -> list[dict]:
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+    lines = (line.encode() for line in text.split("\n") if line.strip())
+    return [parse_json(line, OBJECT) for line in lines]
 
 
 def hellaswag(text: str) -> list[dict]:
@@ -141,19 +143,22 @@ def task_config(name: str, config: dict, folder: Path) -> dict:
     """Returns the harness's `config` of a task, changed so that the harness reads the rows from
     files in `folder`.
     """
+    from datasets import Dataset
+
     task = TASKS[name]
     try:
         rows = task.read(*((folder / file).read_text(encoding="utf-8") for file in task.files))
         if not rows:
             raise ValueError("no rows")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        split = Dataset.from_list(rows)
+    except (
+        *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
+        RuntimeError,  # a NotImplementedError of pyarrow
+    ) as error:
         raise UserError(
-            f"{folder / task.files[0]}: not the data of {name} ({type(error).__name__}: {error}); "
+            f"{folder / task.files[0]}: not the data of {name} ({type(error).__name__}: {short_reason(error)}); "
             f"download it again from {task.source}"
         ) from None
-    from datasets import Dataset
-
-    split = Dataset.from_list(rows)
     return {
         **config,
         **dict(task.overrides),

@@ -21,6 +21,7 @@ def _is_result(value) -> bool:
     return isinstance(value, str) or LOSS.accepts(value)
 
 
+TYPES = {"loglikelihood": list, "loglikelihood_rolling": float, "generate_until": str}
 LINE = {"request": TEXT, "result": Kind("a score or a text", _is_result)}
 
 
@@ -41,6 +42,8 @@ class ScoreCache:
 
     def find(self, kind: str, arguments: Sequence) -> Result | None:
         result = self._results.get(_request_hash(kind, arguments))
+        if not isinstance(result, TYPES[kind]):
+            return None
         return tuple(result) if isinstance(result, list) else result
 
     def add_partial(self, kind: str, arguments: Sequence, result: Result) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 from smallgpt_jax.config.group import AUTO
 from smallgpt_jax.devices.platform import faster_dtype
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.models.cgpt import CGPT
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.custom_code import find_class
@@ -26,7 +27,7 @@ ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
 
 
 def find_architecture(name: str):
-    where = f"config.model.architecture={name!r}"
+    where = f"config.model.architecture={short_repr(name)}"
     trunk = find_class(name, ARCHITECTURES, where)
     config_class = getattr(trunk, "Config", None)
     if not (isinstance(config_class, type) and issubclass(config_class, ModelConfig)):

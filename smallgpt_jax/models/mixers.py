@@ -9,6 +9,7 @@ import dataclasses
 import flax.linen as nn
 
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.attention_variants import AttentionVariant, is_variant
 from smallgpt_jax.models.config import ModelConfig
@@ -32,7 +33,7 @@ WITHOUT_ATTENTION = {
 
 
 def find_mixer(name: str) -> type[nn.Module]:
-    where = f"config.model.mixers={name!r}"
+    where = f"config.model.mixers={short_repr(name)}"
     if "," in str(name):
         raise UserError(f"{where}: not one name; quote each name, as in {tuple(name.split(','))!r}")
     mixer = find_class(name, MIXERS, where)
@@ -44,6 +45,9 @@ def find_mixer(name: str) -> type[nn.Module]:
         raise UserError(
             f"{where}: must be a Linen module with a field config; see docs/your-own.md"
         )
+    if mixer.__module__.startswith("smallgpt_jax.") and mixer not in MIXERS.values():
+        # A whole block or trunk has mixers of its own, without an end.
+        raise UserError(f"{where}: is no mixer; use one of {', '.join(MIXERS)}")
     return mixer
 
 

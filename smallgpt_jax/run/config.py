@@ -18,6 +18,7 @@ from smallgpt_jax.config.group import (
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.devices.sharding import MeshConfig
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.models import ModelConfig
 from smallgpt_jax.optim.config import OptimizerConfig
 
@@ -224,11 +225,11 @@ def set_attention_mask(model: dict, objective: str) -> None:
     """Sets the mask that belongs to the objective. Raises UserError for another one, which the
     weights may be from.
     """
-    mask, default = ATTENTION_MASK_OF.get(objective, "causal"), ModelConfig.attention_mask
+    mask, default = ATTENTION_MASK_OF.get(str(objective), "causal"), ModelConfig.attention_mask
     if model.get("attention_mask", default) not in (mask, default):
         raise UserError(
-            f"config.model.attention_mask={model['attention_mask']!r}: does not belong to "
-            f"config.train.objective={objective!r}; set another objective, or "
+            f"config.model.attention_mask={short_repr(model['attention_mask'])}: does not belong to "
+            f"config.train.objective={short_repr(objective)}; set another objective, or "
             f"--config.model.attention_mask={mask}"
         )
     if mask != default:

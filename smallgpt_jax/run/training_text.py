@@ -8,6 +8,7 @@ import jax
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.corpus import DESCRIPTION, Corpus, same_text
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.run.names import ORIGIN_FILE, STORE_FILE, TOKENIZER_FOLDER
 from smallgpt_jax.storage.json_files import read_json
 
@@ -86,7 +87,7 @@ def describe_changes(before: dict, now: dict) -> str:
     def format_value(path, value):
         if value is None:  # this description lacks the entry
             return "0" if "skipped" in path else "none"
-        return f"{value:,}" if type(value) is int else repr(value)
+        return f"{value:,}" if type(value) is int else short_repr(value)
 
     entries_before, entries_now = flat_entries(before), flat_entries(now)
     different = [

@@ -520,7 +520,7 @@ task_manager = functools.cache(
             r"missing anli_v1\.0/R1/test\.jsonl \(anli_r1, https://.*\), piqa_valid\.jsonl \(piqa, https://.*\), "
             r"piqa_valid-labels\.lst \(piqa, https://.*\); add",
         ),
-        (["copa"], r"copa_val\.jsonl: not the data of copa \(JSONDecodeError"),
+        (["copa"], r"copa_val\.jsonl: not the data of copa \(ValueError: not JSON"),
         (["boolq", "copa"], "--data_dir: does not support boolq, only hellaswag, "),
         ([], "--tasks: is empty"),
     ],

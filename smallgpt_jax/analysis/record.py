@@ -59,7 +59,7 @@ FlatConfig = Annotated[
     ),
 ]
 _STORE = {
-    "splits": Optional({"train": {"tokens": integer(0)}}),
+    "splits": Optional({"train": {"tokens": Optional(integer(0))}}),  # those of a probe: "rows"
     "vocab_size": Optional(integer(1)),
     "weight": Optional(json_files.POSITIVE),
 }

@@ -103,6 +103,8 @@ def loss_against_cost(choice: Choice, styles: Styles) -> Figure:
         plot.set_xscale("log")
         plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         plot.xaxis.set_minor_locator(NullLocator())
+    else:
+        plot.xaxis.set_major_locator(MaxNLocator(4))
     plot.xaxis.set_major_formatter(lambda value, _: words.limit(value, choice.budget))
     plot.margins(x=0.1)
     return _with_legend(figure, plot)
@@ -222,8 +224,8 @@ def draw(
             "the mean.",
         )
     for budget in ("decode_ms", "memory"):
-        choices = [one for one in findings.choices if one.budget == budget and one.front]
-        if choices:
+        choices = [one for one in findings.choices if one.budget == budget]
+        if choices and len(choices[-1].front) > 1:
             caption = f"The lowest loss that was trained for a limit of {words.BUDGETS[budget]}."
             figures[f"loss-{budget}"] = loss_against_cost(choices[-1], styles), caption
     if findings.curves:

@@ -15,8 +15,8 @@ The saved config of an imported model has only the `model` group. For the other 
 configs/run.py sets the model's own tokenizer, a token store in the cache folder, and values for
 fine-tuning on a few million tokens.
 
-A custom architecture or mixer is used only with --trust_custom_code, because a workdir of others
-may name any module.
+A custom architecture, mixer, objective, optimizer or schedule is used only with
+--trust_custom_code, because a workdir of others may name any module.
 """
 
 import re
@@ -25,6 +25,7 @@ import sys
 from configs import base
 from smallgpt_jax import models
 from smallgpt_jax.run.config_file import read_groups
+from smallgpt_jax.run.custom_code import refuse_training_code
 from smallgpt_jax.run.names import TOKENIZER_FOLDER
 from smallgpt_jax.storage.paths import as_path
 
@@ -38,6 +39,7 @@ def get_config(folder: str):
         for argument in sys.argv
     )
     models.refuse_custom_code(saved["model"], path, trust)
+    refuse_training_code(saved, path, trust)
     config = base.get_config("paper", saved["model"].get("architecture"))
     if "data" not in saved:
         config.data.tokenizer, config.data.store = str(path / TOKENIZER_FOLDER), ""

@@ -33,6 +33,7 @@ from smallgpt_jax.report.figures import read_logged
 from smallgpt_jax.report.page import Report
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.custom_code import import_training_code
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, match
@@ -123,6 +124,8 @@ class TrainedComparison:
     def __init__(self, config: ConfigDict, output: Path, results: Sequence[str], command: str):
         """Raises UserError for what would fail later: configs, texts, workdirs and records."""
         configs = [Config.of(run) for run in recipe.resolve_runs(config).values()]
+        for run in configs:
+            import_training_code(run)
         self.config, self.compare, self.command = config, config.compare, command
         self.sources = texts.parse_texts(config.compare.texts)
         corpora = texts.open_texts(configs[0], self.sources)

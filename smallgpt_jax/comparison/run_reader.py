@@ -22,9 +22,10 @@ from smallgpt_jax.models.flops import Cost, train_cost, update_flops
 from smallgpt_jax.objectives.future_tokens import future_terms
 from smallgpt_jax.objectives.objective import Objective, Term, make_objective
 from smallgpt_jax.optim.config import OptimizerConfig
-from smallgpt_jax.optim.optimizer import OPTIMIZERS
+from smallgpt_jax.optim.optimizer import find_optimizer
 from smallgpt_jax.run.config import Config, flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
+from smallgpt_jax.run.custom_code import refuse_training_code
 from smallgpt_jax.run.metrics import LOSS_OF_REPEATS, answers_in, read_lines
 from smallgpt_jax.run.names import (
     CONFIG_FILE,
@@ -82,6 +83,7 @@ def read_run(
     """
     _require_started(folder)
     config = read_config(folder, trust_custom_code)
+    refuse_training_code(config, folder, trust_custom_code)
     if config.train.teacher:
         raise UserError(
             f"{folder}: was trained with config.train.teacher, which comparisons do not support, "
@@ -174,7 +176,7 @@ def _count_once(
 ) -> Counts:
     """Cached, because it traces the model. FLOPs do not depend on the optimizer's settings."""
     trained = models.abstract_params(model) | Objective(terms=dict(terms)).abstract_heads()
-    optimizer = OPTIMIZERS[optimizer_name](trained, OptimizerConfig(name=optimizer_name))
+    optimizer = find_optimizer(optimizer_name)(trained, OptimizerConfig(name=optimizer_name))
     return Counts(
         components(model),
         models.num_active_parameters(model),

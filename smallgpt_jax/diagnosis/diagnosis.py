@@ -30,6 +30,7 @@ from smallgpt_jax.objectives.objective import make_objective
 from smallgpt_jax.optim.transfer import scale_initial
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
+from smallgpt_jax.run.custom_code import refuse_training_code
 from smallgpt_jax.run.names import DIAGNOSIS_FOLDER
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.paths import as_path, local_path
@@ -80,6 +81,7 @@ def diagnose(
         )
     folder = as_path("--workdir", workdir)
     config = read_config(folder, trust_custom_code)
+    refuse_training_code(config, folder, trust_custom_code)
     length = trained.model.config.context_length
     read = {
         str(path): windows_of_file(local_path("--text", path), trained.tokenizer, length, windows)

@@ -8,12 +8,12 @@ attribute `Config` is the class of its field `config`: `ModelConfig` or a subcla
 import dataclasses
 
 from smallgpt_jax.config.group import AUTO
+from smallgpt_jax.config.lookup import find_named
 from smallgpt_jax.devices.platform import faster_dtype
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.models.cgpt import CGPT
 from smallgpt_jax.models.config import ModelConfig
-from smallgpt_jax.models.custom_code import find_class
 from smallgpt_jax.models.gpt import GPT
 from smallgpt_jax.models.layers import MLPS, NORMS
 from smallgpt_jax.models.lgpt import LGPT
@@ -28,7 +28,7 @@ ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
 
 def find_architecture(name: str):
     where = f"config.model.architecture={short_repr(name)}"
-    trunk = find_class(name, ARCHITECTURES, where)
+    trunk = find_named(name, ARCHITECTURES, where)
     config_class = getattr(trunk, "Config", None)
     if not (isinstance(config_class, type) and issubclass(config_class, ModelConfig)):
         raise UserError(

@@ -1,38 +1,12 @@
 """Classes of a user's own package, which a config names as `package.module:Class`."""
 
 import dataclasses
-import importlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from smallgpt_jax.errors import UserError, suggestion
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.config import ModelConfig
-
-
-def find_class(name: str, table: Mapping[str, type], where: str) -> type:
-    """Returns the class for `name`, a key of `table` or `package.module:Class`. UserErrors begin
-    with `where`.
-    """
-    module, colon, class_name = str(name).partition(":")
-    if not module or not colon or module.startswith("."):
-        if str(name) not in table:
-            raise UserError(
-                f"{where}: must be one of {', '.join(table)}, or package.module:Class"
-                + suggestion(str(name), table)
-            )
-        return table[name]
-    try:
-        return getattr(importlib.import_module(module), class_name)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{where}: no module {error.name!r}; run the command in the folder that contains it, "
-            "or add that folder to PYTHONPATH"
-        ) from None
-    except AttributeError:
-        raise UserError(
-            f"{where}: the module {module} has no {class_name!r}; expected package.module:Class"
-        ) from None
 
 
 def custom_classes(model: Mapping | ModelConfig) -> list[tuple[str, str]]:

@@ -8,12 +8,12 @@ import dataclasses
 
 import flax.linen as nn
 
+from smallgpt_jax.config.lookup import find_named
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.attention_variants import AttentionVariant, is_variant
 from smallgpt_jax.models.config import ModelConfig
-from smallgpt_jax.models.custom_code import find_class
 from smallgpt_jax.models.gated_convolution import GatedConvolution
 from smallgpt_jax.models.gated_delta import GatedDeltaNet
 from smallgpt_jax.models.mamba import Mamba2
@@ -36,7 +36,7 @@ def find_mixer(name: str) -> type[nn.Module]:
     where = f"config.model.mixers={short_repr(name)}"
     if "," in str(name):
         raise UserError(f"{where}: not one name; quote each name, as in {tuple(name.split(','))!r}")
-    mixer = find_class(name, MIXERS, where)
+    mixer = find_named(name, MIXERS, where)
     if not (
         isinstance(mixer, type)
         and issubclass(mixer, nn.Module)

@@ -13,7 +13,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from smallgpt_jax.config.lookup import find_named
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.models import LanguageModel, ModelConfig
 from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.context import EVALUATION, Context
@@ -320,10 +322,14 @@ FUTURE_HEADS = {
 }
 
 
+def find_future_head(name: str):
+    return find_named(name, FUTURE_HEADS, f"config.train.future_head={short_repr(name)}")
+
+
 def future_terms(train: TrainConfig, model: LanguageModel) -> dict[str, Term]:
     if not train.future_tokens:
         return {}
-    train.validate_choice("future_head", FUTURE_HEADS)
+    make_term = find_future_head(train.future_head)
     if train.objective == "masked":
         train.refuse(
             "future_tokens",
@@ -334,7 +340,7 @@ def future_terms(train: TrainConfig, model: LanguageModel) -> dict[str, Term]:
             "future_tokens",
             f"must be less than config.model.context_length={model.config.context_length}",
         )
-    term = FUTURE_HEADS[train.future_head](
+    term = make_term(
         train,
         weight=train.future_weight,
         config=model.config,

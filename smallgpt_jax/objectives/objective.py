@@ -13,7 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import flax.linen as nn
 import jax
 
+from smallgpt_jax.config.lookup import find_named
 from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.models import LanguageModel, ModelConfig
 from smallgpt_jax.models.custom_code import custom_classes
 from smallgpt_jax.models.flops import count_operations
@@ -203,7 +205,10 @@ def masked(train: TrainConfig, model: LanguageModel) -> Objective:
 OBJECTIVES = {"causal": causal, "prefix": prefix, "masked": masked}
 
 
+def find_objective(name: str):
+    return find_named(name, OBJECTIVES, f"config.train.objective={short_repr(name)}")
+
+
 def make_objective(train: TrainConfig, model: LanguageModel, **terms: Term) -> Objective:
-    train.validate_choice("objective", OBJECTIVES)
-    objective = OBJECTIVES[train.objective](train, model)
+    objective = find_objective(train.objective)(train, model)
     return dataclasses.replace(objective, terms={**objective.terms, **terms})

@@ -21,12 +21,13 @@ from smallgpt_jax.config.group import (
 class OptimizerConfig(ConfigGroup):
     GROUP: ClassVar[str] = "optimizer"
 
-    # adamw | lion | muon. With muon, embeddings, head and vectors are still updated by AdamW.
-    # Learning rates and weight decay that suit adamw also suit muon (docs/optimizers.md)
+    # adamw | lion | muon | package.module:function (docs/your-own.md). With muon, embeddings, head
+    # and vectors are still updated by AdamW. Learning rates and weight decay that suit adamw also
+    # suit muon (docs/optimizers.md)
     name: str = "adamw"
     # learning rate after the warmup: "cosine" | "linear": decay to final_learning_rate | "wsd":
     # constant, then a decay by 1 − √x over the last decay_fraction of the steps | "wsd_linear": the
-    # same with a linear decay | "constant"
+    # same with a linear decay | "constant" | package.module:function (docs/your-own.md)
     schedule: str = not_compiled("cosine")
     # peak learning rate, at the end of the warmup
     learning_rate: float = not_compiled(6e-4)

@@ -5,18 +5,16 @@ of the steps before an update, skipped ones included: the decay ends with the ru
 import jax.numpy as jnp
 import optax
 
+from smallgpt_jax.config.lookup import find_named
+from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.optim.config import OptimizerConfig
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    config.validate_choice("schedule", SCHEDULES)
-    return optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps),
-            SCHEDULES[config.schedule](config),
-        ],
-        [config.warmup_steps],
-    )
+    where = f"config.optimizer.schedule={short_repr(config.schedule)}"
+    after_warmup = find_named(config.schedule, SCHEDULES, where)(config)
+    warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
+    return optax.join_schedules([warmup, after_warmup], [config.warmup_steps])
 
 
 def cosine(config: OptimizerConfig) -> optax.Schedule:

@@ -5,6 +5,8 @@ rate.
 import jax
 import optax
 
+from smallgpt_jax.config.lookup import find_named
+from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.muon import muon
 from smallgpt_jax.optim.transfer import with_multipliers
@@ -19,6 +21,10 @@ OPTIMIZERS = {
 }
 
 
+def find_optimizer(name: str):
+    return find_named(name, OPTIMIZERS, f"config.optimizer.name={short_repr(name)}")
+
+
 def make_optimizer(
     params, config: OptimizerConfig, multipliers=None
 ) -> optax.GradientTransformationExtraArgs:
@@ -26,8 +32,7 @@ def make_optimizer(
     `update` needs the keywords `learning_rate` and `weight_decay`, which may be traced. Weight
     decay applies only to matrices.
     """
-    config.validate_choice("name", OPTIMIZERS)
-    directions = OPTIMIZERS[config.name](params, config)
+    directions = find_optimizer(config.name)(params, config)
     is_matrix = jax.tree.map(lambda p: p.is_matrix, params)
 
     def chain(learning_rate, weight_decay) -> optax.GradientTransformationExtraArgs:

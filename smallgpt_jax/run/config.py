@@ -53,8 +53,8 @@ class TrainConfig(ConfigGroup):
     feature_weight: float = 0.1
     # training objective: "causal" (the next token) | "prefix" (the next token, after a random
     # prefix of each text that attention sees in both directions) | "masked" (tokens hidden in the
-    # text, with attention in both directions). docs/objectives.md; further ones are entries of
-    # OBJECTIVES (objectives/objective.py)
+    # text, with attention in both directions). docs/objectives.md |
+    # package.module:function (docs/your-own.md)
     objective: str = "causal"
     # "masked": fraction of the tokens to predict
     mask_rate: float = 0.3
@@ -62,7 +62,7 @@ class TrainConfig(ConfigGroup):
     # heads are not part of the trained model (docs/objectives.md)
     future_tokens: int = 0
     # kind of these heads: "mtp" (DeepSeek-V3's, one module per token) | "ftp" (a decoder that reads
-    # a pseudo-sequence)
+    # a pseudo-sequence) | package.module:function
     future_head: str = "mtp"
     # weight of their loss
     future_weight: float = 0.3

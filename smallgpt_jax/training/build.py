@@ -8,11 +8,11 @@ from ml_collections import ConfigDict
 
 from smallgpt_jax import models
 from smallgpt_jax.devices import sharding
-from smallgpt_jax.objectives.future_tokens import FUTURE_HEADS, future_terms
-from smallgpt_jax.objectives.objective import OBJECTIVES, Objective, make_objective
+from smallgpt_jax.objectives.future_tokens import find_future_head, future_terms
+from smallgpt_jax.objectives.objective import Objective, find_objective, make_objective
 from smallgpt_jax.objectives.teacher import Teacher, open_teacher
 from smallgpt_jax.optim import trainable
-from smallgpt_jax.optim.optimizer import OPTIMIZERS, make_optimizer
+from smallgpt_jax.optim.optimizer import find_optimizer, make_optimizer
 from smallgpt_jax.optim.transfer import base_config, multipliers
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
@@ -50,9 +50,9 @@ class RecentPrograms:
         key = (
             config,
             mesh,
-            OBJECTIVES.get(config.train.objective),
-            FUTURE_HEADS.get(config.train.future_head),
-            OPTIMIZERS.get(config.optimizer.name),
+            find_objective(config.train.objective),
+            find_future_head(config.train.future_head) if config.train.future_tokens else None,
+            find_optimizer(config.optimizer.name),
             *models.named_parts(config.model),
         )
         self.programs[key] = self.programs.pop(key, None) or _build(config, mesh)

@@ -23,6 +23,7 @@ from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.planning.estimate import estimate
 from smallgpt_jax.planning.table import format_plan
+from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.trainer import train
 
@@ -313,3 +314,54 @@ def test_state_is_saved_and_restored(text_file, tmp_path):
     ]
     assert all(line["mean_square"] > 0 for line in lines if line["split"] == "train")
     assert inference.load(tmp_path / "parts").generate("a", max_new_tokens=2, temperature=0.0)
+
+
+def test_a_schedule_an_optimizer_and_an_objective(text_file, tmp_path, monkeypatch):
+    """The logged rates follow the schedule's formula, and the logged loss is the sum of its parts.
+    The run is read, resumed and counted; workdirs of others do not import its module.
+    """
+    config = own_config(
+        "gpt",
+        data__source=str(text_file),
+        optimizer__schedule="my_models.training:sawtooth",
+        optimizer__name="my_models.training:sign",
+        optimizer__learning_rate=0.01,
+        optimizer__warmup_steps=0,
+        optimizer__decay_steps=20,
+        train__objective="my_models.training:calm",
+        train__steps=2,
+        train__log_every=1,
+        train__checkpoint_every=2,
+        train__eval_every=4,
+    )
+    train(config, str(tmp_path))
+    config.train.steps = 4
+    train(config, str(tmp_path))
+    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["split"] == "train"]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0.01, 0.005, 0.01, 0.005])
+    assert all(line["calm"] > 0 for line in lines)
+
+    assert run_reader.read_run("calm", tmp_path).flops_per_token
+    monkeypatch.delitem(sys.modules, "my_models.training")
+    assert inference.load(tmp_path).generate("a", max_new_tokens=2)
+    for read in (run_reader.read_run, lambda _, folder: load_config("run", str(folder))):
+        with pytest.raises(
+            UserError, match=r"config.optimizer.name='my_models.training:sign' is not built in"
+        ):
+            read("calm", tmp_path)
+    assert "my_models.training" not in sys.modules
+    assert run_reader.read_run("calm", tmp_path, trust_custom_code=True).flops_per_token
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("optimizer__schedule", "my_models.training:saw", "has no 'saw'; expected package.module"),
+        ("train__objective", "my_modls.training:calm", "no module 'my_modls'"),
+    ],
+)
+def test_refuses_names_without_a_function(field, value, message):
+    with pytest.raises(
+        UserError, match=rf"config.{field.replace('__', '.')}='{value}': .*{message}"
+    ):
+        build_program(own_config("gpt", **{field: value}))

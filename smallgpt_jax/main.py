@@ -52,4 +52,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    with distributed.exit_at_once_on_error():
+        cli.run(main)

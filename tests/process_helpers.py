@@ -26,6 +26,12 @@ class Service:
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
             return self._values[key]
 
+    def key_value_try_get(self, key):
+        with self._changed:
+            if key not in self._values:
+                raise jax.errors.JaxRuntimeError("NOT_FOUND")
+            return self._values[key]
+
 
 class Process(threading.local):
     """What JAX knows of a process, and its count of messages."""

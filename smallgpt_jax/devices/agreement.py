@@ -7,13 +7,18 @@ All processes call `exchange` and create `Agreement`s in the same order. Their n
 of the messages.
 """
 
+import contextlib
 import itertools
 import threading
+import time
 
 import jax
 from jax._src import distributed  # JAX has no public access to the service's keys and values
 
-POLL_SECONDS = 5.0  # between two looks at whether this process is about to exit
+POLL_SECONDS = 2.0  # between two looks at whether a process is about to exit
+LEAVING_SECONDS = (
+    5.0  # for which process 0, which runs the service, waits for the others at its end
+)
 _NUMBERS = itertools.count()
 
 
@@ -33,6 +38,21 @@ def process_index() -> int:
 def exchange(text: str) -> list[str]:
     """Returns the texts of all processes, in their order (collective)."""
     return _exchange(f"exchange/{next(_NUMBERS)}", text)
+
+
+def leave() -> None:
+    """Prepares the end of this process while others may go on. The service ends with process 0, and
+    would abort the processes that are about to report their own error.
+    """
+    _send("leaving", "")
+    if process_index() > 0:
+        return
+    end = time.monotonic() + LEAVING_SECONDS
+    for process in range(1, num_processes()):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            seconds = max(end - time.monotonic(), 0.001)
+            client = distributed.global_state.client
+            client.blocking_key_value_get(_key("leaving", process), round(1000 * seconds))
 
 
 class Agreement:
@@ -77,7 +97,9 @@ def _send(name: str, text: str) -> None:
 
 
 def _receive(name: str, process: int) -> str:
-    """Waits without a limit: if the other process dies, the service ends this one, too."""
+    """Waits without a limit. Raises PeerError if the other process leaves; if it dies, the service
+    ends this one, too.
+    """
     client = distributed.global_state.client
     while True:
         try:
@@ -87,3 +109,13 @@ def _receive(name: str, process: int) -> str:
             is_exiting = not threading.main_thread().is_alive()
             if is_exiting or "DEADLINE_EXCEEDED" not in str(error):
                 raise
+        if _has_left(process):
+            raise PeerError(f"process {process} has exited")
+
+
+def _has_left(process: int) -> bool:
+    try:
+        distributed.global_state.client.key_value_try_get(_key("leaving", process))
+    except jax.errors.JaxRuntimeError:  # NOT_FOUND
+        return False
+    return True

@@ -17,6 +17,7 @@ import re
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from smallgpt_jax.devices.agreement import exchange
+from smallgpt_jax.devices import agreement
+from smallgpt_jax.devices.agreement import PeerError, exchange
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 
@@ -151,7 +153,8 @@ def exit_on_peer_failure() -> Iterator[None]:
     """
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises either
+    # JAX raises either of the first two
+    except (jax.errors.JaxRuntimeError, ValueError, PeerError) as error:
         if is_single_process() or (isinstance(error, ValueError) and "Gloo" not in str(error)):
             raise
         print(
@@ -162,6 +165,33 @@ def exit_on_peer_failure() -> Iterator[None]:
             flush=True,
         )
         os._exit(1)  # a regular exit would wait for the other processes
+
+
+@contextlib.contextmanager
+def exit_at_once_on_error() -> Iterator[None]:
+    """Ends a process of a run of several as soon as it has printed its error.
+
+    At a regular exit, JAX waits for the other processes for 30 seconds, and then aborts all of
+    them. So their next collective fails at once; see `exit_on_peer_failure`.
+    """
+    try:
+        yield
+    except SystemExit as ended:
+        if ended.code and agreement.num_processes() > 1:
+            _exit(ended.code)
+        raise
+    except Exception as error:
+        if agreement.num_processes() > 1:
+            traceback.print_exception(error)
+            _exit(1)
+        raise
+
+
+def _exit(status: int) -> None:
+    agreement.leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def in_slurm_step() -> bool:

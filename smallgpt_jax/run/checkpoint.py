@@ -126,7 +126,6 @@ class Checkpoints:
         self._before_save()
         if step in self._steps:
             return
-        distributed.run_on_primary(lambda: require_locks(self.folder))
         content = checkpoint_content(state, unlogged_losses)
         self._saving, self._agreement = step, Agreement(COMMIT_PHASES)
         error = None
@@ -141,7 +140,8 @@ class Checkpoints:
 
     def _start_saving(self, content: ocp.args.Composite) -> Exception | None:
         try:
-            # tensorstore's requests do not do this
+            # orbax and tensorstore do not do this
+            require_locks(self.folder)
             object_storage.writer.require_locks()
             # removes what is left of an earlier attempt
             self._checkpointer.save(self.folder / str(self._saving), args=content, force=True)

@@ -66,6 +66,8 @@ def log(self, metrics, _log=Logger.log):
     for act, step in faults:
         if act.startswith("SIG") and metrics.step == int(step):
             os.kill(os.getpid(), getattr(signal, act))
+        if act == "log" and metrics.step == int(step):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "a file")
 
 failing(ocp.AsyncCheckpointer, "save", "start", errno.EACCES)
 failing(ocp.CompositeCheckpointHandler, "finalize", "commit", errno.ENOSPC)
@@ -198,6 +200,17 @@ def test_all_processes_exit_if_the_primary_one_fails(tmp_path, cluster):
     )
     assert "process 1: error: process 0 has failed; see its message" in result.stderr
     assert "Traceback" not in result.stderr, result.stderr
+
+
+def test_an_error_of_one_process_ends_all(tmp_path, cluster):
+    """JAX would wait for 30 seconds, and then abort both."""
+    started = time.monotonic()
+    result = cluster(tmp_path / "run", "1 log 6")
+    assert time.monotonic() - started < 60 and result.returncode == 1
+    assert "process 1: error: a file: Input/output error\nprocess 1: exit status 1" in result.stderr
+    assert "error: another process of this run has exited or is unreachable" in result.stderr
+    assert "process 0: exit status 1" in result.stderr
+    assert "Check failure stack trace" not in result.stderr
 
 
 def test_processes_with_different_devices_are_refused(tmp_path):

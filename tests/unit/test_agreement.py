@@ -59,6 +59,27 @@ def test_all_complete_all_phases(run_processes):  # noqa: F811
     assert [phase for phase, _ in finished] == [0, 0, 0, 1, 1, 1]
 
 
+def test_nobody_waits_for_a_process_that_leaves(run_processes, monkeypatch):  # noqa: F811
+    """Process 0, with which the service ends, leaves last."""
+    monkeypatch.setattr(agreement, "LEAVING_SECONDS", 20.0)
+    left = []
+
+    def work(number):
+        if number == 1:
+            agreement.leave()
+            left.append(number)
+            return
+        try:
+            exchange("")
+        finally:
+            agreement.leave()
+            left.append(number)
+
+    errors = run_processes(work)
+    assert str(errors[0]) == str(errors[2]) == "process 1 has exited"
+    assert left[0] == 1 and left[-1] == 0
+
+
 def test_errors_of_the_service_are_raised(run_processes, monkeypatch):  # noqa: F811
     def fail(*_):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: process 0 has exited")

@@ -1,5 +1,6 @@
 """Formatting of durations, counts, curves and errors for messages."""
 
+import errno
 import os
 import re
 import statistics
@@ -61,8 +62,13 @@ def short_reason(error: BaseException) -> str:
 
 
 def find_errno(error: BaseException) -> int | None:
-    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # an error of tensorstore
-        return int(code[1])
+    """Returns the number of an error of the operating system, also if a library has wrapped it."""
+    text = str(error)
+    # As in errors of tensorstore, and of libraries in Rust.
+    if code := re.search(r"os_error_code='(\d+)'|\(os error (\d+)\)", text):
+        return int(code[1] or code[2])
+    if re.fullmatch(r"\d+ requested and \d+ written", text):  # an OSError of NumPy
+        return errno.ENOSPC
     return error.errno if isinstance(error, OSError) else None
 
 

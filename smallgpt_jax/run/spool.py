@@ -5,9 +5,7 @@ uploaded whole.
 """
 
 import contextlib
-import os
 import shutil
-import stat
 import tempfile
 import threading
 import time
@@ -15,16 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from smallgpt_jax.devices import distributed
-from smallgpt_jax.errors import LockHeldError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.run.names import METRICS_FILE
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.atomic import removed_on_error, write_atomically
-from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote
+from smallgpt_jax.storage.temporary import new_locked_folder, remove_abandoned
 
 SPOOL_PREFIX = "smallgpt_jax-spool-"
-LOCK_FILE = ".lock"  # in a spool; a process holds it as long as it uses the spool
 UPLOAD_SECONDS = 30.0  # maximum time between uploads
 CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run ends
 
@@ -96,8 +92,9 @@ def open_spool(
         yield Spool(workdir, workdir, log)
         return
     with contextlib.ExitStack() as held:
-        remove_abandoned_spools()
-        folder = new_locked_folder(held) / workdir.name
+        place = Path(tempfile.gettempdir())
+        remove_abandoned(place, SPOOL_PREFIX)
+        folder = new_locked_folder(place, SPOOL_PREFIX, held) / workdir.name
         with removed_on_error(folder.parent):
             folder.mkdir()
             for name in continued:
@@ -118,35 +115,3 @@ def open_spool(
             closed.set()
             thread.join()
             spool.upload_last()
-
-
-def new_locked_folder(held: contextlib.ExitStack) -> Path:
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=SPOOL_PREFIX))
-        try:
-            held.enter_context(file_lock(folder / LOCK_FILE))
-            return folder
-        except (LockHeldError, FileNotFoundError):
-            # Another run that starts now has found the lock file before its lock was held, and
-            # removes the folder.
-            continue
-
-
-def remove_abandoned_spools() -> None:
-    """Runs that were killed leave a lock that no process holds. Folders that `upload_last` kept
-    have no lock.
-
-    The temporary folder may be shared with other users.
-    """
-    for folder in Path(tempfile.gettempdir()).glob(f"{SPOOL_PREFIX}*"):
-        lock = folder / LOCK_FILE
-        with contextlib.suppress(LockHeldError, OSError):
-            if is_own_folder(folder) and lock.exists():
-                with file_lock(lock):
-                    shutil.rmtree(folder)
-
-
-def is_own_folder(path: Path) -> bool:
-    """Returns False for a symbolic link, too."""
-    status = path.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

@@ -1,19 +1,24 @@
 """Writes that an interruption leaves whole or undone, on local disks and in object storage."""
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from smallgpt_jax.formatting import find_errno
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.locks import require_locks
 from smallgpt_jax.storage.object_storage import is_remote
+from smallgpt_jax.storage.temporary import temporary_folder
 
 # The last file that `atomic_folder` uploads: a folder without it is neither a workdir nor an
 # exported model.
 LAST_FILE = "config.json"
+UPLOAD_PREFIX = "smallgpt_jax-upload-"  # of temporary folders whose files are uploaded
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -117,19 +122,35 @@ def temporary_path(path: Path) -> Iterator[Path]:
     the end.
     """
     if is_remote(path):
-        with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder) / path.name
+        place = Path(tempfile.gettempdir())
+        with _name_full_disk(place), temporary_folder(place, UPLOAD_PREFIX) as folder:
+            yield folder / path.name
         return
     missing = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-            yield Path(folder) / path.name
+        with (
+            _name_full_disk(path),
+            temporary_folder(path.parent, f".{path.name}.partial-") as folder,
+        ):
+            yield folder / path.name
     finally:
         if not path.exists():
             with contextlib.suppress(OSError):  # another process has put files into the new parents
                 for parent in missing:
                     parent.rmdir()
+
+
+@contextlib.contextmanager
+def _name_full_disk(path: Path) -> Iterator[None]:
+    """Raises an OSError with `path` if a library raises an error of its own for a full disk."""
+    try:
+        yield
+    except Exception as error:
+        number = find_errno(error)
+        if number not in FULL_DISK:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from None
 
 
 def current_umask() -> int:

@@ -47,8 +47,9 @@ _held: list[LocalLock] = []  # of this process
 
 
 @contextlib.contextmanager
-def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
-    """Holds an exclusive lock on the file at `path`, and removes the file on exit.
+def file_lock(path: Path, wait: bool = False) -> Iterator[bool]:
+    """Holds an exclusive lock on the file at `path`, and removes the file on exit. Yields whether
+    the file system has locks.
 
     If another process holds the lock, waits for it (`wait=True`) or raises LockHeldError
     (`wait=False`). The operating system releases the lock when this process ends. On file systems
@@ -56,14 +57,14 @@ def file_lock(path: Path, wait: bool = False) -> Iterator[None]:
     """
     if is_remote(path):
         with object_lock(path, wait):
-            yield
+            yield True
         return
     lock, is_locked = _acquire(path.absolute(), wait)
     if is_locked:
         _held.append(lock)
     try:
         lock.write_holder()
-        yield
+        yield is_locked
     finally:
         if is_locked:
             _held.remove(lock)

@@ -35,7 +35,7 @@ from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
 from smallgpt_jax.run.names import SESSIONS_FILE
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.state import TrainState
-from smallgpt_jax.storage import object_lock, object_storage
+from smallgpt_jax.storage import object_lock, object_storage, temporary
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.locks import file_lock
@@ -447,7 +447,7 @@ def test_runs_that_start_at_once_do_not_meet(moment, bucket, temporary_folder, m
         (folder,) = temporary_folder.iterdir()
         removed.append(folder)
         if moment == "before the lock":
-            spool.remove_abandoned_spools()
+            temporary.remove_abandoned(temporary_folder, spool.SPOOL_PREFIX)
             assert not folder.exists()
         else:
             other = (folder / ".lock").open()

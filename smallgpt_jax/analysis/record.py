@@ -161,6 +161,9 @@ class Session:
     padding: float
     first_step: int = 0
     stack: int = 1  # runs that the program trained at the same time
+    # Of CPUs: family, model, instruction sets, …, because machines of one name differ in speed and
+    # bits (`devices.platform.processor_identity`)
+    processor: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

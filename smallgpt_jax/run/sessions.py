@@ -34,6 +34,7 @@ SESSION = {
     "versions": Each(TEXT),
     "padding": Kind("a fraction", lambda x: NUMBER.accepts(x) and 0 <= x < 1),
     "first_step": Optional(integer(0)),
+    "processor": Optional(Each(TEXT)),
 }
 
 

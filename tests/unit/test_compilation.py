@@ -17,7 +17,7 @@ from conftest import call
 
 from smallgpt_jax.output import elapsed_time_shown
 from smallgpt_jax.planning import compilation, topologies
-from smallgpt_jax.planning.compilation import CompiledProgram, Compiler
+from smallgpt_jax.planning.compilation import OPTIONS, CompiledProgram, Compiler
 
 HLO = """HloModule m
 
@@ -34,7 +34,7 @@ def compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls = []
 
-    def run_compiler(lowered, platform):
+    def run_compiler(lowered, platform, options):
         calls.append(lowered)
         return PROGRAM
 
@@ -157,7 +157,9 @@ def test_the_options_of_the_compilers(platform, expected):
     options = {}
     program = SimpleNamespace(as_text=lambda: HLO, memory_analysis=lambda: memory)
     lowered = SimpleNamespace(compile=lambda given: options.update(given) or program)
-    assert compilation.run_compiler(lowered, platform) == CompiledProgram(1, 2, 3, 4, HLO)
+    assert compilation.run_compiler(
+        lowered, platform, OPTIONS.get(platform, {})
+    ) == CompiledProgram(1, 2, 3, 4, HLO)
     assert (options.pop("xla_dump_to", None) is not None) == (
         platform == "tpu"
     ) and options == expected

@@ -29,6 +29,7 @@ _PUBLIC = {
     "evaluate": "evaluation.evaluation",
     "Benchmarks": "evaluation.benchmarks",
     "ExampleFile": "evaluation.example_file",
+    "TextFiles": "evaluation.perplexity",
     "ModelOptions": "evaluation.model_options",
     "export": "conversion.exporting",
     "HuggingFaceExport": "conversion.exporting",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the names are public
     from smallgpt_jax.evaluation.evaluation import evaluate as evaluate
     from smallgpt_jax.evaluation.example_file import ExampleFile as ExampleFile
     from smallgpt_jax.evaluation.model_options import ModelOptions as ModelOptions
+    from smallgpt_jax.evaluation.perplexity import TextFiles as TextFiles
     from smallgpt_jax.inference import load as load
     from smallgpt_jax.planning.plan import plan as plan
     from smallgpt_jax.planning.plan import plan_inference as plan_inference

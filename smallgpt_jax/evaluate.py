@@ -1,14 +1,18 @@
-"""Evaluates a trained model on benchmarks with lm-evaluation-harness, or on a file of examples.
+"""Evaluates a trained model on benchmarks with lm-evaluation-harness, on a file of examples, or
+on texts.
 
     python -m smallgpt_jax.evaluate --workdir=runs/gpt --tasks=paper
     python -m smallgpt_jax.evaluate --workdir=runs/gpt --tasks=hellaswag,piqa --data_dir=eval_data --limit=500
     python -m smallgpt_jax.evaluate --workdir=runs/tuned --examples=test.jsonl --metrics=accuracy
+    python -m smallgpt_jax.evaluate --workdir=runs/gpt --text=book.txt,notes/
 
 `paper` stands for the seven tasks of arXiv 2404.14462: HellaSwag, WinoGrande, CommonsenseQA, ANLI
 r1, PIQA, COPA and ARC-Easy. All other task names are the harness's; the tasks lambada_openai and
-wikitext report perplexity. Prints a table of results, and writes the table (Markdown) and the
-harness's results (JSON) to WORKDIR/evaluations.
+wikitext report perplexity. Of texts, the loss, perplexity and bits per byte are measured. Prints a
+table of results, and writes the table (Markdown) and the results (JSON) to WORKDIR/evaluations.
 """
+
+import json
 
 from absl import flags
 
@@ -18,6 +22,7 @@ from smallgpt_jax.evaluation.benchmarks import SEED, Benchmarks
 from smallgpt_jax.evaluation.evaluation import evaluate
 from smallgpt_jax.evaluation.example_file import ExampleFile
 from smallgpt_jax.evaluation.model_options import DTYPES, ModelOptions
+from smallgpt_jax.evaluation.perplexity import TextFiles
 from smallgpt_jax.evaluation.questions import METRICS
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
@@ -92,33 +97,53 @@ _LABELS = flags.DEFINE_multi_string(
 _MAX_NEW_TOKENS = flags.DEFINE_integer(
     "max_new_tokens", 64, "With --examples: maximum length of a generated answer.", lower_bound=1
 )
+_TEXT = flags.DEFINE_string(
+    "text",
+    None,
+    "Instead of --tasks: files, folders and globs of text, JSON lines or Parquet, separated by "
+    "commas. Reports loss, perplexity and bits per byte of each file; see docs/evaluation.md.",
+)
+_STRIDE = flags.DEFINE_integer(
+    "stride",
+    None,
+    "With --text: tokens between the beginnings of two windows of the model's context length. "
+    "Default: half the context length.",
+)
+_JSON = flags.DEFINE_bool("json", False, "Print the results as one JSON object.")
 flags.mark_flag_as_required("workdir")
 
-_OF_TASKS = (_TASKS, _DATA_DIR, _NUM_FEWSHOT, _SEED, _GEN_KWARGS)
-_OF_EXAMPLES = (_EXAMPLES, _METRICS, _LABELS, _MAX_NEW_TOKENS)
+# (what is evaluated, the flags that only it has)
+_FLAGS = (
+    (_TASKS, (_DATA_DIR, _NUM_FEWSHOT, _SEED, _GEN_KWARGS)),
+    (_EXAMPLES, (_METRICS, _LABELS, _MAX_NEW_TOKENS)),
+    (_TEXT, (_STRIDE,)),
+)
 
 
 def main() -> None:
-    if (_TASKS.value is None) == (_EXAMPLES.value is None):
-        raise UserError("give either --tasks or --examples; see --help")
-    chosen, others = (_TASKS, _OF_EXAMPLES) if _EXAMPLES.value is None else (_EXAMPLES, _OF_TASKS)
-    for flag in others:
-        if flag.present:
-            raise UserError(f"--{flag.name}: cannot be combined with --{chosen.name}")
-    if chosen is _TASKS:
+    chosen = [flag.name for flag, _ in _FLAGS if flag.value is not None]
+    if len(chosen) != 1:
+        raise UserError("give one of --tasks, --examples and --text; see --help")
+    for flag, specific_flags in _FLAGS:
+        for other in specific_flags:
+            if flag.value is None and other.present:
+                raise UserError(f"--{other.name}: cannot be combined with --{chosen[0]}")
+    if _TEXT.value is not None:
+        on = TextFiles(_TEXT.value, stride=_STRIDE.value)
+    elif _EXAMPLES.value is not None:
+        on = ExampleFile(
+            _EXAMPLES.value,
+            metrics=_METRICS.value,
+            labels=_LABELS.value or (),
+            max_new_tokens=_MAX_NEW_TOKENS.value,
+        )
+    else:
         on = Benchmarks(
             tasks=_TASKS.value,
             data_dir=_DATA_DIR.value,
             num_fewshot=_NUM_FEWSHOT.value,
             seed=_SEED.value,
             gen_kwargs=_GEN_KWARGS.value,
-        )
-    else:
-        on = ExampleFile(
-            _EXAMPLES.value,
-            metrics=_METRICS.value,
-            labels=_LABELS.value or (),
-            max_new_tokens=_MAX_NEW_TOKENS.value,
         )
     model = ModelOptions(
         step=_STEP.value,
@@ -128,10 +153,14 @@ def main() -> None:
         batch_tokens=_BATCH_TOKENS.value,
         trust_custom_code=_TRUST.value,
     )
-    _, table, path = evaluate(
-        _WORKDIR.value, on, limit=_LIMIT.value, log_samples=_LOG_SAMPLES.value, model=model
+    results, table, path = evaluate(
+        _WORKDIR.value,
+        on,
+        limit=_LIMIT.value,
+        log_samples=_LOG_SAMPLES.value,
+        model=model,
     )
-    print(f"{table}\n{path}")
+    print(json.dumps(results, default=str) if _JSON.value else f"{table}\n{path}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.benchmarks import Benchmarks
 from smallgpt_jax.evaluation.example_file import ExampleFile
 from smallgpt_jax.evaluation.model_options import ModelOptions
+from smallgpt_jax.evaluation.perplexity import TextFiles
 from smallgpt_jax.run.names import EVALUATION_FOLDER
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.paths import as_path
@@ -22,7 +23,7 @@ class Evaluation(NamedTuple):
 
 def evaluate(
     workdir: str | Path,
-    on: str | Sequence[str] | Benchmarks | ExampleFile,
+    on: str | Sequence[str] | Benchmarks | ExampleFile | TextFiles,
     *,
     limit: float | None = None,
     log_samples: bool = False,
@@ -31,15 +32,15 @@ def evaluate(
     """Evaluates a trained model; returns the results, which are also in WORKDIR/evaluations.
 
     `on` are tasks of lm-evaluation-harness by name ("paper": those of arXiv 2404.14462), the same
-    with options (Benchmarks), or a file of examples (ExampleFile). `limit` is the most questions
-    per task or, below 1, a fraction of them. With `log_samples`, the results have each question and
-    its scores. Raises UserError.
+    with options (Benchmarks), a file of examples (ExampleFile), or texts (TextFiles). `limit` is
+    the most questions per task or, below 1, a fraction of them. With `log_samples`, the results
+    have each question and its scores. Texts take neither. Raises UserError.
     """
     if limit == 0:
         raise UserError("--limit=0: leaves no questions; use at least 1, or a fraction")
     if isinstance(on, str):
         on = [on]
-    if not isinstance(on, Benchmarks | ExampleFile):
+    if not isinstance(on, Benchmarks | ExampleFile | TextFiles):
         on = Benchmarks(tasks=on)
     folder = as_path("--workdir", workdir)
     name, results, table = on.score(folder, model, limit, log_samples)

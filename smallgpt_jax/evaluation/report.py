@@ -3,6 +3,10 @@ arXiv 2404.14462.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
+
+from smallgpt_jax.formatting import escape_markdown
 
 TASKS = (
     "hellaswag",
@@ -53,6 +57,28 @@ def examples_table(results: dict[str, dict[str, float]], count: int) -> str:
         )
         + "\n"
     )
+
+
+def texts_table(files: Sequence[dict[str, Any]], total: dict[str, Any]) -> str:
+    """`files` and `total` are those of the results of `evaluate --text`."""
+    lines = [
+        "| text | documents | tokens | bytes | loss | perplexity | bits per byte |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows = [(escape_markdown(file["file"]), file) for file in files]
+    for name, row in [*rows, ("total", total)]:
+        bits = "" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
+        lines.append(
+            f"| {name} | {row['documents']:,} | {row['tokens']:,} | {row['text_bytes']:,} | "
+            f"{row['loss']:.4f} | {row['perplexity']:,.3f} | {bits} |"
+        )
+    if unencoded := total["unencoded"]:
+        lines += [
+            "",
+            "No bits per byte: the model's tokenizer cannot encode some characters "
+            f"({unencoded:,} unknown). The loss and the perplexity are those of its tokens.",
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def results_table(results: dict, model_name: str) -> str:

@@ -224,3 +224,22 @@ def split_into_sequences(
         for start in range(first, len(tokens), context_length)
         for end in [min(start + context_length, len(tokens))]
     ]
+
+
+def split_with_stride(
+    tokens: Sequence[int], context_length: int, stride: int
+) -> Iterator[TokenSequence]:
+    """Yields windows of context_length + 1 tokens that begin `stride` tokens apart; each token of
+    tokens[1:] is scored exactly once.
+
+    The first window scores all of its tokens but the first, the others the tokens that the window
+    before does not have. These see at least context_length - stride + 1 tokens before them.
+    """
+    assert 0 < stride <= context_length
+    scored_end = 1
+    start = 0
+    while scored_end < len(tokens):
+        end = min(start + context_length + 1, len(tokens))
+        yield TokenSequence(tokens[start:end], end - scored_end)
+        scored_end = end
+        start += stride

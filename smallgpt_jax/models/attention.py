@@ -24,6 +24,7 @@ from smallgpt_jax.ops import bfloat16
 from smallgpt_jax.ops.attention import attention
 from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.ops.key_value_cache import (
+    CachedKeys,
     cached_attention,
     rolling_positions,
     update_cache,
@@ -45,19 +46,19 @@ class QKVProjection(Dense):
         initializer = super().kernel_init(std, axes)
         if self.value_gain == 1:
             return initializer
-        return lambda *arguments: jax.tree.map(
-            lambda kernel_DxGxJxK: kernel_DxGxJxK.at[:, :, -1].multiply(self.value_gain),
-            initializer(*arguments),
-        )
+
+        def scale_values(kernel_DxGxJxK):
+            return kernel_DxGxJxK.at[:, :, -1].multiply(self.value_gain)
+
+        return lambda *arguments: jax.tree.map(scale_values, initializer(*arguments))
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         if one_product_is_faster(context.decode):
             y_BxTxGxJxK = bfloat16.sliceable(super().__call__(x_BxTxD, context))
-            return tuple(part.astype(self.dtype) for part in split_heads(y_BxTxGxJxK))
-        *first_factor, kernel_IxGxJxK = self.kernels(
-            x_BxTxD.shape[2:]
-        )  # I is D, or the rank of two factors
+            return tuple(heads.astype(self.dtype) for heads in _split_heads(y_BxTxGxJxK))
+        # I is D, or the rank of two factors.
+        *first_factor, kernel_IxGxJxK = self.kernels(x_BxTxD.shape[2:])
         x_BxTxI = x_BxTxD.astype(self.dtype)
         for factor_DxI in first_factor:
             x_BxTxI = project(x_BxTxI, factor_DxI, context)
@@ -65,28 +66,27 @@ class QKVProjection(Dense):
             bias_GxJxK = self.param("bias", zeros(*self.axes[1:]), self.features).astype(self.dtype)
         queries_keys_values = []
         for part in (slice(-2), slice(-2, -1), slice(-1, None)):
-            kernel_IxHxK = merge_axes(kernel_IxGxJxK[:, :, part], 1)
+            kernel_IxHxK = _merge_axes(kernel_IxGxJxK[:, :, part], 1)
             y_BxHxTxK = jnp.einsum("bti,ihk->bhtk", x_BxTxI, kernel_IxHxK)
             if self.use_bias:
-                y_BxHxTxK += merge_axes(bias_GxJxK[:, part], 0)[None, :, None]
+                y_BxHxTxK += _merge_axes(bias_GxJxK[:, part], 0)[None, :, None]
             queries_keys_values.append(y_BxHxTxK)
         return tuple(queries_keys_values)
 
 
-def merge_axes(x, axis: int):
+def _merge_axes(x, axis: int):
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def split_heads(y_BxTxGxJxK):
-    batch, time, groups, parts, head_width = y_BxTxGxJxK.shape
-    if parts == 3:
+def _split_heads(y_BxTxGxJxK):
+    """Returns queries, (B, H, T, K), keys and values, (B, G, T, K)."""
+    batch, time, groups, heads_per_group, head_width = y_BxTxGxJxK.shape
+    if heads_per_group == 3:  # one of each: a single transposition
         return tuple(jnp.moveaxis(y_BxTxGxJxK, (3, 2), (0, 2)))
-    q_BxTxGxRxK, k_BxTxGxK, v_BxTxGxK = (
-        y_BxTxGxJxK[:, :, :, :-2],
-        y_BxTxGxJxK[:, :, :, -2],
-        y_BxTxGxJxK[:, :, :, -1],
-    )
-    q_BxTxHxK = q_BxTxGxRxK.reshape(batch, time, groups * (parts - 2), head_width)
+    q_BxTxGxRxK = y_BxTxGxJxK[:, :, :, :-2]
+    k_BxTxGxK = y_BxTxGxJxK[:, :, :, -2]
+    v_BxTxGxK = y_BxTxGxJxK[:, :, :, -1]
+    q_BxTxHxK = q_BxTxGxRxK.reshape(batch, time, groups * (heads_per_group - 2), head_width)
     return tuple(jnp.swapaxes(x, 1, 2) for x in (q_BxTxHxK, k_BxTxGxK, v_BxTxGxK))
 
 
@@ -100,9 +100,8 @@ class OutputProjection(Dense):
         if merging_heads_is_faster(context.decode, self.dtype):
             return super().__call__(jnp.swapaxes(x_BxHxTxK, 1, 2), context)
         _, heads, _, head_width = x_BxHxTxK.shape
-        kernel_HxKxO, *second_factor = self.kernels(
-            (heads, head_width)
-        )  # O is D, or the rank of two factors
+        # O is D, or the rank of two factors.
+        kernel_HxKxO, *second_factor = self.kernels((heads, head_width))
         y_BxTxO = jnp.einsum("bhtk,hko->bto", x_BxHxTxK.astype(self.dtype), kernel_HxKxO)
         for factor_OxD in second_factor:
             y_BxTxO = project(y_BxTxO, factor_OxD, context)
@@ -152,10 +151,9 @@ class Attention(nn.Module):
             context.prefix_BxT,
             is_causal=c.attention_mask != "bidirectional",
         )
-        heads = q_BxHxTxK, k_BxGxTxK, v_BxGxTxK
         if context.decode:
-            return self.attend_with_cache(*heads, mask, slopes_H, context)
-        return attention(*heads, mask, slopes_H, backend=c.attention)
+            return self.attend_with_cache(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context)
+        return attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, backend=c.attention)
 
     def output(self, y_BxHxTxK, context: Context):
         c = self.config
@@ -193,33 +191,14 @@ class Attention(nn.Module):
         is_rolling = slots < context.cache_length
 
         def write(cache, x):
-            return (
-                update_rolling_cache(cache.value, x, starts, counts)
-                if is_rolling
-                else update_cache(cache.value, x, starts)
-            )
+            if is_rolling:
+                return update_rolling_cache(cache.value, x, starts, counts)
+            return update_cache(cache.value, x, starts)
 
         if is_new and mask.prefix_BxT is not None:
             y = attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, backend="xla")
         elif is_new:
-            parts = []
-            for start in range(
-                0, time, QUERIES
-            ):  # each chunk of queries reads only the keys that it attends to
-                first = max(0, start - mask.window + 1) if mask.window else 0
-                end = min(start + QUERIES, time)
-                parts.append(
-                    cached_attention(
-                        q[:, :, start:end],
-                        k[:, first:end],
-                        v[:, first:end],
-                        jnp.arange(start, end)[None],
-                        mask,
-                        slopes,
-                        jnp.arange(first, end)[None],
-                    )
-                )
-            y = jnp.concatenate(parts, axis=2)
+            y = _attend_in_chunks(q, CachedKeys(k, v), mask, slopes)
         if is_new and is_rolling:
             keys.value, values.value = write(keys, k), write(values, v)
         elif is_new:
@@ -229,27 +208,37 @@ class Attention(nn.Module):
             # Writing to the cache overwrites the oldest positions. Attention is computed first,
             # because the first new tokens attend to these positions.
             key_positions = jnp.concatenate([rolling_positions(starts, slots), positions], axis=1)
-            y = cached_attention(
-                q,
-                *(
-                    jnp.concatenate([cache.value, x], axis=1)
-                    for cache, x in ((keys, k), (values, v))
-                ),
-                positions,
-                mask,
-                slopes,
+            old_and_new = CachedKeys(
+                jnp.concatenate([keys.value, k], axis=1),
+                jnp.concatenate([values.value, v], axis=1),
                 key_positions,
             )
+            y = cached_attention(q, old_and_new, positions, mask, slopes)
             keys.value, values.value = write(keys, k), write(values, v)
         else:
             keys.value, values.value = write(keys, k), write(values, v)
-            y = cached_attention(
-                q,
-                keys.value,
-                values.value,
-                positions,
-                mask,
-                slopes,
-                rolling_positions(starts + 1, slots) if is_rolling else None,
-            )
+            key_positions = rolling_positions(starts + 1, slots) if is_rolling else None
+            cache = CachedKeys(keys.value, values.value, key_positions)
+            y = cached_attention(q, cache, positions, mask, slopes)
         return y.reshape(batch, heads, time, head_width)
+
+
+def _attend_in_chunks(q_GxRxTxK, prompt: CachedKeys, mask: AttentionMask, slopes_GxR):
+    """Returns the attention of a prompt to itself, (G, R, T, K). Each chunk of queries reads only
+    the keys that it attends to.
+    """
+    time = q_GxRxTxK.shape[2]
+    outputs = []
+    for start in range(0, time, QUERIES):
+        end = min(start + QUERIES, time)
+        first = max(0, start - mask.window + 1) if mask.window else 0
+        keys = CachedKeys(
+            prompt.keys_GxSxK[:, first:end],
+            prompt.values_GxSxK[:, first:end],
+            jnp.arange(first, end)[None],
+        )
+        queries_1xC = jnp.arange(start, end)[None]
+        outputs.append(
+            cached_attention(q_GxRxTxK[:, :, start:end], keys, queries_1xC, mask, slopes_GxR)
+        )
+    return jnp.concatenate(outputs, axis=2)

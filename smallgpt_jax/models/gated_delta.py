@@ -15,12 +15,12 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.convolution import ShortConvolution
 from smallgpt_jax.models.layers import deepnorm_gain, rms_norm
 from smallgpt_jax.models.recurrence import TAPS, RecurrentMixer, refuse_prefix, zero_at_padding
+from smallgpt_jax.ops.chunks import RecurrenceInputs
 from smallgpt_jax.ops.gated_delta import gated_delta
 
-LEAST_RATE = (
-    0.01  # initial decay rates are uniform in (0, 16) in the paper's code; log 0 has no value
-)
-NORM_EPSILON = 1e-6  # added to the squared norms of queries and keys, as in the paper's code
+# Initial decay rates are uniform in (0, 16) in the paper's code; log 0 has no value.
+_LEAST_RATE = 0.01
+_NORM_EPSILON = 1e-6  # added to the squared norms of queries and keys, as in the paper's code
 
 
 class GatedDeltaNet(RecurrentMixer):
@@ -49,26 +49,23 @@ class GatedDeltaNet(RecurrentMixer):
         convolution = ShortConvolution(TAPS, "heads", name="convolution")
         qkv = nn.silu(convolution(qkv.reshape(batch, time, -1), context)).reshape(qkv.shape)
         q, k, v = jnp.split(qkv, (key_width, 2 * key_width), axis=-1)
-        decay_BxTxH, beta_BxTxH = (
-            self.narrow(name, c.num_heads, "heads", x_BxTxD, context) for name in ("decay", "beta")
-        )
-        log_decay_BxTxH = -self.decay_rates(LEAST_RATE) * self.step_sizes(decay_BxTxH)
+        decay_BxTxH = self.narrow("decay", c.num_heads, "heads", x_BxTxD, context)
+        beta_BxTxH = self.narrow("beta", c.num_heads, "heads", x_BxTxD, context)
+        log_decay_BxTxH = -self.decay_rates(_LEAST_RATE) * self.step_sizes(decay_BxTxH)
         beta_BxTxH = nn.sigmoid(beta_BxTxH.astype(jnp.float32))
-        rule = functools.partial(
-            gated_delta,
-            normalize(q) / math.sqrt(key_width),
-            normalize(k),
+        inputs = RecurrenceInputs(
+            _normalize(q) / math.sqrt(key_width),
+            _normalize(k),
             v,
             zero_at_padding(log_decay_BxTxH, context),
             zero_at_padding(beta_BxTxH, context),
-            backend=c.attention,
         )
-        y_BxTxHxV = self.carry_state(
-            context, time, (batch, c.num_heads, key_width, value_width), rule
-        )
+        rule = functools.partial(gated_delta, inputs, backend=c.attention)
+        state_shape = (batch, c.num_heads, key_width, value_width)
+        y_BxTxHxV = self.carry_state(context, time, state_shape, rule)
         gate_BxTxHxV = self.project("gate", value_width, x_BxTxD, context)
         return self.out(rms_norm(c, "out_norm")(y_BxTxHxV) * nn.silu(gate_BxTxHxV), context)
 
 
-def normalize(x):
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + NORM_EPSILON)
+def _normalize(x):
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _NORM_EPSILON)

@@ -20,6 +20,7 @@ from smallgpt_jax.models.structure import AttentionLayers, attention_layers, mix
 from smallgpt_jax.ops import gated_delta, recurrence_kernel, state_space
 from smallgpt_jax.ops.attention import attention
 from smallgpt_jax.ops.attention_mask import AttentionMask
+from smallgpt_jax.ops.chunks import RecurrenceInputs
 
 TOLERANCE = 0.01  # the error of a correct kernel in bfloat16 is below 0.006
 LEAST = 1e-3  # of a norm by which an error is divided, relative to the largest one
@@ -39,10 +40,10 @@ def check_attention_kernels(
     if mesh.devices.flat[0].platform == "cpu":
         return
     c = model.config
-    kernels = {
-        (layers.backend, layers.head_width, layers.window, layers.heads, layers.kv_heads): layers
-        for layers in attention_layers(model, mesh, separate_documents)
-    }
+    kernels = {}  # one of each kind
+    for layers in attention_layers(model, mesh, separate_documents):
+        kind = (layers.backend, layers.head_width, layers.window, layers.heads, layers.kv_heads)
+        kernels[kind] = layers
     for _, layers in sorted(kernels.items()):
         if layers.backend == "xla":
             continue
@@ -91,14 +92,14 @@ def recurrences(model: LanguageModel) -> set[tuple[str, int, int, int]]:
     """Returns (mixer, heads, width of keys, width of values) of all blocks; stages of lgpt and cgpt
     differ in them.
     """
-    found = set()
+    sizes = set()
     for mixer in mixers(model).values():
         c = mixer.config
         if isinstance(mixer, GatedDeltaNet):
-            found.add(("delta", c.num_heads, c.delta_key_width, c.delta_value_width))
+            sizes.add(("delta", c.num_heads, c.delta_key_width, c.delta_value_width))
         elif isinstance(mixer, Mamba2):
-            found.add(("mamba", c.num_heads, c.mamba_state, c.mamba_head_width))
-    return found
+            sizes.add(("mamba", c.num_heads, c.mamba_state, c.mamba_head_width))
+    return sizes
 
 
 def recurrence_errors(mesh, mixer: str, heads: int, key_width: int, value_width: int) -> np.ndarray:
@@ -106,29 +107,30 @@ def recurrence_errors(mesh, mixer: str, heads: int, key_width: int, value_width:
     which sees the state that another call has left, and the beginning of the next.
     """
     is_delta = mixer == "delta"
-    rule = (gated_delta if is_delta else state_space).in_plain_jax
-    rows, shared, time = 2 * sharding.num_batch_shards(mesh), heads if is_delta else 1, 1024
+    in_kernel = recurrence_kernel.in_kernel
+    in_plain_jax = (gated_delta if is_delta else state_space).in_plain_jax
+    rows, time = 2 * sharding.num_batch_shards(mesh), 1024
+    shared = heads if is_delta else 1  # heads of queries and keys
 
     def errors():
-        shapes = (
-            (time, shared, key_width),
-            (time, shared, key_width),
-            *[(time, heads, value_width)] * 2,
-            (time, heads),
-            (time, heads),
-            (heads, key_width, value_width),
-        )
-        q, k, v, dy, decay, beta, state = (
-            jax.random.normal(key, (rows, *shape))
-            for key, shape in zip(jax.random.split(jax.random.key(0), len(shapes)), shapes)
-        )
+        keys = iter(jax.random.split(jax.random.key(0), 7))
+
+        def normal(*shape):
+            return jax.random.normal(next(keys), (rows, *shape))
+
+        q, k = normal(time, shared, key_width), normal(time, shared, key_width)
+        v, dy = normal(time, heads, value_width), normal(time, heads, value_width)
+        decay, beta = normal(time, heads), normal(time, heads)
+        state = normal(heads, key_width, value_width)
         k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
         q, k, v, dy = (x.astype("bfloat16").astype("float32") for x in (q, k, v, dy))
-        inputs = q, k, v, -jax.nn.softplus(decay - 3), *[jax.nn.sigmoid(beta)] * is_delta
+        inputs = [q, k, v, -jax.nn.softplus(decay - 3)]
+        if is_delta:
+            inputs.append(jax.nn.sigmoid(beta))
         begins_1xT = jnp.arange(time)[None] == 700
         return relative_errors(
-            lambda *inputs: recurrence_kernel.in_kernel(inputs, begins_1xT, state),
-            lambda *inputs: rule(*inputs, begins_1xT, state),
+            lambda *inputs: in_kernel(RecurrenceInputs(*inputs), begins_1xT, state),
+            lambda *inputs: in_plain_jax(RecurrenceInputs(*inputs), begins_1xT, state),
             inputs,
             dy,
         )
@@ -158,11 +160,9 @@ def relative_error(
         )
         # The texts' border differs between the two rows of a device.
         borders_B = (1 + jnp.arange(rows) % 2) * time // 3
-        segment_ids = (
-            (jnp.arange(time)[None] >= borders_B[:, None]).astype("int32")
-            if separate_documents
-            else None
-        )
+        segment_ids = None
+        if separate_documents:
+            segment_ids = (jnp.arange(time)[None] >= borders_B[:, None]).astype("int32")
         mask = AttentionMask(layers.window, segment_ids, is_causal=is_causal)
         return relative_errors(
             lambda *qkv: (attention(*qkv, mask, backend=layers.backend),),
@@ -190,13 +190,13 @@ def relative_errors(kernel, oracle, inputs, dy, dtype: str = "float32"):
         )
         return [x.astype("float32") for x in (*outputs, *gradients)]
 
-    found = outputs_and_gradients(kernel, dtype)
+    results = outputs_and_gradients(kernel, dtype)
     with jax.default_matmul_precision("highest"):
         expected = outputs_and_gradients(oracle, "float32")
     norms = jnp.stack([jnp.linalg.norm(r) for r in expected])
     # In a window of one position, the gradients of queries and keys are 0.
     scales = jnp.maximum(norms, LEAST * jnp.max(norms))
-    return jnp.stack([jnp.linalg.norm(x - r) for x, r in zip(found, expected)]) / scales
+    return jnp.stack([jnp.linalg.norm(x - r) for x, r in zip(results, expected)]) / scales
 
 
 def run_on_all(errors, mesh) -> np.ndarray:
@@ -210,17 +210,17 @@ def sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.A
     exactly.
     """
     rows, groups, per_group, time, width = shape
-    q, k, v, dy = (
-        jax.random.normal(key, (rows, groups * heads, time, width))
-        for key, heads in zip(jax.random.split(jax.random.key(0), 4), (per_group, 1, 1, per_group))
-    )
+    q_key, k_key, v_key, dy_key = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(q_key, (rows, groups * per_group, time, width))
+    k = jax.random.normal(k_key, (rows, groups, time, width))
+    v = jax.random.normal(v_key, (rows, groups, time, width))
+    dy = jax.random.normal(dy_key, (rows, groups * per_group, time, width))
     # The keys just inside and outside the window have large scores, because one key among many
     # would hardly show.
     if window:
         edge_BxGxTxK = jnp.roll(k, window - 1, axis=2) + jnp.roll(k, window, axis=2)
-        score = min(1, width / 16) * math.log(
-            window
-        )  # of both keys; less for narrow heads, whose scores vary more
+        # The score of both keys; less for narrow heads, whose scores vary more.
+        score = min(1, width / 16) * math.log(window)
         q += score / math.sqrt(width) * jnp.repeat(edge_BxGxTxK, per_group, axis=1)
     precision = jnp.finfo(dtype)
     return [jax.lax.reduce_precision(x, precision.nexp, precision.nmant) for x in (q, k, v, dy)]

@@ -12,9 +12,10 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.convolution import ShortConvolution
 from smallgpt_jax.models.layers import deepnorm_gain, ones, rms_norm
 from smallgpt_jax.models.recurrence import TAPS, RecurrentMixer, refuse_prefix, zero_at_padding
+from smallgpt_jax.ops.chunks import RecurrenceInputs
 from smallgpt_jax.ops.state_space import state_space
 
-LEAST_RATE = 1.0  # initial decay rates are uniform in (1, 16), as in the paper's code
+_LEAST_RATE = 1.0  # initial decay rates are uniform in (1, 16), as in the paper's code
 
 
 class Mamba2(RecurrentMixer):
@@ -32,38 +33,29 @@ class Mamba2(RecurrentMixer):
         refuse_prefix(c, context)
         shape = (batch, time, c.num_heads, c.mamba_head_width)
         v_BxTxHxP = self.project("value", c.mamba_head_width, x_BxTxD, context, deepnorm_gain(c))
-        v_BxTxI = ShortConvolution(TAPS, "heads", name="convolution")(
-            v_BxTxHxP.reshape(batch, time, -1), context
-        )
+        convolution = ShortConvolution(TAPS, "heads", name="convolution")
+        v_BxTxI = convolution(v_BxTxHxP.reshape(batch, time, -1), context)
         v_BxTxHxP = nn.silu(v_BxTxI).reshape(shape)
-        bc_BxTxJ = jnp.concatenate(
-            [
-                self.narrow(name, c.mamba_state, "state", x_BxTxD, context)
-                for name in ("key", "query")
-            ],
-            axis=-1,
-        )
-        bc_BxTxJ = nn.silu(
-            ShortConvolution(TAPS, "state", name="key_query_convolution")(bc_BxTxJ, context)
-        )
+        b_BxTxN = self.narrow("key", c.mamba_state, "state", x_BxTxD, context)
+        c_BxTxN = self.narrow("query", c.mamba_state, "state", x_BxTxD, context)
+        bc_BxTxJ = jnp.concatenate([b_BxTxN, c_BxTxN], axis=-1)
+        convolution = ShortConvolution(TAPS, "state", name="key_query_convolution")
+        bc_BxTxJ = nn.silu(convolution(bc_BxTxJ, context))
         b_BxTx1xN, c_BxTx1xN = jnp.split(bc_BxTxJ[:, :, None], 2, axis=-1)
         steps_BxTxH = self.step_sizes(self.narrow("step", c.num_heads, "heads", x_BxTxD, context))
         steps_BxTxH = zero_at_padding(steps_BxTxH, context)
-        rule = functools.partial(
-            state_space,
+        inputs = RecurrenceInputs(
             c_BxTx1xN,
             b_BxTx1xN,
             steps_BxTxH[..., None] * v_BxTxHxP,
-            -self.decay_rates(LEAST_RATE) * steps_BxTxH,
-            backend=c.attention,
+            -self.decay_rates(_LEAST_RATE) * steps_BxTxH,
         )
-        y_BxTxHxP = self.carry_state(
-            context, time, (batch, c.num_heads, c.mamba_state, c.mamba_head_width), rule
-        )
+        rule = functools.partial(state_space, inputs, backend=c.attention)
+        state_shape = (batch, c.num_heads, c.mamba_state, c.mamba_head_width)
+        y_BxTxHxP = self.carry_state(context, time, state_shape, rule)
         skip_H = self.param("D", ones("heads"), (c.num_heads,))
         y_BxTxHxP += skip_H[None, None, :, None] * v_BxTxHxP
-        y_BxTxHxP *= nn.silu(
-            self.project("gate", c.mamba_head_width, x_BxTxD, context).astype(jnp.float32)
-        )
+        gate_BxTxHxP = self.project("gate", c.mamba_head_width, x_BxTxD, context)
+        y_BxTxHxP *= nn.silu(gate_BxTxHxP.astype(jnp.float32))
         y_BxTxI = rms_norm(c, "out_norm")(y_BxTxHxP.reshape(batch, time, -1))
         return self.out(y_BxTxI.reshape(shape), context)

@@ -8,7 +8,7 @@ import jax
 
 from smallgpt_jax.models import LanguageModel, abstract_params, named_parts
 from smallgpt_jax.models.attention import Attention
-from smallgpt_jax.ops.attention import select_backend
+from smallgpt_jax.ops.attention import AttentionShape, select_backend
 from smallgpt_jax.ops.attention_mask import AttentionMask
 
 
@@ -48,12 +48,9 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
         backend, fallback_reason = select_backend(
             c.attention,
             mesh.devices.flat[0].platform,
-            time=c.context_length,
-            head_width=sizes["head_width"],
-            dtype=c.dtype,
-            mask=AttentionMask(window, segment_ids, prefixes, c.attention_mask != "bidirectional"),
+            AttentionShape(c.context_length, sizes["head_width"], c.dtype, per_group),
+            AttentionMask(window, segment_ids, prefixes, c.attention_mask != "bidirectional"),
             has_alibi=c.position == "alibi",
-            per_group=per_group,
         )
         layers.append(
             AttentionLayers(

@@ -26,7 +26,7 @@ from smallgpt_jax.models.layers import MLPS, Dense, norm, rms_norm
 from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.objectives.examples import Examples
 from smallgpt_jax.objectives.objective import Outputs, Term, forward_products
-from smallgpt_jax.ops.cross_entropy import cross_entropy
+from smallgpt_jax.ops.cross_entropy import LossOptions, cross_entropy
 from smallgpt_jax.run.config import TrainConfig
 
 
@@ -135,22 +135,20 @@ class MultiToken(FutureTokens):
         embedded = [
             self.embedded(outputs, ahead(targets_BxT, k - 1)) for k in range(1, self.count + 1)
         ]
-        head_inputs = self.head.apply(
+        hidden = self.head.apply(
             {"params": variables}, outputs.x_BxTxW, embedded, examples.context()
         )
-        losses = [
-            cross_entropy(
+        total = 0
+        for k, x_BxTxW in enumerate(hidden, start=1):
+            total += cross_entropy(
                 x_BxTxW,
                 outputs.head_VxW,
                 ahead(targets_BxT, k),
                 weights_ahead(examples, weights_BxT, k),
                 self.chunks,
-                0.0,
-                outputs.logit_softcap,
+                LossOptions(softcap=outputs.logit_softcap),
             )
-            for k, x_BxTxW in enumerate(head_inputs, start=1)
-        ]
-        return sum(losses) / self.count
+        return total / self.count
 
 
 class CrossAttention(nn.Module):
@@ -290,8 +288,7 @@ class PseudoSequence(FutureTokens):
             targets_BxSxN.reshape(-1, count),
             scale * weights_BxSxN.reshape(-1, count),
             math.gcd(count, self.chunks),
-            0.0,
-            outputs.logit_softcap,
+            LossOptions(softcap=outputs.logit_softcap),
         )
 
 

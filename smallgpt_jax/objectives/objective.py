@@ -27,7 +27,7 @@ from smallgpt_jax.objectives.examples import (
     masked_tokens,
     next_tokens,
 )
-from smallgpt_jax.ops.cross_entropy import cross_entropy
+from smallgpt_jax.ops.cross_entropy import LossOptions, cross_entropy
 from smallgpt_jax.optim import lora
 from smallgpt_jax.run.config import TrainConfig
 
@@ -122,9 +122,8 @@ class Objective:
     # the same for prompts with answers; the loss mask of the batch has the answers
     tuning_examples: Callable[[Batch, jax.Array], Examples] = next_tokens
     terms: Mapping[str, Term] = dataclasses.field(default_factory=dict)
-    adapters: Callable | None = (
-        None  # key → the pairs of LoRA, which are trained like the parameters of terms
-    )
+    # key → the pairs of LoRA, which are trained like the parameters of terms
+    adapters: Callable | None = None
     # trained parameters → the model's, and further ones that it does not read
     weights: Callable[[dict], dict] = dict
 
@@ -135,8 +134,7 @@ class Objective:
             examples.targets_BxT,
             weights_BxT,
             self.loss_chunks,
-            z_loss,
-            outputs.logit_softcap,
+            LossOptions(z_loss, outputs.logit_softcap),
         )
 
     def weights_dtype(self, config: ModelConfig) -> str:

@@ -12,6 +12,7 @@ arXiv 2305.13245).
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,55 +31,73 @@ from smallgpt_jax.ops.xla_attention import chunked, counted, reference
 BACKENDS = ("auto", "xla", "flash", "splash", "cudnn")  # values of config.model.attention
 
 
+class AttentionShape(NamedTuple):
+    """What the kernels ask of an attention call beside its mask."""
+
+    time: int
+    head_width: int
+    dtype: str
+    per_group: int = 1  # query heads per key–value head
+
+
 def select_backend(
-    backend: str,
-    platform: str,
-    *,
-    time: int,
-    head_width: int,
-    dtype: str,
-    mask: AttentionMask,
-    has_alibi: bool = False,
-    per_group: int = 1,
+    backend: str, platform: str, shape: AttentionShape, mask: AttentionMask, has_alibi: bool = False
 ) -> tuple[str, str]:
     """Returns the backend for "tpu", "gpu" or "cpu", and the reason for a fallback to "xla", or
     "".
     """
     if backend == "auto":
         backend = {"tpu": "flash", "gpu": "cudnn"}.get(platform, "xla")
-    if backend == "flash" and (
-        mask.segment_ids_BxT is not None
-        or not mask.is_causal
-        or not flash_attention.fits(per_group, head_width, time, dtype)
-    ):
+    if backend == "flash" and not _flash_supports(shape, mask):
         backend = "splash"
+    reason = ""
     if backend in ("flash", "splash"):
-        if time % splash_attention_kernel.NUM_LANES:
-            return "xla", f"{backend} attention needs a multiple of 128 positions"
-        if platform == "gpu":
-            return "xla", f"{backend} attention is for TPUs only"
-        if has_alibi:
-            return "xla", f"{backend} attention does not support ALiBi"
-        if mask.prefix_BxT is not None:
-            return "xla", f"{backend} attention does not support prefixes"
-    if backend == "cudnn":
-        if platform != "gpu":
-            return "xla", "cuDNN is for NVIDIA GPUs only"
-        if dtype != "bfloat16":
-            return "xla", "cuDNN's attention needs bfloat16"
-        if head_width % 8 or head_width > 128:
-            return "xla", "cuDNN's attention needs a head width that is a multiple of 8, up to 128"
-        # If both is_causal and a mask are passed to cuDNN's attention, tokens attend to tokens of
-        # other texts.
-        if mask.segment_ids_BxT is not None:
-            return "xla", "cuDNN's attention does not support separate documents in a row"
-        if mask.prefix_BxT is not None:
-            return "xla", "cuDNN's attention does not support prefixes"
-        if mask.window and not mask.is_causal:
-            return "xla", "cuDNN's attention does not support bidirectional windows"
-        if has_alibi:  # cuDNN accepts a bias only as a (time, time) array per head
-            return "xla", "cuDNN's attention does not support ALiBi"
-    return backend, ""
+        reason = _reason_against_pallas(backend, platform, shape, mask, has_alibi)
+    elif backend == "cudnn":
+        reason = _reason_against_cudnn(platform, shape, mask, has_alibi)
+    return ("xla", reason) if reason else (backend, "")
+
+
+def _flash_supports(shape: AttentionShape, mask: AttentionMask) -> bool:
+    if mask.segment_ids_BxT is not None or not mask.is_causal:
+        return False
+    return flash_attention.fits(shape.per_group, shape.head_width, shape.time, shape.dtype)
+
+
+def _reason_against_pallas(
+    backend: str, platform: str, shape: AttentionShape, mask: AttentionMask, has_alibi: bool
+) -> str:
+    if shape.time % splash_attention_kernel.NUM_LANES:
+        return f"{backend} attention needs a multiple of 128 positions"
+    if platform == "gpu":
+        return f"{backend} attention is for TPUs only"
+    if has_alibi:
+        return f"{backend} attention does not support ALiBi"
+    if mask.prefix_BxT is not None:
+        return f"{backend} attention does not support prefixes"
+    return ""
+
+
+def _reason_against_cudnn(
+    platform: str, shape: AttentionShape, mask: AttentionMask, has_alibi: bool
+) -> str:
+    if platform != "gpu":
+        return "cuDNN is for NVIDIA GPUs only"
+    if shape.dtype != "bfloat16":
+        return "cuDNN's attention needs bfloat16"
+    if shape.head_width % 8 or shape.head_width > 128:
+        return "cuDNN's attention needs a head width that is a multiple of 8, up to 128"
+    # If both is_causal and a mask are passed to cuDNN's attention, tokens attend to tokens of
+    # other texts.
+    if mask.segment_ids_BxT is not None:
+        return "cuDNN's attention does not support separate documents in a row"
+    if mask.prefix_BxT is not None:
+        return "cuDNN's attention does not support prefixes"
+    if mask.window and not mask.is_causal:
+        return "cuDNN's attention does not support bidirectional windows"
+    if has_alibi:  # cuDNN accepts a bias only as a (time, time) array per head
+        return "cuDNN's attention does not support ALiBi"
+    return ""
 
 
 def attention(
@@ -89,18 +108,10 @@ def attention(
     the distance in positions from its scores.
     """
     _, heads, time, head_width = q_BxHxTxK.shape
-    if mask.window >= time:
+    if mask.window >= time:  # no limit; the kernels are faster without one
         mask = mask.replace(window=0)
-    name, _ = select_backend(
-        backend,
-        platform(),
-        time=time,
-        head_width=head_width,
-        dtype=str(q_BxHxTxK.dtype),
-        mask=mask,
-        has_alibi=slopes_H is not None,
-        per_group=heads // k_BxGxTxK.shape[1],
-    )
+    shape = AttentionShape(time, head_width, str(q_BxHxTxK.dtype), heads // k_BxGxTxK.shape[1])
+    name, _ = select_backend(backend, platform(), shape, mask, has_alibi=slopes_H is not None)
     q_BxHxTxK /= math.sqrt(head_width)
     backends = {
         "xla": chunked,
@@ -116,15 +127,16 @@ def attention(
 def flash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
     assert slopes_H is None and mask == AttentionMask(mask.window), "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
-    groups, interpret = k_BxGxTxK.shape[1], platform() != "tpu"
-    q_BxGxRxKxT = jnp.swapaxes(q_BxHxTxK, 2, 3).reshape(
-        batch, groups, heads // groups, head_width, time
-    )
-    keys_and_values = (jnp.swapaxes(x, 2, 3) for x in (k_BxGxTxK, v_BxGxTxK))
-    names = (
-        ("batch", "heads", "per_group", "head_width", "time"),
-        *(("batch", "heads", "head_width", "time"),) * 2,
-    )
+    groups = k_BxGxTxK.shape[1]
+    interpret = platform() != "tpu"  # tests run the kernel on CPUs
+    # The heads axis is split, so that queries are sharded like the keys that they share.
+    q_BxHxKxT = jnp.swapaxes(q_BxHxTxK, 2, 3)
+    q_BxGxRxKxT = q_BxHxKxT.reshape(batch, groups, heads // groups, head_width, time)
+    k_BxGxKxT = jnp.swapaxes(k_BxGxTxK, 2, 3)
+    v_BxGxKxT = jnp.swapaxes(v_BxGxTxK, 2, 3)
+    query_axes = ("batch", "heads", "per_group", "head_width", "time")
+    key_axes = ("batch", "heads", "head_width", "time")
+    axes = (query_axes, key_axes, key_axes)
 
     def on_one_device(q_BxGxRxKxT, k_BxGxKxT, v_BxGxKxT):
         q_BxHxKxT = q_BxGxRxKxT.reshape(len(q_BxGxRxKxT), -1, head_width, time)
@@ -133,7 +145,7 @@ def flash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
         )
         return y_BxHxKxT.reshape(q_BxGxRxKxT.shape)
 
-    y_BxGxRxKxT = sharding.per_device(on_one_device, names)(q_BxGxRxKxT, *keys_and_values)
+    y_BxGxRxKxT = sharding.per_device(on_one_device, axes)(q_BxGxRxKxT, k_BxGxKxT, v_BxGxKxT)
     return jnp.swapaxes(y_BxGxRxKxT.reshape(batch, heads, head_width, time), 2, 3)
 
 
@@ -142,25 +154,27 @@ def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]
     interpret = platform() != "tpu"
-    queries, names = q_BxHxTxK, [("batch", "heads", "time", "head_width")] * 3
+    queries = q_BxHxTxK
+    key_axes = ("batch", "heads", "time", "head_width")
+    query_axes = key_axes
     if heads > groups:  # split the heads axis, so that queries are sharded like keys
         queries = q_BxHxTxK.reshape(batch, groups, heads // groups, time, head_width)
-        names[0] = ("batch", "heads", "per_group", "time", "head_width")
-    arguments = (queries, k_BxGxTxK, v_BxGxTxK)
+        query_axes = ("batch", "heads", "per_group", "time", "head_width")
+    arguments = [queries, k_BxGxTxK, v_BxGxTxK]
+    axes = [query_axes, key_axes, key_axes]
     if mask.segment_ids_BxT is not None:
-        arguments, names = (*arguments, mask.segment_ids_BxT), [*names, ("batch", "time")]
+        arguments.append(mask.segment_ids_BxT)
+        axes.append(("batch", "time"))
 
     def on_one_device(queries, k_BxGxTxK, v_BxGxTxK, segment_ids_BxT=None):
-        segments = (
-            ()
-            if segment_ids_BxT is None
-            else (splash_attention_kernel.SegmentIds(segment_ids_BxT, segment_ids_BxT),)
-        )
         q_BxHxTxK = queries.reshape(len(queries), -1, time, head_width)
         kernel = splash_kernel(q_BxHxTxK.shape[1], time, head_width, mask, interpret)
-        return jax.vmap(kernel)(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, *segments).reshape(queries.shape)
+        inputs = [q_BxHxTxK, k_BxGxTxK, v_BxGxTxK]
+        if segment_ids_BxT is not None:
+            inputs.append(splash_attention_kernel.SegmentIds(segment_ids_BxT, segment_ids_BxT))
+        return jax.vmap(kernel)(*inputs).reshape(queries.shape)
 
-    return sharding.per_device(on_one_device, tuple(names))(*arguments).reshape(q_BxHxTxK.shape)
+    return sharding.per_device(on_one_device, tuple(axes))(*arguments).reshape(q_BxHxTxK.shape)
 
 
 def splash_kernel(heads: int, time: int, head_width: int, mask: AttentionMask, interpret: bool):
@@ -173,18 +187,8 @@ def splash_kernel(heads: int, time: int, head_width: int, mask: AttentionMask, i
     # memory would be padding.
     layout = layouts.SEQ_MINOR if head_width < lanes else layouts.HEAD_DIM_MINOR
     block = math.gcd(time, 4 * lanes)
-    if mask.window:
-        reach = mask.window - 1
-        kind = splash_attention_mask.LocalMask(
-            (time, time), (reach, 0 if mask.is_causal else reach), 0
-        )
-    else:
-        masks = (
-            splash_attention_mask.CausalMask if mask.is_causal else splash_attention_mask.FullMask
-        )
-        kind = masks((time, time))
     return splash_attention_kernel.make_splash_mha_single_device(
-        mask=splash_attention_mask.MultiHeadMask([kind] * heads),
+        mask=splash_attention_mask.MultiHeadMask([_splash_mask(time, mask)] * heads),
         block_sizes=splash_attention_kernel.BlockSizes(
             block_q=block,
             block_kv=block,
@@ -201,21 +205,30 @@ def splash_kernel(heads: int, time: int, head_width: int, mask: AttentionMask, i
     )
 
 
+def _splash_mask(time: int, mask: AttentionMask):
+    if mask.window:
+        reach = mask.window - 1  # positions on each side, without the query's own
+        left_and_right = (reach, 0 if mask.is_causal else reach)
+        return splash_attention_mask.LocalMask((time, time), left_and_right, 0)
+    if mask.is_causal:
+        return splash_attention_mask.CausalMask((time, time))
+    return splash_attention_mask.FullMask((time, time))
+
+
 def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    assert mask.segment_ids_BxT is None and mask.prefix_BxT is None and slopes_H is None, (
-        "see select_backend"
-    )
+    is_supported = mask.segment_ids_BxT is None and mask.prefix_BxT is None and slopes_H is None
+    assert is_supported, "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape
     groups = k_BxGxTxK.shape[1]
     window = {"local_window_size": (mask.window - 1, 0)} if mask.window else {}
-    q_BxTxGxRxK = jnp.moveaxis(
-        q_BxHxTxK.reshape(batch, groups, heads // groups, time, head_width), 3, 1
-    )
-    k_BxTxGxK, v_BxTxGxK = (jnp.swapaxes(x, 1, 2) for x in (k_BxGxTxK, v_BxGxTxK))
-    names = (
-        ("batch", "time", "heads", "per_group", "head_width"),
-        *(("batch", "time", "heads", "head_width"),) * 2,
-    )
+    # cuDNN wants time before heads. The heads axis is split, so that queries are sharded like keys.
+    q_BxGxRxTxK = q_BxHxTxK.reshape(batch, groups, heads // groups, time, head_width)
+    q_BxTxGxRxK = jnp.moveaxis(q_BxGxRxTxK, 3, 1)
+    k_BxTxGxK = jnp.swapaxes(k_BxGxTxK, 1, 2)
+    v_BxTxGxK = jnp.swapaxes(v_BxGxTxK, 1, 2)
+    query_axes = ("batch", "time", "heads", "per_group", "head_width")
+    key_axes = ("batch", "time", "heads", "head_width")
+    axes = (query_axes, key_axes, key_axes)
 
     def on_one_device(q_BxTxGxRxK, k_BxTxGxK, v_BxTxGxK):
         q_BxTxHxK = q_BxTxGxRxK.reshape(*q_BxTxGxRxK.shape[:2], -1, head_width)
@@ -230,5 +243,5 @@ def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
         )
         return y_BxTxHxK.reshape(q_BxTxGxRxK.shape)
 
-    y_BxTxGxRxK = sharding.per_device(on_one_device, names)(q_BxTxGxRxK, k_BxTxGxK, v_BxTxGxK)
+    y_BxTxGxRxK = sharding.per_device(on_one_device, axes)(q_BxTxGxRxK, k_BxTxGxK, v_BxTxGxK)
     return jnp.moveaxis(y_BxTxGxRxK, 1, 3).reshape(q_BxHxTxK.shape)

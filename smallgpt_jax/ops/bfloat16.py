@@ -32,9 +32,8 @@ def product(a, b):
 
 def dot(a, b):
     """Returns a·b like `product`, but without gradients."""
-    return jax.lax.optimization_barrier(
-        jnp.matmul(_barrier(a), _barrier(b), preferred_element_type=jnp.float32)
-    )
+    y = jnp.matmul(_barrier(a), _barrier(b), preferred_element_type=jnp.float32)
+    return jax.lax.optimization_barrier(y)
 
 
 def _barrier(x):
@@ -59,7 +58,8 @@ def transposed_dot(a, b):
 
 def _backward(saved, cotangent):
     a, b = saved
-    d_a, d_b = dot(cotangent, jnp.swapaxes(b, -1, -2)), transposed_dot(a, cotangent)
+    d_a = dot(cotangent, jnp.swapaxes(b, -1, -2))  # dy·bᵀ
+    d_b = transposed_dot(a, cotangent)  # aᵀ·dy
     return d_a.astype(a.dtype), d_b.astype(b.dtype)
 
 

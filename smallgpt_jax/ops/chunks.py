@@ -1,8 +1,10 @@
 """Chunks of positions, the decays inside them, and the states between them, for recurrences with a
 state.
 
-Shapes: B batch, T time, H heads; N chunks of C positions.
+Shapes: B batch, T time, H heads, G = 1 or H heads of queries and keys; N chunks of C positions.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +16,30 @@ TPU_CHUNK = 128  # the same on TPUs, which pad the last axis of a matrix to 128
 GROUP = 16  # chunks per group
 
 
+class RecurrenceInputs(NamedTuple):
+    """What a recurrence reads of each token, beside the state. Logarithms of decays are ≤ 0."""
+
+    q_BxTxGxK: jax.Array
+    k_BxTxGxK: jax.Array
+    v_BxTxHxV: jax.Array
+    log_decay_BxTxH: jax.Array
+    beta_BxTxH: jax.Array | None = None  # the fraction that the delta rule replaces
+
+    def map(self, function) -> "RecurrenceInputs":
+        return jax.tree.map(function, self)
+
+
 def chunk_length(time: int) -> int:
     """Returns a power of two."""
-    return min(TPU_CHUNK if platform() == "tpu" else CHUNK, 1 << (time - 1).bit_length())
+    longest = TPU_CHUNK if platform() == "tpu" else CHUNK
+    return min(longest, 1 << (time - 1).bit_length())  # 1, 2, 4, 4, 8, … for 1, 2, 3, 4, 5, …
 
 
 def in_chunks(x_BxTxHxK, length: int):
     """(B, T, H, …) → (N, B, H, C, …), padded with zeros."""
     batch, time, *rest = x_BxTxHxK.shape
-    padded = jnp.pad(x_BxTxHxK, ((0, 0), (0, -time % length), *((0, 0) for _ in rest)))
+    # Zeros as log decay, β and value leave the state as it is.
+    padded = jnp.pad(x_BxTxHxK, [(0, 0), (0, -time % length)] + [(0, 0)] * len(rest))
     return jnp.moveaxis(padded.reshape(batch, -1, length, *rest), (1, 3), (0, 2))
 
 
@@ -42,14 +59,15 @@ def decays_in_chunk(log_decay_NxBxHxC, begins_NxBx1xC):
     a strong decay, or to another text.
     """
     length = log_decay_NxBxHxC.shape[-1]
-    until_i, after_j = jnp.tri(length, dtype=bool), jnp.tri(length, k=-1)
-    texts_NxBx1xC = jnp.cumsum(begins_NxBx1xC, axis=-1)
+    until_i = jnp.tri(length, dtype=bool)
+    after_j = jnp.tri(length, k=-1)
+    texts_NxBx1xC = jnp.cumsum(begins_NxBx1xC, axis=-1)  # how many texts have begun in the chunk
     is_same = until_i[None, None, None] & (
         texts_NxBx1xC[..., :, None] == texts_NxBx1xC[..., None, :]
     )
-    log_decays = product(
-        jnp.where(until_i[None, None, None], log_decay_NxBxHxC[..., None, :], 0.0), after_j
-    )
+    # (i, j): row i keeps the logarithms up to i, and column j sums those after j.
+    up_to_i = jnp.where(until_i[None, None, None], log_decay_NxBxHxC[..., None, :], 0.0)
+    log_decays = product(up_to_i, after_j)
     # The last row and the first column of Γ, computed apart: the gradient of a slice is a slow sum
     # on TPUs.
     from_start = product(log_decay_NxBxHxC, until_i.T.astype(jnp.float32))
@@ -67,7 +85,7 @@ def states_before_chunks(kept_NxBxH, erased_NxBxHxKxK, added_NxBxHxKxV, state_Bx
 
     A chunk makes kept·S − erased·S + added of a state S; without `erased` (None), kept·S + added.
     """
-    return run_chunks(kept_NxBxH, erased_NxBxHxKxK, added_NxBxHxKxV, state_BxHxKxV)
+    return _run_chunks(kept_NxBxH, erased_NxBxHxKxK, added_NxBxHxKxV, state_BxHxKxV)
 
 
 def _forward(kept, erased, added, state):
@@ -79,7 +97,7 @@ def _backward(residuals, cotangents):
     """The states' gradients obey the transposed recurrence, from the last chunk to the first."""
     kept, erased, states = residuals
     transposed = None if erased is None else jnp.swapaxes(erased, -1, -2)
-    by_added, by_state = run_chunks(kept, transposed, *cotangents, reverse=True)
+    by_added, by_state = _run_chunks(kept, transposed, *cotangents, reverse=True)
     by_erased = None if erased is None else -by_added @ jnp.swapaxes(states, -1, -2)
     return jnp.sum(by_added * states, axis=(-2, -1)), by_erased, by_added, by_state
 
@@ -87,7 +105,7 @@ def _backward(residuals, cotangents):
 states_before_chunks.defvjp(_forward, _backward)
 
 
-def run_chunks(kept, erased, added, state, reverse: bool = False):
+def _run_chunks(kept, erased, added, state, reverse: bool = False):
     """Returns what `states_before_chunks` returns; if `reverse`, of the recurrence from the last
     chunk to the first.
 
@@ -97,23 +115,26 @@ def run_chunks(kept, erased, added, state, reverse: bool = False):
     """
     number = len(kept)
     if number <= GROUP or platform() == "cpu":
-        return scan(kept, erased, added, state, reverse)
-    kept, erased, added = in_groups(kept, 1), in_groups(erased), in_groups(added)
-    kept_before = before(kept, reverse)[..., None, None]
+        return _scan(kept, erased, added, state, reverse)
+    # Padded chunks keep the state.
+    kept, erased, added = _in_groups(kept, 1), _in_groups(erased), _in_groups(added)
+    kept_before = _products_before(kept, reverse)[..., None, None]
+    # Before a chunk, kept_before·S − E·S + A is left of the state S before its group. A and E
+    # obey the chunks' recurrence: A adds `added`, E adds kept_before·erased.
     both = (added, None if erased is None else kept_before * erased)
-    (added, erased), (added_by_group, erased_by_group) = scan(
-        kept, erased, both, jax.tree.map(lambda x: jnp.zeros_like(x[0]), both), reverse
-    )
-    groups, state = run_chunks(
-        jnp.prod(kept, axis=0), erased_by_group, added_by_group, state, reverse
-    )
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), both)
+    before_chunks, after_group = _scan(kept, erased, both, zeros, reverse)
+    added, erased = before_chunks
+    added_by_group, erased_by_group = after_group
+    kept_by_group = jnp.prod(kept, axis=0)
+    groups, state = _run_chunks(kept_by_group, erased_by_group, added_by_group, state, reverse)
     added += kept_before * groups[None]
     if erased is not None:
         added -= erased @ groups[None]
     return jnp.swapaxes(added, 0, 1).reshape(-1, *state.shape)[:number], state
 
 
-def in_groups(x, padding: float = 0):
+def _in_groups(x, padding: float = 0):
     """(N, …) → (GROUP, N / GROUP, …)"""
     if x is None:
         return None
@@ -121,17 +142,16 @@ def in_groups(x, padding: float = 0):
     return jnp.swapaxes(x.reshape(-1, GROUP, *x.shape[1:]), 0, 1)
 
 
-def before(kept, reverse: bool):
+def _products_before(kept, reverse: bool):
     """Returns the products of all earlier ones, or later ones if `reverse`, along the first
     axis.
     """
     one = jnp.ones_like(kept[:1])
-    return jax.lax.cumprod(
-        jnp.concatenate([kept[1:], one] if reverse else [one, kept[:-1]]), reverse=reverse
-    )
+    shifted = [kept[1:], one] if reverse else [one, kept[:-1]]
+    return jax.lax.cumprod(jnp.concatenate(shifted), reverse=reverse)
 
 
-def scan(kept, erased, added, state, reverse: bool):
+def _scan(kept, erased, added, state, reverse: bool):
     """Runs the recurrence with one state, or with a tree of states; each has its tree of
     `added`.
     """

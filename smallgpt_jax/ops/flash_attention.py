@@ -16,6 +16,7 @@ Shapes: B batch, H heads, G key–value heads, R = H/G, K head width, T time, C 
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +24,21 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-BLOCK = 512  # maximum length of a block of keys or queries
-SHORT_BLOCK = 256  # the same with a short window; see `is_short`
-MAX_BYTES = 2**19  # maximum bytes of queries per key–value head; see `fits`
+_BLOCK = 512  # maximum length of a block of keys or queries
+_SHORT_BLOCK = 256  # the same with a short window; see `is_short`
+_MAX_BYTES = 2**19  # maximum bytes of queries per key–value head; see `fits`
 OUTPUT = "attention_output"  # name of the forward pass's results in rematerialization policies
 
 
 def is_short(window: int) -> bool:
-    return 0 < window <= 2 * SHORT_BLOCK
+    return 0 < window <= 2 * _SHORT_BLOCK
 
 
 def block_length(time: int, window: int) -> int:
     """Short blocks have fewer scores outside the window; in long blocks, a score takes less
     time.
     """
-    return math.gcd(time, SHORT_BLOCK if is_short(window) else BLOCK)
+    return math.gcd(time, _SHORT_BLOCK if is_short(window) else _BLOCK)
 
 
 def fits(per_group: int, head_width: int, time: int, dtype: str) -> bool:
@@ -46,7 +47,9 @@ def fits(per_group: int, head_width: int, time: int, dtype: str) -> bool:
     float32 sum, and 7 arguments and results, each twice, as one copy is moved while the other is
     used.
     """
-    return per_group * max(head_width, 16) * time * jnp.dtype(dtype).itemsize <= MAX_BYTES
+    # Heads narrower than 16 are padded to 16.
+    bytes_of_queries = per_group * max(head_width, 16) * time * jnp.dtype(dtype).itemsize
+    return bytes_of_queries <= _MAX_BYTES
 
 
 def blocks_in_reach(time: int, window: int) -> int:
@@ -54,7 +57,10 @@ def blocks_in_reach(time: int, window: int) -> int:
     it.
     """
     length = block_length(time, window)
-    return (window + length - 2) // length if window else time // length
+    if not window:
+        return time // length
+    # ⌈(window − 1) / length⌉: 1 for windows up to 257 and blocks of 256
+    return (window + length - 2) // length
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -73,7 +79,8 @@ def _dot(a, b, contract: tuple[int, int]):
 def _scores(k_KxS, q_KxC, blocks_apart, window: int):
     """Returns masked (S, C) scores; `blocks_apart` is an int, or a positive traced integer."""
     scores_SxC = _dot(k_KxS, q_KxC, (0, 0))
-    length, is_known = q_KxC.shape[1], isinstance(blocks_apart, int)
+    length = q_KxC.shape[1]
+    is_known = isinstance(blocks_apart, int)
     is_diagonal = is_known and blocks_apart == 0
     is_inside = not window or (is_known and (blocks_apart + 1) * length <= window)
     if is_inside and not is_diagonal:
@@ -81,14 +88,17 @@ def _scores(k_KxS, q_KxC, blocks_apart, window: int):
     key, query = (jax.lax.broadcasted_iota(jnp.int32, scores_SxC.shape, axis) for axis in (0, 1))
     distance = query - key + blocks_apart * length
     allowed = True if is_inside else distance < window
-    return jnp.where(allowed & (distance >= 0) if is_diagonal else allowed, scores_SxC, -1e30)
+    if is_diagonal:
+        allowed = allowed & (distance >= 0)
+    return jnp.where(allowed, scores_SxC, -1e30)
 
 
 def _for_each_block(time: int, window: int, body, later: bool = False):
     """Calls body(i, n), with n blocks in reach before i (`later`: after it); n is an int if the
     window is short.
     """
-    blocks, reach = time // block_length(time, window), blocks_in_reach(time, window)
+    blocks = time // block_length(time, window)
+    reach = blocks_in_reach(time, window)
 
     def neighbors(i):
         return blocks - 1 - i if later else i
@@ -96,10 +106,9 @@ def _for_each_block(time: int, window: int, body, later: bool = False):
     if not is_short(window):
         jax.lax.fori_loop(0, blocks, lambda i, _: body(i, jnp.minimum(neighbors(i), reach)), None)
         return
+    # Blocks from `start` to `stop` have `reach` neighbors; those at the edge of the row have fewer.
     edge = min(reach, blocks)
-    start, stop = (
-        (0, blocks - edge) if later else (edge, blocks)
-    )  # these blocks have `reach` neighbors
+    start, stop = (0, blocks - edge) if later else (edge, blocks)
     for i in range(start):
         body(i, neighbors(i))
     jax.lax.fori_loop(start, stop, lambda i, _: body(i, reach), None)
@@ -112,19 +121,18 @@ def _forward_kernel(q_KxT, k_KxT, v_KxT, y_KxT, log_sums_1xT, *, window: int):
     length = block_length(time, window)
 
     def add_keys(query_block, blocks_apart, carry):
+        # The softmax so far: the largest score, and sums of exp(score − largest).
         largest_1xC, sums_1xC, y = carry
         q = q_KxT[:, pl.ds(query_block * length, length)]
         keys = [pl.ds((query_block - apart) * length, length) for apart in blocks_apart]
         scores = [
             _scores(k_KxT[:, block], q, apart, window) for block, apart in zip(keys, blocks_apart)
         ]
-        new_largest_1xC = functools.reduce(
-            jnp.maximum,
-            [jnp.max(scores_SxC, axis=0, keepdims=True) for scores_SxC in scores],
-            largest_1xC,
-        )
+        largest_of_blocks = [jnp.max(scores_SxC, axis=0, keepdims=True) for scores_SxC in scores]
+        new_largest_1xC = functools.reduce(jnp.maximum, largest_of_blocks, largest_1xC)
         rescale_1xC = jnp.exp(largest_1xC - new_largest_1xC)
-        sums_1xC, y = sums_1xC * rescale_1xC, y * rescale_1xC
+        sums_1xC = sums_1xC * rescale_1xC
+        y = y * rescale_1xC
         for block, scores_SxC in zip(keys, scores):
             weights_SxC = jnp.exp(scores_SxC - new_largest_1xC)
             y += _dot(v_KxT[:, block], weights_SxC.astype(v_KxT.dtype), (1, 0))
@@ -151,48 +159,40 @@ def _forward_kernel(q_KxT, k_KxT, v_KxT, y_KxT, log_sums_1xT, *, window: int):
     _for_each_block(time, window, outputs_of_queries)
 
 
+class _GradientInputs(NamedTuple):
+    """The arrays that the gradient kernel reads, of one key–value head."""
+
+    q_RxKxT: jax.Array
+    k_KxT: jax.Array
+    v_KxT: jax.Array
+    dy_RxKxT: jax.Array
+    log_sums_Rx1xT: jax.Array
+    products_Rx1xT: jax.Array  # sums of y·dy over the head width (Dao, section 3.1.2)
+
+
 def _gradient_kernel(
-    q_RxKxT,
-    k_KxT,
-    v_KxT,
-    dy_RxKxT,
-    log_sums_Rx1xT,
-    products_Rx1xT,
-    dq_RxKxT,
-    dk_KxT,
-    dv_KxT,
-    dq_sums_RxKxT,
-    *,
-    window: int,
+    inputs: _GradientInputs, dq_RxKxT, dk_KxT, dv_KxT, dq_sums_RxKxT, *, window: int
 ):
-    """`products_Rx1xT` are the sums of y·dy over the head width (Dao, arXiv 2307.08691, section
-    3.1.2).
-    """
+    q_RxKxT, k_KxT, v_KxT, dy_RxKxT, log_sums_Rx1xT, products_Rx1xT = inputs
     per_group, width, time = q_RxKxT.shape
     length = block_length(time, window)
     dq_sums_RxKxT[...] = jnp.zeros(dq_sums_RxKxT.shape, jnp.float32)
 
     def add_block(head, key_block, blocks_apart, carry):
         dk, dv = carry
-        keys, queries = (
-            pl.ds(key_block * length, length),
-            pl.ds((key_block + blocks_apart) * length, length),
-        )
-        k, v, q, dy = (
-            k_KxT[:, keys],
-            v_KxT[:, keys],
-            q_RxKxT[head, :, queries],
-            dy_RxKxT[head, :, queries],
-        )
+        keys = pl.ds(key_block * length, length)
+        queries = pl.ds((key_block + blocks_apart) * length, length)
+        k, v = k_KxT[:, keys], v_KxT[:, keys]
+        q, dy = q_RxKxT[head, :, queries], dy_RxKxT[head, :, queries]
         weights_SxC = jnp.exp(
             _scores(k, q, blocks_apart, window) - log_sums_Rx1xT[head, :, queries]
         )
         d_scores_SxC = weights_SxC * (_dot(v, dy, (0, 0)) - products_Rx1xT[head, :, queries])
         d_scores_SxC = d_scores_SxC.astype(q.dtype)
         dq_sums_RxKxT[head, :, queries] += _dot(k, d_scores_SxC, (1, 0))
-        return dk + _dot(q, d_scores_SxC, (1, 1)), dv + _dot(
-            dy, weights_SxC.astype(dy.dtype), (1, 1)
-        )
+        dk = dk + _dot(q, d_scores_SxC, (1, 1))
+        dv = dv + _dot(dy, weights_SxC.astype(dy.dtype), (1, 1))
+        return dk, dv
 
     def gradients_of_keys(key_block, later):
         def add_head(head, carry):
@@ -206,7 +206,9 @@ def _gradient_kernel(
         zeros_KxS = jnp.zeros((width, length), jnp.float32)
         dk, dv = jax.lax.fori_loop(0, per_group, add_head, (zeros_KxS, zeros_KxS))
         keys = pl.ds(key_block * length, length)
-        dk_KxT[:, keys], dv_KxT[:, keys] = dk.astype(dk_KxT.dtype), dv.astype(dv_KxT.dtype)
+        dk, dv = dk.astype(dk_KxT.dtype), dv.astype(dv_KxT.dtype)
+        dk_KxT[:, keys] = dk
+        dv_KxT[:, keys] = dv
 
     _for_each_block(time, window, gradients_of_keys, later=True)
     dq_RxKxT[...] = dq_sums_RxKxT[...].astype(dq_RxKxT.dtype)
@@ -220,12 +222,8 @@ def _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window: int, interpret: bool):
         return pl.BlockSpec((None, None, rows, time), lambda batch, head: (batch, head, 0, 0))
 
     def group(batch, head):
-        return (
-            batch,
-            jax.lax.div(head, per_group),
-            0,
-            0,
-        )  # `//` does not compile for devices that are not attached
+        # `//` does not compile for devices that are not attached.
+        return batch, jax.lax.div(head, per_group), 0, 0
 
     keys = pl.BlockSpec((None, None, width, time), group)
     y_BxHxKxT, log_sums_BxHx1xT = pl.pallas_call(
@@ -241,9 +239,8 @@ def _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window: int, interpret: bool):
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
     )(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT)
-    y_BxHxKxT, log_sums_BxHx1xT = (
-        checkpoint_name(x, OUTPUT) for x in (y_BxHxKxT, log_sums_BxHx1xT)
-    )
+    y_BxHxKxT = checkpoint_name(y_BxHxKxT, OUTPUT)
+    log_sums_BxHx1xT = checkpoint_name(log_sums_BxHx1xT, OUTPUT)
     return y_BxHxKxT, (q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, y_BxHxKxT, log_sums_BxHx1xT)
 
 
@@ -252,19 +249,23 @@ def _backward(window: int, interpret: bool, saved, dy_BxHxKxT):
     batch, heads, width, time = q_BxHxKxT.shape
     groups = k_BxGxKxT.shape[1]
     per_group = heads // groups
-    products_BxHx1xT = jnp.sum(
-        y_BxHxKxT.astype(jnp.float32) * dy_BxHxKxT.astype(jnp.float32), axis=2, keepdims=True
-    )
+    products_BxHxKxT = y_BxHxKxT.astype(jnp.float32) * dy_BxHxKxT.astype(jnp.float32)
+    products_BxHx1xT = jnp.sum(products_BxHxKxT, axis=2, keepdims=True)
 
     def spec(*block):
         return pl.BlockSpec((None, *block, time), lambda batch, group: (batch, group, 0, 0))
 
-    queries, sums, keys = spec(per_group, width), spec(per_group, 1), spec(None, width)
+    queries = spec(per_group, width)
+    sums = spec(per_group, 1)
+    keys = spec(None, width)
+    inputs = _GradientInputs(
+        q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, dy_BxHxKxT, log_sums_BxHx1xT, products_BxHx1xT
+    )
     return pl.pallas_call(
         functools.partial(_gradient_kernel, window=window),
         name=f"flash_attention_gradient_{window}",
         grid=(batch, groups),
-        in_specs=[queries, keys, keys, queries, sums, sums],
+        in_specs=[_GradientInputs(queries, keys, keys, queries, sums, sums)],
         out_specs=[queries, keys, keys],
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BxHxKxT, k_BxGxKxT, v_BxGxKxT)
@@ -272,7 +273,7 @@ def _backward(window: int, interpret: bool, saved, dy_BxHxKxT):
         scratch_shapes=[pltpu.VMEM((per_group, width, time), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
-    )(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, dy_BxHxKxT, log_sums_BxHx1xT, products_BxHx1xT)
+    )(inputs)
 
 
 flash_attention.defvjp(_forward, _backward)

@@ -26,6 +26,7 @@ import numpy as np
 from smallgpt_jax.devices.platform import platform
 from smallgpt_jax.ops import recurrence_kernel
 from smallgpt_jax.ops.chunks import (
+    RecurrenceInputs,
     chunk_length,
     decays_in_chunk,
     in_chunks,
@@ -34,70 +35,59 @@ from smallgpt_jax.ops.chunks import (
     states_before_chunks,
 )
 
-SMALL = 16  # products of smaller matrices cost more on CPUs than the zeros in larger ones
+_SMALL = 16  # products of smaller matrices cost more on CPUs than the zeros in larger ones
 
 
-def gated_delta(
-    q_BxTxHxK,
-    k_BxTxHxK,
-    v_BxTxHxV,
-    log_decay_BxTxH,
-    beta_BxTxH,
-    begins_BxT,
-    state_BxHxKxV,
-    *,
-    backend: str = "auto",
-):
-    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. `log_decay_BxTxH` is
-    log α ≤ 0. Where `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A
+def gated_delta(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend: str = "auto"):
+    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. Logarithms of decays
+    are log α. Where `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A
     token with log α = 0 and β = 0, such as padding, does not change the state. With the `backend`
     "xla", no kernel is used.
     """
-    inputs = [
-        x.astype(jnp.float32)
-        for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH)
-    ]
-    _, time, _, width = q_BxTxHxK.shape
+    inputs = inputs.map(lambda x: x.astype(jnp.float32))
+    _, time, _, key_width = inputs.q_BxTxGxK.shape
     if time == 1:
-        kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(inputs[3][:, 0]))
-        y_BxHxV, state_BxHxKxV = one_token(
-            *(x[:, 0] for x in inputs[:3]), kept_BxH, inputs[4][:, 0], state_BxHxKxV
+        q_BxHxK, k_BxHxK, v_BxHxV, log_decay_BxH, beta_BxH = inputs.map(lambda x: x[:, 0])
+        kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(log_decay_BxH))
+        y_BxHxV, state_BxHxKxV = _one_token(
+            q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV
         )
         return y_BxHxV[:, None], state_BxHxKxV
+    value_width = inputs.v_BxTxHxV.shape[-1]
     if (
         backend != "xla"
         and platform() == "tpu"
-        and recurrence_kernel.fits(time, width, v_BxTxHxV.shape[-1])
+        and recurrence_kernel.fits(time, key_width, value_width)
     ):
         return recurrence_kernel.in_kernel(inputs, begins_BxT, state_BxHxKxV)
-    return in_plain_jax(*inputs, begins_BxT, state_BxHxKxV)
+    return in_plain_jax(inputs, begins_BxT, state_BxHxKxV)
 
 
-def in_plain_jax(
-    q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH, begins_BxT, state_BxHxKxV
-):
+def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
     """As `gated_delta`, of float32 arrays."""
-    time = q_BxTxHxK.shape[1]
+    time = inputs.q_BxTxGxK.shape[1]
     length = chunk_length(time)
-    q, k, v, log_decay, beta = (
-        in_chunks(x, length) for x in (q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, log_decay_BxTxH, beta_BxTxH)
-    )
-    decays, kept, until_end = decays_in_chunk(log_decay, in_chunks(begins_BxT[:, :, None], length))
-    earlier, identity = jnp.tri(length, k=-1)[None, None, None], jnp.eye(length)[None, None, None]
+    q, k, v, log_decay, beta = inputs.map(lambda x: in_chunks(x, length))  # (N, B, H, C, …)
+    begins_NxBx1xC = in_chunks(begins_BxT[:, :, None], length)
+    decays, kept, until_end = decays_in_chunk(log_decay, begins_NxBx1xC)  # Γ, γ, ω
+    earlier = jnp.tri(length, k=-1)[None, None, None]
+    identity = jnp.eye(length)[None, None, None]
+    # (I + A)⁻¹, and its product with both right sides at once: values, then keys
     inverse = unit_lower_inverse(
         identity + earlier * beta[..., None] * decays * (k @ jnp.swapaxes(k, -1, -2))
     )
     solved = inverse @ jnp.concatenate([beta[..., None] * v, (beta * kept)[..., None] * k], axis=-1)
-    keys, scores = until_end[..., None] * k, decays * (q @ jnp.swapaxes(k, -1, -2))
-    split = v.shape[-1:]
-    added, erased = jnp.split(jnp.swapaxes(keys, -1, -2) @ solved, split, axis=-1)
-    y_NxBxHxCxV, reads = jnp.split(scores @ solved, split, axis=-1)
+    keys = until_end[..., None] * k
+    scores = decays * (q @ jnp.swapaxes(k, -1, -2))
+    widths = v.shape[-1:]  # where values end and keys begin
+    added, erased = jnp.split(jnp.swapaxes(keys, -1, -2) @ solved, widths, axis=-1)
+    y_NxBxHxCxV, reads = jnp.split(scores @ solved, widths, axis=-1)
     states, state_BxHxKxV = states_before_chunks(kept[..., -1], erased, added, state_BxHxKxV)
     y_NxBxHxCxV += (kept[..., None] * q - reads) @ states
     return joined(y_NxBxHxCxV, time), state_BxHxKxV
 
 
-def one_token(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):
+def _one_token(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):
     """Equation 10."""
     state_BxHxKxV = kept_BxH[:, :, None, None] * state_BxHxKxV
     read_BxHxV = jnp.einsum("bhk,bhkv->bhv", k_BxHxK, state_BxHxKxV)
@@ -112,27 +102,30 @@ def unit_lower_inverse(matrix):
     power of two. The powers of the series Σ(I − matrix)ⁿ could overflow.
     """
     length = matrix.shape[-1]
-    if length <= SMALL:
-        return small_inverse(matrix)
-    half = length // 2  # [[P, 0], [R, Q]]⁻¹ = [[P⁻¹, 0], [−Q⁻¹·R·P⁻¹, Q⁻¹]]
+    if length <= _SMALL:
+        return _small_inverse(matrix)
+    # [[P, 0], [R, Q]]⁻¹ = [[P⁻¹, 0], [−Q⁻¹·R·P⁻¹, Q⁻¹]]
+    half = length // 2
     p, q = unit_lower_inverse(jnp.stack([matrix[..., :half, :half], matrix[..., half:, half:]]))
     r = -product(product(q, matrix[..., half:, :half]), p)
     return jnp.block([[p, jnp.zeros_like(p)], [r, q]])
 
 
-def small_inverse(matrix):
+def _small_inverse(matrix):
     """Uses the same formula for all pairs of blocks at once: R is what joins the two blocks of each
     pair.
     """
     length = matrix.shape[-1]
     inverse = jnp.broadcast_to(jnp.eye(length), matrix.shape)
-    for size in (1 << level for level in range(length.bit_length() - 1)):
+    size = 1  # of the blocks that are inverted: 1, 2, 4, 8 of a matrix of 16 rows
+    while size < length:
         row, column = np.indices((length, length)) // size
         joins = np.where((row == column + 1) & (row % 2 == 1), np.float32(1), np.float32(0))
         r = joins.reshape((1,) * (matrix.ndim - 2) + joins.shape) * matrix
-        inverse -= (
-            r if size == 1 else product(product(inverse, r), inverse)
-        )  # at first the inverse is the identity
+        if size > 1:  # the inverse of blocks of size 1 is the identity
+            r = product(product(inverse, r), inverse)
+        inverse -= r
+        size *= 2
     return inverse
 
 

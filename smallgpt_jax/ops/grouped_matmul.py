@@ -27,7 +27,7 @@ from smallgpt_jax.devices.platform import platform
 BACKENDS = ("auto", "ragged", "blocks")
 # Rows per block. On CPUs, larger blocks are not faster, and have more unused rows. On GPUs, the
 # traffic of the copied matrices and of their gradients takes longer than the products.
-MAX_BLOCK = {"cpu": 128, "gpu": 1024}
+_MAX_BLOCK = {"cpu": 128, "gpu": 1024}
 
 
 class Grouping(NamedTuple):
@@ -39,7 +39,7 @@ class Grouping(NamedTuple):
     group_of_block_N: jax.Array
 
 
-def select_backend(name: str) -> str:
+def _select_backend(name: str) -> str:
     if name == "auto":
         return "ragged" if platform() == "tpu" else "blocks"
     return name
@@ -49,9 +49,10 @@ def block_size(backend: str, rows: int, num_groups: int) -> int:
     """Returns a power of two, at most half of the mean number of rows per group."""
     if backend == "ragged":
         return 1
-    return min(
-        MAX_BLOCK.get(platform(), 128), 1 << max(0, (rows // (2 * num_groups)).bit_length() - 1)
-    )
+    # 1,000 rows of 4 groups: half of the mean is 125, and the block 64.
+    half_of_mean = rows // (2 * num_groups)
+    power_of_two = 1 << max(0, half_of_mean.bit_length() - 1)
+    return min(_MAX_BLOCK.get(platform(), 128), power_of_two)
 
 
 def group_rows(group_of_row_R, num_groups: int, block: int) -> Grouping:
@@ -66,19 +67,18 @@ def group_rows(group_of_row_R, num_groups: int, block: int) -> Grouping:
     sizes_G = jnp.sum(jax.nn.one_hot(group_of_row_R, num_groups, dtype=jnp.int32), axis=0)
     if block == 1:  # slots are the sorted rows; TPUs sort faster than they scatter
         return Grouping(order_R, jnp.argsort(order_R), sizes_G, sorted_group_R)
+    # Groups of 3 and 5 rows in blocks of 4: they begin at rows 0 and 3, and at slots 0 and 4.
     blocks_G = -(-sizes_G // block)
-    first_row_G, first_slot_G = (
-        jnp.cumsum(sizes_G) - sizes_G,
-        (jnp.cumsum(blocks_G) - blocks_G) * block,
-    )
+    first_row_G = jnp.cumsum(sizes_G) - sizes_G
+    first_slot_G = (jnp.cumsum(blocks_G) - blocks_G) * block
     # Blocks after the last group's blocks are unused. The clip gives them to the last group.
     group_of_block_N = jnp.minimum(
         jnp.searchsorted(jnp.cumsum(blocks_G), jnp.arange(num_blocks), side="right"), num_groups - 1
     )
-    group_of_slot_S = jnp.repeat(group_of_block_N, block, total_repeat_length=num_blocks * block)
-    place_S = (
-        jnp.arange(num_blocks * block) - first_slot_G[group_of_slot_S]
-    )  # place of each slot in its group
+    num_slots = num_blocks * block
+    group_of_slot_S = jnp.repeat(group_of_block_N, block, total_repeat_length=num_slots)
+    # The place of each slot in its group; the first places have rows.
+    place_S = jnp.arange(num_slots) - first_slot_G[group_of_slot_S]
     row_of_slot_S = jnp.where(
         place_S < sizes_G[group_of_slot_S],
         order_R[jnp.minimum(first_row_G[group_of_slot_S] + place_S, rows - 1)],
@@ -87,9 +87,8 @@ def group_rows(group_of_row_R, num_groups: int, block: int) -> Grouping:
     slot_of_sorted_row_R = (
         first_slot_G[sorted_group_R] + jnp.arange(rows) - first_row_G[sorted_group_R]
     )
-    slot_of_row_R = (
-        jnp.zeros(rows, jnp.int32).at[order_R].set(slot_of_sorted_row_R.astype(jnp.int32))
-    )
+    slot_of_row_R = jnp.zeros(rows, jnp.int32)
+    slot_of_row_R = slot_of_row_R.at[order_R].set(slot_of_sorted_row_R.astype(jnp.int32))
     return Grouping(row_of_slot_S, slot_of_row_R, sizes_G, group_of_block_N)
 
 
@@ -100,7 +99,8 @@ def into_slots(x_TxD, grouping: Grouping, copies: int = 1):
     """Returns T = R / `copies` rows in their slots, (S, D); row i of the grouping is x[i mod T].
     Unused slots are 0.
     """
-    row_S, rows = grouping.row_of_slot_S, len(grouping.slot_of_row_R)
+    row_S = grouping.row_of_slot_S
+    rows = len(grouping.slot_of_row_R)
     if len(row_S) == rows:  # filling slots with zeros would be a pass over all rows
         return jnp.take(x_TxD, row_S % len(x_TxD), axis=0, mode="clip")
     source_S = jnp.where(row_S < rows, row_S % len(x_TxD), len(x_TxD))
@@ -112,9 +112,8 @@ def from_slots(y_SxD, grouping: Grouping, copies: int = 1):
     """Returns the rows, each summed over its copies, (T, D)."""
     slots_CxT = grouping.slot_of_row_R.reshape(copies, -1)
     # One sum over an array of all copies would take more passes over them.
-    return sum(
-        jnp.take(y_SxD, slots_T, axis=0, mode="clip").astype(jnp.float32) for slots_T in slots_CxT
-    ).astype(y_SxD.dtype)
+    copies_TxD = (jnp.take(y_SxD, slots_T, axis=0, mode="clip") for slots_T in slots_CxT)
+    return sum(y_TxD.astype(jnp.float32) for y_TxD in copies_TxD).astype(y_SxD.dtype)
 
 
 into_slots.defvjp(
@@ -161,30 +160,31 @@ def grouped_experts(
     gated MLPs. Each device groups its own rows of the batch, so that no token moves to another
     device.
     """
-    backend, width = select_backend(backend), len(into_ExDxF)
+    backend = _select_backend(backend)
+    is_gated = len(into_ExDxF) == 2
 
     def on_one_device(x_BxTxD, experts_BxTxK, gates_BxTxK, *weights):
-        into, out = weights[:width], weights[width]
+        *into, out = weights
         num_choices, num_experts = experts_BxTxK.shape[-1], len(out)
         # Rows are ordered by choice, then by token.
-        experts_R, gates_R = (
-            x.reshape(-1, num_choices).T.reshape(-1) for x in (experts_BxTxK, gates_BxTxK)
-        )
-        grouping = group_rows(
-            experts_R, num_experts, block_size(backend, len(experts_R), num_experts)
-        )
+        experts_R = experts_BxTxK.reshape(-1, num_choices).T.reshape(-1)
+        gates_R = gates_BxTxK.reshape(-1, num_choices).T.reshape(-1)
+        block = block_size(backend, len(experts_R), num_experts)
+        grouping = group_rows(experts_R, num_experts, block)
         x_SxD = into_slots(x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), grouping, num_choices)
         first, *up = (grouped_matmul(x_SxD, w_ExDxF, grouping, backend) for w_ExDxF in into)
-        h_SxF = activation(first) * up[0] if up else activation(first)
+        h_SxF = activation(first)
+        if is_gated:
+            h_SxF = h_SxF * up[0]
         # Gates multiply the input of the last product, so that their gradient needs no outputs of
         # experts.
         h_SxF *= into_slots(gates_R, grouping)[:, None].astype(h_SxF.dtype)
-        return from_slots(
-            grouped_matmul(h_SxF, out, grouping, backend), grouping, num_choices
-        ).reshape(x_BxTxD.shape)
+        y_SxD = grouped_matmul(h_SxF, out, grouping, backend)
+        return from_slots(y_SxD, grouping, num_choices).reshape(x_BxTxD.shape)
 
     rows, choices = ("batch", "time", "embed_activation"), ("batch", "time", None)
-    names = (rows, choices, choices, *[("expert", None, "mlp")] * width, ("expert", "mlp", None))
-    return sharding.per_device(on_one_device, names, summed="mlp")(
+    into_axes = [("expert", None, "mlp")] * len(into_ExDxF)
+    axes = (rows, choices, choices, *into_axes, ("expert", "mlp", None))
+    return sharding.per_device(on_one_device, axes, summed="mlp")(
         x_BxTxD, experts_BxTxK, gates_BxTxK, *into_ExDxF, out_ExFxD
     )

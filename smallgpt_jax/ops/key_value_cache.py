@@ -3,11 +3,21 @@ text.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from smallgpt_jax.ops.attention_mask import AttentionMask
+
+
+class CachedKeys(NamedTuple):
+    """The slots of a cache, or the keys and values of a prompt before they are stored."""
+
+    keys_GxSxK: jax.Array
+    values_GxSxK: jax.Array
+    # (G or 1, S), negative for empty slots; None: each slot's number
+    positions_GxS: jax.Array | None = None
 
 
 def update_cache(cache_GxSxK, x_GxTxK, start_G):
@@ -20,15 +30,18 @@ def update_cache(cache_GxSxK, x_GxTxK, start_G):
         return cache_GxSxK.at[jnp.arange(rows)[:, None], slots_GxT].set(x_GxTxK, mode="drop")
     if rows == 1:  # this is faster on CPUs than the vmap below
         return jax.lax.dynamic_update_slice(cache_GxSxK, x_GxTxK, (0, start_G[0], 0))
-    return jax.vmap(lambda row, x, start: jax.lax.dynamic_update_slice(row, x, (start, 0)))(
-        cache_GxSxK, x_GxTxK, start_G
-    )
+
+    def write(row_SxK, x_TxK, start):
+        return jax.lax.dynamic_update_slice(row_SxK, x_TxK, (start, 0))
+
+    return jax.vmap(write)(cache_GxSxK, x_GxTxK, start_G)
 
 
 def rolling_positions(end_G, slots: int):
     """Returns each slot's position after `end_G` writes, (G, slots): p is in slot p mod `slots`;
     negative if empty.
     """
+    # After 6 writes into 4 slots, the positions are 4, 5, 2 and 3.
     newest_Gx1 = end_G[:, None] - 1
     return newest_Gx1 - (newest_Gx1 - jnp.arange(slots)[None]) % slots
 
@@ -42,42 +55,35 @@ def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
         # If a row's only entry is padding, the row is finished, and padding may overwrite its
         # cache.
         return update_cache(cache_GxSxK, x_GxTxK, start_G % slots)
+    # For each slot, which of the new entries it gets; negative: it keeps what it has.
     index_GxS = rolling_positions(start_G + count_G, slots) - start_G[:, None]
     new_GxSxK = jnp.take_along_axis(x_GxTxK, jnp.clip(index_GxS, 0, time - 1)[..., None], axis=1)
     return jnp.where((index_GxS >= 0)[..., None], new_GxSxK, cache_GxSxK)
 
 
 def cached_attention(
-    q_GxRxTxK,
-    keys_GxSxK,
-    values_GxSxK,
-    positions_GxT,
-    mask: AttentionMask,
-    slopes_GxR=None,
-    key_positions_GxS=None,
+    q_GxRxTxK, cache: CachedKeys, positions_GxT, mask: AttentionMask, slopes_GxR=None
 ):
-    """Returns softmax(q·keysᵀ/√K)·values, (G, R, T, K). `key_positions_GxS` are negative for empty
-    slots.
-    """
+    """Returns softmax(q·keysᵀ/√K)·values, (G, R, T, K), of queries at `positions_GxT`."""
     assert mask == AttentionMask(mask.window), "decoding has one causal text per row"
     rows, per_group, time, head_width = q_GxRxTxK.shape
-    q_GxQxK = q_GxRxTxK.reshape(rows, per_group * time, head_width) / math.sqrt(
-        head_width
-    )  # Q = R·T
+    # Q = R·T: the queries of all heads that share keys, in one matrix
+    q_GxQxK = q_GxRxTxK.reshape(rows, per_group * time, head_width) / math.sqrt(head_width)
     scores_GxQxS = jnp.einsum(
-        "gqk,gsk->gqs", q_GxQxK, keys_GxSxK, preferred_element_type=jnp.float32
+        "gqk,gsk->gqs", q_GxQxK, cache.keys_GxSxK, preferred_element_type=jnp.float32
     )
+    key_positions_GxS = cache.positions_GxS
     if key_positions_GxS is None:
-        key_positions_GxS = jnp.arange(keys_GxSxK.shape[1])[None]
+        key_positions_GxS = jnp.arange(cache.keys_GxSxK.shape[1])[None]
     distances_GxTxS = positions_GxT[:, :, None] - key_positions_GxS[:, None]
     allowed_GxTxS = (distances_GxTxS >= 0) & (key_positions_GxS >= 0)[:, None]
     if mask.window:
         allowed_GxTxS &= distances_GxTxS < mask.window
     if slopes_GxR is not None:
-        scores_GxQxS -= (slopes_GxR[:, :, None, None] * distances_GxTxS[:, None]).reshape(
-            scores_GxQxS.shape
-        )
+        biases_GxRxTxS = slopes_GxR[:, :, None, None] * distances_GxTxS[:, None]
+        scores_GxQxS -= biases_GxRxTxS.reshape(scores_GxQxS.shape)
     allowed_GxQxS = jnp.tile(allowed_GxTxS, (1, per_group, 1)) if per_group > 1 else allowed_GxTxS
     weights_GxQxS = jax.nn.softmax(jnp.where(allowed_GxQxS, scores_GxQxS, -1e30))
-    y_GxQxK = jnp.einsum("gqs,gsk->gqk", weights_GxQxS.astype(values_GxSxK.dtype), values_GxSxK)
+    weights_GxQxS = weights_GxQxS.astype(cache.values_GxSxK.dtype)
+    y_GxQxK = jnp.einsum("gqs,gsk->gqk", weights_GxQxS, cache.values_GxSxK)
     return y_GxQxK.reshape(q_GxRxTxK.shape)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from smallgpt_jax.devices.platform import platform
 from smallgpt_jax.ops import recurrence_kernel
 from smallgpt_jax.ops.chunks import (
+    RecurrenceInputs,
     chunk_length,
     decays_in_chunk,
     in_chunks,
@@ -25,50 +26,47 @@ from smallgpt_jax.ops.chunks import (
 )
 
 
-def state_space(
-    c_BxTxGxK,
-    b_BxTxGxK,
-    v_BxTxHxV,
-    log_decay_BxTxH,
-    begins_BxT,
-    state_BxHxKxV,
-    *,
-    backend: str = "auto",
-):
-    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. `log_decay_BxTxH` is
-    log a ≤ 0. Where `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A
-    token with log a = 0 and v = 0, such as padding, does not change the state. With the `backend`
-    "xla", no kernel is used.
+def state_space(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend: str = "auto"):
+    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. Queries are c, keys
+    b, and logarithms of decays log a. Where `begins_BxT`, (B or 1, T), a new text begins, which
+    does not see the state. A token with log a = 0 and v = 0, such as padding, does not change the
+    state. With the `backend` "xla", no kernel is used.
     """
-    inputs = [x.astype(jnp.float32) for x in (c_BxTxGxK, b_BxTxGxK, v_BxTxHxV, log_decay_BxTxH)]
-    _, time, _, width = v_BxTxHxV.shape
+    inputs = inputs.map(lambda x: x.astype(jnp.float32))
+    _, time, _, value_width = inputs.v_BxTxHxV.shape
     if time == 1:
-        c_BxGxK, b_BxGxK, v_BxHxV, log_decay_BxH = (x[:, 0] for x in inputs)
-        kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(log_decay_BxH))
-        state_BxHxKxV = (
-            kept_BxH[:, :, None, None] * state_BxHxKxV + b_BxGxK[..., None] * v_BxHxV[:, :, None]
-        )
-        return jnp.sum(c_BxGxK[..., None] * state_BxHxKxV, axis=2)[:, None], state_BxHxKxV
+        return _one_token(inputs, begins_BxT, state_BxHxKxV)
+    key_width = inputs.k_BxTxGxK.shape[-1]
     if (
         backend != "xla"
         and platform() == "tpu"
-        and recurrence_kernel.fits(time, c_BxTxGxK.shape[-1], width)
+        and recurrence_kernel.fits(time, key_width, value_width)
     ):
         return recurrence_kernel.in_kernel(inputs, begins_BxT, state_BxHxKxV)
-    return in_plain_jax(*inputs, begins_BxT, state_BxHxKxV)
+    return in_plain_jax(inputs, begins_BxT, state_BxHxKxV)
 
 
-def in_plain_jax(c_BxTxGxK, b_BxTxGxK, v_BxTxHxV, log_decay_BxTxH, begins_BxT, state_BxHxKxV):
-    """As `state_space`, of float32 arrays."""
-    time = v_BxTxHxV.shape[1]
-    length = chunk_length(time)
-    c, b, v, log_decay = (
-        in_chunks(x, length) for x in (c_BxTxGxK, b_BxTxGxK, v_BxTxHxV, log_decay_BxTxH)
+def _one_token(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
+    """Equation 2."""
+    c_BxGxK, b_BxGxK, v_BxHxV, log_decay_BxH, _ = inputs.map(lambda x: x[:, 0])
+    kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(log_decay_BxH))
+    state_BxHxKxV = (
+        kept_BxH[:, :, None, None] * state_BxHxKxV + b_BxGxK[..., None] * v_BxHxV[:, :, None]
     )
-    decays, kept, until_end = decays_in_chunk(log_decay, in_chunks(begins_BxT[:, :, None], length))
+    return jnp.sum(c_BxGxK[..., None] * state_BxHxKxV, axis=2)[:, None], state_BxHxKxV
+
+
+def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
+    """As `state_space`, of float32 arrays."""
+    time = inputs.v_BxTxHxV.shape[1]
+    length = chunk_length(time)
+    c, b, v, log_decay, _ = inputs.map(lambda x: in_chunks(x, length))  # (N, B, H or G, C, …)
+    begins_NxBx1xC = in_chunks(begins_BxT[:, :, None], length)
+    decays, kept, until_end = decays_in_chunk(log_decay, begins_NxBx1xC)  # Γ, γ, ω
     y_NxBxHxCxV = (decays * (c @ jnp.swapaxes(b, -1, -2))) @ v
     added_NxBxHxKxV = jnp.swapaxes(until_end[..., None] * b, -1, -2) @ v
     states_NxBxHxKxV, state_BxHxKxV = states_before_chunks(
         kept[..., -1], None, added_NxBxHxKxV, state_BxHxKxV
     )
-    return joined(y_NxBxHxCxV + kept[..., None] * (c @ states_NxBxHxKxV), time), state_BxHxKxV
+    y_NxBxHxCxV = y_NxBxHxCxV + kept[..., None] * (c @ states_NxBxHxKxV)
+    return joined(y_NxBxHxCxV, time), state_BxHxKxV

@@ -11,9 +11,9 @@ import pytest
 
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.ops import attention as ops
-from smallgpt_jax.ops.attention import attention, select_backend
+from smallgpt_jax.ops.attention import AttentionShape, attention, select_backend
 from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.ops.key_value_cache import cached_attention
+from smallgpt_jax.ops.key_value_cache import CachedKeys, cached_attention
 
 TIME = 256
 
@@ -228,8 +228,7 @@ def test_cached_attention_matches_the_last_rows_of_the_formula(groups, window, h
         positions = jnp.tile(start + jnp.arange(time), (2 * groups, 1))
         return cached_attention(
             q,
-            keys,
-            values,
+            CachedKeys(keys, values),
             positions,
             AttentionMask(window),
             None if slopes is None else np.tile(slopes, 2).reshape(2 * groups, -1),
@@ -339,10 +338,14 @@ def test_kernel_on_a_mesh(backend, groups):
     ],
 )
 def test_selected_backend(requested, platform, change, name, reason):
-    shape = {"time": 1024, "head_width": 64, "dtype": "bfloat16", "mask": AttentionMask(), **change}
-    assert select_backend(requested, platform, **shape)[0] == name
-    assert reason in select_backend(requested, platform, **shape)[1]
-    assert bool(reason) == bool(select_backend(requested, platform, **shape)[1])
+    mask = change.get("mask", AttentionMask())
+    sizes = {key: change[key] for key in change if key in AttentionShape._fields}
+    shape = AttentionShape(1024, 64, "bfloat16")._replace(**sizes)
+    backend, fallback_reason = select_backend(
+        requested, platform, shape, mask, change.get("has_alibi", False)
+    )
+    assert backend == name
+    assert reason in fallback_reason and bool(reason) == bool(fallback_reason)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,16 @@ import pytest
 from float64_model import plain_gated_delta_rule
 from gradient_helpers import assert_gradients
 
+from smallgpt_jax.ops.chunks import RecurrenceInputs
 from smallgpt_jax.ops.gated_delta import gated_delta, unit_lower_inverse
 from smallgpt_jax.ops.recurrence_kernel import in_kernel
 
 BATCH, HEADS, KEY, VALUE = 2, 2, 5, 6
 RULES = {
-    "plain": gated_delta,
-    "kernel": lambda *inputs: in_kernel(inputs[:5], *inputs[5:], dtype="float32"),
+    "plain": lambda *inputs: gated_delta(RecurrenceInputs(*inputs[:5]), *inputs[5:]),
+    "kernel": lambda *inputs: in_kernel(
+        RecurrenceInputs(*inputs[:5]), *inputs[5:], dtype="float32"
+    ),
 }
 
 
@@ -169,7 +172,7 @@ def test_gradients_are_those_of_the_recurrence(rule):
 @pytest.mark.slow
 def test_the_kernel_in_bfloat16():
     inputs = random_inputs(300)
-    y, _ = jax.jit(in_kernel)(inputs, begins(300), no_state())
+    y, _ = jax.jit(in_kernel)(RecurrenceInputs(*inputs), begins(300), no_state())
     expected = expected_outputs(inputs)
     assert 1e-4 < np.linalg.norm(y - expected) / np.linalg.norm(expected) < 0.01
 

@@ -23,7 +23,7 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.flops import UnknownFlops, count_operations, train_flops_per_token
 from smallgpt_jax.models.stacks import layer_configs, stack_blocks
-from smallgpt_jax.ops.cross_entropy import cross_entropy
+from smallgpt_jax.ops.cross_entropy import LossOptions, cross_entropy
 from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
 from smallgpt_jax.optim.optimizer import make_optimizer
@@ -88,7 +88,7 @@ def test_z_loss_and_softcap(chunks, logit_scale, z, cap):
         d_logits /= np.cosh(np.arctanh(logits / cap)) ** 2  # the derivative of tanh
 
     def loss(x, head):
-        return cross_entropy(x, head, targets, weights, chunks, z, cap)
+        return cross_entropy(x, head, targets, weights, chunks, LossOptions(z, cap))
 
     x, head, weights = (np.float32(array) for array in (x, head, weights))
     value, (d_x, d_head) = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, head)

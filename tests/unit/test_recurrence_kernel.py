@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from smallgpt_jax.ops import gated_delta, state_space
+from smallgpt_jax.ops.chunks import RecurrenceInputs
 from smallgpt_jax.ops.recurrence_kernel import in_kernel
 
 PATHS, ROWS, TIME, HEADS, KEY, VALUE = 3, 2, 300, 4, 5, 6
@@ -38,7 +39,7 @@ def test_paths_side_by_side(mixer):
 
     def run(inputs, state):
         def total(inputs, state):
-            y, last = in_kernel(inputs, begins(), state, dtype="float32")
+            y, last = in_kernel(RecurrenceInputs(*inputs), begins(), state, dtype="float32")
             return jnp.sum(jnp.square(y)) + jnp.sum(last), (y, last)
 
         return jax.value_and_grad(total, (0, 1), has_aux=True)(inputs, state)
@@ -67,7 +68,9 @@ def test_backend(mixer, monkeypatch):
     def uses_kernel(time: int, backend: str) -> bool:
         inputs = [x[0, :, :time] for x in random_inputs(mixer)]
         program = jax.make_jaxpr(
-            lambda *inputs: rule(*inputs, begins()[:, :time], state, backend=backend)
+            lambda *inputs: rule(
+                RecurrenceInputs(*inputs), begins()[:, :time], state, backend=backend
+            )
         )(*inputs)
         return f"{name}_forward" in str(program)
 

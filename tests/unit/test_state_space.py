@@ -10,6 +10,7 @@ import pytest
 from float64_model import plain_state_space
 from gradient_helpers import assert_gradients
 
+from smallgpt_jax.ops.chunks import RecurrenceInputs
 from smallgpt_jax.ops.recurrence_kernel import in_kernel
 from smallgpt_jax.ops.state_space import state_space
 
@@ -20,8 +21,10 @@ BATCH, HEADS, STATE, VALUE = (
     6,
 )  # the kernel sums gradients of c and b over the 2 heads of a group
 RULES = {
-    "plain": state_space,
-    "kernel": lambda *inputs: in_kernel(inputs[:4], *inputs[4:], dtype="float32"),
+    "plain": lambda *inputs: state_space(RecurrenceInputs(*inputs[:4]), *inputs[4:]),
+    "kernel": lambda *inputs: in_kernel(
+        RecurrenceInputs(*inputs[:4]), *inputs[4:], dtype="float32"
+    ),
 }
 
 
@@ -171,6 +174,6 @@ def test_gradients_are_those_of_the_recurrence(rule):
 
 def test_the_kernel_in_bfloat16():
     inputs = random_inputs(300)
-    y, _ = jax.jit(in_kernel)(inputs, begins(300), no_state())
+    y, _ = jax.jit(in_kernel)(RecurrenceInputs(*inputs), begins(300), no_state())
     expected = expected_outputs(inputs)
     assert 1e-4 < np.linalg.norm(y - expected) / np.linalg.norm(expected) < 0.01

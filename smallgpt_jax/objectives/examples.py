@@ -13,17 +13,15 @@ from smallgpt_jax.models.context import Context
 
 # Of the tokens to predict, masked language models see these fractions as the mask token and as a
 # random token. The others are not changed (BERT: Devlin et al., arXiv 1810.04805, section 3.1).
-MASKED, RANDOM = 0.8, 0.1
+_MASKED, _RANDOM = 0.8, 0.1
 
 
 class Examples(NamedTuple):
     batch: Batch
-    prefix_BxT: jax.Array | None = (
-        None  # bool: positions in their text's bidirectional prefix; None: no prefixes
-    )
-    selected_BxT: jax.Array | None = (
-        None  # bool: of the targets in the batch's mask, those in the loss; None: all
-    )
+    # bool: positions in their text's bidirectional prefix; None: no prefixes
+    prefix_BxT: jax.Array | None = None
+    # bool: of the targets in the batch's mask, those in the loss; None: all
+    selected_BxT: jax.Array | None = None
 
     @property
     def inputs_BxT(self):
@@ -31,17 +29,18 @@ class Examples(NamedTuple):
 
     @property
     def targets_BxT(self):
-        return (
-            self.batch.tokens_BxT1[:, 1:]
-            if self.batch.targets_BxT is None
-            else self.batch.targets_BxT
-        )
+        if self.batch.targets_BxT is not None:
+            return self.batch.targets_BxT
+        return self.batch.tokens_BxT1[:, 1:]
 
     @property
     def loss_mask_BxT(self):
         """None: all targets."""
-        masks = [mask for mask in (self.batch.loss_mask_BxT, self.selected_BxT) if mask is not None]
-        return masks[0] & masks[-1] if masks else None
+        if self.selected_BxT is None:
+            return self.batch.loss_mask_BxT
+        if self.batch.loss_mask_BxT is None:
+            return self.selected_BxT
+        return self.batch.loss_mask_BxT & self.selected_BxT
 
     @property
     def num_targets(self):
@@ -92,6 +91,7 @@ def continuations(batch: Batch, keys_B) -> Examples:
     """
     context = Examples(batch).context()
     rows, time = batch.tokens_BxT1.shape[0], batch.tokens_BxT1.shape[1] - 1
+    # For texts of 3 and 2 positions: positions 0 1 2 0 1, starts 0 0 0 3 3, ends 3 3 3 5 5.
     positions_BxT = jnp.broadcast_to(context.positions(time), (rows, time))
     starts_BxT = jnp.arange(time)[None] - positions_BxT
     is_last_BxT = jnp.concatenate([positions_BxT[:, 1:] == 0, jnp.ones((rows, 1), bool)], axis=1)
@@ -101,9 +101,8 @@ def continuations(batch: Batch, keys_B) -> Examples:
     drawn_BxT = jax.vmap(lambda key: jax.random.uniform(key, (time,)))(keys_B)
     # One number per text: the one that was drawn for its first position.
     fractions_BxT = jnp.take_along_axis(drawn_BxT, starts_BxT, axis=1)
-    return with_prefixes(
-        batch, jnp.floor(fractions_BxT * (ends_BxT - starts_BxT)).astype(jnp.int32)
-    )
+    lengths_BxT = jnp.floor(fractions_BxT * (ends_BxT - starts_BxT)).astype(jnp.int32)
+    return with_prefixes(batch, lengths_BxT)
 
 
 def with_prefixes(batch: Batch, lengths_BxT) -> Examples:
@@ -146,16 +145,10 @@ def masked_tokens(batch: Batch, keys_B, *, rate: float, mask_token: int) -> Exam
     counted_BxT = Examples(batch).weights(1) > 0
     least_Bx1 = jnp.min(jnp.where(counted_BxT, select_BxT, 1.0), axis=1, keepdims=True)
     is_selected_BxT = (select_BxT < rate) | (select_BxT == least_Bx1)
-    changed_BxT = jnp.where(
-        change_BxT < MASKED,
-        mask_token,
-        jnp.where(change_BxT < MASKED + RANDOM, random_BxT, tokens_BxT),
-    )
+    random_or_same_BxT = jnp.where(change_BxT < _MASKED + _RANDOM, random_BxT, tokens_BxT)
+    changed_BxT = jnp.where(change_BxT < _MASKED, mask_token, random_or_same_BxT)
     inputs_BxT = jnp.where(is_selected_BxT, changed_BxT, tokens_BxT)
-    return Examples(
-        batch._replace(
-            tokens_BxT1=jnp.concatenate([inputs_BxT, batch.tokens_BxT1[:, -1:]], axis=1),
-            targets_BxT=tokens_BxT,
-        ),
-        selected_BxT=is_selected_BxT,
-    )
+    # The last token is a target of next-token prediction only; `Examples.inputs_BxT` drops it.
+    tokens_BxT1 = jnp.concatenate([inputs_BxT, batch.tokens_BxT1[:, -1:]], axis=1)
+    batch = batch._replace(tokens_BxT1=tokens_BxT1, targets_BxT=tokens_BxT)
+    return Examples(batch, selected_BxT=is_selected_BxT)

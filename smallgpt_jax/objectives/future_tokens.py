@@ -36,6 +36,7 @@ def head_config(config: ModelConfig) -> ModelConfig:
     """
     (last,) = layer_configs(config.last_stage, 1, first=config.depth - 1)
     width = config.output_width
+    # Without a head_dim, the width may be that of a narrower stage, which the heads must divide.
     heads = last.num_heads if last.head_dim else math.gcd(last.num_heads, width)
     block = dataclasses.replace(
         last,
@@ -65,10 +66,9 @@ class MultiTokenModule(nn.Module):
     def __call__(self, h_BxTxW, embedded_BxTxD, context: Context):
         """Returns the input of the next module and that of the head."""
         c = self.config
-        joint = jnp.concatenate(
-            [rms_norm(c, "hidden_norm")(h_BxTxW), rms_norm(c, "embedding_norm")(embedded_BxTxD)],
-            axis=-1,
-        )
+        h_BxTxW = rms_norm(c, "hidden_norm")(h_BxTxW)
+        embedded_BxTxD = rms_norm(c, "embedding_norm")(embedded_BxTxD)
+        joint = jnp.concatenate([h_BxTxW, embedded_BxTxD], axis=-1)
         h_BxTxW = Dense(
             (c.d_model,),
             ("embed", "embed_compressed"),
@@ -78,7 +78,9 @@ class MultiTokenModule(nn.Module):
             name="joint",
         )(joint, context)
         h_BxTxW = stack_blocks([c], context)(h_BxTxW)
-        return h_BxTxW, h_BxTxW if c.norm_position != "pre" else norm(c, "final_norm")(h_BxTxW)
+        if c.norm_position != "pre":  # the block ends with a norm
+            return h_BxTxW, h_BxTxW
+        return h_BxTxW, norm(c, "final_norm")(h_BxTxW)
 
 
 class MultiTokenModules(nn.Module):
@@ -110,9 +112,8 @@ class FutureTokens(Term, abc.ABC):
 
     def init(self, key):
         c = self.config
-        x_1xTxW, embedded_1xTxD = (
-            jnp.zeros((1, self.count, width), c.dtype) for width in (c.output_width, c.d_model)
-        )
+        x_1xTxW = jnp.zeros((1, self.count, c.output_width), c.dtype)
+        embedded_1xTxD = jnp.zeros((1, self.count, c.d_model), c.dtype)
         return self.head.init(key, x_1xTxW, [embedded_1xTxD] * self.count)["params"]
 
     def train_products(self, model: LanguageModel) -> int:
@@ -158,18 +159,16 @@ class CrossAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x_RxNxW, pseudo_RxPxW):
-        c, axes = self.config, ("embed", "heads", "head_width")
+        c = self.config
+        features, axes = (c.num_heads, c.head_width), ("embed", "heads", "head_width")
 
         def project(name, x):
-            return Dense(
-                (c.num_heads, c.head_width), axes, INIT_STD, c.use_bias, c.dtype, name=name
-            )(x, EVALUATION)
+            dense = Dense(features, axes, INIT_STD, c.use_bias, c.dtype, name=name)
+            return dense(x, EVALUATION)
 
-        q_RxNxHxK, k_RxPxHxK, v_RxPxHxK = (
-            project("query", x_RxNxW),
-            project("key", pseudo_RxPxW),
-            project("value", pseudo_RxPxW),
-        )
+        q_RxNxHxK = project("query", x_RxNxW)
+        k_RxPxHxK = project("key", pseudo_RxPxW)
+        v_RxPxHxK = project("value", pseudo_RxPxW)
         scores_RxHxNxP = jnp.einsum(
             "rnhk,rphk->rhnp", q_RxNxHxK, k_RxPxHxK, preferred_element_type=jnp.float32
         )
@@ -198,7 +197,8 @@ class PseudoSequenceDecoder(nn.Module):
         """`embedded` are N arrays (B, S, D), the tokens before those to predict. Returns (R, N,
         W).
         """
-        c, (batch, rows, width) = self.config, x_BxSxW.shape
+        c = self.config
+        batch, positions, width = x_BxSxW.shape
         pseudo_BxSxPxW = Dense(
             (self.pseudo_length, width),
             ("embed", "pseudo", "embed_compressed"),
@@ -207,8 +207,8 @@ class PseudoSequenceDecoder(nn.Module):
             c.dtype,
             name="pseudo_sequence",
         )(x_BxSxW, EVALUATION)
-        pseudo_RxPxW = pseudo_BxSxPxW.reshape(batch * rows, -1, width)
-        y_RxNxD = jnp.stack(embedded, axis=2).reshape(batch * rows, len(embedded), -1)
+        pseudo_RxPxW = pseudo_BxSxPxW.reshape(batch * positions, -1, width)
+        y_RxNxD = jnp.stack(embedded, axis=2).reshape(batch * positions, len(embedded), -1)
         y_RxNxW = Dense(
             (width,),
             ("embed", "embed_compressed"),
@@ -261,26 +261,22 @@ class PseudoSequence(FutureTokens):
             return jnp.take_along_axis(x_BxT, positions_BxS, axis=1)
 
         x_BxSxW = jnp.take_along_axis(outputs.x_BxTxW, positions_BxS[..., None], axis=1)
-        tokens = [
-            at(examples.inputs_BxT),
-            *(at(ahead(examples.targets_BxT, k)) for k in range(count - 1)),
-        ]
+        # The decoder reads each token to predict the next one: the first is the input itself.
+        tokens = [at(examples.inputs_BxT)]
+        tokens += [at(ahead(examples.targets_BxT, k)) for k in range(count - 1)]
         y_RxNxW = self.head.apply(
             {"params": variables},
             x_BxSxW,
             [self.embedded(outputs, tokens_BxS) for tokens_BxS in tokens],
         )
-        shares = [self.discount**k for k in range(count)]
-        targets_BxSxN = jnp.stack(
-            [at(ahead(examples.targets_BxT, k)) for k in range(count)], axis=-1
-        )
-        weights_BxSxN = jnp.stack(
-            [
-                share / sum(shares) * at(weights_ahead(examples, weights_BxT, k))
-                for k, share in enumerate(shares)
-            ],
-            axis=-1,
-        )
+        targets = [at(ahead(examples.targets_BxT, k)) for k in range(count)]
+        targets_BxSxN = jnp.stack(targets, axis=-1)
+        discounts = [self.discount**k for k in range(count)]
+        total = sum(discounts)
+        weights = []
+        for k, discount in enumerate(discounts):
+            weights.append(discount / total * at(weights_ahead(examples, weights_BxT, k)))
+        weights_BxSxN = jnp.stack(weights, axis=-1)
         scale = time / positions_BxS.shape[1]  # each position stands for about N positions
         return cross_entropy(
             y_RxNxW,
@@ -302,10 +298,10 @@ def weights_ahead(examples: Examples, weights_BxT, count: int):
     document, or if the position's own target has no weight, because attention may see what follows
     positions inside a prefix.
     """
-    is_counted_BxT = (weights_BxT > 0) & (
-        jnp.arange(weights_BxT.shape[1])[None] < weights_BxT.shape[1] - count
-    )
-    if (ids_BxT := examples.batch.segment_ids_BxT) is not None:
+    time = weights_BxT.shape[1]
+    is_counted_BxT = (weights_BxT > 0) & (jnp.arange(time)[None] < time - count)
+    ids_BxT = examples.batch.segment_ids_BxT
+    if ids_BxT is not None:
         is_counted_BxT &= ids_BxT == ahead(ids_BxT, count)
     return jnp.where(is_counted_BxT, ahead(weights_BxT, count), 0.0)
 

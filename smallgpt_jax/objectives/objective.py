@@ -47,12 +47,13 @@ def forward(
     change.
     """
     trains = dropout_key is not None
+
+    def hidden_and_head(model):  # the logits never exist whole; see ops/cross_entropy.py
+        return model.hidden(examples.inputs_BxT, examples.context(trains)), model.head_weight()
+
     (x_BxTxW, head_VxW), collections = model.apply(
         {"params": params, "state": model_state},
-        method=lambda model: (
-            model.hidden(examples.inputs_BxT, examples.context(trains)),
-            model.head_weight(),
-        ),
+        method=hidden_and_head,
         rngs={"dropout": dropout_key} if trains else {},
         mutable=["state", *sown] if trains else [],
     )
@@ -163,15 +164,12 @@ class Objective:
         return nn.unbox(self._init_boxed(seed))
 
     def _init_boxed(self, seed: int) -> dict[str, Any]:
-        key = jax.random.key(seed)
-        heads = {
-            name: term.init(jax.random.fold_in(key, zlib.crc32(name.encode())))
-            for name, term in self.terms.items()
-        }
+        def key_of(name: str):  # does not depend on which other terms there are
+            return jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+
+        heads = {name: term.init(key_of(name)) for name, term in self.terms.items()}
         if self.adapters:
-            heads[lora.NAME] = self.adapters(
-                jax.random.fold_in(key, zlib.crc32(lora.NAME.encode()))
-            )
+            heads[lora.NAME] = self.adapters(key_of(lora.NAME))
         return {name: params for name, params in heads.items() if params}
 
     def abstract_heads(self) -> dict[str, Any]:
@@ -180,27 +178,23 @@ class Objective:
             return with_axes(jax.eval_shape(self._init_boxed, 0))
 
 
-def causal(train: TrainConfig, model: LanguageModel) -> Objective:
+def _causal(train: TrainConfig, model: LanguageModel) -> Objective:
     return Objective(train.loss_chunks, train.z_loss)
 
 
-def prefix(train: TrainConfig, model: LanguageModel) -> Objective:
-    return dataclasses.replace(
-        causal(train, model), examples=continuations, tuning_examples=answers
-    )
+def _prefix(train: TrainConfig, model: LanguageModel) -> Objective:
+    objective = _causal(train, model)
+    return dataclasses.replace(objective, examples=continuations, tuning_examples=answers)
 
 
-def masked(train: TrainConfig, model: LanguageModel) -> Objective:
-    return dataclasses.replace(
-        causal(train, model),
-        examples=functools.partial(
-            masked_tokens, rate=train.mask_rate, mask_token=model.config.vocab_size - 1
-        ),
-    )
+def _masked(train: TrainConfig, model: LanguageModel) -> Objective:
+    mask_token = model.config.vocab_size - 1  # no tokenizer uses the last row of the embedding
+    examples = functools.partial(masked_tokens, rate=train.mask_rate, mask_token=mask_token)
+    return dataclasses.replace(_causal(train, model), examples=examples)
 
 
 # {config.train.objective: function (train group, model) → Objective}
-OBJECTIVES = {"causal": causal, "prefix": prefix, "masked": masked}
+OBJECTIVES = {"causal": _causal, "prefix": _prefix, "masked": _masked}
 
 
 def find_objective(name: str):

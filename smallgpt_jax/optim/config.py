@@ -102,16 +102,11 @@ class OptimizerConfig(ConfigGroup):
             self.refuse("decay_steps", "must be at least 1; -1 means config.train.steps")
         if end >= STEPS_LIMIT:
             self.refuse("decay_steps", "must be below 2^31")
-        warmup = (
-            math.floor(self.warmup_fraction * end)
-            if self.warmup_steps == AT_START
-            else self.warmup_steps
-        )
-        final = (
-            self.final_fraction * self.learning_rate
-            if self.final_learning_rate == AT_START
-            else self.final_learning_rate
-        )
+        warmup, final = self.warmup_steps, self.final_learning_rate
+        if warmup == AT_START:
+            warmup = math.floor(self.warmup_fraction * end)
+        if final == AT_START:
+            final = self.final_fraction * self.learning_rate
         group = self.replace(warmup_steps=warmup, decay_steps=end, final_learning_rate=final)
         group.validate_range("warmup_steps", "final_learning_rate")
         if end <= warmup:

@@ -20,39 +20,35 @@ from smallgpt_jax.models.parameters import MODULE_STACKS, STACKS, Parameter
 
 NAME = "lora"  # of the tree, among the heads of a train state
 HEAD = ("head",)  # exists if it is not the embedding
-NOT_ADAPTED = {None, "vocab", "position", "router", "conv_time", *STACKS} - {*MODULE_STACKS}
+_NOT_ADAPTED = {None, "vocab", "position", "router", "conv_time", *STACKS} - {*MODULE_STACKS}
 
 
 def is_adapted(p: Parameter, pattern: str = "") -> bool:
-    is_named = bool(pattern) and p.path == HEAD
-    return (
-        p.is_matrix
-        and (is_named or not NOT_ADAPTED & set(p.axes))
-        and bool(re.search(pattern, "/".join(p.path)))
-    )
+    if not p.is_matrix or not re.search(pattern, "/".join(p.path)):
+        return False
+    is_named_head = bool(pattern) and p.path == HEAD
+    return is_named_head or not _NOT_ADAPTED & set(p.axes)
 
 
 def init(params, rank: int, pattern: str, key):
     """Returns the pairs for the parameters whose path matches `pattern`, with axis names; the
     products are 0.
     """
-    pairs = {
-        p.path: init_pair(p, rank, jax.random.fold_in(key, number))
-        for number, p in enumerate(jax.tree.leaves(params))
-        if is_adapted(p, pattern)
-    }
+    pairs = {}
+    for number, p in enumerate(jax.tree.leaves(params)):
+        if is_adapted(p, pattern):
+            pairs[p.path] = _init_pair(p, rank, jax.random.fold_in(key, number))
     return flax.traverse_util.unflatten_dict(pairs)
 
 
-def init_pair(p: Parameter, rank: int, key):
+def _init_pair(p: Parameter, rank: int, key):
     inputs, outputs = p.matrix_axes
     stack, stack_axes = p.shape[: p.module_stacks], p.axes[: p.module_stacks]
-    input_shape, output_shape = ([p.shape[i] for i in axes] for axes in (inputs, outputs))
-    input_axes, output_axes = ([p.axes[i] for i in axes] for axes in (inputs, outputs))
-    # not "rank", which the factors of a low-rank model have already
-    initialize_a = normal(
-        1 / math.sqrt(math.prod(input_shape)), *stack_axes, *input_axes, "lora_rank"
-    )
+    input_shape, input_axes = [p.shape[i] for i in inputs], [p.axes[i] for i in inputs]
+    output_shape, output_axes = [p.shape[i] for i in outputs], [p.axes[i] for i in outputs]
+    std = 1 / math.sqrt(math.prod(input_shape))
+    # The axis is not "rank", which the factors of a low-rank model have already.
+    initialize_a = normal(std, *stack_axes, *input_axes, "lora_rank")
     initialize_b = zeros(*stack_axes, "lora_rank", *output_axes)
     return {
         "a": initialize_a(key, (*stack, *input_shape, rank)),
@@ -68,18 +64,18 @@ def merge(abstract, params, pairs, scale: float):
     """Returns `params` with W + scale·A·B, in float32, for each W with a pair. `abstract` is a tree
     of `Parameter`.
     """
-    weights, factors = (flax.traverse_util.flatten_dict(tree) for tree in (params, pairs))
+    weights = flax.traverse_util.flatten_dict(params)
+    factors = flax.traverse_util.flatten_dict(pairs)
     for p in jax.tree.leaves(abstract):
         if (*p.path, "a") in factors:
-            weights[p.path] += scale * product(p, factors[*p.path, "a"], factors[*p.path, "b"])
+            weights[p.path] += scale * _product(p, factors[*p.path, "a"], factors[*p.path, "b"])
     return flax.traverse_util.unflatten_dict(weights)
 
 
-def product(p: Parameter, a, b):
+def _product(p: Parameter, a, b):
     """Returns A·B in the shape of `p`."""
     stack, rank = p.shape[: p.module_stacks], a.shape[-1]
-    return jnp.matmul(
-        a.reshape(*stack, -1, rank),
-        b.reshape(*stack, rank, -1),
-        precision=jax.lax.Precision.HIGHEST,
-    ).reshape(p.shape)
+    a_matrices = a.reshape(*stack, -1, rank)
+    b_matrices = b.reshape(*stack, rank, -1)
+    y = jnp.matmul(a_matrices, b_matrices, precision=jax.lax.Precision.HIGHEST)
+    return y.reshape(p.shape)

@@ -83,8 +83,9 @@ def experts(backend: str):
 
     def apply(x_BxTxD, choices_BxTxK, up_ExDxF, down_ExFxD):
         gates = jnp.full(choices_BxTxK.shape, 1 / 3)
+        weights = grouped_matmul.ExpertWeights([up_ExDxF], down_ExFxD)
         return grouped_matmul.grouped_experts(
-            x_BxTxD, choices_BxTxK, gates, [up_ExDxF], down_ExFxD, activations.gelu, backend
+            x_BxTxD, choices_BxTxK, gates, weights, activations.gelu, backend
         )
 
     return apply

@@ -21,7 +21,7 @@ from smallgpt_jax.models.mixers import find_mixer, refuse_unread_fields
 from smallgpt_jax.models.pgpt import PGPT
 from smallgpt_jax.models.stacks import REMAT
 
-CHOICES = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
+_CHOICES = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
 
@@ -51,7 +51,7 @@ def make_config(**fields) -> ModelConfig:
     config = config_class.from_fields(fields)
     if config.dtype == AUTO:
         config = config.replace(dtype=faster_dtype())
-    for field, table in CHOICES.items():
+    for field, table in _CHOICES.items():
         config.validate_choice(field, table)
     for name in config.mixers:
         find_mixer(name)

@@ -32,14 +32,14 @@ def check_causality(
     if time < 2:
         return
     model = in_float32(model)
-    rows = sharding.num_batch_shards() * -(-ROWS // sharding.num_batch_shards())
+    shards = sharding.num_batch_shards()
+    rows = shards * -(-ROWS // shards)  # at least 4, and as many on each device
     tokens_BxT, others_BxT = np.random.default_rng(0).integers(0, c.vocab_size, (2, rows, time))
+    # The rows' borders are at 1, T − 1 and evenly between.
     borders_Bx1 = np.linspace(1, time - 1, rows).round().astype(int)[:, None]
     is_later_BxT = np.arange(time)[None] >= borders_Bx1
-    later, earlier = (
-        np.where(is_changed_BxT, others_BxT, tokens_BxT)
-        for is_changed_BxT in (is_later_BxT, ~is_later_BxT)
-    )
+    later = np.where(is_later_BxT, others_BxT, tokens_BxT)
+    earlier = np.where(is_later_BxT, tokens_BxT, others_BxT)
 
     @jax.jit
     def dependence(params, model_state, changed_BxT, is_kept_BxT, segment_ids_BxT):
@@ -48,10 +48,8 @@ def check_causality(
         """
         variables = {"params": _perturbed(params), "state": model_state}
         context = Context(segment_ids_BxT=segment_ids_BxT)
-        x_BxTxW, changed_BxTxW = (
-            model.apply(variables, tokens, context, method="hidden")
-            for tokens in (tokens_BxT, changed_BxT)
-        )
+        x_BxTxW = model.apply(variables, tokens_BxT, context, method="hidden")
+        changed_BxTxW = model.apply(variables, changed_BxT, context, method="hidden")
         changes_BxTxW = jnp.where(is_kept_BxT[:, :, None], jnp.abs(changed_BxTxW - x_BxTxW), 0)
         return jnp.max(changes_BxTxW) / jnp.max(jnp.abs(x_BxTxW))
 

@@ -9,7 +9,7 @@ from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.attention_variants import AttentionVariant
 from smallgpt_jax.models.structure import mixers
 
-BUILT_IN = (
+_BUILT_IN = (
     "token embedding",
     "position embedding",
     "attention",
@@ -19,7 +19,7 @@ BUILT_IN = (
     "between blocks",
 )
 # {name in a parameter's path: component}; the first that is in the path counts
-COMPONENT_OF = {
+_COMPONENT_OF = {
     "value_embedding": "value embeddings",
     "residual_scales": "scalars of blocks",
     "input_mix": "scalars of blocks",
@@ -33,19 +33,18 @@ COMPONENT_OF = {
     "mlp": "MLP",
     "head": "head",
 }
-BETWEEN_BLOCKS = {"paths", "path_logits", "compress"}  # of pgpt, lgpt and cgpt
+_BETWEEN_BLOCKS = {"paths", "path_logits", "compress"}  # of pgpt, lgpt and cgpt
 
 
 def components(model: LanguageModel) -> dict[str, int]:
     """Returns {component: number of parameters}; custom modules are listed under their own
     names.
     """
-    custom = {
-        path: type(mixer).__name__
-        for path, mixer in mixers(model).items()
-        if type(mixer) not in (Attention, AttentionVariant)
-    }
-    counts = dict.fromkeys(BUILT_IN, 0)
+    custom = {}  # {path of a mixer: name of its class}
+    for path, mixer in mixers(model).items():
+        if type(mixer) not in (Attention, AttentionVariant):
+            custom[path] = type(mixer).__name__
+    counts = dict.fromkeys(_BUILT_IN, 0)
     for p in jax.tree.leaves(abstract_params(model)):
         component = _component_of(p.path, custom)
         counts[component] = counts.get(component, 0) + p.size
@@ -56,12 +55,12 @@ def _component_of(path: tuple[str, ...], custom: dict[tuple[str, ...], str]) -> 
     for mixer_path, name in custom.items():
         if path[: len(mixer_path)] == mixer_path:
             return name
-    names = [re.sub(r"_\d+$", "", name) for name in path]
-    for name, component in COMPONENT_OF.items():
+    names = [re.sub(r"_\d+$", "", name) for name in path]  # LayerNorm_0, compress_1
+    for name, component in _COMPONENT_OF.items():
         if name in names:
             return component
     if any(name.endswith("_norm") or name == "LayerNorm" for name in names):
         return "LayerNorms"
-    if not BETWEEN_BLOCKS.isdisjoint(names):
+    if not _BETWEEN_BLOCKS.isdisjoint(names):
         return "between blocks"
     return next(name for name in names if name not in ("trunk", "blocks"))

@@ -325,10 +325,7 @@ class ModelConfig(ConfigGroup):
                 "mlp_ratio",
                 f"rounds to an MLP width of 0 in blocks of width {self.d_model}; increase it",
             )
-        width = min(
-            self.d_model, self.num_heads * self.head_width
-        )  # no matrix has fewer rows or columns
-        if (
-            self.rank_ratio and width < 3
-        ):  # a W × W matrix has W² parameters, and two factors have at least 2·W
+        width = min(self.d_model, self.num_heads * self.head_width)  # of the smallest matrix
+        # A W × W matrix has W² parameters, and two factors have at least 2·W.
+        if self.rank_ratio and width < 3:
             self.refuse("rank_ratio", f"saves nothing for matrices of width {width}; set it to 0")

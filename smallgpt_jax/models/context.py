@@ -19,22 +19,18 @@ class Context:
     # The number of positions that a new cache can hold; None in training and evaluation.
     cache_length: int | None = flax.struct.field(pytree_node=False, default=None)
     start_B: jax.Array | None = None  # in decoding, the position of each row's first new token
-    length_B: jax.Array | None = (
-        None  # in decoding, the number of new tokens per row, without padding
-    )
-    segment_ids_BxT: jax.Array | None = (
-        None  # None in decoding; positions with equal ids belong to one text
-    )
+    # in decoding, the number of new tokens per row, without padding
+    length_B: jax.Array | None = None
+    # None in decoding; positions with equal ids belong to one text
+    segment_ids_BxT: jax.Array | None = None
     # bool; positions in their text's bidirectional prefix (prefix LM). In decoding, only with a new
     # cache
     prefix_BxT: jax.Array | None = None
     tokens_BxT: jax.Array | None = None  # the model's inputs, for value embeddings
-    stack_input_BxTxD: jax.Array | None = (
-        None  # the first block's input, x0, with config.model.input_mix
-    )
-    loss_mask_BxT: jax.Array | None = (
-        None  # False at padding and where the loss counts no target; None: all True
-    )
+    # the first block's input, x0, with config.model.input_mix
+    stack_input_BxTxD: jax.Array | None = None
+    # False at padding and where the loss counts no target; None: all True
+    loss_mask_BxT: jax.Array | None = None
 
     @property
     def decode(self) -> bool:
@@ -47,8 +43,10 @@ class Context:
             return self.start_B[:, None] + places_1xT
         if self.segment_ids_BxT is None:
             return places_1xT
+        # Segment ids 0 0 0 1 1: texts begin at places 0 and 3, and the positions are 0 1 2 0 1.
         begins_BxT = jnp.diff(self.segment_ids_BxT, axis=1, prepend=-1) != 0
-        return places_1xT - jax.lax.cummax(jnp.where(begins_BxT, places_1xT, 0), axis=1)
+        starts_BxT = jax.lax.cummax(jnp.where(begins_BxT, places_1xT, 0), axis=1)
+        return places_1xT - starts_BxT
 
     @property
     def is_text_BxT(self):

@@ -48,9 +48,8 @@ class CausalConvolution(nn.Module):
         y = bias.reshape(1, -1).astype(self.dtype)
         # Rows and positions are merged, because three-dimensional products are slower on CPUs (see
         # `ops.matmul`).
-        for j, past_BxTxD in enumerate(
-            at_taps(self, x_BxTxD.astype(self.dtype), self.num_taps, context)
-        ):
+        pasts = at_taps(self, x_BxTxD.astype(self.dtype), self.num_taps, context)
+        for j, past_BxTxD in enumerate(pasts):
             y += past_BxTxD.reshape(-1, width) @ kernel[j]
         return y.reshape(batch, time, self.features)
 
@@ -59,15 +58,21 @@ def at_taps(module: nn.Module, x_BxTxD, num_taps: int, context: Context):
     """Returns x[t − (J − 1) + j] for each of J taps j, with 0 in place of the inputs of another
     text.
     """
-    padded, taps = with_past(module, x_BxTxD, num_taps - 1, context), range(num_taps)
-    pasts = [padded[:, j : j + x_BxTxD.shape[1]] for j in taps]
-    if context.segment_ids_BxT is None:  # `with_past` has prepended zeros
+    time = x_BxTxD.shape[1]
+    padded = _with_past(module, x_BxTxD, num_taps - 1, context)
+    pasts = [padded[:, j : j + time] for j in range(num_taps)]
+    if context.segment_ids_BxT is None:  # `_with_past` has prepended zeros
         return pasts
-    positions_BxT = context.positions(x_BxTxD.shape[1])
-    return [jnp.where((positions_BxT >= num_taps - 1 - j)[:, :, None], pasts[j], 0) for j in taps]
+    positions_BxT = context.positions(time)
+
+    def in_text(j: int):  # tap j reads num_taps − 1 − j positions back
+        is_in_text_BxT = positions_BxT >= num_taps - 1 - j
+        return jnp.where(is_in_text_BxT[:, :, None], pasts[j], 0)
+
+    return [in_text(j) for j in range(num_taps)]
 
 
-def with_past(module: nn.Module, x_BxTxD, count: int, context: Context):
+def _with_past(module: nn.Module, x_BxTxD, count: int, context: Context):
     """Prepends the previous `count` inputs, (B, count + T, D). In decoding, `module` caches
     them.
     """

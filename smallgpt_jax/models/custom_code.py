@@ -15,10 +15,10 @@ def custom_classes(model: Mapping | ModelConfig) -> list[tuple[str, str]]:
     """
     fields = model if isinstance(model, Mapping) else dataclasses.asdict(model)
     mixers = fields.get("mixers")
-    named = [
-        ("architecture", fields.get("architecture")),
-        *(("mixers", name) for name in (mixers if isinstance(mixers, (list, tuple)) else ())),
-    ]
+    if not isinstance(mixers, (list, tuple)):
+        mixers = ()
+    named = [("architecture", fields.get("architecture"))]
+    named += [("mixers", name) for name in mixers]
     return [(field, name) for field, name in named if isinstance(name, str) and ":" in name]
 
 

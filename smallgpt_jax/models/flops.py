@@ -19,7 +19,7 @@ from jax.extend import core
 from smallgpt_jax.models import LanguageModel, ModelConfig, abstract_variables
 
 # Primitives whose FLOPs cannot be counted. They raise an error instead of counting as zero.
-UNKNOWN = (
+_UNKNOWN = (
     "scaled_matmul",
     "custom_call",
     "ffi_call",
@@ -30,7 +30,7 @@ UNKNOWN = (
 )
 # Arithmetic besides products: one operation per element of the result, or, for a reduction, of the
 # input.
-ELEMENTWISE = {
+_ELEMENTWISE = {
     "add",
     "add_any",
     "sub",
@@ -60,7 +60,7 @@ ELEMENTWISE = {
     "cos",
     "tan",
 }
-REDUCTIONS = {
+_REDUCTIONS = {
     "reduce_sum",
     "reduce_max",
     "reduce_min",
@@ -73,7 +73,7 @@ REDUCTIONS = {
 }
 
 
-CPU = jax.sharding.AbstractMesh(
+_CPU = jax.sharding.AbstractMesh(
     (), (), abstract_device=jax.sharding.AbstractDevice("cpu", None, "cpu")
 )
 
@@ -95,9 +95,8 @@ class Cost(NamedTuple):
     """The cost of training a model on one token."""
 
     flops: float | None  # None if they cannot be counted
-    uncounted: (
-        float | None
-    )  # other arithmetic operations of the forward pass, per FLOP of the forward pass
+    # other arithmetic operations of the forward pass, per FLOP of the forward pass
+    uncounted: float | None
     problem: str = ""  # why the FLOPs cannot be counted
 
 
@@ -111,10 +110,8 @@ def train_cost(model: LanguageModel, terms: Iterable = ()) -> Cost:
         of_terms = sum(term.train_products(model) for term in terms)
     except UnknownFlops as error:
         return Cost(None, None, str(error))
-    return Cost(
-        (3 * forward.products + of_terms) / model.config.context_length,
-        forward.others / forward.products,
-    )
+    products = 3 * forward.products + of_terms
+    return Cost(products / model.config.context_length, forward.others / forward.products)
 
 
 def train_flops_per_token(model: LanguageModel, terms: Iterable = ()) -> float | None:
@@ -143,7 +140,8 @@ def update_flops(params, optimizer: optax.GradientTransformation) -> int:
     update = functools.partial(
         optax.with_extra_args_support(optimizer).update, learning_rate=0.0, weight_decay=0.0
     )
-    return count_operations(update, params, jax.eval_shape(optimizer.init, params), params).products
+    state = jax.eval_shape(optimizer.init, params)
+    return count_operations(update, params, state, params).products  # `params` as gradients
 
 
 def count_operations(function, *arguments) -> Operations:
@@ -153,10 +151,10 @@ def count_operations(function, *arguments) -> Operations:
     In a conditional, only the most expensive branch is counted. In a loop of unknown length,
     arithmetic besides products is counted once.
 
-    Raises UnknownFlops for products in a loop of unknown length, and for primitives in UNKNOWN.
+    Raises UnknownFlops for products in a loop of unknown length, and for primitives in _UNKNOWN.
     """
     # On other devices, recurrent mixers compute states with more products.
-    with jax.sharding.use_abstract_mesh(CPU):
+    with jax.sharding.use_abstract_mesh(_CPU):
         return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
@@ -169,7 +167,7 @@ def _count_equation(equation) -> Operations:
     result = equation.outvars[0].aval if equation.outvars else None
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
-        return Operations(2 * result.size * math.prod(inputs[0].aval.shape[i] for i in contracted))
+        return _matrix_product(inputs[0].aval, contracted, result)
     if name == "ragged_dot_general":
         dimensions = equation.params["ragged_dot_dimension_numbers"]
         (contracted, _), _ = dimensions.dot_dimension_numbers
@@ -178,23 +176,18 @@ def _count_equation(equation) -> Operations:
                 "the FLOPs of a ragged_dot_general that contracts the ragged dimension cannot be "
                 "counted"
             )
-        return Operations(2 * result.size * math.prod(inputs[0].aval.shape[i] for i in contracted))
-    if (
-        name == "conv_general_dilated"
-    ):  # each output is a product with one output channel's kernel; zeros count too
+        return _matrix_product(inputs[0].aval, contracted, result)
+    if name == "conv_general_dilated":
+        # Each output is a product with one output channel's kernel; zeros count too.
         channels = inputs[1].aval.shape[equation.params["dimension_numbers"].rhs_spec[0]]
         return Operations(2 * result.size * inputs[1].aval.size // channels)
-    if any(word in name for word in UNKNOWN):
+    if any(word in name for word in _UNKNOWN):
         raise UnknownFlops(f"the FLOPs of {name} cannot be counted")
-    if name in ELEMENTWISE | REDUCTIONS:
-        array = inputs[0].aval if name in REDUCTIONS else result
-        return Operations(0, array.size if jnp.issubdtype(array.dtype, jnp.inexact) else 0)
-    inner = [
-        _count(getattr(value, "jaxpr", value))
-        for parameter in equation.params.values()
-        for value in (parameter if isinstance(parameter, (tuple, list)) else [parameter])
-        if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
-    ]
+    if name in _ELEMENTWISE | _REDUCTIONS:
+        array = inputs[0].aval if name in _REDUCTIONS else result
+        is_real = jnp.issubdtype(array.dtype, jnp.inexact)
+        return Operations(0, array.size if is_real else 0)
+    inner = [_count(jaxpr) for jaxpr in _inner_jaxprs(equation)]
     if name == "scan":
         return Operations(*(equation.params["length"] * number for number in _sum(inner)))
     if name == "cond":
@@ -205,6 +198,21 @@ def _count_equation(equation) -> Operations:
             "jax.lax.scan"
         )
     return _sum(inner)
+
+
+def _matrix_product(operand, contracted: Iterable[int], result) -> Operations:
+    # A multiplication and an addition for each element of the result and of the contracted axes.
+    return Operations(2 * result.size * math.prod(operand.shape[i] for i in contracted))
+
+
+def _inner_jaxprs(equation) -> list:
+    """Returns those of a loop's body, of the branches of a conditional, of a called function."""
+    jaxprs = []
+    for parameter in equation.params.values():
+        for value in parameter if isinstance(parameter, (tuple, list)) else [parameter]:
+            if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+                jaxprs.append(getattr(value, "jaxpr", value))
+    return jaxprs
 
 
 def _sum(operations) -> Operations:

@@ -28,9 +28,8 @@ class GatedConvolution(nn.Module):
         ):
             return block_dense(c, name, (c.d_model,), axes, std)(x_BxTxD, context)
 
-        v_BxTxD = dense("value", x_BxTxD, std=INIT_STD * deepnorm_gain(c)) * dense(
-            "input_gate", x_BxTxD
-        )
+        v_BxTxD = dense("value", x_BxTxD, std=INIT_STD * deepnorm_gain(c))
+        v_BxTxD = v_BxTxD * dense("input_gate", x_BxTxD)
         y_BxTxD = ShortConvolution(c.conv_taps, "mlp", name="convolution")(v_BxTxD, context)
         y_BxTxD *= dense("output_gate", x_BxTxD)
         return dense("out", y_BxTxD, ("mlp", "embed"), residual_std(c))

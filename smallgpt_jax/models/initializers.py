@@ -28,7 +28,9 @@ def deepnorm_gain(config: ModelConfig) -> float:
     """Returns (8N)^−¼ for N blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only
     models), or 1.
     """
-    return (8 * config.blocks_in_sequence) ** -0.25 if config.norm_position == "deepnorm" else 1.0
+    if config.norm_position != "deepnorm":
+        return 1.0
+    return (8 * config.blocks_in_sequence) ** -0.25
 
 
 def residual_std(config: ModelConfig) -> float:

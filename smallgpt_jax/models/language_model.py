@@ -16,11 +16,11 @@ TABLE_AXES = ("vocab", "embed")  # logical axes of the embedding and of the head
 # Up to this input width, the initial std of the head's weights is 0.02. Wider heads have a smaller
 # std, because the initial logits have variance width × std². With std 0.02, the initial loss of a
 # wider head would exceed ln(vocab_size) by more than 0.05.
-HEAD_WIDTH_AT_INIT_STD = 256
+_HEAD_WIDTH_AT_INIT_STD = 256
 
 
 def head_std(width: int) -> float:
-    return INIT_STD * min(1.0, (HEAD_WIDTH_AT_INIT_STD / width) ** 0.5)
+    return INIT_STD * min(1.0, (_HEAD_WIDTH_AT_INIT_STD / width) ** 0.5)
 
 
 def embed(table_VxD, tokens_BxT, dtype: str):
@@ -78,11 +78,9 @@ class LanguageModel(nn.Module):
         """Returns (B or 1, T, D)."""
         if not context.decode and context.segment_ids_BxT is None:
             return self.position_embedding[None, :time]
+        table_PxD = sharding.gather_weight(self.position_embedding, ("position", "embed"))
         # mode="clip", because the padding of short rows can be beyond the last position of the
         # embedding.
-        table_PxD = sharding.gather_weight(
-            self.position_embedding, ("position", "embed")
-        )  # as for the token embedding
         return jnp.take(table_PxD, context.positions(time), axis=0, mode="clip")
 
     @nn.compact
@@ -108,16 +106,14 @@ class LanguageModel(nn.Module):
         float32.
         """
         x_BxTxW = self.hidden(tokens_BxT, context)
-        last = jnp.take_along_axis(
-            x_BxTxW, jnp.maximum(context.length_B, 1)[:, None, None] - 1, axis=1
-        )
-        return self.logits(last)[:, 0]
+        last_B = jnp.maximum(context.length_B, 1)  # finished rows have no new token
+        last_Bx1xW = jnp.take_along_axis(x_BxTxW, last_B[:, None, None] - 1, axis=1)
+        return self.logits(last_Bx1xW)[:, 0]
 
     def logits(self, x_BxTxW):
         batch, time, width = x_BxTxW.shape
-        logits_RxV = jnp.dot(
-            x_BxTxW.reshape(-1, width), self.head_weight().T, preferred_element_type=jnp.float32
-        )
+        x_RxW = x_BxTxW.reshape(-1, width)
+        logits_RxV = jnp.dot(x_RxW, self.head_weight().T, preferred_element_type=jnp.float32)
         return cap(logits_RxV, self.config.logit_softcap).reshape(batch, time, -1)
 
 

@@ -27,7 +27,7 @@ from smallgpt_jax.models.initializers import (
 )
 from smallgpt_jax.models.router import Router
 from smallgpt_jax.ops.activations import ACTIVATIONS
-from smallgpt_jax.ops.grouped_matmul import grouped_experts
+from smallgpt_jax.ops.grouped_matmul import ExpertWeights, grouped_experts
 from smallgpt_jax.ops.matmul import matmul
 
 
@@ -72,19 +72,19 @@ class Dense(nn.Module):
             initializer = self.kernel_init(self.init_std, self.axes)
             return [self.weight("kernel", initializer, inputs + self.features, self.axes)]
         rank = factor_rank(self.rank_ratio, math.prod(inputs), math.prod(self.features))
-        std = math.sqrt(
-            self.init_std / math.sqrt(rank)
-        )  # entries of the product have variance rank·std⁴ = init_std²
-        axes_in, axes_out = (*self.axes[: len(inputs)], "rank"), ("rank", *self.axes[len(inputs) :])
+        # Entries of the product have the variance rank·std⁴ = init_std².
+        std = math.sqrt(self.init_std / math.sqrt(rank))
+        axes_in = (*self.axes[: len(inputs)], "rank")
+        axes_out = ("rank", *self.axes[len(inputs) :])
+        initial_in, initial_out = normal(std, *axes_in), self.kernel_init(std, axes_out)
         return [
-            self.weight("kernel_in", normal(std, *axes_in), (*inputs, rank), axes_in),
-            self.weight(
-                "kernel_out", self.kernel_init(std, axes_out), (rank, *self.features), axes_out
-            ),
+            self.weight("kernel_in", initial_in, (*inputs, rank), axes_in),
+            self.weight("kernel_out", initial_out, (rank, *self.features), axes_out),
         ]
 
     def weight(self, name: str, initializer, shape: tuple[int, ...], axes: tuple[str, ...]):
-        return sharding.gather_weight(self.param(name, initializer, shape).astype(self.dtype), axes)
+        weight = self.param(name, initializer, shape).astype(self.dtype)
+        return sharding.gather_weight(weight, axes)
 
     def kernel_init(self, std: float, axes: tuple[str, ...]):
         """Returns the initializer of the kernel, or of its second factor."""
@@ -138,25 +138,24 @@ class MLP(nn.Module):
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
         h_BxTxF = self.inner(x_BxTxD, context)
-        return block_dense(c, "down", (c.d_model,), ("mlp", "embed"), residual_std(c))(
-            h_BxTxF, context
-        )
+        down = block_dense(c, "down", (c.d_model,), ("mlp", "embed"), residual_std(c))
+        return down(h_BxTxF, context)
 
     def inner(self, x_BxTxD, context: Context):
         return ACTIVATIONS[self.config.activation](self.expand("up", x_BxTxD, context))
 
     def expand(self, name: str, x_BxTxD, context: Context):
         c = self.config
-        return block_dense(c, name, (c.mlp_width,), ("embed", "mlp"), INIT_STD * deepnorm_gain(c))(
-            x_BxTxD, context
-        )
+        std = INIT_STD * deepnorm_gain(c)
+        return block_dense(c, name, (c.mlp_width,), ("embed", "mlp"), std)(x_BxTxD, context)
 
 
 class GatedMLP(MLP):
     """(a(x·W_gate) ⊙ x·W_up)·W_down (Shazeer, arXiv 2002.05202)."""
 
     def inner(self, x_BxTxD, context: Context):
-        gate_BxTxF, up_BxTxF = (self.expand(name, x_BxTxD, context) for name in ("gate", "up"))
+        gate_BxTxF = self.expand("gate", x_BxTxD, context)
+        up_BxTxF = self.expand("up", x_BxTxD, context)
         return ACTIVATIONS[self.config.activation](gate_BxTxF) * up_BxTxF
 
 
@@ -173,25 +172,23 @@ class MixtureOfExperts(nn.Module):
         c = self.config
         experts_BxTxK, gates_BxTxK = Router(c, name="router")(x_BxTxD, context)
         std = INIT_STD * deepnorm_gain(c)
-        into = [
-            self.weights(name, (c.d_model, c.mlp_width), ("embed", "mlp"), std)
-            for name in (("gate", "up") if c.expert_mlp == "gated" else ("up",))
-        ]
+        names = ("gate", "up") if c.expert_mlp == "gated" else ("up",)
+        shape, axes = (c.d_model, c.mlp_width), ("embed", "mlp")
+        into = [self.weights(name, shape, axes, std) for name in names]
         out = self.weights("down", (c.mlp_width, c.d_model), ("mlp", "embed"), residual_std(c))
         y_BxTxD = grouped_experts(
             x_BxTxD.astype(c.dtype),
             experts_BxTxK,
             gates_BxTxK,
-            into,
-            out,
+            ExpertWeights(into, out),
             ACTIVATIONS[c.activation],
             c.grouped_matmul,
         )
         if not c.num_shared_experts:
             return y_BxTxD
-        shared = dataclasses.replace(
-            c, mlp=c.expert_mlp, mlp_ratio=c.num_shared_experts * c.mlp_width / c.d_model
-        )
+        # All shared experts are one MLP, as wide as they are together.
+        shared_ratio = c.num_shared_experts * c.mlp_width / c.d_model
+        shared = dataclasses.replace(c, mlp=c.expert_mlp, mlp_ratio=shared_ratio)
         return y_BxTxD + MLPS[c.expert_mlp](shared, name="shared")(x_BxTxD, context)
 
     def weights(self, name: str, shape: tuple[int, int], axes: tuple[str, str], std: float):

@@ -102,13 +102,16 @@ class LGPT(nn.Module):
 
 
 def stages(config: LGPTConfig) -> list[LGPTConfig]:
-    shrink = config.stage_heads == "scaled"
-    return [
-        dataclasses.replace(
-            config,
-            d_model=config.d_model // 2**i,
-            num_heads=config.num_heads // 2**i if shrink else config.num_heads,
-            num_kv_heads=config.num_kv_heads // 2**i if shrink else config.num_kv_heads,
+    """Returns one config per stage, of half the width of the one before."""
+    configs = []
+    for i in range(config.num_stages):
+        heads_divisor = 2**i if config.stage_heads == "scaled" else 1
+        configs.append(
+            dataclasses.replace(
+                config,
+                d_model=config.d_model // 2**i,
+                num_heads=config.num_heads // heads_divisor,
+                num_kv_heads=config.num_kv_heads // heads_divisor,
+            )
         )
-        for i in range(config.num_stages)
-    ]
+    return configs

@@ -21,7 +21,7 @@ from smallgpt_jax.models.mamba import Mamba2
 # Names in config.model.mixers
 MIXERS = {"attention": Attention, "delta": GatedDeltaNet, "mamba": Mamba2, "conv": GatedConvolution}
 # Field → its values without attention; others would have no effect
-WITHOUT_ATTENTION = {
+_WITHOUT_ATTENTION = {
     "attention": ("auto", "xla"),
     "position": ("learned", "none"),
     "qk_norm": (False,),
@@ -37,11 +37,8 @@ def find_mixer(name: str) -> type[nn.Module]:
     if "," in str(name):
         raise UserError(f"{where}: not one name; quote each name, as in {tuple(name.split(','))!r}")
     mixer = find_named(name, MIXERS, where)
-    if not (
-        isinstance(mixer, type)
-        and issubclass(mixer, nn.Module)
-        and "config" in {field.name for field in dataclasses.fields(mixer)}
-    ):
+    is_module = isinstance(mixer, type) and issubclass(mixer, nn.Module)
+    if not is_module or "config" not in {field.name for field in dataclasses.fields(mixer)}:
         raise UserError(
             f"{where}: must be a Linen module with a field config; see docs/your-own.md"
         )
@@ -58,7 +55,7 @@ def refuse_unread_fields(config: ModelConfig) -> None:
     names = set(config.mixers[: config.depth])
     if "attention" in names or not names <= set(MIXERS):
         return
-    for field, allowed in WITHOUT_ATTENTION.items():
+    for field, allowed in _WITHOUT_ATTENTION.items():
         if getattr(config, field) not in allowed:
             config.refuse(
                 field,

@@ -21,16 +21,14 @@ from smallgpt_jax.models.layers import MLPS, NORMS
 from smallgpt_jax.models.mixers import find_mixer
 from smallgpt_jax.ops.activations import ACTIVATIONS
 
-MODULE_STACKS = (
-    "layers",
-    "path",
-)  # logical axes along which the weights of equal modules are stacked
+# logical axes along which the weights of equal modules are stacked
+MODULE_STACKS = ("layers", "path")
 # Axes that number matrices, such as those of routed experts, or vectors, such as taps of a
 # convolution per channel.
 STACKS = (*MODULE_STACKS, "expert", "tap")
-WHOLE_INPUTS = ("embed", "rank", "lora_rank")  # axes that alone are a matrix's inputs
-FLOAT32 = "router"  # an axis of the weights that are not cast, because routers compute in float32
-TRACED_POSITIONS = 128
+_WHOLE_INPUTS = ("embed", "rank", "lora_rank")  # axes that alone are a matrix's inputs
+_FLOAT32 = "router"  # an axis of the weights that are not cast, because routers compute in float32
+_TRACED_POSITIONS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,21 +63,20 @@ class Parameter:
     @property
     def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes of a matrix's inputs and outputs. Outputs are the last axis, or all axes after
-        one in WHOLE_INPUTS.
+        one in _WHOLE_INPUTS.
         """
         axes = self.own_axes
-        inputs = next(
-            (n for n, i in enumerate(axes[:-1], start=1) if self.axes[i] in WHOLE_INPUTS),
-            len(axes) - 1,
-        )
-        return axes[:inputs], axes[inputs:]
+        for n, i in enumerate(axes[:-1], start=1):
+            if self.axes[i] in _WHOLE_INPUTS:  # (embed, heads, head_width): one input axis
+                return axes[:n], axes[n:]
+        return axes[:-1], axes[-1:]  # (heads, head_width, embed): one output axis
 
     @property
     def is_cast(self) -> bool:
         """Whether the model only reads it cast to its compute dtype: all weights except vectors and
         routers.
         """
-        return len(self.own_axes) >= 2 and FLOAT32 not in self.axes
+        return len(self.own_axes) >= 2 and _FLOAT32 not in self.axes
 
     @property
     def is_matrix(self) -> bool:
@@ -89,9 +86,8 @@ class Parameter:
 
 def init_variables(model: LanguageModel, seed: int):
     """Returns {collection: tree of arrays}."""
-    return nn.unbox(
-        model.init(jax.random.key(seed), jnp.zeros((1, model.config.context_length), jnp.int32))
-    )
+    tokens_1xT = jnp.zeros((1, model.config.context_length), jnp.int32)
+    return nn.unbox(model.init(jax.random.key(seed), tokens_1xT))
 
 
 def abstract_params(model: LanguageModel):
@@ -129,53 +125,50 @@ def trace_variables(model: LanguageModel, parts: tuple):
     # Trace built-in modules with few positions: their variables do not depend on this number. For
     # Qwen3-0.6B, with a context length of 40,960, this takes 0.5 s instead of 23 s.
     c = model.config
-    time = c.context_length if custom_classes(c) else min(c.context_length, TRACED_POSITIONS)
+    time = c.context_length if custom_classes(c) else min(c.context_length, _TRACED_POSITIONS)
+    tokens_1xT = jax.ShapeDtypeStruct((1, time), jnp.int32)
     with nn.intercept_methods(name_axes):
-        variables = jax.eval_shape(
-            model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, time), jnp.int32)
-        )
-    return {
-        collection: with_axes(variables.get(collection, {})) for collection in ("params", "state")
-    }
+        variables = jax.eval_shape(model.init, jax.random.key(0), tokens_1xT)
+    names = ("params", "state")
+    return {name: with_axes(variables.get(name, {})) for name in names}
 
 
 def with_axes(tree):
-    def opened(path, box) -> Parameter:
-        return Parameter(
-            tuple(jax.tree_util.keystr((key,), simple=True) for key in path),
-            box.value.shape,
-            box.value.dtype,
-            tuple(box.names),
-        )
+    """Returns a tree of `Parameter`, from a tree of flax's boxes or of arrays."""
 
-    return jax.tree_util.tree_map_with_path(opened, boxed(tree), is_leaf=is_box)
+    def opened(path, box) -> Parameter:
+        names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        return Parameter(names, box.value.shape, box.value.dtype, tuple(box.names))
+
+    return jax.tree_util.tree_map_with_path(opened, _boxed(tree), is_leaf=_is_box)
 
 
 def name_axes(call, arguments, keywords, method: nn.module.InterceptorContext):
     """Boxes parameters without axis names, so that `nn.scan` and `nn.vmap` record the axes that
     they add.
     """
-    result, module = call(*arguments, **keywords), method.module
-    own = module.variables.get("params", {}) if module.scope else {}
-    for name, value in own.items():
-        if not isinstance(value, Mapping) and not is_box(
-            value
-        ):  # a mapping contains the parameters of a submodule
-            module.put_variable("params", name, boxed(value))
+    result = call(*arguments, **keywords)
+    module = method.module
+    params = module.variables.get("params", {}) if module.scope else {}
+    for name, value in params.items():
+        is_submodule = isinstance(value, Mapping)
+        if not is_submodule and not _is_box(value):
+            module.put_variable("params", name, _boxed(value))
     return result
 
 
-def boxed(tree):
-    return jax.tree.map(
-        lambda x: x if is_box(x) else PlainAxes(x, names=(None,) * x.ndim), tree, is_leaf=is_box
-    )
+def _boxed(tree):
+    def box(x):
+        return x if _is_box(x) else _PlainAxes(x, names=(None,) * x.ndim)
+
+    return jax.tree.map(box, tree, is_leaf=_is_box)
 
 
-def is_box(x) -> bool:
+def _is_box(x) -> bool:
     return isinstance(x, nn.Partitioned)
 
 
-class PlainAxes(nn.LogicallyPartitioned):
+class _PlainAxes(nn.LogicallyPartitioned):
     """A box for a parameter without axis names. Unlike its base class, it accepts added axes
     without a name.
     """
@@ -191,9 +184,9 @@ def require_factors(model: LanguageModel) -> None:
     """Custom architectures use `rank_ratio` only through the blocks or the dense layers of this
     package.
     """
-    if model.config.rank_ratio and not any(
-        "rank" in p.axes for p in jax.tree.leaves(abstract_params(model))
-    ):
+    if not model.config.rank_ratio:
+        return
+    if not any("rank" in p.axes for p in jax.tree.leaves(abstract_params(model))):
         model.config.refuse(
             "rank_ratio", f"no layer of {model.config.architecture} uses this field; set it to 0"
         )
@@ -208,7 +201,10 @@ def num_active_parameters(model: LanguageModel) -> int:
     it.
     """
     c = model.config
-    return sum(
-        p.size * c.experts_per_token // c.num_experts if "expert" in p.axes else p.size
-        for p in jax.tree.leaves(abstract_params(model))
-    )
+    total = 0
+    for p in jax.tree.leaves(abstract_params(model)):
+        if "expert" in p.axes:
+            total += p.size * c.experts_per_token // c.num_experts
+        else:
+            total += p.size
+    return total

@@ -45,10 +45,10 @@ class ParallelPath(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
-        x_BxTxD = Dense(
-            (c.d_model,), ("embed", "path_embed"), c.d_model**-0.5, True, c.dtype, name="dense"
-        )(x_BxTxD, context)
-        return stack_blocks(layer_configs(c, c.depth), context)(x_BxTxD)
+        axes = ("embed", "path_embed")
+        dense = Dense((c.d_model,), axes, c.d_model**-0.5, True, c.dtype, name="dense")
+        blocks = stack_blocks(layer_configs(c, c.depth), context)
+        return blocks(dense(x_BxTxD, context))
 
 
 class PGPT(nn.Module):
@@ -67,9 +67,8 @@ class PGPT(nn.Module):
         num_paths = self.config.num_paths
         if context.decode:
             path = ParallelPath(self.config, name="paths")
-            y_PxBxTxD = jnp.stack(
-                [apply_slice(path, p, x_BxTxD, context) for p in range(num_paths)]
-            )
+            outputs = [apply_slice(path, p, x_BxTxD, context) for p in range(num_paths)]
+            y_PxBxTxD = jnp.stack(outputs)
         else:
             paths = nn.vmap(
                 ParallelPath,
@@ -90,9 +89,8 @@ class PGPT(nn.Module):
         logits = self.param("path_logits", initial, (num_paths - 1,))
         # The path weights are replicated, so that devices exchange only the weighted sum of the
         # paths.
-        weights_P = nn.with_logical_constraint(
-            jax.nn.softmax(jnp.append(logits, 0.0)).astype(y_PxBxTxD.dtype), ("path_weights",)
-        )
+        weights_P = jax.nn.softmax(jnp.append(logits, 0.0)).astype(y_PxBxTxD.dtype)
+        weights_P = nn.with_logical_constraint(weights_P, ("path_weights",))
         return jnp.einsum("p,pbtd->btd", weights_P, y_PxBxTxD)
 
 
@@ -115,10 +113,10 @@ def with_paths(config: PGPTConfig, params, model_state, paths: Sequence[int]):
         return {**variables, "trunk": trunk} if trunk else variables
 
     params, model_state = cut(params), cut(model_state)
-    logits = params["trunk"].pop(
-        "path_logits", None
-    )  # removed from the copy made by `cut`, not from the caller's dict
+    # Removed from the copy made by `cut`, not from the caller's dict.
+    logits = params["trunk"].pop("path_logits", None)
     if logits is not None and len(chosen) > 1:
+        # Only differences of logits count, and the last one has to be 0.
         logits = jnp.append(logits, 0.0)[chosen]
         params["trunk"]["path_logits"] = logits[:-1] - logits[-1]
     length = config.num_layers // config.num_paths

@@ -31,25 +31,19 @@ class RecurrentMixer(nn.Module):
 
     def project(self, name: str, width: int, x_BxTxD, context: Context, gain: float = 1.0):
         """Returns (B, T, H, width)."""
-        return block_dense(
-            self.config,
-            name,
-            (self.config.num_heads, width),
-            ("embed", "heads", "head_width"),
-            INIT_STD * gain,
-        )(x_BxTxD, context)
+        features, axes = (self.config.num_heads, width), ("embed", "heads", "head_width")
+        dense = block_dense(self.config, name, features, axes, INIT_STD * gain)
+        return dense(x_BxTxD, context)
 
     def narrow(self, name: str, width: int, axis: str, x_BxTxD, context: Context):
         """Returns (B, T, width). The matrix is full, whatever the `rank_ratio`."""
-        return Dense((width,), ("embed", axis), INIT_STD, False, self.config.dtype, name=name)(
-            x_BxTxD, context
-        )
+        dense = Dense((width,), ("embed", axis), INIT_STD, False, self.config.dtype, name=name)
+        return dense(x_BxTxD, context)
 
     def out(self, y_BxTxHxV, context: Context):
         c = self.config
-        return block_dense(
-            c, "out", (c.d_model,), ("heads", "head_width", "embed"), residual_std(c)
-        )(y_BxTxHxV, context)
+        axes = ("heads", "head_width", "embed")
+        return block_dense(c, "out", (c.d_model,), axes, residual_std(c))(y_BxTxHxV, context)
 
     def carry_state(self, context: Context, time: int, shape: tuple[int, ...], rule: Callable):
         """Returns y of `rule`(begins_BxT, state) → (y, last state). In decoding, the cache has the
@@ -79,9 +73,8 @@ class RecurrentMixer(nn.Module):
             steps = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(0.001), math.log(0.1)))
             return steps + jnp.log(-jnp.expm1(-steps))  # the inverse of softplus
 
-        bias_H = self.param(
-            "dt_bias", nn.with_logical_partitioning(initial, ("heads",)), (x_BxTxH.shape[-1],)
-        )
+        initial = nn.with_logical_partitioning(initial, ("heads",))
+        bias_H = self.param("dt_bias", initial, (x_BxTxH.shape[-1],))
         return nn.softplus(x_BxTxH.astype(jnp.float32) + bias_H[None, None])
 
 

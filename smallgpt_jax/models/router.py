@@ -37,20 +37,13 @@ class Router(nn.Module):
         bias_E = self.variable("state", "bias", jnp.zeros, (c.num_experts,)).value
         experts_BxTxK = self.choose(jax.lax.stop_gradient(scores_BxTxE) + bias_E[None, None])
         mask_BxT = context.is_text_BxT
-        # a sum over rows and exact, so that the loads of devices and microbatches can be added
-        self.sow(
-            "loads",
-            "load",
-            jnp.sum(masked(self.one_hot(experts_BxTxK), mask_BxT), axis=(0, 1), dtype=jnp.int32),
-        )
+        # A sum over rows and exact, so that the loads of devices and microbatches can be added.
+        loads_BxTxE = _masked(self.one_hot(experts_BxTxK), mask_BxT)
+        self.sow("loads", "load", jnp.sum(loads_BxTxE, axis=(0, 1), dtype=jnp.int32))
         if c.balance_loss:
             in_top_k_BxTxE = self.one_hot(self.choose(jax.lax.stop_gradient(scores_BxTxE)))
-            self.sow(
-                "losses",
-                "expert_balance",
-                c.balance_loss
-                * sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, c.experts_per_token),
-            )
+            balance = _sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, c.experts_per_token)
+            self.sow("losses", "expert_balance", c.balance_loss * balance)
         # The gradient of indexing would be a scatter, which is slow on TPUs.
         chosen_BxTxKxE = jax.nn.one_hot(experts_BxTxK, c.num_experts)
         gates_BxTxK = jnp.sum(chosen_BxTxKxE * scores_BxTxE[:, :, None], axis=-1)
@@ -59,14 +52,10 @@ class Router(nn.Module):
         return experts_BxTxK, c.expert_scale * gates_BxTxK
 
     def products(self, x_BxTxD):
-        kernel_DxE = sharding.gather_weight(
-            self.param(
-                "kernel",
-                normal(INIT_STD, *ROUTER_AXES),
-                (x_BxTxD.shape[-1], self.config.num_experts),
-            ),
-            ROUTER_AXES,
-        )
+        """Returns x·kernel in float32, (B, T, E), also in models of bfloat16."""
+        shape = (x_BxTxD.shape[-1], self.config.num_experts)
+        kernel_DxE = self.param("kernel", normal(INIT_STD, *ROUTER_AXES), shape)
+        kernel_DxE = sharding.gather_weight(kernel_DxE, ROUTER_AXES)
         x_RxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]).astype(jnp.float32)
         return jnp.dot(x_RxD, kernel_DxE, precision="highest").reshape(*x_BxTxD.shape[:2], -1)
 
@@ -82,7 +71,7 @@ class Router(nn.Module):
         return jnp.sum(jax.nn.one_hot(experts_BxTxK, self.config.num_experts), axis=2)
 
 
-def masked(x_BxTxE, mask_BxT):
+def _masked(x_BxTxE, mask_BxT):
     return x_BxTxE if mask_BxT is None else x_BxTxE * mask_BxT[:, :, None]
 
 
@@ -115,7 +104,7 @@ def load_metrics(loads) -> dict[str, Any]:
     return {"expert_load": relative, "expert_load_max": jnp.mean(jnp.concatenate(largest))}
 
 
-def sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, experts_per_token: int):
+def _sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, experts_per_token: int):
     """Returns Σ f_i·P_i over experts, averaged over sequences (arXiv 2412.19437, equations 17 to
     20).
     """
@@ -124,7 +113,7 @@ def sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, experts_per_token: 
         if mask_BxT is None:
             return jnp.mean(x_BxTxE, axis=1)
         tokens_B = jnp.maximum(jnp.sum(mask_BxT, axis=1), 1)
-        return jnp.sum(masked(x_BxTxE, mask_BxT), axis=1) / tokens_B[:, None]
+        return jnp.sum(_masked(x_BxTxE, mask_BxT), axis=1) / tokens_B[:, None]
 
     f_BxE = mean_BxE(in_top_k_BxTxE) * (scores_BxTxE.shape[-1] / experts_per_token)
     p_BxE = mean_BxE(scores_BxTxE / jnp.sum(scores_BxTxE, axis=-1, keepdims=True))

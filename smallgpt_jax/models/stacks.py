@@ -48,21 +48,21 @@ def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[Mode
     """Returns the configs of `length` blocks from block `first` on. They differ in mixer, window,
     value embeddings.
     """
-    mixers, windows = config.mixers, config.attention_windows or (0,)
+    mixers = config.mixers
+    windows = config.attention_windows or (0,)
     tables = config.value_embeddings or (0,)
-    own = [
-        (mixers[i % len(mixers)], windows[i % len(windows)], tables[i % len(tables)])
-        for i in range(first, first + length)
-    ]
-    return [
-        dataclasses.replace(
-            config,
-            mixers=(mixer,),
-            attention_windows=(window,) if window else (),
-            value_embeddings=(1,) if table else (),
+    configs = []
+    for i in range(first, first + length):  # each pattern repeats with its own period
+        window, table = windows[i % len(windows)], tables[i % len(tables)]
+        configs.append(
+            dataclasses.replace(
+                config,
+                mixers=(mixers[i % len(mixers)],),
+                attention_windows=(window,) if window else (),
+                value_embeddings=(1,) if table else (),
+            )
         )
-        for mixer, window, table in own
-    ]
+    return configs
 
 
 def stack_blocks(
@@ -75,12 +75,12 @@ def stack_blocks(
     a compact method. `block` is a class with a field `config`; None: `block_class`.
     """
     block = block or block_class(configs[0])
-    period = period_of(configs)
+    period = _period_of(configs)
     if period == 1:
-        stack = functools.partial(apply_stack, block(configs[0], name=name), len(configs))
+        stack = functools.partial(_apply_stack, block(configs[0], name=name), len(configs))
     elif period < len(configs):
         pattern = Pattern(tuple(configs[:period]), block, name=name)
-        stack = functools.partial(apply_stack, pattern, len(configs) // period)
+        stack = functools.partial(_apply_stack, pattern, len(configs) // period)
     else:
         stack = BlockRuns(tuple(configs), block, name=name)
 
@@ -97,24 +97,24 @@ def stack_blocks(
 
 def block_numbers(configs: list[ModelConfig]) -> list[range]:
     """Returns the indices of the blocks in each stack, in the layout of this module's docstring."""
-    period = period_of(configs)
+    period = _period_of(configs)
     if period < len(configs):
         return [range(start, len(configs), period) for start in range(period)]
-    return [range(start, end) for start, end in runs_of_equal_configs(configs)]
+    return [range(start, end) for start, end in _runs_of_equal_configs(configs)]
 
 
-def period_of(configs: Sequence[ModelConfig]) -> int:
+def _period_of(configs: Sequence[ModelConfig]) -> int:
     """Returns the period with which the configs repeat; the number of configs if they do not
     repeat.
     """
-    return next(
-        p
-        for p in range(1, len(configs) + 1)
-        if len(configs) % p == 0 and configs == configs[:p] * (len(configs) // p)
-    )
+    number = len(configs)
+    for period in range(1, number):
+        if number % period == 0 and configs == configs[:period] * (number // period):
+            return period
+    return number
 
 
-def runs_of_equal_configs(configs: Sequence[ModelConfig]) -> list[tuple[int, int]]:
+def _runs_of_equal_configs(configs: Sequence[ModelConfig]) -> list[tuple[int, int]]:
     """Returns (start, end) of each run of consecutive equal configs."""
     starts = [i for i, config in enumerate(configs) if i == 0 or config != configs[i - 1]]
     return list(zip(starts, [*starts[1:], len(configs)]))
@@ -143,18 +143,18 @@ class BlockRuns(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
-        for number, (start, end) in enumerate(runs_of_equal_configs(self.configs)):
+        for number, (start, end) in enumerate(_runs_of_equal_configs(self.configs)):
             block = self.block(self.configs[start], name=str(number))
-            x_BxTxD = apply_stack(block, end - start, x_BxTxD, context)
+            x_BxTxD = _apply_stack(block, end - start, x_BxTxD, context)
         return x_BxTxD
 
 
-def apply_stack(block: nn.Module, length: int, x_BxTxD, context: Context):
+def _apply_stack(block: nn.Module, length: int, x_BxTxD, context: Context):
     """Applies `length` copies of `block`, stacked along `layers`."""
     if context.decode:
-        return functools.reduce(
-            lambda x_BxTxD, i: apply_slice(block, i, x_BxTxD, context), range(length), x_BxTxD
-        )
+        for i in range(length):
+            x_BxTxD = apply_slice(block, i, x_BxTxD, context)
+        return x_BxTxD
     config = block.config
 
     def step(block, x_BxTxD):
@@ -181,11 +181,13 @@ def apply_slice(module: nn.Module, i: int, x_BxTxD, context: Context):
     for every token.
     """
 
-    def pick(variables):
-        return jax.tree.map(
-            lambda stack: stack[i], variables, is_leaf=lambda x: isinstance(x, tuple)
-        )
+    def is_stack(x) -> bool:
+        return isinstance(x, tuple)
 
-    return nn.map_variables(
-        lambda module, x: module(x, context), ["params", "state"], trans_in_fn=pick
-    )(module, x_BxTxD)
+    def pick(variables):
+        return jax.tree.map(lambda stack: stack[i], variables, is_leaf=is_stack)
+
+    def call(module, x_BxTxD):
+        return module(x_BxTxD, context)
+
+    return nn.map_variables(call, ["params", "state"], trans_in_fn=pick)(module, x_BxTxD)

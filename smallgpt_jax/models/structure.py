@@ -34,11 +34,10 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
     shape_1xT = 1, c.context_length
     segment_ids = jax.ShapeDtypeStruct(shape_1xT, "int32") if separate_documents else None
     prefixes = jax.ShapeDtypeStruct(shape_1xT, "bool") if c.attention_mask == "prefix" else None
-    windows = {
-        path: mixer.config.window
-        for path, mixer in mixers(model).items()
-        if isinstance(mixer, Attention)
-    }
+    windows = {}
+    for path, mixer in mixers(model).items():
+        if isinstance(mixer, Attention):
+            windows[path] = mixer.config.window
     layers = []
     for path, sizes in _axis_sizes(model).items():
         if "qkv" not in sizes or "embed" not in sizes:

@@ -169,8 +169,9 @@ def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, opti
                 f"prv,prw->{axes}", d_logits_PxRxV, x_PxRxW, preferred_element_type=jnp.float32
             )
             d_x = jnp.dot(d_logits_RxV, head_VxW)
+        total += loss
         d_head = nn.with_logical_constraint(d_head, names)
-        return (total + loss, d_head), d_x.reshape(x_BxCxW.shape)
+        return (total, d_head), d_x.reshape(x_BxCxW.shape)
 
     chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
     zeros = jnp.float32(0), jnp.zeros(shape, jnp.float32)

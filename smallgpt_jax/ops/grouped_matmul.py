@@ -153,13 +153,18 @@ def _block_matmul_backward(residuals, ct_NxbxO):
 _block_matmul.defvjp(lambda *inputs: (_block_matmul(*inputs), inputs), _block_matmul_backward)
 
 
+class ExpertWeights(NamedTuple):
+    into_ExDxF: list[jax.Array]  # [W_up], or [W_gate, W_up] of gated MLPs
+    out_ExFxD: jax.Array
+
+
 def grouped_experts(
-    x_BxTxD, experts_BxTxK, gates_BxTxK, into_ExDxF: list, out_ExFxD, activation, backend: str
+    x_BxTxD, experts_BxTxK, gates_BxTxK, weights: ExpertWeights, activation, backend: str
 ):
-    """Returns Σ_k gate_k · expert_k(x), (B, T, D). `into_ExDxF` is [W_up], or [W_gate, W_up] for
-    gated MLPs. Each device groups its own rows of the batch, so that no token moves to another
-    device.
+    """Returns Σ_k gate_k · expert_k(x), (B, T, D). Each device groups its own rows of the batch, so
+    that no token moves to another device.
     """
+    into_ExDxF, out_ExFxD = weights
     backend = _select_backend(backend)
     is_gated = len(into_ExDxF) == 2
 

@@ -259,7 +259,10 @@ def _of_group(inputs: _Arrays, states):
 
 
 def _heads_at(positions, inputs: _Arrays) -> _Arrays:
-    return _Arrays(*([x[h, :, positions] for h in range(len(x))] for x in inputs))
+    def by_head(x):
+        return [x[h, :, positions] for h in range(len(x))]
+
+    return _Arrays(*map(by_head, inputs))
 
 
 def _forward_kernel(inputs: _Arrays, state, y, states, last, carried):

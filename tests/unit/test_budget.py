@@ -15,6 +15,7 @@ from ml_collections.config_flags import config_path
 
 from configs.compare import base
 from smallgpt_jax import cli, models
+from smallgpt_jax.analysis import record
 from smallgpt_jax.comparison import budget, parameters, recipe
 from smallgpt_jax.comparison.runs import run_folder
 from smallgpt_jax.devices import sharding
@@ -29,7 +30,7 @@ from smallgpt_jax.training.program import Program
 SHIPPED = sorted(
     path.stem
     for path in (ROOT / "configs" / "compare").glob("*.py")
-    if path.stem not in ("base", "scaling", "mixers")
+    if path.stem not in ("base", "scaling", "mixers", "rates")
 )
 
 
@@ -525,11 +526,23 @@ def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
     texts.parse_texts(config.compare.texts)
 
 
-@pytest.mark.parametrize("preset", ["tiny", "small", "medium"])
-def test_presets_of_the_mixers_comparison(preset, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, preset",
+    [("mixers", preset) for preset in ("tiny", "small", "medium")]
+    + [("rates", preset) for preset in ("tiny", "0.2M", "0.47M")],
+)
+def test_presets_of_further_comparisons(name, preset, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "build_program", validate)
-    config = importlib.import_module("configs.compare.mixers").get_config(preset)
+    config = importlib.import_module(f"configs.compare.{name}").get_config(preset)
     assert recipe.make_comparison(config, tmp_path).models.keys() == set(config.runs)
+
+
+def test_rates_are_multiples_of_those_that_the_grids_chose():
+    rates = importlib.import_module("configs.compare.rates")
+    for multiples, name in ((rates.SCALING, "scaling"), (rates.MIXERS, "mixers")):
+        grids = record.read(ROOT / "docs" / "results" / f"{name}.json").learning_rates
+        chosen = {run.partition("@")[0]: grid.best for run, grid in grids.items()}
+        assert multiples == {model: chosen[model] for model in multiples}
 
 
 @pytest.mark.slow

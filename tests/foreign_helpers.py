@@ -6,10 +6,12 @@ import bz2
 import contextlib
 import copy
 import gzip
+import io
 import json
 import random
 import re
 import signal
+import zipfile
 from pathlib import Path
 
 import pyarrow
@@ -40,6 +42,8 @@ def mutate(content: bytes, name: str, rng: random.Random) -> bytes:
         length = 8 + int.from_bytes(content[:8], "little")
         header = mutate(content[8:length], "header.json", rng)
         return len(header).to_bytes(8, "little") + header + content[length:]
+    if suffix in (".pt", ".bin") and content.startswith(b"PK") and rng.random() < 0.6:
+        return mutate_pickle(content, rng)
     if suffix in (".json", ".jsonl") and rng.random() < 0.7:
         return mutate_lines(content, rng) if suffix == ".jsonl" else mutate_json(content, rng)
     return mutate_bytes(content, rng)
@@ -53,6 +57,18 @@ COMPRESSIONS = {
         lambda content: pyarrow.compress(content, codec="zstd", asbytes=True),
     ),
 }
+
+
+def mutate_pickle(content: bytes, rng: random.Random) -> bytes:
+    """Mutates the pickle in a file of PyTorch. The checksums in the archive stay correct."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    changed = io.BytesIO()
+    with zipfile.ZipFile(changed, "w") as archive:
+        for name, member in members.items():
+            is_pickle = name.endswith("/data.pkl")
+            archive.writestr(name, mutate_bytes(member, rng) if is_pickle else member)
+    return changed.getvalue()
 
 
 def mutate_lines(content: bytes, rng: random.Random) -> bytes:

@@ -12,6 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import foreign_helpers
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training import messages
 
 safetensors = pytest.importorskip("safetensors.numpy")
+torch = pytest.importorskip("torch")
 
 MUTATIONS = 200
 TEXT = "the cat sat ü\n"
@@ -133,6 +135,30 @@ RUN_FILES = {
         "results": {"exact_match": {"mean": 0.5, "standard_error": 0.1}},
         "is_whole": True,
     },
+    "diagnosis/diagnose.json": {
+        "format": 1,
+        "split": "validation",
+        "step": 40,
+        "paths": 1,
+        "trained": {
+            "blocks": [
+                {
+                    "output": {
+                        "token_similarity": 0.5,
+                        "neighbour_similarity": 0.6,
+                        "effective_rank": 9.0,
+                    },
+                    "attention": {"entropy": [1.0, None], "first_weight": [0.5, 0.25]},
+                }
+            ],
+            "losses": {
+                "loss": 2.5,
+                "in_context_score": -0.1,
+                "without_block": [{"difference": 0.1}],
+                "repeats": {"loss": 2.0, "others": 3.0},
+            },
+        },
+    },
     "origin.json": {"model": "gpt2", "from": "here"},
     "speeds.json": {"0123": 1.5},
     "tracker.json": {"id": "0123abcd"},
@@ -144,6 +170,9 @@ def write_run(folder: Path) -> None:
     source, run = folder / "a.txt", folder / "run"
     source.write_text("".join(f"line {i * i}\n" for i in range(5000)))
     made = prepare_store(folder / "store", source, validation_fraction=0.1)
+    examples = [{"prompt": f"question {i}", "completion": "answer"} for i in range(50)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    prepare_store(folder / "examples", folder / "a.jsonl", format="completion")
     config = load_config(
         "gpt", data__source=str(source), data__store=str(made.folder), model__num_layers=1
     )
@@ -208,6 +237,7 @@ def write_tokenizers(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(described))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (folder / "added_tokens.json").write_text('{"<|endoftext|>": 258}')
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
@@ -232,6 +262,11 @@ def write_models(folder: Path) -> None:
     (folder / "index" / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
+    shutil.copytree(folder / "llama", folder / "pickled")
+    weights = safetensors.load_file(folder / "pickled" / "model.safetensors")
+    (folder / "pickled" / "model.safetensors").unlink()
+    tensors = {name: torch.from_numpy(x) for name, x in weights.items()}
+    torch.save(tensors, folder / "pickled" / "pytorch_model.bin")
     (folder / "released").mkdir()
     write_released(folder / "released" / "a.pt")
 
@@ -317,6 +352,13 @@ def read_store(folder):
         for packing in ("concat", "best_fit"):
             rows = corpus.pack(split, packing, True, 64)
             rows.read_rows(np.arange(min(rows.num_rows, 100)))
+
+
+def read_examples(folder):
+    corpus = Corpus((store.open_store(folder),), (1.0,))
+    for split in store.SPLITS:
+        rows = corpus.pack(split, "best_fit", True, 64)
+        rows.read_rows(np.arange(min(rows.num_rows, 100)))
 
 
 def read_description(folder):
@@ -410,14 +452,21 @@ READERS = {
     "run/evaluations/inference.json": read_run,
     "run/evaluations/step40-copa.json": read_run,
     "run/evaluations/examples-step40-test.json": read_run,
+    "run/diagnosis/diagnose.json": read_run,
     "run/origin.json": lambda folder: model_card.training_facts(folder, 40),
     "run/tracker.json": trackers.run_id,
     "run/speeds.json": lambda folder: budget.known_speeds({}, folder),
     "store/metadata.json": read_store,
     "store/train.bin": read_store,
     "store/train.documents.bin": read_store,
+    "examples/train.counted.bin": read_examples,
     "journal/journal.json": read_journal,
     "checkpoint/checkpoints/7/check/metadata": read_checkpoint,
+    "checkpoint/checkpoints/7/_CHECKPOINT_METADATA": read_checkpoint,
+    "checkpoint/checkpoints/7/params/_METADATA": read_checkpoint,
+    "checkpoint/checkpoints/7/params/array_metadatas/process_0": read_checkpoint,
+    "checkpoint/checkpoints/7/params/manifest.ocdbt": read_checkpoint,
+    "checkpoint/checkpoints/7/params/d/*": read_checkpoint,
     "pieces/tokenizer.model": read_tokenizer,
     "spaced_pieces/tokenizer.model": read_tokenizer,
     "bytes/tokenizer_kind.json": read_tokenizer,
@@ -427,6 +476,7 @@ READERS = {
     "hugging_face/tokenizer.json": read_tokenizer,
     "hugging_face/tokenizer_config.json": read_tokenizer,
     "hugging_face/special_tokens_map.json": read_tokenizer,
+    "hugging_face/added_tokens.json": read_tokenizer,
     "hugging_face/chat_template.jinja": read_template,
     "gpt2/config.json": read_model,
     "llama/config.json": read_model,
@@ -434,6 +484,7 @@ READERS = {
     "smallgpt/config.json": read_model,
     "index/model.safetensors.index.json": read_model,
     "released/a.pt": read_released,
+    "pickled/pytorch_model.bin": read_model,
     "sources/a.txt": source_reader("a.txt"),
     "sources/a.jsonl": source_reader("a.jsonl"),
     "sources/a.jsonl.gz": source_reader("a.jsonl.gz"),
@@ -455,7 +506,8 @@ READERS = {
 def test_mutated_files(name, files, tmp_path):
     top, _, rest = name.partition("/")
     folder = shutil.copytree(files / top, tmp_path / top)
-    path, rng = folder / rest, random.Random(name)
+    (path,) = folder.glob(rest)
+    rng = random.Random(name)
     valid, refused = path.read_bytes(), 0
     READERS[name](folder)
     for number in range(MUTATIONS):
@@ -473,3 +525,13 @@ def test_mutated_files(name, files, tmp_path):
                 raise
             raise AssertionError(f"{name}, mutation {number}: {content[:3000]!r}") from error
     print(f"{name}: {refused} of {MUTATIONS} refused", file=sys.stderr)
+
+
+def test_the_bounds_hold(monkeypatch):
+    monkeypatch.setattr(foreign_helpers, "SECONDS", 0.05)
+    with pytest.raises(foreign_helpers.Expired), bounded():
+        while True:
+            pass
+    monkeypatch.setattr(foreign_helpers, "MEGABYTES", 20)
+    with pytest.raises(AssertionError, match=r"\d+ MB"), bounded():
+        assert len(b"x" * 2**25) == 2**25

@@ -9,6 +9,7 @@ are finished; a single text is printed while it is generated. When the model's c
 older half is dropped.
 """
 
+import re
 import sys
 
 from absl import flags
@@ -18,6 +19,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference.sampling import TEMPERATURE
 
 NEW_TOKENS = 200
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
 _TRUST = cli.define_trust()
@@ -109,22 +111,27 @@ def main() -> None:
         texts = model.generate_batch(prompts, samples=_SAMPLES.value, seed=_SEED.value, **settings)
         for prompt, continuations in zip(prompts, texts):
             for i, text in enumerate(continuations):
-                print(f"=== {prompt!r}, sample {i}\n{prompt}{text}")
+                print(_shown(f"=== {prompt!r}, sample {i}\n{prompt}{text}"))
     else:
         print_stream(prompts[0], model.stream(prompts[0], seed=_SEED.value, **settings))
 
 
 def print_stream(prompt: str, pieces) -> str:
     """Ends the output with a newline, even if generation is interrupted."""
-    print(prompt, end="", flush=True)
+    print(_shown(prompt), end="", flush=True)
     text = prompt
     try:
         for piece in pieces:
-            print(piece, end="", flush=True)
+            print(_shown(piece), end="", flush=True)
             text += piece
     finally:
         print(flush=True)
     return text
+
+
+def _shown(text: str) -> str:
+    """On a terminal, replaces control codes, which a model of somebody else may have learned."""
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text) if sys.stdout.isatty() else text
 
 
 def chat(conversation, settings: dict, as_messages: bool = False) -> None:

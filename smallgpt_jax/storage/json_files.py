@@ -104,7 +104,7 @@ def read_json_lines(path: Path, schema) -> list:
         return []
     try:
         with path.open("rb") as file:
-            return parse_lines(file, schema)
+            return parse_lines(iter(lambda: file.readline(MAX_BYTES + 1), b""), schema)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
 

@@ -80,7 +80,7 @@ def _acquire(path: Path, wait: bool) -> tuple[LocalLock, bool]:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             file.seek(0)
-            raise LockHeldError(file.readline().strip() or "another process") from None
+            raise LockHeldError(file.readline(200).strip() or "another process") from None
         except OSError:
             return lock, False
         # The previous holder may have removed the file, and another process may have created a new

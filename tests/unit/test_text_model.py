@@ -1,6 +1,7 @@
 """Tests of the parts of text generation that need no weights: settings, prompts, detokenizing."""
 
 import functools
+import sys
 
 import numpy as np
 import pytest
@@ -228,3 +229,13 @@ def test_an_interrupted_text_ends_its_line(generate, capsys):
     with pytest.raises(KeyboardInterrupt):
         generate.print_stream("the", stream())
     assert capsys.readouterr().out == "the cat\n"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_model_does_not_control_the_terminal(is_terminal, generate, capsys, monkeypatch):
+    """A file gets the text as it is."""
+    pieces = ["\x1b[2J", "a\tü\n", "\x9b", "🙂\u200d🙂"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    assert generate.print_stream("", pieces) == "".join(pieces)
+    shown = "\ufffd[2Ja\tü\n\ufffd🙂\u200d🙂" if is_terminal else "".join(pieces)
+    assert capsys.readouterr().out == shown + "\n"

@@ -55,7 +55,7 @@ setup(
         "console_scripts": [f"smallgpt-{name} = smallgpt_jax.__main__:{name}" for name in SCRIPTS]
     },
     python_requires=">=3.11",
-    # A lower bound is the first version with the feature in its comment. README.md lists the tested
+    # A lower bound is the first version with the feature in its comment. docs/installation.md lists the tested
     # versions.
     install_requires=[
         "absl-py",

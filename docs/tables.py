@@ -222,7 +222,7 @@ def _value(expression: str, results: Path) -> str:
     return format(eval(code, {**_FUNCTIONS, **names}), form.strip())
 
 
-_FUNCTIONS = {"mean": statistics.fmean}
+_FUNCTIONS = {"mean": statistics.fmean, "abs": abs}
 
 
 def _records(results: Path) -> dict[str, Path]:

@@ -251,7 +251,7 @@ def stake(contest: Contest) -> str:
 def multiplier(value: Multiplier) -> str:
     if value.refusal:
         return {
-            "not reached": "loss not reached",
+            "not reached": "no runs around this loss",
             "few seeds": "too few seeds",
             "one budget": "one budget only",
             "gap": "runs too far apart",

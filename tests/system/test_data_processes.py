@@ -98,7 +98,9 @@ def test_global_batches_do_not_depend_on_processes(text_file):
     for step in range(first, last):
         batch = pipeline.to_devices(pipeline.train_batches[step])
         expected.append(
-            hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in batch)).hexdigest()
+            hashlib.sha256(
+                b"".join(np.asarray(x).tobytes() for x in batch if x is not None)
+            ).hexdigest()
         )
 
     with socket.socket() as probe:

@@ -27,6 +27,7 @@ from smallgpt_jax.ops import (
     xla_attention,
 )
 from smallgpt_jax.ops.attention_mask import AttentionMask
+from smallgpt_jax.ops.chunks import RecurrenceInputs
 
 FIELDS = dict(
     architecture="gpt",
@@ -273,7 +274,7 @@ def no_state_between_blocks(rule, *inputs):
     """As a kernel that loses what it carries from the first 512 positions to the others."""
     *by_position, state = inputs
     (y_1, _), (y_2, last) = (
-        rule(*(x[:, block] for x in by_position), first)
+        rule(*(x if x is None else x[:, block] for x in by_position), first)
         for block, first in ((slice(512), state), (slice(512, None), jnp.zeros_like(state)))
     )
     return jnp.concatenate([y_1, y_2], axis=1), last
@@ -292,11 +293,16 @@ def no_state_between_blocks(rule, *inputs):
 )
 def test_wrong_kernels_of_recurrences_are_refused(check, monkeypatch, mixer, mutated, width, part):
     """In place of the kernel, which compiles slowly on CPUs, its formulas in plain JAX."""
-    rule = {"delta": gated_delta, "mamba": state_space}[mixer].in_plain_jax
+    in_plain_jax = {"delta": gated_delta, "mamba": state_space}[mixer].in_plain_jax
 
-    monkeypatch.setattr(
-        recurrence_kernel, "in_kernel", lambda inputs, *others: mutated(rule, *inputs, *others)
-    )
+    def rule(*arguments):
+        *inputs, begins_BxT, state = arguments
+        return in_plain_jax(RecurrenceInputs(*inputs), begins_BxT, state)
+
+    def in_kernel(inputs, *others):
+        return mutated(rule, *(x for x in inputs if x is not None), *others)
+
+    monkeypatch.setattr(recurrence_kernel, "in_kernel", in_kernel)
     wrong = RECURRENT | {"mixers": (mixer,)}
     with pytest.raises(
         UserError,

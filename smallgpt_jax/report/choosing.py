@@ -11,9 +11,10 @@ from typing import Any
 
 from smallgpt_jax.analysis import choice as choices
 from smallgpt_jax.analysis import record as records
+from smallgpt_jax.analysis.budgets import BUDGETS
 from smallgpt_jax.analysis.findings import Choice, Standing
 from smallgpt_jax.analysis.record import Record, Run
-from smallgpt_jax.errors import command_line
+from smallgpt_jax.errors import UserError, command_line, suggestion
 from smallgpt_jax.report import tables, words
 from smallgpt_jax.report.rendering import render
 from smallgpt_jax.run.names import CONFIG_FILE
@@ -42,15 +43,20 @@ def choose(results: str | Path, budget: str, limit: float, batch: int = 1) -> An
     shows the answer.
 
     `budget` is a key of `analysis.budgets.BUDGETS`, such as "flops"; `batch` is the batch size of
-    decoding. Raises UserError for a damaged file, one without finished runs, and a budget below one
-    training step.
+    decoding. Raises UserError for an unknown budget, a damaged file, one without finished runs, and a
+    budget below one training step.
     """
+    if budget not in BUDGETS:
+        raise UserError(
+            f"budget={budget!r}: must be one of {', '.join(BUDGETS)}{suggestion(budget, BUDGETS)}"
+        )
     record = records.read(as_path("--results", str(results)))
     return _with_commands(choices.choose(record, budget, limit, batch), record)
 
 
 def _with_commands(choice: Choice, record: Record) -> Answer:
-    if choice.contest is None:
+    # Beyond the validated range, neither more seeds nor a trained model would answer.
+    if choice.contest is None or choice.refusal == "beyond":
         return Answer(choice)
     first, *others = choice.contest.possible
     run = _run_of(first, record)

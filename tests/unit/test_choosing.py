@@ -12,6 +12,7 @@ from conftest import ROOT, call
 
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.record import Inference
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.report import choosing
 
 COMMAND = "python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper"
@@ -111,3 +112,14 @@ def test_choose_starts_without_jax_and_matplotlib():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_beyond_the_trained_range_no_command_is_offered():
+    answer = choosing.choose(ROOT / "docs" / "results" / "scaling.json", "flops", 1e15)
+    assert answer.choice.refusal == "beyond" and answer.choice.contest is not None
+    assert not answer.command and not answer.seeds_command
+
+
+def test_an_unknown_budget_is_named():
+    with pytest.raises(UserError, match=r"^budget='flop': must be one of flops, .* did you mean"):
+        choosing.choose(ROOT / "docs" / "results" / "scaling.json", "flop", 1e13)

@@ -4,6 +4,7 @@ undisturbed run.
     python benchmarks/chaos.py --kills=100
     python benchmarks/chaos.py --kills=100 --suspensions=0.3 --storage=gs
     python benchmarks/chaos.py --kills=100 --suspensions=0.3
+    python benchmarks/chaos.py --kills=100 --processes=2
 
 For each architecture, one run is not disturbed. Others with the same config are killed with SIGKILL
 at random moments, about half of them before the first step, and restarted until they are complete.
@@ -14,6 +15,10 @@ With --suspensions, a share of the kills are suspensions instead: the process is
 SIGSTOP, the same command is started again, and some time later the first process continues
 (SIGCONT). In object storage, the second process has then taken over the lock, and the first one has
 to end without a trace. On a local disk, the second one is refused.
+
+With --processes, each run has several processes, each of which holds and saves a part of the
+weights (launch/local_cluster.sh). Half of the kills hit all of them, the others one; the rest then
+has to end by itself within a minute.
 
 --storage=gs puts the workdirs into an emulator of Google Cloud Storage, with short leases.
 
@@ -30,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +54,7 @@ from smallgpt_jax.storage.atomic import remove_folder
 from smallgpt_jax.storage.object_storage import is_remote
 
 ROOT = Path(__file__).parent.parent
+SECONDS_TO_END = 60  # within which a run ends after one of its processes was killed
 EVERY = 10  # steps between two checkpoints and between two evaluations
 LEASE = {"LEASE_SECONDS": 8.0, "RENEWAL_SECONDS": 1.0, "POLL_SECONDS": 0.1}
 # Runs the command `main` with short leases.
@@ -60,25 +66,43 @@ runpy.run_module("smallgpt_jax.main", run_name="__main__", alter_sys=True)
 """
 
 
+def cluster(num_processes: int) -> list[str]:
+    """Returns the begin of a command that trains with several processes."""
+    return [
+        "env",
+        f"PYTHON={sys.executable}",
+        f"GRACE_SECONDS={2 * SECONDS_TO_END}",
+        "bash",
+        str(ROOT / "launch" / "local_cluster.sh"),
+        f"--processes={num_processes}",
+        "--",
+    ]
+
+
 class Run:
     def __init__(
-        self, workdir: Path, architecture: str, steps: int, overrides: tuple[str, ...] = ()
+        self,
+        workdir: Path,
+        architecture: str,
+        steps: int,
+        overrides: Sequence[str] = (),
+        num_processes: int = 1,
     ):
-        self.workdir, self.steps = workdir, steps
+        self.workdir, self.steps, self._num_processes = workdir, steps, num_processes
         self._outputs, self._starts = Path(tempfile.mkdtemp()), 0
         self._command = [
-            sys.executable,
-            "-c",
-            MAIN,
+            *([sys.executable, "-c", MAIN] if num_processes == 1 else cluster(num_processes)),
             f"--config=configs/{architecture}.py:tiny",
             f"--workdir={workdir}",
             f"--config.train.steps={steps}",
             "--config.train.log_every=1",
             f"--config.train.checkpoint_every={EVERY}",
             f"--config.train.eval_every={EVERY}",
-            "--config.train.eval_steps=40",
+            "--config.train.eval_steps=40",  # makes evaluations so long that kills hit them
+            "--config.mesh.data=1",
+            f"--config.mesh.fsdp={num_processes}",  # each process saves a part of the weights
             *overrides,
-        ]  # makes evaluations so long that kills hit them
+        ]
 
     def start(self) -> None:
         self._starts += 1
@@ -101,14 +125,38 @@ class Run:
             raise RuntimeError(f"{self.workdir}: the run failed:\n{self.output()[-2000:]}")
 
     def kill(self) -> str | None:
-        """Kills the process. Returns the phase that the run was in, or None if the process had
-        already ended.
+        """Kills the process, or some of several. Returns the phase that the run was in, or None if
+        the process had already ended.
         """
-        self.process.kill()
-        if self.process.wait() >= 0:
+        victims = [self.process.pid]
+        if self._num_processes > 1:
+            victims = self._wait_for_processes()
+        if len(victims) > 1 and random.random() < 0.5:
+            victims = [random.choice(victims)]
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        status = self.process.wait(SECONDS_TO_END)
+        if status == 0 or not victims:
             self.finish()
             return None
         return self.phase()
+
+    def _wait_for_processes(self) -> list[int]:
+        """Returns the processes that local_cluster.sh has started; [] if they have ended."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        while self.process.poll() is None:
+            with contextlib.suppress(OSError):  # some have just ended
+                pids = children.read_text("utf-8").split()
+                found = [
+                    int(pid)
+                    for pid in pids
+                    if b"--process_id" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                ]
+                if found:
+                    return found
+            time.sleep(0.01)
+        return []
 
     def suspend(self, seconds: float) -> str | None:
         """Suspends the process and starts a second one. `seconds` after the second one has begun,
@@ -213,10 +261,14 @@ def kill_runs(
     steps: int,
     rng: random.Random,
     log=print,
-    overrides: tuple[str, ...] = (),
+    overrides: Sequence[str] = (),
     suspensions: float = 0.0,
+    num_processes: int = 1,
 ) -> Kills:
-    undisturbed = Run(folder / "undisturbed", architecture, steps, overrides)
+    def start_run(name: str) -> Run:
+        return Run(folder / name, architecture, steps, overrides, num_processes)
+
+    undisturbed = start_run("undisturbed")
     for _ in range(2):  # the first run fills the compilation cache; only the second run is timed
         remove_folder(undisturbed.workdir)
         undisturbed.start()
@@ -229,7 +281,7 @@ def kill_runs(
     by_phase, different, runs = collections.Counter(), [], 0
     while by_phase.total() < kills:
         runs += 1
-        victim, is_running = Run(folder / f"victim-{runs}", architecture, steps, overrides), False
+        victim, is_running = start_run(f"victim-{runs}"), False
         while by_phase.total() < kills:
             if not is_running:
                 victim.start()
@@ -276,6 +328,10 @@ _STORAGE = flags.DEFINE_enum(
     ["local", "gs"],
     "Where the workdirs are: on the local disk, or in an emulator of Google Cloud Storage.",
 )
+_PROCESSES = flags.DEFINE_integer("processes", 1, "Processes of each run.", lower_bound=1)
+_OVERRIDES = flags.DEFINE_multi_string(
+    "override", [], "Flag of the runs, such as --override=--config.model.num_layers=1."
+)
 
 
 @contextlib.contextmanager
@@ -307,6 +363,7 @@ def main() -> None:
         logging.ERROR
     )  # hides orbax's warning that only some items of a checkpoint are read
     rng = random.Random(_SEED.value)
+    random.seed(_SEED.value)
     results, names = {}, _ARCHITECTURES.value
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -320,7 +377,14 @@ def main() -> None:
             kills = _KILLS.value * (i + 1) // len(names) - _KILLS.value * i // len(names)
             (root / name).mkdir(exist_ok=True)
             results[name] = kill_runs(
-                name, root / name, kills, _STEPS.value, rng, suspensions=_SUSPENSIONS.value
+                name,
+                root / name,
+                kills,
+                _STEPS.value,
+                rng,
+                overrides=_OVERRIDES.value,
+                suspensions=_SUSPENSIONS.value,
+                num_processes=_PROCESSES.value,
             )
     total = sum((found.by_phase for found in results.values()), collections.Counter())
     phases = [phase for phase, _ in total.most_common()]
@@ -348,6 +412,7 @@ def main() -> None:
                 "kills": total.total(),
                 "storage": _STORAGE.value,
                 "suspensions": total["suspended"],
+                "processes": _PROCESSES.value,
                 "differences": len(different),
                 "seed": _SEED.value,
                 "hits": {name: dict(found.by_phase) for name, found in results.items()},

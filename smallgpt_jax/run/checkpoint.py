@@ -84,6 +84,7 @@ class Checkpoints:
         self._log, self._before_save = log, before_save
         self.unlogged_losses: list[float] = []  # of the restored checkpoint
         self._saving: int | None = None  # the step of the last save
+        self._agreement: Agreement | None = None  # of its processes
         self._saved: Future | None = None  # its result, until `wait_until_finished` has read it
         self._is_failing = False
         self._unremovable: set[int] = set()  # steps whose removal has failed

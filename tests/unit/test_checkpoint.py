@@ -566,7 +566,7 @@ def test_chaos_restarts_killed_runs(tmp_path, monkeypatch):
     events = []
 
     class Run:
-        def __init__(self, workdir, architecture, steps, overrides):
+        def __init__(self, workdir, architecture, steps, overrides, num_processes):
             self.workdir, self.starts = workdir, 0
 
         def start(self):

@@ -86,6 +86,8 @@ def extract_chat(row: Mapping, where: str, rules: Rules) -> Item:
                 f"a message contains a special token: {name}",
                 "remove it from the message",
             )
+    # `extract_text` has replaced half surrogate pairs, if config.data.invalid_utf8 says so.
+    messages = [{**message, "content": text} for message, text in zip(messages, contents)]
     try:
         pieces = template.pieces(messages)
     except ValueError as error:
@@ -94,7 +96,16 @@ def extract_chat(row: Mapping, where: str, rules: Rules) -> Item:
             f"the chat template fails for the field {MESSAGES!r}: {error}",
             "correct the messages or config.data.chat_template",
         )
-    return Example.of_chat(where, pieces, template.special_tokens)
+    example = Example.of_chat(where, pieces, template.special_tokens)
+    try:
+        example.encode()
+    except UnicodeEncodeError:  # of a role or another field, or of the template itself
+        return rules.refuse_or_skip(
+            where,
+            f"half a surrogate pair: outside the contents of {MESSAGES!r}",
+            "correct the line",
+        )
+    return example
 
 
 def find_problem(messages) -> str:

@@ -231,6 +231,29 @@ def test_bad_rows_name_file_line_and_field(tmp_path, fields, row, expected):
     assert f"{source}, line 3: " in str(error.value) and expected in str(error.value)
 
 
+def test_half_a_surrogate_pair_in_a_conversation(tmp_path):
+    """In a content, it is replaced; what the template writes of other fields is refused."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{{ m.name }}{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(
+        template + "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    fields = dict(format="messages", chat_template=str(tmp_path / "chat.jinja"))
+    rows = [chat(("user", f"q{i}"), ("assistant", f"a{i}\ud800")) for i in range(20)]
+    source = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(UserError, match="line 1: half a surrogate pair: character 2"):
+        prepare_store(tmp_path / "refused", source, **fields)
+    store = prepare_store(tmp_path / "store", source, invalid_utf8="replace", **fields)
+    replaced = "\ufffd".encode().decode("latin-1")  # its bytes
+    assert all(counted.endswith(f"{replaced};\n") for _, counted in documents_of(store))
+    rows[10]["messages"][0]["name"] = "\udfff"
+    source = write(tmp_path / "b.jsonl", rows)
+    with pytest.raises(UserError, match="line 11: half a surrogate pair: outside the contents"):
+        prepare_store(tmp_path / "other", source, invalid_utf8="replace", **fields)
+    settings = dict(invalid_utf8="replace", invalid_items="skip", **fields)
+    store = prepare_store(tmp_path / "skipped", source, **settings)
+    assert store.metadata["skipped"] == {"half a surrogate pair": 1}
+
+
 def test_long_examples_are_refused_or_left_out(tmp_path):
     rows = completions(30)
     rows[20]["prompt"] = "p" * 50

@@ -1,7 +1,5 @@
 """`analyse`: everything that a record says, computed once."""
 
-import numpy as np
-
 from smallgpt_jax.analysis import description, laws, spreads
 from smallgpt_jax.analysis.candidates import (
     Evidence,
@@ -12,7 +10,7 @@ from smallgpt_jax.analysis.candidates import (
     longest,
 )
 from smallgpt_jax.analysis.choice import default_choices
-from smallgpt_jax.analysis.contest import Entry, compete, holm, pair_of
+from smallgpt_jax.analysis.contest import Entry, compare_pairs, compete, draw_losses
 from smallgpt_jax.analysis.equal_flops import find_multipliers, find_orders, find_untried
 from smallgpt_jax.analysis.findings import Contest, Findings, Pair
 from smallgpt_jax.analysis.record import Record
@@ -71,7 +69,7 @@ def as_trained(evidence: Evidence, size: str | None = None) -> Contest | None:
         if not any(entry.candidate in same for entry in entries):
             names = tuple(other.model for other in same)
             entries.append(Entry(one, one.losses, one.flops, equal_to=names))
-    return compete(entries, evidence.prior)
+    return compete(entries, evidence)
 
 
 def compare_measure(values: description.Values, reference: str) -> tuple[Pair, ...]:
@@ -83,17 +81,8 @@ def compare_measure(values: description.Values, reference: str) -> tuple[Pair, .
     if reference not in values or not names:
         return ()
     losses = spreads.matrix([values[reference], *(values[name] for name in names)])
-    degrees = (~np.isnan(losses)).sum(1) - 1
-    prior = spreads.prior_of_blocks([losses], float(degrees.sum()))
+    degrees = spreads.sample_variances(losses)[1]
+    prior = spreads.prior_of([losses], float(degrees.sum() - degrees.max()))
     estimate = spreads.estimate(losses, prior)
-    differences = [estimate.difference(1 + index, 0) for index in range(len(names))]
-    corrected = holm([difference.p_value for difference in differences])
-    return tuple(
-        pair_of(
-            (name, reference),
-            difference,
-            p_value,
-            estimate.variances[[0, 1 + index]].sum(),
-        )
-        for index, (name, difference, p_value) in enumerate(zip(names, differences, corrected))
-    )
+    pairs = compare_pairs((reference, *names), estimate, draw_losses(estimate))
+    return tuple(pair for pair in pairs if pair.other == reference)

@@ -3,12 +3,13 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.record import Record, Run, grouped
 
 EQUAL = 1e-3  # nats; models whose losses differ by less with each seed are the same function
+MIN_MODELS = 4  # at a size and length, whose differences have a typical variance of their own
 SAME_ROWS = 1.01  # ratio up to which numbers of validation tokens count as the same rows
 
 
@@ -86,14 +87,15 @@ class Evidence:
 
     record: Record
     candidates: tuple[Candidate, ...]
-    prior: spreads.Prior
-    correlations: dict[tuple[str, int], float]  # of two models' losses, by size and steps
+    prior: spreads.Prior  # of all differences
+    priors: dict[tuple[str, int], spreads.Prior]  # of sizes and lengths with MIN_MODELS
     equal: tuple[tuple[str, ...], ...]  # groups of models of one function
 
-    def correlation(self, candidates: Iterable[Candidate]) -> float:
-        """Returns that of losses which are read from candidates of several sizes and lengths."""
-        blocks = [(one.first.size, one.first.steps) for one in candidates]
-        return min(self.correlations[block] for block in blocks)
+    def prior_at(self, candidate: Candidate) -> spreads.Prior:
+        """Returns the prior of the differences at the candidate's size and length: losses vary more
+        at some than at others. That of the record where few models were trained.
+        """
+        return self.priors.get(_block(candidate), self.prior)
 
     def equal_to(self, model: str) -> tuple[str, ...]:
         """Returns the other models of the same function."""
@@ -104,20 +106,37 @@ class Evidence:
 def evidence_of(record: Record) -> Evidence:
     candidates = best_rates(candidates_of(record.runs))
     finite = [one for one in candidates if math.isfinite(one.loss)]
-    blocks = grouped(finite, lambda one: (one.first.size, one.first.steps))
+    blocks = grouped(finite, _block)
     losses = [spreads.matrix([one.losses for one in block]) for block in blocks.values()]
-    # Each name counts once: its lengths share their first steps.
-    orders = {name: 0 for name in {one.first.name for one in finite}}
-    for one in finite:
-        orders[one.first.name] = max(orders[one.first.name], len(one.losses))
-    pooled = sum(count - 1 for count in orders.values())
-    prior = spreads.prior_of_blocks(losses, pooled)
-    correlations = {
-        block: spreads.correlation(of_block, spreads.own_deviations(of_block, prior))
+    prior = spreads.prior_of(losses, _degrees_of_freedom(finite))
+    priors = {
+        block: spreads.prior_of([of_block], _degrees_of_freedom(blocks[block]))
         for block, of_block in zip(blocks, losses)
+        if len(of_block) >= MIN_MODELS
     }
-    equal = tuple(map(tuple, equal_models(finite)))
-    return Evidence(record, tuple(candidates), prior, correlations, equal)
+    return Evidence(
+        record, tuple(candidates), prior, priors, tuple(map(tuple, equal_models(finite)))
+    )
+
+
+def _block(candidate: Candidate) -> tuple[str, int]:
+    return candidate.first.size, candidate.first.steps
+
+
+def _degrees_of_freedom(candidates: Sequence[Candidate]) -> int:
+    """Returns those of the differences between models, all together.
+
+    Of m models with n orders at a size, they are (m − 1)(n − 1). Lengths do not count: they share
+    their first steps.
+    """
+    degrees = 0
+    for of_size in grouped(candidates, lambda one: one.first.size).values():
+        orders = {name: 0 for name in {one.first.name for one in of_size}}
+        for one in of_size:
+            orders[one.first.name] = max(orders[one.first.name], len(one.losses))
+        # The model with the most orders is the one that the others are compared with.
+        degrees += sum(count - 1 for count in orders.values()) - (max(orders.values()) - 1)
+    return degrees
 
 
 # ------------------------------------------------------------------ what can be compared

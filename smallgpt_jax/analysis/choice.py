@@ -23,7 +23,14 @@ from smallgpt_jax.analysis.candidates import (
 )
 from smallgpt_jax.analysis.contest import POSSIBLE, Entry, compete
 from smallgpt_jax.analysis.findings import Choice, Contest, FrontPoint, Range, Refusal
-from smallgpt_jax.analysis.lines import NEAR, SAME, STEEPEST, Lines, lines_of
+from smallgpt_jax.analysis.lines import (
+    NEAR,
+    SAME,
+    STEEPEST,
+    Lines,
+    lines_of,
+    nearest_common,
+)
 from smallgpt_jax.analysis.record import Record, Run, grouped
 from smallgpt_jax.errors import UserError
 
@@ -158,7 +165,7 @@ class Asked:
             for model, group in grouped(unmeasured, lambda one: one.model).items()
             if model not in {entry.model for entry in entries}
         ]
-        contest = compete(self._without_equals(entries), self.evidence.prior)
+        contest = compete(self._without_equals(entries), self.evidence)
         risky = [
             one.model
             for one in contest.standings
@@ -290,75 +297,62 @@ def _cheapest_of_lowest(entries: Sequence[Entry]) -> Entry:
 
 # ------------------------------------------------------------------ training budgets
 def training_entries(lines: dict[str, Lines], budget: float) -> list[Entry]:
-    """Returns the models at a training budget. Without one, those too dear are left out.
+    """Returns the models at a training budget; [] if none was trained with so little.
 
-    A model that was trained with less stays: its loss is a bound, and it may be lower with the
-    whole budget. So does one that was only trained with slightly more: its loss at the budget is
-    higher than there.
+    A model that was trained with less stays: its loss bounds the loss at the budget. So does one
+    that was trained with more only. What they may reach with the budget, and models of which fewer
+    sizes and lengths were trained, is judged where they were trained in the same way as the first
+    model.
     """
-    entries = [entry for model in lines.values() if (entry := _entry(model, lines, budget))]
-    trained = [entry for entry in entries if entry.known != "dearer"]
+    bounds = {model: _bound(own, budget) for model, own in lines.items()}
+    trained = {model: entry for model, entry in bounds.items() if entry}
     if not trained:
-        return entries
-    first = min(trained, key=lambda entry: entry.loss)
-    return [
-        entry
-        if entry is first
-        else dataclasses.replace(
-            entry,
-            untried=max(entry.untried, _advantage(lines[first.model], lines[entry.model], budget)),
-        )
-        for entry in entries
-    ]
+        return []
+    first = min(trained.values(), key=lambda entry: entry.loss)
+    entries = [first]
+    for model, own in lines.items():
+        if model != first.model:
+            entry = _with_potential(trained.get(model), own, first, lines[first.model], budget)
+            entries += [entry] if entry else []
+    return entries
 
 
-def _entry(own: Lines, lines: dict[str, Lines], budget: float) -> Entry | None:
+def _bound(own: Lines, budget: float) -> Entry | None:
+    """Returns a model at the lowest loss that it has reached with at most a budget."""
     readings = own.at(budget)
     reading = min(readings.values(), key=lambda one: one.loss, default=None)
-    bound = own.within(budget)
-    if reading and (bound is None or reading.loss <= bound.candidate.loss):
-        return Entry(
-            reading.nearest,
-            reading.losses,
-            budget,
-            reading.known,
-            parameters=reading.parameters,
-            tokens=reading.tokens,
-        )
-    if bound:
-        is_tried = reading is not None
-        fall = 0.0 if is_tried else 1 - (bound.cost / budget) ** _steepness(own, lines, bound)
-        known = "trained" if is_tried or bound.cost * SAME >= budget else "cheaper"
-        loss = bound.candidate.loss
-        return Entry(bound.candidate, bound.candidate.losses, bound.cost, known, fall * loss)
-    above = own.above(budget)
-    if above is None:
+    point = own.within(budget)
+    if reading and (point is None or reading.loss <= point.candidate.loss):
+        size = {"parameters": reading.parameters, "tokens": reading.tokens}
+        return Entry(reading.nearest, reading.losses, budget, reading.known, **size)
+    if point is None:
         return None
-    return Entry(above.candidate, above.candidate.losses, above.cost, "dearer")
+    is_known = reading is not None or point.cost * SAME >= budget
+    known = "trained" if is_known else "cheaper"
+    return Entry(point.candidate, point.candidate.losses, point.cost, known)
 
 
-def _steepness(own: Lines, lines: dict[str, Lines], point) -> float:
-    """Returns the exponent with which the loss may fall beyond a point: its own steepest one before
-    the point, which is rarely exceeded after it; else that of another model.
+def _with_potential(
+    entry: Entry | None, own: Lines, first: Entry, base: Lines, budget: float
+) -> Entry | None:
+    """Returns a model with what it may gain from what was not tried; None if nothing is known.
+
+    At the nearest budget with a line that both have, the model differs from the first one by d. So
+    at the budget, it may have the first one's loss + d.
     """
-    steepness = own.steepness(point)
-    if steepness is not None:
-        return max(steepness, 0.0)
-    others = [
-        slope
-        for other in lines.values()
-        for candidate in other.points
-        if (slope := other.steepness(candidate)) is not None
-    ]
-    return max(others, default=STEEPEST)
-
-
-def _advantage(first: Lines, other: Lines, budget: float) -> float:
-    """Returns how much lower the loss of `first` is thanks to lines that `other` does not have at
-    the budget: `other` may gain as much from them.
-    """
-    own, others = first.at(budget), other.at(budget)
-    common = [own[key].loss for key in own if key in others]
-    if not common:
-        return 0.0
-    return max(0.0, min(common) - min(reading.loss for reading in own.values()))
+    common = nearest_common(own, base, budget)
+    potentials = [math.inf if entry is None else entry.loss]
+    if common:
+        reading, base_reading = common
+        potentials.append(first.loss + reading.loss - base_reading.loss)
+        if entry is None:
+            entry = Entry(reading.nearest, reading.losses, reading.budget, "dearer")
+    if entry is None:
+        point = own.above(budget)
+        return point and Entry(point.candidate, point.candidate.losses, point.cost, "dearer")
+    if entry.known == "cheaper":
+        point = own.within(budget)
+        steepness = own.steepness(point)
+        steepness = STEEPEST if steepness is None else max(0.0, steepness)
+        potentials.append(entry.loss * (point.cost / budget) ** steepness)
+    return dataclasses.replace(entry, untried=entry.loss - min(potentials))

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.budgets import BUDGETS
 from smallgpt_jax.analysis.candidates import Evidence, longest
-from smallgpt_jax.analysis.contest import holm
 from smallgpt_jax.analysis.findings import (
     INTERVAL,
     LEVEL,
@@ -23,9 +22,20 @@ from smallgpt_jax.analysis.findings import (
     Segment,
     Untried,
 )
-from smallgpt_jax.analysis.lines import MAX_GAP, SAME, Key, Lines, Point, Reading, lines_of
+from smallgpt_jax.analysis.lines import (
+    MAX_GAP,
+    SAME,
+    Key,
+    Lines,
+    Point,
+    Reading,
+    best_common,
+    lines_of,
+)
 from smallgpt_jax.analysis.record import Run
 from smallgpt_jax.analysis.spreads import Difference
+
+PER_SIZE = 2  # independent comparisons that the lengths of one size are worth
 
 
 def _flops(run: Run) -> float | None:
@@ -42,6 +52,7 @@ class Node:
     """A budget at which two models are compared."""
 
     budget: float
+    size: str  # of the nearest candidate
     difference: Difference
 
 
@@ -69,35 +80,30 @@ def compare_at_nodes(own: Lines, base: Lines, evidence: Evidence) -> list[Node]:
     for budget in budgets:
         readings = best_common(own, base, budget)
         if readings and evidence.prior.pooled > 0:
-            nodes.append(Node(budget, compare(*readings, evidence)))
+            size = readings[0].nearest.first.size
+            nodes.append(Node(budget, size, compare(*readings, evidence)))
     return nodes
-
-
-def best_common(own: Lines, base: Lines, budget: float) -> tuple[Reading, Reading] | None:
-    """Returns both models on the common line that is best for the two."""
-    some, others = own.at(budget), base.at(budget)
-    pairs = [(some[key], others[key]) for key in some if key in others]
-    return min(pairs, key=lambda pair: pair[0].loss + pair[1].loss, default=None)
 
 
 def compare(one: Reading, other: Reading, evidence: Evidence) -> Difference:
     losses = spreads.matrix([one.losses, other.losses])
-    correlated = evidence.correlation((*one.candidates, *other.candidates))
-    return spreads.estimate(losses, evidence.prior, correlated).difference(0, 1)
+    return spreads.estimate(losses, evidence.prior_at(other.nearest)).difference(0, 1)
 
 
 def _order(model: str, reference: str, nodes: Sequence[Node]) -> Order:
     """A model is better over a range of budgets if it is at each node of it.
 
-    With Holm's correction for the nodes, the probability of a false verdict at any of them is at
-    most LEVEL. The band has the same error over all of its n nodes: at each, LEVEL / n.
+    The verdicts hold over all nodes together, with the probability 1 - LEVEL: at each, the error is
+    LEVEL / n for n independent ones (Bonferroni). The lengths of a size share most of their noise
+    and count as PER_SIZE.
     """
-    corrected = holm([node.difference.p_value for node in nodes])
+    sizes = {node.size for node in nodes}
+    level = LEVEL / max(1, min(len(nodes), PER_SIZE * len(sizes)))
     names = []
-    for node, p_value in zip(nodes, corrected):
+    for node in nodes:
         better = model if node.difference.mean < 0 else reference
-        names.append(better if p_value < LEVEL else None)
-    halves = [node.difference.half_width(1 - LEVEL / len(nodes)) for node in nodes]
+        names.append(better if node.difference.p_value < level else None)
+    halves = [node.difference.half_width(1 - level) for node in nodes]
     means = [node.difference.mean for node in nodes]
     return Order(
         model=model,
@@ -111,21 +117,20 @@ def _order(model: str, reference: str, nodes: Sequence[Node]) -> Order:
 
 
 def _segments(budgets: Sequence[float], names: Sequence[str | None]) -> tuple[Segment, ...]:
-    """Returns the ranges of nodes with one verdict; between two with different verdicts, it cannot
+    """Returns the ranges of budgets with one verdict at two nodes or more. Between them, it cannot
     be told.
     """
     segments: list[Segment] = []
-    rows = list(zip(budgets, names))
-    for name, group in itertools.groupby(rows, key=lambda row: row[1]):
+    for name, group in itertools.groupby(zip(budgets, names), key=lambda row: row[1]):
         reached = [budget for budget, _ in group]
-        low, high = reached[0], reached[-1]
-        if name is None and segments:
-            low = segments[-1].high
-        if segments and segments[-1].better is None:
-            segments[-1] = dataclasses.replace(segments[-1], high=low)
-        elif segments and name is not None:
-            segments.append(Segment(segments[-1].high, low, None))
-        segments.append(Segment(low, high, name))
+        if name and (len(reached) > 1 or len(budgets) == 1):
+            end = segments[-1].high if segments else budgets[0]
+            if end < reached[0]:
+                segments.append(Segment(end, reached[0], None))
+            segments.append(Segment(reached[0], reached[-1], name))
+    end = segments[-1].high if segments else budgets[0] if budgets else math.inf
+    if budgets and (end < budgets[-1] or not segments):
+        segments.append(Segment(end, budgets[-1], None))
     return tuple(segments)
 
 

@@ -7,8 +7,8 @@ import dataclasses
 from typing import Literal
 
 INTERVAL = 0.8  # probability of the intervals of losses, multipliers, laws and numbers of seeds
-LEVEL = 0.05  # probability of at least one false verdict among the pairs of a contest
-CERTAIN = 0.975  # probability of being best from which a model is chosen
+LEVEL = 0.05  # probability of a false verdict
+CERTAIN = 1 - LEVEL / 2  # probability of being better from which a model is chosen
 POSSIBLE = 0.05  # probability of being best from which a model is listed as a possible best
 STAKE = 0.9  # probability with which the loss at stake is not exceeded
 
@@ -64,10 +64,10 @@ class Standing:
     # "trained": by runs of this cost, within 1%
     # "interpolated": between cheaper and dearer runs
     # "cheaper": from runs with less; the loss is an upper bound, more training was not tried
-    # "dearer": only from runs just above the budget; the loss at the budget is higher than theirs
+    # "dearer": only from runs above the budget; `loss` is inf
     known: Literal["trained", "interpolated", "cheaper", "dearer"]
-    # Lowest loss that is plausible at the budget: for "cheaper", with the training that was not
-    # tried; for "dearer", the loss just above the budget. Else `loss`.
+    # Lowest loss that is plausible at the budget, with lengths and sizes that were not tried for
+    # this model, but for the first one.
     potential: float
 
 
@@ -78,10 +78,10 @@ class Pair:
     model: str
     other: str
     seeds: int  # runs of both with the same order of batches
-    difference: float  # expected loss of `model` minus that of `other`
-    interval: Range | None  # 95% interval of the difference; None if the spread is unknown
-    p_value: float | None  # two-sided, with Holm's correction for the pairs of the contest
-    verdict: Literal["lower", "higher", "cannot tell"]  # of `model`
+    difference: float  # measured loss of `model` minus that of `other`
+    interval: Range | None  # 95% interval of the expected difference; None if the spread is unknown
+    probability: float  # that `model` has the lower expected loss
+    verdict: Literal["lower", "higher", "cannot tell"]  # of `model`, from CERTAIN on
     seeds_needed: Range | None  # INTERVAL of the seeds per model that would decide; None if decided
 
 
@@ -90,7 +90,7 @@ Refusal = Literal[
     "uncertain",  # several models may be the best
     "few seeds",  # too few seeds to know the spread of the losses
     "diverged",  # every model has a diverged seed
-    "dearer",  # a model just above the budget may be the best at it
+    "dearer",  # a model that was trained only with more may be the best at the budget
     "more training",  # a model that was trained with less may be the best with the whole budget
     "not measured",  # a model without a measured cost may be the best
     "nothing within",  # the cheapest model costs more than the budget
@@ -137,6 +137,7 @@ def _reversed(pair: Pair) -> Pair:
         other=pair.model,
         difference=-pair.difference,
         interval=interval,
+        probability=1 - pair.probability,
         verdict=opposite[pair.verdict],
     )
 

@@ -36,6 +36,7 @@ class Point(NamedTuple):
 class Reading(NamedTuple):
     """A model at a budget, on one line."""
 
+    budget: float
     losses: dict[int, float]  # by order of batches
     candidates: tuple[Candidate, ...]  # one, or two around the budget, the nearer one first
     known: str  # "trained" or "interpolated"
@@ -111,6 +112,20 @@ def lines_of(candidates: Sequence[Candidate], cost: Cost) -> dict[str, Lines]:
     }
 
 
+def best_common(one: Lines, other: Lines, budget: float) -> tuple[Reading, Reading] | None:
+    """Returns both models on the common line that is best for the two; None if they have none."""
+    some, others = one.at(budget), other.at(budget)
+    pairs = [(some[key], others[key]) for key in some if key in others]
+    return min(pairs, key=lambda pair: pair[0].loss + pair[1].loss, default=None)
+
+
+def nearest_common(one: Lines, other: Lines, budget: float) -> tuple[Reading, Reading] | None:
+    """Returns both models at the nearest budget at which they have a common line."""
+    budgets = [budget, *(point.cost for point in (*one.points, *other.points))]
+    budgets.sort(key=lambda near: abs(math.log(near / budget)))
+    return next(filter(None, (best_common(one, other, near) for near in budgets)), None)
+
+
 def _lines(points: Sequence[Point]) -> dict[Key, list[Point]]:
     by_size = grouped(points, lambda point: ("size", point.candidate.first.size))
     by_ratio = grouped(points, lambda point: ("ratio", point.ratio))
@@ -141,7 +156,9 @@ def _read(line: Sequence[Point], budget: float) -> Reading | None:
         if budget / SAME <= point.cost <= budget * SAME:
             run = point.candidate.first
             losses = point.candidate.losses
-            return Reading(losses, (point.candidate,), "trained", run.parameters, run.tokens)
+            return Reading(
+                budget, losses, (point.candidate,), "trained", run.parameters, run.tokens
+            )
     for before, after in itertools.pairwise(line):
         if before.cost < budget < after.cost <= MAX_GAP * before.cost:
             return _interpolate(before, after, budget)
@@ -163,6 +180,7 @@ def _interpolate(before: Point, after: Point, budget: float) -> Reading | None:
     candidates = (before.candidate, after.candidate)
     first, second = before.candidate.first, after.candidate.first
     return Reading(
+        budget,
         losses,
         candidates[::-1] if share > 0.5 else candidates,
         "interpolated",

@@ -10,11 +10,13 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
+from scipy import special
 
 from smallgpt_jax.analysis.findings import Mode
 
 LEVEL = 0.01  # probability that normally distributed losses are called two modes
 COPYING = 0.5  # nats; gap in the loss of repeats between seeds that copy and those that do not
+ONE_OF_TWENTY, SEVERAL = 0.05, 0.02
 SAMPLES = 20_000
 
 
@@ -31,7 +33,7 @@ def modes(losses: Sequence[float], repeats: Sequence[float | None]) -> tuple[Mod
     if None in repeats:
         order = sorted(losses)
         split = _largest_gap(order)
-        is_split = _ratio(np.array([order]))[0] > _critical_ratio(len(order))
+        is_split = _ratio(np.array([order]))[0] > _critical_ratio(len(order), LEVEL)
     else:
         order = [loss for _, loss in sorted(zip(repeats, losses))]
         split = _largest_gap(sorted(repeats))
@@ -65,7 +67,19 @@ def _ratio(samples: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _critical_ratio(count: int) -> float:
-    """Returns the ratio that normally distributed losses exceed with the probability LEVEL."""
+def _critical_ratio(count: int, level: float) -> float:
+    """Returns the ratio that normally distributed losses exceed with a probability."""
     samples = np.sort(np.random.default_rng(0).standard_normal((SAMPLES, count)), axis=1)
-    return float(np.quantile(_ratio(samples), 1 - LEVEL))
+    return float(np.quantile(_ratio(samples), 1 - level))
+
+
+def split(losses: Sequence[np.ndarray]) -> bool:
+    """Whether more of several models' losses over seeds are split than normally distributed ones.
+
+    Of the models of one size, a split that happens by chance in one of twenty is seen in so many
+    that this is less probable than SEVERAL. One model with three seeds does not show it.
+    """
+    enough = [sample[~np.isnan(sample)] for sample in losses]
+    enough = [np.sort(sample) for sample in enough if np.isfinite(sample).sum() >= 3]
+    seen = sum(_ratio(one[None])[0] > _critical_ratio(len(one), ONE_OF_TWENTY) for one in enough)
+    return bool(special.bdtrc(seen - 1, len(enough), ONE_OF_TWENTY) < SEVERAL) if seen else False

@@ -1,13 +1,9 @@
-"""How much losses vary over seeds, and what of it two models share.
+"""How much losses vary over seeds, and the differences of two models against it.
 
-A loss is taken as
-
-    loss of a model and an order of batches = expected loss + effect of the order + own noise
-
-Runs with the same order of batches share its effect as far as their losses are correlated: past the
-point where models learn to copy, nearly all of it, before, nearly nothing. So the effect is
-subtracted as far as the losses of the models show one. What is left is each model's own noise. Few
-seeds do not determine its variance, so it is drawn towards that of the record's other models.
+Runs with the same order of batches share its effect: past the point where models learn to copy,
+nearly all of their variance, before, nearly none. So two models are compared order by order, and
+only the variance of these differences counts. A few seeds do not determine it; it is drawn towards
+that of the record's other pairs of models.
 """
 
 import dataclasses
@@ -17,34 +13,36 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy import special  # not scipy.stats, whose import takes longer than an answer of `choose`
 
+from smallgpt_jax.analysis.modes import split
+
 ROUNDING = 1e-4  # nats; smaller deviations are not told apart
-MAX_CORRELATION = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class Prior:
-    """The typical variance of a record's losses over seeds."""
+    """The typical variance of the differences of two models, over a record."""
 
     variance: float
     degrees: float  # it counts as much as a sample with so many degrees of freedom
     pooled: float  # degrees of freedom of all samples together; no variance is known better
+    least: float = 0.0  # no variance is taken to be smaller
 
     def shrink(self, variances: np.ndarray, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the variances, drawn towards the typical one, and their degrees of freedom.
 
         The mean of both, weighted by degrees of freedom (limma: Smyth, 2004,
         doi:10.2202/1544-6115.1027, section 3): a variance of 4 with 2 degrees and a prior of 1 with
-        4 give (2·4 + 4·1) / 6 = 2 with 6 degrees. A model with a single run gets the widest one.
+        4 give (2·4 + 4·1) / 6 = 2 with 6 degrees. Without a sample, the widest one counts.
         """
         own, prior = np.asarray(degrees, float), min(self.degrees, self.pooled)
         total = prior + own
         mean = (prior * self.variance + own * variances) / np.maximum(total, 1e-9)
         capped = np.minimum(total, self.pooled)
         is_known = own > 0
-        if not is_known.all() and is_known.any():
+        if is_known.any():
             mean = np.where(is_known, mean, mean[is_known].max())
             capped = np.where(is_known, capped, capped[is_known].min())
-        return np.maximum(mean, ROUNDING**2), capped
+        return np.maximum(mean, max(self.least, ROUNDING**2)), capped
 
 
 def fit_prior(
@@ -71,30 +69,6 @@ def fit_prior(
     return Prior(typical, 2 * prior, pooled)
 
 
-def prior_of_blocks(blocks: Sequence[np.ndarray], pooled: float) -> Prior:
-    """Returns the prior of the own noise in several arrays of losses (models, orders), such as one
-    per size and length.
-
-    `pooled` are the independent degrees of freedom: lengths of one run are not independent.
-    """
-    samples = [sample_variances(block) for block in blocks]
-    total = _prior_of([(variances, degrees) for _, variances, degrees in samples], pooled)
-    own = []
-    for block, (_, _, degrees) in zip(blocks, samples):
-        deviations = own_deviations(block, total)
-        adjusted, left = without_order_effects(block, deviations, correlation(block, deviations))
-        own.append((sample_variances(adjusted)[1] / left, degrees * left))
-    return _prior_of(own, pooled)
-
-
-def _prior_of(samples: Sequence[tuple[np.ndarray, np.ndarray]], pooled: float) -> Prior:
-    if not samples:
-        return Prior(0.0, 0.0, pooled)
-    variances, degrees = (np.concatenate(parts) for parts in zip(*samples))
-    is_known = degrees > 0
-    return fit_prior(variances[is_known], degrees[is_known], pooled)
-
-
 def _inverse_trigamma(value: float) -> float:
     """Returns x > 0 with trigamma(x) = value, by Newton's method for 1/trigamma, which is nearly
     linear.
@@ -115,106 +89,79 @@ def matrix(losses: Sequence[Mapping[int, float]]) -> np.ndarray:
     return np.array([[row.get(order, math.nan) for order in orders] for row in losses], float)
 
 
-def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the means, variances (0 of a single run) and degrees of freedom of each row, without
-    its NaN.
+def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the variances (0 of a single value) and degrees of freedom of rows, without their
+    NaN.
     """
     known = ~np.isnan(losses)
     counts = known.sum(1)
-    means = np.where(known, losses, 0).sum(1) / counts
+    means = np.where(known, losses, 0).sum(1) / np.maximum(counts, 1)
     squares = np.where(known, losses - means[:, None], 0) ** 2
-    return means, squares.sum(1) / np.maximum(counts - 1, 1), counts - 1
+    return squares.sum(1) / np.maximum(counts - 1, 1), np.maximum(counts - 1, 0)
 
 
-def own_deviations(losses: np.ndarray, prior: Prior) -> np.ndarray:
-    """Returns the standard deviations of the rows; of a single run, that of the prior."""
-    _, variances, degrees = sample_variances(losses)
-    shrunk, _ = prior.shrink(variances, degrees)
-    return np.sqrt(np.maximum(np.where(degrees > 0, variances, shrunk), ROUNDING**2))
+def prior_of(blocks: Sequence[np.ndarray], pooled: float) -> Prior:
+    """Returns the prior of the differences in several arrays of losses (models, orders), such as
+    one per size and length.
+
+    `pooled` are the independent degrees of freedom: lengths of one run are not independent.
+
+    A small variance may be luck: where losses split into modes, all seeds of a model may be in one,
+    and of two seeds nobody can tell. There, no variance is taken to be below the mean one.
+    """
+    variances, degrees = [np.empty(0)], [np.empty(0)]
+    for losses in blocks:
+        one, other = np.triu_indices(len(losses), 1)
+        own, own_degrees = sample_variances(losses[one] - losses[other])
+        variances.append(own[own_degrees > 0])
+        degrees.append(own_degrees[own_degrees > 0])
+    prior = fit_prior(np.concatenate(variances), np.concatenate(degrees), pooled)
+    weights = np.concatenate(degrees)
+    if not len(weights) or (
+        weights.max() > 1 and not split([row for one in blocks for row in one])
+    ):
+        return prior
+    mean = float((np.concatenate(variances) * weights).sum() / weights.sum())
+    return dataclasses.replace(prior, least=mean)
 
 
-def correlation(losses: np.ndarray, deviations: np.ndarray) -> float:
-    """Returns how strongly the losses of two models with the same order of batches agree, at least.
-
-    It is the mean product of two models' residuals in standard deviations, minus its standard error
-    1/√n for n independent products: a few products agree by chance. 0 if that is below 0.
+def correlation(losses: np.ndarray) -> float:
+    """Returns the mean correlation of two models' losses with the same order of batches, at least
+    0; 0 with fewer than three orders, in which any two models agree or disagree fully.
     """
     known = ~np.isnan(losses)
-    means, _, _ = sample_variances(losses)
-    residuals = np.where(known, (losses - means[:, None]) / deviations[:, None], 0)
-    common = known.astype(int) @ known.T
-    products = np.maximum(common[np.triu_indices(len(losses), 1)] - 1, 0).sum()
-    if products == 0:
+    common = (known.astype(int) @ known.T)[np.triu_indices(len(losses), 1)]
+    if (common < 3).all():
         return 0.0
+    means = np.nanmean(losses, axis=1, keepdims=True)
+    deviations = np.sqrt(np.maximum(sample_variances(losses)[0], ROUNDING**2))
+    residuals = np.where(known, (losses - means) / deviations[:, None], 0)
     # Of each order: the sum over all pairs of models, from (a + b + c)² = a² + b² + c² + 2(ab + …).
-    total = (residuals.sum(0) ** 2 - (residuals**2).sum(0)).sum() / 2
-    return float(np.clip(total / products - 1 / math.sqrt(products), 0, MAX_CORRELATION))
+    products = (residuals.sum(0) ** 2 - (residuals**2).sum(0)).sum() / 2
+    return float(np.clip(products / np.maximum(common - 1, 0).sum(), 0, 0.99))
 
 
-def without_order_effects(
-    losses: np.ndarray, deviations: np.ndarray, correlated: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the losses without the effects of the orders of batches, and for each model the share
-    of its own noise that is left in them.
+def expected_losses(losses: np.ndarray, correlated: float) -> np.ndarray:
+    """Returns the mean loss of each model, as if all had read the same orders of batches.
 
-    `deviations` are those of the models' own runs, not drawn towards others: a model that an order
-    does not move must not be moved by its effect on others.
+    If all have, it is the mean. Otherwise, the mean without the effects of the orders: of two good
+    models with ten orders and one with two bad ones of these, the third is not worse for it.
 
-    The effect of an order, in standard deviations, is the mean residual of the k models that have
-    read it, drawn to zero by its reliability λ = kρ / (1 − ρ + kρ) (best linear prediction, for
-    example Robinson, 1991, doi:10.1214/ss/1177011926); ρ is the correlation. With ρ = 0 nothing is
-    subtracted, with ρ near 1 all that the models have in common, as in paired differences. A model
-    with fewer orders than others is compared as if it had read them all: its mean changes by the
-    effects of those that it has read. Effects and means are computed in turn until they agree.
+    The effect of an order is the mean residual of the k models that have read it, drawn to zero by
+    its reliability kρ / (1 − ρ + kρ), with the correlation ρ (best linear prediction: Robinson,
+    1991, doi:10.1214/ss/1177011926): with ρ = 0, orders have no effect. Effects and means are
+    computed in turn until they agree.
     """
-    if correlated == 0:
-        return losses, np.ones(len(losses))
     known = ~np.isnan(losses)
     readers = known.sum(0)
     reliability = readers * correlated / (1 - correlated + readers * correlated)
     effects = np.zeros(losses.shape[1])
-    for _ in range(30):
-        adjusted = losses - math.sqrt(correlated) * deviations[:, None] * effects
-        means, _, _ = sample_variances(adjusted)
-        residuals = np.where(known, (losses - means[:, None]) / deviations[:, None], 0)
-        effects = reliability * residuals.sum(0) / readers / math.sqrt(correlated)
-    adjusted = losses - math.sqrt(correlated) * deviations[:, None] * effects
-    # A k-th of the subtracted mean residual is the model's own noise: (1 − λ/k)² of it is left, and
-    # (λ/k)² of that of k − 1 others has come in.
-    left = 1 - (2 * reliability - reliability**2) / np.maximum(readers, 1)
-    return adjusted, np.where(known, left, 0).sum(1) / known.sum(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """Expected losses of models, as if all had read the same orders of batches; (models,) arrays."""
-
-    means: np.ndarray
-    variances: np.ndarray  # of one run around its mean, own noise only
-    counts: np.ndarray  # of runs
-    degrees: np.ndarray  # of freedom of `variances`
-    deviations: np.ndarray  # of one run, with the effect of its order
-    correlation: float
-    common: np.ndarray  # (models, models) orders that both have read
-
-    @property
-    def errors(self) -> np.ndarray:
-        """The variances of `means`."""
-        return self.variances / self.counts
-
-    def difference(self, one: int, other: int) -> "Difference":
-        """Returns the expected loss of `one` minus that of `other`."""
-        errors = self.errors[[one, other]]
-        # Of a sum of two variances (Satterthwaite, 1946, doi:10.2307/3002019).
-        degrees = self.degrees[[one, other]]
-        if degrees.min() > 0:
-            degrees = errors.sum() ** 2 / (errors**2 / degrees).sum()
-        return Difference(
-            float(self.means[one] - self.means[other]),
-            math.sqrt(errors.sum()),
-            float(np.min(degrees)),
-            int(self.common[one, other]),
-        )
+    means = np.nanmean(losses, axis=1)
+    for _ in range(0 if known.all() or correlated == 0 else 50):
+        residuals = np.where(known, losses - means[:, None], 0)
+        effects = reliability * residuals.sum(0) / np.maximum(readers, 1)
+        means = np.nanmean(losses - effects, axis=1)
+    return means
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,8 +170,9 @@ class Difference:
 
     mean: float
     error: float  # standard error of the mean
-    degrees: float
+    degrees: float  # 0 if the spread is unknown
     orders: int  # that both models have read
+    variance: float  # of the difference of two runs of one order
 
     @property
     def p_value(self) -> float:
@@ -242,20 +190,92 @@ class Difference:
         return float(special.stdtrit(self.degrees, (1 + probability) / 2)) * self.error
 
 
-def estimate(losses: np.ndarray, prior: Prior, correlated: float | None = None) -> Estimate:
-    """Returns the expected losses of models, (models, orders) with NaN for missing runs.
-
-    `correlated` is the correlation of two models' losses with the same order of batches; None: as
-    these losses show it.
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Expected losses of models, (models,), and how well their differences are known, (models,
+    models).
     """
+
+    means: np.ndarray
+    counts: np.ndarray  # (models,) of runs
+    deviations: np.ndarray  # (models,) of runs, with the effect of their order
+    variances: np.ndarray  # of the difference of two runs of one order; 0 on the diagonal
+    degrees: np.ndarray  # of freedom of `variances`; 0 if the spread is unknown
+    orders: np.ndarray  # that both have read
+
+    def of(self, models: Sequence[int]) -> "Estimate":
+        """Returns the estimate of some models, in their order."""
+        pairs = np.ix_(models, models)
+        return Estimate(
+            self.means[models],
+            self.counts[models],
+            self.deviations[models],
+            self.variances[pairs],
+            self.degrees[pairs],
+            self.orders[pairs],
+        )
+
+    def difference(self, one: int, other: int) -> Difference:
+        """Returns the expected loss of `one` minus that of `other`."""
+        return Difference(
+            float(self.means[one] - self.means[other]),
+            math.sqrt(self.squared_errors[one, other]),
+            float(self.degrees[one, other]),
+            int(self.orders[one, other]),
+            float(self.variances[one, other]),
+        )
+
+    @property
+    def squared_errors(self) -> np.ndarray:
+        """The error variances of the differences, (models, models)."""
+        # Without a common order, the effects of orders add to the error of both.
+        alone = self.deviations**2 / self.counts
+        apart = np.maximum(alone[:, None] + alone, self.variances)
+        return np.where(self.orders > 0, self.variances / np.maximum(self.orders, 1), apart)
+
+    @property
+    def own_variances(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns each model's own part v of the variances V of its differences, so that
+        V(a − b) = v(a) + v(b), and its degrees of freedom.
+
+        By least squares of the relative errors (V − v(a) − v(b)) / (v(a) + v(b)), repeated with the
+        last parts in the denominator; a part is at least a quarter of the model's smallest V. With
+        three models and V of 2, 5, 5 for a − b, a − c, b − c, the parts are 1, 1, 4.
+        """
+        models = len(self.means)
+        if models == 1:
+            return self.deviations**2, np.zeros(1)
+        is_pair = ~np.eye(models, dtype=bool)
+        variances = np.where(is_pair, self.variances, np.nan)
+        own = np.nanmedian(variances, axis=1) / 2
+        least = np.nanmin(variances, axis=1) / 4
+        for _ in range(10):
+            weights = np.where(is_pair, 1 / (own[:, None] + own) ** 2, 0)
+            # For each a: the sum over b of weight(a, b) · (v(a) + v(b) − V(a, b)) is 0.
+            equations = np.diag(weights.sum(1)) + weights
+            right = (weights * self.variances).sum(1)
+            own = np.maximum(np.linalg.lstsq(equations, right, rcond=1e-9)[0], least)
+        return own, np.nanmedian(np.where(is_pair, self.degrees, np.nan), axis=1)
+
+
+def estimate(losses: np.ndarray, prior: Prior) -> Estimate:
+    """Returns the expected losses of models, (models, orders) with NaN for missing runs."""
     known = ~np.isnan(losses)
-    _, variances, degrees = sample_variances(losses)
-    total, _ = prior.shrink(variances, degrees)
-    deviations = own_deviations(losses, prior)
-    if correlated is None:
-        correlated = correlation(losses, deviations)
-    adjusted, left = without_order_effects(losses, deviations, correlated)
-    means, variances, degrees = sample_variances(adjusted)
-    own, own_degrees = prior.shrink(variances / left, degrees * left)
-    common = known.astype(int) @ known.T
-    return Estimate(means, own, degrees + 1, own_degrees, np.sqrt(total), correlated, common)
+    models = len(losses)
+    one, other = (index.ravel() for index in np.indices((models, models)))
+    variances, degrees = sample_variances(losses[one] - losses[other])
+    is_pair = one != other
+    shrunk, known_by = prior.shrink(variances[is_pair], degrees[is_pair])
+    all_variances, all_degrees = np.zeros(models**2), np.zeros(models**2)
+    all_variances[is_pair], all_degrees[is_pair] = shrunk, known_by
+    # A run varies half as much as a difference, if orders have no effect.
+    half = dataclasses.replace(prior, variance=prior.variance / 2, least=0.0)
+    deviations = np.sqrt(half.shrink(*sample_variances(losses))[0])
+    return Estimate(
+        means=expected_losses(losses, correlation(losses)),
+        counts=known.sum(1),
+        deviations=deviations,
+        variances=all_variances.reshape(models, models),
+        degrees=all_degrees.reshape(models, models),
+        orders=known.astype(int) @ known.T,
+    )

@@ -166,7 +166,15 @@ def neighbors(contest: Contest) -> Table:
 
 
 def pairs_table(pairs: Sequence[Pair]) -> Table:
-    head = ("model", "minus", "difference (95% interval)", "p", "verdict", "seeds", "to decide")
+    head = (
+        "model",
+        "minus",
+        "difference (95% interval)",
+        "P(lower)",
+        "verdict",
+        "seeds",
+        "to decide",
+    )
     rows = []
     for pair in pairs:
         rows.append(
@@ -174,7 +182,7 @@ def pairs_table(pairs: Sequence[Pair]) -> Table:
                 pair.model,
                 pair.other,
                 words.difference(pair),
-                words.p_value(pair.p_value),
+                MISSING if pair.interval is None else words.percent(pair.probability),
                 words.verdict(pair),
                 str(pair.seeds),
                 words.seeds_needed(pair.seeds_needed),

@@ -136,7 +136,7 @@ def known(standing: Standing) -> str:
         "trained": "trained",
         "interpolated": "interpolated between runs",
         "cheaper": "trained with less; more was not tried",
-        "dearer": "trained just above the budget",
+        "dearer": "trained only with more than the budget",
     }[standing.known]
 
 
@@ -168,12 +168,6 @@ def seeds_needed(values: Range | None) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def p_value(value: float | None) -> str:
-    if value is None:
-        return MISSING
-    return "under 0.001" if value < 0.001 else f"{value:.2g}"
-
-
 # ------------------------------------------------------------------ choices
 def choice(answer: Choice) -> str:
     """Returns the chosen model, or those that may be the best; with their probabilities, if their
@@ -195,7 +189,7 @@ def choice(answer: Choice) -> str:
 # Why models that may be the best have no loss at the budget, and so no probability.
 _CONDITIONS = {
     "more training": "with more training",
-    "dearer": "just above the budget",
+    "dearer": "above the budget",
     "not measured": "if it costs little enough",
 }
 
@@ -228,8 +222,7 @@ def refusal(answer: Choice) -> str:
         "uncertain": "",  # the models that may be the best say it
         "few seeds": "There are too few seeds to know how much the losses vary; train more.",
         "diverged": "Every model has a run that diverged.",
-        "dearer": f"{blockers} may be the best, but was trained only with slightly more than this "
-        "budget.",
+        "dearer": f"{blockers} may be the best, but was trained only with more than this budget.",
         "more training": f"{blockers} may be the best with the whole budget, but was trained with "
         "less.",
         "not measured": f"{blockers} may be the best, but its {label} were not measured{measure}.",

@@ -1,0 +1,84 @@
+"""Losses of models between the budgets of their runs."""
+
+import math
+
+import pytest
+from decision_helpers import evidence, runs
+
+from smallgpt_jax.analysis.lines import best_common, lines_of, nearest_common
+
+
+def lines(*groups):
+    return lines_of(evidence(*groups).candidates, lambda run: run.last.flops)
+
+
+def test_a_power_of_the_budget_is_interpolated_exactly():
+    """L = 100 · C^-0.1 of 1e6 and 8e6 FLOPs, asked at 2e6."""
+    cheap = runs("a", [100 * 1e6**-0.1] * 2, steps=10, flops=1e6)
+    dear = runs("a", [100 * 8e6**-0.1] * 2, steps=80, flops=8e6)
+    reading = lines(cheap, dear)["a"].at(2e6)["size", ""]
+    assert reading.known == "interpolated"
+    assert reading.loss == pytest.approx(100 * 2e6**-0.1)
+    assert reading.tokens == pytest.approx(2000)
+    assert reading.nearest.first.steps == 10
+
+
+def test_each_order_is_interpolated_by_itself():
+    cheap = runs("a", {0: 4.0, 1: 4.4, 2: 4.2}, steps=10, flops=1e6)
+    dear = runs("a", {1: 3.4, 2: 3.2}, steps=40, flops=4e6)
+    losses = lines(cheap, dear)["a"].at(2e6)["size", ""].losses
+    assert losses == {
+        1: pytest.approx(math.sqrt(4.4 * 3.4)),
+        2: pytest.approx(math.sqrt(4.2 * 3.2)),
+    }
+
+
+def test_nothing_is_read_beyond_the_runs_and_in_wide_gaps():
+    own = lines(runs("a", [4.0], steps=10, flops=1e6), runs("a", [3.0], steps=100, flops=1e7))["a"]
+    assert own.at(9e5) == own.at(1.1e7) == own.at(3e6) == {}
+    assert own.at(1.005e6)["size", ""].known == "trained"
+
+
+def test_the_lowest_loss_within_a_budget_bounds_it():
+    """A dearer run with a higher loss does not make a model worse."""
+    own = lines(runs("a@s", [4.0], steps=10, flops=1e6), runs("a@m", [4.5], steps=10, flops=2e6))[
+        "a"
+    ]
+    assert own.within(3e6).candidate.loss == 4.0
+    assert own.within(9e5) is None
+    assert own.above(9e5).cost == 1e6
+    assert own.above(7e5) is None
+
+
+def test_sizes_are_one_line_at_about_equal_tokens_per_parameter():
+    """Tokens per parameter are those of the size's typical model, so models of one size that were
+    trained on equal tokens are on the same line.
+    """
+    own = lines(
+        runs("a@s", [4.0], steps=10, parameters=1000),
+        runs("a@m", [3.5], steps=20, parameters=2000),
+        runs("b@s", [4.0], steps=10, parameters=1300),
+        runs("b@m", [3.5], steps=20, parameters=2600),
+    )
+    (key,) = own["a"].at(1.2e7).keys() & own["b"].at(1.2e7).keys()
+    assert key[0] == "ratio"
+    assert [point.candidate.first.size for point in own["b"].lines[key]] == ["s", "m"]
+
+
+def test_models_are_compared_on_lines_that_both_have():
+    """At 2e6 FLOPs, a is best at the small size, which b does not have."""
+    own = lines(
+        runs("a@s", [4.0], steps=10, flops=1e6),
+        runs("a@s", [3.0], steps=40, flops=4e6),
+        runs("a@m", [4.4], steps=10, flops=1e6),
+        runs("a@m", [3.4], steps=20, flops=4e6),
+        runs("b@m", [4.5], steps=10, flops=1e6),
+        runs("b@m", [3.3], steps=20, flops=4e6),
+    )
+    one, other = best_common(own["a"], own["b"], 2e6)
+    assert (one.loss, other.loss) == (
+        pytest.approx(math.sqrt(4.4 * 3.4)),
+        pytest.approx(math.sqrt(4.5 * 3.3)),
+    )
+    one, other = nearest_common(own["a"], own["b"], 1e7)
+    assert (one.budget, one.loss, other.loss) == (4e6, 3.4, 3.3)

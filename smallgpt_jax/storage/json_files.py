@@ -13,6 +13,7 @@ reader relies on. It is
 """
 
 import contextlib
+import io
 import itertools
 import json
 import re
@@ -104,7 +105,8 @@ def read_json_lines(path: Path, schema) -> list:
         return []
     try:
         with path.open("rb") as file:
-            return parse_lines(iter(lambda: file.readline(MAX_BYTES + 1), b""), schema)
+            lines = io.BufferedReader(file)  # files of object storage do not bound a line
+            return parse_lines(iter(lambda: lines.readline(MAX_BYTES + 1), b""), schema)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
 

@@ -231,12 +231,14 @@ def test_processes_with_different_devices_are_refused(tmp_path):
         )
         for number in range(2)
     ]
-    for process in processes:
-        _, error = process.communicate(timeout=60)
-        assert process.returncode == 1 and error == (
-            "error: process 1: the number of its devices differs from process 0's (2; there 1); use "
-            "the same in all processes\n"
-        )
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    statuses = [process.returncode for process in processes]
+    # JAX aborts a process whose coordinator exits before it.
+    assert 1 in statuses and 0 not in statuses
+    assert errors[statuses.index(1)] == (
+        "error: process 1: the number of its devices differs from process 0's (2; there 1); use "
+        "the same in all processes\n"
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -337,10 +337,10 @@ def _with_potential(
 ) -> Entry | None:
     """Returns a model with what it may gain from what was not tried; None if nothing is known.
 
-    At the nearest budget with a line that both have, the model differs from the first one by d. So
-    at the budget, it may have the first one's loss + d.
+    At the budget nearest to that of the first one's loss at which both have a line in common, the
+    model differs from the first one by d. So at the budget, it may have the first one's loss + d.
     """
-    common = nearest_common(own, base, budget)
+    common = nearest_common(own, base, first.cost)
     potentials = [math.inf if entry is None else entry.loss]
     if common:
         reading, base_reading = common

@@ -1,0 +1,124 @@
+"""Two models at equal training FLOPs: the better one by budget, and compute multipliers."""
+
+import math
+
+import numpy as np
+import pytest
+from decision_helpers import evidence, runs
+
+from experiments import made_up
+from smallgpt_jax.analysis.candidates import evidence_of
+from smallgpt_jax.analysis.equal_flops import (
+    find_multipliers,
+    find_orders,
+    find_untried,
+)
+
+STEPS = (10, 20, 40, 80)
+NOISE = (-0.01, 0.002, 0.008)
+
+
+def power_law(name: str, gain: float, exponent: float = 0.1, steps=STEPS, seeds: int = 3):
+    """Returns runs with L = 20 · (gain · FLOPs)^-exponent: the model needs 1 / gain of the FLOPs.
+
+    The seeds have their own noise in each model.
+    """
+    rng = np.random.default_rng(len(name) + ord(name[0]))
+    made = []
+    for count in steps:
+        loss = 20 * (gain * 6e5 * count) ** -exponent
+        made += runs(name, loss + rng.permutation(NOISE[:seeds]) * 0.3, steps=count)
+    return made
+
+
+def test_a_multiplier_is_the_ratio_of_flops_at_equal_losses():
+    (found,) = find_multipliers(evidence(power_law("a", 1.0), power_law("b", 1.5)), "a", [2.4e7])
+    assert (found.model, found.other, found.budget, found.refusal) == ("b", "a", 2.4e7, None)
+    assert found.value == pytest.approx(1.5, rel=0.02)
+    assert found.interval.low < 1.5 < found.interval.high
+
+
+def test_the_interval_of_a_multiplier_is_the_error_divided_by_the_slope():
+    """Without shared noise, ln(multiplier) has the error of the difference of two means, divided by
+    the fall of the loss per e-fold.
+    """
+    made = evidence(power_law("a", 1.0), power_law("b", 1.5))
+    (found,) = find_multipliers(made, "a", [2.4e7])
+    loss = 20 * 2.4e7**-0.1
+    width = math.log(found.interval.high / found.interval.low) / 2
+    differences = made.prior.variance**0.5 / math.sqrt(3)
+    assert width == pytest.approx(1.5 * differences / (0.1 * loss), rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (power_law("b", 0.05), "not reached"),
+        (power_law("b", 1.5, steps=(40,)), "one budget"),
+        (power_law("b", 1.5, steps=(1, 200)), "gap"),
+    ],
+)
+def test_multipliers_are_refused_with_the_reason(model, reason):
+    (found,) = find_multipliers(evidence(power_law("a", 1.0), model), "a", [2.4e7])
+    assert (found.value, found.interval, found.refusal) == (None, None, reason)
+
+
+def test_single_seeds_give_no_multiplier_and_no_order():
+    made = evidence(power_law("a", 1.0, seeds=1), power_law("b", 1.5, seeds=1))
+    assert find_multipliers(made, "a", [2.4e7])[0].refusal == "few seeds"
+    assert find_orders(made, "a")[0].segments == ()
+
+
+def test_the_order_changes_where_the_curves_cross():
+    """b is worse with few FLOPs and better with many; they cross at 4.8e7."""
+    steep = []
+    for count in (10, 20, 40, 80, 160, 320, 640):
+        loss = 20 * (4.8e7) ** -0.1 * (6e5 * count / 4.8e7) ** -0.2
+        steep += runs("b", np.array(NOISE) * 0.1 + loss, steps=count)
+    flat = power_law("a", 1.0, steps=(10, 20, 40, 80, 160, 320, 640))
+    (order,) = find_orders(evidence(flat, steep), "a")
+    assert [segment.better for segment in order.segments] == ["a", None, "b"]
+    assert order.segments[0].low == 6e6
+    assert order.segments[1].low < 4.8e7 < order.segments[1].high
+    assert order.segments[-1].high == pytest.approx(6e5 * 640)
+    np.testing.assert_array_less(order.low, order.differences)
+    np.testing.assert_array_less(order.differences, order.high)
+    assert np.all(np.diff(order.differences) < 0)
+
+
+def test_models_without_common_budgets_have_no_order():
+    made = evidence(power_law("a", 1.0), power_law("b", 1.0, steps=(1000, 2000)))
+    (order,) = find_orders(made, "a")
+    assert (order.segments, order.budgets) == ((), ())
+
+
+def test_the_longest_training_is_untried_where_it_is_the_best_at_its_budget():
+    """Size s trained long is worse than size m with the same FLOPs; m has not been trained longer."""
+    made = evidence(
+        runs("a@s", [4.0, 4.01], steps=10), runs("a@s", [3.9, 3.91], steps=40),
+        runs("a@m", [3.8, 3.81], steps=5, parameters=2000),
+        runs("a@m", [3.2, 3.21], steps=40, parameters=2000),
+    )  # fmt: skip
+    assert [one.name for one in find_untried(made)] == ["a@m"]
+    assert find_untried(made)[0].tokens_per_parameter == 2.0
+
+
+# ------------------------------------------------------------------ error rates
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["normal", "unequal grids", "1.3× FLOPs"])
+def test_equal_models_rarely_have_an_order_and_multipliers_cover_one(kind):
+    """Of 60 pairs of equal models over five sizes and four lengths. experiments/decisions.py has the
+    figures.
+    """
+    rng, false, covered = np.random.default_rng(0), 0, []
+    design = made_up.Design(kind, 2, 3, sizes=5, lengths=(0.125, 0.25, 0.5, 1.0))
+    for _ in range(60):
+        models = made_up.draw_models(design, 0.0, rng)
+        made = evidence_of(made_up.make_record(design, models, 0.4, rng))
+        (order,) = find_orders(made, models[0].name)
+        false += any(segment.better for segment in order.segments)
+        for one in find_multipliers(made, models[0].name, [1e13, 1e14]):
+            if one.refusal is None:
+                covered.append(one.interval.low <= 1 <= one.interval.high)
+    assert false <= 6  # 5% are 3
+    assert np.mean(covered) > 0.65  # 80%

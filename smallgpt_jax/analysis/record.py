@@ -172,6 +172,16 @@ class TrainingText:
     tokenizer: str  # fingerprint
 
 
+def model_of(name: str) -> str:
+    """Returns MODEL of the name MODEL@SIZE; of another name, the name."""
+    return name.partition("@")[0]
+
+
+def size_of(name: str) -> str:
+    """Returns SIZE of the name MODEL@SIZE; of another name, ""."""
+    return name.partition("@")[2]
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What a finished or running run says of itself, from a workdir or a record."""
@@ -208,11 +218,11 @@ class Run:
 
     @property
     def model(self) -> str:
-        return self.name.partition("@")[0]
+        return model_of(self.name)
 
     @property
     def size(self) -> str:
-        return self.name.partition("@")[2]
+        return size_of(self.name)
 
     @property
     def label(self) -> str:

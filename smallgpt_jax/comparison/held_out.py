@@ -10,17 +10,11 @@ from pathlib import Path
 
 from smallgpt_jax.analysis import laws, record
 from smallgpt_jax.analysis.laws import Target
-from smallgpt_jax.analysis.record import PREDICTIONS_FILE, Predictions
+from smallgpt_jax.analysis.record import PREDICTIONS_FILE, Predictions, model_of, size_of
 from smallgpt_jax.comparison import budget
 from smallgpt_jax.comparison.outcomes import Outcomes
 from smallgpt_jax.comparison.parameters import num_parameters
-from smallgpt_jax.comparison.runs import (
-    RUNS_FOLDER,
-    Comparison,
-    PlannedRun,
-    model_of,
-    size_of,
-)
+from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.run.names import CONFIG_FILE, LOCK_FILE

@@ -10,9 +10,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
+from smallgpt_jax.analysis.record import size_of
 from smallgpt_jax.comparison import budget
 from smallgpt_jax.comparison.config import CompareConfig
-from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened, size_of
+from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.optim.learning_rate import decay_start

@@ -11,23 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from smallgpt_jax.analysis.record import Grid
+from smallgpt_jax.analysis.record import Grid, model_of, size_of
 from smallgpt_jax.comparison import learning_rates
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.optim.learning_rate import decay_start
 from smallgpt_jax.run.config import Config
 
 RUNS_FOLDER = "runs"  # in a comparison's folder
-
-
-def model_of(name: str) -> str:
-    """Returns MODEL of the name MODEL@SIZE; of another name, the name."""
-    return name.partition("@")[0]
-
-
-def size_of(name: str) -> str:
-    """Returns SIZE of the name MODEL@SIZE; of another name, ""."""
-    return name.partition("@")[2]
 
 
 class PlannedRun(NamedTuple):

@@ -9,6 +9,7 @@ from smallgpt_jax.report import words
 COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al., arXiv 2203.15556)
 UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns
 MAX_NAMES = 6  # in a line
+_KINDS = ("cpu family", "model")  # of processors of one name
 
 
 def cautions(findings: Findings, record: Record) -> list[str]:
@@ -121,8 +122,14 @@ def other_work(runs: Sequence[Run]) -> list[str]:
 
 def _differences_between_runs(findings: Findings, runs: Sequence[Run]) -> list[str]:
     lines = []
-    if len(findings.setup.devices) > 1:
-        lines.append("Trained on different devices: times and speeds are not comparable.")
+    machines = grouped((run for run in runs if run.sessions), _machine)
+    if len(machines) > 1:
+        counts = [f"{label} ({words.plural(len(of), 'run')})" for label, of in machines.items()]
+        lines.append(
+            f"Trained on different machines: {_few(counts, '; ')}. Times and speeds are not "
+            "comparable. Machines round differently, which changes a loss as another seed does, so "
+            "a single seed of each tells nothing."
+        )
     targets = {run.last.targets for run in runs if run.last}
     if targets and max(targets) > 1.01 * min(targets):
         lines.append(
@@ -137,6 +144,15 @@ def _differences_between_runs(findings: Findings, runs: Sequence[Run]) -> list[s
             "comparable."
         )
     return lines
+
+
+def _machine(run: Run) -> str:
+    session = run.sessions[-1]
+    label = f"{session.devices} × {session.device}"
+    details = [
+        f"{field} {session.processor[field]}" for field in _KINDS if field in session.processor
+    ]
+    return f"{label}, {', '.join(details)}" if details else label
 
 
 def _few(names: Sequence[str], separator: str = ", ") -> str:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from smallgpt_jax.analysis.findings import Choice, Contest, Curve, Findings, Order, Rates
-from smallgpt_jax.analysis.record import Run, grouped
+from smallgpt_jax.analysis.record import Run, grouped, model_of
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.report import words
 from smallgpt_jax.run.plotting import COLORS, style_axes
@@ -124,7 +124,7 @@ def loss_curves(
         if not points:
             continue
         places = [getattr(point, axis) for point in points]
-        style = styles[_model(curve.name)]
+        style = styles[model_of(curve.name)]
         plot.plot(places, [point.loss.mean for point in points], label=curve.name, **style)
         low, high = [[getattr(p.loss, end) for p in points] for end in ("low", "high")]
         plot.fill_between(places, low, high, color=style["color"], alpha=0.2, linewidth=0)
@@ -139,7 +139,7 @@ def loss_curves(
 def learning_rates(all_rates: Sequence[Rates], styles: Styles) -> Figure:
     figure, plot = _new_plot("learning rate", LOSS)
     for one in all_rates:
-        style = styles[_model(one.name)]
+        style = styles[model_of(one.name)]
         finite = [rate for rate in one.rates if rate.loss is not None and math.isfinite(rate.loss)]
         places = [rate.multiple * one.learning_rate for rate in finite]
         losses = [rate.loss for rate in finite]
@@ -160,7 +160,7 @@ def inside_by_depth(runs: Sequence[Run], styles: Styles) -> Figure:
     plots = figure.subplots(2, 2).ravel()
     groups = grouped((run for run in runs if run.inside), lambda run: run.name)
     for name, group in groups.items():
-        style = styles[_model(name)]
+        style = styles[model_of(name)]
         for plot, measure in zip(plots, BY_DEPTH):
             by_block = zip(*(run.inside.blocks for run in group))
             points = []
@@ -208,7 +208,7 @@ def draw(
     """Returns {name: (figure, caption)} of what the findings contain."""
     figures = {}
     models = [*(run.model for run in runs), *(one.name for one in findings.rates)]
-    styles = dict(zip(dict.fromkeys(map(_model, models)), _line_styles()))
+    styles = dict(zip(dict.fromkeys(map(model_of, models)), _line_styles()))
     orders = [order for order in findings.orders if _has_several_budgets(order)]
     if orders:
         figures["answer"] = (
@@ -247,10 +247,6 @@ def draw(
 def _has_several_budgets(order: Order) -> bool:
     """Whether the two models were trained with budgets that differ by more than a tenth."""
     return bool(order.budgets) and max(order.budgets) > 1.1 * min(order.budgets)
-
-
-def _model(name: str) -> str:
-    return name.partition("@")[0]
 
 
 def _line_styles() -> Iterator[dict]:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jinja2
@@ -32,9 +32,11 @@ class Table:
 
     @property
     def alignments(self) -> tuple[str, ...]:
-        """Returns "number" for each column of numbers, "text" for the others."""
+        """Returns "number" for each column with a number that has no sentences, "text" for the
+        others.
+        """
         columns = zip(*self.rows) if self.rows else [() for _ in self.head]
-        return tuple("number" if all(map(_is_number, column)) else "text" for column in columns)
+        return tuple(map(_alignment, columns))
 
     @property
     def kept(self) -> "Table":
@@ -48,8 +50,13 @@ class Table:
         return Table(tuple(self.head[number] for number in columns), rows, self.marked)
 
 
+def _alignment(column: Sequence[str]) -> str:
+    has_sentences = any(":" in cell for cell in column)
+    return "number" if any(map(_is_number, column)) and not has_sentences else "text"
+
+
 def _is_number(cell: str) -> bool:
-    return bool(re.match(rf"[-+−]?\.?\d|{MISSING}$|(over|under) \d", cell))
+    return bool(re.match(r"[-+−]?\.?\d|(over|under) \d", cell))
 
 
 def render(template: str, skin: str, **content: Any) -> str:

@@ -81,7 +81,7 @@ def contenders(choice: Choice) -> Table:
     head = ("model", "loss", "P(lowest loss)", "cost", "parameters", "tokens", "known from")
     is_known = words.has_probabilities(choice.contest)
     rows = []
-    for one in choice.contest.standings[:MAX_CONTENDERS]:
+    for one in shown_contenders(choice):
         rows.append(
             (
                 words.names(one),
@@ -94,6 +94,15 @@ def contenders(choice: Choice) -> Table:
             )
         )
     return Table(head, tuple(rows), _marked(choice)).kept
+
+
+def shown_contenders(choice: Choice) -> list[Standing]:
+    """Returns those with the lowest losses, and those that may be the best: one that was trained
+    only with more than the budget has no loss.
+    """
+    standings, blockers = choice.contest.standings, choice.contest.blockers
+    others = [one for one in standings[MAX_CONTENDERS:] if one.model in blockers]
+    return [*standings[:MAX_CONTENDERS], *others]
 
 
 def _marked(choice: Choice) -> tuple[int, ...]:

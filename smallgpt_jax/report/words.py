@@ -20,6 +20,7 @@ from smallgpt_jax.formatting import duration
 
 MISSING = "–"
 MANY_SEEDS = 1000
+UNEQUAL = 1.1  # ratio of the FLOPs of two models from which a ranking says that they differ
 BUDGETS = {
     "flops": "training FLOPs",
     "seconds": "seconds of training",
@@ -84,9 +85,9 @@ def limit(value: float, budget: str) -> str:
 
 
 def percent(probability: float) -> str:
-    if probability > 0.995:
+    if probability > 0.99:
         return "over 99%"
-    return "under 1%" if probability < 0.005 else f"{probability:.0%}"
+    return "under 1%" if probability < 0.01 else f"{probability:.0%}"
 
 
 def loss(value: float | None, digits: int = 3) -> str:
@@ -125,7 +126,7 @@ def standing_loss(standing: Standing) -> str:
         return f"over {loss(standing.potential)}"
     if standing.modes:
         modes = [f"{mode.loss:.3f} in {mode.share:.0%}" for mode in standing.modes]
-        return f"{standing.loss:.3f}: {enumeration(modes)} of the seeds"
+        return f"{standing.loss:.3f} ({enumeration(modes)} of the seeds)"
     if standing.interval is None:
         return loss(standing.loss)
     return f"{loss(standing.loss)} ({interval(standing.interval)})"
@@ -174,7 +175,7 @@ def choice(answer: Choice) -> str:
     losses at the budget are known.
     """
     if not is_direct(answer):
-        return "cannot tell"
+        return f"cannot tell{_WITHOUT_CONTEST.get(answer.refusal, '').format(answer.factor)}"
     if answer.chosen:
         return probabilities(answer.contest)
     if answer.refusal == "few seeds":
@@ -191,6 +192,13 @@ _CONDITIONS = {
     "more training": "with more training",
     "dearer": "above the budget",
     "not measured": "if it costs little enough",
+}
+
+# Why no models were compared at the budget.
+_WITHOUT_CONTEST = {
+    "beyond": ": {:.3g} times as much as was trained",
+    "nothing within": ": every model needs more",
+    "no cost": ": not measured",
 }
 
 
@@ -238,6 +246,24 @@ def _has_blockers(answer: Choice) -> bool:
 
 def stake(contest: Contest) -> str:
     return f"{contest.at_stake:.2g}" if math.isfinite(contest.at_stake) else MISSING
+
+
+def cost(value) -> str:
+    """Formats the `choosing.Cost` of a command."""
+    flops = "unknown FLOPs" if value.flops is None else f"about {exponent(value.flops, 2)} FLOPs"
+    texts = [plural(value.runs, "run"), flops]
+    if value.seconds is not None:
+        texts.append(f"{duration(value.seconds)} at the speed of the record")
+    return ", ".join(texts)
+
+
+def unequal_flops(contest: Contest) -> str:
+    """Returns the least and the most FLOPs of models that were not trained at equal ones, or ""."""
+    costs = {one.model: one.cost for one in contest.standings if one.cost}
+    if not costs or max(costs.values()) < UNEQUAL * min(costs.values()):
+        return ""
+    least, most = min(costs, key=costs.get), max(costs, key=costs.get)
+    return f"{exponent(costs[least])} ({least}) to {exponent(costs[most])} ({most})"
 
 
 # ------------------------------------------------------------------ over budgets
@@ -300,6 +326,7 @@ FILTERS = {
         amount,
         amounts,
         by_budget,
+        cost,
         counts,
         difference,
         direct_choices,
@@ -320,5 +347,6 @@ FILTERS = {
         seeds_needed,
         stake,
         standing_loss,
+        unequal_flops,
     )
 }

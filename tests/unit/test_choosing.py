@@ -2,18 +2,19 @@
 flags.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
 
 import pytest
-from comparison_helpers import INFERENCE, run, saved
+from comparison_helpers import INFERENCE, SESSION, run, saved
 from conftest import ROOT, call
 
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.record import Inference
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.report import choosing
+from smallgpt_jax.report import choosing, tables
 
 COMMAND = "python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper"
 RMS = {"model__norm": "rms"}
@@ -34,7 +35,9 @@ def test_the_command_trains_the_nearest_run_again(tmp_path):
     path = saved(tmp_path / "results.json", *models(), command=COMMAND)
     answer = choosing.choose(path, "flops", 2e6)
     assert (answer.choice.chosen, answer.run) == ("llama", "llama")
-    assert answer.command.endswith(f"{COMMAND[6:]} --config.compare.names=llama")
+    assert answer.command.endswith(
+        f"{COMMAND[6:]} --config.compare.seeds=1 --config.compare.names=llama"
+    )
     assert answer.config["model.norm"] == "rms" and "model.norm" in answer.differences
 
     folder = tmp_path / "runs"
@@ -48,11 +51,61 @@ def test_the_command_trains_the_nearest_run_again(tmp_path):
 
 
 def test_more_seeds_are_offered_where_few_may_decide(tmp_path):
-    path = saved(tmp_path / "results.json", *models(spread=0.4), command=COMMAND)
+    path = saved(tmp_path / "results.json", *models(spread=0.2), command=COMMAND)
     answer = choosing.choose(path, "parameters", 100)
-    assert answer.choice.chosen is None
-    assert "--config.compare.seeds=" in answer.seeds_command
-    assert "More seeds decide:" in str(answer)
+    assert answer.choice.chosen is None and 3 < answer.seeds <= choosing.MAX_SEEDS
+    assert answer.seeds_needed.low < answer.seeds < answer.seeds_needed.high
+    for flag in (
+        f"--config.compare.seeds={answer.seeds}",
+        "--config.compare.names=gpt,llama",
+        f"--results={path}",
+        "--output=runs/more-seeds",
+    ):
+        assert flag in answer.seeds_command
+    runs = 2 * (answer.seeds - 3)  # three of each are in the record
+    assert answer.seeds_cost == choosing.Cost(runs, runs * 2e6, runs * 2.0)
+    assert f"{runs} runs, about {runs * 2 / 10:.1f}e7 FLOPs" in " ".join(str(answer).split())
+
+
+def test_no_command_is_offered_for_many_seeds(tmp_path):
+    path = saved(tmp_path / "results.json", *models(spread=1.0), command=COMMAND)
+    answer = choosing.choose(path, "parameters", 100)
+    assert answer.seeds_needed.high > 1000 and answer.seeds_command == ""
+    assert "to over 1,000 seeds per model (80% interval)." in str(answer)
+
+
+def test_the_cost_of_training_includes_the_grid(tmp_path):
+    """Each run takes 2e6 FLOPs and 2 seconds; the shorter one has copied the first of its two steps."""
+    shorter = {"train__trunk": "/elsewhere/llama-seed1"}
+    copied = (dataclasses.replace(SESSION, first_step=1),)
+    rates = (records.GridRate(1.0, 3.0, False), records.GridRate(2.0, 3.1, False))
+    runs = [
+        *models(),
+        run("llama", 1, 2.9, config={**RMS, **shorter}, horizon=0.5, sessions=copied),
+    ]
+    grids = {"llama": records.Grid(0, 0.01, rates)}
+    path = saved(tmp_path / "results.json", *runs, command=COMMAND, learning_rates=grids)
+    answer = choosing.choose(path, "parameters", 100)
+    assert answer.cost == choosing.Cost(4, 7e6, 7.0)
+    assert "Train it (4 runs, about 7e6 FLOPs, 7s at the speed of the record):" in str(answer)
+
+
+def test_models_that_are_left_out_and_runs_above_the_budget_are_said(tmp_path):
+    many = [
+        run(
+            f"model {number}",
+            seed,
+            3 + number + seed / 100,
+            config={"model__num_layers": 1 + number},
+        )
+        for number in range(tables.MAX_CONTENDERS + 2)
+        for seed in (1, 2, 3)
+    ]
+    path = saved(tmp_path / "results.json", *many, command=COMMAND)
+    answer = choosing.choose(path, "parameters", 100)
+    assert "2 models with higher losses left out; --json has all." in str(answer)
+    above = dataclasses.replace(answer, run_cost=150.0)
+    assert "model 0, 150 parameters (above the budget); " in str(above)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +143,7 @@ def test_the_command(tmp_path):
     done = call("choose", f"--results={path}", "--decode_ms=2")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("2 ms per decoding step: llama: loss 2.5")
-    assert "Train it:" in done.stdout
+    assert "Train it (1 run, about 2e6 FLOPs, 2s at the speed of the record):" in done.stdout
     done = call("choose", f"--results={path}", "--parameters=100", "--json")
     assert json.loads(done.stdout)["choice"]["chosen"] == "llama"
     for arguments, message, status in (

@@ -9,7 +9,7 @@ import re
 import typing
 
 import pytest
-from comparison_helpers import INSIDE, record, run
+from comparison_helpers import INSIDE, SESSION, record, run
 
 from smallgpt_jax.analysis.findings import (
     Choice,
@@ -45,6 +45,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.report import choosing, page, words
 from smallgpt_jax.report.cautions import cautions
 from smallgpt_jax.report.figures import read_logged
+from smallgpt_jax.report.rendering import Table
 
 NASTY = "<b>|*a*`[x](http://y)\x1b[31m\nb"  # the name of a model
 
@@ -194,6 +195,23 @@ def test_a_record_of_one_budget_is_answered_by_its_ranking():
     assert "no two models are finished whose losses can be compared" in text
 
 
+def test_what_was_trained_with_more_is_said():
+    """conv was not trained for longer, but hybrid was: the answer at equal FLOPs is not the last."""
+    best = FrontPoint("hybrid", "hybrid@1M", 3.44e13, 2.5, 45264, 45264, 9.4e6)
+    text = markdown(findings(choices=(choice(limit=1e12), choice(front=(best,)))))
+    said = "With more, 3.44e13 FLOPs, hybrid@1M has the lowest loss of all runs, 2.500."
+    assert said in text
+    same = dataclasses.replace(best, cost=1e13)
+    assert "With more" not in markdown(findings(choices=(choice(), choice(front=(same,)))))
+
+
+def test_a_ranking_says_that_its_models_had_different_flops():
+    dearer = dataclasses.replace(THREE[1], cost=2e13)
+    text = markdown(findings(ranking=contest(THREE[0], dearer, THREE[2])))
+    said = "with 1e13 (moe) to 2e13 (llama) FLOPs: at equal FLOPs, the order may be another"
+    assert said in text and "as they were trained" not in markdown(findings())
+
+
 def test_each_pair_has_one_verdict_wherever_it_is_shown():
     text = markdown(findings(choices=(choice(limit=1e12), choice())))
     chapter = text.split("Which differences are real")[1].split("\n## ")[0]
@@ -227,7 +245,7 @@ def test_an_answer_at_the_nearest_budget():
     text = " ".join(choosing.text(choosing.Answer(answer)).split())
     assert "At 2.93e13, the nearest budget with an answer: cannot tell: moe (93%) or" in text
     text = markdown(findings(choices=(choice(limit=1e12), choice(), answer)))
-    assert row(text, "1e14")[1] == "cannot tell"
+    assert row(text, "1e14")[1] == "cannot tell: 3.4 times as much as was trained"
 
 
 def test_probabilities_are_only_of_known_losses():
@@ -246,7 +264,7 @@ def test_modes_and_diverged_seeds_are_said():
     first = standing("llama", 2.5, 0.6, modes=modes, interval=None)
     second = standing("lgpt", math.inf, 0.0, diverged=2, interval=None, equal_to=("cgpt",))
     text = markdown(findings(ranking=contest(first, second, chosen="llama")))
-    assert "**2.500: 2.292 in 33% and 2.600 in 67% of the seeds**" in row(text, "**llama**")
+    assert "**2.500 (2.292 in 33% and 2.600 in 67% of the seeds)**" in row(text, "**llama**")
     assert row(text, "lgpt (the same function: cgpt)")[1] == "diverged (2 of 3 seeds)"
 
 
@@ -351,7 +369,24 @@ def test_cautions_name_what_limits_the_answers():
     ):
         assert expected in text
     assert "Unfinished" not in " ".join(cautions(findings(), record(*RUNS)))
+    assert "machines" not in " ".join(cautions(findings(), record(*RUNS)))
     assert cautions(findings(), record()) == ["The comparison has no runs."]
+
+
+def test_runs_of_several_machines_are_counted():
+    """Processors of one name are told apart by family and model."""
+    zen3, zen4 = ({"cpu family": "25", "model": model} for model in ("1", "17"))
+    sessions = [dataclasses.replace(SESSION, processor=processor) for processor in (zen3, zen4)]
+    runs = [dataclasses.replace(one, sessions=(sessions[one.seed - 1],)) for one in RUNS[:4]]
+    (text,) = [line for line in cautions(findings(), record(*runs)) if "machines" in line]
+    counts = "1 × cpu, cpu family 25, model 1 (3 runs); 1 × cpu, cpu family 25, model 17 (1 run)."
+    assert counts in text and "a single seed of each tells nothing" in text
+
+
+def test_columns_of_numbers_are_aligned_to_the_right():
+    rows = (("a", "1.2 (1.1 to 1.3)", "no runs", "1e9 to 1e10: a"), ("b", "–", "0.4", "–"))
+    table = Table(("model", "loss", "multiplier", "better"), rows)
+    assert table.alignments == ("text", "number", "number", "text")
 
 
 def test_configs_that_differ_are_listed_by_model():

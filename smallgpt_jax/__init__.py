@@ -44,6 +44,9 @@ _PUBLIC = {
     "diagnose": "diagnosis.diagnosis",
     "compare": "comparison.comparing",
     "plan_comparison": "comparison.comparing",
+    "verify": "verification.verification",
+    "Sample": "verification.sample",
+    "write_bundle": "verification.bundle",
     "choose": "report.choosing",
     "UserError": "errors",
     "StoppedError": "errors",
@@ -76,6 +79,9 @@ if TYPE_CHECKING:  # `as` tells type checkers that the names are public
     from smallgpt_jax.report.choosing import choose as choose
     from smallgpt_jax.training.trained_run import TrainedRun as TrainedRun
     from smallgpt_jax.training.trained_run import train as train
+    from smallgpt_jax.verification.bundle import write_bundle as write_bundle
+    from smallgpt_jax.verification.sample import Sample as Sample
+    from smallgpt_jax.verification.verification import verify as verify
 
 
 def __getattr__(name: str) -> Any:

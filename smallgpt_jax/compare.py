@@ -6,14 +6,20 @@ plots.
     python -m smallgpt_jax.compare --workdirs=runs/gpt,runs/pgpt --output=runs/report
     python -m smallgpt_jax.compare --results=a/results.json,b/results.json --output=runs/merged
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --results=a/results.json --output=runs/more
+    python -m smallgpt_jax.compare --verify=a/results.json --output=runs/check --sample=3
+    python -m smallgpt_jax.compare --results=a/results.json --bundle=a/bundle
 
 The first form trains the runs of a comparison one after another, each in its own workdir under
 --output, and updates the report as they finish. Rerun the same command to resume. Several processes
 with the same command divide the runs among themselves. The second form only says what this will
 cost. The third form reports on one or more existing runs. The fourth form merges the results of
-comparisons, without the workdirs of their runs. The last form continues a comparison: it takes the
-finished runs over from results that were made elsewhere, and trains the others. All write
+comparisons, without the workdirs of their runs. The fifth form continues a comparison: it takes the
+finished runs over from results that were made elsewhere, and trains the others. These forms write
 report.html, report.md and results.json.
+
+The last two forms check a record that somebody else has made, by training some of its runs again
+(exit status 0: reproduced, 1: not reproduced, 2: cannot tell), and write a folder with all that such
+a check needs (docs/records.md).
 
 smallgpt_jax/comparison/config.py documents the fields of a comparison: its budget, seeds and
 measurements.
@@ -58,7 +64,25 @@ _DRY_RUN = flags.DEFINE_bool(
 _TOPOLOGY = flags.DEFINE_string(
     "topology", None, "With --dry_run: devices as in the command plan, such as h100:1 or v5e:2x2."
 )
-flags.mark_flags_as_required(["output"])
+_VERIFY = flags.DEFINE_string(
+    "verify", None, "results.json, or folder of --bundle: check this record. Needs only --output."
+)
+_SAMPLE = flags.DEFINE_integer("sample", 3, "With --verify: number of runs to train again.")
+_FRACTION = flags.DEFINE_float(
+    "fraction",
+    0.1,
+    "With --verify: fraction of the steps of these runs that is trained, at least up to the first "
+    "evaluation.",
+)
+_ONLY = flags.DEFINE_string(
+    "only", "*", "With --verify: pattern of the names of runs to train again, such as *@45k."
+)
+_NONCE = flags.DEFINE_string(
+    "nonce", "", "With --verify: word that, with the record, draws the runs. Default: a random one."
+)
+_BUNDLE = flags.DEFINE_string(
+    "bundle", None, "With one --results: new folder for all that a check of the record needs."
+)
 
 
 @best_effort("stdout")
@@ -66,6 +90,13 @@ def main() -> None:
     from smallgpt_jax.comparison import comparing, dry_run, recipe
 
     _check_flags()
+    if _VERIFY.value is not None:
+        _verify()
+    if _BUNDLE.value is not None:
+        from smallgpt_jax.verification.bundle import write_bundle
+
+        print(write_bundle(_RESULTS.value[0], _BUNDLE.value))
+        return
     config, results = _CONFIG.value, _RESULTS.value or ()
     if config is not None:
         overrides = config_flags.get_override_values(flags.FLAGS["config"])
@@ -92,8 +123,32 @@ def main() -> None:
     print(f"\n{report}\n{as_path('--output', _OUTPUT.value) / 'report.html'}")
 
 
+def _verify() -> None:
+    """Exits with the status of the verdict."""
+    from smallgpt_jax.verification.sample import Sample
+    from smallgpt_jax.verification.verification import verify
+
+    sample = Sample(_SAMPLE.value, _FRACTION.value, _ONLY.value, _NONCE.value)
+    trust = flags.FLAGS.trust_custom_code
+    verification = verify(_VERIFY.value, _OUTPUT.value, sample, trust_custom_code=trust)
+    print(f"\n{verification}")
+    sys.exit(verification.status)
+
+
 def _check_flags() -> None:
     is_given = tuple(flag.value is not None for flag in (_CONFIG, _WORKDIRS, _RESULTS))
+    if _BUNDLE.value is not None:
+        if is_given != (False, False, True) or len(_RESULTS.value) != 1:
+            cli.fail("--bundle: needs one --results, and no --config or --workdirs", status=2)
+        return
+    if _OUTPUT.value is None:
+        cli.fail("--output must be given; see --help", status=2)
+    if _VERIFY.value is not None:
+        if any(is_given):
+            cli.fail(
+                "--verify: cannot be combined with --config, --workdirs or --results", status=2
+            )
+        return
     if sum(is_given) != 1 and is_given != (True, False, True):
         cli.fail(
             "give either --config (a comparison to train), --workdirs (existing runs) or "

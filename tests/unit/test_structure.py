@@ -23,6 +23,7 @@ NODES = [node for tree in TREES.values() for node in ast.walk(tree)]
 LAYERS = (
     ("__main__", *COMMANDS),
     ("cli",),
+    ("verification",),
     ("comparison",),
     ("report",),
     ("planning", "diagnosis", "evaluation", "conversion"),

@@ -1,0 +1,3 @@
+"""Verification: what a record claims, checked without training and by training some of its runs
+again.
+"""

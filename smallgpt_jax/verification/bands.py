@@ -1,0 +1,85 @@
+"""Whether a loss that was recorded elsewhere is one that this machine could have computed.
+
+The same run has other losses on another processor or with another version of a library, because sums
+are rounded in another order, and training amplifies this, in some models a thousand times. So the
+run is trained here in several ways that only round differently. Their losses are a sample of what
+rounding makes, and the recorded loss has to be one more draw of it: within a 99% prediction interval
+of Student's t distribution. One variant would not do: it was up to five times too narrow.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from scipy import special
+
+LEVEL = 0.99  # of the interval, for all evaluations of a run together
+RESOLUTION = 1e-6  # of a loss, relatively: float32, with room
+MIN_SEEDS = 3  # whose spread is known well enough to compare a run as a seed
+# From this part of the standard deviation over seeds on, a seed tells no more than another one.
+AS_WIDE = 0.5
+
+BITS, BAND, SEED, OUTSIDE, NO_BAND = "bits", "band", "seed", "outside", "no band"
+Curve = Mapping[int, float]  # {step: loss}
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The recorded loss of a step, beside those that were trained here."""
+
+    step: int
+    recorded: float
+    trained: float  # in the same way as the record
+    allowed: float | None  # largest difference to the mean of the variants; None: not measured
+    seeds: float | None  # standard deviation over the seeds of the record
+    how: str  # BITS, BAND, SEED, OUTSIDE or NO_BAND
+
+
+def compare_curves(
+    recorded: Curve, trained: Curve, variants: Sequence[Curve], seeds: Sequence[Curve]
+) -> list[Comparison]:
+    """`variants` round differently; `seeds` are the curves of the record's seeds, this one
+    included.
+    """
+    steps = sorted(recorded.keys() & trained.keys())
+    comparisons = []
+    rounding = 0.0  # standard deviation; differences grow with the steps, so the largest so far
+    for step in steps:
+        values = [curve[step] for curve in (trained, *variants) if step in curve]
+        if len(values) > 1:
+            rounding = max(rounding, statistics.stdev(values))
+        of_seeds = [curve[step] for curve in seeds if step in curve]
+        spread = statistics.stdev(of_seeds) if len(of_seeds) >= MIN_SEEDS else None
+        allowed, how = _allowed(values, rounding, of_seeds, spread, len(steps))
+        if recorded[step] == trained[step]:
+            how = BITS
+        elif allowed is None:
+            how = NO_BAND
+        elif abs(recorded[step] - statistics.fmean(values)) > allowed:
+            how = OUTSIDE
+        comparisons.append(Comparison(step, recorded[step], trained[step], allowed, spread, how))
+    return comparisons
+
+
+def _allowed(
+    values: Sequence[float],
+    rounding: float,
+    of_seeds: Sequence[float],
+    spread: float | None,
+    num_steps: int,
+) -> tuple[float | None, str]:
+    """Returns the largest difference that rounding explains, and whether as BAND or SEED."""
+    if len(values) < 2:
+        return None, NO_BAND
+    degrees, how = len(values) - 1, BAND
+    if spread is not None and rounding >= AS_WIDE * spread:
+        # Rounding makes another seed of the run, so both are samples of one spread.
+        rounding = math.sqrt(
+            (degrees * rounding**2 + (len(of_seeds) - 1) * spread**2)
+            / (degrees + len(of_seeds) - 1)
+        )
+        degrees, how = degrees + len(of_seeds) - 1, SEED
+    quantile = special.stdtrit(degrees, 1 - (1 - LEVEL) / 2 / num_steps)
+    allowed = quantile * rounding * math.sqrt(1 + 1 / len(values))
+    return float(allowed) + RESOLUTION * abs(values[0]), how

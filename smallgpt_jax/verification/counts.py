@@ -1,0 +1,97 @@
+"""Parameters and FLOPs of configs, kept in the cache folder, because counting traces the model."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from smallgpt_jax.analysis import record
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.provenance import CLONE
+from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.cache import cache_folder
+
+_CODE = ("config", "models", "ops", "objectives", "optim")
+# What the counts depend on, beside the group `model`.
+_FIELDS = (
+    "optimizer.name",
+    "train.objective",
+    "train.teacher",
+    "train.future_tokens",
+    "train.future_head",
+    "train.pseudo_length",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    parameters: int
+    active_parameters: int
+    components: dict[str, int]
+    flops_per_token: float | None  # None if they cannot be counted
+    optimizer_flops: int  # per update
+
+
+class Counter:
+    """Counts configs. Results of the same code are read from the cache folder; those of custom code
+    are not stored, because it may change.
+    """
+
+    def __init__(self, folder: Path | None = None):
+        folder = folder or cache_folder() / "counts"
+        self._path = folder / f"{_digest_of_code()[:16]}.json"
+        self._known: dict[str, Counts] = record.read_or_none(dict[str, Counts], self._path) or {}
+        self._counted: dict[str, Counts] = {}
+
+    def __call__(self, config: Config) -> Counts:
+        key = _key(config)
+        counts = self._known.get(key) or self._counted.get(key)
+        if counts is None:
+            counts = self._counted[key] = _count(config)
+        return counts
+
+    def save(self) -> None:
+        """Write errors are ignored: the next check counts again."""
+        if not self._counted:
+            return
+        content = {key: dataclasses.asdict(counts) for key, counts in self._known.items()}
+        content |= {
+            key: dataclasses.asdict(counts)
+            for key, counts in self._counted.items()
+            if not key.startswith("custom")
+        }
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, json.dumps(content))
+        except OSError:
+            pass
+
+
+def _digest_of_code() -> str:
+    """Returns a checksum of the code that counts depend on."""
+    digest = hashlib.sha256()
+    for folder in _CODE:
+        for path in sorted((CLONE / "smallgpt_jax" / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _key(config: Config) -> str:
+    flat = config.flat()
+    fields = {name: flat[name] for name in flat if name.startswith("model.") or name in _FIELDS}
+    text = json.dumps(fields, sort_keys=True, default=str)
+    custom = "custom" if ":" in "".join(map(str, fields.values())) else ""
+    return custom + hashlib.sha256(text.encode()).hexdigest()
+
+
+def _count(config: Config) -> Counts:
+    from smallgpt_jax.comparison.run_reader import count  # here: it takes seconds to import
+
+    counts = count(config)
+    return Counts(
+        sum(counts.components.values()),
+        counts.active_parameters,
+        counts.components,
+        counts.cost.flops,
+        counts.optimizer_flops,
+    )

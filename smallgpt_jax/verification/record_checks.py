@@ -1,0 +1,255 @@
+"""Checks of a record as a whole, without training: runs against each other."""
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+
+from smallgpt_jax import models
+from smallgpt_jax.analysis.record import Record, Run, grouped
+from smallgpt_jax.comparison import merging
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.custom_code import refuse_training_code
+from smallgpt_jax.verification.problems import (
+    CONTRADICTION,
+    SUSPICION,
+    Problem,
+    label_of,
+)
+from smallgpt_jax.verification.run_checks import CountOf, check_run
+
+# A seed's curve that is nearer to another's than this fraction of the usual distance may be a copy
+# with noise. The nearest of 201 honest pairs of docs/results/{scaling,mixers}.json had 0.063.
+COPY_RATIO = 0.03
+MIN_POINTS = 3  # of two curves that are compared
+BUDGET_TOLERANCES = {
+    "All runs are trained on as many tokens": ("tokens", 0.02),
+    "All runs are trained for as many FLOPs": ("flops", 0.02),
+}
+_OF_LENGTH = ("train.steps", "optimizer.decay_steps")  # differ between horizons
+
+
+def check_record(record: Record, count: CountOf, trust_custom_code: bool = False) -> list[Problem]:
+    """Returns all problems that the record shows without training."""
+    problems = []
+    for run in record.runs:
+        config = read_config(run, trust_custom_code)
+        problems += check_run(run, config, count)
+    for kind, check, label, text in itertools.chain(
+        _comparable(record),
+        _same_configs(record),
+        _branches(record),
+        _copies(record),
+        _seeds(record),
+        _grids(record),
+        _budget(record),
+        _predictions(record),
+    ):
+        problems.append(Problem(kind, check, label, text))
+    return list(dict.fromkeys(problems))
+
+
+def read_config(run: Run, trust_custom_code: bool) -> Config | UserError:
+    """Returns the config of a run, or why it cannot be used here."""
+    groups: dict[str, dict] = {}
+    for path, value in run.config.items():
+        group, _, field = path.partition(".")
+        groups.setdefault(group, {})[field] = value
+    try:
+        models.refuse_custom_code(groups.get("model", {}), label_of(run), trust_custom_code)
+        config = Config.of(groups)
+        refuse_training_code(config, label_of(run), trust_custom_code)
+    except UserError as error:
+        return error
+    return config
+
+
+Found = Iterator[tuple[str, str, str, str]]  # (kind, check, label of the run, text)
+
+
+def _comparable(record: Record) -> Found:
+    """One text and one set of evaluation rows for all runs."""
+    try:
+        merging.require_comparable(record.runs)
+    except UserError as error:
+        yield CONTRADICTION, "text", "", str(error)
+    averages = {run.averaged for run in record.runs}
+    if len(averages) > 1:
+        yield (
+            CONTRADICTION,
+            "evaluation rows",
+            "",
+            "its losses are means over different evaluations",
+        )
+    for runs in grouped(record.runs, lambda run: run.config["model.context_length"]).values():
+        targets = {run.last.targets for run in runs if run.last and run.is_finished}
+        if len(targets) > 1:
+            counts = " and ".join(f"{count:,}" for count in sorted(targets))
+            yield (
+                CONTRADICTION,
+                "evaluation rows",
+                "",
+                f"losses are means over {counts} targets in runs of one context length",
+            )
+
+
+def _same_configs(record: Record) -> Found:
+    """Runs of one name and horizon differ in their seeds only; horizons differ in their length."""
+    for runs in grouped(record.runs, lambda run: run.name).values():
+        by_horizon = {}
+        for run in runs:
+            fields = merging.fixed_fields(run.config)
+            other, fields_before = by_horizon.setdefault(run.horizon, (run, fields))
+            differences = merging.different(fields_before, fields)
+            if differences:
+                yield (
+                    CONTRADICTION,
+                    "configs",
+                    label_of(run),
+                    f"its config is not that of seed {other.seed} ({differences})",
+                )
+        yield from _lengths(by_horizon)
+
+
+def _lengths(by_horizon: dict[float, tuple[Run, dict]]) -> Found:
+    if 1.0 not in by_horizon:
+        return
+    _, longest = by_horizon[1.0]
+    for horizon, (run, fields) in by_horizon.items():
+        for name in _OF_LENGTH:
+            if name in longest and fields.get(name) != round(horizon * longest[name]):
+                yield (
+                    CONTRADICTION,
+                    "schedule",
+                    label_of(run),
+                    f"{name} is {fields.get(name)}, but {horizon:g} × {longest[name]} by its horizon",
+                )
+
+
+def _branches(record: Record) -> Found:
+    """The steps that a shorter run has copied from a longer one have the same losses in both."""
+    longest = {(run.name, run.seed): run for run in record.runs if run.horizon == 1}
+    for run in record.runs:
+        trunk = longest.get((run.name, run.seed))
+        if trunk is None or run is trunk or not run.copied_steps:
+            continue
+        losses = {point.step: point.loss for point in trunk.curve}
+        for point in run.curve:
+            is_copied = point.step <= run.copied_steps and point.step in losses
+            if is_copied and point.loss != losses[point.step]:
+                yield (
+                    CONTRADICTION,
+                    "horizons",
+                    label_of(run),
+                    f"has another loss at step {point.step} than its longest run, whose steps it "
+                    "has copied",
+                )
+
+
+def _copies(record: Record) -> Found:
+    """Curves of different seeds that are equal, or nearer to each other than seeds are."""
+    distances = []
+    for name, runs in grouped(record.runs, lambda run: run.name).items():
+        losses: dict[int, dict] = defaultdict(dict)
+        for run in runs:
+            losses[run.seed].update({(run.horizon, p.step): p.loss for p in run.curve if p.loss})
+        for one, other in itertools.combinations(losses, 2):
+            common = losses[one].keys() & losses[other].keys()
+            if not common:
+                continue
+            deviations = [losses[one][key] - losses[other][key] for key in common]
+            if not any(deviations):
+                text = f"its losses are those of seed {one}"
+                yield CONTRADICTION, "copied curve", f"{name}, seed {other}", text
+            elif len(common) >= MIN_POINTS:
+                distance = math.sqrt(statistics.fmean(x * x for x in deviations))
+                distances.append((distance, name, one, other))
+    if len(distances) < 3:
+        return
+    usual = statistics.median(distance for distance, *_ in distances)
+    for distance, name, one, other in distances:
+        own = [d for d, same, *_ in distances if same == name]
+        reference = statistics.median(own) if len(own) >= 3 else usual
+        if distance < COPY_RATIO * reference:
+            yield (
+                SUSPICION,
+                "copied curve",
+                f"{name}, seed {other}",
+                f"its losses are within {distance:.2g} of those of seed {one}; others differ by "
+                f"{reference:.2g}",
+            )
+
+
+def _seeds(record: Record) -> Found:
+    """A comparison trains consecutive seeds, the same for all names. Others may have been
+    chosen.
+    """
+    seeds_of = {
+        name: sorted({run.seed for run in runs})
+        for name, runs in grouped(record.runs, lambda run: run.name).items()
+    }
+    for name, seeds in seeds_of.items():
+        missing = sorted(set(range(seeds[0], seeds[-1] + 1)) - set(seeds))
+        if missing:
+            listed = ", ".join(map(str, missing[:5]))
+            yield SUSPICION, "seeds", name, f"seeds are left out: {listed}; ask for them"
+    if "smallgpt_jax.compare" not in record.command or "--results" in record.command:
+        return
+    firsts = {seeds[0] for seeds in seeds_of.values()}
+    if len(firsts) > 1:
+        listed = " and ".join(map(str, sorted(firsts)))
+        yield SUSPICION, "seeds", "", f"the names start at different seeds ({listed})"
+
+
+def _grids(record: Record) -> Found:
+    """The learning rate of a name is the best of its grid."""
+    for name, grid in record.learning_rates.items():
+        if grid.best is None:
+            continue
+        best = grid.best * grid.learning_rate
+        for run in record.runs:
+            if run.name == name and not math.isclose(run.learning_rate, best, rel_tol=1e-9):
+                yield (
+                    CONTRADICTION,
+                    "learning rate",
+                    label_of(run),
+                    f"was trained at {run.learning_rate:g}; the best rate of its grid is {best:g}",
+                )
+
+
+def _budget(record: Record) -> Found:
+    for sentence, (field, tolerance) in BUDGET_TOLERANCES.items():
+        if not record.budget.startswith(sentence):
+            continue
+        ends = {
+            label_of(run): getattr(run.last, field)
+            for run in record.runs
+            if run.is_finished and run.horizon == 1 and getattr(run.last, field)
+        }
+        if ends and max(ends.values()) > (1 + tolerance) * min(ends.values()):
+            most = max(ends, key=lambda label: ends[label])
+            yield (
+                CONTRADICTION,
+                "budget",
+                most,
+                f"has {ends[most]:,.6g} {field}, others {min(ends.values()):,.6g}, although "
+                f"{sentence[0].lower()}{sentence[1:]}",
+            )
+
+
+def _predictions(record: Record) -> Found:
+    """Predictions are made before the held-out runs start."""
+    predictions = record.predictions
+    if predictions is None:
+        return
+    for run in record.runs:
+        starts = [session.time for session in run.sessions if session.first_step == 0]
+        if run.size == predictions.held_out and starts and min(starts) < predictions.time:
+            yield (
+                CONTRADICTION,
+                "predictions",
+                label_of(run),
+                f"was started at {min(starts)}, before its loss was predicted",
+            )

@@ -1,0 +1,168 @@
+"""Trains a run of a record again, in several ways that only round differently."""
+
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from smallgpt_jax.analysis.record import Point, Record, Run, TrainingText
+from smallgpt_jax.comparison import merging
+from smallgpt_jax.data.corpus import Corpus, load_or_prepare
+from smallgpt_jax.devices.platform import platform, processor_flags
+from smallgpt_jax.errors import DivergenceError, UserError
+from smallgpt_jax.formatting import safe_name
+from smallgpt_jax.run.completion import is_finished
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.names import METRICS_FILE
+from smallgpt_jax.run.training_text import identity_of
+from smallgpt_jax.training import trainer
+from smallgpt_jax.verification.bands import Comparison, Curve, compare_curves
+
+RUNS_FOLDER = "runs"
+LOSS_CHUNKS = (1, 2, 4, 8, 16)
+MAX_CHUNK_VARIANTS = 2
+OTHER_INSTRUCTIONS = "--xla_cpu_max_isa=AVX2"
+
+
+def steps_to_train(run: Run, fraction: float) -> int:
+    """Returns the step of the first evaluation at or after the fraction of the run's steps."""
+    least = fraction * run.steps
+    return next(point.step for point in run.curve if point.step >= least or point is run.last)
+
+
+def retrained_config(config: Config, steps: int) -> Config:
+    """Returns the config of a run that is trained alone, up to `steps` of its schedule."""
+    if config.train.teacher:
+        raise UserError("was trained with config.train.teacher, which is not in a record")
+    mesh, devices = config.mesh, jax.device_count()
+    inner = mesh.fsdp * mesh.tensor * mesh.path
+    if devices % inner or mesh.data not in (-1, devices // inner):
+        mesh = mesh.replace(data=-1, fsdp=1, tensor=1, path=1)  # differs by rounding only
+    train = {
+        "steps": steps,
+        "trunk": "",
+        "kept_steps": (),
+        "keep_checkpoints": 1,
+        "checkpoint_every": max(1, steps // 4),
+        "tracker": "",
+        "profile_from": 0,
+    }
+    return config.replace(train=train, mesh=dataclasses.asdict(mesh))
+
+
+def open_text(config: Config, run: Run) -> Corpus:
+    """Returns the text of a run. Raises UserError if it is missing here, or is another one."""
+    data = config.data
+    if data.store and not Path(data.store).exists() and not data.mixture:
+        data = data.replace(store="")  # from the source, in the cache folder
+    corpus = load_or_prepare(data)
+    changes = merging.text_changes(run.text, TrainingText(**identity_of(corpus)))
+    if changes:
+        raise UserError(
+            f"the text here is not that of the record ({changes}); install the versions of the "
+            "packages, or use the files, from which it was made"
+        )
+    return corpus
+
+
+def train(config: Config, folder: Path, corpus: Corpus) -> Curve:
+    """Returns the validation losses by step. A finished run is only read."""
+    if not is_finished(folder, config, corpus):
+        try:
+            trainer.train(config, str(folder), corpus)
+        except DivergenceError as error:
+            raise UserError(f"diverged here: {error}") from None
+    return read_curve(folder)
+
+
+def read_curve(folder: Path) -> Curve:
+    lines = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"]
+    return {line["step"]: line["loss"] for line in lines if line["loss"] is not None}
+
+
+def train_variants(config: Config, folder: Path, corpus: Corpus, trust: bool) -> dict[str, Curve]:
+    """Returns {name of the variant: curve}. `folder` is that of the run itself."""
+    curves = {}
+    for fields in variant_fields(config):
+        (field, value) = next(iter(fields.items()))
+        name = f"{field}={value}"
+        print(f"again, with config.train.{name}, which only rounds differently", flush=True)
+        varied = config.replace(train=fields)
+        curves[name] = train(varied, folder.with_name(f"{folder.name}-{safe_name(name)}"), corpus)
+    if has_other_instructions():
+        print(f"again, with {OTHER_INSTRUCTIONS}, in another process", flush=True)
+        varied = folder.with_name(f"{folder.name}-avx2")
+        if not is_finished(varied, config, corpus):
+            _train_in_process(folder, varied, trust)
+        curves[OTHER_INSTRUCTIONS] = read_curve(varied)
+    return curves
+
+
+def variant_fields(config: Config) -> list[dict[str, int]]:
+    """Returns fields of `train` whose change only changes the order of sums."""
+    fields = [
+        {"loss_chunks": chunks}
+        for chunks in LOSS_CHUNKS
+        if chunks != config.train.loss_chunks and config.model.context_length % chunks == 0
+    ][:MAX_CHUNK_VARIANTS]
+    half = 2 * config.train.microbatches
+    if not config.model.dropout and config.train.batch_size % (half * jax.device_count()) == 0:
+        fields.append({"microbatches": half})
+    return fields
+
+
+def has_other_instructions() -> bool:
+    return platform() == "cpu" and "avx512f" in processor_flags()
+
+
+def _train_in_process(trained: Path, folder: Path, trust: bool) -> None:
+    """Trains the run in `trained` again, in `folder`. A flag of XLA holds for a whole process."""
+    command = [sys.executable, "-m", "smallgpt_jax.main"]
+    command += [f"--config=run:{trained}", f"--workdir={folder}"]
+    if trust:
+        command.append("--trust_custom_code")
+    flags = shlex.join([*shlex.split(os.environ.get("XLA_FLAGS", "")), OTHER_INSTRUCTIONS])
+    log = trained.parent / f"{folder.name}.log"
+    with log.open("w", encoding="utf-8") as file:
+        result = subprocess.run(
+            command, stdout=file, stderr=file, env={**os.environ, "XLA_FLAGS": flags}
+        )
+    if result.returncode:
+        raise UserError(f"{folder}: could not be trained with {OTHER_INSTRUCTIONS}; see {log}")
+
+
+def compare_run(
+    run: Run, record: Record, config: Config, folder: Path, corpus: Corpus, trust: bool
+) -> list[Comparison]:
+    """Returns the recorded losses beside those of `config`, which is trained in `folder`, and, if
+    they differ, those of its variants.
+    """
+    steps = config.train.steps
+    recorded = {point.step: point for point in run.curve if point.loss and point.step <= steps}
+    trained = train(config, folder, corpus)
+    _require_same_rows(recorded, folder)
+    losses = {step: point.loss for step, point in recorded.items()}
+    seeds = [
+        {point.step: point.loss for point in other.curve if point.loss}
+        for other in record.runs
+        if (other.name, other.horizon) == (run.name, run.horizon)
+    ]
+    is_equal = all(trained[step] == losses[step] for step in losses.keys() & trained.keys())
+    variants = {} if is_equal else train_variants(config, folder, corpus, trust)
+    return compare_curves(losses, trained, list(variants.values()), seeds)
+
+
+def _require_same_rows(recorded: Mapping[int, Point], folder: Path) -> None:
+    for line in read_lines(folder / METRICS_FILE):
+        point = recorded.get(line["step"]) if line["split"] == "eval" else None
+        if point and point.targets != line["targets"]:
+            raise UserError(
+                f"the loss at step {point.step} is a mean over {point.targets:,} targets in the "
+                f"record, and over {line['targets']:,} here"
+            )

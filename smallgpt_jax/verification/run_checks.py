@@ -1,0 +1,209 @@
+"""Checks of single runs of a record, without training: each number that follows from others is
+computed again.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from smallgpt_jax.analysis.record import Point, Run
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.verification.counts import Counts
+from smallgpt_jax.verification.problems import CONTRADICTION, UNKNOWN, Problem, label_of
+
+CountOf = Callable[[Config], Counts]
+RELATIVE = 1e-9  # rounding of float64, with room
+# A loss can only be so far above that of a uniform guess at the start, when nothing is learned.
+MAX_FIRST_EXCESS = 2.0  # nats
+
+
+def check_run(run: Run, config: Config | UserError, count: CountOf) -> list[Problem]:
+    """Returns what is wrong in a run. `config` is the run's own, or why it cannot be read."""
+    texts = [*_shape(run), *_curve(run), *_losses(run), *_sessions(run)]
+    problems = [Problem(CONTRADICTION, check, label_of(run), text) for check, text in texts]
+    if isinstance(config, UserError):
+        return [*problems, Problem(UNKNOWN, "config", label_of(run), str(config))]
+    try:
+        counts = count(config)
+    except UserError as error:
+        return [*problems, Problem(UNKNOWN, "counts", label_of(run), str(error))]
+    texts = [*_counts(run, counts), *_flops(run, config, counts)]
+    return problems + [Problem(CONTRADICTION, check, label_of(run), text) for check, text in texts]
+
+
+Found = Iterator[tuple[str, str]]  # (name of the check, what is wrong)
+
+
+def _shape(run: Run) -> Found:
+    """Seed, steps and tokens per step against the config."""
+    config = run.config
+    if run.seed != config.get("train.seed", run.seed):
+        yield "seed", f"seed {run.seed} is {config['train.seed']} in its config"
+    inputs = config.get("train.batch_size", 0) * config["model.context_length"]
+    padding = run.sessions[-1].padding if run.sessions else 0.0
+    if inputs and run.sessions and not _is_close(run.tokens_per_step, inputs * (1 - padding)):
+        yield (
+            "tokens",
+            f"{run.tokens_per_step:,g} tokens per step are {inputs * (1 - padding):,g} by batch "
+            "size, context and padding",
+        )
+    if padding and config.get("data.packing") == "concat" and not _is_probe(run):
+        yield "tokens", "has padding, which joined documents do not have"
+    vocabulary = run.text.description.get("vocab_size") if run.text else None
+    if vocabulary and vocabulary > config.get("model.vocab_size", vocabulary):
+        yield "text", f"the tokenizer's {vocabulary} tokens exceed config.model.vocab_size"
+    warmup, end = (config.get(f"optimizer.{field}") for field in ("warmup_steps", "decay_steps"))
+    if warmup is not None and end is not None and not 0 <= warmup < end:
+        yield "schedule", f"the decay ends at step {end}, before the warmup, at step {warmup}"
+
+
+def _is_probe(run: Run) -> bool:
+    return str(run.config.get("data.source", "")).startswith("synthetic:")
+
+
+def _curve(run: Run) -> Found:
+    """Order and totals of the evaluations."""
+    steps = [point.step for point in run.curve]
+    if any(after <= before for before, after in itertools.pairwise(steps)):
+        yield "steps", "its evaluations are not in the order of their steps"
+    is_evaluated = bool(steps) and steps[-1] == run.steps
+    if run.is_finished != is_evaluated:
+        last = f"step {steps[-1]}" if steps else "none"
+        yield (
+            "steps",
+            f"is {'' if run.is_finished else 'not '}finished by its own word, but its last "
+            f"evaluation is {last} of {run.steps}",
+        )
+    if steps and (steps[-1] > run.steps or (run.is_finished and run.steps_done != run.steps)):
+        yield (
+            "steps",
+            f"has logged step {run.steps_done} and evaluated step {steps[-1]}, of {run.steps}",
+        )
+    seconds = [point.seconds for point in run.curve if point.seconds is not None]
+    if any(after <= before for before, after in itertools.pairwise(seconds)):
+        yield "seconds", "its training time does not grow"
+    for point in run.curve:
+        if point.tokens != round(point.step * run.tokens_per_step):
+            yield "tokens", f"{point.tokens:,} tokens at step {point.step} do not fit the batch"
+            break
+
+
+def _losses(run: Run) -> Found:
+    """The loss is a float32 sum over the targets, bits per byte the same number in other units."""
+    if not run.curve:
+        return
+    is_causal = run.config.get("train.objective", "causal") in ("causal", "prefix")
+    bytes_per_token = _bytes_per_token(run)
+    for point in run.curve:
+        if point.loss is None:
+            continue
+        if point.loss < 0 or (is_causal and not _is_float32_mean(point)):
+            yield (
+                "loss",
+                f"{point.loss!r} at step {point.step} is no mean of {point.targets} losses",
+            )
+        if bytes_per_token and point.bits_per_byte is not None:
+            bits = point.loss / math.log(2) / bytes_per_token
+            if not _is_close(bits, point.bits_per_byte):
+                yield (
+                    "bits per byte",
+                    f"a loss of {point.loss:.6f} at step {point.step} is {bits:.6f} bits per byte, "
+                    f"not {point.bits_per_byte:.6f}",
+                )
+    yield from _first_loss(run)
+    inputs = run.config.get("train.batch_size", 0) * run.config["model.context_length"]
+    most = run.config.get("train.eval_steps", 0) * inputs
+    if most and run.curve[-1].targets > most:
+        yield (
+            "evaluation rows",
+            f"its last loss is a mean over {run.curve[-1].targets:,} targets, but the config "
+            f"evaluates at most {most:,}",
+        )
+
+
+def _first_loss(run: Run) -> Found:
+    first, vocabulary = run.curve[0], run.config.get("model.vocab_size", 0)
+    if first.step > 0 or first.loss is None or not vocabulary:
+        return
+    if (
+        first.loss < math.log(vocabulary) - 1
+        or first.loss > math.log(vocabulary) + MAX_FIRST_EXCESS
+    ):
+        yield (
+            "first loss",
+            f"{first.loss:.3f} before training; that of a guess is {math.log(vocabulary):.3f}",
+        )
+
+
+def _is_float32_mean(point: Point) -> bool:
+    """A mean over n targets times n is the float32 sum from which it was computed."""
+    total = float(np.float32(point.loss * point.targets))
+    return total / point.targets == point.loss
+
+
+def _bytes_per_token(run: Run) -> float | None:
+    """Returns None for texts whose bytes the record does not have, such as those of probes."""
+    description = run.text.description if run.text else {}
+    if "mixture" in description:
+        return None
+    split = description.get("splits", {}).get("validation", {})
+    if not split.get("text_bytes") or not split.get("tokens"):
+        return None
+    return split["text_bytes"] / split["tokens"]
+
+
+def _sessions(run: Run) -> Found:
+    times = [session.time for session in run.sessions]
+    if times != sorted(times):
+        yield "sessions", "its sessions are not in the order of their times"
+    if any(session.first_step > run.steps for session in run.sessions):
+        yield "sessions", "one of its sessions starts after its last step"
+
+
+def _counts(run: Run, counts: Counts) -> Found:
+    if sum(run.components.values()) != run.parameters:
+        yield "parameters", f"the components of its {run.parameters:,} parameters have another sum"
+    if run.parameters != counts.parameters or run.components != counts.components:
+        yield (
+            "parameters",
+            f"{run.parameters:,} parameters; its config has {counts.parameters:,}",
+        )
+    if run.active_parameters != counts.active_parameters:
+        yield (
+            "parameters",
+            f"{run.active_parameters:,} active parameters; its config has "
+            f"{counts.active_parameters:,}",
+        )
+    if not _is_same(run.flops_per_token, counts.flops_per_token):
+        yield (
+            "FLOPs",
+            f"{run.flops_per_token} FLOPs per token; its config has {counts.flops_per_token}",
+        )
+
+
+def _flops(run: Run, config: Config, counts: Counts) -> Found:
+    if counts.flops_per_token is None:
+        return
+    inputs = config.train.batch_size * config.model.context_length
+    per_step = inputs * counts.flops_per_token + counts.optimizer_flops
+    for point in run.curve:
+        if point.flops is not None and not _is_close(point.flops, point.step * per_step):
+            yield (
+                "FLOPs",
+                f"{point.flops:.6g} FLOPs at step {point.step}; its config has "
+                f"{point.step * per_step:.6g}",
+            )
+            return
+
+
+def _is_same(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return _is_close(one, other)
+
+
+_is_close = functools.partial(math.isclose, rel_tol=RELATIVE)

@@ -1,0 +1,264 @@
+"""Checks a record: what it says without training, and some of its runs by training them again.
+
+verification = verify("results.json", "runs/check", Sample(size=2))
+print(verification)
+"""
+
+import dataclasses
+import datetime
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from smallgpt_jax.analysis import record as records
+from smallgpt_jax.analysis.record import RESULTS_FILE, Record, Run
+from smallgpt_jax.devices.platform import processor_identity
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import safe_name
+from smallgpt_jax.run.provenance import package_versions
+from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.json_files import NUMBER, TEXT, read_json_or_none
+from smallgpt_jax.storage.paths import as_path
+from smallgpt_jax.verification import bundle
+from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, Comparison
+from smallgpt_jax.verification.counts import Counter
+from smallgpt_jax.verification.problems import CONTRADICTION, Problem, label_of
+from smallgpt_jax.verification.record_checks import check_record, read_config
+from smallgpt_jax.verification.sample import Sample, chance_to_pass
+
+VERIFICATION_FILE = "verification.json"
+FORMAT = 1
+REPRODUCED, NOT_REPRODUCED, CANNOT_TELL = "reproduced", "not reproduced", "cannot tell"
+STATUS = {REPRODUCED: 0, NOT_REPRODUCED: 1, CANNOT_TELL: 2}
+HOW = {
+    BITS: "bit for bit",
+    BAND: "within what rounding changes here",
+    SEED: "as a seed: rounding changes it as much as another seed does",
+}
+SHOWN_PROBLEMS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class RunVerdict:
+    run: str
+    verdict: str
+    text: str
+    steps: int  # that were trained again
+    of: int  # steps of the run
+    machine: str  # how this machine differs from that of the record; "": in nothing recorded
+    comparisons: tuple[Comparison, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.run}, {self.steps:,} of {self.of:,} steps: {self.text}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What was checked of a record, and the verdict; print() shows it."""
+
+    record_sha256: str
+    sample: Sample
+    drawn: tuple[str, ...]
+    runs: int  # of the record that may be drawn
+    problems: tuple[Problem, ...]
+    verdicts: tuple[RunVerdict, ...]
+
+    @property
+    def verdict(self) -> str:
+        verdicts = [run.verdict for run in self.verdicts]
+        kinds = [problem.kind for problem in self.problems]
+        if CONTRADICTION in kinds or NOT_REPRODUCED in verdicts:
+            return NOT_REPRODUCED
+        is_complete = bool(verdicts) and len(verdicts) == len(self.drawn)
+        if not is_complete or CANNOT_TELL in verdicts or self._unresolved():
+            return CANNOT_TELL
+        return REPRODUCED
+
+    @property
+    def status(self) -> int:
+        """The exit status of the command."""
+        return STATUS[self.verdict]
+
+    def _unresolved(self) -> list[Problem]:
+        """Returns the problems whose run was not reproduced, except as a seed, which a copy is."""
+        resolved = {
+            run.run
+            for run in self.verdicts
+            if run.verdict == REPRODUCED and run.text.startswith((HOW[BITS], HOW[BAND]))
+        }
+        return [problem for problem in self.problems if problem.run not in resolved]
+
+    def __str__(self) -> str:
+        lines = [str(problem) for problem in self.problems[:SHOWN_PROBLEMS]]
+        if len(self.problems) > SHOWN_PROBLEMS:
+            lines.append(f"and {len(self.problems) - SHOWN_PROBLEMS} more problems")
+        if not self.problems:
+            lines.append("checks without training: no problem")
+        lines += [str(run) for run in self.verdicts]
+        lines.append(f"{self.verdict}: {self._summary()}")
+        return "\n".join(lines)
+
+    def _summary(self) -> str:
+        if not self.drawn:
+            return "no run was trained again; set --sample"
+        wrong = max(1, self.runs // 10)
+        chance = chance_to_pass(self.runs, wrong, len(self.verdicts))
+        return (
+            f"{len(self.verdicts)} of {self.runs} runs were trained again, drawn with "
+            f"--nonce={self.sample.nonce}; if {wrong} of them were wrong, the draw would have "
+            f"missed them with a probability of {chance:.0%}"
+        )
+
+    def content(self) -> dict[str, Any]:
+        """Returns verification.json."""
+        return {
+            "format": FORMAT,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "verdict": self.verdict,
+            "record_sha256": self.record_sha256,
+            "nonce": self.sample.nonce,
+            "fraction": self.sample.fraction,
+            "names": self.sample.names,
+            "drawn": list(self.drawn),
+            "runs": self.runs,
+            "problems": [dataclasses.asdict(problem) for problem in self.problems],
+            "verdicts": [dataclasses.asdict(run) for run in self.verdicts],
+            "versions": package_versions(),
+            "processor": processor_identity(),
+        }
+
+
+def verify(
+    results: str | Path,
+    output: str | Path,
+    sample: Sample | None = None,
+    *,
+    trust_custom_code: bool = False,
+) -> Verification:
+    """Checks a results.json, or a bundle that contains one, and trains a sample of its runs again
+    in the folder `output`; writes verification.json there.
+
+    Rerun the same call to resume. `trust_custom_code` allows the record to name modules, which are
+    then imported. Raises UserError, also if the file is no record.
+    """
+    path, folder = as_path("--verify", str(results)), as_path("--output", str(output))
+    if path.is_dir():
+        path = bundle.open_bundle(path, trust_custom_code)
+    content = _read_bytes(path)
+    record, digest = records.read(path), hashlib.sha256(content).hexdigest()
+    counter = Counter()
+    problems = check_record(record, counter, trust_custom_code)
+    counter.save()
+    sample = _resumed(sample or Sample(), folder, digest)
+    suspected = [problem.run for problem in problems]
+    drawn = sample.draw(record.runs, digest, suspected)
+    folder.mkdir(parents=True, exist_ok=True)
+    verification = Verification(
+        digest,
+        sample,
+        tuple(map(label_of, drawn)),
+        sum(run.is_finished for run in record.runs),
+        tuple(problems),
+        (),
+    )
+    _write(verification, folder)
+    for number, run in enumerate(drawn, 1):
+        print(f"\n[{number}/{len(drawn)}] {label_of(run)}", flush=True)
+        verdict = _verify_run(run, record, folder, sample.fraction, trust_custom_code)
+        print(verdict, flush=True)
+        verification = dataclasses.replace(verification, verdicts=(*verification.verdicts, verdict))
+        _write(verification, folder)
+    return verification
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{path}: {error.strerror}; give the {RESULTS_FILE} of a comparison"
+        ) from None
+
+
+def _write(verification: Verification, folder: Path) -> None:
+    text = json.dumps(verification.content(), indent=1) + "\n"
+    write_atomically(folder / VERIFICATION_FILE, text)
+
+
+def _resumed(sample: Sample, folder: Path, digest: str) -> Sample:
+    """Returns the sample with the nonce of an earlier call for this record, or with a new one."""
+    schema = {"record_sha256": TEXT, "nonce": TEXT, "fraction": NUMBER, "names": TEXT}
+    before = read_json_or_none(folder / VERIFICATION_FILE, schema)
+    if before and before["record_sha256"] == digest and not sample.nonce:
+        return dataclasses.replace(sample, nonce=before["nonce"])
+    return sample.with_nonce()
+
+
+# ------------------------------------------------------------------ one run
+def _verify_run(run: Run, record: Record, folder: Path, fraction: float, trust: bool) -> RunVerdict:
+    # Here, because checks without training need no data pipeline and no trainer.
+    from smallgpt_jax.verification import retraining
+
+    steps = retraining.steps_to_train(run, fraction)
+    machine = _differences(run)
+
+    def verdict(kind: str, text: str, comparisons: Sequence[Comparison] = ()) -> RunVerdict:
+        return RunVerdict(label_of(run), kind, text, steps, run.steps, machine, tuple(comparisons))
+
+    config = read_config(run, trust)
+    if isinstance(config, UserError):
+        return verdict(CANNOT_TELL, str(config))
+    try:
+        config = retraining.retrained_config(config, steps)
+        corpus = retraining.open_text(config, run)
+        workdir = folder / retraining.RUNS_FOLDER / _folder_name(run, steps)
+        comparisons = retraining.compare_run(run, record, config, workdir, corpus, trust)
+    except UserError as error:
+        return verdict(CANNOT_TELL, str(error))
+    kind, text = judge(comparisons)
+    return verdict(kind, text, comparisons)
+
+
+def _folder_name(run: Run, steps: int) -> str:
+    return f"{safe_name(run.name)}-seed{run.seed}-{run.horizon:g}-{steps}"
+
+
+def judge(comparisons: Sequence[Comparison]) -> tuple[str, str]:
+    """Returns the verdict on a run and its reason."""
+    for comparison in comparisons:
+        if comparison.how == OUTSIDE:
+            off = comparison.recorded - comparison.trained
+            return NOT_REPRODUCED, (
+                f"from step {comparison.step:,} on: recorded {comparison.recorded:.6f}, here "
+                f"{comparison.trained:.6f} ({off:+.2g}), where rounding explains "
+                f"{comparison.allowed:.2g}"
+            )
+    hows = {comparison.how for comparison in comparisons}
+    if not hows:
+        return CANNOT_TELL, "no evaluation of the record was reached"
+    if NO_BAND in hows:
+        return CANNOT_TELL, "the losses differ, and what rounding changes was not measured"
+    how = next(how for how in (SEED, BAND, BITS) if how in hows)
+    last = comparisons[-1]
+    if how == BITS:
+        return REPRODUCED, f"{HOW[how]} ({len(comparisons)} evaluations)"
+    return REPRODUCED, (
+        f"{HOW[how]} (recorded {last.recorded:.6f}, here {last.trained:.6f}, "
+        f"± {last.allowed or 0:.2g})"
+    )
+
+
+def _differences(run: Run) -> str:
+    """Returns how versions and processor differ from those of the record's last session."""
+    if not run.sessions:
+        return "versions and processor are not recorded"
+    session, versions = run.sessions[-1], package_versions()
+    names = [name for name in session.versions if session.versions[name] != versions.get(name)]
+    texts = [f"{name} {versions.get(name)}, recorded {session.versions[name]}" for name in names]
+    if not session.processor:
+        texts.append(f"another processor, perhaps: only the name {session.device!r} is recorded")
+    elif session.processor != processor_identity():
+        texts.append("another processor")
+    return "; ".join(texts)

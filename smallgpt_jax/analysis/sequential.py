@@ -1,0 +1,65 @@
+"""Differences of two models that may be looked at after each seed.
+
+A t-test at 5% that is repeated after each seed finds a difference of equal models in far more than
+5% of the cases. The evidence here holds at all looks together: if the models are equal, the
+probability that it ever reaches 1/level is at most the level (Ville's inequality).
+
+It is the likelihood ratio of a mixture over effects, in standard deviations, against no effect, with
+the standard deviation unknown (Lai, 1976, doi:10.1214/aos/1176343406; Wang & Ramdas, arXiv
+2310.03722). The differences are those of runs with the same order of batches, one per seed.
+"""
+
+import math
+from collections.abc import Sequence
+
+# Effects are mixed with a normal distribution of this precision: large effects, of about 3 standard
+# deviations, are told soonest, as experiments/sequential.py shows.
+PRECISION = 0.1
+
+
+def evidence(differences: Sequence[float], precision: float = PRECISION) -> float:
+    """Returns how many times likelier the differences are with an effect than without one.
+
+    One difference says nothing: 1.0, whatever it is. Differences that are all equal and not 0 say
+    everything: inf.
+    """
+    count = len(differences)
+    total = math.fsum(differences)
+    squares = math.fsum(x * x for x in differences)
+    if count < 2 or squares == 0:
+        return 1.0
+    # The sum of squares that the mixture leaves: with n equal differences, n·x²·p/(n + p).
+    left = squares - total * total / (count + precision)
+    prior = 0.5 * math.log(precision / (count + precision))
+    logarithm = prior + count / 2 * math.log(squares / left)
+    return math.exp(min(logarithm, 700.0))
+
+
+def interval(
+    differences: Sequence[float], level: float = 0.05, precision: float = PRECISION
+) -> tuple[float, float]:
+    """Returns the means that the evidence does not exclude. The true mean is in the intervals of all
+    looks together with a probability of 1 − level.
+
+    Solves evidence(differences − mean) = 1/level for the mean. With few differences, there is no
+    limit.
+    """
+    count = len(differences)
+    if count < 2:
+        return -math.inf, math.inf
+    mean = math.fsum(differences) / count
+    deviations = math.fsum((x - mean) ** 2 for x in differences)
+    # squares / left at the limits, see `evidence`
+    ratio = (math.sqrt((count + precision) / precision) / level) ** (2 / count)
+    slack = 1 - ratio * precision / (count + precision)
+    if slack <= 0:
+        return -math.inf, math.inf
+    half = math.sqrt((ratio - 1) * deviations / (count * slack))
+    return mean - half, mean + half
+
+
+def level_of_question(number: int, level: float = 0.05) -> float:
+    """Returns the level of one of arbitrarily many questions, numbered from 1. Together, all have
+    `level`: 1/2 + 1/6 + 1/12 + … = 1.
+    """
+    return level / (number * (number + 1))

@@ -47,6 +47,7 @@ _PUBLIC = {
     "verify": "verification.verification",
     "Sample": "verification.sample",
     "write_bundle": "verification.bundle",
+    "ask_gate": "verification.gate",
     "choose": "report.choosing",
     "UserError": "errors",
     "StoppedError": "errors",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the names are public
     from smallgpt_jax.training.trained_run import TrainedRun as TrainedRun
     from smallgpt_jax.training.trained_run import train as train
     from smallgpt_jax.verification.bundle import write_bundle as write_bundle
+    from smallgpt_jax.verification.gate import ask_gate as ask_gate
     from smallgpt_jax.verification.sample import Sample as Sample
     from smallgpt_jax.verification.verification import verify as verify
 

@@ -8,6 +8,7 @@ plots.
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --results=a/results.json --output=runs/more
     python -m smallgpt_jax.compare --verify=a/results.json --output=runs/check --sample=3
     python -m smallgpt_jax.compare --results=a/results.json --bundle=a/bundle
+    python -m smallgpt_jax.compare --config=CANDIDATE --against=a/results.json --output=runs/gate
 
 The first form trains the runs of a comparison one after another, each in its own workdir under
 --output, and updates the report as they finish. Rerun the same command to resume. Several processes
@@ -17,9 +18,10 @@ comparisons, without the workdirs of their runs. The fifth form continues a comp
 finished runs over from results that were made elsewhere, and trains the others. These forms write
 report.html, report.md and results.json.
 
-The last two forms check a record that somebody else has made, by training some of its runs again
-(exit status 0: reproduced, 1: not reproduced, 2: cannot tell), and write a folder with all that such
-a check needs (docs/records.md).
+The last three forms (docs/records.md) check a record that somebody else has made, by training some
+of its runs again (exit status 0: reproduced, 1: not reproduced, 2: cannot tell); write a folder with
+all that such a check needs; and ask whether one config is better than a model of a record, at a
+level that holds for all questions of a search (exit status 0: better, 1: worse, 2: not told).
 
 smallgpt_jax/comparison/config.py documents the fields of a comparison: its budget, seeds and
 measurements.
@@ -75,10 +77,16 @@ _FRACTION = flags.DEFINE_float(
     "evaluation.",
 )
 _ONLY = flags.DEFINE_string(
-    "only", "*", "With --verify: pattern of the names of runs to train again, such as *@45k."
+    "only",
+    "*",
+    "With --verify: pattern of the names of runs to train again, such as *@45k. With --against: name "
+    "of the run to compare with. Default: the record's reference.",
 )
 _NONCE = flags.DEFINE_string(
     "nonce", "", "With --verify: word that, with the record, draws the runs. Default: a random one."
+)
+_AGAINST = flags.DEFINE_string(
+    "against", None, "With --config of one run, the candidate: results.json to compare it with."
 )
 _BUNDLE = flags.DEFINE_string(
     "bundle", None, "With one --results: new folder for all that a check of the record needs."
@@ -92,6 +100,8 @@ def main() -> None:
     _check_flags()
     if _VERIFY.value is not None:
         _verify()
+    if _AGAINST.value is not None:
+        _ask_gate()
     if _BUNDLE.value is not None:
         from smallgpt_jax.verification.bundle import write_bundle
 
@@ -135,6 +145,16 @@ def _verify() -> None:
     sys.exit(verification.status)
 
 
+def _ask_gate() -> None:
+    """Exits with the status of the answer."""
+    from smallgpt_jax.verification import gate
+
+    reference = "" if _ONLY.value == "*" else _ONLY.value
+    question = gate.ask_gate(_CONFIG.value, _AGAINST.value, _OUTPUT.value, reference=reference)
+    print(f"\n{question}")
+    sys.exit(gate.STATUS[question.verdict])
+
+
 def _check_flags() -> None:
     is_given = tuple(flag.value is not None for flag in (_CONFIG, _WORKDIRS, _RESULTS))
     if _BUNDLE.value is not None:
@@ -148,6 +168,10 @@ def _check_flags() -> None:
             cli.fail(
                 "--verify: cannot be combined with --config, --workdirs or --results", status=2
             )
+        return
+    if _AGAINST.value is not None:
+        if is_given != (True, False, False):
+            cli.fail("--against: needs --config, and no --workdirs or --results", status=2)
         return
     if sum(is_given) != 1 and is_given != (True, False, True):
         cli.fail(

@@ -1,0 +1,242 @@
+"""A gate for searches: is a candidate better than a model of a record?
+
+A search that asks often enough finds a lucky seed, or fits the validation rows. So the gate draws
+the seeds, measures losses on rows that the record has not used, counts its questions in a ledger,
+and answers each at a level that holds for all questions together (analysis/sequential.py).
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from smallgpt_jax.analysis import record as records
+from smallgpt_jax.analysis import sequential
+from smallgpt_jax.analysis.record import Record, Run
+from smallgpt_jax.config.recipes import load_config
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.custom_code import import_training_code
+from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.run.names import LOCK_FILE, METRICS_FILE
+from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.json_files import read_json
+from smallgpt_jax.storage.locks import file_lock
+from smallgpt_jax.storage.paths import as_path
+from smallgpt_jax.verification.counts import Counter, Counts
+from smallgpt_jax.verification.record_checks import read_config
+
+LEDGER_FILE = "ledger.json"
+BETTER, WORSE, NOT_TOLD = "better", "worse", "not told"
+STATUS = {BETTER: 0, WORSE: 1, NOT_TOLD: 2}  # exit status of the command
+LEVEL = 0.05  # of all questions together
+MOST_SEEDS = 8
+BUDGET_TOLERANCE = 0.01
+# Losses of the candidate and of the reference with one seed.
+TrainPair = Callable[[Config, Config, Path], tuple[float, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    number: int
+    candidate: str  # digest of its config
+    level: float
+    differences: tuple[float, ...] = ()  # loss of the candidate − loss of the reference, by seed
+    verdict: str = ""  # "" while seeds are being trained
+
+    def __str__(self) -> str:
+        seeds = f"{len(self.differences)} seeds"
+        low, high = sequential.interval(self.differences, self.level)
+        text = f"question {self.number} at level {self.level:.2g}, {seeds}"
+        if math.isinf(low):
+            return f"{self.verdict}: {text}"
+        return f"{self.verdict}: {text}: loss {low:+.4f} to {high:+.4f} nats"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    record_sha256: str
+    reference: str
+    secret: str  # from which all seeds follow; drawn once
+    questions: tuple[Question, ...] = ()
+
+    def seed(self, question: Question, index: int) -> int:
+        text = f"{self.secret} {question.number} {index}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def ask_gate(
+    candidate: str | Mapping[str, Any],
+    against: str | Path,
+    output: str | Path,
+    *,
+    reference: str = "",
+    most_seeds: int = MOST_SEEDS,
+    train_pair: TrainPair | None = None,
+) -> Question:
+    """Returns whether a candidate, a recipe or its fields, has a lower loss than the run
+    `reference` of the record `against`, by default the record's own reference.
+
+    Trains both in the folder `output` with new seeds, until the answer is told or `most_seeds` are
+    trained. The ledger is in the same folder: use one folder for all questions of a search. A
+    candidate that was asked before gets the same answer. Rerun the same call to resume. Raises
+    UserError.
+    """
+    folder, path = as_path("--output", str(output)), as_path("--against", str(against))
+    record = records.read(path)
+    name = reference or record.reference
+    base = read_config(_run_named(record, name), trust_custom_code=False)
+    if isinstance(base, UserError):
+        raise base
+    own = Config.of(load_config(candidate))
+    import_training_code(own)
+    config = comparable(own, base)
+    folder.mkdir(parents=True, exist_ok=True)
+    with file_lock(folder / LOCK_FILE, wait=True):  # questions are asked one after another
+        ledger = _open_ledger(folder, hashlib.sha256(path.read_bytes()).hexdigest(), name)
+        ledger, question = _find_question(ledger, config)
+        _write(ledger, folder)
+        while not question.verdict:
+            index = len(question.differences)
+            seed = {"train": {"seed": ledger.seed(question, index)}, "data": {"seed": -1}}
+            runs = folder / "runs" / f"question{question.number}-{index}"
+            train = train_pair or train_on_new_rows
+            losses = train(config.replace(**seed), base.replace(**seed), runs)
+            question = decide(question, losses[0] - losses[1], most_seeds)
+            ledger = dataclasses.replace(
+                ledger,
+                questions=tuple(
+                    question if one.number == question.number else one for one in ledger.questions
+                ),
+            )
+            _write(ledger, folder)
+    return question
+
+
+def decide(question: Question, difference: float, most_seeds: int) -> Question:
+    """Returns the question with one more seed, and with a verdict if it is told."""
+    differences = (*question.differences, difference)
+    verdict = ""
+    if sequential.evidence(differences) >= 1 / question.level:
+        verdict = BETTER if math.fsum(differences) < 0 else WORSE
+    elif len(differences) >= most_seeds:
+        verdict = NOT_TOLD
+    return dataclasses.replace(question, differences=differences, verdict=verdict)
+
+
+def comparable(
+    candidate: Config, base: Config, count: Callable[[Config], Counts] | None = None
+) -> Config:
+    """Returns the candidate with the text and the evaluations of the reference. Raises UserError if
+    it may use more FLOPs.
+    """
+    count = count or Counter()
+    evaluation = {
+        "eval_steps": base.train.eval_steps,
+        "kept_steps": (),
+        "trunk": "",
+        "tracker": "",
+    }
+    data = dataclasses.asdict(base.data)
+    candidate = candidate.replace(data=data, train=evaluation)
+    flops, allowed = (_flops(config, count(config)) for config in (candidate, base))
+    if flops > (1 + BUDGET_TOLERANCE) * allowed:
+        raise UserError(
+            f"--config: the candidate takes {flops:.4g} FLOPs, the reference {allowed:.4g}; reduce "
+            "config.train.steps"
+        )
+    if not base.train.eval_steps:
+        raise UserError(
+            "--against: the record was evaluated on all validation rows, so there are no others; "
+            "compare with a record that sets config.train.eval_steps"
+        )
+    return candidate
+
+
+def _flops(config: Config, counts: Counts) -> float:
+    if counts.flops_per_token is None:
+        raise UserError("--config: its FLOPs cannot be counted, so its budget cannot be compared")
+    inputs = config.train.batch_size * config.model.context_length
+    return config.train.steps * (inputs * counts.flops_per_token + counts.optimizer_flops)
+
+
+def _run_named(record: Record, name: str) -> Run:
+    for run in record.runs:
+        if run.name == name and run.horizon == 1:
+            return run
+    names = ", ".join(dict.fromkeys(run.name for run in record.runs))
+    raise UserError(f"--only={name}: no such run in the record; choose from {names}")
+
+
+# ------------------------------------------------------------------ ledger
+def _open_ledger(folder: Path, digest: str, reference: str) -> Ledger:
+    path = folder / LEDGER_FILE
+    if not path.exists():
+        return Ledger(digest, reference, secrets.token_hex(16))
+    advice = "restore it; without it, the level does not hold"
+    ledger = records.parse(Ledger, read_json(path, records.schema_of(Ledger), advice))
+    if (ledger.record_sha256, ledger.reference) != (digest, reference):
+        raise UserError(
+            f"{path}: belongs to another record or reference; use another --output, or the record "
+            "with which the search began"
+        )
+    return ledger
+
+
+def _find_question(ledger: Ledger, config: Config) -> tuple[Ledger, Question]:
+    """Returns the ledger with the question about `config`, which may have been asked before."""
+    fields = config.replace(train={"seed": 0}).flat()
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+    for question in ledger.questions:
+        if question.candidate == digest:
+            return ledger, question
+    number = len(ledger.questions) + 1
+    question = Question(number, digest, sequential.level_of_question(number, LEVEL))
+    return dataclasses.replace(ledger, questions=(*ledger.questions, question)), question
+
+
+def _write(ledger: Ledger, folder: Path) -> None:
+    write_atomically(folder / LEDGER_FILE, json.dumps(dataclasses.asdict(ledger), indent=1) + "\n")
+
+
+# ------------------------------------------------------------------ losses
+def train_on_new_rows(candidate: Config, base: Config, folder: Path) -> tuple[float, float]:
+    """Returns the losses of both after their last step, on validation rows that follow those of the
+    record.
+    """
+    from smallgpt_jax.data.corpus import load_or_prepare
+    from smallgpt_jax.training import trainer
+
+    corpus = load_or_prepare(base.data)
+    losses = []
+    for name, config in (("candidate", candidate), ("reference", base)):
+        workdir, steps = folder / name, config.train.eval_steps
+        config = config.replace(train={"keep_checkpoints": 1})
+        trainer.train(config, str(workdir), corpus)
+        # On the rows of the record and as many further ones. The run is finished, so it is only
+        # evaluated.
+        trainer.train(config.replace(train={"eval_steps": 2 * steps}), str(workdir), corpus)
+        losses.append(loss_of_new_rows(workdir, config.train.steps))
+    return losses[0], losses[1]
+
+
+def loss_of_new_rows(workdir: Path, step: int) -> float:
+    """Returns the loss on the rows of the larger evaluation after `step` that are not in the
+    smaller one.
+    """
+    sums = {
+        line["targets"]: line["loss"] * line["targets"]
+        for line in read_lines(workdir / METRICS_FILE)
+        if line["split"] == "eval" and line["step"] == step and line["loss"] is not None
+    }
+    if len(sums) < 2:
+        raise UserError(
+            f"{workdir}: the validation split has no rows beyond those of the record; use a larger "
+            "config.data.validation_fraction in the record"
+        )
+    few, many = min(sums), max(sums)
+    return (sums[many] - sums[few]) / (many - few)

@@ -11,7 +11,8 @@ block:
 
     <!-- report: {"record": "paper", "heading": "Is every model at its best learning rate?"} -->
 
-`heading` is missing for blocks above the first heading. `table` or `paragraph` is the number of the
+`record` may be several, as in "scaling+mixers", which are merged. `heading` is missing for blocks
+above the first heading. `table` or `paragraph` is the number of the
 block under it (default: table 1). `columns` selects columns of a table by their names.
 
 A comment right after a number or name in the text contains the expression that it is the value of,
@@ -47,6 +48,7 @@ from smallgpt_jax.analysis import choice, record
 from smallgpt_jax.analysis.analysis import analyse
 from smallgpt_jax.analysis.findings import Choice, Findings, Multiplier, Pair, Standing
 from smallgpt_jax.analysis.record import Point, Record, Run
+from smallgpt_jax.comparison import merging
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.report import page as report_page
 from smallgpt_jax.storage.atomic import write_atomically
@@ -104,7 +106,8 @@ def _block(spec: dict, results: Path) -> str:
     if unknown:
         raise UserError(f"unknown key {min(unknown)!r}")
     kind = "paragraph" if "paragraph" in spec else "table"
-    sections = _sections(results / f"{spec['record']}.json")
+    paths = [results / f"{name}.json" for name in spec["record"].split("+")]
+    sections = _sections(*paths)
     heading, number = spec.get("heading", ""), spec.get(kind, 1)
     if heading not in sections:
         raise UserError(
@@ -133,9 +136,9 @@ def _filled(line: str) -> str:
 
 
 @functools.cache
-def _sections(path: Path) -> dict[str, list[str]]:
-    """Returns {heading: tables and paragraphs} of the report on a record."""
-    values = values_of(path)
+def _sections(*paths: Path) -> dict[str, list[str]]:
+    """Returns {heading: tables and paragraphs} of the report on one or several records."""
+    values = values_of(*paths)
     sections: dict[str, list[str]] = {"": []}
     heading = ""
     for block in report_page.markdown(values.record, values.findings).split("\n\n"):
@@ -184,6 +187,10 @@ class Values:
         """Returns the standard deviation of the losses over seeds."""
         return statistics.stdev(self.losses(name, horizon).values())
 
+    def flops(self, name: str, horizon: float = 1.0) -> float:
+        """Returns the training FLOPs."""
+        return self.runs(name, horizon)[0].last.flops
+
     def tokens_per_parameter(self, name: str, horizon: float = 1.0) -> float:
         run = self.runs(name, horizon)[0]
         return run.tokens / run.active_parameters
@@ -210,8 +217,10 @@ class Values:
 
 
 @functools.cache
-def values_of(path: Path) -> Values:
-    content = record.read(path)
+def values_of(*paths: Path) -> Values:
+    content = record.read(paths[0])
+    if len(paths) > 1:
+        content = merging.merge([(path, record.read(path)) for path in paths], "")
     return Values(content, analyse(content))
 
 
@@ -222,7 +231,7 @@ def _value(expression: str, results: Path) -> str:
     return format(eval(code, {**_FUNCTIONS, **names}), form.strip())
 
 
-_FUNCTIONS = {"mean": statistics.fmean, "abs": abs}
+_FUNCTIONS = {"mean": statistics.fmean, "abs": abs, "min": min, "len": len}
 
 
 def _records(results: Path) -> dict[str, Path]:

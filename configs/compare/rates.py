@@ -7,8 +7,9 @@ configs/compare/scaling.py and configs/compare/mixers.py choose each model's rat
 parameters, with one seed, and let it fall with the cube root of the size. Here each model is
 trained at half of the rate that was chosen for it, at that rate, and at twice that rate: at 0.2M
 with two seeds, for 20 tokens per parameter of gpt. Four models are also trained at half and twice
-their rate at 0.47M, with one seed. Names are "MODEL MULTIPLEx@SIZE", where the multiple is that of
-the chosen rate; attention is llama, as in configs/compare/mixers.py.
+their rate at 0.47M, with one seed. Names are MODEL@SIZE-MULTIPLEx, where the multiple is that of
+the chosen rate, so that each model counts with its best one; attention is llama, as in
+configs/compare/mixers.py.
 
 The presets, after a colon, are `tiny` (seconds per run, for tests), `0.2M` (78 runs, 5.5e14 FLOPs)
 and `0.47M` (8 runs, 2.1e14 FLOPs).
@@ -31,6 +32,8 @@ SCALING = {
 MIXERS = {"hybrid": 1.0, "conv": 2.0, "delta": 2.0, "canon": 1.0, "mamba": 4.0, "x0": 1.0}
 MULTIPLES = (0.5, 1.0, 2.0)
 AT_LARGER_SIZE = ("pgpt", "gpt", "llama", "moe")
+# Model → the multiple of the chosen rate that was best here at 0.2M (docs/results/rates.json).
+BEST = {"gpt": 2.0, "llama": 2.0, "conv": 1.0, "hybrid": 1.0}
 # Preset → size, tokens per parameter of gpt, seeds.
 PRESETS = {"tiny": ("20k", 1, 1), "0.2M": ("0.2M", 20, 2), "0.47M": ("0.47M", 20, 1)}
 
@@ -39,8 +42,7 @@ def get_config(preset: str = "0.2M"):
     if preset not in PRESETS:
         raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
     size, tokens_per_parameter, seeds = PRESETS[preset]
-    common = scaling.common_config(preset)
-    common.model.num_heads = 2
+    common = common_config(preset)
     steps = scaling.num_steps(size, tokens_per_parameter, common)
     if preset == "0.47M":
         models, multiples = {name: SCALING[name] for name in AT_LARGER_SIZE}, (0.5, 2.0)
@@ -48,20 +50,27 @@ def get_config(preset: str = "0.2M"):
         models, multiples = {**SCALING, **MIXERS}, MULTIPLES
     runs = {}
     for model, chosen in models.items():
-        fields = (
-            mixer_fields(model, size, steps)
-            if model in MIXERS
-            else scaling.run_fields(model, size, steps)
-        )
         for multiple in multiples:
-            rate = scaling.learning_rate(size) * chosen * multiple
-            runs[f"{model} {multiple:g}x@{size}"] = {
-                **fields,
-                "optimizer": {**fields["optimizer"], "learning_rate": rate},
-            }
+            runs[f"{model} {multiple:g}x@{size}"] = run_fields(
+                model, size, steps, chosen * multiple
+            )
     return base.comparison(
         common, runs, budget="own", reference=next(iter(runs)), seeds=seeds, decoding=False
     )
+
+
+def common_config(preset: str):
+    config = scaling.common_config(preset)
+    config.model.num_heads = 2
+    return config
+
+
+def run_fields(model: str, size: str, steps: int, multiple: float = 0.0) -> dict[str, dict]:
+    """Returns the fields of a run. `multiple` is that of the size's rate; 0: the best one."""
+    multiple = multiple or {**SCALING, **MIXERS}[model] * BEST.get(model, 1.0)
+    fields = (mixer_fields if model in MIXERS else scaling.run_fields)(model, size, steps)
+    rate = scaling.learning_rate(size) * multiple
+    return {**fields, "optimizer": {**fields["optimizer"], "learning_rate": rate}}
 
 
 def mixer_fields(model: str, size: str, steps: int) -> dict[str, dict]:

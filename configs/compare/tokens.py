@@ -1,0 +1,54 @@
+"""Tokens or size: does a smaller model with more tokens beat a larger one at equal FLOPs?
+
+    python -m smallgpt_jax.compare --config=configs/compare/tokens.py --output=runs/tokens
+
+configs/compare/scaling.py trains for 2.5 to 20 tokens per parameter of gpt, and its longest runs
+are almost always the best at equal FLOPs. Here, each size is trained beyond, at the learning rates
+of configs/compare/rates.py. The loss of repeats shows when a model learns to copy. Names are
+MODEL@SIZE-TOKENS, with the most tokens per parameter.
+
+docs/results/tokens.json has gpt and llama at 0.1M and 0.2M for 20 to 80 tokens per parameter. They
+were trained with the rates of scaling.py.
+
+The presets, after a colon, are `tiny` (seconds per run, for tests) and
+
+- `0.33M`: llama, moe, conv and hybrid for 5, 10, 20 and 40 tokens per parameter, 3 seeds, about 4e14
+  FLOPs
+- `0.2M`: moe and conv for 40 and 80 tokens per parameter, 2 seeds, about 1e14 FLOPs
+
+Predictions, before the runs: at 1e13 FLOPs, 0.33M with 10 tokens per parameter is within 0.03 nats
+of 0.2M with 20, for each model. With each, all runs that learn to copy have read 8 M tokens or
+more, whatever their size. conv does not learn to copy.
+"""
+
+from configs.compare import base, rates, scaling
+from smallgpt_jax.errors import UserError
+
+# Preset → models, size, tokens per parameter of gpt, horizons, seeds.
+PRESETS = {
+    "tiny": (("moe", "conv"), "20k", 2, (0.5, 1.0), 2),
+    "0.33M": (("llama", "moe", "conv", "hybrid"), "0.33M", 40, (0.125, 0.25, 0.5, 1.0), 3),
+    "0.2M": (("moe", "conv"), "0.2M", 80, (0.5, 1.0), 2),
+}
+
+
+def get_config(preset: str = "0.33M"):
+    if preset not in PRESETS:
+        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
+    models, size, tokens_per_parameter, horizons, seeds = PRESETS[preset]
+    common = rates.common_config(preset)
+    common.train.eval_repeats = True
+    steps = scaling.num_steps(size, tokens_per_parameter, common)
+    runs = {
+        f"{model}@{size}-{tokens_per_parameter}": rates.run_fields(model, size, steps)
+        for model in models
+    }
+    return base.comparison(
+        common,
+        runs,
+        budget="own",
+        reference=next(iter(runs)),
+        horizons=horizons,
+        seeds=seeds,
+        decoding=False,
+    )

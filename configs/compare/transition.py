@@ -1,0 +1,42 @@
+"""Past the transition to copying: which model is the best from 1e13 to 1e14 FLOPs?
+
+    python -m smallgpt_jax.compare --config=configs/compare/transition.py --output=runs/transition
+
+The runs of configs/compare/mixers.py end after 2.1 M tokens, before any model has learned to copy,
+which favours models that cannot. Here, six models of 0.65M parameters read 26 M tokens. The presets,
+after a colon, are `tiny` (seconds per run, for tests), `first` (llama, moe, hybrid and conv, 5
+seeds, about 2.7e15 FLOPs) and `all` (delta and canon as well, 4e15 FLOPs).
+
+Predictions, before the runs: hybrid is the best at 1.2e14 FLOPs, and conv, which is the best up to
+2e12, is the worst of the six.
+"""
+
+from configs.compare import base, rates, scaling
+from smallgpt_jax.errors import UserError
+
+FIRST = ("llama", "moe", "hybrid", "conv")
+# Preset → models, size, tokens, seeds.
+PRESETS = {
+    "tiny": (("llama", "conv"), "20k", 16_384, 2),
+    "first": (FIRST, "0.65M", 26_000_000, 5),
+    "all": ((*FIRST, "delta", "canon"), "0.65M", 26_000_000, 5),
+}
+
+
+def get_config(preset: str = "all"):
+    if preset not in PRESETS:
+        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
+    models, size, tokens, seeds = PRESETS[preset]
+    common = rates.common_config(preset)
+    common.train.eval_repeats = True
+    steps = scaling.num_steps(size, tokens / scaling.num_parameters(size), common)
+    runs = {f"{model}@{size}": rates.run_fields(model, size, steps) for model in models}
+    return base.comparison(
+        common,
+        runs,
+        budget="own",
+        reference=next(iter(runs)),
+        horizons=(0.25, 0.5, 1.0),
+        seeds=seeds,
+        decoding=False,
+    )

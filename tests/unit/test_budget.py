@@ -1,9 +1,11 @@
 """Tests of planned comparisons: budgets, invalid configs, names of runs."""
 
+import collections
 import importlib
 import json
 import math
 import re
+import statistics
 from types import SimpleNamespace
 from unittest.mock import create_autospec
 
@@ -27,10 +29,17 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.checks import check_config
 from smallgpt_jax.training.program import Program
 
+# Comparisons whose models have the learning rates of configs/compare/rates.py → their presets.
+RATED = {
+    "rates": ("tiny", "0.2M", "0.47M"),
+    "tokens": ("tiny", "0.33M", "0.2M"),
+    "orders": ("tiny", "0.2M"),
+    "transition": ("tiny", "first", "all"),
+}
 SHIPPED = sorted(
     path.stem
     for path in (ROOT / "configs" / "compare").glob("*.py")
-    if path.stem not in ("base", "scaling", "mixers", "rates")
+    if path.stem not in ("base", "scaling", "mixers", *RATED)
 )
 
 
@@ -529,7 +538,7 @@ def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, preset",
     [("mixers", preset) for preset in ("tiny", "small", "medium")]
-    + [("rates", preset) for preset in ("tiny", "0.2M", "0.47M")],
+    + [(name, preset) for name, presets in RATED.items() for preset in presets],
 )
 def test_presets_of_further_comparisons(name, preset, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "build_program", validate)
@@ -543,6 +552,19 @@ def test_rates_are_multiples_of_those_that_the_grids_chose():
         grids = record.read(ROOT / "docs" / "results" / f"{name}.json").learning_rates
         chosen = {run.partition("@")[0]: grid.best for run, grid in grids.items()}
         assert multiples == {model: chosen[model] for model in multiples}
+
+
+def test_the_best_rates_at_a_larger_size_are_those_of_the_record():
+    rates = importlib.import_module("configs.compare.rates")
+    losses = collections.defaultdict(lambda: collections.defaultdict(list))
+    for run in record.read(ROOT / "docs" / "results" / "rates.json").runs:
+        size, _, multiple = run.size.partition("-")
+        if size == "0.2M":
+            losses[run.model][float(multiple.removesuffix("x"))].append(run.loss)
+    assert len(losses) > 8
+    for model, by_multiple in losses.items():
+        best = min(by_multiple, key=lambda multiple: statistics.fmean(by_multiple[multiple]))
+        assert rates.BEST.get(model, 1.0) == best, model
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ import numpy as np
 from smallgpt_jax.data.packing import Batch, Mixture
 from smallgpt_jax.errors import UserError
 
-READ_AHEAD = 8  # batches
+_READ_AHEAD = 8  # batches
 
 
-def shuffled(mixture: Mixture, seed: int) -> grain.MapDataset:
+def _shuffled(mixture: Mixture, seed: int) -> grain.MapDataset:
     """Returns an endless dataset of row numbers. Every pass over the rows of a packing has a new
     order.
     """
@@ -39,7 +39,7 @@ def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDatase
                 f"{packing.num_rows:,} rows ({packing.split.tokens:,} tokens); use more text, or "
                 "a smaller config.train.batch_size or config.model.context_length"
             )
-    return shuffled(mixture, seed).batch(batch_size, drop_remainder=True)
+    return _shuffled(mixture, seed).batch(batch_size, drop_remainder=True)
 
 
 def train_batches(
@@ -60,7 +60,7 @@ def train_batches(
 
 def read_ahead(batches: grain.MapDataset, first: int, workers: int) -> Iterator[Batch]:
     options = grain.ReadOptions(
-        num_threads=workers, prefetch_buffer_size=READ_AHEAD if workers else 0
+        num_threads=workers, prefetch_buffer_size=_READ_AHEAD if workers else 0
     )
     return iter(batches[first:].to_iter_dataset(options))
 

@@ -24,9 +24,9 @@ from smallgpt_jax.storage.bounded import read_bounded
 from smallgpt_jax.storage.json_files import OBJECT, read_json_or_none
 
 TEMPLATE_FILE = "chat_template.jinja"
-MAX_TEMPLATE_BYTES = 2**20
+_MAX_TEMPLATE_BYTES = 2**20
 # The names of a message's reasoning; transformers fills in the first two.
-REASONING = ("reasoning_content", "thinking", "reasoning")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Answer(NamedTuple):
@@ -147,7 +147,7 @@ def _renderings_of_answers(answers: Iterable[int], whole: Rendering) -> list[Ren
 def _as_in_transformers(message: Mapping) -> dict:
     """Returns the message without empty fields, and with its reasoning under both usual names."""
     message = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((message[name] for name in REASONING if name in message), None)
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -159,8 +159,8 @@ def find_template(field: str, tokenizer_folder: Path) -> str:
     """
     if field:
         try:
-            return checked(
-                read_template(Path(field).expanduser()), f"config.data.chat_template={field!r}"
+            return _checked(
+                _read_template(Path(field).expanduser()), f"config.data.chat_template={field!r}"
             )
         except (OSError, ValueError) as error:
             raise UserError(
@@ -168,7 +168,7 @@ def find_template(field: str, tokenizer_folder: Path) -> str:
                 "expected a file with a Jinja template"
             ) from None
     if own := own_template(tokenizer_folder):
-        return checked(own, f"{tokenizer_folder}: chat template")
+        return _checked(own, f"{tokenizer_folder}: chat template")
     raise UserError(
         f"config.data.chat_template: the tokenizer has no chat template (neither {TEMPLATE_FILE} "
         f"nor a chat_template in {SETTINGS_FILES[0]}); name a file with a Jinja template"
@@ -179,7 +179,7 @@ def own_template(tokenizer_folder: Path) -> str:
     """Returns the template of the tokenizer, as transformers finds it, or ""."""
     if (own := tokenizer_folder / TEMPLATE_FILE).is_file():
         try:
-            return read_template(own)
+            return _read_template(own)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{own}: cannot be read ({short_reason(error)}); restore or delete it"
@@ -199,9 +199,9 @@ def own_template(tokenizer_folder: Path) -> str:
     return found if isinstance(found, str) else ""
 
 
-def read_template(path: Path) -> str:
+def _read_template(path: Path) -> str:
     """Raises ValueError if the file is too large, or not UTF-8."""
-    text = read_bounded(path, MAX_TEMPLATE_BYTES).decode()
+    text = read_bounded(path, _MAX_TEMPLATE_BYTES).decode()
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -212,7 +212,7 @@ def save_template(source: str, tokenizer_folder: Path) -> None:
         write_atomically(tokenizer_folder / TEMPLATE_FILE, source)
 
 
-def checked(source: str, where: str) -> str:
+def _checked(source: str, where: str) -> str:
     try:
         ChatTemplate(source)
     except ValueError as error:

@@ -33,7 +33,7 @@ from smallgpt_jax.errors import UserError, command_line, config_arguments
 from smallgpt_jax.storage.json_files import POSITIVE
 from smallgpt_jax.storage.paths import as_path
 
-PREPARE_LIMIT = (
+_PREPARE_LIMIT = (
     1_000_000_000  # bytes of text; training does not prepare the stores of larger sources
 )
 # The schema of `Corpus.description`.
@@ -140,7 +140,7 @@ def load_or_prepare(data) -> Corpus | ProbeCorpus:
     spec = StoreSpec.of(data)
     if corpus := open_existing(data, spec):
         return corpus
-    if not spec.source.is_local or spec.source.num_bytes > PREPARE_LIMIT:
+    if not spec.source.is_local or spec.source.num_bytes > _PREPARE_LIMIT:
         raise UserError(
             f"config.data.store: no token store of {spec.source.value!r} in {str(spec.folder)!r}; "
             "prepare it first: " + command_line("prepare", *(config_arguments() or ["--config=…"]))
@@ -192,14 +192,14 @@ def require_room(data, corpus: Corpus | ProbeCorpus, context_length: int) -> Non
     count = sum(int(np.sum(split.lengths > context_length)) for split in splits)
     if count and data.invalid_items != "skip":
         raise UserError(
-            f"{find_long_example(data, corpus.tokenizer, context_length)}, more than the "
+            f"{_find_long_example(data, corpus.tokenizer, context_length)}, more than the "
             f"config.model.context_length={context_length}, as {count:,} of "
             f"{sum(split.documents for split in splits):,} examples; shorten them, or skip them "
             "with --config.data.invalid_items=skip"
         )
 
 
-def find_long_example(data, tokenizer: Tokenizer, context_length: int) -> str:
+def _find_long_example(data, tokenizer: Tokenizer, context_length: int) -> str:
     """Returns the first example of the source that does not fit into the context: its place and
     length.
     """
@@ -236,11 +236,11 @@ def open_mixture(text: str) -> Corpus:
                 f"{folder!r} have different tokenizers; prepare both with the same one: "
                 f"--config.data.tokenizer={stores[0].folder / 'tokenizer'}"
             )
-    refuse_leaks(f"config.data.mixture={text!r}", stores)
+    _refuse_leaks(f"config.data.mixture={text!r}", stores)
     return Corpus(tuple(stores), tuple(weight / sum(weights) for weight in weights))
 
 
-def refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
+def _refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
     """Raises UserError if one of `stores`, which have the same tokenizer, trains on validation
     documents of another.
 
@@ -252,10 +252,10 @@ def refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
         fraction, other_fraction = (
             store.metadata["made_from"]["validation_fraction"] for store in (one, other)
         )
-        same_kind = splits_by_file(one) == splits_by_file(other)
+        same_kind = _splits_by_file(one) == _splits_by_file(other)
         if same_kind and fraction >= other_fraction:
             continue
-        if leaked := count_leaks(one.train, other.validation):
+        if leaked := _count_leaks(one.train, other.validation):
             advice = "prepare all stores with the same config.data.validation_fraction"
             if not same_kind:
                 advice = "leave what both have out of one of them"
@@ -265,17 +265,17 @@ def refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
             )
 
 
-def splits_by_file(store: TokenStore) -> bool:
+def _splits_by_file(store: TokenStore) -> bool:
     return store.metadata.get("plain_text", {}).get("split_by_file", False)
 
 
-def count_leaks(train: Split, validation: Split) -> int:
+def _count_leaks(train: Split, validation: Split) -> int:
     lengths = np.unique(validation.lengths)
-    hashes = set(document_hashes(validation, lengths))
-    return sum(digest in hashes for digest in document_hashes(train, lengths))
+    hashes = set(_document_hashes(validation, lengths))
+    return sum(digest in hashes for digest in _document_hashes(train, lengths))
 
 
-def document_hashes(split: Split, lengths: np.ndarray) -> Iterator[bytes]:
+def _document_hashes(split: Split, lengths: np.ndarray) -> Iterator[bytes]:
     found = np.isin(split.lengths, lengths)
     for start, length in zip(split.starts[found].tolist(), split.lengths[found].tolist()):
         ids = split.stream[start : start + length].astype(np.uint32)

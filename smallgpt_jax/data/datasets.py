@@ -16,12 +16,12 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.tensorboardx import without_torch
 
-HEADER = struct.Struct("<QI")  # of a TFRecord
-CHECKSUM_BYTES = 4
+_HEADER = struct.Struct("<QI")  # of a TFRecord
+_CHECKSUM_BYTES = 4
 
 
 @contextlib.contextmanager
-def name_source_in_errors(source: str) -> Iterator[None]:
+def _name_source_in_errors(source: str) -> Iterator[None]:
     """Raises a UserError with the name of the dataset if reading fails in the `with` block."""
     try:
         yield
@@ -40,15 +40,15 @@ def name_source_in_errors(source: str) -> Iterator[None]:
         raise UserError(f"config.data.source={source!r}: {why.rstrip('.')}{fix}") from None
 
 
-def hugging_face_parts(source: str) -> list[Part]:
+def _hugging_face_parts(source: str) -> list[Part]:
     """Returns one streamed `Part` per shard of the training split of `hf:NAME[:CONFIG]`."""
     datasets = import_library("datasets", f"config.data.source={source!r}")
     name, *config = source.removeprefix("hf:").split(":", 1)
-    with name_source_in_errors(source):
+    with _name_source_in_errors(source):
         stream = datasets.load_dataset(name, *config, split="train", streaming=True)
 
     def read(shard: int, rules: Rules):
-        with name_source_in_errors(source):
+        with _name_source_in_errors(source):
             for number, row in enumerate(
                 stream.shard(num_shards=stream.num_shards, index=shard), 1
             ):
@@ -60,23 +60,23 @@ def hugging_face_parts(source: str) -> list[Part]:
     ]
 
 
-def tfds_parts(source: str) -> list[Part]:
+def _tfds_parts(source: str) -> list[Part]:
     """Returns one `Part` per TFRecord shard of `tfds:NAME`, or a single `Part` for other
     formats.
     """
     tfds = import_library("tensorflow_datasets", f"config.data.source={source!r}")
     name = source.removeprefix("tfds:")
-    with name_source_in_errors(source):
+    with _name_source_in_errors(source):
         builder = tfds.builder(name)
         if builder.is_prepared() and builder.info.available_file_formats() == {
             tfds.core.FileFormat.TFRECORD
         }:
             split = builder.info.splits["train"]
-            return list(map(tfrecord_part, split.filepaths, split.shard_lengths))
-        return [indexed_part(source, tfds.data_source(name, split="train"))]
+            return list(map(_tfrecord_part, split.filepaths, split.shard_lengths))
+        return [_indexed_part(source, tfds.data_source(name, split="train"))]
 
 
-def tfrecord_part(path, count: int) -> Part:
+def _tfrecord_part(path, count: int) -> Part:
     """Returns a `Part` that reads a TFRecord file of `count` tf.train.Example protos."""
     from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_pb2
@@ -128,19 +128,19 @@ def read_records(file: BinaryIO, size: int) -> Iterator[bytes]:
 
     end = 0
     while end < size:
-        start, header = end, file.read(HEADER.size)
-        if len(header) < HEADER.size:
+        start, header = end, file.read(_HEADER.size)
+        if len(header) < _HEADER.size:
             raise ValueError(f"the record at byte {start} is truncated")
-        length, checksum = HEADER.unpack(header)
+        length, checksum = _HEADER.unpack(header)
         if checksum != masked_crc32c(header[:8]):
             raise ValueError(f"no record starts at byte {start}")
-        end = start + HEADER.size + length + CHECKSUM_BYTES
+        end = start + _HEADER.size + length + _CHECKSUM_BYTES
         if end > size:
             raise ValueError(f"the record at byte {start} is truncated")
-        yield file.read(length + CHECKSUM_BYTES)[:length]
+        yield file.read(length + _CHECKSUM_BYTES)[:length]
 
 
-def indexed_part(source: str, rows) -> Part:
+def _indexed_part(source: str, rows) -> Part:
     def read(rules: Rules):
         for number in range(len(rows)):
             row = rows[number]
@@ -154,7 +154,7 @@ def indexed_part(source: str, rows) -> Part:
 
 # Prefix of a dataset's name in `config.data.source` → function that returns its `Part`s. A new kind
 # is a line here.
-DATASETS = {"hf:": hugging_face_parts, "tfds:": tfds_parts}
+DATASETS = {"hf:": _hugging_face_parts, "tfds:": _tfds_parts}
 
 
 @dataclasses.dataclass(frozen=True)

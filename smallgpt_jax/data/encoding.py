@@ -15,7 +15,7 @@ from smallgpt_jax.data.store import SPLITS
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.formatting import duration, millions
 
-PROGRESS_SECONDS = 10  # minimum time between progress messages
+_PROGRESS_SECONDS = 10  # minimum time between progress messages
 LONG_TEXT = 1_000_000  # characters; longer documents are split before tokenization
 
 
@@ -83,12 +83,12 @@ def encode_batch(
         name = "validation" if is_validation(text, validation_fraction) else "train"
         chosen[name].append((text, *document))
     return {
-        name: join_documents(documents, tokenizer, dtype, are_examples)
+        name: _join_documents(documents, tokenizer, dtype, are_examples)
         for name, documents in chosen.items()
     }
 
 
-def join_documents(
+def _join_documents(
     documents: Sequence[tuple[str, Sequence[np.ndarray], np.ndarray]],
     tokenizer: Tokenizer,
     dtype,
@@ -117,12 +117,12 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
     if all(len(text) <= LONG_TEXT for text in texts):
         return tokenizer.encode(texts)
     return [
-        np.concatenate([tokenizer.encode([piece])[0] for piece in split_long_text(text)])
+        np.concatenate([tokenizer.encode([piece])[0] for piece in _split_long_text(text)])
         for text in texts
     ]
 
 
-def split_long_text(text: str) -> Iterator[str]:
+def _split_long_text(text: str) -> Iterator[str]:
     """Splits a text into pieces of at most LONG_TEXT characters, if possible in front of a space
     between two words.
 
@@ -177,14 +177,14 @@ def log_progress(
     batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]], first: float, log
 ) -> Iterator:
     """Yields `batches`. Logs progress from the fraction `first` on, speed and remaining time every
-    PROGRESS_SECONDS.
+    _PROGRESS_SECONDS.
     """
     started = logged = time.monotonic()
     tokens = 0
     for batch, encoded in batches:
         yield batch, encoded
         tokens += sum(len(split.tokens) for split in encoded.values())
-        if time.monotonic() - logged >= PROGRESS_SECONDS:
+        if time.monotonic() - logged >= _PROGRESS_SECONDS:
             logged = time.monotonic()
             seconds = logged - started
             left = seconds * (1 - batch.done) / (batch.done - first) if batch.done > first else None

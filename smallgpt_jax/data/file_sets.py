@@ -1,4 +1,4 @@
-"""The files of a path in a text source. They are listed once per `FileSet`, when they are first
+"""The files of a path in a text source. They are listed once per `_FileSet`, when they are first
 needed.
 """
 
@@ -35,7 +35,7 @@ from smallgpt_jax.storage.paths import as_path
 STANDARD_LIBRARY = "python_stdlib"
 # Folders of the standard library that are not read: tests (many Python distributions omit them),
 # generated tables, and installed packages.
-STDLIB_EXCLUDED = {
+_STDLIB_EXCLUDED = {
     "test",
     "tests",
     "idle_test",
@@ -48,7 +48,7 @@ STDLIB_EXCLUDED = {
 
 
 @dataclasses.dataclass(frozen=True)
-class FileSet(Member):
+class _FileSet(Member):
     """A file, a folder with its subfolders, or a glob. Subclasses have two further properties:
 
     `is_folder`: whether only files with one of the `endings` are read
@@ -132,7 +132,7 @@ class FileSet(Member):
         return f"; to read its {counts[ending]:,} {ending} files as text, set --config.data.text_endings={texts}"
 
 
-class LocalFiles(FileSet):
+class LocalFiles(_FileSet):
     is_local = True
 
     @cached_property
@@ -141,7 +141,7 @@ class LocalFiles(FileSet):
 
     @cached_property
     def folders(self) -> list[tuple[str, list[str]]]:
-        return list(walk_folders(self.path)) if self.is_folder else []
+        return list(_walk_folders(self.path)) if self.is_folder else []
 
     @cached_property
     def paths(self) -> list[Path]:
@@ -151,7 +151,7 @@ class LocalFiles(FileSet):
             paths = [self.path]
         else:
             paths = map(Path, glob.glob(str(self.path), recursive=True))
-        return drop_linked_duplicates(sorted(path for path in paths if path.is_file()))
+        return _drop_linked_duplicates(sorted(path for path in paths if path.is_file()))
 
     def find(self) -> list[TextFile]:
         read = [
@@ -182,7 +182,7 @@ class LocalFiles(FileSet):
         return str(self.path.absolute())
 
 
-class RemoteFiles(FileSet):
+class RemoteFiles(_FileSet):
     """Files in object storage. A glob matches whole paths, and all of its files are read."""
 
     is_local = False
@@ -232,7 +232,7 @@ class StandardLibrary(LocalFiles):
         return sorted(
             path
             for path in self.path.rglob("*.py")
-            if not STDLIB_EXCLUDED & set(path.relative_to(self.path).parts)
+            if not _STDLIB_EXCLUDED & set(path.relative_to(self.path).parts)
         )
 
     num_plain_texts = 0  # each file is one document
@@ -245,7 +245,7 @@ class StandardLibrary(LocalFiles):
         return [file_part(file, passage, is_code=True) for file in self.files]
 
 
-def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
+def _walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
     """Yields `root` and each folder below it, with the names of the files in it. Follows symbolic
     links to folders.
 
@@ -267,7 +267,7 @@ def walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
             yield folder, files
 
 
-def drop_linked_duplicates(paths: list[Path]) -> list[Path]:
+def _drop_linked_duplicates(paths: list[Path]) -> list[Path]:
     """If links give a file several paths, keeps only the shortest one."""
     kept = {}
     for path in sorted(paths, key=lambda path: (len(path.parts), path)):

@@ -27,14 +27,14 @@ SETTINGS_FILES = (
 )  # name the special tokens; both may be missing
 # Names of the end-of-text token, for tokenizers without a file that names it. The first that exists
 # is used.
-END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-TRIAL = "The 1st,\n\t ü漢🙂"  # is encoded and decoded when a tokenizer is opened
-MAX_VALUES = 2**22  # of a tokenizer.json; the largest ones have 2 million
-MAX_GROWTH = 1000  # of a text in a normalizer or a decoder
-MAX_TOKEN_CHARACTERS = 10_000
+_END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_TRIAL = "The 1st,\n\t ü漢🙂"  # is encoded and decoded when a tokenizer is opened
+_MAX_VALUES = 2**22  # of a tokenizer.json; the largest ones have 2 million
+_MAX_GROWTH = 1000  # of a text in a normalizer or a decoder
+_MAX_TOKEN_CHARACTERS = 10_000
 # The characters that represent bytes in byte-level vocabularies: see `tokenizers.gpt2_bytes`.
-BYTE_CHARACTERS = {chr(i) for i in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))}
-MAX_TRIED = 300  # tokens whose text is tried, to find what begins a text
+_BYTE_CHARACTERS = {chr(i) for i in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))}
+_MAX_TRIED = 300  # tokens whose text is tried, to find what begins a text
 
 
 class HuggingFaceTokenizer:
@@ -51,22 +51,22 @@ class HuggingFaceTokenizer:
         self._files = dict(files)
         self._tokenizer = self._open(files[TOKENIZER_JSON].decode())
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        if max(map(len, vocabulary), default=0) > MAX_TOKEN_CHARACTERS:
-            raise ValueError(f"a token has more than {MAX_TOKEN_CHARACTERS:,} characters")
+        if max(map(len, vocabulary), default=0) > _MAX_TOKEN_CHARACTERS:
+            raise ValueError(f"a token has more than {_MAX_TOKEN_CHARACTERS:,} characters")
         # Ids may have gaps, so the vocabulary may have fewer tokens than this.
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         if self.vocab_size > 2**24:  # weights for so many ids would fit nowhere
             raise ValueError(f"the id {self.vocab_size - 1} is too large")
         content = json.loads(files[TOKENIZER_JSON])
         self.unknown = self._find_unknown(content["model"])
-        self._drops = self.unknown is None and not encodes_bytes(content, vocabulary.keys())
-        self._named = named_tokens(self._files)
+        self._drops = self.unknown is None and not _encodes_bytes(content, vocabulary.keys())
+        self._named = _named_tokens(self._files)
         self.special_tokens = self._find_special_tokens()
         self.end_of_text_token = self._find_end_of_text()
         self.end_of_text = self._tokenizer.token_to_id(self.end_of_text_token)
         self.begin_of_text = self._find_begin_of_text()
         self.begin_of_text_token = self._tokenizer.id_to_token(self.begin_of_text)
-        self._tokenizer.decode(self._tokenizer.encode(TRIAL, add_special_tokens=False).ids)
+        self._tokenizer.decode(self._tokenizer.encode(_TRIAL, add_special_tokens=False).ids)
         for mark, token in (
             (self.end_of_text, self.end_of_text_token),
             (self.begin_of_text, self.begin_of_text_token),
@@ -96,7 +96,7 @@ class HuggingFaceTokenizer:
 
     def _find_end_of_text(self) -> str:
         known = [
-            token for token in END_OF_TEXT_NAMES if self._tokenizer.token_to_id(token) is not None
+            token for token in _END_OF_TEXT_NAMES if self._tokenizer.token_to_id(token) is not None
         ]
         if "eos_token" not in self._named and not known:
             raise ValueError(
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer:
 
         `add_bos_token` in tokenizer_config.json has no effect where there is a tokenizer.json.
         """
-        tokens = (self._tokenizer.decode([i]) for i in range(min(self.vocab_size, MAX_TRIED)))
+        tokens = (self._tokenizer.decode([i]) for i in range(min(self.vocab_size, _MAX_TRIED)))
         for text in itertools.chain("a0", tokens):
             encoding = self._tokenizer.encode(text, add_special_tokens=True)
             if 0 not in encoding.special_tokens_mask:
@@ -133,12 +133,12 @@ class HuggingFaceTokenizer:
         )
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        with failures_named():
+        with _failures_named():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_continuation(self, text: str) -> np.ndarray:
-        with failures_named():
+        with _failures_named():
             encoding = self._for_continuations.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32)
 
@@ -146,7 +146,7 @@ class HuggingFaceTokenizer:
         """As transformers does, but that a text which continues another begins without a space."""
         first = self.special_tokens.split(text)[0] if continues else ""
         ids = self.encode_continuation(first).tolist() if first else []
-        with failures_named():
+        with _failures_named():
             rest = self._for_chats.encode(text[len(first) :], add_special_tokens=False)
         return ids + rest.ids
 
@@ -162,21 +162,21 @@ class HuggingFaceTokenizer:
         """Returns the tokenizer, without the parts that prepend a space to each text."""
         content = json.loads(self._files[TOKENIZER_JSON])
         content |= {
-            name: without_prefix_space(content.get(name))
+            name: _without_prefix_space(content.get(name))
             for name in ("normalizer", "pre_tokenizer")
         }
-        with no_panic_messages(), failures_named():
+        with no_panic_messages(), _failures_named():
             return self._open(json.dumps(content))
 
     def decode(self, ids: Sequence[int]) -> str:
-        with failures_named():
+        with _failures_named():
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def count_dropped(self, text: str) -> int:
         if not self._drops:
             return 0
         is_encoded = np.zeros(len(text), bool)
-        with failures_named():
+        with _failures_named():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         for start, end in encoding.offsets:
             is_encoded[start:end] = True
@@ -188,7 +188,7 @@ class HuggingFaceTokenizer:
         return [
             kind
             for step in (content.get("normalizer"), content.get("pre_tokenizer"))
-            for kind in types_of(step)
+            for kind in _types_of(step)
         ]
 
     def names(self) -> Set[str]:
@@ -198,34 +198,34 @@ class HuggingFaceTokenizer:
         return self._files
 
 
-def encodes_bytes(content: Mapping, vocabulary: Set[str]) -> bool:
+def _encodes_bytes(content: Mapping, vocabulary: Set[str]) -> bool:
     """Returns whether a tokenizer.json has a token for each byte, so that it can encode all texts."""
     if content["model"].get("byte_fallback"):
         return {f"<0x{byte:02X}>" for byte in range(256)} <= vocabulary
     steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
-    return '"ByteLevel"' in steps and vocabulary >= BYTE_CHARACTERS
+    return '"ByteLevel"' in steps and vocabulary >= _BYTE_CHARACTERS
 
 
-def types_of(step: Mapping | None) -> list[str]:
+def _types_of(step: Mapping | None) -> list[str]:
     """Returns the types of a step, or of the steps in a sequence."""
     if step is None:
         return []
     if step["type"] != "Sequence":
         return [step["type"]]
     steps = step.get("normalizers", step.get("pretokenizers"))
-    return [kind for part in steps for kind in types_of(part)]
+    return [kind for part in steps for kind in _types_of(part)]
 
 
-def named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
+def _named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
     """Returns the tokens that SETTINGS_FILES name, as transformers reads them: {"eos_token": …}.
     Raises ValueError for other values than tokens.
     """
     named = merge_settings(*(parse_json(files.get(name, b"{}"), OBJECT) for name in SETTINGS_FILES))
     tokens = {name: named[name] for name in VARIABLES if named.get(name) is not None}
     for name, token in tokens.items():
-        if not isinstance(content_of(token), str):
+        if not isinstance(_content_of(token), str):
             raise ValueError(f"{name}={token!r} is not a token")
-    return {name: content_of(token) for name, token in tokens.items()}
+    return {name: _content_of(token) for name, token in tokens.items()}
 
 
 def merge_settings(settings: Mapping, special: Mapping) -> dict:
@@ -233,7 +233,7 @@ def merge_settings(settings: Mapping, special: Mapping) -> dict:
     return dict(settings if "added_tokens_decoder" in settings else {**settings, **special})
 
 
-def content_of(token):
+def _content_of(token):
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -245,7 +245,7 @@ def added_tokens(settings: Mapping) -> set[str]:
         if isinstance(more, dict):
             more = more.values()
         tokens += more if isinstance(more, Iterable) and not isinstance(more, str) else ()
-    contents = map(content_of, tokens)
+    contents = map(_content_of, tokens)
     return {content for content in contents if isinstance(content, str) and content}
 
 
@@ -255,9 +255,9 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
     files = {TOKENIZER_JSON: path} | {file.name: file for file in beside if file.is_file()}
     try:
         contents = {name: read_bounded(file) for name, file in files.items()}
-        described = parse_json(contents[TOKENIZER_JSON], {"model": OBJECT}, MAX_VALUES)
+        described = parse_json(contents[TOKENIZER_JSON], {"model": OBJECT}, _MAX_VALUES)
         for name in ("normalizer", "decoder"):
-            if (times := growth(described.get(name))) > MAX_GROWTH:
+            if (times := _growth(described.get(name))) > _MAX_GROWTH:
                 raise ValueError(f"its {name} makes texts up to {times:,.0f} times as long")
         dropout = described["model"].get("dropout")
         is_random = isinstance(dropout, int | float) and dropout > 0
@@ -278,11 +278,11 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
     return tokenizer
 
 
-def growth(step: dict | None) -> float:
+def _growth(step: dict | None) -> float:
     """Returns how many times as many characters a normalizer or a decoder can make of a text."""
     if step is None:
         return 1
-    times = math.prod(map(growth, step.get("normalizers", step.get("decoders", ()))))
+    times = math.prod(map(_growth, step.get("normalizers", step.get("decoders", ()))))
     if step["type"] == "Prepend":
         times *= 1 + len(step["prepend"])
     if step["type"] == "Replace":
@@ -293,7 +293,7 @@ def growth(step: dict | None) -> float:
 
 
 @contextlib.contextmanager
-def failures_named() -> Iterator[None]:
+def _failures_named() -> Iterator[None]:
     """Raises UserError if the library fails for a text."""
     try:
         with panics_as_errors():
@@ -304,7 +304,7 @@ def failures_named() -> Iterator[None]:
         ) from None
 
 
-def without_prefix_space(step: dict | None) -> dict | None:
+def _without_prefix_space(step: dict | None) -> dict | None:
     """Returns a normalizer or pre-tokenizer of a tokenizer.json, changed so that it prepends
     nothing to a text.
     """
@@ -320,7 +320,7 @@ def without_prefix_space(step: dict | None) -> dict | None:
             "split": step.get("split", True),
         }
     changed = {
-        name: [kept for part in step[name] if (kept := without_prefix_space(part))]
+        name: [kept for part in step[name] if (kept := _without_prefix_space(part))]
         for name in ("normalizers", "pretokenizers")
         if name in step
     }  # the steps of a sequence

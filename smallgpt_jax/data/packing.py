@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     vocab_size_B: np.ndarray | None = None
 
 
-class Packing(Protocol):
+class _Packing(Protocol):
     """An epoch reads each row once."""
 
     num_rows: int
@@ -46,7 +46,7 @@ class Packing(Protocol):
 class Mixture:
     """The packed rows of one or several token stores, numbered consecutively from 0."""
 
-    packings: Sequence[Packing]  # the rows of each store
+    packings: Sequence[_Packing]  # the rows of each store
     weights: Sequence[
         float
     ]  # fraction of the training rows that come from each store; their sum is 1
@@ -84,7 +84,7 @@ class Mixture:
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitRows:
+class _SplitRows:
     split: Split
     context_length: int
     separate: bool  # adds segment ids
@@ -103,7 +103,7 @@ class SplitRows:
         return f"{split.folder.name}, {self.name}: {self.padding:.2%} padding, {rest}"
 
 
-class Concat(SplitRows):
+class Concat(_SplitRows):
     """Concatenates documents and cuts the result into rows. The last target of a row is the first
     input of the next.
 
@@ -137,7 +137,7 @@ class Concat(SplitRows):
         return Batch(tokens_BxT1, np.cumsum(begins_BxT, axis=1, dtype=np.int32))
 
 
-class BestFit(SplitRows):
+class BestFit(_SplitRows):
     """Packs whole documents into rows by best-fit decreasing (Ding et al., arXiv 2404.10830).
 
     Only documents longer than context_length tokens are cut. Every token of the split is an input
@@ -166,7 +166,7 @@ class BestFit(SplitRows):
         )
 
     @cached_property
-    def _pieces(self) -> "RowPieces":
+    def _pieces(self) -> "_RowPieces":
         starts_D, lengths_D = np.asarray(self.split.starts), self.split.lengths
         if self.split.has_answers:
             fits_D = lengths_D <= self.context_length
@@ -209,7 +209,7 @@ class BestFit(SplitRows):
         )
 
 
-class RowPieces(NamedTuple):
+class _RowPieces(NamedTuple):
     """Pieces sorted by row. A piece is a whole document, or at most context_length tokens of a
     longer one.
     """
@@ -221,7 +221,7 @@ class RowPieces(NamedTuple):
     )  # (rows + 1,), index of each row's first piece; last entry: number of pieces
 
 
-def pack_best_fit(starts_D: np.ndarray, lengths_D: np.ndarray, row_length: int) -> RowPieces:
+def pack_best_fit(starts_D: np.ndarray, lengths_D: np.ndarray, row_length: int) -> _RowPieces:
     """Returns the assignment of documents to rows of `row_length` tokens by best-fit decreasing.
 
     The longest pieces are placed first, each into the fullest row that has room for it. Of equally
@@ -269,7 +269,7 @@ def pack_best_fit(starts_D: np.ndarray, lengths_D: np.ndarray, row_length: int) 
     by_row = np.argsort(row_of, kind="stable")
     order = by_length[by_row]
     first_piece = np.searchsorted(row_of[by_row], np.arange(num_rows + 1))
-    return RowPieces(starts[order], lengths[order], first_piece)
+    return _RowPieces(starts[order], lengths[order], first_piece)
 
 
 PACKINGS = {packing.name: packing for packing in (Concat, BestFit)}

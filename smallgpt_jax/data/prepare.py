@@ -67,7 +67,7 @@ def prepare_store(spec: StoreSpec, workers: int | None = None, log=print) -> Tok
                 return dataclasses.replace(local, folder=folder)
     else:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with name_store_in_errors(folder), file_lock(lock, wait=True):
+        with _name_store_in_errors(folder), file_lock(lock, wait=True):
             if not (folder / METADATA_FILE).is_file():
                 write_store(partial, spec, workers or os.cpu_count(), log)
                 rename(partial, folder)
@@ -76,7 +76,7 @@ def prepare_store(spec: StoreSpec, workers: int | None = None, log=print) -> Tok
 
 
 @contextlib.contextmanager
-def name_store_in_errors(folder: Path) -> Iterator[None]:
+def _name_store_in_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -111,7 +111,7 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
         log(f"resuming {partial}: {journal.latest.done:.0%} done")
         tokenizer = tokenizers.load(partial / "tokenizer")
     else:
-        remove_partial(partial, log)
+        _remove_partial(partial, log)
         if spec.tokenizer.is_trained:
             log(f"training the tokenizer {spec.tokenizer.value} on {spec.source.value}")
         texts = TrainingTexts(document_batches(parts, rules), fraction)
@@ -140,7 +140,7 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
         ):  # nothing was read, or nothing is left to read
             shutil.rmtree(partial)
         raise
-    splits, unencoded = separate_unencoded(journal.latest.splits)
+    splits, unencoded = _separate_unencoded(journal.latest.splits)
     metadata = {
         "format": FORMAT,
         "made_from": spec.made_from,
@@ -165,7 +165,7 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
     log(size_message(partial, metadata, time.monotonic() - started))
 
 
-def separate_unencoded(counted: dict[str, dict[str, int]]) -> tuple[dict, dict]:
+def _separate_unencoded(counted: dict[str, dict[str, int]]) -> tuple[dict, dict]:
     """Returns the counts of the splits for `metadata.json`, and what the tokenizer cannot encode as
     a field of its own, if there is something.
     """
@@ -177,7 +177,7 @@ def separate_unencoded(counted: dict[str, dict[str, int]]) -> tuple[dict, dict]:
     return splits, {"unencoded": unencoded} if has_some else {}
 
 
-def remove_partial(partial: Path, log) -> None:
+def _remove_partial(partial: Path, log) -> None:
     """Raises UserError if the folder contains files that do not belong to an unfinished store."""
     if not partial.exists():
         return

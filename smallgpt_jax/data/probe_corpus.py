@@ -20,10 +20,10 @@ from smallgpt_jax.data.tokenizers import Symbols
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.json_files import TEXT, Each, integer
 
-NUM_ROWS = {"train": 2**30, "validation": 2**14}
-STREAMS = {"train": 1, "validation": 2}  # of random numbers
-FINGERPRINT_ROWS = 64
-LENGTHS_STREAM = 3  # of the lengths of training examples
+_NUM_ROWS = {"train": 2**30, "validation": 2**14}
+_STREAMS = {"train": 1, "validation": 2}  # of random numbers
+_FINGERPRINT_ROWS = 64
+_LENGTHS_STREAM = 3  # of the lengths of training examples
 DESCRIPTION = {
     "probe": {
         "name": TEXT,
@@ -39,7 +39,7 @@ DESCRIPTION = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ExampleRows:
+class _ExampleRows:
     """A `Packing` with one example per row. All lengths from `min_length` to `length` are equally
     frequent.
     """
@@ -55,7 +55,7 @@ class ExampleRows:
 
     @property
     def num_rows(self) -> int:
-        return NUM_ROWS[self.split]
+        return _NUM_ROWS[self.split]
 
     @cached_property
     def padding(self) -> float:
@@ -73,7 +73,7 @@ class ExampleRows:
 
     def lengths(self, rows_B: np.ndarray) -> np.ndarray:
         choices = self.length + 1 - self.min_length
-        return self.min_length + RowNumbers(rows_B, LENGTHS_STREAM).integers(choices, 1)[:, 0]
+        return self.min_length + RowNumbers(rows_B, _LENGTHS_STREAM).integers(choices, 1)[:, 0]
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
         tokens_BxT1 = np.zeros((len(rows_B), self.context_length + 1), np.int32)
@@ -82,7 +82,7 @@ class ExampleRows:
         for length in np.unique(lengths_B):
             has_length_B = lengths_B == length
             inputs, answers = self.probe.examples(
-                RowNumbers(rows_B[has_length_B], STREAMS[self.split]), int(length)
+                RowNumbers(rows_B[has_length_B], _STREAMS[self.split]), int(length)
             )
             tokens_BxT1[has_length_B, : inputs.shape[1]] = inputs
             answers_BxT[has_length_B, : inputs.shape[1]] = answers
@@ -137,8 +137,8 @@ class ProbeCorpus:
                 "symbols": probe.num_symbols,
                 "scratch": probe.scratch,
             },
-            "splits": {split: {"rows": rows} for split, rows in NUM_ROWS.items()},
-            "fingerprints": {split: self.fingerprint(split) for split in NUM_ROWS},
+            "splits": {split: {"rows": rows} for split, rows in _NUM_ROWS.items()},
+            "fingerprints": {split: self.fingerprint(split) for split in _NUM_ROWS},
         }
 
     def fingerprint(self, split: str) -> str:
@@ -146,7 +146,7 @@ class ProbeCorpus:
         code changes.
         """
         rows = self._rows(split, self.length, self.probe.num_inputs(self.length))
-        batch = rows.read_rows(np.arange(FINGERPRINT_ROWS))
+        batch = rows.read_rows(np.arange(_FINGERPRINT_ROWS))
         digest = hashlib.blake2b(json.dumps(self.probe.symbols).encode(), digest_size=16)
         for array in (batch.tokens_BxT1, batch.targets_BxT, batch.loss_mask_BxT):
             digest.update(array.tobytes())
@@ -169,7 +169,7 @@ class ProbeCorpus:
             for length in self.test_lengths
         }
 
-    def _rows(self, split: str, length: int, context_length: int) -> ExampleRows:
+    def _rows(self, split: str, length: int, context_length: int) -> _ExampleRows:
         if (needed := self.probe.num_inputs(length)) > context_length:
             field = "probe_length" if length == self.length else "probe_test_lengths"
             raise UserError(
@@ -178,4 +178,4 @@ class ProbeCorpus:
                 "context or shorter examples"
             )
         min_length = self.min_length if split == "train" else length
-        return ExampleRows(self.name, self.probe, split, min_length, length, context_length)
+        return _ExampleRows(self.name, self.probe, split, min_length, length, context_length)

@@ -25,12 +25,12 @@ class RowNumbers:
     """
 
     def __init__(self, rows_B: np.ndarray, stream: int):
-        self._states_B, self._count = mix(rows_B.astype(np.uint64) + np.uint64(stream << 40)), 0
+        self._states_B, self._count = _mix(rows_B.astype(np.uint64) + np.uint64(stream << 40)), 0
 
     def _bits(self, count: int) -> np.ndarray:
         steps = np.arange(self._count + 1, self._count + count + 1, dtype=np.uint64)
         self._count += count
-        return mix(self._states_B[:, None] + steps * np.uint64(0x9E3779B97F4A7C15))
+        return _mix(self._states_B[:, None] + steps * np.uint64(0x9E3779B97F4A7C15))
 
     def integers(self, below: int, count: int) -> np.ndarray:
         """Returns (B, count) int64."""
@@ -45,13 +45,13 @@ class RowNumbers:
         return np.argsort(self._bits(length), axis=1)
 
 
-def mix(x: np.ndarray) -> np.ndarray:
+def _mix(x: np.ndarray) -> np.ndarray:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
     return x ^ (x >> np.uint64(31))
 
 
-def next_tokens(
+def _next_tokens(
     sequences_BxL: np.ndarray, is_answer_L: Sequence[bool]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the inputs and answers of sequences in which each answer is the next token."""
@@ -60,7 +60,7 @@ def next_tokens(
     )
 
 
-def join(*parts: np.ndarray | int) -> np.ndarray:
+def _join(*parts: np.ndarray | int) -> np.ndarray:
     """Returns a sequence per row: the end-of-text token and the parts. Integers are tokens that all
     rows share.
     """
@@ -122,8 +122,8 @@ class Recall(Probe):
         values = 1 + count + numbers.integers(count, length)
         pairs = np.stack([keys, values], axis=2)
         queries = np.take_along_axis(pairs, numbers.integers(length, length)[:, :, None], axis=1)
-        sequences = join(pairs.reshape(len(pairs), -1), queries.reshape(len(pairs), -1))
-        return next_tokens(sequences, [False] * (1 + 2 * length) + [False, True] * length)
+        sequences = _join(pairs.reshape(len(pairs), -1), queries.reshape(len(pairs), -1))
+        return _next_tokens(sequences, [False] * (1 + 2 * length) + [False, True] * length)
 
     def problem(self):
         return (
@@ -148,8 +148,8 @@ class Copy(Probe):
 
     def examples(self, numbers, length):
         text = 1 + numbers.integers(self.num_symbols, length)
-        return next_tokens(
-            join(text, 1 + self.num_symbols, text), [False] * (length + 2) + [True] * length
+        return _next_tokens(
+            _join(text, 1 + self.num_symbols, text), [False] * (length + 2) + [True] * length
         )
 
 
@@ -174,7 +174,7 @@ class Inverse(Probe):
     def examples(self, numbers, length):
         permutation = numbers.permutations(length)
         scratch = np.full((len(permutation), self.scratch * length), 1 + self.max_length)
-        inputs = join(1 + permutation, scratch)
+        inputs = _join(1 + permutation, scratch)
         answers = np.full(inputs.shape, NO_ANSWER)
         answers[:, -length:] = 1 + np.argsort(permutation, axis=1)
         return inputs, answers
@@ -207,11 +207,11 @@ class Boolean(Probe):
         points = np.where(satisfies & (literals < 2), literals, points)
         values = ((points == literals) | (literals == 2)).all(axis=2, keepdims=True)
         marks = np.full_like(values, 3, int)
-        sequences = join(
+        sequences = _join(
             np.concatenate([1 + points, marks, 1 + values], axis=2).reshape(len(points), -1)
         )
         is_answer = [[False] * (variables + 1) + [2 * i >= length - 1] for i in range(length)]
-        return next_tokens(sequences, [False, *itertools.chain(*is_answer)])
+        return _next_tokens(sequences, [False, *itertools.chain(*is_answer)])
 
 
 class Life(Probe):
@@ -229,13 +229,13 @@ class Life(Probe):
     def examples(self, numbers, length):
         density = numbers.fractions(1)  # so that sparse and dense boards are as frequent as others
         board = (numbers.fractions(length**2) < density).astype(int)
-        after = next_generation(board.reshape(-1, length, length)).reshape(board.shape)
-        return next_tokens(
-            join(1 + board, 3, 1 + after), [False] * (length**2 + 2) + [True] * length**2
+        after = _next_generation(board.reshape(-1, length, length)).reshape(board.shape)
+        return _next_tokens(
+            _join(1 + board, 3, 1 + after), [False] * (length**2 + 2) + [True] * length**2
         )
 
 
-def next_generation(boards_BxHxW: np.ndarray) -> np.ndarray:
+def _next_generation(boards_BxHxW: np.ndarray) -> np.ndarray:
     neighbors = sum(
         np.roll(boards_BxHxW, shift, axis=(1, 2))
         for shift in itertools.product((-1, 0, 1), repeat=2)
@@ -267,11 +267,11 @@ class Addition(Probe):
         for place in range(length):
             total[:, place + 1] += total[:, place] // base
         total %= base
-        sequences = join(1 + one, 1 + base, 1 + other, 2 + base, 1 + total)
-        return next_tokens(sequences, [False] * (2 * length + 3) + [True] * (length + 1))
+        sequences = _join(1 + one, 1 + base, 1 + other, 2 + base, 1 + total)
+        return _next_tokens(sequences, [False] * (2 * length + 3) + [True] * (length + 1))
 
 
-class StateTracking(Probe):
+class _StateTracking(Probe):
     """Elements of a group. The answer at each of them is the product of all up to it, the first one
     applied first.
     """
@@ -289,11 +289,11 @@ class StateTracking(Probe):
         states, products = elements.copy(), self.products
         for place in range(1, length):
             states[:, place] = products[states[:, place - 1], elements[:, place]]
-        inputs = join(1 + elements)
+        inputs = _join(1 + elements)
         return inputs, np.concatenate([np.full((len(inputs), 1), NO_ANSWER), 1 + states], axis=1)
 
 
-class Parity(StateTracking):
+class Parity(_StateTracking):
     """Bits, and at each of them the parity of the bits up to it."""
 
     unit = "bits"
@@ -301,7 +301,7 @@ class Parity(StateTracking):
     products = np.array([[0, 1], [1, 0]])
 
 
-class S5(StateTracking):
+class S5(_StateTracking):
     """Permutations of five items, and at each of them the permutation that all up to it make
     together.
     """

@@ -12,15 +12,15 @@ from smallgpt_jax.data.parts import Item, Rules, Skipped, extract_text
 from smallgpt_jax.data.special_tokens import SpecialTokens
 from smallgpt_jax.data.tokenizers import Tokenizer
 
-PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
-Piece = str | Answer
+_PROMPT, _COMPLETION, _MESSAGES = "prompt", "completion", "messages"
+_Piece = str | Answer
 
 
 class Example(str):
     """As a string, the text of all pieces without the names of special tokens."""
 
     where: str  # for messages
-    pieces: tuple[Piece, ...]
+    pieces: tuple[_Piece, ...]
     is_chat: bool
 
     @classmethod
@@ -31,7 +31,7 @@ class Example(str):
         return example
 
     @classmethod
-    def of_chat(cls, where: str, pieces: Sequence[Piece], special_tokens: SpecialTokens) -> Self:
+    def of_chat(cls, where: str, pieces: Sequence[_Piece], special_tokens: SpecialTokens) -> Self:
         example = cls(special_tokens.remove_from("".join(map(text_of, pieces))))
         example.where, example.is_chat, example.pieces = where, True, tuple(pieces)
         return example
@@ -41,7 +41,7 @@ class Example(str):
         return self.pieces[-1]
 
 
-def text_of(piece: Piece) -> str:
+def text_of(piece: _Piece) -> str:
     return piece.text if isinstance(piece, Answer) else piece
 
 
@@ -49,30 +49,30 @@ def extract_document(row: Mapping, where: str, rules: Rules) -> Item:
     if rules.format == "text":
         return extract_text(row.get(rules.text_field), where, row, rules)
     return (
-        extract_completion(row, where, rules)
+        _extract_completion(row, where, rules)
         if rules.format == "completion"
-        else extract_chat(row, where, rules)
+        else _extract_chat(row, where, rules)
     )
 
 
-def extract_completion(row: Mapping, where: str, rules: Rules) -> Item:
+def _extract_completion(row: Mapping, where: str, rules: Rules) -> Item:
     texts = [
-        extract_text(row.get(field), where, row, rules, field) for field in (PROMPT, COMPLETION)
+        extract_text(row.get(field), where, row, rules, field) for field in (_PROMPT, _COMPLETION)
     ]
     if skipped := [text for text in texts if isinstance(text, Skipped)]:
         return skipped[0]
     prompt, completion = texts
     if not completion:
         return rules.refuse_or_skip(
-            where, f"the field {COMPLETION!r} is empty", "write the answer to learn"
+            where, f"the field {_COMPLETION!r} is empty", "write the answer to learn"
         )
     return Example.of_completion(where, prompt, completion)
 
 
-def extract_chat(row: Mapping, where: str, rules: Rules) -> Item:
-    messages = row.get(MESSAGES)
-    if problem := find_problem(messages):
-        return rules.refuse_or_skip(where, f"the field {MESSAGES!r} {problem}", "correct the line")
+def _extract_chat(row: Mapping, where: str, rules: Rules) -> Item:
+    messages = row.get(_MESSAGES)
+    if problem := _find_problem(messages):
+        return rules.refuse_or_skip(where, f"the field {_MESSAGES!r} {problem}", "correct the line")
     contents = [
         extract_text(message["content"], where, message, rules, "content") for message in messages
     ]
@@ -93,7 +93,7 @@ def extract_chat(row: Mapping, where: str, rules: Rules) -> Item:
     except ValueError as error:
         return rules.refuse_or_skip(
             where,
-            f"the chat template fails for the field {MESSAGES!r}: {error}",
+            f"the chat template fails for the field {_MESSAGES!r}: {error}",
             "correct the messages or config.data.chat_template",
         )
     example = Example.of_chat(where, pieces, template.special_tokens)
@@ -102,13 +102,13 @@ def extract_chat(row: Mapping, where: str, rules: Rules) -> Item:
     except UnicodeEncodeError:  # of a role or another field, or of the template itself
         return rules.refuse_or_skip(
             where,
-            f"half a surrogate pair: outside the contents of {MESSAGES!r}",
+            f"half a surrogate pair: outside the contents of {_MESSAGES!r}",
             "correct the line",
         )
     return example
 
 
-def find_problem(messages) -> str:
+def _find_problem(messages) -> str:
     """Returns what is wrong with a field `messages`, or ""."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         return "is not a list of messages"
@@ -160,7 +160,7 @@ def encode_answer(answer: Answer, is_chat: bool, tokenizer: Tokenizer) -> list[i
 
 
 def encode_pieces(
-    pieces: Sequence[Piece], is_chat: bool, tokenizer: Tokenizer
+    pieces: Sequence[_Piece], is_chat: bool, tokenizer: Tokenizer
 ) -> tuple[list[int], list[bool]]:
     """Returns the ids of the first pieces of an example, and which are answers, without the
     begin-of-text id.

@@ -21,7 +21,7 @@ from smallgpt_jax.storage.atomic import write_atomically
 
 PYTHON_PACKAGES = "python_packages"
 MANIFEST = Path(__file__).with_name("python_packages.txt")
-EXCLUDED_DISTRIBUTIONS = {
+_EXCLUDED_DISTRIBUTIONS = {
     "chardet",
     "idna",
     "tzdata",  # mostly tables of numbers, or empty files
@@ -32,11 +32,11 @@ EXCLUDED_DISTRIBUTIONS = {
     "word2number",
 }  # have no wheel: they are built on each machine
 # Tests, test data and benchmarks. ".." leads out of site-packages, to scripts.
-EXCLUDED_FOLDERS = {"test", "tests", "internal_test_util", "benchmarks", ".."}
+_EXCLUDED_FOLDERS = {"test", "tests", "internal_test_util", "benchmarks", ".."}
 # The files of this folder are near copies of each other: a validation document would have copies in
 # the training split.
-EXCLUDED_PREFIX = "transformers/models/"
-MAX_NAMED = 4  # distributions in a command
+_EXCLUDED_PREFIX = "transformers/models/"
+_MAX_NAMED = 4  # distributions in a command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +66,14 @@ class PythonPackages(Member):
             )
             advice = (
                 install_command("test")
-                if len(differences) > MAX_NAMED
+                if len(differences) > _MAX_NAMED
                 else f"pip install --force-reinstall --no-deps {' '.join(differences)}"
             )
             raise UserError(
                 f"config.data.source={self.name!r}: {differences[first]}{count}; run {advice}"
             )
         files = [
-            file for pin in pins for file in files_of(metadata.distribution(pin.split("==")[0]))
+            file for pin in pins for file in _files_of(metadata.distribution(pin.split("==")[0]))
         ]
         of_hash = {file.version: file for file in reversed(files) if file.size}
         return [of_hash[content_hash] for content_hash in sorted(of_hash)]
@@ -84,10 +84,10 @@ class PythonPackages(Member):
         return [(self.name, hashlib.sha256(self.manifest.encode()).hexdigest())]
 
     def parts(self, passage: int) -> list[Part]:
-        return list(map(part_of, self.files))
+        return list(map(_part_of, self.files))
 
 
-def files_of(distribution: metadata.Distribution) -> list[TextFile]:
+def _files_of(distribution: metadata.Distribution) -> list[TextFile]:
     """Returns the files that are read, from RECORD. Location: name in site-packages; version: hash
     of the content.
     """
@@ -95,23 +95,23 @@ def files_of(distribution: metadata.Distribution) -> list[TextFile]:
     return [
         TextFile(Path(distribution.locate_file(name)), name, int(size or 0), content_hash)
         for name, content_hash, size in rows
-        if is_read(name)
+        if _is_read(name)
     ]
 
 
-def is_read(name: str) -> bool:
+def _is_read(name: str) -> bool:
     return (
         name.endswith(".py")
-        and not name.startswith(EXCLUDED_PREFIX)
-        and not EXCLUDED_FOLDERS & set(PurePosixPath(name).parts)
+        and not name.startswith(_EXCLUDED_PREFIX)
+        and not _EXCLUDED_FOLDERS & set(PurePosixPath(name).parts)
     )
 
 
-def describe(distribution: metadata.Distribution, name: str) -> str:
+def _describe(distribution: metadata.Distribution, name: str) -> str:
     """Returns a line of `MANIFEST`: name==version, number of files and bytes, hash of the files'
     names and hashes.
     """
-    files = sorted(files_of(distribution), key=lambda file: file.location)
+    files = sorted(_files_of(distribution), key=lambda file: file.location)
     lines = "".join(f"{file.location} {file.version}\n" for file in files)
     return (
         f"{name}=={distribution.version} {len(files)} {sum(file.size for file in files)} "
@@ -132,12 +132,12 @@ def difference(pin: str, line: str) -> str:
         return f"{name} {installed.version} is installed, but the text has {version}"
     return (
         ""
-        if describe(installed, name) == line
+        if _describe(installed, name) == line
         else f"{pin} is installed with other files than those of its wheel"
     )
 
 
-def part_of(file: TextFile) -> Part:
+def _part_of(file: TextFile) -> Part:
     """Reading raises UserError if the content of the file is not that of its wheel."""
 
     def read(rules: Rules):
@@ -174,7 +174,7 @@ def make_manifest(constraints: str) -> str:
     ]
     lines = []
     for name, version in sorted(pins, key=lambda pin: pin[0].lower()):
-        if name in EXCLUDED_DISTRIBUTIONS:
+        if name in _EXCLUDED_DISTRIBUTIONS:
             continue
         distribution = metadata.distribution(name)
         if "Tag: py3-none-any" not in (distribution.read_text("WHEEL") or ""):
@@ -183,8 +183,8 @@ def make_manifest(constraints: str) -> str:
             raise UserError(
                 f"{name} {distribution.version} is installed, but constraints.txt has {version}"
             )
-        if files_of(distribution):
-            lines.append(describe(distribution, name) + "\n")
+        if _files_of(distribution):
+            lines.append(_describe(distribution, name) + "\n")
     return "".join(lines)
 
 

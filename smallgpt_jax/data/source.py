@@ -23,7 +23,7 @@ from smallgpt_jax.data.text_files import ARCHIVE_SUFFIXES, COMPRESSED_SUFFIXES, 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.object_storage import is_remote
 
-PASSAGE_CHARACTERS = (
+_PASSAGE_CHARACTERS = (
     1024,
     16_384,
 )  # text files are split into passages; the length limit is in this range
@@ -49,7 +49,7 @@ class Source:
             if is_path
             else [name.strip() for name in self.value.split(",") if name.strip()]
         )
-        return [parse_name(name, parse_endings(self.text_endings)) for name in names]
+        return [_parse_name(name, _parse_endings(self.text_endings)) for name in names]
 
     @cached_property
     def is_local(self) -> bool:
@@ -70,7 +70,7 @@ class Source:
 
     @cached_property
     def parts(self) -> list[Part]:
-        passage = min(max(self.num_bytes // 100, PASSAGE_CHARACTERS[0]), PASSAGE_CHARACTERS[1])
+        passage = min(max(self.num_bytes // 100, _PASSAGE_CHARACTERS[0]), _PASSAGE_CHARACTERS[1])
         return [part for member in self.members for part in member.parts(passage)]
 
     @cached_property
@@ -96,7 +96,7 @@ class Source:
         return next((folder for folder in folders if folder), None)
 
 
-def parse_name(name: str, endings: tuple[str, ...]) -> Member:
+def _parse_name(name: str, endings: tuple[str, ...]) -> Member:
     if name.startswith(tuple(DATASETS)):
         return Dataset(name)
     if name.startswith(SYNTHETIC):
@@ -111,7 +111,7 @@ def parse_name(name: str, endings: tuple[str, ...]) -> Member:
     return RemoteFiles(name, endings) if is_remote(name) else LocalFiles(name, endings)
 
 
-def parse_endings(text_endings: str) -> tuple[str, ...]:
+def _parse_endings(text_endings: str) -> tuple[str, ...]:
     """Returns the endings of the files in a folder that are read. An ending of compressed files may
     follow them.
     """

@@ -89,9 +89,9 @@ METADATA = {
         }
     ),
 }
-MAX_NAMED = 5  # files in a message
-SAMPLES, SAMPLE_TOKENS = 50, 2000  # of each split; its ids are checked when the store is opened
-FIX = "remove the folder and rerun smallgpt_jax.prepare"
+_MAX_NAMED = 5  # files in a message
+_SAMPLES, _SAMPLE_TOKENS = 50, 2000  # of each split; its ids are checked when the store is opened
+_FIX = "remove the folder and rerun smallgpt_jax.prepare"
 TOKENS, DOCUMENTS, COUNTED = (
     ".bin",
     ".documents.bin",
@@ -168,20 +168,20 @@ class Split:
         ).items():
             name, path = f"{self.name}{ending}", self.folder / f"{self.name}{ending}"
             if not path.is_file():
-                raise UserError(f"{self.shown / name}: file of the token store is missing; {FIX}")
+                raise UserError(f"{self.shown / name}: file of the token store is missing; {_FIX}")
             if path.stat().st_size != length:
                 raise UserError(
                     f"{self.shown / name}: damaged, has {path.stat().st_size:,} bytes, expected "
-                    f"{length:,}; {FIX}"
+                    f"{length:,}; {_FIX}"
                 )
         starts = self.starts
         if starts[0] or starts[-1] >= self.tokens or not np.all(starts[1:] > starts[:-1]):
             raise UserError(
                 f"{self.shown / self.name}{DOCUMENTS}: damaged, the documents are not in order; "
-                f"{FIX}"
+                f"{_FIX}"
             )
-        for start in range(0, self.tokens, max(self.tokens // SAMPLES, SAMPLE_TOKENS)):
-            self.check_ids(self.stream[start : start + SAMPLE_TOKENS].astype(np.uint32))
+        for start in range(0, self.tokens, max(self.tokens // _SAMPLES, _SAMPLE_TOKENS)):
+            self.check_ids(self.stream[start : start + _SAMPLE_TOKENS].astype(np.uint32))
 
     def check_ids(self, ids: np.ndarray) -> None:
         """Raises UserError if a 32-bit id is not in the vocabulary: its loss would not be
@@ -191,7 +191,7 @@ class Split:
         if largest >= self.vocab_size:
             raise UserError(
                 f"{self.shown / self.name}{TOKENS}: damaged, has the id {largest}, but its "
-                f"vocabulary has only {self.vocab_size}; {FIX}"
+                f"vocabulary has only {self.vocab_size}; {_FIX}"
             )
 
 
@@ -209,7 +209,7 @@ class TokenStore:
             if getattr(found, field) != self.metadata[field]:
                 raise UserError(
                     f"{self.folder / METADATA_FILE}: {field}: {self.metadata[field]}, but the "
-                    f"store's tokenizer has {getattr(found, field)}; {FIX}"
+                    f"store's tokenizer has {getattr(found, field)}; {_FIX}"
                 )
         return found
 
@@ -237,14 +237,14 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
         raise UserError(
             f"{folder}: no token store (no {METADATA_FILE}); prepare it with smallgpt_jax.prepare"
         )
-    metadata = read_json(path, {"format": ANYTHING}, FIX)
+    metadata = read_json(path, {"format": ANYTHING}, _FIX)
     if metadata["format"] != FORMAT:
         raise UserError(
             f"{folder}: token store of format {str(metadata['format'])[:40]}, expected format "
-            f"{FORMAT}; {FIX}"
+            f"{FORMAT}; {_FIX}"
         )
     if mismatch := find_mismatch(metadata, METADATA):
-        raise UserError(f"{path}: {mismatch}; {FIX}")
+        raise UserError(f"{path}: {mismatch}; {_FIX}")
     found = {**dict(ADDED), **metadata["made_from"]}
     if different := [field for field, value in (made_from or {}).items() if value != found[field]]:
         raise UserError(
@@ -269,14 +269,14 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
             begin_of_text=metadata["begin_of_text"],
             vocab_size=metadata["vocab_size"],
             has_answers=found["format"] != "text",
-            encodes_all=not unencoded_share(metadata, name),
+            encodes_all=not _unencoded_share(metadata, name),
         )
     for split in splits.values():
         split.check_files()
     return TokenStore(folder, metadata, **splits)
 
 
-def unencoded_share(metadata: dict, split: str) -> float:
+def _unencoded_share(metadata: dict, split: str) -> float:
     """Returns the fraction of the tokens and of characters without tokens that tell nothing."""
     if "unencoded" not in metadata:
         return 0.0
@@ -295,14 +295,14 @@ def size_message(folder: Path, metadata: dict, seconds: float) -> str:
     tokens = sum(split["tokens"] for split in splits.values())
     text_bytes = sum(split["text_bytes"] for split in splits.values())
     lines = [
-        f"{metadata['made_from']['source']}: {format_documents(metadata, len(lengths))}, "
+        f"{metadata['made_from']['source']}: {_format_documents(metadata, len(lengths))}, "
         f"{millions(splits['train']['tokens'])} tokens for training, "
         f"{millions(splits['validation']['tokens'])} for validation, "
         f"{text_bytes / tokens:.2f} bytes per token ({duration(seconds)})",
         f"tokens per document: median {median:,}, 95% at most {most:,}, longest {longest:,}",
     ]
     if "plain_text" in metadata:
-        lines.append(held_out_message(**metadata["plain_text"]))
+        lines.append(_held_out_message(**metadata["plain_text"]))
     if metadata["skipped"]:
         lines.append(f"skipped: {format_skipped(metadata['skipped'])}")
     if warning := unencoded_message([metadata]):
@@ -310,7 +310,7 @@ def size_message(folder: Path, metadata: dict, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def format_documents(metadata: dict, count: int) -> str:
+def _format_documents(metadata: dict, count: int) -> str:
     """Returns such as "74 files, 2,035 passages"."""
     if "plain_text" not in metadata:
         return f"{count:,} documents"
@@ -319,7 +319,7 @@ def format_documents(metadata: dict, count: int) -> str:
     return text if passages == count else f"{count:,} documents, of which {text}"
 
 
-def held_out_message(
+def _held_out_message(
     split_by_file: bool, files: int, passages: int, validation_files: Sequence[str]
 ) -> str:
     if not split_by_file:
@@ -328,8 +328,8 @@ def held_out_message(
             "config.data.validation_fraction, it would be whole files"
         )
     names = [Path(name).name for name in validation_files]
-    shown = ", ".join(names[:MAX_NAMED])
-    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
+    shown = ", ".join(names[:_MAX_NAMED])
+    more = f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else ""
     return f"validation: {len(names):,} whole files: {shown}{more}"
 
 
@@ -337,7 +337,7 @@ def unencoded_message(stores: Sequence[dict]) -> str:
     """Returns how much of the text the tokenizer cannot encode, or "" if it encodes all. `stores`
     are their metadata.
     """
-    share = max(unencoded_share(metadata, split) for metadata in stores for split in SPLITS)
+    share = max(_unencoded_share(metadata, split) for metadata in stores for split in SPLITS)
     if not share:
         return ""
     percent = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"

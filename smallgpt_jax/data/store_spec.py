@@ -27,7 +27,7 @@ from smallgpt_jax.storage.object_storage import is_remote, list_files, require_b
 from smallgpt_jax.storage.paths import as_path
 
 # Expected number of whole files in the validation split, from which on it has no passages of others.
-MIN_VALIDATION_FILES = 5
+_MIN_VALIDATION_FILES = 5
 NOT_FREE = "config.data.store={!r}: exists and is not a token store; choose another folder"
 
 
@@ -68,7 +68,7 @@ class StoreSpec:
     def splits_by_file(self) -> bool:
         """Returns whether there are enough plain text files to hold out whole ones."""
         fraction = self.made_from["validation_fraction"]
-        return fraction * self.source.num_plain_texts >= MIN_VALIDATION_FILES
+        return fraction * self.source.num_plain_texts >= _MIN_VALIDATION_FILES
 
     @cached_property
     def folder(self) -> Path:
@@ -105,7 +105,7 @@ class StoreSpec:
         folder is not free.
         """
         folder = self.real_folder
-        require_free(folder)
+        _require_free(folder)
         for part in self.source.parts:
             if self.rules.format != "text" and not part.has_fields:
                 raise UserError(
@@ -140,7 +140,7 @@ class StoreSpec:
         return cache_folder() / "stores" / f"{readable_name(self.source.value)}-{digest}"
 
 
-def require_free(folder: Path) -> None:
+def _require_free(folder: Path) -> None:
     """Raises UserError if something other than a store or an empty folder exists at `folder`.
 
     A mount point is refused even if it is empty, because a finished store cannot be renamed to it.

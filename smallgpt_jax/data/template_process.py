@@ -21,10 +21,10 @@ from typing import NamedTuple
 from smallgpt_jax.formatting import short_reason
 
 SECONDS = 10.0  # of processor time, per conversation
-MEMORY_BYTES = 2**31
-MAX_CHARACTERS = 2**26  # of all renderings of a conversation
+_MEMORY_BYTES = 2**31
+_MAX_CHARACTERS = 2**26  # of all renderings of a conversation
 CONTENT = "\ufdd0"  # a Unicode noncharacter
-SERVE = (
+_SERVE = (
     "import sys; sys.path[:] = {}; from smallgpt_jax.data.template_process import serve; serve()"
 )
 
@@ -102,7 +102,7 @@ class _Renderer:
     def _start() -> subprocess.Popen:
         # With the modules that this process has found, not with those of the current folder.
         return subprocess.Popen(
-            [sys.executable, "-c", SERVE.format(sys.path)],
+            [sys.executable, "-c", _SERVE.format(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -113,12 +113,12 @@ def serve() -> None:
     """Answers each line of standard input. SIGPROF ends the process if an answer takes too long."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     with contextlib.suppress(OSError, ValueError):  # the limit is lower already, or not supported
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     for line in sys.stdin.buffer:
         try:
             reply = {"texts": _render(**_from_line(line))}
         except MemoryError:
-            reply = {"error": f"needs more than {MEMORY_BYTES // 2**30} GiB of memory"}
+            reply = {"error": f"needs more than {_MEMORY_BYTES // 2**30} GiB of memory"}
         except Exception as error:  # a template can raise any exception
             reply = {"error": short_reason(error)}
         sys.stdout.buffer.write(_to_line(reply))
@@ -148,8 +148,8 @@ def _render(
                 **variables,
             )
             characters += len(text)
-            if characters > MAX_CHARACTERS:
-                raise ValueError(f"writes more than {MAX_CHARACTERS:,} characters")
+            if characters > _MAX_CHARACTERS:
+                raise ValueError(f"writes more than {_MAX_CHARACTERS:,} characters")
             texts.append(text)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -23,14 +23,14 @@ from smallgpt_jax.formatting import list_names, short_reason
 from smallgpt_jax.storage.json_files import require_few_values
 from smallgpt_jax.storage.object_storage import Reader, is_remote
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-ROW_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
+_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+ROW_SUFFIXES = (*_JSON_SUFFIXES, ".parquet")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".zst")
 ARCHIVE_SUFFIXES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
-READ_BYTES = 1_000_000  # per read of a text file
+_READ_BYTES = 1_000_000  # per read of a text file
 # A read takes at most as many rows of a Parquet file as fit into PARQUET_BYTES if each is as long as
 # a whole column: a few bytes can mean the same long text in all rows.
-PARQUET_ROWS, PARQUET_BYTES = 64, 2**29
+_PARQUET_ROWS, PARQUET_BYTES = 64, 2**29
 
 
 def content_suffix(path: Path) -> str:
@@ -62,23 +62,25 @@ def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
             if not file.size and path.suffix.lower() in COMPRESSED_SUFFIXES:
                 raise EOFError("the file is empty")
             if suffix == ".parquet":
-                yield from read_parquet(path, rules)
+                yield from _read_parquet(path, rules)
                 return
             raw = open_binary(path)
-            content = decompress(path, raw)
-            if suffix in JSON_SUFFIXES:
-                items = parse_json_lines(read_lines(content, rules.max_document_bytes), path, rules)
+            content = _decompress(path, raw)
+            if suffix in _JSON_SUFFIXES:
+                items = _parse_json_lines(
+                    _read_lines(content, rules.max_document_bytes), path, rules
+                )
             elif is_code:
                 items = iter([content.read().decode(errors="replace")])
             elif (
                 rules.invalid_items == "skip"
                 and rules.invalid_utf8 == "refuse"
-                and not is_utf8(path)
+                and not _is_utf8(path)
             ):
                 items = iter([Skipped("not UTF-8 (whole file)")])
             else:
-                pieces = decode_utf8(read_pieces(content), path, rules.invalid_utf8)
-                items = read_passages(pieces, str(path), passage, rules.split_by_file)
+                pieces = _decode_utf8(_read_pieces(content), path, rules.invalid_utf8)
+                items = _read_passages(pieces, str(path), passage, rules.split_by_file)
             for item in items:
                 yield item, min(raw.tell() / max(file.size, 1), 1.0)
 
@@ -87,7 +89,7 @@ def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
         file.size,
         read,
         (file.location, file.version, passage),
-        has_fields=suffix in JSON_SUFFIXES,
+        has_fields=suffix in _JSON_SUFFIXES,
     )
 
 
@@ -95,7 +97,7 @@ def open_binary(path: Path):
     return Reader(path) if is_remote(path) else path.open("rb")
 
 
-def decompress(path: Path, raw) -> io.BufferedIOBase:
+def _decompress(path: Path, raw) -> io.BufferedIOBase:
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return gzip.open(raw)
@@ -128,23 +130,23 @@ def name_file_in_errors(path: Path):
         ) from None
 
 
-def read_pieces(file) -> Iterator[bytes]:
-    return iter(lambda: file.read(READ_BYTES), b"")
+def _read_pieces(file) -> Iterator[bytes]:
+    return iter(lambda: file.read(_READ_BYTES), b"")
 
 
-def read_lines(file, max_bytes: int) -> Iterator[bytes]:
+def _read_lines(file, max_bytes: int) -> Iterator[bytes]:
     """Of a line of more than `max_bytes` bytes, yields only the first max_bytes + 1."""
     while line := file.readline(max_bytes + 1):
         rest = line
         while len(line) > max_bytes and rest and not rest.endswith(b"\n"):
-            rest = file.readline(READ_BYTES)
+            rest = file.readline(_READ_BYTES)
         yield line
 
 
-def is_utf8(path: Path) -> bool:
+def _is_utf8(path: Path) -> bool:
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for piece in read_pieces(decompress(path, open_binary(path))):
+        for piece in _read_pieces(_decompress(path, open_binary(path))):
             decoder.decode(piece)
         decoder.decode(b"", final=True)
         return True
@@ -152,7 +154,7 @@ def is_utf8(path: Path) -> bool:
         return False
 
 
-def decode_utf8(pieces: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[str]:
+def _decode_utf8(pieces: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[str]:
     """Decodes UTF-8 piece by piece. All line endings become newlines.
 
     If `invalid_utf8` is "refuse", raises UserError with the position of the first invalid byte.
@@ -168,19 +170,19 @@ def decode_utf8(pieces: Iterator[bytes], path: Path, invalid_utf8: str) -> Itera
             text, used = codecs.utf_8_decode(data, errors, not piece)
         except UnicodeDecodeError as error:
             line += data.count(b"\n", 0, error.start)
-            raise not_utf8(path, offset + error.start, line) from None
+            raise _not_utf8(path, offset + error.start, line) from None
         offset, line, rest = offset + used, line + data.count(b"\n", 0, used), data[used:]
         yield newlines.decode(text, final=not piece)
 
 
-def not_utf8(path: Path, byte: int, line: int) -> UserError:
+def _not_utf8(path: Path, byte: int, line: int) -> UserError:
     return UserError(
         f"{path}: not UTF-8 at byte {byte} (line {line}); convert the file, set "
         "--config.data.invalid_utf8=replace, or skip it with --config.data.invalid_items=skip"
     )
 
 
-def read_passages(
+def _read_passages(
     pieces: Iterator[str], file: str, max_characters: int, split_by_file: bool
 ) -> Iterator[Passage]:
     """With `split_by_file`, the split of all passages depends on the first of `pieces`, up to a
@@ -188,12 +190,12 @@ def read_passages(
     """
     beginning = next(pieces, "")
     key_of_file = hashlib.blake2b(beginning.encode(), digest_size=16).hexdigest()
-    texts = split_passages(itertools.chain([beginning], pieces), max_characters)
+    texts = _split_passages(itertools.chain([beginning], pieces), max_characters)
     for number, text in enumerate(texts):
         yield Passage.of(text, file, number == 0, key_of_file if split_by_file else text)
 
 
-def split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
+def _split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
     """Splits a text into documents of at most `max_characters` characters, preferably at blank
     lines.
 
@@ -217,15 +219,15 @@ def split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
     yield text
 
 
-def parse_json_lines(lines: Iterator[bytes], path: Path, rules: Rules) -> Iterator[Item]:
+def _parse_json_lines(lines: Iterator[bytes], path: Path, rules: Rules) -> Iterator[Item]:
     offset = 0
     for number, line in enumerate(lines, start=1):
         start, offset = offset, offset + len(line)
         if line.strip():
-            yield parse_json_line(line, path, start, number, rules)
+            yield _parse_json_line(line, path, start, number, rules)
 
 
-def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Rules) -> Item:
+def _parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Rules) -> Item:
     where = f"{path}, line {number}"
     if len(line) > rules.max_document_bytes:
         return rules.refuse_or_skip_long(where)
@@ -238,7 +240,7 @@ def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Ru
     except UnicodeDecodeError as error:
         if rules.invalid_items == "skip":
             return Skipped("not UTF-8")
-        raise not_utf8(path, offset + error.start, number) from None
+        raise _not_utf8(path, offset + error.start, number) from None
     try:
         require_few_values(line)
     except ValueError as error:
@@ -258,7 +260,7 @@ def parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Ru
     return extract_document(item, where, rules)
 
 
-def read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
+def _read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
     parquet, types = (import_library(f"pyarrow.{name}", str(path)) for name in ("parquet", "types"))
     file = parquet.ParquetFile(open_binary(path) if is_remote(path) else path)
     columns = file.schema_arrow.names
@@ -268,11 +270,11 @@ def read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
             "--config.data.text_field"
         )
     rows, number = max(file.metadata.num_rows, 1), 0
-    rows_per_read = PARQUET_BYTES // max(largest_chunk(file, rules.text_field), 1)
-    rows_per_read = min(max(rows_per_read, 1), PARQUET_ROWS)
+    rows_per_read = PARQUET_BYTES // max(_largest_chunk(file, rules.text_field), 1)
+    rows_per_read = min(max(rows_per_read, 1), _PARQUET_ROWS)
     batches = file.iter_batches(rows_per_read, columns=[rules.text_field])
     if types.is_dictionary(file.schema_arrow.field(rules.text_field).type):
-        batches = name_invalid_dictionary(batches, path, rules.text_field)
+        batches = _name_invalid_dictionary(batches, path, rules.text_field)
     for batch in batches:
         column = batch.column(0)
         # pyarrow does not check that strings are valid UTF-8. `extract_text` checks this if it
@@ -281,10 +283,10 @@ def read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
             column = column.cast("binary" if types.is_string(column.type) else "large_binary")
         for value in column:  # one at a time becomes an object of Python
             number += 1
-            yield parquet_text(value, f"{path}, row {number}", columns, rules), number / rows
+            yield _parquet_text(value, f"{path}, row {number}", columns, rules), number / rows
 
 
-def name_invalid_dictionary(batches: Iterator, path: Path, column: str) -> Iterator:
+def _name_invalid_dictionary(batches: Iterator, path: Path, column: str) -> Iterator:
     """Raises UserError for invalid UTF-8 in a dictionary, which pyarrow checks when it reads it."""
     try:
         yield from batches
@@ -297,7 +299,7 @@ def name_invalid_dictionary(batches: Iterator, path: Path, column: str) -> Itera
         ) from None
 
 
-def largest_chunk(file, column: str) -> int:
+def _largest_chunk(file, column: str) -> int:
     """Returns the largest size of a column in a row group, in bytes as they are encoded."""
     leaves = [file.schema.column(i).path for i in range(len(file.schema.names))]
     if column not in leaves:  # it is nested, which `extract_text` refuses
@@ -307,7 +309,7 @@ def largest_chunk(file, column: str) -> int:
     return max((chunk.total_uncompressed_size for chunk in chunks), default=0)
 
 
-def parquet_text(value, where: str, columns: list[str], rules: Rules) -> Item:
+def _parquet_text(value, where: str, columns: list[str], rules: Rules) -> Item:
     """`value` is a scalar of pyarrow."""
     buffer = value.as_buffer() if hasattr(value, "as_buffer") else None
     if buffer is not None and buffer.size > rules.max_document_bytes:

@@ -28,8 +28,8 @@ from smallgpt_jax.storage.paths import local_path
 
 # SentencePiece is trained on at most this much text; more text hardly changes the vocabulary.
 MAX_TRAINING_CHARACTERS = 50_000_000
-MAX_LINE_CHARACTERS = 4096  # longer lines are split, because SentencePiece would ignore them
-TRAINED_END, GPT2_END = 1, 50256  # ids of end-of-text
+_MAX_LINE_CHARACTERS = 4096  # longer lines are split, because SentencePiece would ignore them
+_TRAINED_END, _GPT2_END = 1, 50256  # ids of end-of-text
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 
 
@@ -54,10 +54,10 @@ class TokenizerSource:
     def special_tokens(self) -> SpecialTokens:
         """Returns those of the tokenizer that `make` returns, without training or downloading it."""
         if self.is_trained:
-            end = (END_OF_TEXT, TRAINED_END)
+            end = (END_OF_TEXT, _TRAINED_END)
             return SpecialTokens.of_marks(end, end)
         if self.value == "gpt2":
-            end = (END_OF_TEXT, GPT2_END)
+            end = (END_OF_TEXT, _GPT2_END)
             return SpecialTokens.of_marks(end, end)
         return self.make().special_tokens
 
@@ -96,7 +96,7 @@ class TokenizerSource:
                 )
             return train_sentencepiece(texts, int(size))
         if kind == "gpt2":
-            return GPT2(*(download(name) for name in GPT2_FILES.values()))
+            return GPT2(*(_download(name) for name in GPT2_FILES.values()))
         path = self.path
         if path.is_dir():
             return tokenizers.load(path)
@@ -125,8 +125,8 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
             for text in texts:
                 for line in text.split("\n"):
                     yield from (
-                        line[i : i + MAX_LINE_CHARACTERS]
-                        for i in range(0, len(line), MAX_LINE_CHARACTERS)
+                        line[i : i + _MAX_LINE_CHARACTERS]
+                        for i in range(0, len(line), _MAX_LINE_CHARACTERS)
                     )
                 read += len(text)
                 if read > MAX_TRAINING_CHARACTERS:
@@ -148,9 +148,9 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
             hard_vocab_limit=False,
-            max_sentence_length=4 * MAX_LINE_CHARACTERS,
+            max_sentence_length=4 * _MAX_LINE_CHARACTERS,
             unk_id=0,
-            eos_id=TRAINED_END,
+            eos_id=_TRAINED_END,
             eos_piece=END_OF_TEXT,
             bos_id=-1,
             pad_id=-1,
@@ -167,7 +167,7 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
     return SentencePiece(model.getvalue())
 
 
-def download(name: str) -> bytes:
+def _download(name: str) -> bytes:
     """tiktoken downloads the file, or reads it from the cache in TIKTOKEN_CACHE_DIR."""
     import tiktoken.load
 

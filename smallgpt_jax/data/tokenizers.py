@@ -44,9 +44,9 @@ from smallgpt_jax.storage.json_files import (
     read_json_or_none,
 )
 
-KIND_FILE, SYMBOLS_FILE = "tokenizer_kind.json", "symbols.json"
-SENTENCEPIECE_FILE, ADDED_FILE = "tokenizer.model", "added_tokens.json"
-SHORT_TEXT = 10_000  # characters
+_KIND_FILE, _SYMBOLS_FILE = "tokenizer_kind.json", "symbols.json"
+_SENTENCEPIECE_FILE, _ADDED_FILE = "tokenizer.model", "added_tokens.json"
+_SHORT_TEXT = 10_000  # characters
 GPT2_FILES = {
     "vocab.json": "encoder.json",
     "merges.txt": "vocab.bpe",
@@ -56,16 +56,16 @@ GPT2_SHA256 = {  # in the order of GPT2_FILES
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
 # Values of tokenizer_class for tokenizers that split texts as GPT-2's.
-GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast")
+_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast")
 # Models with vocab.json and merges.txt of another class → the class.
-OTHER_BYTE_PAIRS = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+_OTHER_BYTE_PAIRS = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 # Names of all files that `load` reads.
 TOKENIZER_FILES = {
-    KIND_FILE,
-    SYMBOLS_FILE,
-    SENTENCEPIECE_FILE,
+    _KIND_FILE,
+    _SYMBOLS_FILE,
+    _SENTENCEPIECE_FILE,
     TOKENIZER_JSON,
-    ADDED_FILE,
+    _ADDED_FILE,
     *SETTINGS_FILES,
     *GPT2_FILES,
     *GPT2_FILES.values(),
@@ -125,7 +125,7 @@ class Tokenizer(Protocol):
         """Returns the text that `ids` encode. All ids must be below vocab_size."""
 
     def files(self) -> dict[str, bytes]:
-        """Returns the files that `load` needs, except KIND_FILE, as a dict from name to content."""
+        """Returns the files that `load` needs, except _KIND_FILE, as a dict from name to content."""
 
 
 class Bytes(Tokenizer):
@@ -147,7 +147,7 @@ class Bytes(Tokenizer):
         return {}
 
 
-SYMBOL = Kind(
+_SYMBOL = Kind(
     "a symbol of at most 100 characters, without spaces",
     lambda value: isinstance(value, str) and len(value) <= 100 and value.split() == [value],
 )
@@ -182,7 +182,7 @@ class Symbols(Tokenizer):
         return " ".join(self._symbols[i - 1] for i in ids if i > 0)
 
     def files(self):
-        return {SYMBOLS_FILE: (json.dumps(self._symbols) + "\n").encode()}
+        return {_SYMBOLS_FILE: (json.dumps(self._symbols) + "\n").encode()}
 
 
 class SentencePiece(Tokenizer):
@@ -226,7 +226,7 @@ class SentencePiece(Tokenizer):
         return {self._processor.id_to_piece(i) for i in range(self.vocab_size)}
 
     def encode(self, texts):
-        if len(texts) == 1 and len(texts[0]) < SHORT_TEXT:  # a list costs the start of a thread
+        if len(texts) == 1 and len(texts[0]) < _SHORT_TEXT:  # a list costs the start of a thread
             return [np.array(self._processor.encode(texts[0]), np.int32)]
         return [
             np.array(ids, np.int32) for ids in self._processor.encode(list(texts), num_threads=1)
@@ -259,7 +259,7 @@ class SentencePiece(Tokenizer):
         return self._processor.decode([int(i) for i in ids])
 
     def files(self):
-        return {SENTENCEPIECE_FILE: self._model}
+        return {_SENTENCEPIECE_FILE: self._model}
 
 
 class GPT2(Tokenizer):
@@ -333,7 +333,7 @@ def load(folder: Path) -> Tokenizer:
         # A tokenizer of ours is faster, and has more forms of export.
         if tokenizer and _encode_equally(tokenizer, theirs):
             return tokenizer
-        if KIND_FILE not in files:
+        if _KIND_FILE not in files:
             _require_added_tokens(theirs, files)
         return theirs
     if not tokenizer:
@@ -342,7 +342,7 @@ def load(folder: Path) -> Tokenizer:
             "tokenizer.model (SentencePiece), or vocab.json and merges.txt, or encoder.json and "
             "vocab.bpe (GPT-2)"
         )
-    if KIND_FILE not in files:
+    if _KIND_FILE not in files:
         _require_complete(tokenizer, files)
     return tokenizer
 
@@ -352,20 +352,20 @@ def _read_native(folder: Path, files: Mapping[str, Path]) -> Tokenizer | None:
     tokenizer.json; None, if this file alone tells the tokenizer.
     """
     kind = None
-    if KIND_FILE in files:
-        kind = read_json(files[KIND_FILE], {"kind": TEXT}, "restore it")["kind"]
+    if _KIND_FILE in files:
+        kind = read_json(files[_KIND_FILE], {"kind": TEXT}, "restore it")["kind"]
     if kind == Bytes.kind:
         return Bytes()
     if kind == SYMBOLS:
-        return Symbols(read_json(folder / SYMBOLS_FILE, [SYMBOL], "restore it"))
+        return Symbols(read_json(folder / _SYMBOLS_FILE, [_SYMBOL], "restore it"))
     if kind == HuggingFaceTokenizer.kind:
         return None
     has_json = TOKENIZER_JSON in files
-    if SENTENCEPIECE_FILE in files and (kind or not has_json):
-        return read_sentencepiece(files[SENTENCEPIECE_FILE])
+    if _SENTENCEPIECE_FILE in files and (kind or not has_json):
+        return read_sentencepiece(files[_SENTENCEPIECE_FILE])
     # GPT-2's two files, under the names that Hugging Face or OpenAI uses.
     pair = [files.get(name) or files.get(openai_name) for name, openai_name in GPT2_FILES.items()]
-    if all(pair) and (kind or not has_json or is_gpt2(pair)):
+    if all(pair) and (kind or not has_json or _is_gpt2(pair)):
         return _read_gpt2(pair)
     return None
 
@@ -392,7 +392,7 @@ def _encode_equally(one: Tokenizer, other: Tokenizer) -> bool:
     )
 
 
-ADVICE = (
+_ADVICE = (
     "write a complete tokenizer.json, for example with transformers: "
     "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
 )
@@ -404,30 +404,30 @@ def _require_complete(tokenizer: SentencePiece | GPT2, files: Mapping[str, Path]
     folder = next(iter(files.values())).parent
     settings, model = _read_objects(folder, SETTINGS_FILES[0], "config.json")
     if isinstance(tokenizer, GPT2):
-        kind = settings.get("tokenizer_class") or OTHER_BYTE_PAIRS.get(model.get("model_type"))
-        if kind not in (None, *GPT2_CLASSES):
+        kind = settings.get("tokenizer_class") or _OTHER_BYTE_PAIRS.get(model.get("model_type"))
+        if kind not in (None, *_GPT2_CLASSES):
             raise UserError(
-                f"{folder}: is a {kind}, which splits texts otherwise than GPT-2; {ADVICE}"
+                f"{folder}: is a {kind}, which splits texts otherwise than GPT-2; {_ADVICE}"
             )
     elif (
         settings.get("add_bos_token") is False and tokenizer.begin_of_text != tokenizer.end_of_text
     ):
         raise UserError(
             f"{folder}: add_bos_token=false in tokenizer_config.json, but its tokenizer.model has a "
-            f"piece that begins texts; {ADVICE}"
+            f"piece that begins texts; {_ADVICE}"
         )
 
 
 def _require_added_tokens(tokenizer: Tokenizer, files: Mapping[str, Path]) -> None:
     """Raises UserError if settings in the folder of a tokenizer add tokens that it lacks."""
     folder = next(iter(files.values())).parent
-    *settings, added = _read_objects(folder, *SETTINGS_FILES, ADDED_FILE)
+    *settings, added = _read_objects(folder, *SETTINGS_FILES, _ADDED_FILE)
     merged = hugging_face_tokenizer.merge_settings(*settings)
     names = hugging_face_tokenizer.added_tokens(merged) | added.keys()
     if missing := sorted(names - tokenizer.names()):
         raise UserError(
             f"{folder}: its settings name tokens that its tokenizer lacks, such as "
-            f"{short_repr(missing[0])}; {ADVICE}"
+            f"{short_repr(missing[0])}; {_ADVICE}"
         )
 
 
@@ -435,11 +435,11 @@ def _read_objects(folder: Path, *names: str) -> list[dict]:
     return [read_json_or_none(folder / name, OBJECT) or {} for name in names]
 
 
-def is_gpt2(pair: Sequence[Path]) -> bool:
-    return list(map(sha256_of, pair)) == list(GPT2_SHA256.values())
+def _is_gpt2(pair: Sequence[Path]) -> bool:
+    return list(map(_sha256_of, pair)) == list(GPT2_SHA256.values())
 
 
-def sha256_of(path: Path) -> str:
+def _sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -448,7 +448,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tokenizer.files().items():
         write_atomically(folder / name, content)
-    write_atomically(folder / KIND_FILE, json.dumps({"kind": tokenizer.kind}) + "\n")
+    write_atomically(folder / _KIND_FILE, json.dumps({"kind": tokenizer.kind}) + "\n")
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

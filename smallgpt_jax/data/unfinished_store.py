@@ -53,8 +53,8 @@ from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import TEXT, read_json_or_none
 
 JOURNAL_FILE = "journal.json"
-VERSION = 5
-COUNTS = ("tokens", "documents", "text_bytes", *UNENCODED)
+_VERSION = 5
+_COUNTS = ("tokens", "documents", "text_bytes", *UNENCODED)
 JOURNAL_SECONDS = 5  # minimum time between writes of the journal
 
 
@@ -63,17 +63,17 @@ class Entry(NamedTuple):
     digest: str  # digest of the source up to `place`
     done: float  # fraction of the source that has been read, 0 to 1
     skipped: dict[str, int]  # reason → number of skipped items
-    splits: dict[str, dict[str, int]]  # split → counts, as in COUNTS
+    splits: dict[str, dict[str, int]]  # split → counts, as in _COUNTS
     # {"files", "passages": number, "validation_files": names, if whole files are held out}
     plain_text: dict
 
 
-START = Entry(
+_START = Entry(
     Place(),
     Digest().hexdigest(),
     0.0,
     {},
-    {name: dict.fromkeys(COUNTS, 0) for name in SPLITS},
+    {name: dict.fromkeys(_COUNTS, 0) for name in SPLITS},
     {"files": 0, "passages": 0, "validation_files": []},
 )
 
@@ -86,7 +86,7 @@ class Journal:
     tokenizer_text_end: (
         Place | None
     )  # where the tokenizer's training text ends; None: at the end of the source
-    latest: Entry = START
+    latest: Entry = _START
     # `latest` was recorded while one part of the source was being read. `earlier` is the last entry
     # before that part. If that part has changed, preparation resumes from `earlier` instead of
     # `latest`.
@@ -99,18 +99,18 @@ class Journal:
 
     def write(self, folder: Path) -> None:
         fields = {
-            "version": VERSION,
+            "version": _VERSION,
             "identity": self.identity,
             "learned": self.tokenizer_text_end,
             **self.latest._asdict(),
             "earlier": self.earlier and self.earlier._asdict(),
         }
         write_atomically(
-            folder / JOURNAL_FILE, json.dumps({**fields, "checksum": checksum(fields)})
+            folder / JOURNAL_FILE, json.dumps({**fields, "checksum": _checksum(fields)})
         )
 
 
-def checksum(fields: dict) -> str:
+def _checksum(fields: dict) -> str:
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 
@@ -126,8 +126,8 @@ def read_journal(folder: Path) -> Journal | None:
     # A changed place or count would make another store, so no part of a changed journal is used.
     if (
         fields is None
-        or fields.pop("checksum") != checksum(fields)
-        or fields.get("version") != VERSION
+        or fields.pop("checksum") != _checksum(fields)
+        or fields.get("version") != _VERSION
     ):
         return None
     return Journal(
@@ -145,7 +145,7 @@ def resume_journal(
     start over.
     """
     journal = read_journal(folder)
-    if not journal or not can_resume(journal, identity):
+    if not journal or not _can_resume(journal, identity):
         return None
     # A change of settings can matter, too: in a text file that is now skipped, passages may have
     # been read.
@@ -171,7 +171,7 @@ def resume_journal(
     return dataclasses.replace(journal, identity=identity)
 
 
-def can_resume(journal: Journal, identity: dict) -> bool:
+def _can_resume(journal: Journal, identity: dict) -> bool:
     before, now = journal.identity["made_from"], identity["made_from"]
     may_change = {field for field in DataConfig.names(relaxable=True) if before[field] == "refuse"}
     if (
@@ -219,7 +219,7 @@ def write_documents(
             for name, split in splits.items():
                 split.add(encoded[name])
             skipped = Counter(journal.latest.skipped) + batch.skipped
-            plain_text = count_passages(batch.texts, journal)
+            plain_text = _count_passages(batch.texts, journal)
             journal.add(
                 Entry(
                     batch.place,
@@ -243,7 +243,7 @@ def write_documents(
         split.close()
 
 
-def count_passages(texts: Sequence[str], journal: Journal) -> dict:
+def _count_passages(texts: Sequence[str], journal: Journal) -> dict:
     """Returns `Entry.plain_text` after further documents."""
     passages = [text for text in texts if isinstance(text, Passage)]
     first = [passage for passage in passages if passage.is_first]
@@ -289,10 +289,10 @@ class SplitWriter:
     def __init__(
         self, folder: Path, name: str, dtype: np.dtype, has_answers: bool, counts: dict[str, int]
     ):
-        self.counts = counts  # {name in COUNTS: number}
+        self.counts = counts  # {name in _COUNTS: number}
         sizes = file_sizes(dtype, has_answers, counts["tokens"], counts["documents"])
         self._files = {
-            ending: open_truncated(folder / f"{name}{ending}", size)
+            ending: _open_truncated(folder / f"{name}{ending}", size)
             for ending, size in sizes.items()
         }
 
@@ -321,7 +321,7 @@ class SplitWriter:
             file.close()
 
 
-def open_truncated(path: Path, length: int):
+def _open_truncated(path: Path, length: int):
     """Opens a file for appending, truncated to `length` bytes. Raises UserError if it is
     shorter.
     """

@@ -185,13 +185,7 @@ class FakeTrain:
                 (folder / "checkpoints" / str(step)).mkdir(parents=True, exist_ok=True)
 
     def _write_metrics(self, folder: Path, config: Config, corpus, loss: float) -> None:
-        targets = num_validation_targets(
-            corpus,
-            config.data,
-            context_length=config.model.context_length,
-            batch_size=config.train.batch_size,
-            eval_steps=config.train.eval_steps,
-        )
+        targets = num_validation_targets(corpus, config.data, config.model, config.train)
         steps = config.train.steps
         lines = [{"step": steps, "split": "train", "loss": loss, "tokens_per_second": 1000.0}]
         for step, value in ((steps // 2, loss + 1), (steps, loss)):

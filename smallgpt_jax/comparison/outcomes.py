@@ -151,13 +151,7 @@ def _require_same(run: Run, comparison: Comparison, text: Corpus) -> None:
             f"{where}: has another config than this comparison ({differences}); leave out its "
             "record, or give the run another name"
         )
-    targets = num_validation_targets(
-        text,
-        config.data,
-        context_length=config.model.context_length,
-        batch_size=config.train.batch_size,
-        eval_steps=config.train.eval_steps,
-    )
+    targets = num_validation_targets(text, config.data, config.model, config.train)
     if run.last and run.last.targets != targets:
         raise UserError(
             f"{where}: its loss is a mean over {run.last.targets:,} tokens, those of this "

@@ -20,10 +20,10 @@ def _shuffled(mixture: Mixture, seed: int) -> grain.MapDataset:
     """Returns an endless dataset of row numbers. Every pass over the rows of a packing has a new
     order.
     """
-    orders = [
-        grain.MapDataset.range(first, first + packing.num_rows).seed(seed + i).shuffle().repeat()
-        for i, (first, packing) in enumerate(zip(mixture.first_rows, mixture.packings))
-    ]
+    orders = []
+    for i, (first, packing) in enumerate(zip(mixture.first_rows, mixture.packings)):
+        numbers = grain.MapDataset.range(first, first + packing.num_rows)
+        orders.append(numbers.seed(seed + i).shuffle().repeat())
     return grain.MapDataset.mix(orders, mixture.weights) if len(orders) > 1 else orders[0]
 
 
@@ -59,9 +59,8 @@ def train_batches(
 
 
 def read_ahead(batches: grain.MapDataset, first: int, workers: int) -> Iterator[Batch]:
-    options = grain.ReadOptions(
-        num_threads=workers, prefetch_buffer_size=_READ_AHEAD if workers else 0
-    )
+    buffer = _READ_AHEAD if workers else 0
+    options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=buffer)
     return iter(batches[first:].to_iter_dataset(options))
 
 
@@ -88,20 +87,20 @@ def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
 
     Each store contributes rows in proportion to its weight.
     """
-    most = int(
-        min(packing.num_rows / weight for packing, weight in zip(mixture.packings, mixture.weights))
-    )
+    # A sample ends where the first store, with so many rows per weight, has no more rows.
+    rows_per_weight = [
+        packing.num_rows / weight for packing, weight in zip(mixture.packings, mixture.weights)
+    ]
+    most = int(min(rows_per_weight))
     total = min(limit, most) if limit else most
-    counts = np.diff(
-        np.round(total * np.cumsum([0, *mixture.weights])).astype(int)
-    )  # their sum is `total`
-    order = np.concatenate(
-        [
-            first + np.random.default_rng(0).permutation(packing.num_rows)[:count]
-            for first, packing, count in zip(mixture.first_rows, mixture.packings, counts)
-        ]
-    )
-    return np.random.default_rng(0).permutation(order) if len(mixture.packings) > 1 else order
+    # Rounded sums, not rounded counts: so the counts add up to `total`.
+    counts = np.diff(np.round(total * np.cumsum([0, *mixture.weights])).astype(int))
+    samples = []
+    for first, packing, count in zip(mixture.first_rows, mixture.packings, counts):
+        order = np.random.default_rng(0).permutation(packing.num_rows)
+        samples.append(first + order[:count])
+    sample = np.concatenate(samples)
+    return np.random.default_rng(0).permutation(sample) if len(samples) > 1 else sample
 
 
 def masked_batches(
@@ -117,10 +116,11 @@ def masked_batches(
     def read(first: int) -> Batch:
         numbers = row_numbers_R[first : first + batch_size]
         is_included_B = np.arange(batch_size) < len(numbers)
-        numbers_B = np.resize(numbers, batch_size)[rows]
+        numbers_B = np.resize(numbers, batch_size)[rows]  # repeats the numbers of a short batch
         batch = mixture.read_rows(numbers_B)
-        all_targets = np.ones(batch.tokens_BxT1[:, 1:].shape, bool)
-        loss_mask_BxT = all_targets if batch.loss_mask_BxT is None else batch.loss_mask_BxT
+        loss_mask_BxT = batch.loss_mask_BxT
+        if loss_mask_BxT is None:
+            loss_mask_BxT = np.ones(batch.tokens_BxT1[:, 1:].shape, bool)
         return batch._replace(
             loss_mask_BxT=loss_mask_BxT & is_included_B[rows][:, None],
             row_numbers_B=numbers_B.astype(np.uint32),

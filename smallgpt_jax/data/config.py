@@ -103,18 +103,14 @@ class DataConfig(ConfigGroup):
             self.refuse(
                 "tokenizer", f"cannot write the examples of {self.source}; set it to {SYMBOLS!r}"
             )
-        for field, value in (
-            ("store", ""),
-            ("packing", "concat"),
-            ("separate_documents", False),
-            ("format", "text"),
-        ):
+        required = {"store": "", "packing": "concat", "separate_documents": False, "format": "text"}
+        for field, value in required.items():
             if getattr(self, field) != value:
                 self.refuse(field, f"cannot be combined with {self.source}; set it to {value!r}")
         self.validate_probe(PROBES[name])
 
     def validate_probe(self, probe: type[Probe]) -> None:
-        least, tests = probe.least_length, self.probe_test_lengths
+        least, lengths = probe.least_length, (self.probe_length, *self.probe_test_lengths)
         self.validate_range("probe_length", least=least)
         if self.probe_min_length and not least <= self.probe_min_length <= self.probe_length:
             self.refuse(
@@ -122,9 +118,8 @@ class DataConfig(ConfigGroup):
                 f"must be 0, or at least {least} and at most config.data.probe_length="
                 f"{self.probe_length}",
             )
-        if not all(type(length) is int and length >= least for length in tests) or len(
-            {self.probe_length, *tests}
-        ) <= len(tests):
+        are_valid = all(type(length) is int and length >= least for length in lengths)
+        if not are_valid or len(set(lengths)) < len(lengths):
             self.refuse(
                 "probe_test_lengths",
                 f"must be different integers of at least {least}, other than "

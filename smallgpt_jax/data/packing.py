@@ -18,12 +18,10 @@ from smallgpt_jax.data.store import Split
 
 class Batch(NamedTuple):
     tokens_BxT1: np.ndarray  # int32
-    segment_ids_BxT: np.ndarray | None = (
-        None  # int32; None: tokens also attend to earlier documents in the row
-    )
-    loss_mask_BxT: np.ndarray | None = (
-        None  # bool: whether the loss includes the target; None: all targets
-    )
+    # int32; None: tokens also attend to earlier documents in the row
+    segment_ids_BxT: np.ndarray | None = None
+    # bool: whether the loss includes the target; None: all targets
+    loss_mask_BxT: np.ndarray | None = None
     targets_BxT: np.ndarray | None = None  # int32; None: tokens_BxT1[:, 1:]
     row_numbers_B: np.ndarray | None = None  # uint32: in the validation split; None in training
     # int32, equal in all rows: the ids below are those of the tokenizer. Only for masked models
@@ -47,9 +45,8 @@ class Mixture:
     """The packed rows of one or several token stores, numbered consecutively from 0."""
 
     packings: Sequence[_Packing]  # the rows of each store
-    weights: Sequence[
-        float
-    ]  # fraction of the training rows that come from each store; their sum is 1
+    # fraction of the training rows that come from each store; their sum is 1
+    weights: Sequence[float]
 
     @property
     def num_rows(self) -> int:
@@ -64,23 +61,23 @@ class Mixture:
         return np.cumsum([0] + [packing.num_rows for packing in self.packings])[:-1]
 
     def packing_of(self, rows_B: np.ndarray) -> np.ndarray:
+        """Returns the index of the packing that has each row, (B,)."""
         return np.searchsorted(self.first_rows, rows_B, side="right") - 1
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
         if len(self.packings) == 1:
             return self.packings[0].read_rows(rows_B)
         packing_of = self.packing_of(rows_B)
-        parts = [
+        batches = [
             packing.read_rows(rows_B[packing_of == i] - self.first_rows[i])
             for i, packing in enumerate(self.packings)
         ]
-        order = np.argsort(np.argsort(packing_of, kind="stable"))  # restores the order of rows_B
-        return Batch(
-            *(
-                None if arrays[0] is None else np.concatenate(arrays)[order]
-                for arrays in zip(*parts)
-            )
-        )
+        # The batches together have the rows sorted by packing; `order` is the inverse of this sort.
+        order = np.argsort(np.argsort(packing_of, kind="stable"))
+        joined = [
+            None if arrays[0] is None else np.concatenate(arrays)[order] for arrays in zip(*batches)
+        ]
+        return Batch(*joined)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +89,13 @@ class _SplitRows:
     @property
     def summary(self) -> str:
         split = self.split
-        if split.has_answers:
-            long = int(np.sum(split.lengths > self.context_length))
-            rest = (
-                f"{split.documents - long:,} examples, {np.mean(split.counted):.0%} of the tokens "
-                "are answers" + (f"; {long:,} too long examples are left out" if long else "")
-            )
-        else:
-            rest = f"{self.cut_documents:.0%} of the documents split"
-        return f"{split.folder.name}, {self.name}: {self.padding:.2%} padding, {rest}"
+        text = f"{split.folder.name}, {self.name}: {self.padding:.2%} padding"
+        if not split.has_answers:
+            return f"{text}, {self.cut_documents:.0%} of the documents split"
+        long = int(np.sum(split.lengths > self.context_length))
+        text += f", {split.documents - long:,} examples"
+        text += f", {np.mean(split.counted):.0%} of the tokens are answers"
+        return f"{text}; {long:,} too long examples are left out" if long else text
 
 
 class Concat(_SplitRows):
@@ -121,19 +116,20 @@ class Concat(_SplitRows):
     @property
     def cut_documents(self) -> float:
         starts = np.asarray(self.split.starts)
-        ends = np.append(starts[1:], self.split.tokens)
-        return float(np.mean(starts // self.context_length != (ends - 1) // self.context_length))
+        lasts = np.append(starts[1:], self.split.tokens) - 1  # the last token of each document
+        return float(np.mean(starts // self.context_length != lasts // self.context_length))
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
-        stream, length = self.split.stream, self.context_length + 1
+        length = self.context_length + 1
         tokens_BxT1 = np.empty((len(rows_B), length), np.int32)
-        for row, start in zip(tokens_BxT1, rows_B.astype(np.int64) * self.context_length):
-            row[:] = stream[start : start + length]
+        starts_B = rows_B.astype(np.int64) * self.context_length  # int32 would overflow
+        for row, start in zip(tokens_BxT1, starts_B):
+            row[:] = self.split.stream[start : start + length]
         self.split.check_ids(tokens_BxT1)
         if not self.separate:
             return Batch(tokens_BxT1)
         begins_BxT = tokens_BxT1[:, :-1] == self.split.begin_of_text
-        begins_BxT[:, 0] = True
+        begins_BxT[:, 0] = True  # the rest of a document that began in an earlier row
         return Batch(tokens_BxT1, np.cumsum(begins_BxT, axis=1, dtype=np.int32))
 
 
@@ -159,11 +155,9 @@ class BestFit(_SplitRows):
 
     @property
     def cut_documents(self) -> float:
-        return (
-            0.0
-            if self.split.has_answers
-            else float(np.mean(self.split.lengths > self.context_length))
-        )
+        if self.split.has_answers:
+            return 0.0
+        return float(np.mean(self.split.lengths > self.context_length))
 
     @cached_property
     def _pieces(self) -> "_RowPieces":
@@ -174,39 +168,31 @@ class BestFit(_SplitRows):
         return pack_best_fit(starts_D, lengths_D, self.context_length)
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
-        stream, begin_of_text, context_length = (
-            self.split.stream,
-            self.split.begin_of_text,
-            self.context_length,
-        )
-        tokens_BxT1 = np.full((len(rows_B), context_length + 1), begin_of_text, np.int32)
-        targets_BxT = np.full((len(rows_B), context_length), begin_of_text, np.int32)
-        segment_ids_BxT = np.zeros((len(rows_B), context_length), np.int32)
-        loss_mask_BxT, counted = np.zeros(segment_ids_BxT.shape, bool), self.split.counted
-        for tokens, targets, segments, mask, row in zip(
-            tokens_BxT1, targets_BxT, segment_ids_BxT, loss_mask_BxT, rows_B
-        ):
-            first, last = self._pieces.first_piece[row : row + 2]
-            offset = 0
-            row_pieces = zip(self._pieces.starts[first:last], self._pieces.lengths[first:last])
+        pieces, split, shape = self._pieces, self.split, (len(rows_B), self.context_length)
+        tokens_BxT1 = np.full((len(rows_B), self.context_length + 1), split.begin_of_text, np.int32)
+        targets_BxT = np.full(shape, split.begin_of_text, np.int32)
+        segment_ids_BxT = np.zeros(shape, np.int32)
+        loss_mask_BxT = np.zeros(shape, bool)
+        for b, row in enumerate(rows_B):
+            first, last = pieces.first_piece[row : row + 2]
+            offset = 0  # in the row, of the next piece
+            row_pieces = zip(pieces.starts[first:last], pieces.lengths[first:last])
             for number, (start, length) in enumerate(row_pieces, start=1):
                 # `text` is the piece and the token after it, the target of the piece's last token.
                 # If the piece ends a document, this token is the begin-of-text of the next
                 # document. At the end of the split, no token follows, and the target keeps its
                 # initial value, begin-of-text.
-                text = stream[start : start + length + 1]
-                tokens[offset : offset + len(text)] = text
-                targets[offset : offset + len(text) - 1] = text[1:]
-                segments[offset : offset + length] = number
-                mask[offset : offset + length] = (
-                    True if counted is None else counted[start : start + length]
-                )
+                text = split.stream[start : start + length + 1]
+                tokens_BxT1[b, offset : offset + len(text)] = text
+                targets_BxT[b, offset : offset + len(text) - 1] = text[1:]
+                counted = True if split.counted is None else split.counted[start : start + length]
+                loss_mask_BxT[b, offset : offset + length] = counted
+                segment_ids_BxT[b, offset : offset + length] = number
                 offset += length
-        self.split.check_ids(tokens_BxT1)
-        self.split.check_ids(targets_BxT)
-        return Batch(
-            tokens_BxT1, segment_ids_BxT if self.separate else None, loss_mask_BxT, targets_BxT
-        )
+        split.check_ids(tokens_BxT1)
+        split.check_ids(targets_BxT)
+        segments = segment_ids_BxT if self.separate else None
+        return Batch(tokens_BxT1, segments, loss_mask_BxT, targets_BxT)
 
 
 class _RowPieces(NamedTuple):
@@ -216,60 +202,62 @@ class _RowPieces(NamedTuple):
 
     starts: np.ndarray  # (pieces,) int64, the offset of each piece in the split's stream, in tokens
     lengths: np.ndarray  # (pieces,) int64, in tokens
-    first_piece: (
-        np.ndarray
-    )  # (rows + 1,), index of each row's first piece; last entry: number of pieces
+    # (rows + 1,), index of each row's first piece; last entry: number of pieces
+    first_piece: np.ndarray
 
 
 def pack_best_fit(starts_D: np.ndarray, lengths_D: np.ndarray, row_length: int) -> _RowPieces:
-    """Returns the assignment of documents to rows of `row_length` tokens by best-fit decreasing.
-
-    The longest pieces are placed first, each into the fullest row that has room for it. Of equally
-    full rows, the one that became so full first is chosen. Pieces of the same length are placed
-    together: the Python loop runs over lengths, not over pieces.
-    """
+    """Returns the assignment of documents to rows of `row_length` tokens by best-fit decreasing."""
+    # A document of 10 tokens and rows of 4: pieces at 0, 4 and 8, of 4, 4 and 2 tokens.
     pieces_D = -(-lengths_D // row_length)
     document = np.repeat(np.arange(len(starts_D)), pieces_D)
-    part = np.arange(len(document)) - np.repeat(np.cumsum(pieces_D) - pieces_D, pieces_D)
-    starts = starts_D[document] + part * row_length
-    lengths = np.minimum(lengths_D[document] - part * row_length, row_length)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(pieces_D) - pieces_D, pieces_D)
+    starts = starts_D[document] + number * row_length
+    lengths = np.minimum(lengths_D[document] - number * row_length, row_length)
 
-    by_length = np.argsort(-lengths, kind="stable")
-    negative_lengths = -lengths[by_length]  # ascending, for searchsorted
-    row_of = np.empty(len(lengths), np.int64)  # row of each piece, in the order of by_length
+    longest_first = np.argsort(-lengths, kind="stable")
+    starts, lengths = starts[longest_first], lengths[longest_first]
+    row_of = _place_pieces(lengths, row_length)
+    by_row = np.argsort(row_of, kind="stable")
+    num_rows = int(np.max(row_of, initial=-1)) + 1
+    first_piece = np.searchsorted(row_of[by_row], np.arange(num_rows + 1))
+    return _RowPieces(starts[by_row], lengths[by_row], first_piece)
+
+
+def _place_pieces(lengths: np.ndarray, row_length: int) -> np.ndarray:
+    """Returns the row of each piece; `lengths` descend.
+
+    Each piece goes into the fullest row that has room for it. Of equally full rows, the one that
+    became so full first is chosen. Pieces of the same length are placed together: the Python loop
+    runs over lengths, not over pieces.
+    """
+    negative_lengths = -lengths  # ascending, for searchsorted
+    row_of = np.empty(len(lengths), np.int64)
     rows_by_room = {}  # number of tokens that still fit → rows with this much room
     num_rows = first = 0
-    while first < len(negative_lengths):
-        length = -int(negative_lengths[first])
+    while first < len(lengths):
+        length = int(lengths[first])
         last = int(np.searchsorted(negative_lengths, -length, side="right"))
-        while first < last:
-            fitting = min((room for room in rows_by_room if room >= length), default=None)
-            if fitting is None:
-                pieces_per_row = row_length // length
-                rows = np.arange(num_rows, num_rows - (-(last - first) // pieces_per_row))
-                num_rows += len(rows)
-                room = row_length
-            else:
-                room, rows = fitting, rows_by_room.pop(fitting)
-                pieces_per_row = room // length
-                used = -(-(last - first) // pieces_per_row)
-                if used < len(rows):
-                    rows_by_room[room] = rows[used:]
-                    rows = rows[:used]
+        while first < last:  # the pieces from first to last - 1 have this length
+            room = min((room for room in rows_by_room if room >= length), default=row_length)
+            pieces_per_row = room // length
+            needed = -(-(last - first) // pieces_per_row)
+            rows = rows_by_room.pop(room, None)
+            if rows is None:
+                rows = np.arange(num_rows, num_rows + needed)
+                num_rows += needed
+            elif needed < len(rows):
+                rows, rows_by_room[room] = rows[:needed], rows[needed:]
             count = min(last - first, len(rows) * pieces_per_row)
             row_of[first : first + count] = np.repeat(rows, pieces_per_row)[:count]
             first += count
             pieces_in_last = count - (len(rows) - 1) * pieces_per_row
-            for pieces, filled in ((pieces_per_row, rows[:-1]), (pieces_in_last, rows[-1:])):
-                if len(filled) and room > pieces * length:
-                    remaining = room - pieces * length
-                    rows_by_room[remaining] = np.concatenate(
-                        [rows_by_room.get(remaining, filled[:0]), filled]
-                    )
-    by_row = np.argsort(row_of, kind="stable")
-    order = by_length[by_row]
-    first_piece = np.searchsorted(row_of[by_row], np.arange(num_rows + 1))
-    return _RowPieces(starts[order], lengths[order], first_piece)
+            for filled, pieces in ((rows[:-1], pieces_per_row), (rows[-1:], pieces_in_last)):
+                left = room - pieces * length
+                if left and len(filled):
+                    others = rows_by_room.get(left, filled[:0])
+                    rows_by_room[left] = np.concatenate([others, filled])
+    return row_of
 
 
 PACKINGS = {packing.name: packing for packing in (Concat, BestFit)}

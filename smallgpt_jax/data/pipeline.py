@@ -1,5 +1,5 @@
 """Makes the batches of a run: packs a corpus into rows, shuffles the rows, and places batches on
-the mesh's devices.
+the mesh's devices. `data`, `model` and `train` are the groups of a run's config.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 
 from smallgpt_jax.data import batches
 from smallgpt_jax.data.corpus import Corpus, load_or_prepare, require_room
-from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.data.packing import Batch, Mixture
 from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError
 
@@ -22,14 +22,13 @@ class DataPipeline:
     """The data of a run. A training batch depends only on the seed and the step."""
 
     corpus: Corpus
-    train: batches.Mixture
+    train: Mixture
     tokens_per_step: float  # without padding
     train_batches: Any  # item i: this process's rows of the batch for step i + 1
     validation_batches: Any
     test_batches: dict[int, Any]  # {further length of a probe: validation batches}
-    row_numbers: (
-        Any  # item i: the numbers of the rows in the batch for step i + 1; they index `train`
-    )
+    # item i: the numbers of the rows in the batch for step i + 1; they index `train`
+    row_numbers: Any
     to_devices: Callable  # this process's rows → the global batch
 
     def row_numbers_at(self, step: int) -> list[int]:
@@ -39,9 +38,10 @@ class DataPipeline:
         """Returns a pipeline for masked models, which draw ids of the tokenizer."""
 
         def add(batch: Batch) -> Batch:
-            rows = len(batch.tokens_BxT1)
+            vocab_size = self.corpus.tokenizer.vocab_size
+            # One per row, because all arrays of a batch are sharded along their rows.
             return batch._replace(
-                vocab_size_B=np.full(rows, self.corpus.tokenizer.vocab_size, np.int32)
+                vocab_size_B=np.full(len(batch.tokens_BxT1), vocab_size, np.int32)
             )
 
         return dataclasses.replace(
@@ -52,63 +52,57 @@ class DataPipeline:
 
 
 def open_pipeline(
-    data,
-    mesh: jax.sharding.Mesh,
-    *,
-    context_length: int,
-    vocab_size: int,
-    batch_size: int,
-    eval_steps: int,
-    seed: int,
-    corpus: Corpus | None = None,
+    mesh: jax.sharding.Mesh, data, model, train, seed: int, corpus: Corpus | None = None
 ) -> DataPipeline:
-    """`corpus` is that of `data`; None opens it. Process 0 prepares a missing token store first.
-    The others then open it, or prepare their own copy if they do not share its file system. Raises
-    UserError if the text is missing, too short, or not the same in all processes.
+    """`seed` is that of the order of the batches. `corpus` is that of `data`; None opens it.
+
+    Process 0 prepares a missing token store first. The others then open it, or prepare their own
+    copy if they do not share its file system. Raises UserError if the text is missing, too short,
+    or not the same in all processes.
     """
-    corpus = (
-        corpus or distributed.run_on_primary(lambda: load_or_prepare(data)) or load_or_prepare(data)
-    )
-    if corpus.tokenizer.vocab_size > vocab_size:
+    if not corpus:
+        corpus = distributed.run_on_primary(lambda: load_or_prepare(data)) or load_or_prepare(data)
+    if corpus.tokenizer.vocab_size > model.vocab_size:
         raise UserError(
-            f"config.model.vocab_size={vocab_size}: must be at least "
+            f"config.model.vocab_size={model.vocab_size}: must be at least "
             f"{corpus.tokenizer.vocab_size}, the vocabulary size of the tokenizer"
         )
-    require_room(data, corpus, context_length)
+    require_room(data, corpus, model.context_length)
     distributed.require_equal("the training text", json.dumps(corpus.description))
-    train, validation = (
-        corpus.pack(split, data.packing, data.separate_documents, context_length)
-        for split in ("train", "validation")
-    )
-    tests = corpus.test_rows(context_length)
-    rows = sharding.local_rows(mesh, batch_size)
+    train_rows = _pack(corpus, "train", data, model)
+    batch_size = train.batch_size
+    local_rows = sharding.local_rows(mesh, batch_size)
+
+    def validate_on(mixture: Mixture):
+        return batches.validation_batches(mixture, batch_size, train.eval_steps, local_rows)
 
     def to_devices(batch: Batch) -> Batch:
         return jax.tree.map(
-            lambda local: sharding.global_batch(mesh, rows, batch_size, local), batch
+            lambda local: sharding.global_batch(mesh, local_rows, batch_size, local), batch
         )
 
     return DataPipeline(
-        corpus,
-        train,
-        batch_size * context_length * (1 - train.padding),
-        batches.train_batches(train, batch_size, seed, rows),
-        batches.validation_batches(validation, batch_size, eval_steps, rows),
-        {
-            length: batches.validation_batches(test, batch_size, eval_steps, rows)
-            for length, test in tests.items()
+        corpus=corpus,
+        train=train_rows,
+        tokens_per_step=batch_size * model.context_length * (1 - train_rows.padding),
+        train_batches=batches.train_batches(train_rows, batch_size, seed, local_rows),
+        validation_batches=validate_on(_pack(corpus, "validation", data, model)),
+        test_batches={
+            length: validate_on(mixture)
+            for length, mixture in corpus.test_rows(model.context_length).items()
         },
-        batches.row_numbers(train, batch_size, seed),
-        to_devices,
+        row_numbers=batches.row_numbers(train_rows, batch_size, seed),
+        to_devices=to_devices,
     )
 
 
-def num_validation_targets(
-    corpus: Corpus, data, *, context_length: int, batch_size: int, eval_steps: int
-) -> int:
+def num_validation_targets(corpus: Corpus, data, model, train) -> int:
     """Returns the number of target tokens in one evaluation, summed over all processes."""
-    validation = corpus.pack("validation", data.packing, data.separate_documents, context_length)
-    return sum(
-        int(np.sum(batch.loss_mask_BxT))
-        for batch in batches.validation_batches(validation, batch_size, eval_steps)
+    evaluation = batches.validation_batches(
+        _pack(corpus, "validation", data, model), train.batch_size, train.eval_steps
     )
+    return sum(int(np.sum(batch.loss_mask_BxT)) for batch in evaluation)
+
+
+def _pack(corpus: Corpus, split: str, data, model) -> Mixture:
+    return corpus.pack(split, data.packing, data.separate_documents, model.context_length)

@@ -26,9 +26,5 @@ def is_evaluated(workdir: Path, config: Config, corpus: Corpus, step: int) -> bo
         line["targets"] for line in lines if line["split"] == "eval" and line["step"] == step
     ]
     return bool(targets) and targets[-1] == num_validation_targets(
-        corpus,
-        config.data,
-        context_length=config.model.context_length,
-        batch_size=config.train.batch_size,
-        eval_steps=config.train.eval_steps,
+        corpus, config.data, config.model, config.train
     )

@@ -129,14 +129,7 @@ def open_pipeline(
     """Raises UserError if the text does not suit the model."""
     config = Config.of(config)
     pipeline = open_data(
-        config.data,
-        program.mesh,
-        context_length=config.model.context_length,
-        vocab_size=config.model.vocab_size,
-        batch_size=config.train.batch_size,
-        eval_steps=config.train.eval_steps,
-        seed=config.data_seed,
-        corpus=corpus,
+        program.mesh, config.data, config.model, config.train, config.data_seed, corpus
     )
     if program.teacher:
         program.teacher.check_tokenizer(pipeline.corpus.tokenizer)

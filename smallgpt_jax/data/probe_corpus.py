@@ -15,7 +15,7 @@ import numpy as np
 
 from smallgpt_jax.data.config import SYNTHETIC
 from smallgpt_jax.data.packing import Batch, Mixture
-from smallgpt_jax.data.probes import NO_ANSWER, PROBES, Probe, RowNumbers
+from smallgpt_jax.data.probes import NO_ANSWER, PROBES, Probe, RandomNumbers
 from smallgpt_jax.data.tokenizers import Symbols
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.json_files import TEXT, Each, integer
@@ -59,31 +59,29 @@ class _ExampleRows:
 
     @cached_property
     def padding(self) -> float:
-        inputs = [
-            self.probe.num_inputs(length) for length in range(self.min_length, self.length + 1)
-        ]
+        lengths = range(self.min_length, self.length + 1)
+        inputs = [self.probe.num_inputs(length) for length in lengths]
         return 1 - float(np.mean(inputs)) / self.context_length
 
     @property
     def summary(self) -> str:
-        lengths = (
-            f"{self.min_length} to {self.length}" if self.min_length < self.length else self.length
-        )
+        lengths = f"{self.length}"
+        if self.min_length < self.length:
+            lengths = f"{self.min_length} to {self.length}"
         return f"{SYNTHETIC}{self.name}, {lengths} {self.probe.unit}: {self.padding:.2%} padding"
 
-    def lengths(self, rows_B: np.ndarray) -> np.ndarray:
+    def _lengths(self, rows_B: np.ndarray) -> np.ndarray:
         choices = self.length + 1 - self.min_length
-        return self.min_length + RowNumbers(rows_B, _LENGTHS_STREAM).integers(choices, 1)[:, 0]
+        return self.min_length + RandomNumbers(rows_B, _LENGTHS_STREAM).integers(choices, 1)[:, 0]
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
         tokens_BxT1 = np.zeros((len(rows_B), self.context_length + 1), np.int32)
         answers_BxT = np.full((len(rows_B), self.context_length), NO_ANSWER, np.int32)
-        lengths_B = self.lengths(rows_B)
+        lengths_B = self._lengths(rows_B)
         for length in np.unique(lengths_B):
             has_length_B = lengths_B == length
-            inputs, answers = self.probe.examples(
-                RowNumbers(rows_B[has_length_B], _STREAMS[self.split]), int(length)
-            )
+            numbers = RandomNumbers(rows_B[has_length_B], _STREAMS[self.split])
+            inputs, answers = self.probe.examples(numbers, int(length))
             tokens_BxT1[has_length_B, : inputs.shape[1]] = inputs
             answers_BxT[has_length_B, : inputs.shape[1]] = answers
         is_answer_BxT = answers_BxT != NO_ANSWER
@@ -106,8 +104,9 @@ class ProbeCorpus:
     def of(cls, data) -> "ProbeCorpus":
         """Raises UserError if the probe has no examples with these options."""
         name = data.source.removeprefix(SYNTHETIC)
-        kind, lengths = PROBES[name], (data.probe_length, *data.probe_test_lengths)
-        probe = kind(data.probe_symbols or kind.default_symbols, data.probe_scratch, max(lengths))
+        kind = PROBES[name]
+        max_length = max([data.probe_length, *data.probe_test_lengths])
+        probe = kind(data.probe_symbols or kind.default_symbols, data.probe_scratch, max_length)
         if problem := probe.problem():
             raise UserError(
                 f"config.data.probe_symbols={probe.num_symbols}: {problem}; increase it, or "
@@ -170,7 +169,8 @@ class ProbeCorpus:
         }
 
     def _rows(self, split: str, length: int, context_length: int) -> _ExampleRows:
-        if (needed := self.probe.num_inputs(length)) > context_length:
+        needed = self.probe.num_inputs(length)
+        if needed > context_length:
             field = "probe_length" if length == self.length else "probe_test_lengths"
             raise UserError(
                 f"config.data.{field}: an example of {length} {self.probe.unit} has {needed:,} "

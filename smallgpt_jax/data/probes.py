@@ -16,18 +16,21 @@ import numpy as np
 NO_ANSWER = -1
 
 
-class RowNumbers:
+class RandomNumbers:
     """Random numbers that depend only on a stream and on the number of a row: SplitMix64 (Steele et
     al., 2014).
 
     Unlike NumPy's generators, it draws for all rows at once, and gives the same numbers in all
-    versions.
+    versions. Each call draws further numbers.
     """
 
     def __init__(self, rows_B: np.ndarray, stream: int):
-        self._states_B, self._count = _mix(rows_B.astype(np.uint64) + np.uint64(stream << 40)), 0
+        # Rows are below 2⁴⁰, so no two streams have a seed in common.
+        self._states_B = _mix(rows_B.astype(np.uint64) + np.uint64(stream << 40))
+        self._count = 0
 
     def _bits(self, count: int) -> np.ndarray:
+        """Returns (B, count) uint64."""
         steps = np.arange(self._count + 1, self._count + count + 1, dtype=np.uint64)
         self._count += count
         return _mix(self._states_B[:, None] + steps * np.uint64(0x9E3779B97F4A7C15))
@@ -38,7 +41,7 @@ class RowNumbers:
 
     def fractions(self, count: int) -> np.ndarray:
         """Returns (B, count) float64, at least 0 and below 1."""
-        return (self._bits(count) >> np.uint64(11)) * 2.0**-53
+        return (self._bits(count) >> np.uint64(11)) * 2.0**-53  # a float64 has 53 bits
 
     def permutations(self, length: int) -> np.ndarray:
         """Returns (B, length): in each row, the integers below `length` in random order."""
@@ -55,9 +58,8 @@ def _next_tokens(
     sequences_BxL: np.ndarray, is_answer_L: Sequence[bool]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the inputs and answers of sequences in which each answer is the next token."""
-    return sequences_BxL[:, :-1], np.where(
-        np.asarray(is_answer_L)[1:], sequences_BxL[:, 1:], NO_ANSWER
-    )
+    answers = np.where(np.asarray(is_answer_L)[1:], sequences_BxL[:, 1:], NO_ANSWER)
+    return sequences_BxL[:, :-1], answers
 
 
 def _join(*parts: np.ndarray | int) -> np.ndarray:
@@ -65,24 +67,23 @@ def _join(*parts: np.ndarray | int) -> np.ndarray:
     rows share.
     """
     rows = next(len(part) for part in parts if not isinstance(part, int))
-    return np.concatenate(
-        [np.full((rows, 1), part) if isinstance(part, int) else part for part in (0, *parts)],
-        axis=1,
-    )
+    columns = [
+        np.full((rows, 1), part) if isinstance(part, int) else part
+        for part in (0, *parts)  # 0: end-of-text
+    ]
+    return np.concatenate(columns, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    default_symbols: ClassVar[int] = (
-        0  # of config.data.probe_symbols; 0: the probe does not have this field
-    )
+    # of config.data.probe_symbols; 0: the probe does not have this field
+    default_symbols: ClassVar[int] = 0
     least_symbols: ClassVar[int] = 2
     least_length: ClassVar[int] = 1
     has_scratch: ClassVar[bool] = False
     unit: ClassVar[str]  # what the length counts
-    symbols: ClassVar[
-        tuple[str, ...]
-    ]  # spelling of the ids from 1 on; a property, if it depends on the fields
+    # spelling of the ids from 1 on; a property, if it depends on the fields
+    symbols: ClassVar[tuple[str, ...]]
 
     num_symbols: int
     scratch: int
@@ -91,7 +92,7 @@ class Probe:
     def num_inputs(self, length: int) -> int:
         raise NotImplementedError
 
-    def examples(self, numbers: RowNumbers, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def examples(self, numbers: RandomNumbers, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns inputs and answers, both (B, num_inputs)."""
         raise NotImplementedError
 
@@ -117,20 +118,19 @@ class Recall(Probe):
         return 4 * length
 
     def examples(self, numbers, length):
-        count = self.num_symbols // 2
+        count = self.num_symbols // 2  # of different keys, and of different values
         keys = 1 + numbers.permutations(count)[:, :length]
         values = 1 + count + numbers.integers(count, length)
-        pairs = np.stack([keys, values], axis=2)
-        queries = np.take_along_axis(pairs, numbers.integers(length, length)[:, :, None], axis=1)
+        pairs = np.stack([keys, values], axis=2)  # (B, length, 2)
+        asked = numbers.integers(length, length)
+        queries = np.take_along_axis(pairs, asked[:, :, None], axis=1)
         sequences = _join(pairs.reshape(len(pairs), -1), queries.reshape(len(pairs), -1))
         return _next_tokens(sequences, [False] * (1 + 2 * length) + [False, True] * length)
 
     def problem(self):
-        return (
-            f"{self.max_length} pairs need {2 * self.max_length} symbols, half of them keys"
-            if 2 * self.max_length > self.num_symbols
-            else ""
-        )
+        if 2 * self.max_length <= self.num_symbols:
+            return ""
+        return f"{self.max_length} pairs need {2 * self.max_length} symbols, half of them keys"
 
 
 class Copy(Probe):
@@ -148,9 +148,8 @@ class Copy(Probe):
 
     def examples(self, numbers, length):
         text = 1 + numbers.integers(self.num_symbols, length)
-        return _next_tokens(
-            _join(text, 1 + self.num_symbols, text), [False] * (length + 2) + [True] * length
-        )
+        sequences = _join(text, 1 + self.num_symbols, text)
+        return _next_tokens(sequences, [False] * (length + 2) + [True] * length)
 
 
 class Inverse(Probe):
@@ -199,19 +198,18 @@ class Boolean(Probe):
 
     def examples(self, numbers, length):
         variables = self.num_symbols
-        literals = numbers.integers(3, variables)[
-            :, None
-        ]  # 0: negated, 1: in the conjunction, 2: absent
+        # (B, 1, variables). 0: negated, 1: in the conjunction, 2: absent
+        literals = numbers.integers(3, variables)[:, None]
         points = numbers.integers(2, length * variables).reshape(-1, length, variables)
         satisfies = numbers.integers(2, length)[:, :, None].astype(bool)
         points = np.where(satisfies & (literals < 2), literals, points)
         values = ((points == literals) | (literals == 2)).all(axis=2, keepdims=True)
-        marks = np.full_like(values, 3, int)
-        sequences = _join(
-            np.concatenate([1 + points, marks, 1 + values], axis=2).reshape(len(points), -1)
-        )
-        is_answer = [[False] * (variables + 1) + [2 * i >= length - 1] for i in range(length)]
-        return _next_tokens(sequences, [False, *itertools.chain(*is_answer)])
+        marks = np.full_like(values, 3, int)  # the symbol "="
+        text = np.concatenate([1 + points, marks, 1 + values], axis=2)
+        is_answer = [False]  # of end-of-text
+        for i in range(length):
+            is_answer += [False] * (variables + 1) + [2 * i >= length - 1]
+        return _next_tokens(_join(text.reshape(len(text), -1)), is_answer)
 
 
 class Life(Probe):
@@ -227,12 +225,12 @@ class Life(Probe):
         return 2 * length**2 + 1
 
     def examples(self, numbers, length):
+        cells = length**2
         density = numbers.fractions(1)  # so that sparse and dense boards are as frequent as others
-        board = (numbers.fractions(length**2) < density).astype(int)
+        board = (numbers.fractions(cells) < density).astype(int)
         after = _next_generation(board.reshape(-1, length, length)).reshape(board.shape)
-        return _next_tokens(
-            _join(1 + board, 3, 1 + after), [False] * (length**2 + 2) + [True] * length**2
-        )
+        sequences = _join(1 + board, 3, 1 + after)  # 3: the symbol "|"
+        return _next_tokens(sequences, [False] * (cells + 2) + [True] * cells)
 
 
 def _next_generation(boards_BxHxW: np.ndarray) -> np.ndarray:
@@ -265,7 +263,7 @@ class Addition(Probe):
         total = np.zeros((len(one), length + 1), int)
         total[:, :length] = one + other
         for place in range(length):
-            total[:, place + 1] += total[:, place] // base
+            total[:, place + 1] += total[:, place] // base  # the carry
         total %= base
         sequences = _join(1 + one, 1 + base, 1 + other, 2 + base, 1 + total)
         return _next_tokens(sequences, [False] * (2 * length + 3) + [True] * (length + 1))
@@ -277,9 +275,8 @@ class _StateTracking(Probe):
     """
 
     unit = "elements"
-    products: ClassVar[
-        np.ndarray
-    ]  # (G, G): the element that applies the row's element, then the column's
+    # (G, G): the element that applies the row's element, then the column's
+    products: ClassVar[np.ndarray]
 
     def num_inputs(self, length):
         return 1 + length
@@ -312,10 +309,11 @@ class S5(_StateTracking):
     @cached_property
     def products(self):
         elements = list(itertools.permutations(range(5)))
-        number = {element: i for i, element in enumerate(elements)}
-        return np.array(
-            [[number[tuple(second[i] for i in first)] for second in elements] for first in elements]
-        )
+        number_of = {element: i for i, element in enumerate(elements)}
+        products = np.empty((len(elements), len(elements)), int)
+        for (i, first), (j, second) in itertools.product(enumerate(elements), repeat=2):
+            products[i, j] = number_of[tuple(second[item] for item in first)]
+        return products
 
 
 PROBES = {

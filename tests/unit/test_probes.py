@@ -13,7 +13,7 @@ from conftest import ROOT
 from smallgpt_jax.data import batches, tokenizers
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare, open_or_prepare
-from smallgpt_jax.data.probes import PROBES, RowNumbers
+from smallgpt_jax.data.probes import PROBES, RandomNumbers
 from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
@@ -220,13 +220,13 @@ def test_s5_against_permutation_matrices():
 
 def test_random_numbers():
     """SplitMix64 with seed 1234567, as published with its reference implementation."""
-    numbers = RowNumbers(np.arange(1), 1)
+    numbers = RandomNumbers(np.arange(1), 1)
     numbers._states_B = np.array([1234567], np.uint64)
     assert numbers._bits(3).tolist() == [
         [6457827717110365317, 3203168211198807973, 9817491932198370423]
     ]
     assert numbers._bits(2).tolist() == [[4593380528125082431, 16408922859458223821]]
-    many = RowNumbers(np.arange(5000), 1)
+    many = RandomNumbers(np.arange(5000), 1)
     assert np.bincount(many.integers(5, 4).ravel()) == pytest.approx(np.full(5, 4000), rel=0.06)
     assert np.mean(many.fractions(4)) == pytest.approx(0.5, abs=0.01)
     assert np.mean(many.permutations(5) == np.arange(5)) == pytest.approx(0.2, abs=0.01)

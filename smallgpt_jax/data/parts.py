@@ -29,11 +29,11 @@ class Skipped(NamedTuple):
 
 
 class Passage(str):
-    """A part of a plain text file."""
+    """A passage of a plain text file."""
 
     file: str  # its name
     is_first: bool  # of the file
-    key: str  # the split depends on its hash: that of the file, or the passage itself
+    key: str  # its hash selects the split: a hash of the file, or the passage itself
 
     @classmethod
     def of(cls, text: str, file: str, is_first: bool, key: str) -> "Passage":
@@ -67,7 +67,7 @@ class Rules:
 
     def refuse_or_skip(self, where: str, why: str, fix: str) -> Skipped:
         if self.invalid_items == "skip":
-            return Skipped(why.split(":")[0])
+            return Skipped(why.split(":")[0])  # "not UTF-8: byte 3" → "not UTF-8"
         raise UserError(
             f"{where}: {why}; {fix}, or skip such items with --config.data.invalid_items=skip"
         )
@@ -90,9 +90,8 @@ class Part:
     size: int  # bytes; 0 if unknown
     read: Callable[[Rules], Iterator[tuple[Item, float]]]
     version: tuple = ()  # changes when the items change; () if changes cannot be detected
-    has_fields: bool = (
-        False  # whether items are rows that may have a prompt and a completion, or messages
-    )
+    # whether items are rows that may have a prompt and a completion, or messages
+    has_fields: bool = False
 
 
 class Member(abc.ABC):
@@ -132,9 +131,10 @@ def extract_text(text, where: str, fields, rules: Rules, field: str = "") -> Ite
     The message contains `where` and `fields`, the names of the item's fields. `field`: "" means
     `text_field`.
     """
+    replaces = rules.invalid_utf8 == "replace"
     if isinstance(text, bytes):
         try:
-            text = text.decode(errors="replace" if rules.invalid_utf8 == "replace" else "strict")
+            text = text.decode(errors="replace" if replaces else "strict")
         except UnicodeDecodeError as error:
             return rules.refuse_or_skip(
                 where, f"not UTF-8: byte {error.start}", "set --config.data.invalid_utf8=replace"
@@ -147,19 +147,16 @@ def extract_text(text, where: str, fields, rules: Rules, field: str = "") -> Ite
             "correct the line" if field else "set --config.data.text_field",
         )
     try:
-        return (
-            rules.refuse_or_skip_long(where)
-            if len(text.encode()) > rules.max_document_bytes
-            else text
-        )
+        size = len(text.encode())
     except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, such as \ud800
-        if rules.invalid_utf8 == "replace":
+        if replaces:
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return rules.refuse_or_skip(
             where,
             f"half a surrogate pair: character {error.start}",
             "set --config.data.invalid_utf8=replace",
         )
+    return rules.refuse_or_skip_long(where) if size > rules.max_document_bytes else text
 
 
 class DocumentBatch(NamedTuple):
@@ -183,8 +180,9 @@ class Digest:
             self.end_part(part)
 
     def add(self, item: Item) -> None:
-        what, text = ("text", item) if isinstance(item, str) else ("skipped", item.reason)
-        self._items.update(f"{what} {len(text)} ".encode())
+        kind, text = ("text", item) if isinstance(item, str) else ("skipped", item.reason)
+        # With the length: "a" and "bc" are other items than "ab" and "c".
+        self._items.update(f"{kind} {len(text)} ".encode())
         self._items.update(text.encode())
         self._items.update(repr(getattr(item, "pieces", "")).encode())  # of an example
 
@@ -211,40 +209,28 @@ def document_batches(
     parts: list[Part],
     rules: Rules,
     start: Place = Place(0, 0),  # noqa: B008
-    size: int | None = None,
 ) -> Iterator[DocumentBatch]:
-    """Yields the documents from `start` on, in batches of about `size` characters (default:
-    BATCH_CHARACTERS).
-    """
-    size = size or BATCH_CHARACTERS
-    weights = (
-        [part.size for part in parts] if any(part.size for part in parts) else [1] * len(parts)
-    )
-    total, before = (
-        sum(weights),
-        sum(weights[: start.parts]),
-    )  # `before`: weight of the parts that end before `start`
+    """Yields the documents from `start` on, in batches of about BATCH_CHARACTERS characters."""
+    sizes = [part.size for part in parts]
+    weights = sizes if any(sizes) else [1] * len(parts)  # of the parts in the progress
+    before = sum(weights[: start.parts])  # weight of the parts that have been read
     digest = Digest(parts[: start.parts])
     texts, skipped, characters = [], Counter(), 0
     for number, part in enumerate(parts[start.parts :], start.parts):
-        first = start.items if number == start.parts else 0
-        for count, (item, done) in enumerate(part.read(rules), 1):
+        items_before = start.items if number == start.parts else 0
+        for count, (item, fraction) in enumerate(part.read(rules), 1):
             digest.add(item)
-            if count <= first:
+            if count <= items_before:  # the digest covers these items, too
                 continue
             if item and isinstance(item, str):
                 texts.append(item)
                 characters += len(item)
             else:
                 skipped[item.reason if item else "empty"] += 1
-            if characters >= size:
-                yield DocumentBatch(
-                    texts,
-                    skipped,
-                    Place(number, count),
-                    (before + weights[number] * done) / total,
-                    digest.hexdigest(),
-                )
+            if characters >= BATCH_CHARACTERS:
+                done = (before + weights[number] * fraction) / sum(weights)
+                place = Place(number, count)
+                yield DocumentBatch(texts, skipped, place, done, digest.hexdigest())
                 texts, skipped, characters = [], Counter(), 0
         digest.end_part(part)
         before += weights[number]

@@ -174,9 +174,8 @@ def test_tfrecord_checksums_do_not_import_pytorch(tmp_path, monkeypatch):
 def test_tfrecord_resumes_at_any_record(tmp_path, monkeypatch):
     shards = [[{"text": f"text {i} of {shard}".encode()} for i in range(40)] for shard in range(3)]
     write_tfds(tmp_path, "tfrecord", shards, monkeypatch)
-    parts = Source("tfds:words").parts
-    rules = RULES
-    rest = list(document_batches(parts, rules, Place(1, 30), size=100))
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 100)
+    rest = list(document_batches(Source("tfds:words").parts, RULES, Place(1, 30)))
     texts = [f"text {i} of {shard}" for shard in range(3) for i in range(40)]
     assert [text for batch in rest for text in batch.texts] == texts[70:]
     done = [batch.done for batch in rest]

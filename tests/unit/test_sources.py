@@ -14,7 +14,7 @@ import pytest
 from conftest import load_config
 from data_helpers import RULES, parquet, prepare_store, read, write_jsonl, zstd
 
-from smallgpt_jax.data import text_files
+from smallgpt_jax.data import parts, text_files
 from smallgpt_jax.data.corpus import open_or_prepare
 from smallgpt_jax.data.parts import Rules, document_batches
 from smallgpt_jax.data.source import Source
@@ -440,17 +440,19 @@ def test_all_formats_give_the_same_documents(tmp_path):
         assert "".join(read(tmp_path / "books" / name)).encode() == book
 
 
-def test_resumes_at_any_place(tmp_path):
+def test_resumes_at_any_place(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{"word " * i}"}}\n' for i in range(200)))
     (tmp_path / "b.txt").write_text("paragraph\n\n" * 3000)
     (tmp_path / "c.parquet").write_bytes(parquet({"text": [f"row {i}" for i in range(500)]}))
-    parts, rules = Source(str(tmp_path)).parts, RULES
-    whole = list(document_batches(parts, rules, size=900))
+    source = Source(str(tmp_path)).parts
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 900)
+    whole = list(document_batches(source, RULES))
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 10_000)
     assert len(whole) > 50 and [batch.done for batch in whole] == sorted(
         batch.done for batch in whole
     )
     for number in range(0, len(whole), 7):
-        rest = document_batches(parts, rules, whole[number].place, size=10_000)
+        rest = document_batches(source, RULES, whole[number].place)
         texts = [text for batch in rest for text in batch.texts]
         assert texts == [text for batch in whole[number + 1 :] for text in batch.texts]
 
@@ -467,15 +469,15 @@ def test_replaces_invalid_utf8(tmp_path):
     assert read(tmp_path, "replace") == ["a\ufffdb", "c\ufffd", "d\ufffd"]
 
 
-def test_batches_span_small_files(tmp_path):
+def test_batches_span_small_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "BATCH_CHARACTERS", 100)
     for i in range(50):
         (tmp_path / f"{i:02}.txt").write_text(f"text {i}")
-    rules = RULES
-    parts = Source(str(tmp_path)).parts
-    found = list(document_batches(parts, rules, size=100))
+    source = Source(str(tmp_path)).parts
+    found = list(document_batches(source, RULES))
     assert len(found) < 10 and [text for batch in found for text in batch.texts] == [
         f"text {i}" for i in range(50)
     ]
-    again = list(document_batches(parts, rules, start=found[2].place, size=100))
+    again = list(document_batches(source, RULES, start=found[2].place))
     assert [batch.texts for batch in again] == [batch.texts for batch in found[3:]]
     assert found[-1].done == 1 and found[2].place.parts > 20

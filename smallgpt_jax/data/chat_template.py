@@ -8,7 +8,7 @@ A template gets `messages`, `add_generation_prompt`, and the names of special to
 import importlib.util
 import json
 import os.path
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -68,18 +68,24 @@ class ChatTemplate:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         length = len(messages) if add_generation_prompt else answers[-1] + 1
         whole = Rendering(length, add_generation_prompt)
-        texts = self._render(messages, [whole, *_renderings_of_answers(answers, whole)])
-        text, pieces, written = texts[whole], [], 0
+        renderings = [whole]
+        for i in answers:  # the prompt of the answer, its place in the text, and its end
+            renderings += [Rendering(i, True), whole._replace(marked=i), _last_turn(i)]
+        texts = self._render(messages, renderings)
+        text, pieces = texts[whole], []
+        end = 0  # of the pieces so far
         for i in answers:
             start, answer = self._find_answer(texts, whole, i)
             is_last = not add_generation_prompt and i == answers[-1]
-            if start < written or (is_last and not text.startswith(texts[Rendering(i, True)])):
+            # In generation, the model gets this prompt, so it must learn from the same text.
+            prompt = texts[Rendering(i, True)]
+            if start < end or (is_last and not text.startswith(prompt)):
                 raise ValueError(
                     f"message {i + 1} is not appended to the generation prompt before it"
                 )
-            pieces += [text[written:start], answer]
-            written = start + len(answer.text)
-        return [*pieces, text[written:]] if add_generation_prompt else pieces
+            pieces += [text[end:start], answer]
+            end = start + len(answer.text)
+        return [*pieces, text[end:]] if add_generation_prompt else pieces
 
     def _find_answer(
         self, texts: Mapping[Rendering, str], whole: Rendering, i: int
@@ -89,15 +95,16 @@ class ChatTemplate:
         before, mark, after = texts[whole._replace(marked=i)].partition(CONTENT)
         if not mark or not text.endswith(after):
             raise ValueError(f"message {i + 1} is not written as it is, in one place")
-        end = len(text) - len(after)
-        content = len(os.path.commonprefix([text[:end], before]))  # noqa: RUF071 (of characters)
-        start = len(prompt) if text[:end].startswith(prompt) else content
-        # The last turn tells how a turn ends. Some templates end earlier turns in another way.
-        ending = self._ending(texts[Rendering(i + 1, False, marked=i)])
+        content_end = len(text) - len(after)
+        up_to_end = text[:content_end]
+        content = len(os.path.commonprefix([up_to_end, before]))  # noqa: RUF071 (of characters)
+        start = len(prompt) if up_to_end.startswith(prompt) else content
+        # The last turn shows how a turn ends. Some templates end earlier turns in another way.
+        ending = self._ending(texts[_last_turn(i)])
         return start, Answer(
-            text[start:content],
-            text[max(start, content) : end],
-            ending if after.startswith(ending) else "",
+            before=text[start:content],
+            content=text[max(start, content) : content_end],
+            end=ending if after.startswith(ending) else "",
         )
 
     def _ending(self, marked_turn: str) -> str:
@@ -107,7 +114,7 @@ class ChatTemplate:
     def end_of_turn(self) -> int | None:
         """Returns the special token that the template writes after an answer, or None."""
         messages = [{"role": role, "content": "text"} for role in ("user", "assistant")]
-        turn = Rendering(2, False, marked=1)
+        turn = _last_turn(1)
         try:
             ending = self._ending(self._render(messages, [turn])[turn])
         except ValueError:  # it needs other messages
@@ -132,16 +139,9 @@ class ChatTemplate:
         return dict(zip(renderings, texts))
 
 
-def _renderings_of_answers(answers: Iterable[int], whole: Rendering) -> list[Rendering]:
-    return [
-        rendering
-        for i in answers
-        for rendering in (
-            Rendering(i, True),
-            whole._replace(marked=i),
-            Rendering(i + 1, False, marked=i),
-        )
-    ]
+def _last_turn(i: int) -> Rendering:
+    """Returns the rendering of a conversation that ends with the answer `i`."""
+    return Rendering(i + 1, False, marked=i)
 
 
 def _as_in_transformers(message: Mapping) -> dict:
@@ -158,17 +158,17 @@ def find_template(field: str, tokenizer_folder: Path) -> str:
     tokenizer.
     """
     if field:
+        where = f"config.data.chat_template={field!r}"
         try:
-            return _checked(
-                _read_template(Path(field).expanduser()), f"config.data.chat_template={field!r}"
-            )
+            source = _read_template(Path(field).expanduser())
         except (OSError, ValueError) as error:
             raise UserError(
-                f"config.data.chat_template={field!r}: cannot be read ({short_reason(error)}); "
-                "expected a file with a Jinja template"
+                f"{where}: cannot be read ({short_reason(error)}); expected a file with a Jinja "
+                "template"
             ) from None
-    if own := own_template(tokenizer_folder):
-        return _checked(own, f"{tokenizer_folder}: chat template")
+        return _checked(source, where)
+    if source := own_template(tokenizer_folder):
+        return _checked(source, f"{tokenizer_folder}: chat template")
     raise UserError(
         f"config.data.chat_template: the tokenizer has no chat template (neither {TEMPLATE_FILE} "
         f"nor a chat_template in {SETTINGS_FILES[0]}); name a file with a Jinja template"
@@ -177,26 +177,21 @@ def find_template(field: str, tokenizer_folder: Path) -> str:
 
 def own_template(tokenizer_folder: Path) -> str:
     """Returns the template of the tokenizer, as transformers finds it, or ""."""
-    if (own := tokenizer_folder / TEMPLATE_FILE).is_file():
+    path = tokenizer_folder / TEMPLATE_FILE
+    if path.is_file():
         try:
-            return _read_template(own)
+            return _read_template(path)
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{own}: cannot be read ({short_reason(error)}); restore or delete it"
+                f"{path}: cannot be read ({short_reason(error)}); restore or delete it"
             ) from None
-    found = (read_json_or_none(tokenizer_folder / SETTINGS_FILES[0], OBJECT) or {}).get(
-        "chat_template"
-    )
-    if isinstance(found, list):  # several templates, by name
-        found = next(
-            (
-                entry.get("template")
-                for entry in found
-                if isinstance(entry, dict) and entry.get("name") == "default"
-            ),
-            None,
-        )
-    return found if isinstance(found, str) else ""
+    settings = read_json_or_none(tokenizer_folder / SETTINGS_FILES[0], OBJECT) or {}
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several templates, by name
+        named = [entry for entry in template if isinstance(entry, dict)]
+        defaults = [entry.get("template") for entry in named if entry.get("name") == "default"]
+        template = defaults[0] if defaults else ""
+    return template if isinstance(template, str) else ""
 
 
 def _read_template(path: Path) -> str:
@@ -206,9 +201,8 @@ def _read_template(path: Path) -> str:
 
 
 def save_template(source: str, tokenizer_folder: Path) -> None:
-    if (
-        source and own_template(tokenizer_folder) != source
-    ):  # else the folder's own file may have further templates
+    # The folder's own settings may have further templates, which a file would hide.
+    if source and own_template(tokenizer_folder) != source:
         write_atomically(tokenizer_folder / TEMPLATE_FILE, source)
 
 

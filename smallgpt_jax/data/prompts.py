@@ -46,13 +46,11 @@ def text_of(piece: _Piece) -> str:
 
 
 def extract_document(row: Mapping, where: str, rules: Rules) -> Item:
-    if rules.format == "text":
-        return extract_text(row.get(rules.text_field), where, row, rules)
-    return (
-        _extract_completion(row, where, rules)
-        if rules.format == "completion"
-        else _extract_chat(row, where, rules)
-    )
+    if rules.format == "completion":
+        return _extract_completion(row, where, rules)
+    if rules.format == "messages":
+        return _extract_chat(row, where, rules)
+    return extract_text(row.get(rules.text_field), where, row, rules)
 
 
 def _extract_completion(row: Mapping, where: str, rules: Rules) -> Item:
@@ -81,11 +79,8 @@ def _extract_chat(row: Mapping, where: str, rules: Rules) -> Item:
     template = rules.chat_template
     for content in contents:
         if name := template.special_tokens.reserved_in(content):
-            return rules.refuse_or_skip(
-                where,
-                f"a message contains a special token: {name}",
-                "remove it from the message",
-            )
+            why = f"a message contains a special token: {name}"
+            return rules.refuse_or_skip(where, why, "remove it from the message")
     # `extract_text` has replaced half surrogate pairs, if config.data.invalid_utf8 says so.
     messages = [{**message, "content": text} for message, text in zip(messages, contents)]
     try:
@@ -119,11 +114,9 @@ def _find_problem(messages) -> str:
             return f"has a message without a text as its content (message {number})"
         if message["role"] == "assistant" and not message["content"]:
             return f"has an empty answer (message {number})"
-    return (
-        ""
-        if any(message["role"] == "assistant" for message in messages)
-        else "has no message of the assistant"
-    )
+    if not any(message["role"] == "assistant" for message in messages):
+        return "has no message of the assistant"
+    return ""
 
 
 def encode_example(example: Example, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -134,12 +127,12 @@ def encode_example(example: Example, tokenizer: Tokenizer) -> tuple[np.ndarray, 
     answer counts.
     """
     ids, is_answer = encode_pieces(example.pieces, example.is_chat, tokenizer)
-    if ids[-1:] == [tokenizer.end_of_text] and example.is_chat:
+    if ids[-1:] == [tokenizer.end_of_text] and example.is_chat:  # the template has written it
         ids, is_answer = ids[:-1], is_answer[:-1]
+    # counted[i] is about ids[i + 1]; the last one is about the end-of-text id that follows.
     ids, counted = [tokenizer.begin_of_text, *ids], [*is_answer, True]
-    if (
-        tokenizer.begin_of_text != tokenizer.end_of_text
-    ):  # else the beginning of the next document marks the end
+    # If they are equal, the beginning of the next document marks the end.
+    if tokenizer.begin_of_text != tokenizer.end_of_text:
         ids, counted = [*ids, tokenizer.end_of_text], [*counted, False]
     return np.array(ids, np.int64), np.array(counted, bool)
 
@@ -176,13 +169,14 @@ def encode_pieces(
             new = tokenizer.encode([text])[0].tolist()
         ids += new
         is_answer += [isinstance(piece, Answer)] * len(new)
-    wrote_begin = is_chat and ids[:1] == [tokenizer.begin_of_text]
-    return ids[wrote_begin:], is_answer[wrote_begin:]
+    if is_chat and ids[:1] == [tokenizer.begin_of_text]:  # the template has written it
+        return ids[1:], is_answer[1:]
+    return ids, is_answer
 
 
 def with_begin(source: str, tokenizer: Tokenizer) -> str:
-    """Returns the chat template that also writes the begin-of-text token, which `encode_example`
-    puts before each text, by its name.
+    """Returns the chat template, changed so that it also writes the begin-of-text token, which
+    `encode_example` puts before each text.
     """
     template = ChatTemplate(source, tokenizer.special_tokens)
     try:
@@ -200,9 +194,9 @@ def describe_length(example: Example, tokenizer: Tokenizer) -> str:
     """Returns the number of tokens of each field."""
     total = len(encode_example(example, tokenizer)[0])
     if example.is_chat:
-        return f"the field 'messages' has {total:,} tokens"
+        return f"the field {_MESSAGES!r} has {total:,} tokens"
     prompt = len(tokenizer.encode([example.pieces[0]])[0])
     return (
-        f"the fields 'prompt' ({prompt:,} tokens) and 'completion' have {total:,} tokens, "
+        f"the fields {_PROMPT!r} ({prompt:,} tokens) and {_COMPLETION!r} have {total:,} tokens, "
         "including the marks of beginning and end"
     )

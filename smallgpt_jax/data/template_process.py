@@ -60,7 +60,7 @@ def render(
 
 
 def _to_line(content: Mapping) -> bytes:
-    """JSON may contain half a surrogate pair."""
+    # JSON may contain half a surrogate pair.
     return json.dumps(content, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
 
 
@@ -70,7 +70,7 @@ def _from_line(line: bytes) -> dict:
 
 @functools.cache
 def _renderer(process: int) -> "_Renderer":
-    """A forked process must not share the pipes of its parent."""
+    """Returns the renderer of a process: a forked one must not share the pipes of its parent."""
     return _Renderer()
 
 
@@ -134,7 +134,7 @@ def _render(
 ) -> list[str]:
     texts, characters = [], 0
     try:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of processor time
         template, conversation = _compile(source), json.loads(messages)
         for length, add_generation_prompt, marked in renderings:
             written = conversation[:length]

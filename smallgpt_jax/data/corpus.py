@@ -33,9 +33,8 @@ from smallgpt_jax.errors import UserError, command_line, config_arguments
 from smallgpt_jax.storage.json_files import POSITIVE
 from smallgpt_jax.storage.paths import as_path
 
-_PREPARE_LIMIT = (
-    1_000_000_000  # bytes of text; training does not prepare the stores of larger sources
-)
+# Bytes of text; training does not prepare the stores of larger sources.
+_PREPARE_LIMIT = 1_000_000_000
 # The schema of `Corpus.description`.
 DESCRIPTION = (probe_corpus.DESCRIPTION, {"mixture": [{"weight": POSITIVE, **METADATA}]}, METADATA)
 
@@ -70,15 +69,14 @@ class Corpus:
         """
         if len(self.stores) == 1:
             return self.stores[0].fingerprint(split)
-        parts = [
+        weighted = [
             (weight, store.fingerprint(split)) for weight, store in zip(self.weights, self.stores)
         ]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(json.dumps(weighted).encode(), digest_size=16).hexdigest()
 
     def bytes_per_token(self, split: str) -> float:
-        return float(
-            np.dot(self.weights, [getattr(store, split).bytes_per_token for store in self.stores])
-        )
+        of_stores = [getattr(store, split).bytes_per_token for store in self.stores]
+        return float(np.dot(self.weights, of_stores))
 
     @property
     def warning(self) -> str:
@@ -93,13 +91,9 @@ class Corpus:
             )
         arguments = (split, packing, separate, context_length)
         if arguments not in self._packed:
-            self._packed[arguments] = Mixture(
-                [
-                    PACKINGS[packing](getattr(store, split), context_length, separate)
-                    for store in self.stores
-                ],
-                self.weights,
-            )
+            pack, splits = PACKINGS[packing], [getattr(store, split) for store in self.stores]
+            packed = [pack(split, context_length, separate) for split in splits]
+            self._packed[arguments] = Mixture(packed, self.weights)
         return self._packed[arguments]
 
     def test_rows(self, context_length: int) -> dict[int, Mixture]:
@@ -111,14 +105,12 @@ def same_text(one: dict, other: dict) -> bool:
     """Returns whether two `Corpus.description`s describe the same tokens. The sources of the tokens
     may differ.
     """
-    content, other_content = (
-        [
-            (store.get("weight"), store["splits"], store["fingerprints"])
-            for store in description.get("mixture", [description])
-        ]
-        for description in (one, other)
-    )
-    return content == other_content
+    return _content(one) == _content(other)
+
+
+def _content(description: dict) -> list[tuple]:
+    stores = description.get("mixture", [description])
+    return [(store.get("weight"), store["splits"], store["fingerprints"]) for store in stores]
 
 
 def open_existing(data, spec: StoreSpec | None = None) -> Corpus | ProbeCorpus | None:
@@ -203,11 +195,13 @@ def _find_long_example(data, tokenizer: Tokenizer, context_length: int) -> str:
     """Returns the first example of the source that does not fit into the context: its place and
     length.
     """
+    if data.mixture:
+        return f"{data.mixture}: an example is too long"
     spec = StoreSpec.of(data)
-    for example in spec.source.documents(spec.rules) if not data.mixture else ():
+    for example in spec.source.documents(spec.rules):
         if len(encode_example(example, tokenizer)[0]) > context_length:
             return f"{example.where}: {describe_length(example, tokenizer)}"
-    return f"{data.mixture or spec.folder}: an example is too long"
+    return f"{spec.folder}: an example is too long"  # the source has changed since
 
 
 def open_mixture(text: str) -> Corpus:
@@ -216,28 +210,32 @@ def open_mixture(text: str) -> Corpus:
     Raises UserError if the stores have different tokenizers, or if one trains on validation
     documents of another.
     """
+    field = f"config.data.mixture={text!r}"
     stores, weights = [], []
-    for item in text.split(","):
-        folder, _, weight = item.strip().rpartition("=")
-        try:
-            weights.append(float(weight))
-        except ValueError:
-            weights.append(0.0)
-        if not folder or not 0 < weights[-1] < float("inf"):
-            raise UserError(
-                f"config.data.mixture={text!r}: {item.strip()!r} is not FOLDER=WEIGHT with a "
-                "weight above 0"
-            )
+    for item in map(str.strip, text.split(",")):
+        folder, weight = _parse_mixture_item(field, item)
+        weights.append(weight)
         stores.append(open_store(as_path("config.data.mixture", folder)))
-        fingerprints = [tokenizers.fingerprint(store.tokenizer) for store in stores]
-        if fingerprints[-1] != fingerprints[0]:
+        first, newest = stores[0], stores[-1]
+        if tokenizers.fingerprint(newest.tokenizer) != tokenizers.fingerprint(first.tokenizer):
             raise UserError(
-                f"config.data.mixture={text!r}: the stores {str(stores[0].folder)!r} and "
-                f"{folder!r} have different tokenizers; prepare both with the same one: "
-                f"--config.data.tokenizer={stores[0].folder / 'tokenizer'}"
+                f"{field}: the stores {str(first.folder)!r} and {folder!r} have different "
+                "tokenizers; prepare both with the same one: "
+                f"--config.data.tokenizer={first.folder / 'tokenizer'}"
             )
-    _refuse_leaks(f"config.data.mixture={text!r}", stores)
+    _refuse_leaks(field, stores)
     return Corpus(tuple(stores), tuple(weight / sum(weights) for weight in weights))
+
+
+def _parse_mixture_item(field: str, item: str) -> tuple[str, float]:
+    folder, _, text = item.rpartition("=")
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not folder or not 0 < weight < float("inf"):
+        raise UserError(f"{field}: {item!r} is not FOLDER=WEIGHT with a weight above 0")
+    return folder, weight
 
 
 def _refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
@@ -249,9 +247,8 @@ def _refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
     train on validation documents of another, and so may stores of which one holds out whole files.
     """
     for one, other in itertools.permutations(stores, 2):
-        fraction, other_fraction = (
-            store.metadata["made_from"]["validation_fraction"] for store in (one, other)
-        )
+        fraction = one.metadata["made_from"]["validation_fraction"]
+        other_fraction = other.metadata["made_from"]["validation_fraction"]
         same_kind = _splits_by_file(one) == _splits_by_file(other)
         if same_kind and fraction >= other_fraction:
             continue
@@ -270,13 +267,15 @@ def _splits_by_file(store: TokenStore) -> bool:
 
 
 def _count_leaks(train: Split, validation: Split) -> int:
+    # Only documents of the same length can be equal: so few of the training split are hashed.
     lengths = np.unique(validation.lengths)
     hashes = set(_document_hashes(validation, lengths))
     return sum(digest in hashes for digest in _document_hashes(train, lengths))
 
 
-def _document_hashes(split: Split, lengths: np.ndarray) -> Iterator[bytes]:
-    found = np.isin(split.lengths, lengths)
-    for start, length in zip(split.starts[found].tolist(), split.lengths[found].tolist()):
-        ids = split.stream[start : start + length].astype(np.uint32)
+def _document_hashes(split: Split, of_lengths: np.ndarray) -> Iterator[bytes]:
+    has_length = np.isin(split.lengths, of_lengths)
+    starts, lengths = split.starts[has_length].tolist(), split.lengths[has_length].tolist()
+    for start, length in zip(starts, lengths):
+        ids = split.stream[start : start + length].astype(np.uint32)  # in all stores alike
         yield hashlib.blake2b(ids, digest_size=16).digest()

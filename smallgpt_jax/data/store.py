@@ -90,17 +90,15 @@ METADATA = {
     ),
 }
 _MAX_NAMED = 5  # files in a message
-_SAMPLES, _SAMPLE_TOKENS = 50, 2000  # of each split; its ids are checked when the store is opened
+# Of each split, so many samples are checked when the store is opened.
+_SAMPLES, _SAMPLE_TOKENS = 50, 2000
 _FIX = "remove the folder and rerun smallgpt_jax.prepare"
-TOKENS, DOCUMENTS, COUNTED = (
-    ".bin",
-    ".documents.bin",
-    ".counted.bin",
-)  # endings of the files of a split
+# Endings of the files of a split.
+TOKENS, DOCUMENTS, COUNTED = _ENDINGS = (".bin", ".documents.bin", ".counted.bin")
 STORE_FILES = (
     METADATA_FILE,
     "tokenizer",
-    *(f"{split}{ending}" for split in SPLITS for ending in (TOKENS, DOCUMENTS, COUNTED)),
+    *(f"{split}{ending}" for split in SPLITS for ending in _ENDINGS),
 )
 
 
@@ -150,11 +148,9 @@ class Split:
         """Returns whether the loss counts the token after each token, (tokens,) bool; None: it
         counts all.
         """
-        return (
-            np.memmap(self.folder / f"{self.name}{COUNTED}", bool, "r")
-            if self.has_answers
-            else None
-        )
+        if not self.has_answers:
+            return None
+        return np.memmap(self.folder / f"{self.name}{COUNTED}", bool, "r")
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -163,16 +159,16 @@ class Split:
 
     def check_files(self) -> None:
         """Raises UserError for invalid files. Reads only a sample of the ids."""
-        for ending, length in file_sizes(
-            self.dtype, self.has_answers, self.tokens, self.documents
-        ).items():
-            name, path = f"{self.name}{ending}", self.folder / f"{self.name}{ending}"
+        sizes = file_sizes(self.dtype, self.has_answers, self.tokens, self.documents)
+        for ending, size in sizes.items():
+            name = f"{self.name}{ending}"
+            path = self.folder / name
             if not path.is_file():
                 raise UserError(f"{self.shown / name}: file of the token store is missing; {_FIX}")
-            if path.stat().st_size != length:
+            if path.stat().st_size != size:
                 raise UserError(
                     f"{self.shown / name}: damaged, has {path.stat().st_size:,} bytes, expected "
-                    f"{length:,}; {_FIX}"
+                    f"{size:,}; {_FIX}"
                 )
         starts = self.starts
         if starts[0] or starts[-1] >= self.tokens or not np.all(starts[1:] > starts[:-1]):
@@ -204,14 +200,14 @@ class TokenStore:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        found = tokenizers.load(self.train.folder / "tokenizer")
+        tokenizer = tokenizers.load(self.train.folder / "tokenizer")
         for field in ("vocab_size", "end_of_text", "begin_of_text"):
-            if getattr(found, field) != self.metadata[field]:
+            if getattr(tokenizer, field) != self.metadata[field]:
                 raise UserError(
                     f"{self.folder / METADATA_FILE}: {field}: {self.metadata[field]}, but the "
-                    f"store's tokenizer has {getattr(found, field)}; {_FIX}"
+                    f"store's tokenizer has {getattr(tokenizer, field)}; {_FIX}"
                 )
-        return found
+        return tokenizer
 
     def fingerprint(self, split: str) -> str:
         return self.metadata["fingerprints"][split]
@@ -219,7 +215,7 @@ class TokenStore:
 
 def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
     digest = hashlib.blake2b(str(text_bytes).encode(), digest_size=16)
-    for path in (folder / f"{split}{ending}" for ending in (TOKENS, DOCUMENTS, COUNTED)):
+    for path in (folder / f"{split}{ending}" for ending in _ENDINGS):
         if path.exists():  # only examples have COUNTED
             with path.open("rb") as file:
                 hashlib.file_digest(file, lambda: digest)
@@ -245,11 +241,12 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
         )
     if mismatch := find_mismatch(metadata, METADATA):
         raise UserError(f"{path}: {mismatch}; {_FIX}")
-    found = {**dict(ADDED), **metadata["made_from"]}
-    if different := [field for field, value in (made_from or {}).items() if value != found[field]]:
+    stored = {**dict(ADDED), **metadata["made_from"]}
+    different = [field for field, value in (made_from or {}).items() if value != stored[field]]
+    if different:
         raise UserError(
             f"config.data.store={str(folder)!r}: was made with "
-            + ", ".join(f"{field}={found[field]!r}" for field in different)
+            + ", ".join(f"{field}={stored[field]!r}" for field in different)
             + ", but this config has "
             + ", ".join(f"{field}={made_from[field]!r}" for field in different)
             + "; choose another folder, or use the same settings"
@@ -259,20 +256,19 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
     for name in SPLITS:
         counts = metadata["splits"][name]
         splits[name] = Split(
-            local,
-            folder,
-            name,
-            counts["tokens"],
-            counts["documents"],
-            counts["text_bytes"],
+            folder=local,
+            shown=folder,
+            name=name,
+            tokens=counts["tokens"],
+            documents=counts["documents"],
+            text_bytes=counts["text_bytes"],
             dtype=metadata["dtype"],
             begin_of_text=metadata["begin_of_text"],
             vocab_size=metadata["vocab_size"],
-            has_answers=found["format"] != "text",
+            has_answers=stored["format"] != "text",
             encodes_all=not _unencoded_share(metadata, name),
         )
-    for split in splits.values():
-        split.check_files()
+        splits[name].check_files()
     return TokenStore(folder, metadata, **splits)
 
 
@@ -286,12 +282,12 @@ def _unencoded_share(metadata: dict, split: str) -> float:
 
 def size_message(folder: Path, metadata: dict, seconds: float) -> str:
     splits = metadata["splits"]
-    starts = [
-        np.append(np.fromfile(folder / f"{name}{DOCUMENTS}", np.int64), splits[name]["tokens"])
-        for name in SPLITS
-    ]
-    lengths = np.concatenate([np.diff(s) for s in starts])
-    median, most, longest = (int(x) for x in np.quantile(lengths, (0.5, 0.95, 1), method="nearest"))
+    lengths_of = {}
+    for name in SPLITS:
+        starts = np.fromfile(folder / f"{name}{DOCUMENTS}", np.int64)
+        lengths_of[name] = np.diff(starts, append=splits[name]["tokens"])
+    lengths = np.concatenate(list(lengths_of.values()))
+    median, most, longest = np.quantile(lengths, (0.5, 0.95, 1), method="nearest")
     tokens = sum(split["tokens"] for split in splits.values())
     text_bytes = sum(split["text_bytes"] for split in splits.values())
     lines = [

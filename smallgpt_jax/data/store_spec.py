@@ -47,22 +47,20 @@ class StoreSpec:
         """Reads the chat template, if the format needs one: a store has the template itself, not
         its path.
         """
-        tokenizer, made_from = (
-            TokenizerSource(data.tokenizer),
-            {name: getattr(data, name) for name in MADE_FROM},
-        )
+        tokenizer = TokenizerSource(data.tokenizer)
+        made_from = {name: getattr(data, name) for name in MADE_FROM}
         if data.format == "messages" and not data.mixture:
             made_from["chat_template"] = find_template(data.chat_template, tokenizer.folder)
         return cls(data.store, Source(data.source, data.text_endings), tokenizer, made_from)
 
     @cached_property
     def rules(self) -> Rules:
-        names = [field.name for field in dataclasses.fields(Rules)]
-        fields = {name: self.made_from[name] for name in names if name in self.made_from}
-        template = fields.pop("chat_template")
-        if template:
-            template = ChatTemplate(template, self.tokenizer.special_tokens)
-        return Rules(**fields, chat_template=template or None, split_by_file=self.splits_by_file)
+        names = {field.name for field in dataclasses.fields(Rules)} - {"chat_template"}
+        fields = {name: value for name, value in self.made_from.items() if name in names}
+        template = None
+        if source := self.made_from["chat_template"]:
+            template = ChatTemplate(source, self.tokenizer.special_tokens)
+        return Rules(**fields, chat_template=template, split_by_file=self.splits_by_file)
 
     @property
     def splits_by_file(self) -> bool:
@@ -75,10 +73,8 @@ class StoreSpec:
         """In the cache, its name depends on the source and on all settings."""
         if self.store:
             return as_path("config.data.store", self.store)
-        split = ["files"] if self.splits_by_file else []
-        return self._cached(
-            [self.source.fingerprint, self.tokenizer.fingerprint, *self._settings(), *split]
-        )
+        identity = [self.source.fingerprint, self.tokenizer.fingerprint, *self._settings()]
+        return self._cached([*identity, "files"] if self.splits_by_file else identity)
 
     @property
     def real_folder(self) -> Path:
@@ -92,13 +88,11 @@ class StoreSpec:
         In the cache, its name stays the same if the content of the source or the handling of
         invalid items changes, so that preparation can resume.
         """
-        names = [member.absolute_name() for member in self.source.members]
-        name = (
-            self.real_folder.name
-            if self.store
-            else self._cached([names, *self._settings(relaxable=False)]).name
-        )
-        return self.real_folder.with_name(f"{name}.partial")
+        folder = self.real_folder
+        if not self.store:
+            names = [member.absolute_name() for member in self.source.members]
+            folder = self._cached([names, *self._settings(relaxable=False)])
+        return self.real_folder.with_name(f"{folder.name}.partial")
 
     def check(self) -> None:
         """Raises UserError for an invalid source, if the store would be inside of it, and if its
@@ -122,13 +116,14 @@ class StoreSpec:
         """Returns None if the store does not exist. Raises UserError if its source or settings
         differ.
         """
-        return (
-            open_store(self.folder, self.made_from)
-            if (self.folder / METADATA_FILE).is_file()
-            else None
-        )
+        if not (self.folder / METADATA_FILE).is_file():
+            return None
+        return open_store(self.folder, self.made_from)
 
     def _settings(self, **marks) -> list:
+        """Returns the values of the fields with these marks, without defaults of later fields: so
+        the stores that were made before keep their names.
+        """
         return [
             self.made_from[name]
             for name in DataConfig.names(in_store=True, **marks)
@@ -164,7 +159,8 @@ def _require_free(folder: Path) -> None:
 
 def readable_name(source: str) -> str:
     """Returns a name for the store of a source: texts/**/*.md → texts_md."""
-    parts = Path(source).parts
-    pattern = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
-    name = Path(source).stem if pattern is None else "_".join(parts[max(pattern - 1, 0) :])
+    name, levels = Path(source).stem, Path(source).parts
+    patterns = [i for i, level in enumerate(levels) if glob.has_magic(level)]
+    if patterns:  # from the folder before the first pattern on
+        name = "_".join(levels[max(patterns[0] - 1, 0) :])
     return re.sub(r"[\W_]+", "_", name).strip("_")[:60] or "text"

@@ -1,6 +1,7 @@
 """Tokenizing documents in parallel, and assigning them to splits."""
 
 import hashlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,16 +26,15 @@ def is_validation(text: str, fraction: float) -> bool:
     """
     key = text.key if isinstance(text, Passage) else text
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return int.from_bytes(digest) < fraction * 2**64
+    return int.from_bytes(digest) < fraction * 2**64  # hashes are uniform below 2⁶⁴
 
 
 class TrainingTexts:
-    """The documents of `batches` that are not for validation. `end`: where those read so far end;
-    None: at the end.
-    """
+    """The documents of `batches` that are not for validation."""
 
     def __init__(self, batches: Iterable[DocumentBatch], validation_fraction: float):
         self._batches, self._fraction = batches, validation_fraction
+        # Where the documents read so far end; None: at the end of the source.
         self.end: Place | None = Place()
 
     def __iter__(self) -> Iterator[str]:
@@ -48,11 +48,16 @@ class EncodedBatch(NamedTuple):
     tokens: np.ndarray  # (tokens,), with the tokenizer's marks around each document
     lengths: np.ndarray  # (documents,), in tokens, including the marks
     text_bytes: int
-    counted: np.ndarray | None = (
-        None  # (tokens,) bool: whether the loss counts the token after it; None: text
-    )
-    unknown: int = 0  # tokens for characters that the tokenizer cannot encode
-    dropped: int = 0  # characters without a token
+    # (tokens,) bool: whether the loss counts the token after it; None: it counts all
+    counted: np.ndarray | None
+    unknown: int  # tokens for characters that the tokenizer cannot encode
+    dropped: int  # characters without a token
+
+
+class _Document(NamedTuple):
+    text: str
+    arrays: tuple[np.ndarray, ...]  # its ids
+    counted: np.ndarray | None = None  # as in EncodedBatch
 
 
 def encode_batch(
@@ -63,50 +68,46 @@ def encode_batch(
     validation_fraction: float,
 ) -> dict[str, EncodedBatch]:
     """Returns a batch per split. A batch with examples has no other texts."""
-    are_examples = any(isinstance(text, Example) for text in batch.texts)
+    documents, are_examples = [], any(isinstance(text, Example) for text in batch.texts)
     if are_examples:
-        documents = [
-            ((ids,), counted)
-            for ids, counted in (encode_example(text, tokenizer) for text in batch.texts)
-        ]
+        for text in batch.texts:
+            ids, counted = encode_example(text, tokenizer)
+            documents.append(_Document(text, (ids,), counted))
     else:
-        begin, end = (
-            np.array([tokenizer.begin_of_text], dtype),
-            np.array([tokenizer.end_of_text], dtype),
-        )
-        marked_end = (
-            () if begin == end else (end,)
-        )  # if equal, the beginning of the next document marks the end
-        documents = [((begin, ids, *marked_end), ()) for ids in encode(batch.texts, tokenizer)]
-    chosen = {name: [] for name in SPLITS}
-    for text, document in zip(batch.texts, documents):
-        name = "validation" if is_validation(text, validation_fraction) else "train"
-        chosen[name].append((text, *document))
+        begin = np.array([tokenizer.begin_of_text], dtype)
+        end = np.array([tokenizer.end_of_text], dtype)
+        # If they are equal, the beginning of the next document marks the end.
+        marked_end = () if begin == end else (end,)
+        for text, ids in zip(batch.texts, encode(batch.texts, tokenizer)):
+            documents.append(_Document(text, (begin, ids, *marked_end)))
+    of_split = {name: [] for name in SPLITS}
+    for document in documents:
+        is_held_out = is_validation(document.text, validation_fraction)
+        of_split["validation" if is_held_out else "train"].append(document)
     return {
         name: _join_documents(documents, tokenizer, dtype, are_examples)
-        for name, documents in chosen.items()
+        for name, documents in of_split.items()
     }
 
 
 def _join_documents(
-    documents: Sequence[tuple[str, Sequence[np.ndarray], np.ndarray]],
-    tokenizer: Tokenizer,
-    dtype,
-    are_examples: bool,
+    documents: Sequence[_Document], tokenizer: Tokenizer, dtype, are_examples: bool
 ) -> EncodedBatch:
-    """`documents` are texts, their ids in several arrays, and which targets count."""
-    ids = [array for _, arrays, _ in documents for array in arrays]
-    tokens = np.concatenate(ids or [[]], dtype=dtype, casting="unsafe")
-    counted = None
+    # A split can have no documents; np.concatenate needs at least one array.
+    arrays = list(itertools.chain.from_iterable(document.arrays for document in documents)) or [[]]
+    tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe")
+    counted, unknown = None, 0
     if are_examples:
-        counted = np.concatenate([counted for _, _, counted in documents] or [[]]).astype(bool)
+        counted = np.concatenate([d.counted for d in documents] or [[]]).astype(bool)
+    if tokenizer.unknown is not None:
+        unknown = int(np.count_nonzero(tokens == tokenizer.unknown))
     return EncodedBatch(
         tokens,
-        np.array([sum(map(len, arrays)) for _, arrays, _ in documents], np.int64),
-        sum(len(text.encode()) for text, _, _ in documents),
-        counted,
-        0 if tokenizer.unknown is None else int(np.count_nonzero(tokens == tokenizer.unknown)),
-        sum(tokenizer.count_dropped(text) for text, _, _ in documents),
+        lengths=np.array([sum(map(len, d.arrays)) for d in documents], np.int64),
+        text_bytes=sum(len(d.text.encode()) for d in documents),
+        counted=counted,
+        unknown=unknown,
+        dropped=sum(tokenizer.count_dropped(d.text) for d in documents),
     )
 
 
@@ -134,11 +135,8 @@ def _split_long_text(text: str) -> Iterator[str]:
     while len(text) - start > LONG_TEXT:
         end = start + LONG_TEXT
         for place in range(end, end - LONG_TEXT // 2, -1):
-            if (
-                text[place] == " "
-                and text[place - 1].isalnum()
-                and text[place + 1 : place + 2].isalnum()
-            ):
+            before, char, after = text[place - 1], text[place], text[place + 1 : place + 2]
+            if char == " " and before.isalnum() and after.isalnum():
                 end = place
                 break
         yield text[start:end]
@@ -153,20 +151,22 @@ def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[
     If `items` raises an error, the results of the preceding items are yielded first. Threads
     suffice because the tokenizers release the GIL.
     """
-    items, end = iter(items), None
+    items = iter(items)
+    end = None  # the exception that has ended `items`: StopIteration, or an error
     with ThreadPoolExecutor(workers) as pool:
-        waiting = deque()
+        waiting = deque()  # (item, future), in the order of the items
         try:
             while end is None or waiting:
-                while end is None and len(waiting) <= workers + 1:
+                # More than threads, so that none idles while the caller has the oldest result.
+                while end is None and len(waiting) < workers + 2:
                     try:
                         item = next(items)
                         waiting.append((item, pool.submit(function, item)))
-                    except Exception as error:  # also StopIteration, at the end of `items`
+                    except Exception as error:
                         end = error
                 if waiting:
-                    item, result = waiting.popleft()
-                    yield item, result.result()
+                    item, future = waiting.popleft()
+                    yield item, future.result()
         finally:
             pool.shutdown(cancel_futures=True)
     if not isinstance(end, StopIteration):
@@ -176,9 +176,7 @@ def map_in_order(function: Callable, items: Iterable, workers: int) -> Iterator[
 def log_progress(
     batches: Iterator[tuple[DocumentBatch, dict[str, EncodedBatch]]], first: float, log
 ) -> Iterator:
-    """Yields `batches`. Logs progress from the fraction `first` on, speed and remaining time every
-    _PROGRESS_SECONDS.
-    """
+    """Yields `batches`. Logs progress from the fraction `first` on, speed and remaining time."""
     started = logged = time.monotonic()
     tokens = 0
     for batch, encoded in batches:
@@ -187,8 +185,9 @@ def log_progress(
         if time.monotonic() - logged >= _PROGRESS_SECONDS:
             logged = time.monotonic()
             seconds = logged - started
-            left = seconds * (1 - batch.done) / (batch.done - first) if batch.done > first else None
-            log(
-                f"  {batch.done:4.0%}   {millions(tokens)} tokens, {tokens / seconds:,.0f} tokens/s"
-                + (f", {duration(left)} left" if left is not None else "")
-            )
+            message = f"  {batch.done:4.0%}   {millions(tokens)} tokens"
+            message += f", {tokens / seconds:,.0f} tokens/s"
+            if batch.done > first:
+                left = seconds * (1 - batch.done) / (batch.done - first)
+                message += f", {duration(left)} left"
+            log(message)

@@ -32,6 +32,7 @@ from smallgpt_jax.data.store import (
     size_message,
 )
 from smallgpt_jax.data.store_spec import NOT_FREE, StoreSpec
+from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.data.unfinished_store import (
     JOURNAL_FILE,
     Journal,
@@ -80,11 +81,8 @@ def _name_store_in_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename2 and error.errno in (
-            errno.EEXIST,
-            errno.ENOTDIR,
-            errno.ENOTEMPTY,
-        ):  # of `rename`
+        is_taken = error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY)
+        if error.filename2 and is_taken:  # an error of `rename`
             raise UserError(NOT_FREE.format(str(folder))) from None
         if error.filename and folder.parent not in Path(error.filename).parents:
             # the file named in the error belongs to the source or the tokenizer, not to the store
@@ -99,30 +97,15 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
     """Writes a store to `partial`, or resumes the unfinished store there."""
     for message in spec.source.messages():
         log(message)
-    parts, rules, fraction = spec.source.parts, spec.rules, spec.made_from["validation_fraction"]
-    identity = {
-        "format": FORMAT,
-        "made_from": spec.made_from,
-        "texts": spec.source.fingerprint,
-        "tokenizer": spec.tokenizer.fingerprint,
-        "split_by_file": rules.split_by_file,
-    }
-    if journal := resume_journal(partial, identity, parts, rules, log):
-        log(f"resuming {partial}: {journal.latest.done:.0%} done")
-        tokenizer = tokenizers.load(partial / "tokenizer")
-    else:
-        _remove_partial(partial, log)
-        if spec.tokenizer.is_trained:
-            log(f"training the tokenizer {spec.tokenizer.value} on {spec.source.value}")
-        texts = TrainingTexts(document_batches(parts, rules), fraction)
-        tokenizer = spec.tokenizer.make(texts)
-        tokenizers.save(tokenizer, partial / "tokenizer")
-        journal = Journal(identity, texts.end)
-
+    parts, rules = spec.source.parts, spec.rules
+    journal, tokenizer = _resume_or_start(partial, spec, log)
     started = time.monotonic()
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     encode = functools.partial(
-        encode_batch, tokenizer=tokenizer, dtype=dtype, validation_fraction=fraction
+        encode_batch,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        validation_fraction=spec.made_from["validation_fraction"],
     )
     batches = document_batches(parts, rules, journal.latest.place)
     encoded = log_progress(map_in_order(encode, batches, workers), journal.latest.done, log)
@@ -134,13 +117,44 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
         write_documents(partial, journal, writers, encoded)
         require_documents(journal)
     except UserError:
-        if journal.latest.place in (
-            Place(),
-            Place(len(parts)),
-        ):  # nothing was read, or nothing is left to read
+        # If nothing was read, or nothing is left to read, there is nothing to resume.
+        if journal.latest.place in (Place(), Place(len(parts))):
             shutil.rmtree(partial)
         raise
-    splits, unencoded = _separate_unencoded(journal.latest.splits)
+    metadata = _describe(partial, spec, tokenizer, dtype, journal)
+    write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
+    log(size_message(partial, metadata, time.monotonic() - started))
+
+
+def _resume_or_start(partial: Path, spec: StoreSpec, log) -> tuple[Journal, Tokenizer]:
+    parts, rules = spec.source.parts, spec.rules
+    identity = {
+        "format": FORMAT,
+        "made_from": spec.made_from,
+        "texts": spec.source.fingerprint,
+        "tokenizer": spec.tokenizer.fingerprint,
+        "split_by_file": rules.split_by_file,
+    }
+    if journal := resume_journal(partial, identity, parts, rules, log):
+        log(f"resuming {partial}: {journal.latest.done:.0%} done")
+        return journal, tokenizers.load(partial / "tokenizer")
+    _remove_partial(partial, log)
+    if spec.tokenizer.is_trained:
+        log(f"training the tokenizer {spec.tokenizer.value} on {spec.source.value}")
+    texts = TrainingTexts(document_batches(parts, rules), spec.made_from["validation_fraction"])
+    tokenizer = spec.tokenizer.make(texts)
+    tokenizers.save(tokenizer, partial / "tokenizer")
+    return Journal(identity, texts.end), tokenizer
+
+
+def _describe(
+    partial: Path, spec: StoreSpec, tokenizer: Tokenizer, dtype: np.dtype, journal: Journal
+) -> dict:
+    """Returns the metadata of a store (METADATA in store.py)."""
+    splits, unencoded = {}, {}
+    for name, counts in journal.latest.splits.items():
+        unencoded[name] = {what: counts[what] for what in UNENCODED}
+        splits[name] = {what: count for what, count in counts.items() if what not in UNENCODED}
     metadata = {
         "format": FORMAT,
         "made_from": spec.made_from,
@@ -154,27 +168,13 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
             name: fingerprint(partial, name, counts["text_bytes"])
             for name, counts in splits.items()
         },
-        **unencoded,
     }
-    if journal.latest.plain_text["passages"]:
-        metadata["plain_text"] = {
-            "split_by_file": rules.split_by_file,
-            **journal.latest.plain_text,
-        }
-    write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
-    log(size_message(partial, metadata, time.monotonic() - started))
-
-
-def _separate_unencoded(counted: dict[str, dict[str, int]]) -> tuple[dict, dict]:
-    """Returns the counts of the splits for `metadata.json`, and what the tokenizer cannot encode as
-    a field of its own, if there is something.
-    """
-    splits, unencoded = {}, {}
-    for name, counts in counted.items():
-        unencoded[name] = {what: counts[what] for what in UNENCODED}
-        splits[name] = {what: count for what, count in counts.items() if what not in UNENCODED}
-    has_some = any(any(counts.values()) for counts in unencoded.values())
-    return splits, {"unencoded": unencoded} if has_some else {}
+    if any(any(counts.values()) for counts in unencoded.values()):
+        metadata["unencoded"] = unencoded
+    plain_text = journal.latest.plain_text
+    if plain_text["passages"]:
+        metadata["plain_text"] = {"split_by_file": spec.rules.split_by_file, **plain_text}
+    return metadata
 
 
 def _remove_partial(partial: Path, log) -> None:
@@ -188,8 +188,6 @@ def _remove_partial(partial: Path, log) -> None:
             "or choose another config.data.store"
         )
     if (partial / JOURNAL_FILE).exists():
-        log(
-            f"{partial}: cannot resume, because the text or the settings have changed; starting "
-            "over"
-        )
+        why = "because the text or the settings have changed"
+        log(f"{partial}: cannot resume, {why}; starting over")
     shutil.rmtree(partial)

@@ -55,6 +55,7 @@ from smallgpt_jax.storage.json_files import TEXT, read_json_or_none
 JOURNAL_FILE = "journal.json"
 _VERSION = 5
 _COUNTS = ("tokens", "documents", "text_bytes", *UNENCODED)
+_MAY_DIFFER = {"made_from", "texts"}  # of a journal's identity on resumption, in part
 JOURNAL_SECONDS = 5  # minimum time between writes of the journal
 
 
@@ -83,9 +84,8 @@ class Journal:
     # keys: "format", "made_from" (settings), "texts" (hash of the source), "tokenizer" (hash of
     # files), "split_by_file"
     identity: dict
-    tokenizer_text_end: (
-        Place | None
-    )  # where the tokenizer's training text ends; None: at the end of the source
+    # where the tokenizer's training text ends; None: at the end of the source
+    tokenizer_text_end: Place | None
     latest: Entry = _START
     # `latest` was recorded while one part of the source was being read. `earlier` is the last entry
     # before that part. If that part has changed, preparation resumes from `earlier` instead of
@@ -105,9 +105,8 @@ class Journal:
             **self.latest._asdict(),
             "earlier": self.earlier and self.earlier._asdict(),
         }
-        write_atomically(
-            folder / JOURNAL_FILE, json.dumps({**fields, "checksum": _checksum(fields)})
-        )
+        content = json.dumps({**fields, "checksum": _checksum(fields)})
+        write_atomically(folder / JOURNAL_FILE, content)
 
 
 def _checksum(fields: dict) -> str:
@@ -118,23 +117,21 @@ def read_journal(folder: Path) -> Journal | None:
     """Returns None if the journal is missing, damaged or of another version."""
 
     def entry(fields: dict) -> Entry:
-        return Entry(
-            **{**{name: fields[name] for name in Entry._fields}, "place": Place(*fields["place"])}
-        )
+        values = {name: fields[name] for name in Entry._fields}
+        return Entry(**values)._replace(place=Place(*fields["place"]))
 
     fields = read_json_or_none(folder / JOURNAL_FILE, {"checksum": TEXT})
+    if fields is None:
+        return None
     # A changed place or count would make another store, so no part of a changed journal is used.
-    if (
-        fields is None
-        or fields.pop("checksum") != _checksum(fields)
-        or fields.get("version") != _VERSION
-    ):
+    is_intact = fields.pop("checksum") == _checksum(fields)
+    if not is_intact or fields.get("version") != _VERSION:
         return None
     return Journal(
-        fields["identity"],
-        fields["learned"] and Place(*fields["learned"]),
-        entry(fields),
-        fields["earlier"] and entry(fields["earlier"]),
+        identity=fields["identity"],
+        tokenizer_text_end=fields["learned"] and Place(*fields["learned"]),
+        latest=entry(fields),
+        earlier=fields["earlier"] and entry(fields["earlier"]),
     )
 
 
@@ -149,49 +146,43 @@ def resume_journal(
         return None
     # A change of settings can matter, too: in a text file that is now skipped, passages may have
     # been read.
-    if any(journal.identity[key] != identity[key] for key in ("texts", "made_from")):
+    if any(journal.identity[key] != identity[key] for key in _MAY_DIFFER):
         log(
             f"{folder}: the source or a setting has changed; checking whether the text read so "
             "far is the same"
         )
-        same = next(
-            (
-                entry
-                for entry in (journal.latest, journal.earlier)
-                if entry
-                and journal.tokenizer_text_end is not None
-                and journal.tokenizer_text_end <= entry.place
-                and digest_before(parts, rules, entry.place) == entry.digest
-            ),
-            None,
-        )
-        if not same:
+        unchanged = _last_unchanged_entry(journal, parts, rules)
+        if not unchanged:
             return None
-        journal.latest = same
+        journal.latest = unchanged
     return dataclasses.replace(journal, identity=identity)
 
 
+def _last_unchanged_entry(journal: Journal, parts: list[Part], rules: Rules) -> Entry | None:
+    """Returns the last entry before which the text is still the same, or None."""
+    trained_on = journal.tokenizer_text_end
+    for entry in (journal.latest, journal.earlier):
+        # The rest of the source may have changed; the tokenizer must not have been trained on it.
+        if not entry or trained_on is None or trained_on > entry.place:
+            continue
+        if digest_before(parts, rules, entry.place) == entry.digest:
+            return entry
+    return None
+
+
 def _can_resume(journal: Journal, identity: dict) -> bool:
+    if any(journal.identity[key] != identity[key] for key in identity.keys() - _MAY_DIFFER):
+        return False
     before, now = journal.identity["made_from"], identity["made_from"]
+    skipped = journal.latest.skipped
     may_change = {field for field in DataConfig.names(relaxable=True) if before[field] == "refuse"}
-    if (
-        TOO_LONG not in journal.latest.skipped
-        and now["max_document_bytes"] >= before["max_document_bytes"]
-    ):
+    if TOO_LONG not in skipped and now["max_document_bytes"] >= before["max_document_bytes"]:
         may_change.add("max_document_bytes")
-    return (
-        all(
-            journal.identity[key] == identity[key]
-            for key in identity.keys() - {"made_from", "texts"}
-        )
-        and all(before[field] == now[field] for field in now.keys() - may_change)
-        # A change of invalid_utf8 to "replace" would turn items that were skipped as invalid UTF-8
-        # into documents.
-        and (
-            before["invalid_utf8"] == now["invalid_utf8"]
-            or not NOT_UTF8 & journal.latest.skipped.keys()
-        )
-    )
+    if any(before[field] != now[field] for field in now.keys() - may_change):
+        return False
+    # A change of invalid_utf8 to "replace" would turn items that were skipped as invalid UTF-8 into
+    # documents.
+    return before["invalid_utf8"] == now["invalid_utf8"] or not NOT_UTF8 & skipped.keys()
 
 
 def write_documents(
@@ -218,24 +209,20 @@ def write_documents(
         for batch, encoded in batches:
             for name, split in splits.items():
                 split.add(encoded[name])
-            skipped = Counter(journal.latest.skipped) + batch.skipped
-            plain_text = _count_passages(batch.texts, journal)
             journal.add(
                 Entry(
                     batch.place,
                     batch.digest,
                     batch.done,
-                    dict(skipped),
-                    {name: split.counts for name, split in splits.items()},
-                    plain_text,
+                    skipped=dict(Counter(journal.latest.skipped) + batch.skipped),
+                    splits={name: split.counts for name, split in splits.items()},
+                    plain_text=_count_passages(batch.texts, journal),
                 )
             )
             if time.monotonic() - flushed > JOURNAL_SECONDS:
                 flushed = flush()
-    except (
-        UserError,
-        KeyboardInterrupt,
-    ):  # after a failed sync, another could succeed without the lost tokens
+    # Not after OSError: once a sync has failed, another could succeed without the lost tokens.
+    except (UserError, KeyboardInterrupt):
         flush()
         raise
     flush()
@@ -260,24 +247,19 @@ def _count_passages(texts: Sequence[str], journal: Journal) -> dict:
 
 
 def require_documents(journal: Journal) -> None:
-    made_from, splits, skipped = (
-        journal.identity["made_from"],
-        journal.latest.splits,
-        journal.latest.skipped,
-    )
+    made_from, splits = journal.identity["made_from"], journal.latest.splits
+    where = f"config.data.source={made_from['source']!r}"
     total = sum(counts["documents"] for counts in splits.values())
     if not total:
-        raise UserError(
-            f"config.data.source={made_from['source']!r}: contains no text"
-            + (f" (skipped: {format_skipped(skipped)})" if skipped else "")
-        )
+        skipped = format_skipped(journal.latest.skipped)
+        reasons = f" (skipped: {skipped})" if skipped else ""
+        raise UserError(f"{where}: contains no text{reasons}")
     for name, counts in splits.items():
         if not counts["documents"]:
+            fraction = f"config.data.validation_fraction={made_from['validation_fraction']}"
             raise UserError(
-                f"config.data.source={made_from['source']!r}: none of its {total} documents is in "
-                f"the {name} split "
-                f"(config.data.validation_fraction={made_from['validation_fraction']}); use more "
-                "text, or another fraction"
+                f"{where}: none of its {total} documents is in the {name} split ({fraction}); use "
+                "more text, or another fraction"
             )
 
 

@@ -27,17 +27,15 @@ def _name_source_in_errors(source: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # the libraries, the network and a dataset's own code raise errors of many types
-        why = short_reason(error)
-        fix = (
-            "; convert the dataset to TFRecord or array_record files (tfds build "
-            "--file_format=array_record), or its text to Parquet files"
-            if source.startswith("tfds:") and "file format" in why.lower()
-            else ""
-        )
-        raise UserError(f"config.data.source={source!r}: {why.rstrip('.')}{fix}") from None
+    # The libraries, the network and a dataset's own code raise errors of many types.
+    except Exception as error:
+        message = short_reason(error).rstrip(".")
+        if source.startswith("tfds:") and "file format" in message.lower():
+            message += (
+                "; convert the dataset to TFRecord or array_record files (tfds build "
+                "--file_format=array_record), or its text to Parquet files"
+            )
+        raise UserError(f"config.data.source={source!r}: {message}") from None
 
 
 def _hugging_face_parts(source: str) -> list[Part]:
@@ -49,9 +47,8 @@ def _hugging_face_parts(source: str) -> list[Part]:
 
     def read(shard: int, rules: Rules):
         with _name_source_in_errors(source):
-            for number, row in enumerate(
-                stream.shard(num_shards=stream.num_shards, index=shard), 1
-            ):
+            rows = stream.shard(num_shards=stream.num_shards, index=shard)
+            for number, row in enumerate(rows, 1):
                 yield extract_document(row, f"{source}, shard {shard}, row {number}", rules), 0.0
 
     return [
@@ -68,9 +65,8 @@ def _tfds_parts(source: str) -> list[Part]:
     name = source.removeprefix("tfds:")
     with _name_source_in_errors(source):
         builder = tfds.builder(name)
-        if builder.is_prepared() and builder.info.available_file_formats() == {
-            tfds.core.FileFormat.TFRECORD
-        }:
+        only_tfrecord = {tfds.core.FileFormat.TFRECORD}
+        if builder.is_prepared() and builder.info.available_file_formats() == only_tfrecord:
             split = builder.info.splits["train"]
             return list(map(_tfrecord_part, split.filepaths, split.shard_lengths))
         return [_indexed_part(source, tfds.data_source(name, split="train"))]
@@ -87,25 +83,18 @@ def _tfrecord_part(path, count: int) -> Part:
         raise UserError(f"{path}: {error.strerror}; download this shard again") from None
 
     def read(rules: Rules):
-        number = 0
+        number, name = 0, rules.text_field
         with name_file_in_errors(path):
             for number, record in enumerate(read_records(open_binary(path), stat.length), 1):
                 try:
                     fields = tf_example_pb2.Example.FromString(record).features.feature
                 except DecodeError:
                     raise ValueError(f"record {number} is not a tf.train.Example") from None
-                texts = (
-                    fields[rules.text_field].bytes_list.value if rules.text_field in fields else ()
-                )
-                yield (
-                    extract_text(
-                        texts[0] if len(texts) == 1 else None,
-                        f"{path}, record {number}",
-                        sorted(fields),
-                        rules,
-                    ),
-                    min(number / max(count, 1), 1.0),
-                )
+                # A protobuf map makes the fields that it is asked for.
+                values = fields[name].bytes_list.value if name in fields else ()
+                text = values[0] if len(values) == 1 else None
+                item = extract_text(text, f"{path}, record {number}", sorted(fields), rules)
+                yield item, min(number / max(count, 1), 1.0)
         if number != count:
             raise UserError(
                 f"{path}: has {number} records, but dataset_info.json lists {count}; download "
@@ -143,11 +132,9 @@ def read_records(file: BinaryIO, size: int) -> Iterator[bytes]:
 def _indexed_part(source: str, rows) -> Part:
     def read(rules: Rules):
         for number in range(len(rows)):
-            row = rows[number]
-            yield (
-                extract_text(row.get(rules.text_field), f"{source}, item {number}", row, rules),
-                number / len(rows),
-            )
+            row, where = rows[number], f"{source}, item {number}"
+            item = extract_text(row.get(rules.text_field), where, row, rules)
+            yield item, number / len(rows)
 
     return Part(source, 0, read)
 
@@ -168,6 +155,5 @@ class Dataset(Member):
         return [self.name]
 
     def parts(self, passage: int) -> list[Part]:
-        return next(parts for prefix, parts in DATASETS.items() if self.name.startswith(prefix))(
-            self.name
-        )
+        prefix = f"{self.name.partition(':')[0]}:"
+        return DATASETS[prefix](self.name)

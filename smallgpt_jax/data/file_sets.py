@@ -56,9 +56,8 @@ class _FileSet(Member):
     """
 
     name: str
-    endings: tuple[
-        str, ...
-    ]  # of the files in a folder that are read; an ending of compressed files may follow
+    # of the files in a folder that are read; an ending of compressed files may follow
+    endings: tuple[str, ...]
 
     @cached_property
     def path(self) -> Path:
@@ -72,11 +71,12 @@ class _FileSet(Member):
     def files(self) -> list[TextFile]:
         """Returns the files that are read, sorted. Raises UserError if there are none."""
         files = self.find()
-        if refused := [file.path for file in files if file.path.suffix.lower() in ARCHIVE_SUFFIXES]:
-            raise UserError(
-                f"{refused[0]}: {refused[0].suffix} archives are not supported; unpack it, or "
-                f"compress single files as {', '.join(COMPRESSED_SUFFIXES)}"
-            )
+        for path in (file.path for file in files):
+            if path.suffix.lower() in ARCHIVE_SUFFIXES:
+                raise UserError(
+                    f"{path}: {path.suffix} archives are not supported; unpack it, or compress "
+                    f"single files as {', '.join(COMPRESSED_SUFFIXES)}"
+                )
         return files
 
     @property
@@ -113,6 +113,10 @@ class _FileSet(Member):
         """
         return any(name.startswith(".") for name in path.relative_to(self.path).parts)
 
+    def is_read(self, path: Path) -> bool:
+        """Returns whether a file of a folder is read."""
+        return content_suffix(path) in self.endings and not self.is_hidden(path)
+
     def count_endings(self) -> Counter:
         """Ignores hidden files."""
         return Counter(content_suffix(path) for path in self.paths if not self.is_hidden(path))
@@ -126,10 +130,11 @@ class _FileSet(Member):
         if not counts:
             return ""
         ending = max(counts, key=counts.get)
-        texts = ",".join(
-            [*(ending for ending in self.endings if ending not in ROW_SUFFIXES), ending]
+        endings = [known for known in self.endings if known not in ROW_SUFFIXES]
+        return (
+            f"; to read its {counts[ending]:,} {ending} files as text, set "
+            f"--config.data.text_endings={','.join([*endings, ending])}"
         )
-        return f"; to read its {counts[ending]:,} {ending} files as text, set --config.data.text_endings={texts}"
 
 
 class LocalFiles(_FileSet):
@@ -141,6 +146,7 @@ class LocalFiles(_FileSet):
 
     @cached_property
     def folders(self) -> list[tuple[str, list[str]]]:
+        """Returns all folders that are read, with the names of their files."""
         return list(_walk_folders(self.path)) if self.is_folder else []
 
     @cached_property
@@ -154,29 +160,20 @@ class LocalFiles(_FileSet):
         return _drop_linked_duplicates(sorted(path for path in paths if path.is_file()))
 
     def find(self) -> list[TextFile]:
-        read = [
-            path
-            for path in self.paths
-            if not self.is_folder
-            or (content_suffix(path) in self.endings and not self.is_hidden(path))
-        ]
+        read = [path for path in self.paths if not self.is_folder or self.is_read(path)]
         if not read:
-            why = (
-                f"folder contains no {', '.join(self.endings)} file{self.suggest_endings()}"
-                if self.is_folder
-                else "no such file"
-            )
+            why = "no such file"
+            if self.is_folder:
+                why = f"folder contains no {', '.join(self.endings)} file{self.suggest_endings()}"
             raise UserError(f"config.data.source={self.name!r}: {why}")
         return list(map(local_file, read))
 
     def enclosing_folder(self, path: Path) -> Path | None:
         if is_remote(path):
             return None
-        around = set(path.resolve().parents)
-        return next(
-            (folder for found, _ in self.folders if (folder := Path(found).resolve()) in around),
-            None,
-        )
+        enclosing = set(path.resolve().parents)
+        folders = (Path(folder).resolve() for folder, _ in self.folders)
+        return next((folder for folder in folders if folder in enclosing), None)
 
     def absolute_name(self) -> str:
         return str(self.path.absolute())
@@ -205,9 +202,7 @@ class RemoteFiles(_FileSet):
         read = [
             TextFile(path, str(path), *entry)
             for path, entry in self.paths.items()
-            if self.is_pattern
-            or path == self.path
-            or (content_suffix(path) in self.endings and not self.is_hidden(path))
+            if self.is_pattern or path == self.path or self.is_read(path)
         ]
         if not read:
             raise UserError(
@@ -261,9 +256,8 @@ def _walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:
                 continue
             seen.add(real)
             names.sort()
-            waiting += [
-                link for name in names if os.path.islink(link := os.path.join(folder, name))
-            ]
+            subfolders = (os.path.join(folder, name) for name in names)
+            waiting += filter(os.path.islink, subfolders)  # os.walk does not follow links
             yield folder, files
 
 

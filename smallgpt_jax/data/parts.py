@@ -65,6 +65,15 @@ class Rules:
     # Whether all passages of a plain text file are in the same split.
     split_by_file: bool = False
 
+    @property
+    def decoding_errors(self) -> str:
+        """Returns the argument `errors` of bytes.decode."""
+        return "replace" if self.invalid_utf8 == "replace" else "strict"
+
+    @property
+    def skips_invalid_utf8(self) -> bool:
+        return self.invalid_utf8 == "refuse" and self.invalid_items == "skip"
+
     def refuse_or_skip(self, where: str, why: str, fix: str) -> Skipped:
         if self.invalid_items == "skip":
             return Skipped(why.split(":")[0])  # "not UTF-8: byte 3" → "not UTF-8"
@@ -131,10 +140,9 @@ def extract_text(text, where: str, fields, rules: Rules, field: str = "") -> Ite
     The message contains `where` and `fields`, the names of the item's fields. `field`: "" means
     `text_field`.
     """
-    replaces = rules.invalid_utf8 == "replace"
     if isinstance(text, bytes):
         try:
-            text = text.decode(errors="replace" if replaces else "strict")
+            text = text.decode(errors=rules.decoding_errors)
         except UnicodeDecodeError as error:
             return rules.refuse_or_skip(
                 where, f"not UTF-8: byte {error.start}", "set --config.data.invalid_utf8=replace"
@@ -149,7 +157,7 @@ def extract_text(text, where: str, fields, rules: Rules, field: str = "") -> Ite
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, such as \ud800
-        if replaces:
+        if rules.invalid_utf8 == "replace":
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return rules.refuse_or_skip(
             where,

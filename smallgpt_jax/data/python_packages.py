@@ -10,6 +10,7 @@ import base64
 import csv
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -22,15 +23,11 @@ from smallgpt_jax.storage.atomic import write_atomically
 PYTHON_PACKAGES = "python_packages"
 MANIFEST = Path(__file__).with_name("python_packages.txt")
 _EXCLUDED_DISTRIBUTIONS = {
-    "chardet",
-    "idna",
-    "tzdata",  # mostly tables of numbers, or empty files
+    *("chardet", "idna", "tzdata"),  # mostly tables of numbers, or empty files
     "gguf",  # newer than the text, which published results need unchanged
-    "promise",
-    "rouge_score",
-    "sqlitedict",
-    "word2number",
-}  # have no wheel: they are built on each machine
+    # These have no wheel: they are built on each machine.
+    *("promise", "rouge_score", "sqlitedict", "word2number"),
+}
 # Tests, test data and benchmarks. ".." leads out of site-packages, to scripts.
 _EXCLUDED_FOLDERS = {"test", "tests", "internal_test_util", "benchmarks", ".."}
 # The files of this folder are near copies of each other: a validation document would have copies in
@@ -57,26 +54,28 @@ class PythonPackages(Member):
         Python file.
         """
         pins = {line.split()[0]: line for line in self.manifest.splitlines()}  # "name==version"
-        if differences := {
-            pin: why for pin, line in pins.items() if (why := difference(pin, line))
-        }:
-            first, *others = differences
-            count = (
-                f" ({len(others)} more of the {len(pins)} distributions differ)" if others else ""
-            )
-            advice = (
-                install_command("test")
-                if len(differences) > _MAX_NAMED
-                else f"pip install --force-reinstall --no-deps {' '.join(differences)}"
-            )
-            raise UserError(
-                f"config.data.source={self.name!r}: {differences[first]}{count}; run {advice}"
-            )
-        files = [
-            file for pin in pins for file in _files_of(metadata.distribution(pin.split("==")[0]))
-        ]
-        of_hash = {file.version: file for file in reversed(files) if file.size}
+        self._require_pinned(pins)
+        of_hash = {}
+        for pin in pins:
+            for file in _files_of(metadata.distribution(pin.split("==")[0])):
+                if file.size:
+                    of_hash.setdefault(file.version, file)  # of equal files, the first one
         return [of_hash[content_hash] for content_hash in sorted(of_hash)]
+
+    def _require_pinned(self, pins: Mapping[str, str]) -> None:
+        """`pins`: "name==version" → line of `MANIFEST`."""
+        reasons = {pin: difference(pin, line) for pin, line in pins.items()}
+        different = [pin for pin, why in reasons.items() if why]
+        if not different:
+            return
+        more = len(different) - 1
+        count = f" ({more} more of the {len(pins)} distributions differ)" if more else ""
+        command = f"pip install --force-reinstall --no-deps {' '.join(different)}"
+        if len(different) > _MAX_NAMED:
+            command = install_command("test")
+        raise UserError(
+            f"config.data.source={self.name!r}: {reasons[different[0]]}{count}; run {command}"
+        )
 
     @property
     def identity(self) -> list:
@@ -130,11 +129,9 @@ def difference(pin: str, line: str) -> str:
         return f"{pin} is not installed"
     if installed.version != version:
         return f"{name} {installed.version} is installed, but the text has {version}"
-    return (
-        ""
-        if _describe(installed, name) == line
-        else f"{pin} is installed with other files than those of its wheel"
-    )
+    if _describe(installed, name) != line:
+        return f"{pin} is installed with other files than those of its wheel"
+    return ""
 
 
 def _part_of(file: TextFile) -> Part:
@@ -158,9 +155,8 @@ def record_hash(content: bytes) -> str:
     """Returns the hash in the format of RECORD files (packaging.python.org, "Recording installed
     projects").
     """
-    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip(
-        "="
-    )
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode()
+    return f"sha256={digest.rstrip('=')}"
 
 
 def make_manifest(constraints: str) -> str:

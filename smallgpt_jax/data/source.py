@@ -23,10 +23,8 @@ from smallgpt_jax.data.text_files import ARCHIVE_SUFFIXES, COMPRESSED_SUFFIXES, 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.object_storage import is_remote
 
-_PASSAGE_CHARACTERS = (
-    1024,
-    16_384,
-)  # text files are split into passages; the length limit is in this range
+# Text files are split into passages; the limit of their length is in this range.
+_PASSAGE_CHARACTERS = (1024, 16_384)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +40,9 @@ class Source:
             raise UserError(
                 "config.data.source: is empty; expected a file, folder, glob, hf:NAME or tfds:NAME"
             )
-        # A path that contains commas is allowed if it is the only source.
-        is_path = Path(self.value).expanduser().exists()
-        names = (
-            [self.value]
-            if is_path
-            else [name.strip() for name in self.value.split(",") if name.strip()]
-        )
+        names = [name.strip() for name in self.value.split(",") if name.strip()]
+        if Path(self.value).expanduser().exists():  # a path may contain commas, if it is alone
+            names = [self.value]
         return [_parse_name(name, _parse_endings(self.text_endings)) for name in names]
 
     @cached_property
@@ -70,7 +64,8 @@ class Source:
 
     @cached_property
     def parts(self) -> list[Part]:
-        passage = min(max(self.num_bytes // 100, _PASSAGE_CHARACTERS[0]), _PASSAGE_CHARACTERS[1])
+        least, most = _PASSAGE_CHARACTERS
+        passage = min(max(self.num_bytes // 100, least), most)
         return [part for member in self.members for part in member.parts(passage)]
 
     @cached_property
@@ -86,7 +81,7 @@ class Source:
             yield from batch.texts
 
     def messages(self) -> list[str]:
-        return [message for member in self.members if (message := member.message())]
+        return list(filter(None, (member.message() for member in self.members)))
 
     def enclosing_folder(self, path: Path) -> Path | None:
         """Returns a folder of the source that contains `path`, or None. Files at `path` could be

@@ -71,26 +71,17 @@ def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
                     _read_lines(content, rules.max_document_bytes), path, rules
                 )
             elif is_code:
-                items = iter([content.read().decode(errors="replace")])
-            elif (
-                rules.invalid_items == "skip"
-                and rules.invalid_utf8 == "refuse"
-                and not _is_utf8(path)
-            ):
-                items = iter([Skipped("not UTF-8 (whole file)")])
+                items = [content.read().decode(errors="replace")]
+            elif rules.skips_invalid_utf8 and not _is_utf8(path):
+                items = [Skipped("not UTF-8 (whole file)")]
             else:
-                pieces = _decode_utf8(_read_pieces(content), path, rules.invalid_utf8)
+                pieces = _decode_utf8(_read_pieces(content), path, rules.decoding_errors)
                 items = _read_passages(pieces, str(path), passage, rules.split_by_file)
             for item in items:
                 yield item, min(raw.tell() / max(file.size, 1), 1.0)
 
-    return Part(
-        str(path),
-        file.size,
-        read,
-        (file.location, file.version, passage),
-        has_fields=suffix in _JSON_SUFFIXES,
-    )
+    version = (file.location, file.version, passage)
+    return Part(str(path), file.size, read, version, has_fields=suffix in _JSON_SUFFIXES)
 
 
 def open_binary(path: Path):
@@ -104,12 +95,10 @@ def _decompress(path: Path, raw) -> io.BufferedIOBase:
     if suffix == ".bz2":
         return bz2.open(raw)
     if suffix == ".zst":
-        return io.BufferedReader(
-            import_library("pyarrow", str(path)).input_stream(raw, compression="zstd")
-        )
-    return (
-        io.BufferedReader(raw) if isinstance(raw, io.RawIOBase) else raw
-    )  # a raw file's readline reads single bytes
+        pyarrow = import_library("pyarrow", str(path))
+        return io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"))
+    # The readline of a raw file reads single bytes.
+    return io.BufferedReader(raw) if isinstance(raw, io.RawIOBase) else raw
 
 
 @contextlib.contextmanager
@@ -120,9 +109,8 @@ def name_file_in_errors(path: Path):
     # gzip raises OSError, EOFError and zlib.error; pyarrow raises ValueError and
     # NotImplementedError.
     except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
-        if (
-            isinstance(error, OSError) and error.errno
-        ):  # an error from the operating system; the file is not damaged
+        # An error of the operating system: the file is not damaged.
+        if isinstance(error, OSError) and error.errno:
             raise UserError(f"{path}: {error.strerror}") from None
         raise UserError(
             f"{path}: damaged, or of another type than its suffix "
@@ -137,9 +125,10 @@ def _read_pieces(file) -> Iterator[bytes]:
 def _read_lines(file, max_bytes: int) -> Iterator[bytes]:
     """Of a line of more than `max_bytes` bytes, yields only the first max_bytes + 1."""
     while line := file.readline(max_bytes + 1):
-        rest = line
-        while len(line) > max_bytes and rest and not rest.endswith(b"\n"):
-            rest = file.readline(_READ_BYTES)
+        if len(line) > max_bytes:  # the rest of the line is read, but not kept
+            piece = line
+            while piece and not piece.endswith(b"\n"):
+                piece = file.readline(_READ_BYTES)
         yield line
 
 
@@ -154,24 +143,27 @@ def _is_utf8(path: Path) -> bool:
         return False
 
 
-def _decode_utf8(pieces: Iterator[bytes], path: Path, invalid_utf8: str) -> Iterator[str]:
+def _decode_utf8(pieces: Iterator[bytes], path: Path, errors: str) -> Iterator[str]:
     """Decodes UTF-8 piece by piece. All line endings become newlines.
 
-    If `invalid_utf8` is "refuse", raises UserError with the position of the first invalid byte.
+    If `errors` is "strict", raises UserError with the position of the first invalid byte.
     """
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
-    errors = "strict" if invalid_utf8 == "refuse" else "replace"
-    offset, line, rest = 0, 1, b""
+    offset, line = 0, 1  # of `data` in the file
+    rest = b""  # the beginning of a character whose end is in the next piece
     for piece in itertools.chain(pieces, [b""]):
         data = rest + piece
         if offset == 0 and data.startswith(codecs.BOM_UTF8):
-            data, offset = data[len(codecs.BOM_UTF8) :], len(codecs.BOM_UTF8)
+            data = data.removeprefix(codecs.BOM_UTF8)
+            offset = len(codecs.BOM_UTF8)
         try:
             text, used = codecs.utf_8_decode(data, errors, not piece)
         except UnicodeDecodeError as error:
             line += data.count(b"\n", 0, error.start)
             raise _not_utf8(path, offset + error.start, line) from None
-        offset, line, rest = offset + used, line + data.count(b"\n", 0, used), data[used:]
+        offset += used
+        line += data.count(b"\n", 0, used)
+        rest = data[used:]
         yield newlines.decode(text, final=not piece)
 
 
@@ -207,12 +199,12 @@ def _split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]
     for piece in pieces:
         text, start = text + piece, 0
         while len(text) - start > max_characters:
-            half = start + max_characters // 2
-            cuts = (
-                text.rfind(separator, half, start + max_characters) + len(separator)
-                for separator in ("\n\n", "\n", " ")
-            )
-            end = next((cut for cut in cuts if cut > half), start + max_characters)
+            half, end = start + max_characters // 2, start + max_characters
+            for separator in ("\n\n", "\n", " "):  # the last one in the passage's second half
+                position = text.rfind(separator, half, end)
+                if position >= 0:
+                    end = position + len(separator)
+                    break
             yield text[start:end]
             start = end
         text = text[start:]
@@ -234,9 +226,7 @@ def _parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: R
     if offset == 0:
         line = line.removeprefix(codecs.BOM_UTF8)
     try:
-        decoded_line = line.decode(
-            errors="replace" if rules.invalid_utf8 == "replace" else "strict"
-        )
+        decoded_line = line.decode(errors=rules.decoding_errors)
     except UnicodeDecodeError as error:
         if rules.invalid_items == "skip":
             return Skipped("not UTF-8")
@@ -250,18 +240,17 @@ def _parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: R
     except RecursionError:
         return rules.refuse_or_skip(where, "not JSON: nested too deeply", "fix the line")
     except ValueError as error:  # json.loads also raises it for integers with thousands of digits
-        return rules.refuse_or_skip(
-            where, f"not JSON: {getattr(error, 'msg', error)}", "fix the line"
-        )
+        why = f"not JSON: {getattr(error, 'msg', error)}"
+        return rules.refuse_or_skip(where, why, "fix the line")
     if not isinstance(item, dict):
-        return rules.refuse_or_skip(
-            where, f"not a JSON object: a {type(item).__name__}", "fix the line"
-        )
+        why = f"not a JSON object: a {type(item).__name__}"
+        return rules.refuse_or_skip(where, why, "fix the line")
     return extract_document(item, where, rules)
 
 
 def _read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
-    parquet, types = (import_library(f"pyarrow.{name}", str(path)) for name in ("parquet", "types"))
+    parquet = import_library("pyarrow.parquet", str(path))
+    types = import_library("pyarrow.types", str(path))
     file = parquet.ParquetFile(open_binary(path) if is_remote(path) else path)
     columns = file.schema_arrow.names
     if rules.text_field not in columns:
@@ -279,8 +268,10 @@ def _read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
         column = batch.column(0)
         # pyarrow does not check that strings are valid UTF-8. `extract_text` checks this if it
         # receives bytes.
-        if types.is_string(column.type) or types.is_large_string(column.type):
-            column = column.cast("binary" if types.is_string(column.type) else "large_binary")
+        if types.is_string(column.type):
+            column = column.cast("binary")
+        elif types.is_large_string(column.type):
+            column = column.cast("large_binary")
         for value in column:  # one at a time becomes an object of Python
             number += 1
             yield _parquet_text(value, f"{path}, row {number}", columns, rules), number / rows

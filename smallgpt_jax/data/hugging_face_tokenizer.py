@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +21,8 @@ from smallgpt_jax.storage.bounded import read_bounded
 from smallgpt_jax.storage.json_files import OBJECT, parse_json
 
 TOKENIZER_JSON = "tokenizer.json"
-SETTINGS_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-)  # name the special tokens; both may be missing
+# These name the special tokens; both may be missing.
+SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Names of the end-of-text token, for tokenizers without a file that names it. The first that exists
 # is used.
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -66,11 +64,16 @@ class HuggingFaceTokenizer:
         self.end_of_text = self._tokenizer.token_to_id(self.end_of_text_token)
         self.begin_of_text = self._find_begin_of_text()
         self.begin_of_text_token = self._tokenizer.id_to_token(self.begin_of_text)
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """Raises ValueError if a text can be encoded as a mark, which separates documents."""
         self._tokenizer.decode(self._tokenizer.encode(_TRIAL, add_special_tokens=False).ids)
-        for mark, token in (
-            (self.end_of_text, self.end_of_text_token),
-            (self.begin_of_text, self.begin_of_text_token),
-        ):
+        marks = {
+            self.end_of_text_token: self.end_of_text,
+            self.begin_of_text_token: self.begin_of_text,
+        }
+        for token, mark in marks.items():
             if mark in self._tokenizer.encode(token, add_special_tokens=False).ids:
                 raise ValueError(f"the text {token!r} is encoded as a special token")
 
@@ -95,17 +98,17 @@ class HuggingFaceTokenizer:
         )
 
     def _find_end_of_text(self) -> str:
-        known = [
-            token for token in _END_OF_TEXT_NAMES if self._tokenizer.token_to_id(token) is not None
-        ]
-        if "eos_token" not in self._named and not known:
-            raise ValueError(
-                "no end-of-text token; set eos_token in a tokenizer_config.json in the same folder"
-            )
-        token = self._named["eos_token"] if "eos_token" in self._named else known[0]
-        if self._tokenizer.token_to_id(token) is None:
-            raise ValueError(f"eos_token={token!r} is not in the vocabulary")
-        return token
+        if "eos_token" in self._named:
+            token = self._named["eos_token"]
+            if self._tokenizer.token_to_id(token) is None:
+                raise ValueError(f"eos_token={token!r} is not in the vocabulary")
+            return token
+        for token in _END_OF_TEXT_NAMES:
+            if self._tokenizer.token_to_id(token) is not None:
+                return token
+        raise ValueError(
+            "no end-of-text token; set eos_token in a tokenizer_config.json in the same folder"
+        )
 
     def _find_begin_of_text(self) -> int:
         """Returns the id that transformers puts before a text, or end_of_text if it puts none.
@@ -113,7 +116,7 @@ class HuggingFaceTokenizer:
         `add_bos_token` in tokenizer_config.json has no effect where there is a tokenizer.json.
         """
         tokens = (self._tokenizer.decode([i]) for i in range(min(self.vocab_size, _MAX_TRIED)))
-        for text in itertools.chain("a0", tokens):
+        for text in itertools.chain(["a", "0"], tokens):
             encoding = self._tokenizer.encode(text, add_special_tokens=True)
             if 0 not in encoding.special_tokens_mask:
                 continue  # the text has no tokens
@@ -126,11 +129,9 @@ class HuggingFaceTokenizer:
     def _find_unknown(self, model: Mapping) -> int | None:
         if model.get("unk_id") is not None:  # a unigram model
             return model["unk_id"]
-        return (
-            None
-            if model.get("unk_token") is None
-            else self._tokenizer.token_to_id(model["unk_token"])
-        )
+        if model.get("unk_token") is not None:
+            return self._tokenizer.token_to_id(model["unk_token"])
+        return None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         with _failures_named():
@@ -159,12 +160,10 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _for_continuations(self):
-        """Returns the tokenizer, without the parts that prepend a space to each text."""
+        """Returns the tokenizer, without the steps that prepend a space to each text."""
         content = json.loads(self._files[TOKENIZER_JSON])
-        content |= {
-            name: _without_prefix_space(content.get(name))
-            for name in ("normalizer", "pre_tokenizer")
-        }
+        for name in ("normalizer", "pre_tokenizer"):
+            content[name] = _without_prefix_space(content.get(name))
         with no_panic_messages(), _failures_named():
             return self._open(json.dumps(content))
 
@@ -185,11 +184,7 @@ class HuggingFaceTokenizer:
     def step_types(self) -> list[str]:
         """Returns the types of the normalizers and pre-tokenizers, in their order."""
         content = json.loads(self._files[TOKENIZER_JSON])
-        return [
-            kind
-            for step in (content.get("normalizer"), content.get("pre_tokenizer"))
-            for kind in _types_of(step)
-        ]
+        return _types_of(content.get("normalizer")) + _types_of(content.get("pre_tokenizer"))
 
     def names(self) -> Set[str]:
         return self._tokenizer.get_vocab(with_added_tokens=True).keys()
@@ -213,7 +208,7 @@ def _types_of(step: Mapping | None) -> list[str]:
     if step["type"] != "Sequence":
         return [step["type"]]
     steps = step.get("normalizers", step.get("pretokenizers"))
-    return [kind for part in steps for kind in _types_of(part)]
+    return list(itertools.chain.from_iterable(map(_types_of, steps)))
 
 
 def _named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -229,8 +224,10 @@ def _named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def merge_settings(settings: Mapping, special: Mapping) -> dict:
-    """Arguments: the content of SETTINGS_FILES. A file that also lists the added tokens is complete."""
-    return dict(settings if "added_tokens_decoder" in settings else {**settings, **special})
+    """Arguments: the content of SETTINGS_FILES."""
+    if "added_tokens_decoder" in settings:  # then the first file is complete
+        return dict(settings)
+    return {**settings, **special}
 
 
 def _content_of(token):
@@ -243,21 +240,25 @@ def added_tokens(settings: Mapping) -> set[str]:
     for name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
         more = settings.get(name)
         if isinstance(more, dict):
-            more = more.values()
-        tokens += more if isinstance(more, Iterable) and not isinstance(more, str) else ()
+            tokens += more.values()
+        elif isinstance(more, list):
+            tokens += more
     contents = map(_content_of, tokens)
     return {content for content in contents if isinstance(content, str) and content}
 
 
 def read_files(path: Path) -> HuggingFaceTokenizer:
     """Also reads the SETTINGS_FILES beside a file that is named `tokenizer.json`."""
-    beside = [path.parent / name for name in SETTINGS_FILES] if path.name == TOKENIZER_JSON else []
-    files = {TOKENIZER_JSON: path} | {file.name: file for file in beside if file.is_file()}
+    files = {TOKENIZER_JSON: path}
+    if path.name == TOKENIZER_JSON:
+        beside = [path.parent / name for name in SETTINGS_FILES]
+        files |= {file.name: file for file in beside if file.is_file()}
     try:
         contents = {name: read_bounded(file) for name, file in files.items()}
         described = parse_json(contents[TOKENIZER_JSON], {"model": OBJECT}, _MAX_VALUES)
         for name in ("normalizer", "decoder"):
-            if (times := _growth(described.get(name))) > _MAX_GROWTH:
+            times = _growth(described.get(name))
+            if times > _MAX_GROWTH:
                 raise ValueError(f"its {name} makes texts up to {times:,.0f} times as long")
         dropout = described["model"].get("dropout")
         is_random = isinstance(dropout, int | float) and dropout > 0
@@ -282,14 +283,14 @@ def _growth(step: dict | None) -> float:
     """Returns how many times as many characters a normalizer or a decoder can make of a text."""
     if step is None:
         return 1
-    times = math.prod(map(_growth, step.get("normalizers", step.get("decoders", ()))))
     if step["type"] == "Prepend":
-        times *= 1 + len(step["prepend"])
+        return 1 + len(step["prepend"])
     if step["type"] == "Replace":
-        replaced = len(step["pattern"].get("String", ""))  # a regular expression can match ""
         content = len(step["content"])
-        times *= max(1, content / replaced) if replaced else 1 + content
-    return times
+        replaced = len(step["pattern"].get("String", ""))
+        # A regular expression can match "" before each character.
+        return max(1, content / replaced) if replaced else 1 + content
+    return math.prod(map(_growth, step.get("normalizers", step.get("decoders", ()))))
 
 
 @contextlib.contextmanager
@@ -319,9 +320,10 @@ def _without_prefix_space(step: dict | None) -> dict | None:
             "prepend_scheme": "never",
             "split": step.get("split", True),
         }
-    changed = {
-        name: [kept for part in step[name] if (kept := _without_prefix_space(part))]
-        for name in ("normalizers", "pretokenizers")
-        if name in step
-    }  # the steps of a sequence
-    return step | changed | ({"add_prefix_space": False} if "add_prefix_space" in step else {})
+    changed = dict(step)
+    for name in ("normalizers", "pretokenizers"):  # the steps of a sequence
+        if name in step:
+            changed[name] = list(filter(None, map(_without_prefix_space, step[name])))
+    if "add_prefix_space" in step:
+        changed["add_prefix_space"] = False
+    return changed

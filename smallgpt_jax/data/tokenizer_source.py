@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -53,26 +53,24 @@ class TokenizerSource:
     @cached_property
     def special_tokens(self) -> SpecialTokens:
         """Returns those of the tokenizer that `make` returns, without training or downloading it."""
-        if self.is_trained:
-            end = (END_OF_TEXT, _TRAINED_END)
-            return SpecialTokens.of_marks(end, end)
-        if self.value == "gpt2":
-            end = (END_OF_TEXT, _GPT2_END)
-            return SpecialTokens.of_marks(end, end)
-        return self.make().special_tokens
+        if not self.is_trained and self.value != "gpt2":
+            return self.make().special_tokens
+        end = (END_OF_TEXT, _TRAINED_END if self.is_trained else _GPT2_END)
+        return SpecialTokens.of_marks(end, end)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Returns a hash of the tokenizer's files, without its weights; "" if there are none."""
+        """Returns a hash of the tokenizer's files; "" if there are none."""
         if not self.path.exists():
             return ""
-        names = (
-            TOKENIZER_FILES
-            if self.path.is_dir()
-            else {self.path.name, *(SETTINGS_FILES if self.path.suffix == ".json" else ())}
-        )
+        if self.path.is_dir():
+            names = TOKENIZER_FILES  # not all files: a folder may have a model's weights
+        elif self.path.suffix == ".json":
+            names = {self.path.name, *SETTINGS_FILES}
+        else:
+            names = {self.path.name}
         digest = hashlib.sha256()
-        for file in sorted(self.folder / name for name in names if (self.folder / name).is_file()):
+        for file in filter(Path.is_file, (self.folder / name for name in sorted(names))):
             digest.update(file.name.encode())
             with file.open("rb") as content:
                 hashlib.file_digest(content, lambda: digest)
@@ -100,12 +98,10 @@ class TokenizerSource:
         path = self.path
         if path.is_dir():
             return tokenizers.load(path)
+        if path.is_file() and path.suffix == ".json":
+            return hugging_face_tokenizer.read_files(path)
         if path.is_file():
-            return (
-                hugging_face_tokenizer.read_files(path)
-                if path.suffix == ".json"
-                else tokenizers.read_sentencepiece(path)
-            )
+            return tokenizers.read_sentencepiece(path)
         raise UserError(
             f"config.data.tokenizer={self.value!r}: expected sentencepiece:SIZE, gpt2, bytes, or "
             "an existing file or folder"
@@ -117,21 +113,19 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
 
     If the texts are too short for `size` pieces, the model has fewer pieces.
     """
-    unreadable = []
+    unreadable = []  # errors of `texts`, which SentencePiece turns into a RuntimeError
 
-    def lines():
-        read = 0
+    def lines() -> Iterator[str]:
+        read = 0  # characters
         try:
             for text in texts:
                 for line in text.split("\n"):
-                    yield from (
-                        line[i : i + _MAX_LINE_CHARACTERS]
-                        for i in range(0, len(line), _MAX_LINE_CHARACTERS)
-                    )
+                    for start in range(0, len(line), _MAX_LINE_CHARACTERS):
+                        yield line[start : start + _MAX_LINE_CHARACTERS]
                 read += len(text)
                 if read > MAX_TRAINING_CHARACTERS:
                     return
-        except UserError as error:  # SentencePiece would turn it into a RuntimeError
+        except UserError as error:
             unreadable.append(error)
             raise
 
@@ -148,7 +142,7 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
             hard_vocab_limit=False,
-            max_sentence_length=4 * _MAX_LINE_CHARACTERS,
+            max_sentence_length=4 * _MAX_LINE_CHARACTERS,  # bytes
             unk_id=0,
             eos_id=_TRAINED_END,
             eos_piece=END_OF_TEXT,
@@ -160,18 +154,19 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
     except RuntimeError as error:
         if unreadable:
             raise unreadable[0] from None
+        # "Internal: src/trainer.cc(12) [condition] why" → "why"
+        why = str(error).split("]")[-1].strip() or "it is empty"
         raise UserError(
             f"config.data.tokenizer='sentencepiece:{size}': cannot be trained on this text "
-            f"({str(error).split(']')[-1].strip() or 'it is empty'}); use more text"
+            f"({why}); use more text"
         ) from None
     return SentencePiece(model.getvalue())
 
 
 def _download(name: str) -> bytes:
-    """tiktoken downloads the file, or reads it from the cache in TIKTOKEN_CACHE_DIR."""
     import tiktoken.load
 
-    try:
+    try:  # or from the cache in TIKTOKEN_CACHE_DIR
         return tiktoken.load.read_file_cached(GPT2_URL + name, GPT2_SHA256[name])
     except (OSError, ValueError) as error:  # no network, or a file with another checksum
         raise UserError(

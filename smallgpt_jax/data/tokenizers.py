@@ -47,10 +47,8 @@ from smallgpt_jax.storage.json_files import (
 _KIND_FILE, _SYMBOLS_FILE = "tokenizer_kind.json", "symbols.json"
 _SENTENCEPIECE_FILE, _ADDED_FILE = "tokenizer.model", "added_tokens.json"
 _SHORT_TEXT = 10_000  # characters
-GPT2_FILES = {
-    "vocab.json": "encoder.json",
-    "merges.txt": "vocab.bpe",
-}  # name in a tokenizer folder → OpenAI's name
+# Name in a tokenizer folder → OpenAI's name.
+GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}
 GPT2_SHA256 = {  # in the order of GPT2_FILES
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -90,9 +88,8 @@ class Tokenizer(Protocol):
     kind: str
     vocab_size: int
     end_of_text: int
-    begin_of_text: (
-        int  # equal to end_of_text, unless the tokenizer has an id of its own for the beginning
-    )
+    # equal to end_of_text, unless the tokenizer has an id of its own for the beginning
+    begin_of_text: int
     unknown: int | None  # id of characters that are not in the vocabulary; None if there is none
     special_tokens: SpecialTokens = SpecialTokens()
 
@@ -167,7 +164,7 @@ class Symbols(Tokenizer):
 
     def encode(self, texts):
         """Raises UserError if a text contains something else."""
-        return [np.array([self._id(symbol) for symbol in text.split()], np.int32) for text in texts]
+        return [np.fromiter(map(self._id, text.split()), np.int32) for text in texts]
 
     def _id(self, symbol: str) -> int:
         if symbol not in self._ids:
@@ -197,29 +194,27 @@ class SentencePiece(Tokenizer):
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size = self._processor.vocab_size()
         self.unknown = self._processor.unk_id()
-        marks = (self._processor.piece_to_id(END_OF_TEXT), self._processor.eos_id())
-        # Text is never encoded as a control piece, so the end-of-text piece must be a control
-        # piece.
-        self.end_of_text = next(
-            (i for i in marks if i >= 0 and self._processor.is_control(i)), None
-        )
-        if self.end_of_text is None:
+        ends = [self._processor.piece_to_id(END_OF_TEXT), self._processor.eos_id()]
+        ends = list(filter(self._is_control, ends))
+        if not ends:
             raise UserError(
                 f"config.data.tokenizer: the SentencePiece model has neither {END_OF_TEXT} nor an "
                 "end-of-sentence piece to mark documents; use another model"
             )
+        self.end_of_text = ends[0]
         begin = self._processor.bos_id()
-        self.begin_of_text = (
-            begin if begin >= 0 and self._processor.is_control(begin) else self.end_of_text
-        )
+        self.begin_of_text = begin if self._is_control(begin) else self.end_of_text
         self.special_tokens = self._find_special_tokens()
+
+    def _is_control(self, i: int) -> bool:
+        """Returns whether no text is encoded as this id; -1 is none."""
+        return i >= 0 and self._processor.is_control(i)
 
     def _find_special_tokens(self) -> SpecialTokens:
         pieces = [self._processor.id_to_piece(i) for i in range(self.vocab_size)]
-        control = {piece: i for i, piece in enumerate(pieces) if self._processor.is_control(i)}
-        marks = SpecialTokens.of_marks(
-            *((pieces[i], i) for i in (self.begin_of_text, self.end_of_text))
-        )
+        control = {piece: i for i, piece in enumerate(pieces) if self._is_control(i)}
+        begin, end = self.begin_of_text, self.end_of_text
+        marks = SpecialTokens.of_marks((pieces[begin], begin), (pieces[end], end))
         return SpecialTokens(control, marks.variables)
 
     def names(self) -> set[str]:
@@ -228,32 +223,31 @@ class SentencePiece(Tokenizer):
     def encode(self, texts):
         if len(texts) == 1 and len(texts[0]) < _SHORT_TEXT:  # a list costs the start of a thread
             return [np.array(self._processor.encode(texts[0]), np.int32)]
-        return [
-            np.array(ids, np.int32) for ids in self._processor.encode(list(texts), num_threads=1)
-        ]
+        encoded = self._processor.encode(list(texts), num_threads=1)
+        return [np.array(ids, np.int32) for ids in encoded]
 
     def encode_continuation(self, text):
         # Most models prepend a space to each text (add_dummy_prefix) and drop leading spaces
         # (remove_extra_whitespaces). Neither may happen in the middle of a text.
-        without_space, with_space = self._for_continuations
-        ids = without_space.encode(text)
-        if text[:1].isspace() and ids == without_space.encode(text.lstrip()):
-            ids = with_space.encode(text)
+        ids = self._without_prefix.encode(text)
+        if text[:1].isspace() and ids == self._without_prefix.encode(text.lstrip()):
+            ids = self._with_prefix.encode(text)  # the space at its beginning was dropped
         return np.array(ids, np.int32)
 
     @functools.cached_property
-    def _for_continuations(self) -> list[sentencepiece.SentencePieceProcessor]:
-        """Returns two processors: the first prepends no space to texts, the second prepends one
-        space.
-        """
+    def _without_prefix(self) -> sentencepiece.SentencePieceProcessor:
+        return self._with_dummy_prefix(False)
+
+    @functools.cached_property
+    def _with_prefix(self) -> sentencepiece.SentencePieceProcessor:
+        return self._with_dummy_prefix(True)
+
+    def _with_dummy_prefix(self, adds: bool) -> sentencepiece.SentencePieceProcessor:
         from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-        model, processors = ModelProto.FromString(self._model), []
-        for model.normalizer_spec.add_dummy_prefix in (False, True):
-            processors.append(
-                sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
-            )
-        return processors
+        model = ModelProto.FromString(self._model)
+        model.normalizer_spec.add_dummy_prefix = adds
+        return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
 
     def decode(self, ids):
         return self._processor.decode([int(i) for i in ids])
@@ -271,7 +265,8 @@ class GPT2(Tokenizer):
         from tiktoken_ext.openai_public import r50k_pat_str
 
         self._files = {"vocab.json": vocab_json, "merges.txt": merges_txt}
-        ids, byte_of = parse_json(vocab_json, Each(integer(0))), gpt2_bytes()
+        ids = parse_json(vocab_json, Each(integer(0)))
+        byte_of = gpt2_bytes()
         if sorted(ids.values()) != list(range(len(ids))) or not byte_of.keys() <= ids.keys():
             raise ValueError("the ids have gaps, or bytes without an id")
         self.end_of_text = self.begin_of_text = ids.pop(END_OF_TEXT)
@@ -284,7 +279,7 @@ class GPT2(Tokenizer):
         ]
         if any(ids[merge.replace(" ", "")] != 256 + i for i, merge in enumerate(merges)):
             raise ValueError("the ids are not in the order of the merges")
-        ranks = {bytes(byte_of[c] for c in token): i for token, i in ids.items()}
+        ranks = {bytes(map(byte_of.__getitem__, token)): i for token, i in ids.items()}
         self._encoding = tiktoken.Encoding(
             "gpt2",
             pat_str=r50k_pat_str,
@@ -330,7 +325,7 @@ def load(folder: Path) -> Tokenizer:
             if not tokenizer:
                 raise
             return tokenizer
-        # A tokenizer of ours is faster, and has more forms of export.
+        # Our own class is faster, and has more forms of export.
         if tokenizer and _encode_equally(tokenizer, theirs):
             return tokenizer
         if _KIND_FILE not in files:
@@ -381,15 +376,15 @@ def _read_gpt2(pair: Sequence[Path]) -> GPT2:
 
 def _encode_equally(one: Tokenizer, other: Tokenizer) -> bool:
     """Returns whether the second tokenizer adds nothing to the first one, in texts and chats."""
+    for field in ("vocab_size", "end_of_text", "begin_of_text"):
+        if getattr(one, field) != getattr(other, field):
+            return False
     special = other.special_tokens
     reserved = special.ids.keys() - special.allowed
+    if not reserved <= one.special_tokens.ids.keys():
+        return False
     texts = [*PROBES, *(f"a{name} {name}b" for name in special.ids)]
-    return (
-        (one.vocab_size, one.end_of_text, one.begin_of_text)
-        == (other.vocab_size, other.end_of_text, other.begin_of_text)
-        and reserved <= one.special_tokens.ids.keys()
-        and all(map(np.array_equal, one.encode(texts), other.encode(texts)))
-    )
+    return all(map(np.array_equal, one.encode(texts), other.encode(texts)))
 
 
 _ADVICE = (
@@ -409,9 +404,9 @@ def _require_complete(tokenizer: SentencePiece | GPT2, files: Mapping[str, Path]
             raise UserError(
                 f"{folder}: is a {kind}, which splits texts otherwise than GPT-2; {_ADVICE}"
             )
-    elif (
-        settings.get("add_bos_token") is False and tokenizer.begin_of_text != tokenizer.end_of_text
-    ):
+        return
+    adds_begin = tokenizer.begin_of_text != tokenizer.end_of_text
+    if settings.get("add_bos_token") is False and adds_begin:
         raise UserError(
             f"{folder}: add_bos_token=false in tokenizer_config.json, but its tokenizer.model has a "
             f"piece that begins texts; {_ADVICE}"

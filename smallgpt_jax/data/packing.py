@@ -58,7 +58,8 @@ class Mixture:
 
     @cached_property
     def first_rows(self) -> np.ndarray:
-        return np.cumsum([0] + [packing.num_rows for packing in self.packings])[:-1]
+        ends = np.cumsum([packing.num_rows for packing in self.packings])
+        return np.concatenate([[0], ends[:-1]])
 
     def packing_of(self, rows_B: np.ndarray) -> np.ndarray:
         """Returns the index of the packing that has each row, (B,)."""
@@ -68,10 +69,10 @@ class Mixture:
         if len(self.packings) == 1:
             return self.packings[0].read_rows(rows_B)
         packing_of = self.packing_of(rows_B)
-        batches = [
-            packing.read_rows(rows_B[packing_of == i] - self.first_rows[i])
-            for i, packing in enumerate(self.packings)
-        ]
+        batches = []
+        for i, packing in enumerate(self.packings):
+            rows_of_packing = rows_B[packing_of == i] - self.first_rows[i]
+            batches.append(packing.read_rows(rows_of_packing))
         # The batches together have the rows sorted by packing; `order` is the inverse of this sort.
         order = np.argsort(np.argsort(packing_of, kind="stable"))
         joined = [
@@ -117,7 +118,8 @@ class Concat(_SplitRows):
     def cut_documents(self) -> float:
         starts = np.asarray(self.split.starts)
         lasts = np.append(starts[1:], self.split.tokens) - 1  # the last token of each document
-        return float(np.mean(starts // self.context_length != lasts // self.context_length))
+        is_cut = starts // self.context_length != lasts // self.context_length
+        return float(np.mean(is_cut))
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
         length = self.context_length + 1
@@ -151,7 +153,8 @@ class BestFit(_SplitRows):
 
     @property
     def padding(self) -> float:
-        return 1 - int(self._pieces.lengths.sum()) / max(self.num_rows * self.context_length, 1)
+        tokens = int(self._pieces.lengths.sum())
+        return 1 - tokens / max(self.num_rows * self.context_length, 1)
 
     @property
     def cut_documents(self) -> float:
@@ -168,7 +171,8 @@ class BestFit(_SplitRows):
         return pack_best_fit(starts_D, lengths_D, self.context_length)
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
-        pieces, split, shape = self._pieces, self.split, (len(rows_B), self.context_length)
+        pieces, split = self._pieces, self.split
+        shape = (len(rows_B), self.context_length)
         tokens_BxT1 = np.full((len(rows_B), self.context_length + 1), split.begin_of_text, np.int32)
         targets_BxT = np.full(shape, split.begin_of_text, np.int32)
         segment_ids_BxT = np.zeros(shape, np.int32)
@@ -185,9 +189,11 @@ class BestFit(_SplitRows):
                 text = split.stream[start : start + length + 1]
                 tokens_BxT1[b, offset : offset + len(text)] = text
                 targets_BxT[b, offset : offset + len(text) - 1] = text[1:]
-                counted = True if split.counted is None else split.counted[start : start + length]
-                loss_mask_BxT[b, offset : offset + length] = counted
-                segment_ids_BxT[b, offset : offset + length] = number
+                in_row = slice(offset, offset + length)
+                segment_ids_BxT[b, in_row] = number
+                loss_mask_BxT[b, in_row] = True
+                if split.counted is not None:
+                    loss_mask_BxT[b, in_row] = split.counted[start : start + length]
                 offset += length
         split.check_ids(tokens_BxT1)
         split.check_ids(targets_BxT)
@@ -211,9 +217,10 @@ def pack_best_fit(starts_D: np.ndarray, lengths_D: np.ndarray, row_length: int) 
     # A document of 10 tokens and rows of 4: pieces at 0, 4 and 8, of 4, 4 and 2 tokens.
     pieces_D = -(-lengths_D // row_length)
     document = np.repeat(np.arange(len(starts_D)), pieces_D)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(pieces_D) - pieces_D, pieces_D)
-    starts = starts_D[document] + number * row_length
-    lengths = np.minimum(lengths_D[document] - number * row_length, row_length)
+    first_piece_D = np.cumsum(pieces_D) - pieces_D
+    offset = row_length * (np.arange(len(document)) - first_piece_D[document])
+    starts = starts_D[document] + offset
+    lengths = np.minimum(lengths_D[document] - offset, row_length)
 
     longest_first = np.argsort(-lengths, kind="stable")
     starts, lengths = starts[longest_first], lengths[longest_first]

@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 NO_ANSWER = -1
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # of the states of SplitMix64
 
 
 class RandomNumbers:
@@ -26,14 +27,16 @@ class RandomNumbers:
 
     def __init__(self, rows_B: np.ndarray, stream: int):
         # Rows are below 2⁴⁰, so no two streams have a seed in common.
-        self._states_B = _mix(rows_B.astype(np.uint64) + np.uint64(stream << 40))
+        seeds_B = rows_B.astype(np.uint64) + np.uint64(stream << 40)
+        self._states_B = _mix(seeds_B)
         self._count = 0
 
     def _bits(self, count: int) -> np.ndarray:
         """Returns (B, count) uint64."""
-        steps = np.arange(self._count + 1, self._count + count + 1, dtype=np.uint64)
+        first = self._count + 1
         self._count += count
-        return _mix(self._states_B[:, None] + steps * np.uint64(0x9E3779B97F4A7C15))
+        steps = np.arange(first, first + count, dtype=np.uint64)
+        return _mix(self._states_B[:, None] + steps * _STEP)
 
     def integers(self, below: int, count: int) -> np.ndarray:
         """Returns (B, count) int64."""
@@ -49,8 +52,8 @@ class RandomNumbers:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
@@ -58,8 +61,15 @@ def _next_tokens(
     sequences_BxL: np.ndarray, is_answer_L: Sequence[bool]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the inputs and answers of sequences in which each answer is the next token."""
-    answers = np.where(np.asarray(is_answer_L)[1:], sequences_BxL[:, 1:], NO_ANSWER)
-    return sequences_BxL[:, :-1], answers
+    targets = sequences_BxL[:, 1:]
+    is_counted = np.asarray(is_answer_L)[1:]
+    return sequences_BxL[:, :-1], np.where(is_counted, targets, NO_ANSWER)
+
+
+def _last_tokens(sequences_BxL: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the inputs and answers of sequences whose last `count` tokens are the answers."""
+    length = sequences_BxL.shape[1]
+    return _next_tokens(sequences_BxL, np.arange(length) >= length - count)
 
 
 def _join(*parts: np.ndarray | int) -> np.ndarray:
@@ -122,10 +132,11 @@ class Recall(Probe):
         keys = 1 + numbers.permutations(count)[:, :length]
         values = 1 + count + numbers.integers(count, length)
         pairs = np.stack([keys, values], axis=2)  # (B, length, 2)
-        asked = numbers.integers(length, length)
+        asked = numbers.integers(length, length)  # numbers of pairs
         queries = np.take_along_axis(pairs, asked[:, :, None], axis=1)
-        sequences = _join(pairs.reshape(len(pairs), -1), queries.reshape(len(pairs), -1))
-        return _next_tokens(sequences, [False] * (1 + 2 * length) + [False, True] * length)
+        text = np.concatenate([pairs, queries], axis=1)  # (B, 2 · length, 2)
+        is_answer = [False] * (1 + 2 * length) + [False, True] * length
+        return _next_tokens(_join(text.reshape(len(text), -1)), is_answer)
 
     def problem(self):
         if 2 * self.max_length <= self.num_symbols:
@@ -148,8 +159,7 @@ class Copy(Probe):
 
     def examples(self, numbers, length):
         text = 1 + numbers.integers(self.num_symbols, length)
-        sequences = _join(text, 1 + self.num_symbols, text)
-        return _next_tokens(sequences, [False] * (length + 2) + [True] * length)
+        return _last_tokens(_join(text, 1 + self.num_symbols, text), length)
 
 
 class Inverse(Probe):
@@ -172,10 +182,11 @@ class Inverse(Probe):
 
     def examples(self, numbers, length):
         permutation = numbers.permutations(length)
-        scratch = np.full((len(permutation), self.scratch * length), 1 + self.max_length)
+        blank = 1 + self.max_length  # the symbol "_"
+        scratch = np.full((len(permutation), self.scratch * length), blank)
         inputs = _join(1 + permutation, scratch)
         answers = np.full(inputs.shape, NO_ANSWER)
-        answers[:, -length:] = 1 + np.argsort(permutation, axis=1)
+        answers[:, -length:] = 1 + np.argsort(permutation, axis=1)  # the inverse permutation
         return inputs, answers
 
 
@@ -229,8 +240,7 @@ class Life(Probe):
         density = numbers.fractions(1)  # so that sparse and dense boards are as frequent as others
         board = (numbers.fractions(cells) < density).astype(int)
         after = _next_generation(board.reshape(-1, length, length)).reshape(board.shape)
-        sequences = _join(1 + board, 3, 1 + after)  # 3: the symbol "|"
-        return _next_tokens(sequences, [False] * (cells + 2) + [True] * cells)
+        return _last_tokens(_join(1 + board, 3, 1 + after), cells)  # 3: the symbol "|"
 
 
 def _next_generation(boards_BxHxW: np.ndarray) -> np.ndarray:
@@ -265,8 +275,8 @@ class Addition(Probe):
         for place in range(length):
             total[:, place + 1] += total[:, place] // base  # the carry
         total %= base
-        sequences = _join(1 + one, 1 + base, 1 + other, 2 + base, 1 + total)
-        return _next_tokens(sequences, [False] * (2 * length + 3) + [True] * (length + 1))
+        plus, equals = 1 + base, 2 + base  # the symbols after the digits
+        return _last_tokens(_join(1 + one, plus, 1 + other, equals, 1 + total), length + 1)
 
 
 class _StateTracking(Probe):
@@ -283,11 +293,14 @@ class _StateTracking(Probe):
 
     def examples(self, numbers, length):
         elements = numbers.integers(len(self.symbols), length)
-        states, products = elements.copy(), self.products
+        states = elements.copy()
         for place in range(1, length):
-            states[:, place] = products[states[:, place - 1], elements[:, place]]
+            before, element = states[:, place - 1], elements[:, place]
+            states[:, place] = self.products[before, element]
         inputs = _join(1 + elements)
-        return inputs, np.concatenate([np.full((len(inputs), 1), NO_ANSWER), 1 + states], axis=1)
+        answers = np.full(inputs.shape, NO_ANSWER)
+        answers[:, 1:] = 1 + states  # none at end-of-text, the first input
+        return inputs, answers
 
 
 class Parity(_StateTracking):
@@ -304,15 +317,16 @@ class S5(_StateTracking):
     """
 
     unit = "permutations"
-    symbols = tuple("".join(map(str, items)) for items in itertools.permutations(range(1, 6)))
+    symbols = tuple(map("".join, itertools.permutations("12345")))
 
     @cached_property
     def products(self):
         elements = list(itertools.permutations(range(5)))
         number_of = {element: i for i, element in enumerate(elements)}
         products = np.empty((len(elements), len(elements)), int)
-        for (i, first), (j, second) in itertools.product(enumerate(elements), repeat=2):
-            products[i, j] = number_of[tuple(second[item] for item in first)]
+        for i, first in enumerate(elements):
+            for j, second in enumerate(elements):
+                products[i, j] = number_of[tuple(second[item] for item in first)]
         return products
 
 

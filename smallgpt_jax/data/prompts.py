@@ -9,7 +9,6 @@ import numpy as np
 
 from smallgpt_jax.data.chat_template import Answer, ChatTemplate
 from smallgpt_jax.data.parts import Item, Rules, Skipped, extract_text
-from smallgpt_jax.data.special_tokens import SpecialTokens
 from smallgpt_jax.data.tokenizers import Tokenizer
 
 _PROMPT, _COMPLETION, _MESSAGES = "prompt", "completion", "messages"
@@ -24,16 +23,11 @@ class Example(str):
     is_chat: bool
 
     @classmethod
-    def of_completion(cls, where: str, prompt: str, completion: str) -> Self:
-        example = cls(prompt + completion)
-        example.where, example.is_chat = where, False
-        example.pieces = (prompt, Answer("", completion, ""))
-        return example
-
-    @classmethod
-    def of_chat(cls, where: str, pieces: Sequence[_Piece], special_tokens: SpecialTokens) -> Self:
-        example = cls(special_tokens.remove_from("".join(map(text_of, pieces))))
-        example.where, example.is_chat, example.pieces = where, True, tuple(pieces)
+    def of(cls, text: str, where: str, pieces: Sequence[_Piece], is_chat: bool) -> Self:
+        example = cls(text)
+        example.where = where
+        example.pieces = tuple(pieces)
+        example.is_chat = is_chat
         return example
 
     @property
@@ -54,17 +48,16 @@ def extract_document(row: Mapping, where: str, rules: Rules) -> Item:
 
 
 def _extract_completion(row: Mapping, where: str, rules: Rules) -> Item:
-    texts = [
-        extract_text(row.get(field), where, row, rules, field) for field in (_PROMPT, _COMPLETION)
-    ]
-    if skipped := [text for text in texts if isinstance(text, Skipped)]:
-        return skipped[0]
-    prompt, completion = texts
+    prompt = extract_text(row.get(_PROMPT), where, row, rules, _PROMPT)
+    completion = extract_text(row.get(_COMPLETION), where, row, rules, _COMPLETION)
+    for text in (prompt, completion):
+        if isinstance(text, Skipped):
+            return text
     if not completion:
-        return rules.refuse_or_skip(
-            where, f"the field {_COMPLETION!r} is empty", "write the answer to learn"
-        )
-    return Example.of_completion(where, prompt, completion)
+        why = f"the field {_COMPLETION!r} is empty"
+        return rules.refuse_or_skip(where, why, "write the answer to learn")
+    pieces = [prompt, Answer("", completion, "")]
+    return Example.of(prompt + completion, where, pieces, is_chat=False)
 
 
 def _extract_chat(row: Mapping, where: str, rules: Rules) -> Item:
@@ -74,11 +67,12 @@ def _extract_chat(row: Mapping, where: str, rules: Rules) -> Item:
     contents = [
         extract_text(message["content"], where, message, rules, "content") for message in messages
     ]
-    if skipped := [text for text in contents if isinstance(text, Skipped)]:
-        return skipped[0]
+    for text in contents:
+        if isinstance(text, Skipped):
+            return text
     template = rules.chat_template
-    for content in contents:
-        if name := template.special_tokens.reserved_in(content):
+    for text in contents:
+        if name := template.special_tokens.reserved_in(text):
             why = f"a message contains a special token: {name}"
             return rules.refuse_or_skip(where, why, "remove it from the message")
     # `extract_text` has replaced half surrogate pairs, if config.data.invalid_utf8 says so.
@@ -91,28 +85,30 @@ def _extract_chat(row: Mapping, where: str, rules: Rules) -> Item:
             f"the chat template fails for the field {_MESSAGES!r}: {error}",
             "correct the messages or config.data.chat_template",
         )
-    example = Example.of_chat(where, pieces, template.special_tokens)
+    text = template.special_tokens.remove_from("".join(map(text_of, pieces)))
     try:
-        example.encode()
+        text.encode()
     except UnicodeEncodeError:  # of a role or another field, or of the template itself
         return rules.refuse_or_skip(
             where,
             f"half a surrogate pair: outside the contents of {_MESSAGES!r}",
             "correct the line",
         )
-    return example
+    return Example.of(text, where, pieces, is_chat=True)
 
 
 def _find_problem(messages) -> str:
     """Returns what is wrong with a field `messages`, or ""."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not is_list or not messages:
         return "is not a list of messages"
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str):
             return f"has a message without a role (message {number})"
         if not isinstance(message.get("content"), str):
             return f"has a message without a text as its content (message {number})"
-        if message["role"] == "assistant" and not message["content"]:
+        if role == "assistant" and not message["content"]:
             return f"has an empty answer (message {number})"
     if not any(message["role"] == "assistant" for message in messages):
         return "has no message of the assistant"
@@ -162,13 +158,13 @@ def encode_pieces(
     for piece in pieces:
         text = text_of(piece)
         if is_chat:
-            new = tokenizer.encode_chat(text, continues=bool(ids))
+            ids += tokenizer.encode_chat(text, continues=bool(ids))
         elif ids:
-            new = tokenizer.encode_continuation(text).tolist()
+            ids += tokenizer.encode_continuation(text).tolist()
         else:
-            new = tokenizer.encode([text])[0].tolist()
-        ids += new
-        is_answer += [isinstance(piece, Answer)] * len(new)
+            ids += tokenizer.encode([text])[0].tolist()
+        new = len(ids) - len(is_answer)
+        is_answer += [isinstance(piece, Answer)] * new
     if is_chat and ids[:1] == [tokenizer.begin_of_text]:  # the template has written it
         return ids[1:], is_answer[1:]
     return ids, is_answer
@@ -195,8 +191,9 @@ def describe_length(example: Example, tokenizer: Tokenizer) -> str:
     total = len(encode_example(example, tokenizer)[0])
     if example.is_chat:
         return f"the field {_MESSAGES!r} has {total:,} tokens"
-    prompt = len(tokenizer.encode([example.pieces[0]])[0])
+    prompt, _ = example.pieces
+    prompt_length = len(tokenizer.encode([prompt])[0])
     return (
-        f"the fields {_PROMPT!r} ({prompt:,} tokens) and {_COMPLETION!r} have {total:,} tokens, "
+        f"the fields {_PROMPT!r} ({prompt_length:,} tokens) and {_COMPLETION!r} have {total:,} tokens, "
         "including the marks of beginning and end"
     )

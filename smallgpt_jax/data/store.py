@@ -141,43 +141,45 @@ class Split:
     @cached_property
     def stream(self) -> np.ndarray:
         """Returns all token ids, (tokens,)."""
-        return np.memmap(self.folder / f"{self.name}{TOKENS}", self.dtype, "r")
+        return self._map(TOKENS, self.dtype)
 
     @cached_property
     def counted(self) -> np.ndarray | None:
         """Returns whether the loss counts the token after each token, (tokens,) bool; None: it
         counts all.
         """
-        if not self.has_answers:
-            return None
-        return np.memmap(self.folder / f"{self.name}{COUNTED}", bool, "r")
+        return self._map(COUNTED, bool) if self.has_answers else None
 
     @cached_property
     def starts(self) -> np.ndarray:
         """Returns the offset of each document in `stream`, (documents,) int64."""
-        return np.memmap(self.folder / f"{self.name}{DOCUMENTS}", np.int64, "r")
+        return self._map(DOCUMENTS, np.int64)
+
+    def _map(self, ending: str, dtype) -> np.ndarray:
+        return np.memmap(self.folder / f"{self.name}{ending}", dtype, "r")
 
     def check_files(self) -> None:
         """Raises UserError for invalid files. Reads only a sample of the ids."""
         sizes = file_sizes(self.dtype, self.has_answers, self.tokens, self.documents)
         for ending, size in sizes.items():
-            name = f"{self.name}{ending}"
-            path = self.folder / name
+            path, shown = self.folder / f"{self.name}{ending}", self._shown(ending)
             if not path.is_file():
-                raise UserError(f"{self.shown / name}: file of the token store is missing; {_FIX}")
-            if path.stat().st_size != size:
+                raise UserError(f"{shown}: file of the token store is missing; {_FIX}")
+            actual = path.stat().st_size
+            if actual != size:
                 raise UserError(
-                    f"{self.shown / name}: damaged, has {path.stat().st_size:,} bytes, expected "
-                    f"{size:,}; {_FIX}"
+                    f"{shown}: damaged, has {actual:,} bytes, expected {size:,}; {_FIX}"
                 )
         starts = self.starts
-        if starts[0] or starts[-1] >= self.tokens or not np.all(starts[1:] > starts[:-1]):
+        are_ascending = np.all(starts[1:] > starts[:-1])
+        if starts[0] or starts[-1] >= self.tokens or not are_ascending:
             raise UserError(
-                f"{self.shown / self.name}{DOCUMENTS}: damaged, the documents are not in order; "
-                f"{_FIX}"
+                f"{self._shown(DOCUMENTS)}: damaged, the documents are not in order; {_FIX}"
             )
-        for start in range(0, self.tokens, max(self.tokens // _SAMPLES, _SAMPLE_TOKENS)):
-            self.check_ids(self.stream[start : start + _SAMPLE_TOKENS].astype(np.uint32))
+        step = max(self.tokens // _SAMPLES, _SAMPLE_TOKENS)
+        for start in range(0, self.tokens, step):
+            sample = self.stream[start : start + _SAMPLE_TOKENS]
+            self.check_ids(sample.astype(np.uint32))
 
     def check_ids(self, ids: np.ndarray) -> None:
         """Raises UserError if a 32-bit id is not in the vocabulary: its loss would not be
@@ -186,9 +188,12 @@ class Split:
         largest = int(np.max(ids.view(np.uint32), initial=0))
         if largest >= self.vocab_size:
             raise UserError(
-                f"{self.shown / self.name}{TOKENS}: damaged, has the id {largest}, but its "
-                f"vocabulary has only {self.vocab_size}; {_FIX}"
+                f"{self._shown(TOKENS)}: damaged, has the id {largest}, but its vocabulary has "
+                f"only {self.vocab_size}; {_FIX}"
             )
+
+    def _shown(self, ending: str) -> Path:
+        return self.shown / f"{self.name}{ending}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,10 +207,11 @@ class TokenStore:
     def tokenizer(self) -> Tokenizer:
         tokenizer = tokenizers.load(self.train.folder / "tokenizer")
         for field in ("vocab_size", "end_of_text", "begin_of_text"):
-            if getattr(tokenizer, field) != self.metadata[field]:
+            recorded, actual = self.metadata[field], getattr(tokenizer, field)
+            if recorded != actual:
                 raise UserError(
-                    f"{self.folder / METADATA_FILE}: {field}: {self.metadata[field]}, but the "
-                    f"store's tokenizer has {getattr(tokenizer, field)}; {_FIX}"
+                    f"{self.folder / METADATA_FILE}: {field}: {recorded}, but the store's "
+                    f"tokenizer has {actual}; {_FIX}"
                 )
         return tokenizer
 
@@ -235,21 +241,22 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
         )
     metadata = read_json(path, {"format": ANYTHING}, _FIX)
     if metadata["format"] != FORMAT:
+        version = str(metadata["format"])[:40]
         raise UserError(
-            f"{folder}: token store of format {str(metadata['format'])[:40]}, expected format "
-            f"{FORMAT}; {_FIX}"
+            f"{folder}: token store of format {version}, expected format {FORMAT}; {_FIX}"
         )
     if mismatch := find_mismatch(metadata, METADATA):
         raise UserError(f"{path}: {mismatch}; {_FIX}")
     stored = {**dict(ADDED), **metadata["made_from"]}
-    different = [field for field, value in (made_from or {}).items() if value != stored[field]]
-    if different:
+    before, now = [], []
+    for field, value in (made_from or {}).items():
+        if value != stored[field]:
+            before.append(f"{field}={stored[field]!r}")
+            now.append(f"{field}={value!r}")
+    if now:
         raise UserError(
-            f"config.data.store={str(folder)!r}: was made with "
-            + ", ".join(f"{field}={stored[field]!r}" for field in different)
-            + ", but this config has "
-            + ", ".join(f"{field}={made_from[field]!r}" for field in different)
-            + "; choose another folder, or use the same settings"
+            f"config.data.store={str(folder)!r}: was made with {', '.join(before)}, but this "
+            f"config has {', '.join(now)}; choose another folder, or use the same settings"
         )
     local = local_copy(folder)
     splits = {}
@@ -276,24 +283,26 @@ def _unencoded_share(metadata: dict, split: str) -> float:
     """Returns the fraction of the tokens and of characters without tokens that tell nothing."""
     if "unencoded" not in metadata:
         return 0.0
-    unknown, dropped = (metadata["unencoded"][split][what] for what in UNENCODED)
-    return (unknown + dropped) / (metadata["splits"][split]["tokens"] + dropped)
+    counts = metadata["unencoded"][split]
+    all_units = metadata["splits"][split]["tokens"] + counts["dropped"]
+    return (counts["unknown"] + counts["dropped"]) / all_units
 
 
 def size_message(folder: Path, metadata: dict, seconds: float) -> str:
-    splits = metadata["splits"]
-    lengths_of = {}
+    lengths = []
     for name in SPLITS:
         starts = np.fromfile(folder / f"{name}{DOCUMENTS}", np.int64)
-        lengths_of[name] = np.diff(starts, append=splits[name]["tokens"])
-    lengths = np.concatenate(list(lengths_of.values()))
+        lengths.append(np.diff(starts, append=metadata["splits"][name]["tokens"]))
+    lengths = np.concatenate(lengths)
     median, most, longest = np.quantile(lengths, (0.5, 0.95, 1), method="nearest")
-    tokens = sum(split["tokens"] for split in splits.values())
-    text_bytes = sum(split["text_bytes"] for split in splits.values())
+    train, validation = (metadata["splits"][name] for name in SPLITS)
+    tokens = train["tokens"] + validation["tokens"]
+    text_bytes = train["text_bytes"] + validation["text_bytes"]
+    documents = _format_documents(metadata, len(lengths))
     lines = [
-        f"{metadata['made_from']['source']}: {_format_documents(metadata, len(lengths))}, "
-        f"{millions(splits['train']['tokens'])} tokens for training, "
-        f"{millions(splits['validation']['tokens'])} for validation, "
+        f"{metadata['made_from']['source']}: {documents}, "
+        f"{millions(train['tokens'])} tokens for training, "
+        f"{millions(validation['tokens'])} for validation, "
         f"{text_bytes / tokens:.2f} bytes per token ({duration(seconds)})",
         f"tokens per document: median {median:,}, 95% at most {most:,}, longest {longest:,}",
     ]
@@ -310,8 +319,9 @@ def _format_documents(metadata: dict, count: int) -> str:
     """Returns such as "74 files, 2,035 passages"."""
     if "plain_text" not in metadata:
         return f"{count:,} documents"
-    files, passages = (metadata["plain_text"][name] for name in ("files", "passages"))
-    text = f"{files:,} {'file' if files == 1 else 'files'}, {passages:,} passages"
+    files, passages = metadata["plain_text"]["files"], metadata["plain_text"]["passages"]
+    noun = "file" if files == 1 else "files"
+    text = f"{files:,} {noun}, {passages:,} passages"
     return text if passages == count else f"{count:,} documents, of which {text}"
 
 
@@ -325,8 +335,9 @@ def _held_out_message(
         )
     names = [Path(name).name for name in validation_files]
     shown = ", ".join(names[:_MAX_NAMED])
-    more = f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else ""
-    return f"validation: {len(names):,} whole files: {shown}{more}"
+    if len(names) > _MAX_NAMED:
+        shown += f" and {len(names) - _MAX_NAMED:,} more"
+    return f"validation: {len(names):,} whole files: {shown}"
 
 
 def unencoded_message(stores: Sequence[dict]) -> str:

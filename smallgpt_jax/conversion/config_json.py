@@ -17,10 +17,10 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ARCHITECTURES, ModelConfig
 from smallgpt_jax.models.mixers import MIXERS
 
-MAX_POSITIONS = 2**31 - 1  # positions are int32
-MAX_NUMBER = 3e38  # the largest number in float32
-MAX_ITEMS = 1024  # characters or items in the value of a field
-FLOAT_FIELDS = {
+_MAX_POSITIONS = 2**31 - 1  # positions are int32
+_MAX_NUMBER = 3e38  # the largest number in float32
+_MAX_ITEMS = 1024  # characters or items in the value of a field
+_FLOAT_FIELDS = {
     name
     for trunk in ARCHITECTURES.values()
     for name, kind in field_types(trunk.Config).items()
@@ -46,7 +46,7 @@ class ConfigJson(NamedTuple):
 
     def positions(self, *names: str) -> int:
         """Returns a number of positions. Unlike a size, it may have no weights."""
-        return self._integer(names, None, MAX_POSITIONS)
+        return self._integer(names, None, _MAX_POSITIONS)
 
     def _integer(
         self, names: tuple[str, ...], default: int | None, most: int, what_is_most: str = ""
@@ -64,9 +64,9 @@ class ConfigJson(NamedTuple):
         if (
             not isinstance(found, (int, float))
             or isinstance(found, bool)
-            or not 0 < found <= MAX_NUMBER
+            or not 0 < found <= _MAX_NUMBER
         ):
-            self.refuse(name, found, f"must be a number above 0 and at most {MAX_NUMBER:g}")
+            self.refuse(name, found, f"must be a number above 0 and at most {_MAX_NUMBER:g}")
         return float(found)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -81,15 +81,15 @@ class ConfigJson(NamedTuple):
         """
         found = self.fields[name]
         values = found if isinstance(found, (list, tuple)) else [found]
-        if isinstance(found, (str, list, tuple)) and len(found) > MAX_ITEMS:
-            self.refuse(name, found, f"must have at most {MAX_ITEMS:,} characters or items")
+        if isinstance(found, (str, list, tuple)) and len(found) > _MAX_ITEMS:
+            self.refuse(name, found, f"must have at most {_MAX_ITEMS:,} characters or items")
         if any(isinstance(value, (list, dict)) for value in values):
             self.refuse(name, found, "must not be nested")
         limit = self.num_weights
-        if name in FLOAT_FIELDS:
-            limit = MAX_NUMBER
+        if name in _FLOAT_FIELDS:
+            limit = _MAX_NUMBER
         elif name in ("context_length", "attention_windows"):  # no weight has one of these sizes
-            limit = MAX_POSITIONS
+            limit = _MAX_POSITIONS
         if any(isinstance(value, (int, float)) and abs(value) > limit for value in values):
             self.refuse(
                 name, found, f"must be at most {limit:,} in a model of {self.num_weights:,} weights"

@@ -39,9 +39,9 @@ def export(
     checkpoint's; None: the newest. Raises UserError if `output` exists or the format does not
     support the model; then nothing is written.
     """
-    form = make_export(to) if isinstance(to, str) else to
+    form = _make_export(to) if isinstance(to, str) else to
     source, output = as_path("--workdir", workdir), form.new_output(output)
-    refuse_custom_classes(source)
+    _refuse_custom_classes(source)
     trained = inference.load_trained(source, step).with_paths(form.paths)
     rank_ratio = trained.model.config.rank_ratio
     if rank_ratio:
@@ -57,13 +57,13 @@ def export(
     )
 
 
-def make_export(name: str, **options) -> Export:
+def _make_export(name: str, **options) -> Export:
     if name not in EXPORTS:
         raise UserError(f"--to={name}: no such format; choose from {', '.join(EXPORTS)}")
     return EXPORTS[name](**options)
 
 
-def refuse_custom_classes(workdir: Path) -> None:
+def _refuse_custom_classes(workdir: Path) -> None:
     """Needs no trust in them, because it imports no module."""
     if not workdir.is_dir():
         return

@@ -27,9 +27,9 @@ DTYPES = {
     "float16": ("F16", "MOSTLY_F16"),
     "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
 }
-Q8_BLOCK = 32  # numbers of a row that share a scale
-EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")  # one row per token
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens, in GGUF as in SentencePiece
+_Q8_BLOCK = 32  # numbers of a row that share a scale
+_EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")  # one row per token
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # types of tokens, in GGUF as in SentencePiece
 
 
 def write(
@@ -44,43 +44,43 @@ def write(
     """
     model, tokenizer = trained.model, trained.tokenizer
     config, (_, file_type) = model.config, DTYPES[dtype]
-    require_support(config, tokenizer)
+    _require_support(config, tokenizer)
     gguf = import_library("gguf", "gguf")
     writer = gguf.GGUFWriter(path, architecture(config))
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_sizes(writer, config)
-    TOKENIZERS[tokenizer.kind](writer, tokenizer)
+    _add_sizes(writer, config)
+    _TOKENIZERS[tokenizer.kind](writer, tokenizer)
     writer.add_bos_token_id(tokenizer.begin_of_text)
     writer.add_eos_token_id(tokenizer.end_of_text)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
     if chat_template:
-        add_chat_template(writer, chat_template, tokenizer)
+        _add_chat_template(writer, chat_template, tokenizer)
     theirs, num_wider = (
-        llama_cpp_tensors(
+        _llama_cpp_tensors(
             gguf, config, tensors.from_params(model, trained.params), tokenizer.vocab_size
         ),
         0,
     )
     for their_name, x in theirs.items():
         stored = dtype if x.ndim > 1 else "float32"
-        if stored == "q8_0" and x.shape[-1] % Q8_BLOCK:
+        if stored == "q8_0" and x.shape[-1] % _Q8_BLOCK:
             stored, num_wider = "float16", num_wider + 1
-        add_tensor(gguf, writer, their_name, x, stored)
+        _add_tensor(gguf, writer, their_name, x, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return f"{architecture(config)} in {dtype}" + (
-        f" ({num_wider} matrices in float16, because {Q8_BLOCK} does not divide their rows)"
+        f" ({num_wider} matrices in float16, because {_Q8_BLOCK} does not divide their rows)"
         if num_wider
         else ""
     )
 
 
-def add_chat_template(writer, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+def _add_chat_template(writer, template: ChatTemplate, tokenizer: Tokenizer) -> None:
     """llama.cpp puts the begin-of-text token before what the template writes, as `generate` does."""
     writer.add_chat_template(template.source)
     if template.end_of_turn not in (None, tokenizer.end_of_text):
@@ -92,7 +92,7 @@ def architecture(config: ModelConfig) -> str:
     return "qwen3" if config.qk_norm else "llama"
 
 
-def require_support(config: ModelConfig, tokenizer: Tokenizer) -> None:
+def _require_support(config: ModelConfig, tokenizer: Tokenizer) -> None:
     others = other_fields(config, llama.FIXED, llama.FREE)
     if others:
         listed = ", ".join(
@@ -102,15 +102,15 @@ def require_support(config: ModelConfig, tokenizer: Tokenizer) -> None:
             f"--to=gguf: this {config.architecture} cannot be a GGUF file, models with the block of "
             f"Llama or Qwen3 can (config.model: {listed}); use --to=hf"
         )
-    if tokenizer.kind not in TOKENIZERS:
+    if tokenizer.kind not in _TOKENIZERS:
         raise UserError(
             f"--to=gguf: the run's tokenizer is of the kind {tokenizer.kind!r}, supported are "
-            f"{', '.join(TOKENIZERS)}; use --to=hf, and llama.cpp's convert_hf_to_gguf.py, which "
+            f"{', '.join(_TOKENIZERS)}; use --to=hf, and llama.cpp's convert_hf_to_gguf.py, which "
             "knows some published tokenizers"
         )
 
 
-def add_sizes(writer, config: ModelConfig) -> None:
+def _add_sizes(writer, config: ModelConfig) -> None:
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.d_model)
     writer.add_block_count(config.num_layers)
@@ -124,7 +124,7 @@ def add_sizes(writer, config: ModelConfig) -> None:
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
 
 
-def llama_cpp_tensors(
+def _llama_cpp_tensors(
     gguf, config: ModelConfig, ours: Mapping[str, np.ndarray], vocab_size: int
 ) -> dict:
     """Returns {llama.cpp's name: tensor}. Linear weights have the shape (outputs, inputs)."""
@@ -133,7 +133,7 @@ def llama_cpp_tensors(
     )
     theirs = {}
     for name, x in llama.to_hugging_face(config, ours).items():
-        if name in EMBEDDINGS:
+        if name in _EMBEDDINGS:
             x = x[:vocab_size]
         if architecture(config) == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             # We rotate the entries i and i + K/2 of each head (models/positions.py), and so does
@@ -147,7 +147,7 @@ def llama_cpp_tensors(
     return theirs
 
 
-def add_tensor(gguf, writer, name: str, x: np.ndarray, dtype: str) -> None:
+def _add_tensor(gguf, writer, name: str, x: np.ndarray, dtype: str) -> None:
     if not np.isfinite(x).all():
         raise UserError(
             f"{name}: has infinite or NaN weights; export an earlier checkpoint (--step)"
@@ -164,7 +164,7 @@ def add_tensor(gguf, writer, name: str, x: np.ndarray, dtype: str) -> None:
     writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(x), kind), raw_dtype=kind)
 
 
-def add_byte_pairs(writer, tokenizer: Tokenizer) -> None:
+def _add_byte_pairs(writer, tokenizer: Tokenizer) -> None:
     """A file must have a merge. One of two end-of-text tokens never applies, because merging begins
     with characters.
     """
@@ -173,11 +173,11 @@ def add_byte_pairs(writer, tokenizer: Tokenizer) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types([CONTROL if token == END_OF_TEXT else NORMAL for token in tokens])
+    writer.add_token_types([_CONTROL if token == END_OF_TEXT else _NORMAL for token in tokens])
     writer.add_token_merges(merges or [f"{END_OF_TEXT} {END_OF_TEXT}"])
 
 
-def add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
+def _add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
     """llama.cpp merges pieces by score, encodes other characters as bytes, and normalizes nothing
     but spaces.
     """
@@ -191,7 +191,7 @@ def add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
         "normalizes characters": rules.precompiled_charsmap,
         "removes spaces (remove_extra_whitespaces)": rules.remove_extra_whitespaces,
         "has treat_whitespace_as_suffix": trainer.treat_whitespace_as_suffix,
-        "has user-defined pieces": any(piece.type == USER_DEFINED for piece in spec.pieces),
+        "has user-defined pieces": any(piece.type == _USER_DEFINED for piece in spec.pieces),
     }  # it finds others first
     if found := [what for what, applies in unsupported.items() if applies]:
         raise UserError(
@@ -206,4 +206,8 @@ def add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
     writer.add_add_space_prefix(rules.add_dummy_prefix)
 
 
-TOKENIZERS = {"bytes": add_byte_pairs, "gpt2": add_byte_pairs, "sentencepiece": add_sentencepiece}
+_TOKENIZERS = {
+    "bytes": _add_byte_pairs,
+    "gpt2": _add_byte_pairs,
+    "sentencepiece": _add_sentencepiece,
+}

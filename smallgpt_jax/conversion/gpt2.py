@@ -29,7 +29,7 @@ OTHER_NAMES = {
     "final_norm.bias": "transformer.ln_f.bias",
     "head.weight": "lm_head.weight",
 }
-ACTIVATIONS = {
+_ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -65,7 +65,7 @@ def heads_first(x: np.ndarray, num_heads: int) -> np.ndarray:
     return x.reshape(3, num_heads, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
-def heads_last(x: np.ndarray, num_heads: int) -> np.ndarray:
+def _heads_last(x: np.ndarray, num_heads: int) -> np.ndarray:
     return x.reshape(num_heads, 3, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
@@ -83,7 +83,7 @@ def to_hugging_face(
     theirs = {}
     for name, x in tensors.items():
         if ".qkv." in name:
-            x = heads_last(x, config.num_heads)
+            x = _heads_last(x, config.num_heads)
         is_linear = name.startswith("trunk.") and x.ndim == 2
         theirs[hugging_face_name(name)] = np.ascontiguousarray(x.T if is_linear else x)
     return theirs
@@ -135,11 +135,11 @@ def to_config(config: ModelConfig) -> dict:
 def from_config(theirs: ConfigJson) -> dict:
     theirs.require(SUPPORTED_VALUES)
     activation = theirs.fields.get("activation_function", "gelu_new")
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         theirs.refuse(
             "activation_function",
             activation,
-            f"not supported; must be one of {', '.join(ACTIVATIONS)}",
+            f"not supported; must be one of {', '.join(_ACTIVATIONS)}",
         )
     width = theirs.size("n_embd", "hidden_size")
     return dict(
@@ -151,7 +151,7 @@ def from_config(theirs: ConfigJson) -> dict:
         d_model=width,
         mlp_ratio=theirs.size("n_inner", default=4 * width) / width,
         position="learned",
-        activation=ACTIVATIONS[activation],
+        activation=_ACTIVATIONS[activation],
         use_bias=True,
         tie_embeddings=theirs.flag("tie_word_embeddings", True),
     )

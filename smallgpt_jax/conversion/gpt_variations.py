@@ -19,7 +19,7 @@ from smallgpt_jax.conversion import gpt2, tensors, torch_file
 from smallgpt_jax.conversion.config_json import require_fit
 from smallgpt_jax.errors import UserError
 
-CONFIG_CLASS = "models.GPTConfig"
+_CONFIG_CLASS = "models.GPTConfig"
 
 
 class Checkpoint(NamedTuple):
@@ -29,7 +29,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    saved = torch_file.read_torch_file(path, classes=(CONFIG_CLASS,))
+    saved = torch_file.read_torch_file(path, classes=(_CONFIG_CLASS,))
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise UserError(f"{path}: not a checkpoint of the paper's code (no 'model' entry)")
     theirs = {
@@ -41,15 +41,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not isinstance(config, torch_file.Attributes) or type(num_heads) is not int:
         raise UserError(f"{path}: not a checkpoint of the paper's code (no n_head in its config)")
     try:
-        config = models.make_config(**model_fields(theirs, num_heads, path))
+        config = models.make_config(**_model_fields(theirs, num_heads, path))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     require_fit(config, {name: x.shape for name, x in theirs.items()}, path)
     model = models.LanguageModel(config)
-    names = {name: gpt_variations_name(name, model.config) for name in tensors.shapes(model)}
+    names = {name: _gpt_variations_name(name, model.config) for name in tensors.shapes(model)}
     our_names = {released_name: name for name, released_name in names.items()}
     named = {our_names.get(name, name): x for name, x in theirs.items()}
-    renamed = {name: to_our_layout(name, x, num_heads) for name, x in named.items()}
+    renamed = {name: _to_our_layout(name, x, num_heads) for name, x in named.items()}
     params = tensors.to_params(model, renamed, lambda name: names.get(name, name), str(path))
     facts = {
         name: saved[name]
@@ -59,7 +59,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(model, params, facts)
 
 
-def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> dict:
+def _model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> dict:
     def count(pattern: str) -> int:
         return len({match[0] for name in theirs if (match := re.match(pattern, name))})
 
@@ -122,7 +122,7 @@ def model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> d
     )
 
 
-def gpt_variations_name(name: str, config: models.ModelConfig) -> str:
+def _gpt_variations_name(name: str, config: models.ModelConfig) -> str:
     if name in gpt2.OTHER_NAMES:
         return gpt2.OTHER_NAMES[name]
     if name == "trunk.path_logits":
@@ -145,7 +145,7 @@ def gpt_variations_name(name: str, config: models.ModelConfig) -> str:
     return f"transformer.{module}.{f'{inner}.' if inner else ''}{leaf}"
 
 
-def to_our_layout(name: str, x: np.ndarray, num_heads: int) -> np.ndarray:
+def _to_our_layout(name: str, x: np.ndarray, num_heads: int) -> np.ndarray:
     """`name` is the tensor's name in our model."""
     if name == "trunk.path_logits":
         return x.reshape(-1)

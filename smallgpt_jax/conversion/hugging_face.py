@@ -48,14 +48,14 @@ from smallgpt_jax.storage.json_files import OBJECT, read_json, read_json_or_none
 
 NATIVE = (gpt2, llama)
 # The normalizers and pre-tokenizers of the classes of tokenizers that transformers 5 builds anew.
-STEPS = {
+_STEPS = {
     "GPT2Tokenizer": ["ByteLevel"],
     "Qwen2Tokenizer": ["NFC", "Split", "ByteLevel"],
     "LlamaTokenizer": ["Metaspace"],
 }
 # The class of a tokenizer whose settings name none, by the type of the model.
-DEFAULT_CLASSES = {"gpt2": "GPT2Tokenizer", "qwen3": "Qwen2Tokenizer"}
-FORMATS = {model_type: form for form in (*NATIVE, smallgpt) for model_type in form.MODEL_TYPES}
+_DEFAULT_CLASSES = {"gpt2": "GPT2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+_FORMATS = {model_type: form for form in (*NATIVE, smallgpt) for model_type in form.MODEL_TYPES}
 
 
 class Imported(NamedTuple):
@@ -108,7 +108,7 @@ def export_folder(
             folder / "generation_config.json",
             {
                 **special,
-                "eos_token_id": ends_of_texts(tokenizer, chat_template),
+                "eos_token_id": _ends_of_texts(tokenizer, chat_template),
                 "max_length": config.context_length,
                 **({"suppress_tokens": unused} if unused else {}),
             },
@@ -126,7 +126,7 @@ def export_folder(
     (folder / "README.md").write_text(card, "utf-8", errors="backslashreplace")
 
 
-def ends_of_texts(tokenizer: Tokenizer | None, chat_template: str) -> int | list[int] | None:
+def _ends_of_texts(tokenizer: Tokenizer | None, chat_template: str) -> int | list[int] | None:
     """Returns the ids at which generation stops, in the form of generation_config.json."""
     if not tokenizer:
         return None
@@ -149,16 +149,16 @@ def read_folder(
     module.
     """
     folder = Path(source).expanduser()
-    folder = folder if folder.is_dir() else download_folder(source)
+    folder = folder if folder.is_dir() else _download_folder(source)
     path = folder / "config.json"
     described = read_json(path, OBJECT, "expected a model config")
     model_type = described.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FORMATS:
+    if not isinstance(model_type, str) or model_type not in _FORMATS:
         raise UserError(
             f"{path}: model_type={reprlib.repr(model_type)}: not supported; must be one of "
-            + ", ".join(FORMATS)
+            + ", ".join(_FORMATS)
         )
-    form, files = FORMATS[model_type], open_weights(folder)
+    form, files = _FORMATS[model_type], open_weights(folder)
     num_weights = sum(math.prod(shape) for shape in files.shapes.values())
     fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | form.from_config(
         ConfigJson(described, path, num_weights)
@@ -170,7 +170,7 @@ def read_folder(
         raise UserError(f"{path}: {error}") from None
     require_fit(config, files.shapes, path)
     weights = files.read()
-    if config.tie_embeddings and has_head(form, weights):
+    if config.tie_embeddings and _has_head(form, weights):
         config = dataclasses.replace(config, tie_embeddings=False)
     model = models.LanguageModel(config)
     try:
@@ -187,7 +187,7 @@ def read_folder(
     )
 
 
-def has_head(form, weights: Mapping[str, np.ndarray]) -> bool:
+def _has_head(form, weights: Mapping[str, np.ndarray]) -> bool:
     """Returns whether the output head is another matrix than the embedding. transformers then uses
     it, even if config.json says that they are one.
     """
@@ -209,30 +209,30 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
             "--tokenizer"
         ) from None
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        name_other_steps(tokenizer, folder)
+        _name_other_steps(tokenizer, folder)
     return tokenizer
 
 
-def name_other_steps(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
+def _name_other_steps(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
     """Prints if transformers replaces the steps that split a text by those of another class."""
     settings, described = (
         read_json_or_none(folder / name, OBJECT) or {}
         for name in ("tokenizer_config.json", "config.json")
     )
-    name = settings.get("tokenizer_class") or DEFAULT_CLASSES.get(described.get("model_type"))
+    name = settings.get("tokenizer_class") or _DEFAULT_CLASSES.get(described.get("model_type"))
     name = str(name).removesuffix("Fast")
     steps = tokenizer.step_types()
-    is_replaced = name in STEPS and not (name == "LlamaTokenizer" and "ByteLevel" in steps)
-    if is_replaced and STEPS[name] != steps:
+    is_replaced = name in _STEPS and not (name == "LlamaTokenizer" and "ByteLevel" in steps)
+    if is_replaced and _STEPS[name] != steps:
         print(
             f"{folder}: the tokenizer.json splits texts by {', '.join(steps) or 'nothing'}, but "
-            f"transformers 5 reads it as a {name}, which does so by {', '.join(STEPS[name])}; here, "
+            f"transformers 5 reads it as a {name}, which does so by {', '.join(_STEPS[name])}; here, "
             "the tokenizer.json is followed",
             file=sys.stderr,
         )
 
 
-def download_folder(name: str) -> Path:
+def _download_folder(name: str) -> Path:
     hub = import_library("huggingface_hub")
     try:
         folder = Path(

@@ -38,7 +38,7 @@ def import_(
     imported. To train the model further, train "run:WORKDIR" in `workdir`. Raises UserError if the
     workdir is not empty or the source is not supported; then nothing is written.
     """
-    form = make_import(format) if isinstance(format, str) else format
+    form = _make_import(format) if isinstance(format, str) else format
     as_path("--input", source)  # refuses URLs other than gs://; accepts names on the hub
     source, folder = str(source), new_folder("--workdir", workdir)
     imported, facts = form.read(source, trust_custom_code)
@@ -72,7 +72,7 @@ def import_(
     )
 
 
-def make_import(name: str, **options) -> Import:
+def _make_import(name: str, **options) -> Import:
     if name not in IMPORTS:
         raise UserError(f"--from={name}: no such format; choose from {', '.join(IMPORTS)}")
     return IMPORTS[name](**options)
@@ -90,7 +90,7 @@ class HuggingFaceImport:
         imported = hugging_face.read_folder(folder, not self.tokenizer, trust_custom_code)
         if imported.tokenizer:
             return imported, {}
-        return imported._replace(tokenizer=make_tokenizer(self.tokenizer)), {}
+        return imported._replace(tokenizer=_make_tokenizer(self.tokenizer)), {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class GPTVariationsImport:
 
     def read(self, source: str, trust_custom_code: bool) -> tuple[Imported, dict[str, Any]]:
         model, params, facts = gpt_variations.read_checkpoint(local_path("--input", source))
-        return Imported(model, params, make_tokenizer(self.tokenizer), {}, ""), facts
+        return Imported(model, params, _make_tokenizer(self.tokenizer), {}, ""), facts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class RunImport:
         return Imported(model, params, tokenizer, model_state, template), facts
 
 
-def make_tokenizer(name: str | None):
+def _make_tokenizer(name: str | None):
     return TokenizerSource(name or "gpt2").make()
 
 

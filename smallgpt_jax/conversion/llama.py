@@ -16,7 +16,7 @@ from smallgpt_jax.models import ModelConfig
 
 MODEL_TYPES = ("llama", "qwen3")
 CODE = ()  # no files: transformers contains the code of these models
-BLOCK_NAMES = {
+_BLOCK_NAMES = {
     "attention_norm": "input_layernorm",
     "attention.out": "self_attn.o_proj",
     "attention.q_norm": "self_attn.q_norm",
@@ -27,7 +27,7 @@ BLOCK_NAMES = {
     "mlp.down": "mlp.down_proj",
     "attention.qkv": "self_attn.{q,k,v}_proj",
 }
-OTHER_NAMES = {
+_OTHER_NAMES = {
     "token_embedding.weight": "model.embed_tokens.weight",
     "final_norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
@@ -50,7 +50,7 @@ FREE = (
     "tie_embeddings",
 )
 # For these fields of the config, our model supports only these values.
-SUPPORTED_VALUES = {
+_SUPPORTED_VALUES = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -58,8 +58,8 @@ SUPPORTED_VALUES = {
     "quantization_config": None,
 }
 # Used if config.json lacks the field. Other models: hidden size / heads, and the number of heads.
-DEFAULT_HEAD_DIM = {"qwen3": 128}
-DEFAULT_KV_HEADS = {"qwen3": 32}  # not if the field is null; then it is the number of heads
+_DEFAULT_HEAD_DIM = {"qwen3": 128}
+_DEFAULT_KV_HEADS = {"qwen3": 32}  # not if the field is null; then it is the number of heads
 
 
 def supports(config: ModelConfig) -> bool:
@@ -79,11 +79,11 @@ def hugging_face_name(name: str) -> str:
     matches three names.
     """
     if block := re.fullmatch(r"trunk\.blocks\.(\d+)\.(.*)\.weight", name):
-        return f"model.layers.{block[1]}.{BLOCK_NAMES[block[2]]}.weight"
-    return OTHER_NAMES.get(name, name)
+        return f"model.layers.{block[1]}.{_BLOCK_NAMES[block[2]]}.weight"
+    return _OTHER_NAMES.get(name, name)
 
 
-def projection_names(name: str) -> list[str]:
+def _projection_names(name: str) -> list[str]:
     return [hugging_face_name(name).replace("{q,k,v}", part) for part in "qkv"]
 
 
@@ -97,7 +97,7 @@ def to_hugging_face(
             parts = x_GxJxKxD[:, :-2], x_GxJxKxD[:, -2], x_GxJxKxD[:, -1]
             theirs |= {
                 their_name: part.reshape(-1, config.d_model)
-                for their_name, part in zip(projection_names(name), parts)
+                for their_name, part in zip(_projection_names(name), parts)
             }
         else:
             theirs[hugging_face_name(name)] = x
@@ -119,14 +119,14 @@ def from_hugging_face(
         tensors.pop("lm_head.weight", None)  # a copy of the tied embedding
     ours = {}
     for name in names:
-        theirs = projection_names(name) if ".qkv." in name else [hugging_face_name(name)]
+        theirs = _projection_names(name) if ".qkv." in name else [hugging_face_name(name)]
         if all(their_name in tensors for their_name in theirs):
             parts = {their_name: tensors.pop(their_name) for their_name in theirs}
-            ours[name] = fuse(config, parts) if ".qkv." in name else parts[theirs[0]]
+            ours[name] = _fuse(config, parts) if ".qkv." in name else parts[theirs[0]]
     return ours | tensors
 
 
-def fuse(config: ModelConfig, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+def _fuse(config: ModelConfig, parts: Mapping[str, np.ndarray]) -> np.ndarray:
     """Returns our attention.qkv. `parts` contains the query, key and value matrices, in this
     order.
     """
@@ -167,7 +167,7 @@ def to_config(config: ModelConfig) -> dict:
 
 
 def from_config(theirs: ConfigJson) -> dict:
-    theirs.require(SUPPORTED_VALUES)
+    theirs.require(_SUPPORTED_VALUES)
     layer_types = theirs.fields.get("layer_types")
     if layer_types is not None and (
         not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
@@ -178,10 +178,10 @@ def from_config(theirs: ConfigJson) -> dict:
         theirs.size("hidden_size"),
         theirs.size("num_attention_heads"),
     )
-    default_head_dim = DEFAULT_HEAD_DIM.get(model_type, max(1, width // num_heads))
+    default_head_dim = _DEFAULT_HEAD_DIM.get(model_type, max(1, width // num_heads))
     default_kv_heads = num_heads
     if "num_key_value_heads" not in theirs.fields:
-        default_kv_heads = DEFAULT_KV_HEADS.get(model_type, num_heads)
+        default_kv_heads = _DEFAULT_KV_HEADS.get(model_type, num_heads)
     head_dim, num_kv_heads = (
         theirs.size("head_dim", default=default_head_dim),
         theirs.size("num_key_value_heads", default=default_kv_heads),

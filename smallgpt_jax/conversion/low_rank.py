@@ -21,12 +21,12 @@ def with_rank_ratio(model: models.LanguageModel, params, rank_ratio: float):
     models.require_factors(converted)
     arrays = flatten_dict(jax.device_get(params))
     full = {path: x for path, x in arrays.items() if path[-1] not in ("kernel_in", "kernel_out")}
-    for module, stacked in factored_modules(model).items():
-        full[*module, "kernel"] = multiply(
+    for module, stacked in _factored_modules(model).items():
+        full[*module, "kernel"] = _multiply(
             arrays[*module, "kernel_in"], arrays[*module, "kernel_out"], stacked
         )
     shapes = flatten_dict(models.abstract_params(converted))
-    for module, stacked in factored_modules(converted).items():
+    for module, stacked in _factored_modules(converted).items():
         shape_in, shape_out = (
             shapes[*module, "kernel_in"].shape,
             shapes[*module, "kernel_out"].shape,
@@ -54,7 +54,7 @@ def factor(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, stacked: int) -> np.ndarray:
+def _multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, stacked: int) -> np.ndarray:
     """Returns the kernel (*stack, *inputs, *features), where `stacked` is the number of stack axes
     (layers, paths).
     """
@@ -65,7 +65,7 @@ def multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, stacked: int) -> np.
     return np.float32(product).reshape(*kernel_in.shape[:-1], *kernel_out.shape[stacked + 1 :])
 
 
-def factored_modules(model: models.LanguageModel) -> dict[tuple[str, ...], int]:
+def _factored_modules(model: models.LanguageModel) -> dict[tuple[str, ...], int]:
     """Returns {path of a module with two factors: number of stack axes}."""
     return {
         p.path[:-1]: p.module_stacks

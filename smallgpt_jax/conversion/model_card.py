@@ -9,7 +9,7 @@ from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import METRICS_FILE, ORIGIN_FILE
 from smallgpt_jax.storage.json_files import OBJECT, read_json
 
-DESCRIPTIONS = {
+_DESCRIPTIONS = {
     "gpt": "a GPT: {num_layers} blocks of width {d_model}",
     "pgpt": "a ParallelGPT: {num_layers} blocks of width {d_model} on {num_paths} parallel paths",
     "lgpt": "a LinearGPT: {num_layers} blocks, with a width of {d_model} that dense layers halve after every "
@@ -32,7 +32,7 @@ def format_model_card(
     before each text.
     """
     config = model.config
-    described = DESCRIPTIONS.get(
+    described = _DESCRIPTIONS.get(
         config.architecture, "a {architecture}: {num_layers} blocks of width {d_model}"
     )
     facts = training_facts(folder, step)

@@ -30,7 +30,7 @@ SUPPORTED_VALUES = {
     "activation": ("gelu", "gelu_tanh", "silu", "relu2"),
     "mixers": ("attention", "delta", "mamba", "conv"),
 }
-RENAMED_FIELDS = {
+_RENAMED_FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
     "dtype": "training_dtype",
     "dropout": "training_dropout",
@@ -43,15 +43,15 @@ def known_fields() -> list[str]:
     """
     tree = ast.parse((Path(__file__).parent / "exported" / CODE[0]).read_text("utf-8"))
     constructor = next(node for node in ast.walk(tree) if getattr(node, "name", "") == "__init__")
-    other = {"self", "use_cache", *RENAMED_FIELDS.values()}
+    other = {"self", "use_cache", *_RENAMED_FIELDS.values()}
     return [argument.arg for argument in constructor.args.args if argument.arg not in other]
 
 
 def class_name(config: ModelConfig) -> str:
-    return f"SmallGPTFor{head_name(config)}"
+    return f"SmallGPTFor{_head_name(config)}"
 
 
-def head_name(config: ModelConfig) -> str:
+def _head_name(config: ModelConfig) -> str:
     return "MaskedLM" if config.attention_mask == "bidirectional" else "CausalLM"
 
 
@@ -90,7 +90,7 @@ def to_config(config: ModelConfig) -> dict:
         config.refuse(
             "attention_mask", "no PyTorch code for the export; it supports causal, bidirectional"
         )
-    known = {*known_fields(), *RENAMED_FIELDS, *training_fields()}
+    known = {*known_fields(), *_RENAMED_FIELDS, *training_fields()}
     for field in dataclasses.fields(config):
         if field.name not in known and getattr(with_defaults(config), field.name) != field.default:
             config.refuse(
@@ -102,7 +102,7 @@ def to_config(config: ModelConfig) -> dict:
         "architectures": [class_name(config)],
         "auto_map": {
             "AutoConfig": "configuration_smallgpt.SmallGPTConfig",
-            f"AutoModelFor{head_name(config)}": f"modeling_smallgpt.{class_name(config)}",
+            f"AutoModelFor{_head_name(config)}": f"modeling_smallgpt.{class_name(config)}",
         },
         **(
             {"mask_token_id": config.vocab_size - 1}
@@ -112,12 +112,12 @@ def to_config(config: ModelConfig) -> dict:
         **{
             name: fields.get(name) for name in known_fields()
         },  # null: not a field of the architecture
-        **{theirs: fields[ours] for ours, theirs in RENAMED_FIELDS.items()},
+        **{theirs: fields[ours] for ours, theirs in _RENAMED_FIELDS.items()},
     }
 
 
 def from_config(theirs: ConfigJson) -> dict:
-    names = {name: name for name in known_fields()} | RENAMED_FIELDS
+    names = {name: name for name in known_fields()} | _RENAMED_FIELDS
     shared = ModelConfig.names()
     return {
         ours: theirs.model_field(name)

@@ -24,8 +24,8 @@ from smallgpt_jax.models import Parameter
 from smallgpt_jax.models.router import ROUTER_AXES
 from smallgpt_jax.models.stacks import block_numbers, layer_configs
 
-MAX_LISTED = 3  # maximum number of tensor names in an error message
-TABLES = (
+_MAX_LISTED = 3  # maximum number of tensor names in an error message
+_TABLES = (
     "token_embedding",
     "position_embedding",
     "value_embedding",
@@ -33,7 +33,7 @@ TABLES = (
 )  # parameters without an own module
 
 
-class TensorSlot(NamedTuple):
+class _TensorSlot(NamedTuple):
     """A tensor's place in the parameter tree."""
 
     name: str
@@ -51,24 +51,29 @@ def from_params(model: models.LanguageModel, params, model_state=None) -> dict[s
         flatten_dict(jax.device_get(tree)) for tree in (params, model_state or {})
     )
     return {
-        slot.name: to_torch(np.asarray(tree[slot.path][slot.index], np.float32), slot)
-        for tree, slots in ((params, tensor_slots(model)), (model_state, router_bias_slots(model)))
+        slot.name: _to_torch(np.asarray(tree[slot.path][slot.index], np.float32), slot)
+        for tree, slots in (
+            (params, _tensor_slots(model)),
+            (model_state, _router_bias_slots(model)),
+        )
         for slot in slots
     }
 
 
 def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
     return {
-        slot.name: torch_shape(slot.path[-1], slot.axes, slot.shape)
-        for slot in (*tensor_slots(model), *router_bias_slots(model))
+        slot.name: _torch_shape(slot.path[-1], slot.axes, slot.shape)
+        for slot in (*_tensor_slots(model), *_router_bias_slots(model))
     }
 
 
 @functools.cache
-def torch_shape(leaf: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+def _torch_shape(leaf: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """The layers of a model share these arguments, so that this traces once and not per layer."""
-    slot = TensorSlot("", (leaf,), (), axes, shape)
-    return jax.eval_shape(lambda x: to_torch(x, slot), jax.ShapeDtypeStruct(shape, "float32")).shape
+    slot = _TensorSlot("", (leaf,), (), axes, shape)
+    return jax.eval_shape(
+        lambda x: _to_torch(x, slot), jax.ShapeDtypeStruct(shape, "float32")
+    ).shape
 
 
 def to_params(
@@ -83,8 +88,8 @@ def to_params(
     wanted = shapes(model)
 
     def refuse(what: str, names: list[str]):
-        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-        raise UserError(f"{where}: {what}: {', '.join(names[:MAX_LISTED])}{more}")
+        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        raise UserError(f"{where}: {what}: {', '.join(names[:_MAX_LISTED])}{more}")
 
     if missing := [their_name(name) for name in wanted if name not in tensors]:
         refuse("missing tensors", missing)
@@ -100,8 +105,10 @@ def to_params(
         path: np.empty(x.shape, np.float32)
         for path, x in flatten_dict(models.abstract_params(model)).items()
     }
-    for slot in tensor_slots(model):
-        arrays[slot.path][slot.index] = from_torch(np.asarray(tensors[slot.name], np.float32), slot)
+    for slot in _tensor_slots(model):
+        arrays[slot.path][slot.index] = _from_torch(
+            np.asarray(tensors[slot.name], np.float32), slot
+        )
     return unflatten_dict(arrays)
 
 
@@ -109,30 +116,30 @@ def to_model_state(model: models.LanguageModel, tensors: Mapping[str, np.ndarray
     """`tensors` must have passed `to_params`."""
     abstract = flatten_dict(models.abstract_model_state(model))
     arrays = {path: np.zeros(x.shape, x.dtype) for path, x in abstract.items()}
-    for slot in router_bias_slots(model):
+    for slot in _router_bias_slots(model):
         arrays[slot.path][slot.index] = tensors[slot.name]
     return unflatten_dict(arrays)
 
 
-def router_bias_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
+def _router_bias_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
     """The biases have the path of the router's kernel, but in the model state and with the last key
     "bias".
     """
     return tuple(
-        TensorSlot(
+        _TensorSlot(
             slot.name.removesuffix("weight") + "bias",
             (*slot.path[:-1], "bias"),
             slot.index,
             slot.axes[1:],
             slot.shape[1:],
         )
-        for slot in tensor_slots(model)
+        for slot in _tensor_slots(model)
         if slot.axes == ROUTER_AXES
     )
 
 
 @functools.cache
-def tensor_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
+def _tensor_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
     slots = []
     for name, part in models.abstract_params(model).items():
         modules = (
@@ -141,13 +148,13 @@ def tensor_slots(model: models.LanguageModel) -> tuple[TensorSlot, ...]:
             else {(name,): part}
         )
         for path, tree in modules.items():
-            slots += _tensor_slots(model.config, tree, path, (), "")
+            slots += _subtree_slots(model.config, tree, path, (), "")
     return tuple(slots)
 
 
-def _tensor_slots(
+def _subtree_slots(
     config, tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str
-) -> Iterator[TensorSlot]:
+) -> Iterator[_TensorSlot]:
     """Yields the slots of the subtree at `path`. `index` selects a layer or path along each of its
     leading axes.
     """
@@ -158,16 +165,16 @@ def _tensor_slots(
     own_name = re.sub(r"_(?=\d)", ".", ".".join(path[-1:] if prefix else path))
     name = f"{prefix}.{own_name}" if prefix else own_name
     if len(stacks) == 1 and None not in stacks:
-        for number, stack, stack_path, i in stacked_modules(config, tree, path, len(index)):
+        for number, stack, stack_path, i in _stacked_modules(config, tree, path, len(index)):
             yield from _children(config, stack, stack_path, (*index, i), f"{name}.{number}")
     else:
         yield from _children(config, tree, path, index, name)
 
 
-def _children(config, tree, path, index, name) -> Iterator[TensorSlot]:
+def _children(config, tree, path, index, name) -> Iterator[_TensorSlot]:
     if isinstance(tree, Parameter):
-        yield TensorSlot(
-            tensor_name(path[-1], name),
+        yield _TensorSlot(
+            _tensor_name(path[-1], name),
             path,
             index,
             tree.axes[len(index) :],
@@ -175,10 +182,10 @@ def _children(config, tree, path, index, name) -> Iterator[TensorSlot]:
         )
         return
     for child, part in tree.items():
-        yield from _tensor_slots(config, part, (*path, child), index, name)
+        yield from _subtree_slots(config, part, (*path, child), index, name)
 
 
-def stacked_modules(
+def _stacked_modules(
     config, tree, path, axis: int
 ) -> Iterator[tuple[int, Any, tuple[str, ...], int]]:
     """Yields (number, stack, path of the stack, index in the stack) of each module that is stacked
@@ -201,28 +208,28 @@ def stacked_modules(
         )
 
 
-def tensor_name(leaf: str, name: str) -> str:
+def _tensor_name(leaf: str, name: str) -> str:
     """PyTorch's names of kernels, scales and embedding tables end in `weight`."""
-    if leaf in TABLES:
+    if leaf in _TABLES:
         return f"{name}.weight"
     return f"{name.removesuffix(leaf)}weight" if leaf in ("kernel", "scale") else name
 
 
-def to_torch(x, slot: TensorSlot):
+def _to_torch(x, slot: _TensorSlot):
     match slot.path[-1], slot.axes:
         case "bias", _:
             return x.reshape(-1)
         case "kernel", ("conv_time", *_):
             return x.T
         case "kernel", axes:
-            return x.reshape(math.prod(x.shape[: num_inputs(axes)]), -1).T
+            return x.reshape(math.prod(x.shape[: _num_inputs(axes)]), -1).T
     return x
 
 
-def from_torch(x, slot: TensorSlot):
+def _from_torch(x, slot: _TensorSlot):
     is_kernel = slot.path[-1] == "kernel"
     return (x.T if is_kernel else x).reshape(slot.shape)
 
 
-def num_inputs(axes: tuple[str, ...]) -> int:
+def _num_inputs(axes: tuple[str, ...]) -> int:
     return len(axes) - 1 if axes[-1] == "embed" else 1

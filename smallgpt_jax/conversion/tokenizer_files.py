@@ -10,8 +10,8 @@ from smallgpt_jax.errors import UserError, import_library
 
 # Ends the names of user-defined pieces, so that the normalizer prepends no space to them as it does
 # to texts, and removes this character. A Unicode noncharacter, which texts do not contain.
-NO_SPACE = "\ufdd1"
-BEGINNING = rf"\A(?=[\s\S])(?![\s\S]*{NO_SPACE}\z)"  # of a text that is not empty
+_NO_SPACE = "\ufdd1"
+_BEGINNING = rf"\A(?=[\s\S])(?![\s\S]*{_NO_SPACE}\z)"  # of a text that is not empty
 
 
 def hugging_face_files(
@@ -34,7 +34,7 @@ def hugging_face_files(
             "export without it"
         )
     library = import_library("tokenizers")
-    build = sentencepiece_tokenizer if tokenizer.kind == "sentencepiece" else byte_level_tokenizer
+    build = _sentencepiece_tokenizer if tokenizer.kind == "sentencepiece" else _byte_level_tokenizer
     converted, end_of_text = build(library, tokenizer)
     begin_of_text = converted.id_to_token(tokenizer.begin_of_text)
     converted.add_special_tokens(
@@ -44,7 +44,7 @@ def hugging_face_files(
         ]
     )
     converted.encode_special_tokens = True
-    for text in [*PROBES, *probes_of_pieces(tokenizer)]:
+    for text in [*PROBES, *_probes_of_pieces(tokenizer)]:
         theirs, ours = (
             converted.encode(text, add_special_tokens=False).ids,
             tokenizer.encode([text])[0].tolist(),
@@ -98,7 +98,7 @@ def settings(
     )
 
 
-def byte_level_tokenizer(library, tokenizer: Tokenizer):
+def _byte_level_tokenizer(library, tokenizer: Tokenizer):
     ids, merges = byte_pairs(tokenizer)
     converted = library.Tokenizer(
         library.models.BPE(ids, [tuple(merge.split(" ")) for merge in merges])
@@ -124,16 +124,16 @@ def byte_pairs(tokenizer: Tokenizer) -> tuple[dict[str, int], list[str]]:
     ]
 
 
-def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
+def _sentencepiece_tokenizer(library, tokenizer: Tokenizer):
     from sentencepiece import sentencepiece_model_pb2
 
     spec = sentencepiece_spec(tokenizer)
     rules = spec.normalizer_spec
     normal = sentencepiece_model_pb2.ModelProto.SentencePiece.NORMAL
     pieces = [piece.piece for piece in spec.pieces]
-    defined = user_defined(tokenizer)
+    defined = _user_defined(tokenizer)
     for i in defined if rules.add_dummy_prefix else ():
-        pieces[i] += NO_SPACE
+        pieces[i] += _NO_SPACE
     unknown = pieces[tokenizer.unknown]
     if spec.trainer_spec.model_type == sentencepiece_model_pb2.TrainerSpec.UNIGRAM:
         model = library.models.Unigram(
@@ -162,8 +162,8 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
         ]
     if rules.add_dummy_prefix and defined:
         steps += [
-            library.normalizers.Replace(library.Regex(BEGINNING), SPACE),
-            library.normalizers.Replace(NO_SPACE, ""),
+            library.normalizers.Replace(library.Regex(_BEGINNING), SPACE),
+            library.normalizers.Replace(_NO_SPACE, ""),
         ]
     elif rules.add_dummy_prefix:
         steps.append(library.normalizers.Prepend(SPACE))
@@ -176,7 +176,7 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
             converted.add_tokens([library.AddedToken(pieces[i], special=False, normalized=True)])
     converted.decoder = library.decoders.Sequence(
         [
-            *([library.decoders.Replace(NO_SPACE, "")] if defined else []),
+            *([library.decoders.Replace(_NO_SPACE, "")] if defined else []),
             library.decoders.Replace(SPACE, " "),
             library.decoders.ByteFallback(),
             library.decoders.Fuse(),
@@ -186,7 +186,7 @@ def sentencepiece_tokenizer(library, tokenizer: Tokenizer):
     return converted, pieces[tokenizer.end_of_text]
 
 
-def user_defined(tokenizer: Tokenizer) -> list[int]:
+def _user_defined(tokenizer: Tokenizer) -> list[int]:
     """Returns the ids of the pieces of which SentencePiece makes a token wherever they are."""
     from sentencepiece import sentencepiece_model_pb2
 
@@ -195,12 +195,12 @@ def user_defined(tokenizer: Tokenizer) -> list[int]:
     return [i for i, piece in enumerate(pieces) if piece.type == kind]
 
 
-def probes_of_pieces(tokenizer: Tokenizer) -> list[str]:
+def _probes_of_pieces(tokenizer: Tokenizer) -> list[str]:
     """Returns texts with the pieces that SentencePiece's users have defined."""
     if tokenizer.kind != "sentencepiece":
         return []
     pieces = sentencepiece_spec(tokenizer).pieces
-    names = [pieces[i].piece.replace(SPACE, " ") for i in user_defined(tokenizer)]
+    names = [pieces[i].piece.replace(SPACE, " ") for i in _user_defined(tokenizer)]
     forms = ("{0}", " {0}", "a{0}b", "a {0} b", "{0}{0}a\n{0}", "  {0}  ", "{1}{0}", "{0}{2}")
     return [form.format(name, name[0], name[-1]) for name in names for form in forms]
 

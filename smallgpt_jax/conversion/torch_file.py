@@ -13,7 +13,7 @@ from smallgpt_jax.formatting import short_reason
 
 # The maximum total size of a file's tensors, as a multiple of the file size. In a valid file, it
 # can be up to 2, because tied weights are stored once but count as two tensors.
-MAX_SHARING = 8
+_MAX_SHARING = 8
 
 
 class Attributes:
@@ -57,9 +57,9 @@ def to_arrays(tensors, path: Path) -> dict[str, np.ndarray]:
         arrays = {name: _to_array(x.detach(), torch) for name, x in tensors.items()}
     except (RuntimeError, TypeError) as error:
         raise UserError(f"{path}: has a tensor that is not dense ({short_reason(error)})") from None
-    if sum(x.nbytes for x in arrays.values()) > MAX_SHARING * path.stat().st_size:
+    if sum(x.nbytes for x in arrays.values()) > _MAX_SHARING * path.stat().st_size:
         raise UserError(
-            f"{path}: damaged, its tensors are more than {MAX_SHARING} times as large as the file"
+            f"{path}: damaged, its tensors are more than {_MAX_SHARING} times as large as the file"
         )
     return arrays
 

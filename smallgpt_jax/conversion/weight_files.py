@@ -13,7 +13,7 @@ from smallgpt_jax.errors import UserError, import_library
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.json_files import Each, Kind, read_json
 
-FILE_NAME = Kind(
+_FILE_NAME = Kind(
     "the name of a safetensors file in the same folder",
     lambda name: (
         isinstance(name, str)
@@ -22,8 +22,8 @@ FILE_NAME = Kind(
         and name.endswith(".safetensors")
     ),
 )
-MAX_HEADER_BYTES = 2**24  # of a safetensors file; a tensor takes about 100
-SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+_MAX_HEADER_BYTES = 2**24  # of a safetensors file; a tensor takes about 100
+_SINGLE, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 
 class WeightFiles(NamedTuple):
@@ -34,35 +34,37 @@ class WeightFiles(NamedTuple):
 
 def open_weights(folder: Path) -> WeightFiles:
     """As in transformers, a single file precedes an index, which may be left from before."""
-    if (folder / SINGLE).is_file():
-        return open_safetensors(folder / SINGLE, [folder / SINGLE])
-    if (folder / INDEX).is_file():
-        return open_safetensors(
-            folder / INDEX, [folder / name for name in indexed_names(folder / INDEX)]
+    if (folder / _SINGLE).is_file():
+        return _open_safetensors(folder / _SINGLE, [folder / _SINGLE])
+    if (folder / _INDEX).is_file():
+        return _open_safetensors(
+            folder / _INDEX, [folder / name for name in _indexed_names(folder / _INDEX)]
         )
-    path = folder / PICKLED
+    path = folder / _PICKLED
     if not path.is_file():
-        raise UserError(f"{folder}: no weights; expected {SINGLE} or {PICKLED}")
+        raise UserError(f"{folder}: no weights; expected {_SINGLE} or {_PICKLED}")
     tensors = torch_file.to_arrays(torch_file.read_torch_file(path), path)
     return WeightFiles(path, {name: x.shape for name, x in tensors.items()}, lambda: tensors)
 
 
-def indexed_names(index: Path) -> list[str]:
-    content = read_json(index, {"weight_map": Each(FILE_NAME)}, "expected an index of weight files")
+def _indexed_names(index: Path) -> list[str]:
+    content = read_json(
+        index, {"weight_map": Each(_FILE_NAME)}, "expected an index of weight files"
+    )
     names = set(content["weight_map"].values())
     if not names:
         raise UserError(f"{index}: the weight_map is empty")
     return sorted(names)
 
 
-def open_safetensors(path: Path, files: list[Path]) -> WeightFiles:
+def _open_safetensors(path: Path, files: list[Path]) -> WeightFiles:
     safe_open = import_library("safetensors").safe_open
 
     def load(read) -> dict:
         found = {}
         for file in files:
             try:
-                require_short_header(file)
+                _require_short_header(file)
                 with safe_open(file, framework="numpy") as tensors:
                     found |= {name: read(tensors, name) for name in tensors.keys()}  # noqa: SIM118
             except (
@@ -80,8 +82,8 @@ def open_safetensors(path: Path, files: list[Path]) -> WeightFiles:
     )
 
 
-def require_short_header(path: Path) -> None:
+def _require_short_header(path: Path) -> None:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-    if size > MAX_HEADER_BYTES:
+    if size > _MAX_HEADER_BYTES:
         raise ValueError(f"its header of {size:,} bytes is too large")

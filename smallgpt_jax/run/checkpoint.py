@@ -2,7 +2,7 @@
 given steps are kept.
 
 On a local disk, orbax writes a checkpoint to a temporary folder and renames this folder. In object
-storage, orbax writes the file COMMIT_FILE last; a folder without this file is not a checkpoint.
+storage, orbax writes the file _COMMIT_FILE last; a folder without this file is not a checkpoint.
 
 The checkpoint of step N is the state after N updates. The position in the data is not stored: it
 follows from the step number. Only imported models have a checkpoint of step 0; it has no optimizer
@@ -51,14 +51,14 @@ from smallgpt_jax.storage.json_files import LOSS, Each, Optional, find_mismatch,
 from smallgpt_jax.storage.locks import require_locks
 from smallgpt_jax.storage.object_storage import is_remote
 
-COMMIT_FILE = "commit_success.txt"
-UNFINISHED = ".orbax-checkpoint-tmp"  # at the end of the name of a folder that is no checkpoint
-UNFINISHED_PATTERN = f"*{UNFINISHED}*"
+_COMMIT_FILE = "commit_success.txt"
+_UNFINISHED = ".orbax-checkpoint-tmp"  # at the end of the name of a folder that is no checkpoint
+UNFINISHED_PATTERN = f"*{_UNFINISHED}*"
 # Orbax's time-outs use the system's clock, which can be set while a run saves. The watchdog, which
 # does not, limits the time of a save.
-NO_TIMEOUT = 10**9  # seconds
+_NO_TIMEOUT = 10**9  # seconds
 # Orbax waits for all processes before and after process 0 commits a checkpoint.
-COMMIT_PHASES = 2
+_COMMIT_PHASES = 2
 
 
 class Checkpoints:
@@ -88,7 +88,7 @@ class Checkpoints:
         self._saved: Future | None = None  # its result, until `wait_until_finished` has read it
         self._is_failing = False
         self._unremovable: set[int] = set()  # steps whose removal has failed
-        silence_duplicate_errors()
+        _silence_duplicate_errors()
         self._checkpointer = self._open_checkpointer()
         if keep is not None:
             distributed.run_on_primary(self._prepare_folder)
@@ -98,7 +98,7 @@ class Checkpoints:
     def _open_checkpointer(self) -> ocp.AsyncCheckpointer:
         alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()})
         options = ocp.options.AsyncOptions(
-            timeout_secs=NO_TIMEOUT,
+            timeout_secs=_NO_TIMEOUT,
             barrier_sync_fn=lambda **_: self._agreement.complete_phase(),
             # In the background, one failed mkdir would let all other writes wait for five minutes.
             create_directories_asynchronously=False,
@@ -127,15 +127,15 @@ class Checkpoints:
         self._before_save()
         if step in self._steps:
             return
-        content = checkpoint_content(state, unlogged_losses)
-        self._saving, self._agreement = step, Agreement(COMMIT_PHASES)
+        content = _checkpoint_content(state, unlogged_losses)
+        self._saving, self._agreement = step, Agreement(_COMMIT_PHASES)
         error = None
         if distributed.is_primary():  # first, because it creates the folders
             error = self._start_saving(content)
         has_started = not distributed.any_process(error is not None)
         if has_started and not distributed.is_primary():
             error = self._start_saving(content)
-        self._saved = run_in_thread(functools.partial(self._finish_saving, error))
+        self._saved = _run_in_thread(functools.partial(self._finish_saving, error))
         if distributed.any_process(error is not None):
             self.wait_until_finished()
 
@@ -183,7 +183,7 @@ class Checkpoints:
 
     def save_imported(self, params, model_state) -> None:
         """Writes the checkpoint of step 0. Raises an exception on failure."""
-        content = checkpoint_content(TrainState(0, params, None, model_state))
+        content = _checkpoint_content(TrainState(0, params, None, model_state))
         self._checkpointer.save(self.folder / "0", args=content, force=True)
         self._checkpointer.wait_until_finished()
 
@@ -207,7 +207,7 @@ class Checkpoints:
 
     def _report_failure(self, error: Exception | None) -> None:
         if distributed.is_primary():
-            remove_unfinished(self.folder, self._saving)
+            _remove_unfinished(self.folder, self._saving)
         newest = f"step {self._steps[-1]}" if self._steps else "none"
         reason = short_reason(root_cause(error)) if error else "another process failed"
         if not self._is_failing:
@@ -325,7 +325,7 @@ class Checkpoints:
 
     def _read(self, step: int, abstract: TrainState) -> dict:
         """Returns {item: content} of the items that `abstract` has."""
-        args = {name: ocp.args.StandardRestore(tree) for name, tree in items_of(abstract).items()}
+        args = {name: ocp.args.StandardRestore(tree) for name, tree in _items_of(abstract).items()}
         content = ocp.args.Composite(**args, check=ocp.args.JsonRestore())
         saved = dict(self._checkpointer.restore(self.folder / str(step), args=content).items())
         schema = {
@@ -354,7 +354,7 @@ class Checkpoints:
         self._checkpointer.close()
 
 
-def run_in_thread(function: Callable[[], None]) -> Future:
+def _run_in_thread(function: Callable[[], None]) -> Future:
     """Unlike the thread of an executor, this one does not keep Python from exiting."""
     result = Future()
 
@@ -368,14 +368,14 @@ def run_in_thread(function: Callable[[], None]) -> Future:
     return result
 
 
-def items_of(state: TrainState) -> dict:
+def _items_of(state: TrainState) -> dict:
     return {name: tree for name, tree in state._asdict().items() if name != "step" and tree}
 
 
-def checkpoint_content(
+def _checkpoint_content(
     state: TrainState, unlogged_losses: Sequence[float] = ()
 ) -> ocp.args.Composite:
-    items = items_of(state)
+    items = _items_of(state)
     return ocp.args.Composite(
         **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
         check=ocp.args.JsonSave(
@@ -409,11 +409,11 @@ def unfinished(folder: Path) -> list[Path]:
     ]
 
 
-def remove_unfinished(folder: Path, step: int) -> None:
+def _remove_unfinished(folder: Path, step: int) -> None:
     """Pending writes may create a removed folder again, so the search must find nothing four times
     in a row.
     """
-    names, num_empty = (str(step), f"{step}{UNFINISHED}"), 0
+    names, num_empty = (str(step), f"{step}{_UNFINISHED}"), 0
     for _ in range(50):
         try:
             remains = [path for path in unfinished(folder) if path.name in names]
@@ -430,9 +430,9 @@ def remove_unfinished(folder: Path, step: int) -> None:
 def remove_checkpoint(path: Path) -> None:
     """An interruption leaves an unfinished checkpoint, and not a part of a finished one."""
     if is_remote(path):
-        (path / COMMIT_FILE).unlink(missing_ok=True)
+        (path / _COMMIT_FILE).unlink(missing_ok=True)
         return path.rmtree()
-    removed = path.with_name(f"{path.name}{UNFINISHED}-removed")
+    removed = path.with_name(f"{path.name}{_UNFINISHED}-removed")
     if path.exists():
         rename(path, removed)
     shutil.rmtree(removed)
@@ -462,8 +462,8 @@ def copy_checkpoint(source: Path, target: Path) -> None:
     if is_remote(target):
         with tempfile.TemporaryDirectory() as folder:
             shutil.copytree(files, folder, dirs_exist_ok=True)
-            (Path(folder) / COMMIT_FILE).touch()
-            object_storage.upload_folder(Path(folder), target, COMMIT_FILE)
+            (Path(folder) / _COMMIT_FILE).touch()
+            object_storage.upload_folder(Path(folder), target, _COMMIT_FILE)
         return
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -472,7 +472,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 
 @functools.cache
-def silence_duplicate_errors() -> None:
+def _silence_duplicate_errors() -> None:
     """Lets only `Checkpoints` report a failed read or write; orbax and tensorstore would print it
     several times.
     """

@@ -15,7 +15,7 @@ PHASES = {
     "save": "saving",
     "evaluate": "evaluating",
 }
-LARGE_EVALUATION_SHARE = 0.2
+_LARGE_EVALUATION_SHARE = 0.2
 
 
 class RunClock:
@@ -79,7 +79,7 @@ class RunClock:
             if seconds
         )
         message = f"goodput {training / total:.1%}: {training:,.1f} of {total:,.1f} s in training steps; {lost}"
-        if (share := self._seconds["evaluate"] / total) > LARGE_EVALUATION_SHARE:
+        if (share := self._seconds["evaluate"] / total) > _LARGE_EVALUATION_SHARE:
             message += (
                 f"\nevaluation took {share:.0%} of the time; for less, increase "
                 "config.train.eval_every or decrease config.train.eval_steps"

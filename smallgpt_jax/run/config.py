@@ -183,7 +183,7 @@ class Config:
             raise UserError(f"config.{unknown[0]}: no such group; choose from {', '.join(GROUPS)}")
         groups = {name: dict(config.get(name, {})) for name in GROUPS}
         if "train" in config:  # a config.json of an imported model has only the group model
-            set_attention_mask(groups["model"], groups["train"].get("objective", "causal"))
+            _set_attention_mask(groups["model"], groups["train"].get("objective", "causal"))
         is_same_teacher = saved and groups["train"].get("teacher", "") == saved.train.teacher
         for name, group in GROUPS.items():
             for field in group.names(at_start=True) if saved else ():
@@ -221,7 +221,7 @@ class Config:
         return flatten(self.to_dict())
 
 
-def set_attention_mask(model: dict, objective: str) -> None:
+def _set_attention_mask(model: dict, objective: str) -> None:
     """Sets the mask that belongs to the objective. Raises UserError for another one, which the
     weights may be from.
     """

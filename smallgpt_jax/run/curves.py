@@ -16,9 +16,16 @@ from smallgpt_jax.storage.atomic import write_atomically
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DPI = 110
+_DPI = 110
 # Margins are fixed, because computing them with layout="constrained" doubles the time.
-MARGINS = {"left": 0.08, "right": 0.98, "bottom": 0.08, "top": 0.97, "wspace": 0.23, "hspace": 0.12}
+_MARGINS = {
+    "left": 0.08,
+    "right": 0.98,
+    "bottom": 0.08,
+    "top": 0.97,
+    "wspace": 0.23,
+    "hspace": 0.12,
+}
 
 
 def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
@@ -36,7 +43,7 @@ def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
 def draw(lines: Sequence[dict]) -> bytes:
     from smallgpt_jax.run import plotting
 
-    return plotting.png(plot(lines), DPI)
+    return plotting.png(plot(lines), _DPI)
 
 
 def plot(lines: Sequence[dict]) -> "Figure":
@@ -46,7 +53,7 @@ def plot(lines: Sequence[dict]) -> "Figure":
     from smallgpt_jax.run import plotting
 
     figure = plotting.NotebookFigure(figsize=(9, 6))
-    figure.subplots_adjust(**MARGINS)
+    figure.subplots_adjust(**_MARGINS)
     (loss, bits), (rate, speed) = figure.subplots(2, 2, sharex=True)
     blue, orange, green, *_ = plotting.COLORS
     faint = {"color": blue, "alpha": 0.3, "linewidth": 0.8}

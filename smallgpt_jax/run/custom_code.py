@@ -12,7 +12,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.run.config import Config
 
-FIELDS = (
+_FIELDS = (
     ("optimizer", "name"),
     ("optimizer", "schedule"),
     ("train", "objective"),
@@ -46,6 +46,6 @@ def _named_code(config: Config | Mapping) -> list[tuple[str, str]]:
     """Returns (path of a field, its value) of each field that names custom code."""
     groups = config.to_dict() if isinstance(config, Config) else config
     values = {
-        f"config.{group}.{field}": groups.get(group, {}).get(field, "") for group, field in FIELDS
+        f"config.{group}.{field}": groups.get(group, {}).get(field, "") for group, field in _FIELDS
     }
     return [(path, value) for path, value in values.items() if split_name(value)[0]]

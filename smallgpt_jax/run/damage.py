@@ -16,10 +16,10 @@ from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.storage.object_storage import is_request_error
 
 # A file is missing, or a folder is in its place.
-DAMAGE_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_DAMAGE_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 # orbax and tensorstore raise these for content that they cannot interpret, such as a shape, a JSON
 # file or a compressed chunk.
-DAMAGE_TYPES = (
+_DAMAGE_TYPES = (
     ValueError,
     TypeError,
     KeyError,
@@ -36,8 +36,8 @@ def is_damage(error: Exception) -> bool:
     if is_request_error(error):
         return False
     if number := find_errno(error):  # an OSError, or tensorstore's ValueError with its number
-        return number in DAMAGE_ERRNOS
-    return isinstance(error, (*DAMAGE_TYPES, FileNotFoundError))
+        return number in _DAMAGE_ERRNOS
+    return isinstance(error, (*_DAMAGE_TYPES, FileNotFoundError))
 
 
 def find_changed_array(saved: dict) -> str | None:

@@ -21,7 +21,7 @@ class StepMetrics(NamedTuple):
 
     def read(self) -> dict[str, float | dict[str, list]]:
         """Returns numbers, and per-layer metrics as {path of the module: nested lists}."""
-        return jax.tree.map(to_json, jax.device_get(self.arrays))
+        return jax.tree.map(_to_json, jax.device_get(self.arrays))
 
 
 class Units(NamedTuple):
@@ -140,7 +140,7 @@ def evaluation_message(nats: float, bits_per_byte: float, measures: Mapping[str,
     return ", ".join(texts)
 
 
-def to_json(value):
+def _to_json(value):
     """Non-finite elements of an array become None."""
     if not np.ndim(value):
         return float(value)

@@ -29,15 +29,15 @@ from smallgpt_jax.storage.json_files import (
 )
 from smallgpt_jax.storage.locks import require_locks
 
-LOGGED = (NULL, NUMBER)  # null: not finite
+_LOGGED = (NULL, NUMBER)  # null: not finite
 # The measures of a probe's answers: fraction of the examples without a wrong answer, and fraction
 # of right answers. At a further length, their names end with it: exact_match_at_32.
-ANSWERS = EXACT_MATCH, ACCURACY = "exact_match", "accuracy"
+_ANSWERS = EXACT_MATCH, ACCURACY = "exact_match", "accuracy"
 LOSS_OF_REPEATS = "loss_of_repeats"  # mean over the targets that copying predicts, in nats
-SPEED = Kind("a speed", lambda value: NUMBER.accepts(value) and value > 1e-9)
+_SPEED = Kind("a speed", lambda value: NUMBER.accepts(value) and value > 1e-9)
 
 
-def is_table(value) -> bool:
+def _is_table(value) -> bool:
     """Whether `value` is an array of numbers, or arrays of equally many numbers. Null counts as
     NaN.
     """
@@ -48,20 +48,20 @@ def is_table(value) -> bool:
 
 
 # Fields that the readers of metrics.jsonl need.
-TRAIN_LINE = {
+_TRAIN_LINE = {
     "step": integer(0),
     "split": one_of("train"),
-    "loss": LOGGED,
-    "loss_mean": Optional(LOGGED),
-    "tokens_per_second": Optional((NULL, SPEED)),
-    "learning_rate": Optional(LOGGED),
-    "expert_load": Optional(Each(Kind("arrays of numbers", is_table))),
+    "loss": _LOGGED,
+    "loss_mean": Optional(_LOGGED),
+    "tokens_per_second": Optional((NULL, _SPEED)),
+    "learning_rate": Optional(_LOGGED),
+    "expert_load": Optional(Each(Kind("arrays of numbers", _is_table))),
 }
-EVAL_LINE = {
+_EVAL_LINE = {
     "step": integer(0),
     "split": one_of("eval"),
-    "loss": LOGGED,
-    "bits_per_byte": LOGGED,
+    "loss": _LOGGED,
+    "bits_per_byte": _LOGGED,
     "targets": integer(1),
 }
 
@@ -71,18 +71,18 @@ def answers_in(line: dict) -> dict[str, float]:
     return {
         name: value
         for name, value in line.items()
-        if name.startswith(ANSWERS) and NUMBER.accepts(value)
+        if name.startswith(_ANSWERS) and NUMBER.accepts(value)
     }
 
 
-LINE = (TRAIN_LINE, EVAL_LINE)
-TAIL_BYTES = 2**16  # of the first try to read only the end of a file
+_LINE = (_TRAIN_LINE, _EVAL_LINE)
+_TAIL_BYTES = 2**16  # of the first try to read only the end of a file
 MAX_POINTS = 20_000  # of a curve; a plot cannot show more
 
 
 def read_lines(path: Path) -> list[dict]:
     """Returns [] if the file does not exist. Skips invalid lines."""
-    return read_json_lines(path, LINE)
+    return read_json_lines(path, _LINE)
 
 
 def read_lines_from(path: Path, step: int) -> tuple[int, list[dict]]:
@@ -93,7 +93,7 @@ def read_lines_from(path: Path, step: int) -> tuple[int, list[dict]]:
     if not path.is_file():
         return 0, []
     with path.open("rb") as file:
-        size, length = file.seek(0, os.SEEK_END), TAIL_BYTES
+        size, length = file.seek(0, os.SEEK_END), _TAIL_BYTES
         while True:
             start = max(size - length, 0)
             file.seek(start)
@@ -103,14 +103,14 @@ def read_lines_from(path: Path, step: int) -> tuple[int, list[dict]]:
             earlier = _count_earlier(lines, step)
             if earlier or not start:
                 position = start + sum(map(len, lines[:earlier]))
-                return position, parse_lines(lines[earlier:], LINE)
+                return position, parse_lines(lines[earlier:], _LINE)
             length *= 8
 
 
 def _count_earlier(lines: Sequence[bytes], step: int) -> int:
     """Returns the number of lines up to the last one of an earlier step."""
     for count in range(len(lines), 0, -1):
-        parsed = parse_lines(lines[count - 1 : count], LINE)
+        parsed = parse_lines(lines[count - 1 : count], _LINE)
         if parsed and parsed[0]["step"] < step:
             return count
     return 0
@@ -126,7 +126,7 @@ def sample_lines(path: Path) -> list[dict]:
         chosen = (
             line for number, line in enumerate(file) if number % interval == 0 or b'"eval"' in line
         )
-        return parse_lines(chosen, LINE)
+        return parse_lines(chosen, _LINE)
 
 
 class MetricsWriter:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from smallgpt_jax import __version__
 
-LIBRARIES = ("jax", "flax", "optax", "grain", "orbax-checkpoint")
+_LIBRARIES = ("jax", "flax", "optax", "grain", "orbax-checkpoint")
 CLONE = Path(__file__).parents[2]
 
 
@@ -22,7 +22,7 @@ def package_versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "smallgpt_jax": __version__,
-        **{name: metadata.version(name) for name in LIBRARIES},
+        **{name: metadata.version(name) for name in _LIBRARIES},
     }
 
 

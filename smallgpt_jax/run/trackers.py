@@ -47,7 +47,7 @@ class Tracker:
         self._name, self._log, self._run, self._next_step = name, log, None, 0
         self._row_step, self._row = 0, {}  # the row that is not sent yet
         self._known = {(line["step"], line["split"]) for line in lines}
-        start = {"wandb": start_wandb, "trackio": start_trackio}[name]
+        start = {"wandb": _start_wandb, "trackio": _start_trackio}[name]
         with self._stop_on_error():
             self._run, self._next_step, self._finish = start(workdir, run_id(workdir), config)
         for line in lines:
@@ -103,11 +103,11 @@ def run_id(workdir: Path) -> str:
     return read_json(path, {"id": TEXT}, "remove it to start another run of the tracker")["id"]
 
 
-def project(tracker: str) -> str:
+def _project(tracker: str) -> str:
     return os.environ.get(f"{tracker.upper()}_PROJECT") or "smallgpt_jax"
 
 
-def start_wandb(workdir: Path, run_id: str, config: dict):
+def _start_wandb(workdir: Path, run_id: str, config: dict):
     """Returns the run, the first step that it lacks, and the function that ends it.
 
     With WANDB_MODE=offline, each session writes all rows of earlier sessions to a folder of its
@@ -116,7 +116,7 @@ def start_wandb(workdir: Path, run_id: str, config: dict):
     import wandb
 
     run = wandb.init(
-        project=project("wandb"),
+        project=_project("wandb"),
         name=workdir.name,
         id=run_id,
         resume="allow",
@@ -128,14 +128,14 @@ def start_wandb(workdir: Path, run_id: str, config: dict):
     return run, run.step, run.finish
 
 
-def start_trackio(workdir: Path, run_id: str, config: dict):
-    """Like `start_wandb`. After `run.finish`, Trackio would end the run once more when the process
+def _start_trackio(workdir: Path, run_id: str, config: dict):
+    """Like `_start_wandb`. After `run.finish`, Trackio would end the run once more when the process
     exits.
     """
     import trackio
 
     run = trackio.init(
-        project=project("trackio"),
+        project=_project("trackio"),
         name=f"{workdir.name}-{run_id}",
         resume="allow",
         config=config,

@@ -72,10 +72,10 @@ def text_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
         and before["tokenizer"] == now["tokenizer"]
     ):
         return ""
-    return describe_changes(before["description"], now["description"])
+    return _describe_changes(before["description"], now["description"])
 
 
-def describe_changes(before: dict, now: dict) -> str:
+def _describe_changes(before: dict, now: dict) -> str:
     """Formats the first three differences between two `Corpus.description`s."""
 
     def flat_entries(description):
@@ -96,7 +96,7 @@ def describe_changes(before: dict, now: dict) -> str:
         if entries_before.get(path) != entries_now.get(path) and "fingerprints" not in path
     ]
     listed = [
-        f"{entry_name(path)}: from {format_value(path, entries_before.get(path))} "
+        f"{_entry_name(path)}: from {format_value(path, entries_before.get(path))} "
         f"to {format_value(path, entries_now.get(path))}"
         for path in different[:3]
     ]
@@ -105,10 +105,10 @@ def describe_changes(before: dict, now: dict) -> str:
     ) or ("its tokenizer" if same_text(before, now) else "other content of the same size")
 
 
-def entry_name(path: tuple[str, ...]) -> str:
+def _entry_name(path: tuple[str, ...]) -> str:
     match path:
         case ("mixture", number, *rest):
-            return f"store {int(number) + 1}: {entry_name(tuple(rest))}"
+            return f"store {int(number) + 1}: {_entry_name(tuple(rest))}"
         case ("made_from", field):
             return f"config.data.{field}"
         case ("skipped", reason):

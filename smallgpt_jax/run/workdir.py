@@ -41,7 +41,7 @@ VISIBLE_SECONDS = 60.0
 
 def config_in_workdir(config: ConfigDict, workdir: Path) -> Config:
     """Returns the config of a run that is started or resumed; see `Config.of`."""
-    require_same_classes(workdir, Config.of(config))
+    _require_same_classes(workdir, Config.of(config))
     return Config.of(config, saved_config(workdir))
 
 
@@ -52,7 +52,7 @@ def check_workdir(workdir: Path, config: Config) -> None:
     if is_remote(workdir):
         require_bucket("--workdir", workdir)
     else:
-        require_writable(workdir)
+        _require_writable(workdir)
     # List the folder first: another run may start at this moment, and the config is its first
     # visible file.
     is_empty = not workdir.is_dir() or all(path.name.startswith(".") for path in workdir.iterdir())
@@ -63,8 +63,8 @@ def check_workdir(workdir: Path, config: Config) -> None:
                 "choose another"
             )
         return
-    require_same_classes(workdir, config)
-    refuse_changes(workdir, config, changed_fields(workdir, config))
+    _require_same_classes(workdir, config)
+    _refuse_changes(workdir, config, changed_fields(workdir, config))
     reached = max(saved_steps(workdir / CHECKPOINT_FOLDER), default=0)
     if reached > config.train.steps:
         raise UserError(
@@ -73,19 +73,19 @@ def check_workdir(workdir: Path, config: Config) -> None:
         )
 
 
-def require_same_classes(workdir: Path, config: Config) -> None:
+def _require_same_classes(workdir: Path, config: Config) -> None:
     """Raises UserError if the run in `workdir` has custom classes that `config` does not name.
     Without this check, reading its config would import a module of somebody else, or ask whether to
     trust it, to no purpose.
     """
     if (workdir / CONFIG_FILE).exists():
         foreign = models.foreign_classes(read_groups(workdir)["model"], config.model)
-        refuse_changes(
+        _refuse_changes(
             workdir, config, {f"model.{field}": values for field, values in foreign.items()}
         )
 
 
-def refuse_changes(workdir: Path, config: Config, different: Mapping[str, tuple]) -> None:
+def _refuse_changes(workdir: Path, config: Config, different: Mapping[str, tuple]) -> None:
     if not different:
         return
     listed = "; ".join(
@@ -134,7 +134,7 @@ def changed_fields(workdir: Path, config: Config) -> dict[str, tuple]:
     }
 
 
-def require_writable(workdir: Path) -> None:
+def _require_writable(workdir: Path) -> None:
     if not os.path.exists(workdir):  # unlike Path.exists, os.path.exists raises no PermissionError
         parent = next(p for p in workdir.absolute().parents if os.path.exists(p))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -177,11 +177,11 @@ def require_shared(workdir: Path) -> None:
     """
     if distributed.is_single_process():
         return
-    expected = distributed.from_primary(read_lock(workdir) if distributed.is_primary() else "")
+    expected = distributed.from_primary(_read_lock(workdir) if distributed.is_primary() else "")
     end = time.monotonic() + VISIBLE_SECONDS
-    while read_lock(workdir) != expected and time.monotonic() < end:
+    while _read_lock(workdir) != expected and time.monotonic() < end:
         time.sleep(0.5)
-    seen = exchange("" if read_lock(workdir) == expected else "missing")
+    seen = exchange("" if _read_lock(workdir) == expected else "missing")
     if any(seen):
         raise UserError(
             f"--workdir={workdir}: process {seen.index('missing')} does not see the files of process "
@@ -189,7 +189,7 @@ def require_shared(workdir: Path) -> None:
         )
 
 
-def read_lock(workdir: Path) -> str:
+def _read_lock(workdir: Path) -> str:
     try:
         return (workdir / LOCK_FILE).read_text("utf-8")
     except FileNotFoundError:

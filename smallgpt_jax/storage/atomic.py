@@ -16,9 +16,9 @@ from smallgpt_jax.storage.temporary import temporary_folder
 
 # The last file that `atomic_folder` uploads: a folder without it is neither a workdir nor an
 # exported model.
-LAST_FILE = "config.json"
-UPLOAD_PREFIX = "smallgpt_jax-upload-"  # of temporary folders whose files are uploaded
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LAST_FILE = "config.json"
+_UPLOAD_PREFIX = "smallgpt_jax-upload-"  # of temporary folders whose files are uploaded
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -52,10 +52,10 @@ def append_line(path: Path, line: str) -> None:
 def rename(path: Path, target: Path) -> None:
     """Renames a local file or folder durably: the rename survives a power loss."""
     path.replace(target)
-    sync_folder(target.parent)
+    _sync_folder(target.parent)
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """After a power loss, the folder still has the same files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -72,12 +72,12 @@ def sync_tree(folder: Path) -> None:
         return
     for path in folder.rglob("*"):
         if path.is_dir():
-            sync_folder(path)
+            _sync_folder(path)
             continue
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    sync_folder(folder)
-    sync_folder(folder.parent)
+    _sync_folder(folder)
+    _sync_folder(folder.parent)
 
 
 @contextlib.contextmanager
@@ -86,14 +86,14 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
     `folder` must be missing or empty. Missing parent folders are created, and removed again on
     error. If `folder` is in object storage, the temporary folder is local. Its files are uploaded
-    on success, LAST_FILE last.
+    on success, _LAST_FILE last.
     """
-    with temporary_path(folder) as partial:
+    with _temporary_path(folder) as partial:
         partial.mkdir()
         yield partial
         if is_remote(folder):
             with removed_on_error(folder):
-                object_storage.upload_folder(partial, folder, LAST_FILE)
+                object_storage.upload_folder(partial, folder, _LAST_FILE)
         else:
             rename(partial, folder)
 
@@ -103,7 +103,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """Yields the path of a local file to write, which is renamed or uploaded to `path` on success,
     removed on error.
     """
-    with temporary_path(path) as partial:
+    with _temporary_path(path) as partial:
         yield partial
         if is_remote(path):
             object_storage.file_system().put_file(str(partial), str(path))
@@ -114,7 +114,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def temporary_path(path: Path) -> Iterator[Path]:
+def _temporary_path(path: Path) -> Iterator[Path]:
     """Yields a path of the same name in a temporary folder of this process: on the disk of `path`,
     if that is local.
 
@@ -123,7 +123,7 @@ def temporary_path(path: Path) -> Iterator[Path]:
     """
     if is_remote(path):
         place = Path(tempfile.gettempdir())
-        with _name_full_disk(place), temporary_folder(place, UPLOAD_PREFIX) as folder:
+        with _name_full_disk(place), temporary_folder(place, _UPLOAD_PREFIX) as folder:
             yield folder / path.name
         return
     missing = [parent for parent in path.parents if not parent.exists()]
@@ -148,7 +148,7 @@ def _name_full_disk(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         number = find_errno(error)
-        if number not in FULL_DISK:
+        if number not in _FULL_DISK:
             raise
         raise OSError(number, os.strerror(number), str(path)) from None
 

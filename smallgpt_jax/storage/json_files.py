@@ -27,9 +27,9 @@ from smallgpt_jax.storage.bounded import MAX_BYTES, read_bounded
 from smallgpt_jax.storage.object_storage import is_remote, is_request_error
 
 MAX_VALUES = 2**20  # each takes up to 200 bytes of memory, and only 2 bytes of a file
-MAX_DEPTH = 50
-JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-MAX_INTEGER = 2**53  # larger integers are not the same in all programs that read JSON
+_MAX_DEPTH = 50
+_JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_MAX_INTEGER = 2**53  # larger integers are not the same in all programs that read JSON
 
 
 class Kind(NamedTuple):
@@ -45,9 +45,9 @@ class Each(NamedTuple):
     schema: Any
 
 
-def integer(minimum: int = -MAX_INTEGER, maximum: int = MAX_INTEGER) -> Kind:
+def integer(minimum: int = -_MAX_INTEGER, maximum: int = _MAX_INTEGER) -> Kind:
     return Kind(
-        "an integer" + (f" of at least {minimum}" if minimum > -MAX_INTEGER else ""),
+        "an integer" + (f" of at least {minimum}" if minimum > -_MAX_INTEGER else ""),
         lambda value: type(value) is int and minimum <= value <= maximum,
     )
 
@@ -128,15 +128,15 @@ def parse_json(content: bytes, schema, max_values: int = MAX_VALUES):
     try:
         value = json.loads(content)
     except RecursionError:
-        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+        raise ValueError(f"nested deeper than {_MAX_DEPTH} levels") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} in line {error.lineno}") from None
     except ValueError:
         raise ValueError("an integer has thousands of digits") from None
-    if is_deeper(value, MAX_DEPTH):
-        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    if _is_deeper(value, _MAX_DEPTH):
+        raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
     if mismatch := find_mismatch(value, schema):
         raise ValueError(mismatch)
     return value
@@ -145,7 +145,7 @@ def parse_json(content: bytes, schema, max_values: int = MAX_VALUES):
 def require_few_values(content: bytes, max_values: int = MAX_VALUES) -> None:
     """Raises ValueError if a JSON document has more values. Does not parse it."""
     if _count_values(content) > max_values and (
-        _count_values(JSON_STRING.sub(b"", content)) > max_values
+        _count_values(_JSON_STRING.sub(b"", content)) > max_values
     ):
         raise ValueError(f"has more than {max_values:,} values")
 
@@ -155,7 +155,7 @@ def _count_values(content: bytes) -> int:
     return sum(map(content.count, (b",", b"[", b"{")))
 
 
-def is_deeper(value, limit: int) -> bool:
+def _is_deeper(value, limit: int) -> bool:
     level = [value]
     for _ in range(limit):
         level = [

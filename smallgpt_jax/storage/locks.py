@@ -14,7 +14,7 @@ from smallgpt_jax.storage.object_lock import object_lock
 from smallgpt_jax.storage.object_storage import is_remote
 
 
-class LocalLock:
+class _LocalLock:
     """A lock on the open `file`, which was at `path` when it was locked."""
 
     def __init__(self, path: Path, file: IO[str]):
@@ -43,7 +43,7 @@ class LocalLock:
         self._file.close()
 
 
-_held: list[LocalLock] = []  # of this process
+_held: list[_LocalLock] = []  # of this process
 
 
 @contextlib.contextmanager
@@ -71,11 +71,11 @@ def file_lock(path: Path, wait: bool = False) -> Iterator[bool]:
         lock.release()
 
 
-def _acquire(path: Path, wait: bool) -> tuple[LocalLock, bool]:
+def _acquire(path: Path, wait: bool) -> tuple[_LocalLock, bool]:
     """Returns the lock, and whether the file system has locks."""
     while True:
         file = open(path, "a+", encoding="utf-8", opener=_open_without_links)  # noqa: SIM115
-        lock = LocalLock(path, file)
+        lock = _LocalLock(path, file)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

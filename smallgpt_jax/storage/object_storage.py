@@ -24,14 +24,14 @@ from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.formatting import short_reason
 
 SCHEME = "gs://"
-SILENT_SECONDS = 300.0  # a request of gcsfs fails if the service sends nothing for this long
-RETRY_SECONDS = (
+_SILENT_SECONDS = 300.0  # a request of gcsfs fails if the service sends nothing for this long
+_RETRY_SECONDS = (
     20.0  # a conditional write is repeated for this long; locks that count as held last longer
 )
-WRITE_ATTEMPTS = 5
+_WRITE_ATTEMPTS = 5
 # Exceptions of these modules are failed requests: wrong credentials, no permission, no network.
-CLIENT_MODULES = ("aiohttp.", "gcsfs.", "google.api_core.", "google.auth.", "google.cloud.")
-FAILED_STATUS = re.compile(
+_CLIENT_MODULES = ("aiohttp.", "gcsfs.", "google.api_core.", "google.auth.", "google.cloud.")
+_FAILED_STATUS = re.compile(
     "ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|"
     "UNAVAILABLE"
 )
@@ -78,7 +78,7 @@ def file_system():
     fsspec.config.conf.setdefault("gcs", {}).update(
         use_listings_cache=False,
         requests_timeout=aiohttp.ClientTimeout(
-            total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS
+            total=None, sock_connect=_SILENT_SECONDS, sock_read=_SILENT_SECONDS
         ),
     )
     logging.getLogger("gcsfs").setLevel(
@@ -108,7 +108,7 @@ def is_used() -> bool:
 
 
 @functools.cache
-def client():
+def _client():
     """Returns the client of Google's library, for writes on condition of an object's generation."""
     from google.cloud import storage
 
@@ -118,7 +118,7 @@ def client():
 def bucket_of(path: Path):
     """Returns the bucket as an object of Google's library, and the name of `path` in it."""
     name, _, key = str(path).removeprefix(SCHEME).partition("/")
-    return client().bucket(name), key
+    return _client().bucket(name), key
 
 
 @contextlib.contextmanager
@@ -137,13 +137,13 @@ def is_request_error(error: Exception) -> bool:
     request.
     """
     return (
-        f"{type(error).__module__}.".startswith(CLIENT_MODULES)
+        f"{type(error).__module__}.".startswith(_CLIENT_MODULES)
         or (
             isinstance(error, OSError)
             and error.errno is None
             and not isinstance(error, FileNotFoundError)
         )
-        or (isinstance(error, ValueError) and FAILED_STATUS.search(str(error)) is not None)
+        or (isinstance(error, ValueError) and _FAILED_STATUS.search(str(error)) is not None)
     )
 
 
@@ -273,9 +273,9 @@ class Writer:
         """Others see either the old or the new content."""
         if not self.leases:
             return file_system().pipe_file(str(path), content)
-        for _ in range(WRITE_ATTEMPTS):
+        for _ in range(_WRITE_ATTEMPTS):
             if (replaced := self._generations.pop(str(path), None)) is None:
-                replaced = generation_of(path)
+                replaced = _generation_of(path)
                 for lease in list(self.leases):
                     lease.renew()
             self.require_locks()
@@ -288,7 +288,7 @@ class Writer:
 writer = Writer()
 
 
-def generation_of(path: Path) -> int:
+def _generation_of(path: Path) -> int:
     """Returns 0 if the object does not exist."""
     bucket, name = bucket_of(path)
     blob = bucket.get_blob(name, retry=retry_policy())
@@ -311,7 +311,7 @@ def replace(path: Path, content: bytes, replaced: int) -> int | None:
 def retry_policy():
     from google.cloud.storage.retry import DEFAULT_RETRY
 
-    return DEFAULT_RETRY.with_timeout(RETRY_SECONDS)
+    return DEFAULT_RETRY.with_timeout(_RETRY_SECONDS)
 
 
 def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:

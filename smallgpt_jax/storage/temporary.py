@@ -17,7 +17,7 @@ from pathlib import Path
 from smallgpt_jax.errors import LockHeldError
 from smallgpt_jax.storage.locks import file_lock
 
-LOCK_FILE = ".lock"  # in a temporary folder
+_LOCK_FILE = ".lock"  # in a temporary folder
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def new_locked_folder(parent: Path, prefix: str, held: contextlib.ExitStack) -> 
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:
-            held.enter_context(file_lock(folder / LOCK_FILE))
+            held.enter_context(file_lock(folder / _LOCK_FILE))
             return folder
         except (LockHeldError, FileNotFoundError):
             # Another process that starts now has found the lock file before its lock was held, and
@@ -53,7 +53,7 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
     cannot be told.
     """
     for folder in parent.glob(f"{glob.escape(prefix)}*"):
-        lock = folder / LOCK_FILE
+        lock = folder / _LOCK_FILE
         with contextlib.suppress(LockHeldError, OSError):
             if _is_own_folder(folder) and lock.exists():
                 with file_lock(lock) as is_locked:

@@ -23,9 +23,11 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """After a crash, the file has either the old or the new content."""
-    content = content.encode() if isinstance(content, str) else content
+    if isinstance(content, str):
+        content = content.encode()
     if is_remote(path):
-        return object_storage.writer.write(path, content)
+        object_storage.writer.write(path, content)
+        return
     require_locks(path)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
@@ -38,15 +40,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def append_line(path: Path, line: str) -> None:
     """Ends the last line first if a killed process has not."""
     text = line.encode() + b"\n"
-    if is_remote(path):
+    if is_remote(path):  # objects cannot be appended to
         before = path.read_bytes() if path.exists() else b""
-        return write_atomically(
-            path, before + (b"" if before[-1:] in (b"", b"\n") else b"\n") + text
-        )
+        write_atomically(path, before + _missing_newline(before[-1:]) + text)
+        return
     require_locks(path)
     with path.open("a+b") as file:
         file.seek(max(file.tell() - 1, 0))
-        file.write((b"" if file.read() in (b"", b"\n") else b"\n") + text)
+        last_byte = file.read()
+        file.write(_missing_newline(last_byte) + text)
+
+
+def _missing_newline(last_byte: bytes) -> bytes:
+    return b"" if last_byte in (b"", b"\n") else b"\n"
 
 
 def rename(path: Path, target: Path) -> None:
@@ -129,10 +135,8 @@ def _temporary_path(path: Path) -> Iterator[Path]:
     missing = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with (
-            _name_full_disk(path),
-            temporary_folder(path.parent, f".{path.name}.partial-") as folder,
-        ):
+        prefix = f".{path.name}.partial-"
+        with _name_full_disk(path), temporary_folder(path.parent, prefix) as folder:
             yield folder / path.name
     finally:
         if not path.exists():
@@ -170,9 +174,8 @@ def removed_on_error(folder: Path) -> Iterator[Path]:
 
 def remove_folder(path: Path) -> None:
     if is_remote(path):
-        with contextlib.suppress(
-            Exception
-        ):  # clients of object storage raise many types of exceptions
+        # clients of object storage raise many types of exceptions
+        with contextlib.suppress(Exception):
             path.rmtree()
     else:
         shutil.rmtree(path, ignore_errors=True)

@@ -27,25 +27,25 @@ def local_copy(path: Path) -> Path:
     """
     if not is_remote(path):
         return path
-    found = object_storage.list_files(path)
-    identity = hashlib.sha256(repr((str(path), sorted(found.items()))).encode()).hexdigest()[:12]
+    files = object_storage.list_files(path)
+    # Sizes and generations are part of the name, so a changed file gets another copy.
+    version = repr((str(path), sorted(files.items())))
+    identity = hashlib.sha256(version.encode()).hexdigest()[:12]
     copy = cache_folder() / "copies" / f"{safe_name(path.name)}-{identity}" / path.name
-    if not found or copy.exists():
+    if not files or copy.exists():
         return copy
     copy.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(copy.parent.with_name(f"{copy.parent.name}.lock"), wait=True):
         if not copy.exists():
-            size = sum(file.size for file in found.values())
+            size = sum(file.size for file in files.values())
             print(
                 f"copying {path} ({size / 1e6:,.1f} MB) to {copy.parent}",
                 file=sys.stderr,
                 flush=True,
             )
-            partial = (
-                copy.parent / ".partial" / path.name
-            )  # a killed process may have left a part of the copy
-            shutil.rmtree(partial.parent, ignore_errors=True)
-            object_storage.download(path, partial, found)
+            partial = copy.parent / ".partial" / path.name
+            shutil.rmtree(partial.parent, ignore_errors=True)  # what a killed process has left
+            object_storage.download(path, partial, files)
             rename(partial, copy)
             partial.parent.rmdir()
     return copy

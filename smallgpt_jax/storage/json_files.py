@@ -14,7 +14,6 @@ reader relies on. It is
 
 import contextlib
 import io
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -46,10 +45,11 @@ class Each(NamedTuple):
 
 
 def integer(minimum: int = -_MAX_INTEGER, maximum: int = _MAX_INTEGER) -> Kind:
-    return Kind(
-        "an integer" + (f" of at least {minimum}" if minimum > -_MAX_INTEGER else ""),
-        lambda value: type(value) is int and minimum <= value <= maximum,
-    )
+    name = "an integer"
+    if minimum > -_MAX_INTEGER:
+        name += f" of at least {minimum}"
+    # `type`, because isinstance(True, int)
+    return Kind(name, lambda value: type(value) is int and minimum <= value <= maximum)
 
 
 def one_of(*values) -> Kind:
@@ -137,35 +137,38 @@ def parse_json(content: bytes, schema, max_values: int = MAX_VALUES):
         raise ValueError("an integer has thousands of digits") from None
     if _is_deeper(value, _MAX_DEPTH):
         raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
-    if mismatch := find_mismatch(value, schema):
+    mismatch = find_mismatch(value, schema)
+    if mismatch:
         raise ValueError(mismatch)
     return value
 
 
 def require_few_values(content: bytes, max_values: int = MAX_VALUES) -> None:
     """Raises ValueError if a JSON document has more values. Does not parse it."""
-    if _count_values(content) > max_values and (
-        _count_values(_JSON_STRING.sub(b"", content)) > max_values
-    ):
+    if _count_values(content) <= max_values:  # the usual case, and fast
+        return
+    without_strings = _JSON_STRING.sub(b"", content)
+    if _count_values(without_strings) > max_values:
         raise ValueError(f"has more than {max_values:,} values")
 
 
 def _count_values(content: bytes) -> int:
     """Returns at least the number of values after the first; also counts the commas of strings."""
-    return sum(map(content.count, (b",", b"[", b"{")))
+    return content.count(b",") + content.count(b"[") + content.count(b"{")
 
 
 def _is_deeper(value, limit: int) -> bool:
-    level = [value]
+    level = [value]  # all values at one depth
     for _ in range(limit):
-        level = [
-            item
-            for container in level
-            if isinstance(container, dict | list)
-            for item in (container.values() if isinstance(container, dict) else container)
-        ]
-        if not level:
+        next_level = []
+        for container in level:
+            if isinstance(container, dict):
+                next_level += container.values()
+            elif isinstance(container, list):
+                next_level += container
+        if not next_level:
             return False
+        level = next_level
     return True
 
 
@@ -174,53 +177,66 @@ def find_mismatch(value, schema, field: str = "") -> str | None:
     "splits.train".
     """
     if isinstance(schema, Kind):
-        return None if schema.accepts(value) else mismatch(field, schema.name, value)
-    if isinstance(schema, tuple) and not isinstance(schema, Optional | Each):
-        # first without messages, which take most of the time
-        if any(isinstance(choice, Kind) and choice.accepts(value) for choice in schema):
-            return None
-        for choice in schema:
-            message = find_mismatch(value, choice, field)
-            if message is None:
-                return None
-        return message
+        return None if schema.accepts(value) else _mismatch(field, schema.name, value)
     if isinstance(schema, list):
-        if not isinstance(value, list):
-            return mismatch(field, "an array", value)
-        parts = ((item, schema[0], f"{field}[{number}]") for number, item in enumerate(value))
-    elif not isinstance(value, dict):
-        return mismatch(field, "an object", value)
-    elif isinstance(schema, Each):
-        parts = ((item, schema.schema, join(field, name)) for name, item in value.items())
+        return _find_mismatch_in_array(value, schema[0], field)
+    if isinstance(schema, Each | dict):
+        return _find_mismatch_in_object(value, schema, field)
+    # first without messages, which take most of the time
+    if any(isinstance(choice, Kind) and choice.accepts(value) for choice in schema):
+        return None
+    for choice in schema:
+        message = find_mismatch(value, choice, field)
+        if message is None:
+            return None
+    return message
+
+
+def _find_mismatch_in_array(value, item_schema, field: str) -> str | None:
+    if not isinstance(value, list):
+        return _mismatch(field, "an array", value)
+    for number, item in enumerate(value):
+        message = find_mismatch(item, item_schema, f"{field}[{number}]")
+        if message:
+            return message
+    return None
+
+
+def _find_mismatch_in_object(value, schema: Each | dict, field: str) -> str | None:
+    if not isinstance(value, dict):
+        return _mismatch(field, "an object", value)
+    if isinstance(schema, Each):
+        schema = dict.fromkeys(value, schema.schema)
+    for name, item_schema in schema.items():
+        if name not in value and not isinstance(item_schema, Optional):
+            return f"{_join(field, name)}: missing"
+    for name, item_schema in schema.items():
+        if name not in value:
+            continue
+        if isinstance(item_schema, Optional):
+            item_schema = item_schema.schema
+        message = find_mismatch(value[name], item_schema, _join(field, name))
+        if message:
+            return message
+    return None
+
+
+def _join(field: str, name: str) -> str:
+    return f"{field}.{_shorten(name)}" if field else _shorten(name)
+
+
+def _mismatch(field: str, expected: str, value) -> str:
+    if isinstance(value, dict):
+        actual = "an object"
+    elif isinstance(value, list):
+        actual = "an array"
     else:
-        if missing := [
-            name
-            for name, part in schema.items()
-            if name not in value and not isinstance(part, Optional)
-        ]:
-            return f"{join(field, missing[0])}: missing"
-        parts = (
-            (value[name], part.schema if isinstance(part, Optional) else part, join(field, name))
-            for name, part in schema.items()
-            if name in value
-        )
-    return next(filter(None, itertools.starmap(find_mismatch, parts)), None)
+        actual = _shorten(json.dumps(value))
+    message = f"expected {expected}, found {actual}"
+    return f"{field}: {message}" if field else message
 
 
-def join(field: str, name: str) -> str:
-    return f"{field}.{shorten(name)}" if field else shorten(name)
-
-
-def mismatch(field: str, expected: str, value) -> str:
-    found = {dict: "an object", list: "an array"}.get(type(value)) or shorten(json.dumps(value))
-    return (
-        f"{field}: expected {expected}, found {found}"
-        if field
-        else f"expected {expected}, found {found}"
-    )
-
-
-def shorten(text: str) -> str:
+def _shorten(text: str) -> str:
     return printable(text if len(text) <= 40 else f"{text[:40]}…")
 
 
@@ -232,4 +248,6 @@ def printable_values(value):
         return printable(value)
     if isinstance(value, dict):
         return {printable(name): printable_values(item) for name, item in value.items()}
-    return [printable_values(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [printable_values(item) for item in value]
+    return value

@@ -61,16 +61,18 @@ class Lease:
     """A lock in object storage. `generation` is the version that this process has written."""
 
     def __init__(self, path: Path):
-        self._path, (self._bucket, self._name) = path, bucket_of(path)
-        self._holder, self._id = (
-            f"process {os.getpid()} on {socket.gethostname()}",
-            uuid.uuid4().hex,
-        )
-        self.generation, self._renewed_at = 0, 0.0
-        self._writing, self._is_failing, self._is_released = threading.Lock(), False, False
+        self._path = path
+        self._bucket, self._name = bucket_of(path)
+        self._holder = f"process {os.getpid()} on {socket.gethostname()}"  # for people
+        self._id = uuid.uuid4().hex  # two processes in containers can have the same holder
+        self.generation = 0
+        self._renewed_at = 0.0
+        self._writing = threading.Lock()
+        self._is_failing = False
+        self._is_released = False
 
     def acquire(self, wait: bool) -> None:
-        replaced = 0  # generation of the object to replace; 0: none
+        replaced = 0  # generation of the object to replace; 0: none, so it must not exist
         while not self._write(replaced):
             replaced = self._wait_until_free(wait)
 
@@ -81,7 +83,8 @@ class Lease:
         from google.api_core.exceptions import PreconditionFailed
 
         while True:
-            blob, began = self._bucket.blob(self._name), now()
+            blob = self._bucket.blob(self._name)
+            began = now()  # before the request: others measure the lease from when it arrives
             try:
                 blob.upload_from_string(
                     f"{self._holder}\n{self._id}\n", if_generation_match=replaced, **request
@@ -109,32 +112,33 @@ class Lease:
 
     def _wait_until_free(self, wait: bool) -> int:
         """Returns the generation of the object to replace, or 0 if the object was removed."""
-        generation, seen_at, polled_at = None, 0.0, 0.0
+        generation = None  # of the lock when it was last seen renewed
+        seen_at = polled_at = 0.0
         while True:
             blob, (holder, _) = self._read()
-            before, polled_at = polled_at, now()
+            last_polled_at, polled_at = polled_at, now()
             if blob is None:
                 return 0
+            is_renewed = blob.generation != generation
             if generation is None:
-                until = (
-                    "it releases or loses the lock"
-                    if wait
-                    else f"it renews or loses the lock (at most {LEASE_SECONDS:g} s)"
-                )
-                print(
-                    f"{self._path}: locked by {holder}; waiting until {until}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            elif blob.generation != generation and not wait:
+                self._print_waiting(holder, wait)
+            elif is_renewed and not wait:
                 raise LockHeldError(holder)
             # After a pause, for example of the network, start the lease anew: renewals may have
             # been missed.
-            if blob.generation != generation or polled_at - before > RENEWAL_SECONDS:
+            if is_renewed or polled_at - last_polled_at > RENEWAL_SECONDS:
                 generation, seen_at = blob.generation, polled_at
             if polled_at - seen_at > LEASE_SECONDS:
                 return generation
             time.sleep(POLL_SECONDS)
+
+    def _print_waiting(self, holder: str, wait: bool) -> None:
+        until = f"it renews or loses the lock (at most {LEASE_SECONDS:g} s)"
+        if wait:
+            until = "it releases or loses the lock"
+        print(
+            f"{self._path}: locked by {holder}; waiting until {until}", file=sys.stderr, flush=True
+        )
 
     def renew_until(self, released: threading.Event) -> None:
         while not released.wait(RENEWAL_SECONDS):
@@ -168,9 +172,8 @@ class Lease:
     def renew(self) -> None:
         """Ends the process if it has lost the lock. Raises an exception if the request fails."""
         with self._writing:
-            if (
-                self._is_released
-            ):  # since the caller listed the locks of this process: another run in it has ended
+            # Another run in this process may have ended since the caller listed its locks.
+            if self._is_released:
                 return
             # With a short timeout and no retry, because a hanging request would use up the lease.
             is_held = self._write(self.generation, timeout=RENEWAL_SECONDS / 2, retry=None)
@@ -195,7 +198,7 @@ class Lease:
         os._exit(1)
 
     def release(self) -> None:
-        # If the object is not removed, the lease ends by itself.
+        # If the request fails, the lease ends by itself.
         with self._writing, contextlib.suppress(Exception):
             self._is_released = True
             self._bucket.blob(self._name).delete(if_generation_match=self.generation)

@@ -16,7 +16,7 @@ import importlib.util
 import io
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +25,8 @@ from smallgpt_jax.formatting import short_reason
 
 SCHEME = "gs://"
 _SILENT_SECONDS = 300.0  # a request of gcsfs fails if the service sends nothing for this long
-_RETRY_SECONDS = (
-    20.0  # a conditional write is repeated for this long; locks that count as held last longer
-)
+# A conditional write is repeated for this long; locks that count as held last longer.
+_RETRY_SECONDS = 20.0
 _WRITE_ATTEMPTS = 5
 # Exceptions of these modules are failed requests: wrong credentials, no permission, no network.
 _CLIENT_MODULES = ("aiohttp.", "gcsfs.", "google.api_core.", "google.auth.", "google.cloud.")
@@ -46,11 +45,8 @@ def remote_path(field: str, url: str) -> Path:
     installed.
     """
     bucket, *names = url.removeprefix(SCHEME).rstrip("/").split("/")
-    if (
-        not re.fullmatch(r"[a-z0-9][a-z0-9._-]+", bucket)
-        or not names
-        or {"", ".", ".."} & set(names)
-    ):
+    is_bucket = re.fullmatch(r"[a-z0-9][a-z0-9._-]+", bucket)
+    if not is_bucket or not names or not _are_names(names):
         raise UserError(f"{field}: {url!r} is not a path in a bucket; expected gs://BUCKET/NAME")
     if importlib.util.find_spec("gcsfs") is None:
         raise UserError(
@@ -58,6 +54,11 @@ def remote_path(field: str, url: str) -> Path:
         )
     file_system()  # configures gcsfs before epath uses it
     return to_epath("/".join([bucket, *names]))
+
+
+def _are_names(names: Iterable[str]) -> bool:
+    """Whether these parts of an object's name can be names of files and folders."""
+    return not {"", ".", ".."} & set(names)
 
 
 def to_epath(name: str) -> Path:
@@ -81,9 +82,8 @@ def file_system():
             total=None, sock_connect=_SILENT_SECONDS, sock_read=_SILENT_SECONDS
         ),
     )
-    logging.getLogger("gcsfs").setLevel(
-        logging.CRITICAL
-    )  # it logs a traceback for each error that it raises
+    # gcsfs logs a traceback for each error that it raises.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     storage = fsspec.filesystem("gcs", finalize_on_close=True)
 
     def isdir(path: str) -> bool:
@@ -97,9 +97,12 @@ def file_system():
             await asyncio.to_thread(writer.require_locks)
         return await send(method, *args, **options)
 
-    # gcsfs's own returns False if the request fails; orbax would then ignore a checkpoint
+    # gcsfs's own isdir returns False if the request fails; orbax would then ignore a checkpoint.
     storage.isdir = isdir
-    send, storage._request = storage._request, request
+    # All writes pass through here, also those of orbax. A process that has lost its lock must not
+    # write.
+    send = storage._request
+    storage._request = request
     return storage
 
 
@@ -136,15 +139,11 @@ def is_request_error(error: Exception) -> bool:
     """gcsfs raises OSError without an errno. tensorstore raises ValueError with the status of the
     request.
     """
-    return (
-        f"{type(error).__module__}.".startswith(_CLIENT_MODULES)
-        or (
-            isinstance(error, OSError)
-            and error.errno is None
-            and not isinstance(error, FileNotFoundError)
-        )
-        or (isinstance(error, ValueError) and _FAILED_STATUS.search(str(error)) is not None)
-    )
+    if f"{type(error).__module__}.".startswith(_CLIENT_MODULES):
+        return True
+    if isinstance(error, OSError):
+        return error.errno is None and not isinstance(error, FileNotFoundError)
+    return isinstance(error, ValueError) and _FAILED_STATUS.search(str(error)) is not None
 
 
 def request_error_message(place: str, error: Exception) -> str:
@@ -211,26 +210,23 @@ def list_files(path: Path, is_pattern: bool = False) -> dict[Path, RemoteFile]:
     UserError if the name of an object is not a path, for example because of "..".
     """
     search = file_system().glob if is_pattern else file_system().find
-    found = {
-        name: info
-        for name, info in search(str(path), detail=True).items()
-        if info["type"] == "file" and not name.endswith("/")
-    }  # some tools create an empty object for a folder
-    for name in found:
-        if {"", ".", ".."} & set(name.split("/")):  # a copy of it could overwrite any local file
+    files = {}
+    for name, info in search(str(path), detail=True).items():
+        # Some tools create an empty object, whose name ends with "/", for a folder.
+        if info["type"] != "file" or name.endswith("/"):
+            continue
+        if not _are_names(name.split("/")):  # a copy of it could overwrite any local file
             raise UserError(
                 f"{SCHEME}{name}: the name of this object is not a path; rename or remove it"
             )
-    return {
-        to_epath(name): RemoteFile(int(info["size"]), str(info.get("generation", "")))
-        for name, info in found.items()
-    }
+        files[to_epath(name)] = RemoteFile(int(info["size"]), str(info.get("generation", "")))
+    return files
 
 
 def match(pattern: Path) -> list[Path]:
     """Returns the folders that match `pattern`."""
-    found = file_system().glob(str(pattern), detail=True)
-    return [to_epath(name) for name, info in found.items() if info["type"] == "directory"]
+    matches = file_system().glob(str(pattern), detail=True)
+    return [to_epath(name) for name, info in matches.items() if info["type"] == "directory"]
 
 
 class Writer:
@@ -248,9 +244,8 @@ class Writer:
 
     def __init__(self):
         self.leases: list = []
-        self._generations: dict[
-            str, int
-        ] = {}  # of the objects that this process has written under its locks
+        # of the objects that this process has written under its locks
+        self._generations: dict[str, int] = {}
 
     @contextlib.contextmanager
     def under(self, lease) -> Iterator[None]:
@@ -272,14 +267,18 @@ class Writer:
     def write(self, path: Path, content: bytes) -> None:
         """Others see either the old or the new content."""
         if not self.leases:
-            return file_system().pipe_file(str(path), content)
+            file_system().pipe_file(str(path), content)
+            return
         for _ in range(_WRITE_ATTEMPTS):
-            if (replaced := self._generations.pop(str(path), None)) is None:
+            replaced = self._generations.pop(str(path), None)
+            if replaced is None:
+                # In this order: read the generation, then make sure that the locks are still held.
                 replaced = _generation_of(path)
                 for lease in list(self.leases):
                     lease.renew()
             self.require_locks()
-            if generation := replace(path, content, replaced):
+            generation = _replace(path, content, replaced)
+            if generation:
                 self._generations[str(path)] = generation
                 return
         raise OSError(f"{path}: written by other processes at the same time")
@@ -295,7 +294,7 @@ def _generation_of(path: Path) -> int:
     return blob.generation if blob else 0
 
 
-def replace(path: Path, content: bytes, replaced: int) -> int | None:
+def _replace(path: Path, content: bytes, replaced: int) -> int | None:
     """Returns the new generation, or None if the object's generation is not `replaced`."""
     from google.api_core.exceptions import PreconditionFailed
 
@@ -332,20 +331,14 @@ def upload_folder(folder: Path, target: Path, last: str) -> None:
     """Writes the file `last` after all others, so readers that need it never see a part of the
     folder.
     """
-    sizes = {
-        path.relative_to(folder): path.stat().st_size
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    for name in sizes:
-        if name != Path(last):
-            file_system().put_file(str(folder / name), str(target / name))
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / last]
+    for path in files:
+        file_system().put_file(str(path), str(target / path.relative_to(folder)))
     copies = list_files(target)
-    for name, size in sizes.items():
-        if name != Path(last) and (
-            target / name not in copies or copies[target / name].size != size
-        ):
-            raise UserError(f"{target / name}: upload is incomplete; rerun the same command")
+    for path in files:
+        copy = target / path.relative_to(folder)
+        if copy not in copies or copies[copy].size != path.stat().st_size:
+            raise UserError(f"{copy}: upload is incomplete; rerun the same command")
     file_system().put_file(str(folder / last), str(target / last))
 
 

@@ -1,6 +1,5 @@
 """Paths that users give."""
 
-import contextlib
 import re
 from pathlib import Path
 
@@ -32,12 +31,11 @@ def refuse_url(
 
 
 def local_path(field: str, name: str | Path) -> Path:
+    """Copies a remote file or folder to the cache folder."""
     path = as_path(field, name)
-    with (
-        object_storage.name_path_in_errors(f"{field}={name}")
-        if is_remote(path)
-        else contextlib.nullcontext()
-    ):
+    if not is_remote(path):
+        return path
+    with object_storage.name_path_in_errors(f"{field}={name}"):
         return local_copy(path)
 
 

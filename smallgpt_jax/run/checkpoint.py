@@ -80,8 +80,10 @@ class Checkpoints:
         kept_steps: Sequence[int] = (),
     ):
         self.folder = folder if is_remote(folder) else folder.absolute()
-        self._keep, self._kept_steps = keep, kept_steps
-        self._log, self._before_save = log, before_save
+        self._keep = keep
+        self._kept_steps = kept_steps
+        self._log = log
+        self._before_save = before_save
         self.unlogged_losses: list[float] = []  # of the restored checkpoint
         self._saving: int | None = None  # the step of the last save
         self._agreement: Agreement | None = None  # of its processes
@@ -165,13 +167,15 @@ class Checkpoints:
             self._remove_old()
 
     def _kept(self, steps: Iterable[int]) -> list[int]:
+        """Returns, sorted, those of `steps` whose checkpoints are kept."""
         steps = sorted(steps)
         return [step for step in steps if step in steps[-self._keep :] or step in self._kept_steps]
 
     def _remove_old(self) -> None:
         require_locks(self.folder)
         steps = {*self._steps, self._saving}
-        for step in sorted(steps.difference(self._kept(steps)) | self._unremovable):
+        old = steps - set(self._kept(steps))
+        for step in sorted(old | self._unremovable):
             path = self.folder / str(step)
             try:
                 remove_checkpoint(path)
@@ -194,12 +198,14 @@ class Checkpoints:
     def wait_until_finished(self) -> None:
         if self._saved is None:
             return
-        error, self._saved = self._saved.exception(), None
+        error = self._saved.exception()
+        self._saved = None
         # from the devices or the other processes, not from the disk
         if isinstance(error, jax.errors.JaxRuntimeError | LockLostError):
             raise error
         if distributed.any_process(error is not None):
-            return self._report_failure(error)
+            self._report_failure(error)
+            return
         self._steps = self._kept([*self._steps, self._saving])
         if self._is_failing:
             self._log(f"checkpoints can be written again; newest checkpoint: step {self._saving}")
@@ -259,13 +265,16 @@ class Checkpoints:
         """
         if step == 0:
             abstract = abstract._replace(opt_state=None, heads={}, ema={})
-        error, reason = None, ""
+        error = None
+        reason = ""
         try:
             saved = self._read(step, abstract)
         except jax.errors.JaxRuntimeError:  # from the devices or the other processes
             raise
         except Exception as failure:  # tensorstore and orbax raise many types of exceptions
-            error, reason = failure, short_reason(root_cause(failure))
+            error = failure
+            reason = short_reason(root_cause(failure))
+        # A process that could read its shards must also know that another one could not.
         of_machine = exchange(reason if error and not is_damage(error) else "")
         if any(of_machine):
             raise UserError(
@@ -276,7 +285,8 @@ class Checkpoints:
         of_content = exchange(reason)
         if any(of_content):
             return {}, max(of_content)
-        if changed := find_changed_array(saved):
+        changed = find_changed_array(saved)
+        if changed:
             return {}, f"checksum of {changed} differs"
         return saved, ""
 
@@ -294,7 +304,8 @@ class Checkpoints:
             saved = self._read(step, abstract._replace(**{item: abstract_params}))
             if item == "params" and "ema" in saved["check"]:
                 raise ValueError("the moving average of the weights, ema, is missing")
-            if changed := find_changed_array(saved):
+            changed = find_changed_array(saved)
+            if changed:
                 raise ValueError(f"checksum of {changed} differs")
         except Exception as error:  # tensorstore and orbax raise many types of exceptions
             reason = short_reason(root_cause(error))
@@ -305,7 +316,8 @@ class Checkpoints:
                     f"{path}: removed while it was read, because the run keeps only its newest "
                     "checkpoints (config.train.keep_checkpoints); rerun the same command"
                 ) from None
-            if other := find_other_shape(path / item, abstract_params):
+            other = find_other_shape(path / item, abstract_params)
+            if other:
                 raise UserError(self._other_model(path, other)) from None
             raise UserError(
                 f"{path}: damaged checkpoint ({reason}); continue the run with smallgpt_jax.main, "
@@ -325,14 +337,14 @@ class Checkpoints:
 
     def _read(self, step: int, abstract: TrainState) -> dict:
         """Returns {item: content} of the items that `abstract` has."""
-        args = {name: ocp.args.StandardRestore(tree) for name, tree in _items_of(abstract).items()}
-        content = ocp.args.Composite(**args, check=ocp.args.JsonRestore())
+        items = _items_of(abstract)
+        arrays = {name: ocp.args.StandardRestore(tree) for name, tree in items.items()}
+        content = ocp.args.Composite(**arrays, check=ocp.args.JsonRestore())
         saved = dict(self._checkpointer.restore(self.folder / str(step), args=content).items())
-        schema = {
-            "unlogged_losses": Optional([LOSS]),
-            **{name: Each(integer(0, 2**32 - 1)) for name in args},
-        }
-        if mismatch := find_mismatch(saved["check"], schema, "check"):
+        schema = dict.fromkeys(items, Each(integer(0, 2**32 - 1)))  # checksums by array
+        schema["unlogged_losses"] = Optional([LOSS])
+        mismatch = find_mismatch(saved["check"], schema, "check")
+        if mismatch:
             raise ValueError(mismatch)
         return saved
 
@@ -369,6 +381,7 @@ def _run_in_thread(function: Callable[[], None]) -> Future:
 
 
 def _items_of(state: TrainState) -> dict:
+    """Returns {item: tree} of the items that a checkpoint of `state` has. The step is its name."""
     return {name: tree for name, tree in state._asdict().items() if name != "step" and tree}
 
 
@@ -376,23 +389,17 @@ def _checkpoint_content(
     state: TrainState, unlogged_losses: Sequence[float] = ()
 ) -> ocp.args.Composite:
     items = _items_of(state)
-    return ocp.args.Composite(
-        **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
-        check=ocp.args.JsonSave(
-            {
-                **{name: bit_checksums(tree) for name, tree in items.items()},
-                "unlogged_losses": list(unlogged_losses),
-            }
-        ),
-    )
+    arrays = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
+    check = {name: bit_checksums(tree) for name, tree in items.items()}
+    check["unlogged_losses"] = list(unlogged_losses)
+    return ocp.args.Composite(**arrays, check=ocp.args.JsonSave(check))
 
 
 def saved_steps(folder: Path) -> list[int]:
     """Returns the sorted steps of the finished checkpoints; [] if the folder does not exist."""
     paths = ocp.utils.checkpoint_steps_paths(folder)
-    return sorted(
-        int(path.name) for path in paths if path.name.isdecimal()
-    )  # ignores copies such as backup_5000
+    # not copies such as backup_5000
+    return sorted(int(path.name) for path in paths if path.name.isdecimal())
 
 
 def unfinished(folder: Path) -> list[Path]:
@@ -413,7 +420,8 @@ def _remove_unfinished(folder: Path, step: int) -> None:
     """Pending writes may create a removed folder again, so the search must find nothing four times
     in a row.
     """
-    names, num_empty = (str(step), f"{step}{_UNFINISHED}"), 0
+    names = (str(step), f"{step}{_UNFINISHED}")  # in object storage; on a local disk
+    num_empty = 0
     for _ in range(50):
         try:
             remains = [path for path in unfinished(folder) if path.name in names]
@@ -431,7 +439,8 @@ def remove_checkpoint(path: Path) -> None:
     """An interruption leaves an unfinished checkpoint, and not a part of a finished one."""
     if is_remote(path):
         (path / _COMMIT_FILE).unlink(missing_ok=True)
-        return path.rmtree()
+        path.rmtree()
+        return
     removed = path.with_name(f"{path.name}{_UNFINISHED}-removed")
     if path.exists():
         rename(path, removed)
@@ -447,11 +456,13 @@ def find_checkpoint(workdir: Path, step: int | None = None) -> int:
     steps = saved_steps(workdir / CHECKPOINT_FOLDER)
     if not steps:
         raise UserError(f"{workdir}: the run has no checkpoint yet; train it first")
-    if step not in (None, *steps):
+    if step is None:
+        return steps[-1]
+    if step not in steps:
         raise UserError(
             f"{workdir}: no checkpoint of step {step}; choose from {', '.join(map(str, steps))}"
         )
-    return steps[-1] if step is None else step
+    return step
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:

@@ -18,9 +18,10 @@ def bit_checksums(tree) -> dict[str, int]:
 @jax.jit
 def _bit_checksums(tree):
     def bit_sum(x):
-        if x.dtype != bool:
+        if x.dtype != bool:  # of which bitcast_convert_type knows no bits
             x = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
         bits = x.astype(jnp.uint32)
+        # 2i + 1, built axis by axis. Odd, so that no bit is lost modulo 2³².
         factors = jnp.ones(bits.shape, jnp.uint32)
         stride = 2
         for axis in reversed(range(bits.ndim)):

@@ -27,17 +27,20 @@ class RunClock:
         self.progress = 0  # increases with every finished step, save and evaluation
 
     def start_training(self) -> None:
-        self._seconds["restart"], self.phase = time.monotonic() - self._began, None
+        self._seconds["restart"] = self._elapsed()
+        self.phase = None
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        before, self.phase, began = self.phase, phase, time.monotonic()
+        outer_phase, self.phase = self.phase, phase
+        began = time.monotonic()
         try:
             yield
         finally:
             self._seconds[phase] += time.monotonic() - began
-            self.phase = before
-            self.progress += phase != "data_wait"
+            self.phase = outer_phase
+            if phase != "data_wait":
+                self.progress += 1
 
     def wait_for(self, batches: Iterable) -> Iterator:
         batches = iter(batches)
@@ -61,14 +64,12 @@ class RunClock:
         """Returns data_wait_seconds and save_seconds since the last call; the first call, also
         restart_seconds.
         """
-        phases = (
-            ("data_wait", "save") if self._reported["restart"] else ("data_wait", "save", "restart")
-        )
-        found = {
-            f"{phase}_seconds": self._seconds[phase] - self._reported[phase] for phase in phases
-        }
+        phases = ["data_wait", "save"]
+        if not self._reported["restart"]:
+            phases.append("restart")
+        lap = {f"{phase}_seconds": self._seconds[phase] - self._reported[phase] for phase in phases}
         self._reported = dict(self._seconds)
-        return found
+        return lap
 
     def goodput_message(self) -> str:
         total = self._elapsed()
@@ -78,8 +79,12 @@ class RunClock:
             for phase, seconds in self._seconds.items()
             if seconds
         )
-        message = f"goodput {training / total:.1%}: {training:,.1f} of {total:,.1f} s in training steps; {lost}"
-        if (share := self._seconds["evaluate"] / total) > _LARGE_EVALUATION_SHARE:
+        message = (
+            f"goodput {training / total:.1%}: {training:,.1f} of {total:,.1f} s in training steps; "
+            f"{lost}"
+        )
+        share = self._seconds["evaluate"] / total
+        if share > _LARGE_EVALUATION_SHARE:
             message += (
                 f"\nevaluation took {share:.0%} of the time; for less, increase "
                 "config.train.eval_every or decrease config.train.eval_steps"

@@ -179,17 +179,14 @@ class Config:
             raise UserError(
                 "--config: is a comparison, and not a run; train it with smallgpt_jax.compare"
             )
-        if unknown := [name for name in config if name not in GROUPS]:
-            raise UserError(f"config.{unknown[0]}: no such group; choose from {', '.join(GROUPS)}")
+        for name in config:
+            if name not in GROUPS:
+                raise UserError(f"config.{name}: no such group; choose from {', '.join(GROUPS)}")
         groups = {name: dict(config.get(name, {})) for name in GROUPS}
         if "train" in config:  # a config.json of an imported model has only the group model
             _set_attention_mask(groups["model"], groups["train"].get("objective", "causal"))
-        is_same_teacher = saved and groups["train"].get("teacher", "") == saved.train.teacher
-        for name, group in GROUPS.items():
-            for field in group.names(at_start=True) if saved else ():
-                is_unset = groups[name].get(field, AT_START) in (AT_START, AUTO)
-                if is_unset and (field != "teacher_step" or is_same_teacher):
-                    groups[name][field] = getattr(getattr(saved, name), field)
+        if saved:
+            _keep_start_values(groups, saved)
         typed = {
             name: group.from_fields(groups[name])
             for name, group in GROUPS.items()
@@ -204,15 +201,13 @@ class Config:
         return self.train.seed if self.data.seed == -1 else self.data.seed
 
     def replace(self, **groups: Mapping) -> Self:
-        return dataclasses.replace(
-            self, **{name: getattr(self, name).replace(**fields) for name, fields in groups.items()}
-        )
+        changed = {name: getattr(self, name).replace(**fields) for name, fields in groups.items()}
+        return dataclasses.replace(self, **changed)
 
     def compiled_part(self) -> Self:
         """Runs with equal parts share their compiled steps."""
-        return dataclasses.replace(
-            self, **{name: getattr(self, name).compiled_part() for name in GROUPS}
-        )
+        compiled = {name: getattr(self, name).compiled_part() for name in GROUPS}
+        return dataclasses.replace(self, **compiled)
 
     def to_dict(self) -> dict[str, dict]:
         return dataclasses.asdict(self)
@@ -221,11 +216,23 @@ class Config:
         return flatten(self.to_dict())
 
 
+def _keep_start_values(groups: dict[str, dict], saved: Config) -> None:
+    """Sets the fields that are determined when a run starts, unless the user has set them."""
+    is_same_teacher = groups["train"].get("teacher", "") == saved.train.teacher
+    for name, group in GROUPS.items():
+        for field in group.names(at_start=True):
+            is_unset = groups[name].get(field, AT_START) in (AT_START, AUTO)
+            # a step of the old teacher says nothing of another one
+            if is_unset and (field != "teacher_step" or is_same_teacher):
+                groups[name][field] = getattr(getattr(saved, name), field)
+
+
 def _set_attention_mask(model: dict, objective: str) -> None:
     """Sets the mask that belongs to the objective. Raises UserError for another one, which the
     weights may be from.
     """
-    mask, default = ATTENTION_MASK_OF.get(str(objective), "causal"), ModelConfig.attention_mask
+    mask = ATTENTION_MASK_OF.get(str(objective), "causal")
+    default = ModelConfig.attention_mask
     if model.get("attention_mask", default) not in (mask, default):
         raise UserError(
             f"config.model.attention_mask={short_repr(model['attention_mask'])}: does not belong to "

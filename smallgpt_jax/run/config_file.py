@@ -33,22 +33,20 @@ def saved_config(workdir: Path) -> Config | None:
 
 
 def write_config(workdir: Path, groups: Mapping[str, Mapping]) -> None:
-    write_atomically(
-        workdir / CONFIG_FILE, json.dumps({"format": FORMAT, **groups}, indent=2) + "\n"
-    )
+    content = json.dumps({"format": FORMAT, **groups}, indent=2)
+    write_atomically(workdir / CONFIG_FILE, content + "\n")
 
 
 def read_groups(workdir: Path) -> dict[str, dict]:
     """Returns all groups of a run, and only `model` of an imported model. Raises UserError for a
     damaged file.
     """
-    path, advice = workdir / CONFIG_FILE, "restore the file, or use another run"
+    path = workdir / CONFIG_FILE
     if not path.exists() and not (workdir / CHECKPOINT_FOLDER).exists():
         raise UserError(f"{workdir}: not a run, without {CONFIG_FILE}; give the workdir of a run")
     required = ("model",) if (workdir / ORIGIN_FILE).exists() else GROUPS
-    groups = read_json(
-        path, {name: OBJECT if name in required else Optional(OBJECT) for name in GROUPS}, advice
-    )
+    schema = {name: OBJECT if name in required else Optional(OBJECT) for name in GROUPS}
+    groups = read_json(path, schema, "restore the file, or use another run")
     if groups.pop("format", None) != FORMAT:
         raise UserError(
             f"{path}: was written by another version of this project; use that version, or "

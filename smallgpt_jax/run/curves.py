@@ -34,7 +34,8 @@ def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
         return
     path = workdir / CURVES_FILE
     try:
-        if lines := sample_lines(workdir / METRICS_FILE):
+        lines = sample_lines(workdir / METRICS_FILE)
+        if lines:
             write_atomically(path, draw(lines))
     except Exception as error:  # a run must not fail because of its plots
         log(f"{path}: not drawn ({short_reason(error)})")
@@ -84,9 +85,9 @@ def plot(lines: Sequence[dict]) -> "Figure":
 
 def curve(lines: Sequence[dict], split: str, metric: str) -> tuple[list[int], list[float]]:
     """Returns (steps, values). Non-finite values, logged as null, are NaN."""
-    points = [
-        (line["step"], line[metric]) for line in lines if line["split"] == split and metric in line
-    ]
-    return [step for step, _ in points], [
-        math.nan if value is None else value for _, value in points
-    ]
+    steps, values = [], []
+    for line in lines:
+        if line["split"] == split and metric in line:
+            steps.append(line["step"])
+            values.append(math.nan if line[metric] is None else line[metric])
+    return steps, values

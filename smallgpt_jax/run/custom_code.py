@@ -45,7 +45,10 @@ def import_training_code(config: Config) -> None:
 def _named_code(config: Config | Mapping) -> list[tuple[str, str]]:
     """Returns (path of a field, its value) of each field that names custom code."""
     groups = config.to_dict() if isinstance(config, Config) else config
-    values = {
-        f"config.{group}.{field}": groups.get(group, {}).get(field, "") for group, field in _FIELDS
-    }
-    return [(path, value) for path, value in values.items() if split_name(value)[0]]
+    named = []
+    for group, field in _FIELDS:
+        name = groups.get(group, {}).get(field, "")
+        module, _ = split_name(name)
+        if module:
+            named.append((f"config.{group}.{field}", name))
+    return named

@@ -35,7 +35,8 @@ def is_damage(error: Exception) -> bool:
     error = root_cause(error)
     if is_request_error(error):
         return False
-    if number := find_errno(error):  # an OSError, or tensorstore's ValueError with its number
+    number = find_errno(error)  # of an OSError, or of tensorstore's ValueError with a number
+    if number:
         return number in _DAMAGE_ERRNOS
     return isinstance(error, (*_DAMAGE_TYPES, FileNotFoundError))
 
@@ -45,9 +46,9 @@ def find_changed_array(saved: dict) -> str | None:
     (collective).
     """
     for item in sorted(saved.keys() - {"check"}):
-        sums = bit_checksums(saved[item])
-        if changed := [name for name in sums if saved["check"][item].get(name) != sums[name]]:
-            return item + changed[0]
+        for name, checksum in bit_checksums(saved[item]).items():
+            if saved["check"][item].get(name) != checksum:
+                return item + name
     return None
 
 

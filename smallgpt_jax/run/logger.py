@@ -50,7 +50,10 @@ class Logger:
         unlogged_losses: Sequence[float] = (),
     ):
         """`unlogged_losses`, from the checkpoint, follow the last logged step."""
-        self._writer, self._progress, self._clock, self._units = writer, progress, clock, units
+        self._writer = writer
+        self._progress = progress
+        self._clock = clock
+        self._units = units
         self._log_every = log_every
         self._first_step = self._logged_step = writer.first_step
         self._logged_seconds = 0.0
@@ -72,34 +75,31 @@ class Logger:
         return StepMetrics(step, others, bool(is_finite))
 
     def log(self, metrics: StepMetrics) -> None:
-        step, steps, units = metrics.step, self._progress.steps, self._units
-        if step % self._log_every and step < steps:
+        step = metrics.step
+        last_step = self._progress.steps
+        if step % self._log_every and step < last_step:
             return
         seconds = self._clock.training_seconds()
-        speed = (
-            (step - self._logged_step) * units.tokens_per_step / (seconds - self._logged_seconds)
-        )
-        peak = units.peak_tokens_per_second
+        tokens = (step - self._logged_step) * self._units.tokens_per_step
+        speed = tokens / (seconds - self._logged_seconds)
         self._logged_step, self._logged_seconds = step, seconds
-        values = (
-            metrics.read()
-            | {
-                "loss_mean": statistics.fmean(self.losses),
-                "tokens": round(step * units.tokens_per_step),
-                "tokens_per_second": speed,
-            }
-            | ({"mfu": speed / peak} if peak else {})
-            | self._clock.lap()
-        )
+
+        values = metrics.read()
+        values["loss_mean"] = statistics.fmean(self.losses)
+        values["tokens"] = round(step * self._units.tokens_per_step)
+        values["tokens_per_second"] = speed
+        message = f"loss {values['loss']:.4f}   {speed:,.0f} tokens/s"
+        peak = self._units.peak_tokens_per_second
+        if peak:
+            values["mfu"] = speed / peak
+            message += f"   MFU {values['mfu']:.1%}"
+        values |= self._clock.lap()
         self.losses.clear()
         self._writer.write(step, "train", values)
-        left = (steps - step) * seconds / (step - self._first_step)
-        self._progress.update(
-            step,
-            f"loss {values['loss']:.4f}   {speed:,.0f} tokens/s"
-            + (f"   MFU {values['mfu']:.1%}" if peak else "")
-            + f"   {duration(left)} left",
-        )
+
+        steps_of_session = step - self._first_step
+        seconds_left = (last_step - step) * seconds / steps_of_session
+        self._progress.update(step, f"{message}   {duration(seconds_left)} left")
 
     def log_evaluation(
         self, step: int, nats: float, targets: int, measures: Mapping[str, float] | None = None
@@ -107,19 +107,17 @@ class Logger:
         """`nats` is the mean loss per token over `targets` tokens, `measures` are those of a
         probe's answers, or of repeats.
         """
+        measures = measures or {}
         bits_per_byte = nats / math.log(2) / self._units.bytes_per_token
-        self._writer.write(
-            step,
-            "eval",
-            {
-                "loss": nats,
-                "bits_per_byte": bits_per_byte,
-                "targets": targets,
-                "tokens": round(step * self._units.tokens_per_step),
-                **(measures or {}),
-            },
-        )
-        self._progress.print_line(step, evaluation_message(nats, bits_per_byte, measures or {}))
+        values = {
+            "loss": nats,
+            "bits_per_byte": bits_per_byte,
+            "targets": targets,
+            "tokens": round(step * self._units.tokens_per_step),
+            **measures,
+        }
+        self._writer.write(step, "eval", values)
+        self._progress.print_line(step, evaluation_message(nats, bits_per_byte, measures))
 
     def close(self) -> None:
         self._writer.close()

@@ -42,7 +42,7 @@ def _is_table(value) -> bool:
     NaN.
     """
     try:
-        return np.size(np.asarray(value, float)) > 0 < np.ndim(value)
+        return np.ndim(value) > 0 and np.asarray(value, float).size > 0
     except (ValueError, TypeError, OverflowError):
         return False
 
@@ -93,8 +93,9 @@ def read_lines_from(path: Path, step: int) -> tuple[int, list[dict]]:
     if not path.is_file():
         return 0, []
     with path.open("rb") as file:
-        size, length = file.seek(0, os.SEEK_END), _TAIL_BYTES
-        while True:
+        size = file.seek(0, os.SEEK_END)
+        length = _TAIL_BYTES
+        while True:  # until an earlier line shows that all lines from `step` on are read
             start = max(size - length, 0)
             file.seek(start)
             if start:
@@ -145,10 +146,13 @@ class MetricsWriter:
         log: Callable[[str], None] = print,
         start_tracker: Callable[[list[dict]], Tracker] | None = None,
     ):
-        self.first_step, self._writes = first_step, distributed.is_primary()
+        self.first_step = first_step
+        self._writes = distributed.is_primary()
         if not self._writes:
             return
-        self._path, self._log, self._pending_lines = workdir / METRICS_FILE, log, ""
+        self._path = workdir / METRICS_FILE
+        self._log = log
+        self._pending_lines = ""
         self._tracker = start_tracker and start_tracker(read_lines(self._path))
         if not self._path.is_dir():  # a folder in its place is an error of writing like any other
             self._remove_lines_after(first_step)
@@ -171,15 +175,13 @@ class MetricsWriter:
     def write(self, step: int, split: str, values: dict[str, float | dict[str, list]]) -> None:
         if not self._writes:
             return
+        line = {"step": step, "split": split, "time": round(time.time(), 3), **values}
         scalars = {name: value for name, value in values.items() if not isinstance(value, dict)}
-        finite = values | {
-            name: None for name, value in scalars.items() if not math.isfinite(value)
-        }
-        line = {"step": step, "split": split, "time": round(time.time(), 3), **finite}
-        was_failing, self._pending_lines = (
-            bool(self._pending_lines),
-            self._pending_lines + json.dumps(line) + "\n",
-        )
+        for name, value in scalars.items():
+            if not math.isfinite(value):  # JSON has no NaN
+                line[name] = None
+        was_failing = bool(self._pending_lines)
+        self._pending_lines += json.dumps(line) + "\n"
         error = self._append()
         if error and not was_failing:
             self._log(
@@ -222,7 +224,8 @@ class MetricsWriter:
     def close(self) -> None:
         if not self._writes:
             return
-        if self._pending_lines and (error := self._append()):
+        error = self._append() if self._pending_lines else None
+        if error:
             lost = len(self._pending_lines.splitlines())
             self._log(f"{self._path}: {error.strerror}. The last {lost} lines are lost")
         if self._events:

@@ -18,14 +18,12 @@ class Profiler:
     """
 
     def __init__(self, spool: Spool, first: int, steps: int, log: Callable[[str], None] = print):
-        self._written, self._folder, self._log = (
-            spool.folder / PROFILE_FOLDER,
-            spool.workdir / PROFILE_FOLDER,
-            log,
-        )
-        self._traced = (
-            range(first, first + steps) if first and distributed.is_primary() else range(0)
-        )
+        self._written = spool.folder / PROFILE_FOLDER
+        self._folder = spool.workdir / PROFILE_FOLDER  # to which the spool uploads, for messages
+        self._log = log
+        self._traced = range(0)
+        if first and distributed.is_primary():
+            self._traced = range(first, first + steps)
         self._is_active = False
 
     def after_step(self, step: int, state) -> None:
@@ -50,7 +48,8 @@ class Profiler:
                     f"xprof --logdir={self._folder}"
                 )
         except Exception as error:  # the profiler raises many types of exceptions
-            self._traced, self._is_active = range(0), False
+            self._traced = range(0)
+            self._is_active = False
             self._log(
                 f"could not write a profile: {short_reason(error)}. Training continues without it"
             )

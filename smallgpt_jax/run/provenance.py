@@ -28,7 +28,8 @@ def package_versions() -> dict[str, str]:
 
 def source_digest() -> str:
     """Returns a checksum of the package's Python files."""
-    package, digest = CLONE / "smallgpt_jax", hashlib.sha256()
+    package = CLONE / "smallgpt_jax"
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
@@ -39,28 +40,15 @@ def commit_of(folder: Path) -> dict:
     """Returns {"commit": hash, "dirty": whether tracked files differ from it}, or {} without a
     clone or git.
     """
-    if not (
-        folder / ".git"
-    ).exists():  # otherwise git would search the parent folders for another clone
+    if not (folder / ".git").exists():  # git would search the parent folders for another clone
         return {}
+    # prints "HASH" or "HASH-dirty"; without locks, so that other git commands do not fail
+    command = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*"
     try:
-        # "HASH" or "HASH-dirty"; without locks, so that other git commands do not fail
-        described = subprocess.run(
-            [
-                "git",
-                "--no-optional-locks",
-                "describe",
-                "--always",
-                "--dirty",
-                "--abbrev=40",
-                "--exclude=*",
-            ],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        ).stdout.strip()
+        git = subprocess.run(
+            command.split(), cwd=folder, capture_output=True, text=True, check=True, timeout=10
+        )
     except (OSError, subprocess.SubprocessError):
         return {}
+    described = git.stdout.strip()
     return {"commit": described.removesuffix("-dirty"), "dirty": described.endswith("-dirty")}

@@ -33,8 +33,10 @@ class Spool:
     """
 
     def __init__(self, workdir: Path, folder: Path, log: Callable[[str], None] = print):
-        self.workdir, self.folder, self._log = workdir, folder, log
-        self._uploaded: dict[Path, tuple] = {}
+        self.workdir = workdir
+        self.folder = folder
+        self._log = log
+        self._uploaded: dict[Path, tuple] = {}  # path → (size, time) of the uploaded version
         self._lock = threading.Lock()
         self._failure = ""  # why the last upload failed
 
@@ -43,20 +45,22 @@ class Spool:
         if self.folder == self.workdir:
             return True
         with self._lock:
-            failures = [failure for path in self._files() if (failure := self._try_to_upload(path))]
-            if failures and not self._failure:
+            failures = filter(None, [self._try_to_upload(path) for path in self._files()])
+            failure = next(failures, "")
+            if failure and not self._failure:
                 self._log(
-                    f"{self.workdir}: metrics could not be uploaded ({failures[0]}). Training "
+                    f"{self.workdir}: metrics could not be uploaded ({failure}). Training "
                     "continues; the upload is repeated"
                 )
-            self._failure = failures[0] if failures else ""
-            return not failures
+            self._failure = failure
+            return not failure
 
     def upload_last(self) -> None:
         """If several tries fail, keeps the local folder."""
         for pause in (*CLOSING_PAUSES, None):
             if self.upload():
-                return shutil.rmtree(self.folder.parent, ignore_errors=True)
+                shutil.rmtree(self.folder.parent, ignore_errors=True)
+                return
             if pause is not None:
                 time.sleep(pause)
         self._log(f"{self.folder}: not uploaded ({self._failure}); copy it to {self.workdir}")
@@ -68,17 +72,17 @@ class Spool:
         ]
         return sorted(files, key=lambda path: (path != self.folder / METRICS_FILE, path))
 
-    def _try_to_upload(self, path: Path) -> str | None:
-        """Returns the reason for a failure."""
+    def _try_to_upload(self, path: Path) -> str:
+        """Returns the reason for a failure, or ""."""
         try:
             version = path.stat().st_size, path.stat().st_mtime_ns
             if self._uploaded.get(path) != version:
                 write_atomically(self.workdir / path.relative_to(self.folder), path.read_bytes())
                 self._uploaded[path] = version
         except Exception as error:  # no network, no permission
-            return (
-                short_reason(error) if path.exists() else None
-            )  # a file that was removed is no failure
+            if path.exists():  # a file that was removed is no failure
+                return short_reason(error)
+        return ""
 
 
 @contextlib.contextmanager
@@ -98,10 +102,10 @@ def open_spool(
         with removed_on_error(folder.parent):
             folder.mkdir()
             for name in continued:
-                object_storage.download(
-                    workdir / name, folder / name, object_storage.list_files(workdir / name)
-                )
-        spool, closed = Spool(workdir, folder, log), threading.Event()
+                files = object_storage.list_files(workdir / name)
+                object_storage.download(workdir / name, folder / name, files)
+        spool = Spool(workdir, folder, log)
+        closed = threading.Event()
 
         def upload_regularly():
             while not closed.wait(UPLOAD_SECONDS):

@@ -16,7 +16,6 @@ class TrainState(NamedTuple):
     # Parameters that the objective trains beside the model's, {name of the term: tree}; {} for most
     # objectives.
     heads: Any = {}  # noqa: RUF012
-
     ema: Any = {}  # noqa: RUF012 — moving average of `params`; {} without config.train.ema
 
     @property
@@ -24,8 +23,8 @@ class TrainState(NamedTuple):
         """The parameters that validation reads: the model's or their average, and LoRA's, but not
         those of terms.
         """
-        pairs = {name: head for name, head in self.heads.items() if name == lora.NAME}
-        return {**(self.ema or self.params), **pairs}
+        lora_pairs = {name: tree for name, tree in self.heads.items() if name == lora.NAME}
+        return {**(self.ema or self.params), **lora_pairs}
 
     @property
     def trained(self) -> dict:

@@ -21,11 +21,9 @@ class EventFile:
             from tensorboardX.proto.event_pb2 import Event, SessionLog
             from tensorboardX.proto.summary_pb2 import Summary
 
-        self._events, self._event, self._summary = (
-            EventsWriter(str(folder / "events")),
-            Event,
-            Summary,
-        )
+        self._events = EventsWriter(str(folder / "events"))
+        self._event = Event
+        self._summary = Summary
         self._write(step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:

@@ -44,8 +44,11 @@ class Tracker:
         log: Callable[[str], None] = print,
     ):
         """Starts or resumes the run. `lines` are those of earlier sessions."""
-        self._name, self._log, self._run, self._next_step = name, log, None, 0
-        self._row_step, self._row = 0, {}  # the row that is not sent yet
+        self._name = name
+        self._log = log
+        self._run = None
+        self._next_step = 0
+        self._row, self._row_step = {}, 0  # the row that is not sent yet
         self._known = {(line["step"], line["split"]) for line in lines}
         start = {"wandb": _start_wandb, "trackio": _start_trackio}[name]
         with self._stop_on_error():
@@ -76,7 +79,8 @@ class Tracker:
         if self._run is not None and self._row:
             with self._stop_on_error():
                 self._run.log(self._row, step=self._row_step)
-        self._row, self._next_step = {}, self._row_step + 1
+        self._row = {}
+        self._next_step = self._row_step + 1
 
     def close(self) -> None:
         self._send()

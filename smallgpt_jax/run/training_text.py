@@ -18,14 +18,15 @@ def check_same_text(workdir: Path, corpus: Corpus) -> None:
     tokenizer.
     """
     if (workdir / STORE_FILE).exists():
-        if changes := text_changes(read_identity(workdir), identity_of(corpus)):
+        changes = text_changes(read_identity(workdir), identity_of(corpus))
+        if changes:
             raise UserError(
                 f"--workdir={workdir}: the training text has changed since the run started "
                 f"({changes}); restore the original text, or use another --workdir"
             )
     elif (workdir / ORIGIN_FILE).exists():
-        given = tokenizers.load(workdir / TOKENIZER_FOLDER)
-        if tokenizers.fingerprint(given) != tokenizers.fingerprint(corpus.tokenizer):
+        imported = tokenizers.load(workdir / TOKENIZER_FOLDER)
+        if tokenizers.fingerprint(imported) != tokenizers.fingerprint(corpus.tokenizer):
             raise UserError(
                 f"--workdir={workdir}: config.data.tokenizer is not the imported model's "
                 f"tokenizer; set --config.data.tokenizer={workdir / TOKENIZER_FOLDER}"
@@ -53,24 +54,18 @@ def training_format(workdir: Path) -> tuple[str, str]:
     "") by default.
     """
     path = workdir / STORE_FILE
-    described = read_json(path, DESCRIPTION, "restore it") if path.exists() else {}
-    found = [store.get("made_from", {}) for store in described.get("mixture", [described])]
-    return next(
-        (
-            (made_from["format"], made_from.get("chat_template", ""))
-            for made_from in found
-            if made_from.get("format", "text") != "text"
-        ),
-        ("text", ""),
-    )
+    description = read_json(path, DESCRIPTION, "restore it") if path.exists() else {}
+    for store in description.get("mixture", [description]):
+        made_from = store.get("made_from", {})
+        if made_from.get("format", "text") != "text":
+            return made_from["format"], made_from.get("chat_template", "")
+    return "text", ""
 
 
 def text_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Returns how two identities of texts differ, or "" if the tokens are the same."""
-    if (
-        same_text(before["description"], now["description"])
-        and before["tokenizer"] == now["tokenizer"]
-    ):
+    is_same_text = same_text(before["description"], now["description"])
+    if is_same_text and before["tokenizer"] == now["tokenizer"]:
         return ""
     return _describe_changes(before["description"], now["description"])
 
@@ -100,9 +95,11 @@ def _describe_changes(before: dict, now: dict) -> str:
         f"to {format_value(path, entries_now.get(path))}"
         for path in different[:3]
     ]
-    return "; ".join(listed) + (
-        f"; and {len(different) - 3} more" if len(different) > 3 else ""
-    ) or ("its tokenizer" if same_text(before, now) else "other content of the same size")
+    if len(different) > 3:
+        listed.append(f"and {len(different) - 3} more")
+    if listed:
+        return "; ".join(listed)
+    return "its tokenizer" if same_text(before, now) else "other content of the same size"
 
 
 def _entry_name(path: tuple[str, ...]) -> str:

@@ -80,9 +80,8 @@ def _require_same_classes(workdir: Path, config: Config) -> None:
     """
     if (workdir / CONFIG_FILE).exists():
         foreign = models.foreign_classes(read_groups(workdir)["model"], config.model)
-        _refuse_changes(
-            workdir, config, {f"model.{field}": values for field, values in foreign.items()}
-        )
+        changes = {f"model.{field}": classes for field, classes in foreign.items()}
+        _refuse_changes(workdir, config, changes)
 
 
 def _refuse_changes(workdir: Path, config: Config, different: Mapping[str, tuple]) -> None:
@@ -91,42 +90,33 @@ def _refuse_changes(workdir: Path, config: Config, different: Mapping[str, tuple
     listed = "; ".join(
         f"{field} was {before!r}, now {now!r}" for field, (before, now) in different.items()
     )
-    longer = (
-        (
+    advice = "Use the same settings to resume it, or another --workdir"
+    if "model.context_length" in different and config.model.position != "learned":
+        advice += (
             "; to train its model at another context_length, import it into a new workdir with "
             "smallgpt_jax.convert --from=run"
         )
-        if "model.context_length" in different and (config.model.position != "learned")
-        else ""
-    )
-    raise UserError(
-        f"--workdir={workdir}: existing run with another config: {listed}.\n"
-        f"Use the same settings to resume it, or another --workdir{longer}"
-    )
+    raise UserError(f"--workdir={workdir}: existing run with another config: {listed}.\n{advice}")
 
 
 def changed_fields(workdir: Path, config: Config) -> dict[str, tuple]:
     """Returns {"group.field": (saved, new)}. The weights of an untrained import fix only fields of
     `model`.
     """
-    before, now, is_trained = (
-        read_config(workdir).flat(),
-        config.flat(),
-        (workdir / STORE_FILE).exists(),
-    )
-    fixed = {
-        f"{name}.{field}"
-        for name in GROUPS
-        for group in (getattr(config, name), GROUPS[name])
-        for by in (("model", "run") if is_trained else ("model",))
-        for field in group.names(fixed_by=by)
-    }
-    if not is_trained:  # the objective of further training may be another
-        fixed.remove("model.attention_mask")
-    if (
-        not is_trained and config.model.position != "learned"
-    ):  # no parameter depends on the context length
-        fixed.remove("model.context_length")
+    before, now = read_config(workdir).flat(), config.flat()
+    is_trained = (workdir / STORE_FILE).exists()
+    fixed = set()
+    for name in GROUPS:
+        # the fields of the architecture, and of the group itself
+        for group in (getattr(config, name), GROUPS[name]):
+            fields = group.names(fixed_by="model")
+            if is_trained:
+                fields += group.names(fixed_by="run")
+            fixed |= {f"{name}.{field}" for field in fields}
+    if not is_trained:
+        fixed.remove("model.attention_mask")  # further training may have another objective
+        if config.model.position != "learned":  # no parameter depends on the context length
+            fixed.remove("model.context_length")
     return {
         field: (before.get(field), now.get(field))
         for field in sorted(fixed)
@@ -199,9 +189,7 @@ def _read_lock(workdir: Path) -> str:
 @contextlib.contextmanager
 def open_workdir(workdir: Path, config: Config, corpus: Corpus) -> Iterator[None]:
     def start():
-        check_workdir(
-            workdir, config
-        )  # again: another run may have started before the lock was acquired
+        check_workdir(workdir, config)  # again: another run may have come first
         initialize_workdir(workdir, config, corpus)
 
     with lock_workdir(workdir):
@@ -213,9 +201,8 @@ def initialize_workdir(workdir: Path, config: Config, corpus: Corpus) -> None:
     """Writes the files of a new run, or updates the config of an existing one."""
     check_same_text(workdir, corpus)
     write_config(workdir, config.to_dict())
-    if not (
-        workdir / STORE_FILE
-    ).exists():  # store.json is written last: if it exists, the other files exist too
+    # store.json is written last: if it exists, the other files exist too
+    if not (workdir / STORE_FILE).exists():
         tokenizers.save(corpus.tokenizer, workdir / TOKENIZER_FOLDER)
         write_atomically(workdir / STORE_FILE, json.dumps(corpus.description, indent=2) + "\n")
 

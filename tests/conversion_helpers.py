@@ -21,7 +21,7 @@ GPT2 = dict(
 
 def export(folder: Path, model, params, tokenizer=None, model_state=None) -> Path:
     folder.mkdir()
-    hugging_face.export_folder(folder, model, params, tokenizer, "# a card\n", model_state)
+    hugging_face.export_folder(folder, model, params, tokenizer, model_state)
     return folder
 
 

@@ -52,49 +52,46 @@ class ConfigJson(NamedTuple):
         self, names: tuple[str, ...], default: int | None, most: int, what_is_most: str = ""
     ) -> int:
         name = next((name for name in names if self.fields.get(name) is not None), names[0])
-        found = default if self.fields.get(name) is None else self.fields[name]
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            self.refuse(name, found, "must be an integer, at least 1")
-        if found > most:
-            self.refuse(name, found, f"must be at most {most:,}{what_is_most}")
-        return found
+        value = default if self.fields.get(name) is None else self.fields[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.refuse(name, value, "must be an integer, at least 1")
+        if value > most:
+            self.refuse(name, value, f"must be at most {most:,}{what_is_most}")
+        return value
 
     def number(self, name: str, default: float) -> float:
-        found = default if self.fields.get(name) is None else self.fields[name]
-        if (
-            not isinstance(found, (int, float))
-            or isinstance(found, bool)
-            or not 0 < found <= _MAX_NUMBER
-        ):
-            self.refuse(name, found, f"must be a number above 0 and at most {_MAX_NUMBER:g}")
-        return float(found)
+        value = default if self.fields.get(name) is None else self.fields[name]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= _MAX_NUMBER:
+            self.refuse(name, value, f"must be a number above 0 and at most {_MAX_NUMBER:g}")
+        return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        found = self.fields.get(name, default)
-        if not isinstance(found, bool):
-            self.refuse(name, found, "must be true or false")
-        return found
+        value = self.fields.get(name, default)
+        if not isinstance(value, bool):
+            self.refuse(name, value, "must be true or false")
+        return value
 
     def model_field(self, name: str):
         """Returns a field of our own. Refuses only what must not reach the validation by
         `models.build`.
         """
-        found = self.fields[name]
-        values = found if isinstance(found, (list, tuple)) else [found]
-        if isinstance(found, (str, list, tuple)) and len(found) > _MAX_ITEMS:
-            self.refuse(name, found, f"must have at most {_MAX_ITEMS:,} characters or items")
-        if any(isinstance(value, (list, dict)) for value in values):
-            self.refuse(name, found, "must not be nested")
+        value = self.fields[name]
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if isinstance(value, (str, list, tuple)) and len(value) > _MAX_ITEMS:
+            self.refuse(name, value, f"must have at most {_MAX_ITEMS:,} characters or items")
+        if any(isinstance(item, (list, dict)) for item in items):
+            self.refuse(name, value, "must not be nested")
         limit = self.num_weights
         if name in _FLOAT_FIELDS:
             limit = _MAX_NUMBER
         elif name in ("context_length", "attention_windows"):  # no weight has one of these sizes
             limit = _MAX_POSITIONS
-        if any(isinstance(value, (int, float)) and abs(value) > limit for value in values):
+        if any(isinstance(item, (int, float)) and abs(item) > limit for item in items):
             self.refuse(
-                name, found, f"must be at most {limit:,} in a model of {self.num_weights:,} weights"
+                name, value, f"must be at most {limit:,} in a model of {self.num_weights:,} weights"
             )
-        return found
+        return value
 
     def require(self, supported: Mapping) -> None:
         for name, value in supported.items():
@@ -113,8 +110,10 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
     """Refuses a model with more weights or layers than the tensors with these `shapes`, without
     building it.
     """
-    num_weights, width = sum(math.prod(shape) for shape in shapes.values()), config.d_model
+    num_weights = sum(math.prod(shape) for shape in shapes.values())
+    width = config.d_model
     experts = config.num_experts + config.num_shared_experts if config.mlp == "moe" else 1
+    # field → number of weights of a tensor that becomes larger with it
     sizes = {
         "vocab_size": config.vocab_size * width,
         "num_heads": config.num_heads * config.head_width * width,
@@ -125,17 +124,13 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
     if any(config.value_embeddings):
         sizes["value_embeddings"] = config.vocab_size * config.kv_heads * config.head_width
     if "delta" in config.mixers:
-        sizes |= {
-            "delta_head_dim": config.num_heads * config.delta_key_width * width,
-            "delta_value_ratio": config.num_heads * config.delta_value_width * width,
-        }
+        sizes["delta_head_dim"] = config.num_heads * config.delta_key_width * width
+        sizes["delta_value_ratio"] = config.num_heads * config.delta_value_width * width
     if "mamba" in config.mixers:
-        sizes |= {
-            "mamba_state": config.mamba_state * width,
-            "mamba_expand": config.num_heads * config.mamba_head_width * width,
-        }
+        sizes["mamba_state"] = config.mamba_state * width
+        sizes["mamba_expand"] = config.num_heads * config.mamba_head_width * width
     if "conv" in config.mixers:
-        sizes |= {"conv_taps": config.conv_taps * width}
+        sizes["conv_taps"] = config.conv_taps * width
     for field, size in sizes.items():
         if size > num_weights:
             raise UserError(
@@ -156,10 +151,12 @@ def other_fields(
     """Returns {field: (value, needed value)} of the fields not in `free` that have another value
     than in `fixed`, or else than their default. So new fields are unsupported.
     """
-    config, free = with_defaults(config), {*free, *training_fields()}
+    config = with_defaults(config)
+    free = {*free, *training_fields()}
     others = {}
     for field in dataclasses.fields(config):
-        value, needed = getattr(config, field.name), fixed.get(field.name, field.default)
+        value = getattr(config, field.name)
+        needed = fixed.get(field.name, field.default)
         if field.name not in free and value != needed:
             others[field.name] = value, needed
     return others
@@ -169,21 +166,22 @@ def with_defaults(config: ModelConfig) -> ModelConfig:
     """Returns an equivalent config with defaults where possible. For example, num_kv_heads =
     num_heads becomes 0.
     """
-    unused = [
-        name
-        for mixer in MIXERS
-        if mixer not in ("attention", *config.mixers)
-        for name in field_types(ModelConfig)
-        if name.startswith(f"{mixer}_")
-    ]
-    return dataclasses.replace(
-        config,
-        **{name: getattr(ModelConfig, name) for name in unused},
-        num_kv_heads=0 if config.num_kv_heads == config.num_heads else config.num_kv_heads,
-        head_dim=0 if config.head_dim * config.num_heads == config.d_model else config.head_dim,
-        mixers=tuple(dict.fromkeys(config.mixers))
-        if len(set(config.mixers)) == 1
-        else config.mixers,
-        attention_windows=config.attention_windows if any(config.attention_windows) else (),
-        value_embeddings=config.value_embeddings if any(config.value_embeddings) else (),
-    )
+    changes = {}
+    for mixer in MIXERS:
+        if mixer in ("attention", *config.mixers):
+            continue
+        # The fields of an unused mixer, such as delta_head_dim, change nothing.
+        for name in field_types(ModelConfig):
+            if name.startswith(f"{mixer}_"):
+                changes[name] = getattr(ModelConfig, name)
+    if config.num_kv_heads == config.num_heads:
+        changes["num_kv_heads"] = 0
+    if config.head_dim * config.num_heads == config.d_model:
+        changes["head_dim"] = 0
+    if len(set(config.mixers)) == 1:  # the same mixer in all blocks
+        changes["mixers"] = config.mixers[:1]
+    if not any(config.attention_windows):
+        changes["attention_windows"] = ()
+    if not any(config.value_embeddings):
+        changes["value_embeddings"] = ()
+    return dataclasses.replace(config, **changes)

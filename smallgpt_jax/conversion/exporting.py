@@ -43,8 +43,8 @@ def export(
     source, output = as_path("--workdir", workdir), form.new_output(output)
     _refuse_custom_classes(source)
     trained = inference.load_trained(source, step).with_paths(form.paths)
-    rank_ratio = trained.model.config.rank_ratio
-    if rank_ratio:
+    has_low_rank = trained.model.config.rank_ratio > 0
+    if has_low_rank:
         model, params = low_rank.with_rank_ratio(trained.model, trained.params, 0.0)
         trained = trained._replace(model=model, params=params)
     written = form.write(source, output, trained)
@@ -52,9 +52,9 @@ def export(
         f"{trained.model.config.architecture} of step {trained.step}, "
         f"{models.num_parameters(trained.model):,} parameters, as {written}"
     )
-    return (
-        f"{summary}; its low-rank matrices are exported as full matrices" if rank_ratio else summary
-    )
+    if has_low_rank:
+        summary += "; its low-rank matrices are exported as full matrices"
+    return summary
 
 
 def _make_export(name: str, **options) -> Export:
@@ -85,13 +85,12 @@ class HuggingFaceExport:
     def write(self, workdir: Path, output: Path, trained: inference.TrainedModel) -> str:
         model, params, model_state, tokenizer, step = trained
         form = hugging_face.find_format(model.config)
+        paths = self.paths if isinstance(self.paths, str) else ",".join(map(str, self.paths))
         card = model_card.format_model_card(
-            workdir,
             output.name,
             model,
-            step,
-            bool(form.CODE),
-            self.paths if isinstance(self.paths, str) else ",".join(map(str, self.paths)),
+            model_card.training_facts(workdir, step, paths),
+            has_code=bool(form.CODE),
             adds_begin=tokenizer.begin_of_text != tokenizer.end_of_text,
         )
         if self.tokenizer:
@@ -99,9 +98,8 @@ class HuggingFaceExport:
         else:
             tokenizer, template = None, ""
         with atomic_folder(output) as folder:
-            hugging_face.export_folder(
-                folder, model, params, tokenizer, card, model_state, template
-            )
+            hugging_face.export_folder(folder, model, params, tokenizer, model_state, template)
+            (folder / "README.md").write_text(card, "utf-8", errors="backslashreplace")
         name = form.class_name(model.config)
         return f"{name} with its own code (trust_remote_code=True)" if form.CODE else name
 

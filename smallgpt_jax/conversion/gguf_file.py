@@ -43,7 +43,8 @@ def write(
     of the file.
     """
     model, tokenizer = trained.model, trained.tokenizer
-    config, (_, file_type) = model.config, DTYPES[dtype]
+    config = model.config
+    _, file_type = DTYPES[dtype]
     _require_support(config, tokenizer)
     gguf = import_library("gguf", "gguf")
     writer = gguf.GGUFWriter(path, architecture(config))
@@ -51,37 +52,39 @@ def write(
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_sizes(writer, config)
+    _add_tokenizer(writer, tokenizer)
+    if chat_template:
+        _add_chat_template(writer, chat_template, tokenizer)
+    ours = tensors.from_params(model, trained.params)
+    num_wider = 0
+    for name, x in _llama_cpp_tensors(gguf, config, ours, tokenizer.vocab_size).items():
+        stored = dtype if x.ndim > 1 else "float32"
+        if stored == "q8_0" and x.shape[-1] % _Q8_BLOCK:
+            stored = "float16"
+            num_wider += 1
+        _add_tensor(gguf, writer, name, x, stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    description = f"{architecture(config)} in {dtype}"
+    if num_wider:
+        description += (
+            f" ({num_wider} matrices in float16, because {_Q8_BLOCK} does not divide their rows)"
+        )
+    return description
+
+
+def _add_tokenizer(writer, tokenizer: Tokenizer) -> None:
     _TOKENIZERS[tokenizer.kind](writer, tokenizer)
     writer.add_bos_token_id(tokenizer.begin_of_text)
     writer.add_eos_token_id(tokenizer.end_of_text)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
-    if chat_template:
-        _add_chat_template(writer, chat_template, tokenizer)
-    theirs, num_wider = (
-        _llama_cpp_tensors(
-            gguf, config, tensors.from_params(model, trained.params), tokenizer.vocab_size
-        ),
-        0,
-    )
-    for their_name, x in theirs.items():
-        stored = dtype if x.ndim > 1 else "float32"
-        if stored == "q8_0" and x.shape[-1] % _Q8_BLOCK:
-            stored, num_wider = "float16", num_wider + 1
-        _add_tensor(gguf, writer, their_name, x, stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return f"{architecture(config)} in {dtype}" + (
-        f" ({num_wider} matrices in float16, because {_Q8_BLOCK} does not divide their rows)"
-        if num_wider
-        else ""
-    )
 
 
 def _add_chat_template(writer, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    """llama.cpp puts the begin-of-text token before what the template writes, as `generate` does."""
+    # llama.cpp puts the begin-of-text token before what the template writes, as `generate` does.
     writer.add_chat_template(template.source)
     if template.end_of_turn not in (None, tokenizer.end_of_text):
         writer.add_eot_token_id(template.end_of_turn)
@@ -128,9 +131,8 @@ def _llama_cpp_tensors(
     gguf, config: ModelConfig, ours: Mapping[str, np.ndarray], vocab_size: int
 ) -> dict:
     """Returns {llama.cpp's name: tensor}. Linear weights have the shape (outputs, inputs)."""
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH[architecture(config).upper()], config.num_layers
-    )
+    model_arch = gguf.MODEL_ARCH[architecture(config).upper()]
+    names = gguf.get_tensor_name_map(model_arch, config.num_layers)
     theirs = {}
     for name, x in llama.to_hugging_face(config, ours).items():
         if name in _EMBEDDINGS:
@@ -138,11 +140,8 @@ def _llama_cpp_tensors(
         if architecture(config) == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             # We rotate the entries i and i + K/2 of each head (models/positions.py), and so does
             # llama.cpp's qwen3; its llama rotates 2i and 2i + 1.
-            x = (
-                x.reshape(-1, 2, config.head_width // 2, x.shape[-1])
-                .swapaxes(1, 2)
-                .reshape(x.shape)
-            )
+            halves = x.reshape(-1, 2, config.head_width // 2, x.shape[-1])
+            x = halves.swapaxes(1, 2).reshape(x.shape)
         theirs[names.get_name(name, try_suffixes=(".weight",))] = x
     return theirs
 
@@ -152,9 +151,8 @@ def _add_tensor(gguf, writer, name: str, x: np.ndarray, dtype: str) -> None:
         raise UserError(
             f"{name}: has infinite or NaN weights; export an earlier checkpoint (--step)"
         )
-    limit = {"float32": np.inf, "float16": 65504, "q8_0": 127 * 65504}[
-        dtype
-    ]  # the scales of q8_0 are float16
+    # q8_0 multiplies integers of up to 127 with a float16
+    limit = {"float32": np.inf, "float16": 65504, "q8_0": 127 * 65504}[dtype]
     if np.abs(x).max() > limit:
         raise UserError(
             f"--dtype: {name} has weights beyond {limit:,}, the limit of {dtype}; use "
@@ -192,12 +190,13 @@ def _add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
         "removes spaces (remove_extra_whitespaces)": rules.remove_extra_whitespaces,
         "has treat_whitespace_as_suffix": trainer.treat_whitespace_as_suffix,
         "has user-defined pieces": any(piece.type == _USER_DEFINED for piece in spec.pieces),
-    }  # it finds others first
-    if found := [what for what, applies in unsupported.items() if applies]:
-        raise UserError(
-            "--to=gguf: llama.cpp cannot encode as the run's SentencePiece model, which "
-            f"{found[0]}; use --to=hf"
-        )
+    }  # llama.cpp finds other pieces first
+    for what, applies in unsupported.items():
+        if applies:
+            raise UserError(
+                "--to=gguf: llama.cpp cannot encode as the run's SentencePiece model, which "
+                f"{what}; use --to=hf"
+            )
     writer.add_tokenizer_model("llama")
     writer.add_token_list([piece.piece for piece in spec.pieces])
     writer.add_token_types([piece.type for piece in spec.pieces])

@@ -29,12 +29,13 @@ OTHER_NAMES = {
     "final_norm.bias": "transformer.ln_f.bias",
     "head.weight": "lm_head.weight",
 }
+# GPT-2's name → our name
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
-}  # GPT-2's name: our name
+}
 FIXED = dict(
     architecture="gpt",
     use_bias=True,
@@ -59,8 +60,8 @@ def hugging_face_name(name: str) -> str:
 
 
 def heads_first(x: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorders axis 0 of `x`, the outputs of a QKV projection, from (3, H, K) to (H, 3, K): H heads
-    of width K.
+    """Reorders axis 0 of `x`, the outputs of a QKV projection, from (3, H, K) to (H, 3, K): from all
+    queries, all keys, all values to query, key and value of each of H heads of width K.
     """
     return x.reshape(3, num_heads, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
@@ -100,16 +101,18 @@ def from_hugging_face(
     for name, x in tensors.items():
         if re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias", name):
             continue  # the causal mask, which old files contain
-        full = name if name in ours else f"transformer.{name}"
         if name == "lm_head.weight" and "head.weight" not in names:
             continue  # a copy of the tied embedding
-        if (known := ours.get(full)) is None:
+        full_name = name if name in ours else f"transformer.{name}"
+        if full_name not in ours:
             renamed[name] = x
             continue
-        x = x.T if known.startswith("trunk.") and x.ndim == 2 else x
-        if ".qkv." in known and x.ndim and len(x) % (3 * config.num_heads) == 0:
+        our_name = ours[full_name]
+        if our_name.startswith("trunk.") and x.ndim == 2:
+            x = x.T
+        if ".qkv." in our_name and x.ndim and len(x) % (3 * config.num_heads) == 0:
             x = heads_first(x, config.num_heads)
-        renamed[known] = x
+        renamed[our_name] = x
     return renamed
 
 

@@ -32,10 +32,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     saved = torch_file.read_torch_file(path, classes=(_CONFIG_CLASS,))
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise UserError(f"{path}: not a checkpoint of the paper's code (no 'model' entry)")
-    theirs = {
-        name.removeprefix("_orig_mod."): x
-        for name, x in torch_file.to_arrays(saved["model"], path).items()
-    }
+    arrays = torch_file.to_arrays(saved["model"], path)
+    # torch.compile puts a prefix before all names
+    theirs = {name.removeprefix("_orig_mod."): x for name, x in arrays.items()}
     config = saved.get("config")
     num_heads = getattr(config, "n_head", None)
     if not isinstance(config, torch_file.Attributes) or type(num_heads) is not int:
@@ -47,26 +46,28 @@ def read_checkpoint(path: Path) -> Checkpoint:
     require_fit(config, {name: x.shape for name, x in theirs.items()}, path)
     model = models.LanguageModel(config)
     names = {name: _gpt_variations_name(name, model.config) for name in tensors.shapes(model)}
-    our_names = {released_name: name for name, released_name in names.items()}
-    named = {our_names.get(name, name): x for name, x in theirs.items()}
-    renamed = {name: _to_our_layout(name, x, num_heads) for name, x in named.items()}
+    our_names = {their_name: name for name, their_name in names.items()}
+    renamed = {}
+    for their_name, x in theirs.items():
+        name = our_names.get(their_name, their_name)
+        renamed[name] = _to_our_layout(name, x, num_heads)
     params = tensors.to_params(model, renamed, lambda name: names.get(name, name), str(path))
-    facts = {
-        name: saved[name]
-        for name in ("step", "val_loss")
-        if isinstance(saved.get(name), int | float)
-    }
+    facts = {}
+    for name in ("step", "val_loss"):
+        if isinstance(saved.get(name), int | float):
+            facts[name] = saved[name]
     return Checkpoint(model, params, facts)
 
 
 def _model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> dict:
     def count(pattern: str) -> int:
-        return len({match[0] for name in theirs if (match := re.match(pattern, name))})
+        """Returns the number of modules whose names match."""
+        matches = filter(None, (re.match(pattern, name) for name in theirs))
+        return len({match[0] for match in matches})
 
     try:
-        (vocab_size, width), (context_length, _) = (
-            theirs[f"transformer.{name}.weight"].shape for name in ("wte", "wpe")
-        )
+        vocab_size, width = theirs["transformer.wte.weight"].shape
+        context_length, _ = theirs["transformer.wpe.weight"].shape
         first_mlp = next(x for name, x in theirs.items() if name.endswith(".mlp.c_fc.weight"))
         mlp_ratio = first_mlp.shape[0] / first_mlp.shape[1]
         num_taps = theirs.get("transformer.h.0.conv_layer.weight", np.zeros((1, 1, 1))).shape[2]
@@ -76,7 +77,7 @@ def _model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> 
             "MLP tensor)"
         ) from None
     num_layers = sum(name.endswith(".ln_1.weight") for name in theirs)
-    fields = dict(
+    shared_fields = dict(
         vocab_size=vocab_size,
         context_length=context_length,
         d_model=width,
@@ -91,34 +92,32 @@ def _model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> 
         dtype="float32",
         scan_layers=False,
     )
-    dense = r"transformer\.h\.\d+\.weight"
     if "transformer.wt" in theirs:
         return dict(
-            fields,
+            shared_fields,
             architecture="pgpt",
             num_paths=count(r"transformer\.lin_\d+"),
             path_weights="learned",
         )
-    if num_compressions := count(dense):
-        own = dict(
-            architecture="lgpt",
-            blocks_per_stage=min(
-                int(name.split(".")[2]) for name in theirs if re.fullmatch(dense, name)
-            ),
-        )
-    elif num_compressions := count(r"transformer\.h\.\d+\.conv_layer"):
-        own = dict(
-            architecture="cgpt",
-            blocks_per_stage=count(r"transformer\.h\.0\.blocks\.\d+"),
-            conv_kernel=num_taps,
-        )
+    # An lgpt is one list of blocks and of the dense layers that follow each stage of blocks: the
+    # number of the first dense layer, a module without children, is the number of blocks before.
+    dense_layers = [name for name in theirs if re.fullmatch(r"transformer\.h\.\d+\.weight", name)]
+    num_convolutions = count(r"transformer\.h\.\d+\.conv_layer")
+    if dense_layers:
+        num_compressions = len(dense_layers)
+        blocks_per_stage = min(int(name.split(".")[2]) for name in dense_layers)
+        fields = dict(shared_fields, architecture="lgpt")
+    elif num_convolutions:
+        num_compressions = num_convolutions
+        blocks_per_stage = count(r"transformer\.h\.0\.blocks\.\d+")
+        fields = dict(shared_fields, architecture="cgpt", conv_kernel=num_taps)
     else:
-        return dict(fields, architecture="gpt")
+        return dict(shared_fields, architecture="gpt")
     return dict(
         fields,
-        **own,
+        blocks_per_stage=blocks_per_stage,
         stage_heads="fixed",
-        compress_last_stage=num_compressions * own["blocks_per_stage"] == num_layers,
+        compress_last_stage=num_compressions * blocks_per_stage == num_layers,
     )
 
 
@@ -127,9 +126,11 @@ def _gpt_variations_name(name: str, config: models.ModelConfig) -> str:
         return gpt2.OTHER_NAMES[name]
     if name == "trunk.path_logits":
         return "transformer.wt"
+    # trunk.paths.1.blocks.0.mlp.up.weight → "paths.1.blocks.0", "mlp.up", "weight"
     place, part, leaf = re.fullmatch(
         r"trunk\.([a-z]+(?:\.\d+)+(?:\.blocks\.\d+)?)\.?(.*)\.(\w+)", name
     ).groups()
+    # paths.1.blocks.0 → "paths", [1, 0]
     kind, *numbers = re.findall(r"[a-z]+|\d+", place.replace(".blocks", ""))
     numbers = [int(number) for number in numbers]
     per_stage = getattr(config, "blocks_per_stage", 0)
@@ -141,8 +142,9 @@ def _gpt_variations_name(name: str, config: models.ModelConfig) -> str:
         ("cgpt", "stage"): lambda s, i: f"h.{s}.blocks.{i}",
         ("cgpt", "compress"): lambda s: f"h.{s}.conv_layer",
     }[config.architecture, kind](*numbers)
-    inner = gpt2.BLOCK_NAMES.get(part)
-    return f"transformer.{module}.{f'{inner}.' if inner else ''}{leaf}"
+    if part not in gpt2.BLOCK_NAMES:  # a layer outside the blocks, as the dense layer of a stage
+        return f"transformer.{module}.{leaf}"
+    return f"transformer.{module}.{gpt2.BLOCK_NAMES[part]}.{leaf}"
 
 
 def _to_our_layout(name: str, x: np.ndarray, num_heads: int) -> np.ndarray:

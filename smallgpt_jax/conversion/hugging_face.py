@@ -24,7 +24,6 @@ import sys
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -43,6 +42,7 @@ from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, import_library
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.run.workdir import ImportedModel
 from smallgpt_jax.storage.atomic import current_umask
 from smallgpt_jax.storage.json_files import OBJECT, read_json, read_json_or_none
 
@@ -55,15 +55,19 @@ _STEPS = {
 }
 # The class of a tokenizer whose settings name none, by the type of the model.
 _DEFAULT_CLASSES = {"gpt2": "GPT2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+# The files of a model on the hub that an import reads.
+_DOWNLOADED = [
+    "config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    TEMPLATE_FILE,
+]
 _FORMATS = {model_type: form for form in (*NATIVE, smallgpt) for model_type in form.MODEL_TYPES}
-
-
-class Imported(NamedTuple):
-    model: models.LanguageModel
-    params: dict
-    tokenizer: Tokenizer | None
-    model_state: dict
-    chat_template: str  # "" if the folder has none
 
 
 def find_format(config: models.ModelConfig):
@@ -75,13 +79,13 @@ def export_folder(
     model: models.LanguageModel,
     params,
     tokenizer: Tokenizer | None,
-    card: str,
     model_state=None,
     chat_template: str = "",
 ) -> None:
-    """`card` becomes README.md. `model_state` is needed only for mixtures of experts."""
-    config, form = model.config, find_format(model.config)
-    described = form.to_config(config)
+    """`model_state` is needed only for mixtures of experts."""
+    config = model.config
+    form = find_format(config)
+    their_config = form.to_config(config)  # first, because it refuses unsupported models
     theirs = form.to_hugging_face(config, tensors.from_params(model, params, model_state))
     import_library("safetensors.numpy").save_file(
         {name: np.ascontiguousarray(x) for name, x in theirs.items()},
@@ -89,41 +93,36 @@ def export_folder(
         metadata={"format": "pt"},
     )
     (folder / "model.safetensors").chmod(0o666 & ~current_umask())  # safetensors ignores the umask
-    begin_of_text, end_of_text = (
-        (tokenizer.begin_of_text, tokenizer.end_of_text) if tokenizer else (None, None)
-    )
     special = {
-        "bos_token_id": begin_of_text,
-        "eos_token_id": end_of_text,
-        "pad_token_id": end_of_text,
+        "bos_token_id": tokenizer.begin_of_text if tokenizer else None,
+        "eos_token_id": tokenizer.end_of_text if tokenizer else None,
+        "pad_token_id": tokenizer.end_of_text if tokenizer else None,
     }
     write_json(
-        folder / "config.json", {**described, **special, "dtype": "float32", "use_cache": True}
+        folder / "config.json", {**their_config, **special, "dtype": "float32", "use_cache": True}
     )
-    # The embedding may have more rows than the tokenizer has ids; generation must not sample the
-    # unused rows.
-    unused = list(range(tokenizer.vocab_size, config.vocab_size)) if tokenizer else []
-    if config.attention_mask != "bidirectional":
-        write_json(
-            folder / "generation_config.json",
-            {
-                **special,
-                "eos_token_id": _ends_of_texts(tokenizer, chat_template),
-                "max_length": config.context_length,
-                **({"suppress_tokens": unused} if unused else {}),
-            },
-        )
+    if config.attention_mask != "bidirectional":  # an encoder does not generate
+        generation = {
+            **special,
+            "eos_token_id": _ends_of_texts(tokenizer, chat_template),
+            "max_length": config.context_length,
+        }
+        # The embedding may have more rows than the tokenizer has ids; generation must not sample
+        # the unused rows.
+        if tokenizer and tokenizer.vocab_size < config.vocab_size:
+            generation["suppress_tokens"] = list(range(tokenizer.vocab_size, config.vocab_size))
+        write_json(folder / "generation_config.json", generation)
     for name in form.CODE:
         source = resources.files("smallgpt_jax.conversion.exported") / name
         (folder / name).write_text(source.read_text("utf-8"), "utf-8")
     if tokenizer:
-        for name, content in tokenizer_files.hugging_face_files(
-            tokenizer, config.context_length, bool(chat_template)
-        ).items():
+        files = tokenizer_files.hugging_face_files(
+            tokenizer, config.context_length, is_chat=bool(chat_template)
+        )
+        for name, content in files.items():
             (folder / name).write_text(content, "utf-8")
         tokenizers.save(tokenizer, folder)  # the original tokenizer files, which read_folder reads
         save_template(chat_template, folder)
-    (folder / "README.md").write_text(card, "utf-8", errors="backslashreplace")
 
 
 def _ends_of_texts(tokenizer: Tokenizer | None, chat_template: str) -> int | list[int] | None:
@@ -144,25 +143,26 @@ def write_json(path: Path, content: dict) -> None:
 
 def read_folder(
     source: str, with_tokenizer: bool = True, trust_custom_code: bool = False
-) -> Imported:
+) -> ImportedModel:
     """`source` is a local folder, or a name on the hub. `trust_custom_code` lets config.json name a
     module.
     """
     folder = Path(source).expanduser()
-    folder = folder if folder.is_dir() else _download_folder(source)
+    if not folder.is_dir():
+        folder = _download_folder(source)
     path = folder / "config.json"
-    described = read_json(path, OBJECT, "expected a model config")
-    model_type = described.get("model_type")
+    their_config = read_json(path, OBJECT, "expected a model config")
+    model_type = their_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _FORMATS:
         raise UserError(
             f"{path}: model_type={reprlib.repr(model_type)}: not supported; must be one of "
             + ", ".join(_FORMATS)
         )
-    form, files = _FORMATS[model_type], open_weights(folder)
+    form = _FORMATS[model_type]
+    files = open_weights(folder)
     num_weights = sum(math.prod(shape) for shape in files.shapes.values())
-    fields = dict(dropout=0.0, dtype="float32", scan_layers=False) | form.from_config(
-        ConfigJson(described, path, num_weights)
-    )
+    fields = dict(dropout=0.0, dtype="float32", scan_layers=False)
+    fields |= form.from_config(ConfigJson(their_config, path, num_weights))
     models.refuse_custom_code(fields, path, trust_custom_code)
     try:
         config = models.make_config(**fields)
@@ -178,7 +178,7 @@ def read_folder(
     except UserError as error:
         raise UserError(f"{files.path}: {error}") from None
     params = tensors.to_params(model, weights, form.hugging_face_name, str(files.path))
-    return Imported(
+    return ImportedModel(
         model,
         params,
         read_tokenizer(folder) if with_tokenizer else None,
@@ -215,11 +215,9 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 def _name_other_steps(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
     """Prints if transformers replaces the steps that split a text by those of another class."""
-    settings, described = (
-        read_json_or_none(folder / name, OBJECT) or {}
-        for name in ("tokenizer_config.json", "config.json")
-    )
-    name = settings.get("tokenizer_class") or _DEFAULT_CLASSES.get(described.get("model_type"))
+    settings = read_json_or_none(folder / "tokenizer_config.json", OBJECT) or {}
+    config = read_json_or_none(folder / "config.json", OBJECT) or {}
+    name = settings.get("tokenizer_class") or _DEFAULT_CLASSES.get(config.get("model_type"))
     name = str(name).removesuffix("Fast")
     steps = tokenizer.step_types()
     is_replaced = name in _STEPS and not (name == "LlamaTokenizer" and "ByteLevel" in steps)
@@ -235,22 +233,7 @@ def _name_other_steps(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
 def _download_folder(name: str) -> Path:
     hub = import_library("huggingface_hub")
     try:
-        folder = Path(
-            hub.snapshot_download(
-                name,
-                allow_patterns=[
-                    "config.json",
-                    "*.safetensors",
-                    "*.safetensors.index.json",
-                    "vocab.json",
-                    "merges.txt",
-                    "tokenizer*",
-                    "special_tokens_map.json",
-                    "added_tokens.json",
-                    TEMPLATE_FILE,
-                ],
-            )
-        )
+        folder = Path(hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
         if not any(folder.glob("*.safetensors")):
             hub.snapshot_download(name, allow_patterns=["pytorch_model.bin"])
         return folder

@@ -7,10 +7,9 @@ from typing import Any, Protocol
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, model_card
-from smallgpt_jax.conversion.hugging_face import Imported
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.workdir import write_imported
+from smallgpt_jax.run.workdir import ImportedModel, write_imported
 from smallgpt_jax.storage.atomic import atomic_folder, removed_on_error
 from smallgpt_jax.storage.object_storage import is_remote
 from smallgpt_jax.storage.paths import as_path, local_path, new_folder, resolve
@@ -19,7 +18,7 @@ from smallgpt_jax.storage.paths import as_path, local_path, new_folder, resolve
 class Import(Protocol):
     NAME: str
 
-    def read(self, source: str, trust_custom_code: bool) -> tuple[Imported, dict[str, Any]]:
+    def read(self, source: str, trust_custom_code: bool) -> tuple[ImportedModel, dict[str, Any]]:
         """Returns the model, and what origin.json says of it."""
 
 
@@ -57,15 +56,7 @@ def import_(
     # orbax checkpoints have another layout in object storage than on a local disk, so a local one
     # cannot be uploaded.
     with removed_on_error(folder) if is_remote(folder) else atomic_folder(folder) as partial:
-        write_imported(
-            partial,
-            model,
-            imported.params,
-            imported.model_state,
-            tokenizer,
-            origin,
-            imported.chat_template,
-        )
+        write_imported(partial, imported, origin)
     return (
         f"{model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "
         f"{tokenizer.kind}, {tokenizer.vocab_size:,} entries"
@@ -85,7 +76,7 @@ class HuggingFaceImport:
     # in the syntax of config.data.tokenizer; None: that of the folder, or else GPT-2's
     tokenizer: str | None = None
 
-    def read(self, source: str, trust_custom_code: bool) -> tuple[Imported, dict[str, Any]]:
+    def read(self, source: str, trust_custom_code: bool) -> tuple[ImportedModel, dict[str, Any]]:
         folder = str(local_path("--input", source)) if is_remote(source) else source
         imported = hugging_face.read_folder(folder, not self.tokenizer, trust_custom_code)
         if imported.tokenizer:
@@ -99,9 +90,9 @@ class GPTVariationsImport:
 
     tokenizer: str | None = None  # in the syntax of config.data.tokenizer; None: GPT-2's
 
-    def read(self, source: str, trust_custom_code: bool) -> tuple[Imported, dict[str, Any]]:
+    def read(self, source: str, trust_custom_code: bool) -> tuple[ImportedModel, dict[str, Any]]:
         model, params, facts = gpt_variations.read_checkpoint(local_path("--input", source))
-        return Imported(model, params, _make_tokenizer(self.tokenizer), {}, ""), facts
+        return ImportedModel(model, params, _make_tokenizer(self.tokenizer)), facts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +105,7 @@ class RunImport:
     # change.
     rank_ratio: float | None = None
 
-    def read(self, source: str, trust_custom_code: bool) -> tuple[Imported, dict[str, Any]]:
+    def read(self, source: str, trust_custom_code: bool) -> tuple[ImportedModel, dict[str, Any]]:
         model, params, model_state, tokenizer, step = inference.load_trained(
             source, self.step, trust_custom_code
         )
@@ -124,7 +115,7 @@ class RunImport:
         if self.rank_ratio is not None:
             model, params = low_rank.with_rank_ratio(model, params, self.rank_ratio)
             facts["rank_ratio"] = self.rank_ratio
-        return Imported(model, params, tokenizer, model_state, template), facts
+        return ImportedModel(model, params, tokenizer, model_state, template), facts
 
 
 def _make_tokenizer(name: str | None):

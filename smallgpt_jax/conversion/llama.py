@@ -84,7 +84,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def _projection_names(name: str) -> list[str]:
-    return [hugging_face_name(name).replace("{q,k,v}", part) for part in "qkv"]
+    return [hugging_face_name(name).replace("{q,k,v}", letter) for letter in "qkv"]
 
 
 def to_hugging_face(
@@ -93,12 +93,11 @@ def to_hugging_face(
     theirs = {}
     for name, x in tensors.items():
         if ".qkv." in name:
+            # J: the queries of a key–value head, its key, its value
             x_GxJxKxD = x.reshape(config.kv_heads, -1, config.head_width, config.d_model)
-            parts = x_GxJxKxD[:, :-2], x_GxJxKxD[:, -2], x_GxJxKxD[:, -1]
-            theirs |= {
-                their_name: part.reshape(-1, config.d_model)
-                for their_name, part in zip(_projection_names(name), parts)
-            }
+            projections = x_GxJxKxD[:, :-2], x_GxJxKxD[:, -2], x_GxJxKxD[:, -1]
+            for their_name, projection in zip(_projection_names(name), projections):
+                theirs[their_name] = projection.reshape(-1, config.d_model)
         else:
             theirs[hugging_face_name(name)] = x
     return theirs
@@ -113,30 +112,31 @@ def from_hugging_face(
     tensors = {
         name if name.startswith(("model.", "lm_head.")) else f"model.{name}": x
         for name, x in tensors.items()
-        if not name.endswith("rotary_emb.inv_freq")
-    }  # in old files
+        if not name.endswith("rotary_emb.inv_freq")  # in old files
+    }
     if config.tie_embeddings:
         tensors.pop("lm_head.weight", None)  # a copy of the tied embedding
     ours = {}
     for name in names:
-        theirs = _projection_names(name) if ".qkv." in name else [hugging_face_name(name)]
-        if all(their_name in tensors for their_name in theirs):
-            parts = {their_name: tensors.pop(their_name) for their_name in theirs}
-            ours[name] = _fuse(config, parts) if ".qkv." in name else parts[theirs[0]]
+        their_names = _projection_names(name) if ".qkv." in name else [hugging_face_name(name)]
+        if not all(their_name in tensors for their_name in their_names):
+            continue
+        theirs = {their_name: tensors.pop(their_name) for their_name in their_names}
+        ours[name] = _fuse(config, theirs) if ".qkv." in name else theirs[their_names[0]]
     return ours | tensors
 
 
-def _fuse(config: ModelConfig, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Returns our attention.qkv. `parts` contains the query, key and value matrices, in this
+def _fuse(config: ModelConfig, projections: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Returns our attention.qkv. `projections` contains the query, key and value matrices, in this
     order.
     """
     groups, width = config.kv_heads, config.head_width
-    for (name, x), heads in zip(parts.items(), (config.num_heads, groups, groups)):
-        if x.shape != (expected := (heads * width, config.d_model)):
+    for (name, x), heads in zip(projections.items(), (config.num_heads, groups, groups)):
+        expected = (heads * width, config.d_model)
+        if x.shape != expected:
             raise UserError(f"wrong shapes: {name} {x.shape}, expected {expected}")
-    return np.concatenate(
-        [x.reshape(groups, -1, width, config.d_model) for x in parts.values()], axis=1
-    ).reshape(-1, config.d_model)
+    by_group = [x.reshape(groups, -1, width, config.d_model) for x in projections.values()]
+    return np.concatenate(by_group, axis=1).reshape(-1, config.d_model)
 
 
 def to_config(config: ModelConfig) -> dict:
@@ -173,19 +173,15 @@ def from_config(theirs: ConfigJson) -> dict:
         not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
     ):
         theirs.refuse("layer_types", layer_types, "not supported; all must be 'full_attention'")
-    model_type, width, num_heads = (
-        theirs.fields["model_type"],
-        theirs.size("hidden_size"),
-        theirs.size("num_attention_heads"),
-    )
+    model_type = theirs.fields["model_type"]
+    width = theirs.size("hidden_size")
+    num_heads = theirs.size("num_attention_heads")
     default_head_dim = _DEFAULT_HEAD_DIM.get(model_type, max(1, width // num_heads))
     default_kv_heads = num_heads
     if "num_key_value_heads" not in theirs.fields:
         default_kv_heads = _DEFAULT_KV_HEADS.get(model_type, num_heads)
-    head_dim, num_kv_heads = (
-        theirs.size("head_dim", default=default_head_dim),
-        theirs.size("num_key_value_heads", default=default_kv_heads),
-    )
+    head_dim = theirs.size("head_dim", default=default_head_dim)
+    num_kv_heads = theirs.size("num_key_value_heads", default=default_kv_heads)
     return dict(
         vocab_size=theirs.size("vocab_size"),
         context_length=theirs.positions("max_position_embeddings"),
@@ -207,15 +203,10 @@ def rope_base(theirs: ConfigJson) -> float:
     """Refuses a rotation that is scaled, covers only part of a head, or depends on the type of a
     layer.
     """
-    name = next(
-        (name for name in ("rope_scaling", "rope_parameters") if theirs.fields.get(name)),
-        "rope_parameters",
-    )
+    name = "rope_scaling" if theirs.fields.get("rope_scaling") else "rope_parameters"
     rope = theirs.fields.get(name) or {}
-    if (
-        not isinstance(rope, dict)
-        or rope.get("rope_type", rope.get("type", "default")) != "default"
-    ):
+    is_dict = isinstance(rope, dict)
+    if not is_dict or rope.get("rope_type", rope.get("type", "default")) != "default":
         theirs.refuse(name, rope, "not supported; the rope_type must be 'default'")
     if any(isinstance(value, dict) for value in rope.values()):
         theirs.refuse(name, rope, "not supported; must not depend on the type of a layer")

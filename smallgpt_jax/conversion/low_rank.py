@@ -21,24 +21,21 @@ def with_rank_ratio(model: models.LanguageModel, params, rank_ratio: float):
     models.require_factors(converted)
     arrays = flatten_dict(jax.device_get(params))
     full = {path: x for path, x in arrays.items() if path[-1] not in ("kernel_in", "kernel_out")}
-    for module, stacked in _factored_modules(model).items():
+    for module, num_stacks in _factored_modules(model).items():
         full[*module, "kernel"] = _multiply(
-            arrays[*module, "kernel_in"], arrays[*module, "kernel_out"], stacked
+            arrays[*module, "kernel_in"], arrays[*module, "kernel_out"], num_stacks
         )
     shapes = flatten_dict(models.abstract_params(converted))
-    for module, stacked in _factored_modules(converted).items():
-        shape_in, shape_out = (
-            shapes[*module, "kernel_in"].shape,
-            shapes[*module, "kernel_out"].shape,
-        )
-        matrix = full.pop((*module, "kernel")).reshape(
-            *shape_in[:stacked], np.prod(shape_in[stacked:-1]), np.prod(shape_out[stacked + 1 :])
-        )
+    for module, num_stacks in _factored_modules(converted).items():
+        shape_in = shapes[*module, "kernel_in"].shape  # (*stacks, *inputs, rank)
+        shape_out = shapes[*module, "kernel_out"].shape  # (*stacks, rank, *features)
+        num_inputs = np.prod(shape_in[num_stacks:-1])
+        num_features = np.prod(shape_out[num_stacks + 1 :])
+        kernel = full.pop((*module, "kernel"))
+        matrix = kernel.reshape(*shape_in[:num_stacks], num_inputs, num_features)
         left, right = factor(matrix, rank=shape_in[-1])
-        full[*module, "kernel_in"], full[*module, "kernel_out"] = (
-            left.reshape(shape_in),
-            right.reshape(shape_out),
-        )
+        full[*module, "kernel_in"] = left.reshape(shape_in)
+        full[*module, "kernel_out"] = right.reshape(shape_out)
     return converted, unflatten_dict({path: full[path] for path in shapes})
 
 
@@ -48,21 +45,20 @@ def factor(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """
     u, s, v = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
     root = np.sqrt(s[..., None, :rank])
-    return (
-        np.float32(u[..., :rank] * root),
-        np.float32(np.swapaxes(root, -1, -2) * v[..., :rank, :]),
-    )
+    left = u[..., :rank] * root
+    right = np.swapaxes(root, -1, -2) * v[..., :rank, :]
+    return np.float32(left), np.float32(right)
 
 
-def _multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, stacked: int) -> np.ndarray:
-    """Returns the kernel (*stack, *inputs, *features), where `stacked` is the number of stack axes
-    (layers, paths).
+def _multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, num_stacks: int) -> np.ndarray:
+    """Returns the kernel (*stacks, *inputs, *features), with one stack axis for layers, one for
+    paths.
     """
-    stack, rank = kernel_in.shape[:stacked], kernel_in.shape[-1]
-    product = kernel_in.reshape(*stack, -1, rank).astype(np.float64) @ kernel_out.reshape(
-        *stack, rank, -1
-    ).astype(np.float64)
-    return np.float32(product).reshape(*kernel_in.shape[:-1], *kernel_out.shape[stacked + 1 :])
+    stacks, rank = kernel_in.shape[:num_stacks], kernel_in.shape[-1]
+    left = kernel_in.reshape(*stacks, -1, rank).astype(np.float64)
+    right = kernel_out.reshape(*stacks, rank, -1).astype(np.float64)
+    shape = (*kernel_in.shape[:-1], *kernel_out.shape[num_stacks + 1 :])
+    return np.float32(left @ right).reshape(shape)
 
 
 def _factored_modules(model: models.LanguageModel) -> dict[tuple[str, ...], int]:

@@ -1,5 +1,6 @@
 """The README.md of an exported model, which describes its architecture, usage and training."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from smallgpt_jax import models
@@ -12,91 +13,74 @@ from smallgpt_jax.storage.json_files import OBJECT, read_json
 _DESCRIPTIONS = {
     "gpt": "a GPT: {num_layers} blocks of width {d_model}",
     "pgpt": "a ParallelGPT: {num_layers} blocks of width {d_model} on {num_paths} parallel paths",
-    "lgpt": "a LinearGPT: {num_layers} blocks, with a width of {d_model} that dense layers halve after every "
-    "{blocks_per_stage}",
-    "cgpt": "a ConvGPT: {num_layers} blocks, with a width of {d_model} that convolutions of kernel size {conv_kernel} "
-    "halve after every {blocks_per_stage}",
+    "lgpt": "a LinearGPT: {num_layers} blocks, with a width of {d_model} that dense layers halve "
+    "after every {blocks_per_stage}",
+    "cgpt": "a ConvGPT: {num_layers} blocks, with a width of {d_model} that convolutions of kernel "
+    "size {conv_kernel} halve after every {blocks_per_stage}",
 }
 
 
 def format_model_card(
-    folder: Path,
     name: str,
     model: models.LanguageModel,
-    step: int,
+    facts: Sequence[tuple[str, str]],
     has_code: bool,
-    paths: str,
     adds_begin: bool = False,
 ) -> str:
-    """`paths` is the value of --paths; `adds_begin`: the tokenizer puts its begin-of-text token
-    before each text.
+    """`facts` are `training_facts`; `adds_begin`: the tokenizer puts its begin-of-text token before
+    each text.
     """
     config = model.config
-    described = _DESCRIPTIONS.get(
+    description = _DESCRIPTIONS.get(
         config.architecture, "a {architecture}: {num_layers} blocks of width {d_model}"
-    )
-    facts = training_facts(folder, step)
-    if paths != "all":
-        facts = [
-            ("exported paths of the trained model", paths),
-            *(fact for fact in facts if fact[0] != "validation loss"),
-        ]
+    ).format(**vars(config))
     is_encoder = config.attention_mask == "bidirectional"
+    if is_encoder:
+        task = "fill-mask"
+        use = "An encoder, trained to predict masked tokens. It"
+    else:
+        task = "text-generation"
+        use = "A base language model: it continues text, does not follow instructions, and"
+    table = []
+    if facts:
+        table = ["| training | |", "|---|---|"]
+        table += [f"| {escape_markdown(key)} | {escape_markdown(value)} |" for key, value in facts]
+        table.append("")
+    tokenizer = "The tokenizer encodes `<|endoftext|>` in a text as ordinary text."
+    if not adds_begin:
+        tokenizer = (
+            "In training, an end-of-text token precedes every document. The tokenizer does not add "
+            f"this token, so the example adds it. {tokenizer}"
+        )
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"pipeline_tag: {task}",
+        "tags:",
+        "- smallgpt_jax",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"This is {description}; {models.num_parameters(model):,} parameters, context length "
+        f"{config.context_length:,}, vocabulary size {config.vocab_size:,}. {use} reproduces the "
+        "errors and biases of its training text. Trained with smallgpt_jax (ParallelGPT, LinearGPT "
+        "and ConvGPT: arXiv 2404.14462).",
+        "",
+        "```python",
+        "import torch",
+        *_example(name, has_code, is_encoder, adds_begin),
+        "```",
+        "",
+        *table,
+        tokenizer,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _example(name: str, has_code: bool, is_encoder: bool, adds_begin: bool) -> list[str]:
     trust = ", trust_remote_code=True" if has_code else ""
-    task = "fill-mask" if is_encoder else "text-generation"
-    what = (
-        "An encoder, trained to predict masked tokens. It"
-        if is_encoder
-        else "A base language model: it continues text, does not follow instructions, and"
-    )
-    return "\n".join(
-        [
-            "---",
-            "library_name: transformers",
-            f"pipeline_tag: {task}",
-            "tags:",
-            "- smallgpt_jax",
-            "---",
-            "",
-            f"# {name}",
-            "",
-            f"This is {described.format(**vars(config))}; {models.num_parameters(model):,} "
-            f"parameters, context length {config.context_length:,}, vocabulary size "
-            f"{config.vocab_size:,}. {what} reproduces the errors and biases of its training "
-            "text. Trained with smallgpt_jax (ParallelGPT, LinearGPT and ConvGPT: arXiv "
-            "2404.14462).",
-            "",
-            "```python",
-            "import torch",
-            *example(name, trust, is_encoder, adds_begin),
-            "```",
-            "",
-            *(
-                [
-                    "| training | |",
-                    "|---|---|",
-                    *(
-                        f"| {escape_markdown(name)} | {escape_markdown(value)} |"
-                        for name, value in facts
-                    ),
-                    "",
-                ]
-                if facts
-                else []
-            ),
-            (
-                ""
-                if adds_begin
-                else "In training, an end-of-text token precedes every document. The tokenizer does not add "
-                "this token, so the example adds it. "
-            )
-            + "The tokenizer encodes `<|endoftext|>` in a text as ordinary text.",
-            "",
-        ]
-    )
-
-
-def example(name: str, trust: str, is_encoder: bool, adds_begin: bool) -> list[str]:
     kind = "AutoModelForMaskedLM" if is_encoder else "AutoModelForCausalLM"
     begin = "" if adds_begin else "tokenizer.eos_token_id, "
     lines = [
@@ -118,15 +102,19 @@ def example(name: str, trust: str, is_encoder: bool, adds_begin: bool) -> list[s
     ]
 
 
-def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
+def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[str, str]]:
+    """Returns (name, value) of what a reader of the card should know of the run. `paths` is the
+    value of --paths.
+    """
     facts = []
-    origin = folder / ORIGIN_FILE
+    if paths != "all":
+        facts.append(("exported paths of the trained model", paths))
+    origin = workdir / ORIGIN_FILE
     if origin.is_file():
-        facts += [
-            (f"weights from: {key}", str(value))
-            for key, value in read_json(origin, OBJECT, "replace it by {}").items()
-        ]
-    if not (config := saved_config(folder)):  # an imported model that has not been trained
+        for key, value in read_json(origin, OBJECT, "replace it by {}").items():
+            facts.append((f"weights from: {key}", str(value)))
+    config = saved_config(workdir)
+    if not config:  # an imported model that has not been trained
         return facts
     data, train, optimizer = config.data, config.train, config.optimizer
     tokens = step * train.batch_size * config.model.context_length
@@ -149,19 +137,17 @@ def training_facts(folder: Path, step: int) -> list[tuple[str, str]]:
     ]
     if config.model.rank_ratio:
         facts.append(("rank ratio", f"{config.model.rank_ratio:g}"))
-    evaluated = [
+    if paths != "all":  # their loss is another
+        return facts
+    evaluations = [
         line
-        for line in read_lines(folder / METRICS_FILE)
+        for line in read_lines(workdir / METRICS_FILE)
         if line["split"] == "eval"
         and line["step"] == step
         and None not in (line["loss"], line.get("bits_per_byte"))
     ]
-    if evaluated:
-        facts.append(
-            (
-                "validation loss",
-                f"{evaluated[-1]['loss']:.4f} nats per token, "
-                f"{evaluated[-1]['bits_per_byte']:.4f} bits per byte",
-            )
-        )
+    if evaluations:
+        newest = evaluations[-1]
+        loss = f"{newest['loss']:.4f} nats per token, {newest['bits_per_byte']:.4f} bits per byte"
+        facts.append(("validation loss", loss))
     return facts

@@ -24,25 +24,23 @@ def write(folder: Path, model: models.LanguageModel, base, tuned, rank: int) -> 
             "--to=peft: the model is no GPT-2, Llama or Qwen3 in transformers, and peft supports "
             "no other; export the merged weights with --to=hf"
         )
-    exports = [
-        form.to_hugging_face(model.config, tensors.from_params(model, params))
-        for params in (base, tuned)
-    ]
-    factors, is_transposed = {}, form is gpt2  # GPT-2's matrices are (inputs, outputs)
-    for name, before in exports[0].items():
-        delta = np.asarray(exports[1][name], np.float64) - np.asarray(before, np.float64)
-        if delta.ndim == 2 and np.any(delta):
-            b, a = low_rank.factor(delta.T if is_transposed else delta, rank)
-            further = ((0, rank - len(a)), (0, 0))  # beyond the sides of delta, the factors are 0
-            factors[name.removesuffix(".weight")] = np.pad(a, further), np.pad(b, further[::-1])
+    before = form.to_hugging_face(model.config, tensors.from_params(model, base))
+    after = form.to_hugging_face(model.config, tensors.from_params(model, tuned))
+    is_transposed = form is gpt2  # GPT-2's matrices are (inputs, outputs)
+    factors = {}
+    target_modules = []
+    for name in before:
+        delta = np.asarray(after[name], np.float64) - np.asarray(before[name], np.float64)
+        if delta.ndim != 2 or not np.any(delta):
+            continue
+        b, a = low_rank.factor(delta.T if is_transposed else delta, rank)  # delta ≈ b·a
+        further = (0, rank - len(a))  # if a side of delta is below the rank, the rest is 0
+        module = name.removesuffix(".weight")
+        target_modules.append(module)
+        factors[f"base_model.model.{module}.lora_A.weight"] = np.pad(a, (further, (0, 0)))
+        factors[f"base_model.model.{module}.lora_B.weight"] = np.pad(b, ((0, 0), further))
     import_library("safetensors.numpy").save_file(
-        {
-            f"base_model.model.{name}.lora_{letter}.weight": x
-            for name, pair in factors.items()
-            for letter, x in zip("AB", pair)
-        },
-        folder / "adapter_model.safetensors",
-        metadata={"format": "pt"},
+        factors, folder / "adapter_model.safetensors", metadata={"format": "pt"}
     )
     write_json(
         folder / "adapter_config.json",
@@ -56,7 +54,7 @@ def write(folder: Path, model: models.LanguageModel, base, tuned, rank: int) -> 
             "bias": "none",
             "fan_in_fan_out": is_transposed,
             "inference_mode": True,
-            "target_modules": sorted(factors),
+            "target_modules": sorted(target_modules),
         },
     )
     return form.class_name(model.config)

@@ -30,11 +30,12 @@ SUPPORTED_VALUES = {
     "activation": ("gelu", "gelu_tanh", "silu", "relu2"),
     "mixers": ("attention", "delta", "mamba", "conv"),
 }
+# our names of the fields → their names in config.json
 _RENAMED_FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
     "dtype": "training_dtype",
     "dropout": "training_dropout",
-}  # our names of the fields → their names in config.json
+}
 
 
 def known_fields() -> list[str]:
@@ -84,7 +85,8 @@ def to_config(config: ModelConfig) -> dict:
         )
     for field, values in SUPPORTED_VALUES.items():
         used = getattr(config, field)
-        if not set(used if isinstance(used, tuple) else [used]) <= set(values):
+        used = used if isinstance(used, tuple) else (used,)
+        if not set(used) <= set(values):
             config.refuse(field, f"no PyTorch code for the export; it supports {', '.join(values)}")
     if config.attention_mask == "prefix":
         config.refuse(
@@ -96,31 +98,32 @@ def to_config(config: ModelConfig) -> dict:
             config.refuse(
                 field.name, f"no PyTorch code for the export; it supports only {field.default!r}"
             )
-    fields = dataclasses.asdict(config)
-    return {
+    theirs = {
         "model_type": "smallgpt",
         "architectures": [class_name(config)],
         "auto_map": {
             "AutoConfig": "configuration_smallgpt.SmallGPTConfig",
             f"AutoModelFor{_head_name(config)}": f"modeling_smallgpt.{class_name(config)}",
         },
-        **(
-            {"mask_token_id": config.vocab_size - 1}
-            if config.attention_mask == "bidirectional"
-            else {}
-        ),
-        **{
-            name: fields.get(name) for name in known_fields()
-        },  # null: not a field of the architecture
-        **{theirs: fields[ours] for ours, theirs in _RENAMED_FIELDS.items()},
     }
+    if config.attention_mask == "bidirectional":
+        theirs["mask_token_id"] = config.vocab_size - 1
+    fields = dataclasses.asdict(config)
+    for name in known_fields():
+        theirs[name] = fields.get(name)  # null: not a field of the architecture
+    for name, their_name in _RENAMED_FIELDS.items():
+        theirs[their_name] = fields[name]
+    return theirs
 
 
 def from_config(theirs: ConfigJson) -> dict:
-    names = {name: name for name in known_fields()} | _RENAMED_FIELDS
+    their_names = {name: name for name in known_fields()} | _RENAMED_FIELDS
     shared = ModelConfig.names()
-    return {
-        ours: theirs.model_field(name)
-        for ours, name in names.items()
-        if name in theirs.fields and (theirs.fields[name] is not None or ours in shared)
-    }
+    fields = {}
+    for name, their_name in their_names.items():
+        if their_name not in theirs.fields:
+            continue
+        # null is the value of a field that another architecture has, and wrong in one that all have
+        if theirs.fields[their_name] is not None or name in shared:
+            fields[name] = theirs.model_field(their_name)
+    return fields

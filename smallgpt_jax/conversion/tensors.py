@@ -11,7 +11,7 @@ model state, only the routers' biases are converted.
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,12 +25,8 @@ from smallgpt_jax.models.router import ROUTER_AXES
 from smallgpt_jax.models.stacks import block_numbers, layer_configs
 
 _MAX_LISTED = 3  # maximum number of tensor names in an error message
-_TABLES = (
-    "token_embedding",
-    "position_embedding",
-    "value_embedding",
-    "head",
-)  # parameters without an own module
+# parameters without a module of their own
+_TABLES = ("token_embedding", "position_embedding", "value_embedding", "head")
 
 
 class _TensorSlot(NamedTuple):
@@ -47,17 +43,18 @@ def from_params(model: models.LanguageModel, params, model_state=None) -> dict[s
     """Returns {name: float32 tensor} in PyTorch's layouts. `model_state` is needed for mixtures of
     experts.
     """
-    params, model_state = (
-        flatten_dict(jax.device_get(tree)) for tree in (params, model_state or {})
+    return _read_slots(_tensor_slots(model), params) | _read_slots(
+        _router_bias_slots(model), model_state or {}
     )
-    return {
-        slot.name: _to_torch(np.asarray(tree[slot.path][slot.index], np.float32), slot)
-        for tree, slots in (
-            (params, _tensor_slots(model)),
-            (model_state, _router_bias_slots(model)),
-        )
-        for slot in slots
-    }
+
+
+def _read_slots(slots: Iterable[_TensorSlot], tree) -> dict[str, np.ndarray]:
+    arrays = flatten_dict(jax.device_get(tree))
+    tensors = {}
+    for slot in slots:
+        x = np.asarray(arrays[slot.path][slot.index], np.float32)
+        tensors[slot.name] = _to_torch(x, slot)
+    return tensors
 
 
 def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
@@ -69,7 +66,7 @@ def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
 
 @functools.cache
 def _torch_shape(leaf: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The layers of a model share these arguments, so that this traces once and not per layer."""
+    # The layers of a model share these arguments, so that this traces once and not per layer.
     slot = _TensorSlot("", (leaf,), (), axes, shape)
     return jax.eval_shape(
         lambda x: _to_torch(x, slot), jax.ShapeDtypeStruct(shape, "float32")
@@ -85,26 +82,27 @@ def to_params(
     """Inverts `from_params`. For errors, `where` is the imported file, and `their_name` maps our
     names to its names.
     """
-    wanted = shapes(model)
+    expected_shapes = shapes(model)
 
     def refuse(what: str, names: list[str]):
         more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
         raise UserError(f"{where}: {what}: {', '.join(names[:_MAX_LISTED])}{more}")
 
-    if missing := [their_name(name) for name in wanted if name not in tensors]:
+    missing = [their_name(name) for name in expected_shapes if name not in tensors]
+    if missing:
         refuse("missing tensors", missing)
-    if extra := [their_name(name) for name in tensors if name not in wanted]:
+    extra = [their_name(name) for name in tensors if name not in expected_shapes]
+    if extra:
         refuse("unexpected tensors", extra)
-    if misshapen := [
+    misshapen = [
         f"{their_name(name)} {tensors[name].shape}, expected {shape}"
-        for name, shape in wanted.items()
+        for name, shape in expected_shapes.items()
         if tensors[name].shape != shape
-    ]:
+    ]
+    if misshapen:
         refuse("wrong shapes", misshapen)
-    arrays = {
-        path: np.empty(x.shape, np.float32)
-        for path, x in flatten_dict(models.abstract_params(model)).items()
-    }
+    abstract = flatten_dict(models.abstract_params(model))
+    arrays = {path: np.empty(x.shape, np.float32) for path, x in abstract.items()}
     for slot in _tensor_slots(model):
         arrays[slot.path][slot.index] = _from_torch(
             np.asarray(tensors[slot.name], np.float32), slot
@@ -141,48 +139,40 @@ def _router_bias_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
 @functools.cache
 def _tensor_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
     slots = []
-    for name, part in models.abstract_params(model).items():
-        modules = (
-            {("trunk", child): tree for child, tree in part.items()}
-            if name == "trunk"
-            else {(name,): part}
-        )
-        for path, tree in modules.items():
-            slots += _subtree_slots(model.config, tree, path, (), "")
+    for name, tree in models.abstract_params(model).items():
+        if name != "trunk":
+            slots += _subtree_slots(model.config, tree, (name,), (), name)
+            continue
+        for child, subtree in tree.items():
+            slots += _subtree_slots(model.config, subtree, (name, child), (), f"{name}.{child}")
     return tuple(slots)
 
 
 def _subtree_slots(
-    config, tree, path: tuple[str, ...], index: tuple[int, ...], prefix: str
+    config, tree, path: tuple[str, ...], index: tuple[int, ...], name: str
 ) -> Iterator[_TensorSlot]:
     """Yields the slots of the subtree at `path`. `index` selects a layer or path along each of its
     leading axes.
     """
-    stacks = {
-        p.axes[len(index)] if len(index) < p.module_stacks else None for p in jax.tree.leaves(tree)
-    }
+    axis = len(index)
+    stack_names = {p.axes[axis] if axis < p.module_stacks else None for p in jax.tree.leaves(tree)}
+    is_stack = len(stack_names) == 1 and None not in stack_names
     # A number after "_" becomes a part of its own: blocks_1 → blocks.1.
-    own_name = re.sub(r"_(?=\d)", ".", ".".join(path[-1:] if prefix else path))
-    name = f"{prefix}.{own_name}" if prefix else own_name
-    if len(stacks) == 1 and None not in stacks:
+    name = re.sub(r"_(?=\d)", ".", name)
+    if is_stack:
         for number, stack, stack_path, i in _stacked_modules(config, tree, path, len(index)):
             yield from _children(config, stack, stack_path, (*index, i), f"{name}.{number}")
-    else:
+    else:  # a parameter or module, or stacks that begin further down in the tree
         yield from _children(config, tree, path, index, name)
 
 
 def _children(config, tree, path, index, name) -> Iterator[_TensorSlot]:
     if isinstance(tree, Parameter):
-        yield _TensorSlot(
-            _tensor_name(path[-1], name),
-            path,
-            index,
-            tree.axes[len(index) :],
-            tree.shape[len(index) :],
-        )
+        axes, shape = tree.axes[len(index) :], tree.shape[len(index) :]
+        yield _TensorSlot(_tensor_name(path[-1], name), path, index, axes, shape)
         return
-    for child, part in tree.items():
-        yield from _subtree_slots(config, part, (*path, child), index, name)
+    for child, subtree in tree.items():
+        yield from _subtree_slots(config, subtree, (*path, child), index, f"{name}.{child}")
 
 
 def _stacked_modules(
@@ -195,34 +185,37 @@ def _stacked_modules(
     see models/stacks.py.
     """
     if not all(child.isdigit() for child in tree):
-        yield from ((i, tree, path, i) for i in range(jax.tree.leaves(tree)[0].shape[axis]))
+        for i in range(jax.tree.leaves(tree)[0].shape[axis]):
+            yield i, tree, path, i
         return
     length = sum(jax.tree.leaves(stack)[0].shape[axis] for stack in tree.values())
-    stage = re.search(
-        r"_(\d+)$", path[-1]
-    )  # all stages of an lgpt or cgpt have the same number of blocks
-    configs = layer_configs(config, length, first=int(stage[1]) * length if stage else 0)
+    # path[-1] is stage_0, stage_1, … in an lgpt or cgpt, whose stages have equally many blocks
+    stage = re.search(r"_(\d+)$", path[-1])
+    first_block = int(stage[1]) * length if stage else 0
+    configs = layer_configs(config, length, first=first_block)
     for child, numbers in enumerate(block_numbers(configs)):
-        yield from (
-            (number, tree[str(child)], (*path, str(child)), i) for i, number in enumerate(numbers)
-        )
+        for i, number in enumerate(numbers):
+            yield number, tree[str(child)], (*path, str(child)), i
 
 
 def _tensor_name(leaf: str, name: str) -> str:
     """PyTorch's names of kernels, scales and embedding tables end in `weight`."""
     if leaf in _TABLES:
         return f"{name}.weight"
-    return f"{name.removesuffix(leaf)}weight" if leaf in ("kernel", "scale") else name
+    if leaf in ("kernel", "scale"):
+        return f"{name.removesuffix(leaf)}weight"
+    return name
 
 
 def _to_torch(x, slot: _TensorSlot):
     match slot.path[-1], slot.axes:
         case "bias", _:
             return x.reshape(-1)
-        case "kernel", ("conv_time", *_):
+        case "kernel", ("conv_time", *_):  # (taps, inputs, outputs)
             return x.T
-        case "kernel", axes:
-            return x.reshape(math.prod(x.shape[: _num_inputs(axes)]), -1).T
+        case "kernel", axes:  # (*inputs, *outputs)
+            num_inputs = math.prod(x.shape[: _num_input_axes(axes)])
+            return x.reshape(num_inputs, -1).T
     return x
 
 
@@ -231,5 +224,6 @@ def _from_torch(x, slot: _TensorSlot):
     return (x.T if is_kernel else x).reshape(slot.shape)
 
 
-def _num_inputs(axes: tuple[str, ...]) -> int:
+def _num_input_axes(axes: tuple[str, ...]) -> int:
+    # The output projection has (heads, head width, embed), the QKV projection (embed, …).
     return len(axes) - 1 if axes[-1] == "embed" else 1

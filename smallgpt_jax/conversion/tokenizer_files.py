@@ -22,12 +22,10 @@ def hugging_face_files(
     template writes like any text.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        files = {
-            "tokenizer_config.json": settings(
-                tokenizer.begin_of_text_token, tokenizer.end_of_text_token, context_length, is_chat
-            )
-        }
-        return {name: content for name, content in files.items() if name not in tokenizer.files()}
+        if "tokenizer_config.json" in tokenizer.files():
+            return {}
+        tokens = tokenizer.begin_of_text_token, tokenizer.end_of_text_token
+        return {"tokenizer_config.json": settings(*tokens, context_length, is_chat)}
     if tokenizer.kind == SYMBOLS:
         raise UserError(
             "the symbols of a probe cannot be exported as a tokenizer; use --tokenizer=skip to "
@@ -40,15 +38,13 @@ def hugging_face_files(
     converted.add_special_tokens(
         [
             library.AddedToken(token, special=True, normalized=False)
-            for token in dict.fromkeys((end_of_text, begin_of_text))
+            for token in dict.fromkeys((end_of_text, begin_of_text))  # often the same
         ]
     )
     converted.encode_special_tokens = True
     for text in [*PROBES, *_probes_of_pieces(tokenizer)]:
-        theirs, ours = (
-            converted.encode(text, add_special_tokens=False).ids,
-            tokenizer.encode([text])[0].tolist(),
-        )
+        theirs = converted.encode(text, add_special_tokens=False).ids
+        ours = tokenizer.encode([text])[0].tolist()
         if theirs != ours:
             raise UserError(
                 f"this {tokenizer.kind} tokenizer cannot be exported, because the tokenizer.json "
@@ -60,9 +56,8 @@ def hugging_face_files(
     if tokenizer.kind == "sentencepiece":  # llama.cpp's converter reads this setting
         more["add_prefix_space"] = sentencepiece_spec(tokenizer).normalizer_spec.add_dummy_prefix
     if begin_of_text == end_of_text:
-        more["add_bos_token"] = (
-            False  # llama.cpp would otherwise put it before a text; transformers does not
-        )
+        # llama.cpp would otherwise put it before a text; transformers does not
+        more["add_bos_token"] = False
     else:
         converted.post_processor = library.processors.TemplateProcessing(
             single=f"{begin_of_text} $A", special_tokens=[(begin_of_text, tokenizer.begin_of_text)]
@@ -78,31 +73,25 @@ def hugging_face_files(
 def settings(
     begin_of_text: str, end_of_text: str, context_length: int, is_chat: bool, **more
 ) -> str:
-    return (
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": begin_of_text,
-                "eos_token": end_of_text,
-                "pad_token": end_of_text,
-                "unk_token": None,
-                "model_max_length": context_length,
-                "padding_side": "left",
-                "clean_up_tokenization_spaces": False,
-                "split_special_tokens": not is_chat,
-                **more,
-            },
-            indent=2,
-        )
-        + "\n"
-    )
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": begin_of_text,
+        "eos_token": end_of_text,
+        "pad_token": end_of_text,
+        "unk_token": None,
+        "model_max_length": context_length,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": not is_chat,
+        **more,
+    }
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _byte_level_tokenizer(library, tokenizer: Tokenizer):
     ids, merges = byte_pairs(tokenizer)
-    converted = library.Tokenizer(
-        library.models.BPE(ids, [tuple(merge.split(" ")) for merge in merges])
-    )
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    converted = library.Tokenizer(library.models.BPE(ids, pairs))
     converted.pre_tokenizer = library.pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=tokenizer.kind == "gpt2"
     )
@@ -117,11 +106,9 @@ def byte_pairs(tokenizer: Tokenizer) -> tuple[dict[str, int], list[str]]:
     if tokenizer.kind == "bytes":
         return {**gpt2_bytes(), END_OF_TEXT: tokenizer.end_of_text}, []
     files = tokenizer.files()
-    return json.loads(files["vocab.json"]), [
-        line
-        for line in files["merges.txt"].decode().splitlines()
-        if line and not line.startswith("#version")
-    ]
+    lines = files["merges.txt"].decode().splitlines()
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    return json.loads(files["vocab.json"]), merges
 
 
 def _sentencepiece_tokenizer(library, tokenizer: Tokenizer):
@@ -129,29 +116,39 @@ def _sentencepiece_tokenizer(library, tokenizer: Tokenizer):
 
     spec = sentencepiece_spec(tokenizer)
     rules = spec.normalizer_spec
-    normal = sentencepiece_model_pb2.ModelProto.SentencePiece.NORMAL
-    pieces = [piece.piece for piece in spec.pieces]
     defined = _user_defined(tokenizer)
-    for i in defined if rules.add_dummy_prefix else ():
-        pieces[i] += _NO_SPACE
-    unknown = pieces[tokenizer.unknown]
+    names = [piece.piece for piece in spec.pieces]
+    if rules.add_dummy_prefix:
+        for i in defined:
+            names[i] += _NO_SPACE
+    byte_fallback = spec.trainer_spec.byte_fallback
     if spec.trainer_spec.model_type == sentencepiece_model_pb2.TrainerSpec.UNIGRAM:
+        vocabulary = [(name, piece.score) for name, piece in zip(names, spec.pieces)]
         model = library.models.Unigram(
-            [(name, piece.score) for name, piece in zip(pieces, spec.pieces)],
-            unk_id=tokenizer.unknown,
-            byte_fallback=spec.trainer_spec.byte_fallback,
+            vocabulary, unk_id=tokenizer.unknown, byte_fallback=byte_fallback
         )
     else:
-        ids = {piece: i for i, piece in enumerate(pieces)}
+        normal = sentencepiece_model_pb2.ModelProto.SentencePiece.NORMAL
         mergeable = {piece.piece: piece.score for piece in spec.pieces if piece.type == normal}
         model = library.models.BPE(
-            ids,
-            merges(mergeable),
-            unk_token=unknown,
+            {name: i for i, name in enumerate(names)},
+            _merges(mergeable),
+            unk_token=names[tokenizer.unknown],
             fuse_unk=True,
-            byte_fallback=spec.trainer_spec.byte_fallback,
+            byte_fallback=byte_fallback,
         )
     converted = library.Tokenizer(model)
+    converted.normalizer = _normalizer(library, rules, bool(defined))
+    for i in defined:
+        # Others, such as two spaces, are in no normalized text.
+        if converted.normalizer.normalize_str(names[i]) == spec.pieces[i].piece:
+            converted.add_tokens([library.AddedToken(names[i], special=False, normalized=True)])
+    converted.decoder = _decoder(library, rules, bool(defined))
+    return converted, names[tokenizer.end_of_text]
+
+
+def _normalizer(library, rules, has_user_defined: bool):
+    """Returns SentencePiece's normalization of a text. `rules` is the NormalizerSpec."""
     steps = []
     if rules.precompiled_charsmap:
         steps.append(library.normalizers.Precompiled(rules.precompiled_charsmap))
@@ -160,30 +157,28 @@ def _sentencepiece_tokenizer(library, tokenizer: Tokenizer):
             library.normalizers.Strip(),
             library.normalizers.Replace(library.Regex(" {2,}"), " "),
         ]
-    if rules.add_dummy_prefix and defined:
+    if rules.add_dummy_prefix and has_user_defined:
         steps += [
             library.normalizers.Replace(library.Regex(_BEGINNING), SPACE),
             library.normalizers.Replace(_NO_SPACE, ""),
         ]
     elif rules.add_dummy_prefix:
         steps.append(library.normalizers.Prepend(SPACE))
-    converted.normalizer = library.normalizers.Sequence(
-        [*steps, library.normalizers.Replace(" ", SPACE)]
-    )
-    for i in defined:
-        # Others, such as two spaces, are in no normalized text.
-        if converted.normalizer.normalize_str(pieces[i]) == spec.pieces[i].piece:
-            converted.add_tokens([library.AddedToken(pieces[i], special=False, normalized=True)])
-    converted.decoder = library.decoders.Sequence(
-        [
-            *([library.decoders.Replace(_NO_SPACE, "")] if defined else []),
-            library.decoders.Replace(SPACE, " "),
-            library.decoders.ByteFallback(),
-            library.decoders.Fuse(),
-            *([library.decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []),
-        ]
-    )
-    return converted, pieces[tokenizer.end_of_text]
+    steps.append(library.normalizers.Replace(" ", SPACE))
+    return library.normalizers.Sequence(steps)
+
+
+def _decoder(library, rules, has_user_defined: bool):
+    steps = [
+        library.decoders.Replace(SPACE, " "),
+        library.decoders.ByteFallback(),
+        library.decoders.Fuse(),
+    ]
+    if has_user_defined:
+        steps.insert(0, library.decoders.Replace(_NO_SPACE, ""))
+    if rules.add_dummy_prefix:
+        steps.append(library.decoders.Strip(" ", 1, 0))
+    return library.decoders.Sequence(steps)
 
 
 def _user_defined(tokenizer: Tokenizer) -> list[int]:
@@ -211,17 +206,15 @@ def sentencepiece_spec(tokenizer: Tokenizer):
     return sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files()["tokenizer.model"])
 
 
-def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
+def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     """SentencePiece stores scores of pieces, but no merges. A split of a piece in two is a merge
     with its score.
     """
-    splits = [
-        (score, piece[:cut], piece[cut:])
-        for piece, score in scores.items()
-        for cut in range(1, len(piece))
-    ]
-    return [
-        (left, right)
-        for _, left, right in sorted(splits, key=lambda split: -split[0])
-        if left in scores and right in scores
-    ]
+    splits = []
+    for piece, score in scores.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in scores and right in scores:
+                splits.append((score, left, right))
+    splits.sort(key=lambda split: -split[0])
+    return [(left, right) for _, left, right in splits]

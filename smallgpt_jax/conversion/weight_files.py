@@ -37,9 +37,8 @@ def open_weights(folder: Path) -> WeightFiles:
     if (folder / _SINGLE).is_file():
         return _open_safetensors(folder / _SINGLE, [folder / _SINGLE])
     if (folder / _INDEX).is_file():
-        return _open_safetensors(
-            folder / _INDEX, [folder / name for name in _indexed_names(folder / _INDEX)]
-        )
+        files = [folder / name for name in _indexed_names(folder / _INDEX)]
+        return _open_safetensors(folder / _INDEX, files)
     path = folder / _PICKLED
     if not path.is_file():
         raise UserError(f"{folder}: no weights; expected {_SINGLE} or {_PICKLED}")
@@ -60,26 +59,28 @@ def _indexed_names(index: Path) -> list[str]:
 def _open_safetensors(path: Path, files: list[Path]) -> WeightFiles:
     safe_open = import_library("safetensors").safe_open
 
-    def load(read) -> dict:
-        found = {}
+    def read(get: Callable) -> dict:
+        """Returns {name: get(open file, name)} of all tensors."""
+        tensors = {}
         for file in files:
             try:
                 _require_short_header(file)
-                with safe_open(file, framework="numpy") as tensors:
-                    found |= {name: read(tensors, name) for name in tensors.keys()}  # noqa: SIM118
-            except (
-                Exception
-            ) as error:  # SafetensorError, OSError, or KeyError for a dtype that NumPy lacks
+                with safe_open(file, framework="numpy") as opened:
+                    tensors |= {name: get(opened, name) for name in opened.keys()}  # noqa: SIM118
+            # SafetensorError, OSError, or KeyError for a dtype that NumPy lacks
+            except Exception as error:
                 raise UserError(
                     f"{file}: damaged, or not in the safetensors format ({short_reason(error)})"
                 ) from None
-        return found
+        return tensors
 
-    return WeightFiles(
-        path,
-        load(lambda tensors, name: tuple(tensors.get_slice(name).get_shape())),
-        lambda: load(lambda tensors, name: tensors.get_tensor(name)),
-    )
+    def get_shape(opened, name: str) -> tuple[int, ...]:
+        return tuple(opened.get_slice(name).get_shape())
+
+    def get_tensor(opened, name: str) -> np.ndarray:
+        return opened.get_tensor(name)
+
+    return WeightFiles(path, read(get_shape), lambda: read(get_tensor))
 
 
 def _require_short_header(path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -207,20 +208,21 @@ def initialize_workdir(workdir: Path, config: Config, corpus: Corpus) -> None:
         write_atomically(workdir / STORE_FILE, json.dumps(corpus.description, indent=2) + "\n")
 
 
-def write_imported(
-    workdir: Path,
-    model: models.LanguageModel,
-    params,
-    model_state,
-    tokenizer: Tokenizer,
-    origin: dict,
-    chat_template: str = "",
-) -> None:
-    """`workdir` must be empty; training can continue in it."""
-    tokenizers.save(tokenizer, workdir / TOKENIZER_FOLDER)
-    save_template(chat_template, workdir / TOKENIZER_FOLDER)
+class ImportedModel(NamedTuple):
+    model: models.LanguageModel
+    params: dict
+    tokenizer: Tokenizer | None
+    model_state: Any = {}  # noqa: RUF012 — the variable collection "state"
+    chat_template: str = ""  # "" if the model has none
+
+
+def write_imported(workdir: Path, imported: ImportedModel, origin: dict) -> None:
+    """`workdir` must be empty; training can continue in it. `origin`: where the model comes from."""
+    tokenizers.save(imported.tokenizer, workdir / TOKENIZER_FOLDER)
+    save_template(imported.chat_template, workdir / TOKENIZER_FOLDER)
     write_atomically(workdir / ORIGIN_FILE, json.dumps(origin, indent=2) + "\n")
     checkpoints = Checkpoints(workdir / CHECKPOINT_FOLDER, keep=1)
-    checkpoints.save_imported(params, model_state)
+    checkpoints.save_imported(imported.params, imported.model_state)
     checkpoints.close()
-    write_config(workdir, {"model": dataclasses.asdict(model.config)})
+    # last, because a folder without it is no workdir
+    write_config(workdir, {"model": dataclasses.asdict(imported.model.config)})

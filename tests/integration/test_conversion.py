@@ -32,7 +32,7 @@ from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.metrics import read_lines
-from smallgpt_jax.run.workdir import write_imported
+from smallgpt_jax.run.workdir import ImportedModel, write_imported
 from smallgpt_jax.training import trainer
 from smallgpt_jax.training.build import shared_program
 from smallgpt_jax.training.validation import eval_step
@@ -379,7 +379,7 @@ def test_a_chat_template_is_exported_and_imported(kind, english, tmp_path):
     tokenizer = TokenizerSource(kind).make(english)
     run, out, back = (tmp_path / name for name in ("run", "out", "back"))
     model = build("gpt", **GPT2, vocab_size=512)
-    write_imported(run, model, init(model), {}, tokenizer, {})
+    write_imported(run, ImportedModel(model, init(model), tokenizer), {})
     store = prepare_store(
         tmp_path / "store",
         tmp_path / "a.jsonl",

@@ -335,7 +335,7 @@ def test_the_hf_backend_gives_the_same_scores(questions, tmp_path):
     tokenizer = TokenizerSource("sentencepiece:400").make(texts)
     model = build("lgpt", num_layers=2, blocks_per_stage=1, context_length=64)
     params = init(model)
-    hugging_face.export_folder(tmp_path, model, params, tokenizer, "")
+    hugging_face.export_folder(tmp_path, model, params, tokenizer)
     ours, theirs = (
         evaluation.evaluate(
             make, ["hellaswag", "piqa"], questions, log_samples=True, bootstrap_iters=0

@@ -15,7 +15,7 @@ from smallgpt_jax.conversion import gpt2, hugging_face, smallgpt
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import layers
-from smallgpt_jax.run.workdir import write_imported
+from smallgpt_jax.run.workdir import ImportedModel, write_imported
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -163,7 +163,7 @@ def random_state(model):
 def test_refuses_architectures_without_pytorch_code(tmp_path):
     config = dataclasses.replace(build("gpt").config, architecture="mine")
     with pytest.raises(UserError, match="architecture='mine': no PyTorch code"):
-        hugging_face.export_folder(tmp_path, models.LanguageModel(config), {}, None, "")
+        hugging_face.export_folder(tmp_path, models.LanguageModel(config), {}, None)
     assert not any(tmp_path.iterdir())
 
 
@@ -172,7 +172,7 @@ def test_refuses_parts_without_pytorch_code(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"config.model.norm='mine': no PyTorch code for the export; .* layer, rms"
     ):
-        hugging_face.export_folder(tmp_path, build("gpt", norm="mine"), {}, None, "")
+        hugging_face.export_folder(tmp_path, build("gpt", norm="mine"), {}, None)
     assert not any(tmp_path.iterdir())
 
 
@@ -184,7 +184,7 @@ def test_refuses_fields_without_pytorch_code(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"config.model.rope_base=500.0: no PyTorch code .* only 10000.0"
     ):
-        hugging_face.export_folder(tmp_path, build("gpt", rope_base=500.0), {}, None, "")
+        hugging_face.export_folder(tmp_path, build("gpt", rope_base=500.0), {}, None)
     assert not any(tmp_path.iterdir())
 
 
@@ -294,7 +294,7 @@ def test_commands_keep_the_biases_of_experts(tmp_path):
     model = build("pgpt", **EXPERTS, num_layers=2, num_heads=2, d_model=16)
     model_state, run = random_state(model), tmp_path / "run"
     run.mkdir()
-    write_imported(run, model, init(model), model_state, tokenizers.Bytes(), {})
+    write_imported(run, ImportedModel(model, init(model), tokenizers.Bytes(), model_state), {})
     biases = np.asarray(model_state["trunk"]["paths"]["blocks"]["mlp"]["router"]["bias"])
     for flag, paths in (("all", [0, 1]), ("1", [1])):
         out, back = tmp_path / f"out {flag}", tmp_path / f"back {flag}"

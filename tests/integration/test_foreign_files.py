@@ -22,7 +22,7 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
-from smallgpt_jax.run.workdir import check_workdir, write_imported
+from smallgpt_jax.run.workdir import ImportedModel, check_workdir, write_imported
 
 library = pytest.importorskip("tokenizers")
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -227,7 +227,7 @@ def test_thousands_of_layers_are_traced_once(tmp_path, monkeypatch):
 def test_a_workdir_of_endless_work(fields, message, tmp_path):
     """Sizes of a config.json that would be traced for minutes, or are none of JAX."""
     model = build("gpt", **SMALL)
-    write_imported(tmp_path / "run", model, init(model), {}, tokenizers.Bytes(), {})
+    write_imported(tmp_path / "run", ImportedModel(model, init(model), tokenizers.Bytes()), {})
     described = json.loads((tmp_path / "run" / "config.json").read_text())
     described["model"].update(fields)
     (tmp_path / "run" / "config.json").write_text(json.dumps(described))
@@ -362,7 +362,7 @@ def named_module(tmp_path, monkeypatch) -> Path:
 def foreign(tmp_path, exports, named_module) -> dict[str, Path]:
     """Returns a workdir and an export whose files name the architecture of `named_module`."""
     model = build("gpt", **SMALL)
-    write_imported(tmp_path / "run", model, init(model), {}, tokenizers.Bytes(), {})
+    write_imported(tmp_path / "run", ImportedModel(model, init(model), tokenizers.Bytes()), {})
     described = json.loads((tmp_path / "run" / "config.json").read_text())
     described["model"]["architecture"] = "foreign_module:Own"
     (tmp_path / "run" / "config.json").write_text(json.dumps(described))

@@ -113,7 +113,9 @@ def test_the_readme_of_an_export(trained_run, tmp_path):
     described["data"]["source"] += EVIL
     (run / "config.json").write_text(json.dumps(described))
     (run / "origin.json").write_text(json.dumps({EVIL: EVIL}))
-    card = model_card.format_model_card(run, "name", build("gpt", num_layers=1), 0, False, "all")
+    card = model_card.format_model_card(
+        "name", build("gpt", num_layers=1), model_card.training_facts(run, 0), has_code=False
+    )
     assert card.count("onerror=alert") == 3 and not controls(card)
     assert not re.search(r"(?<!\\)(<img|\]\(http://ex)", card)
 

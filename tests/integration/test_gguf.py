@@ -15,7 +15,7 @@ from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.data.tokenizers import Bytes, Symbols
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import TrainedModel
-from smallgpt_jax.run.workdir import write_imported
+from smallgpt_jax.run.workdir import ImportedModel, write_imported
 from smallgpt_jax.storage.atomic import atomic_file
 
 VARIANTS = {
@@ -361,7 +361,7 @@ def run_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf") / "run"
     folder.mkdir()
     model = build("gpt", **BLOCK, rank_ratio=0.5)
-    write_imported(folder, model, init(model), {}, Bytes(), {})
+    write_imported(folder, ImportedModel(model, init(model), Bytes()), {})
     return folder
 
 

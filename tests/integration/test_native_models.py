@@ -95,7 +95,7 @@ def test_export_and_import(variant, tmp_path):
     model = build("gpt", **BLOCK | fields)
     params, folder = init(model), tmp_path / "out"
     folder.mkdir()
-    hugging_face.export_folder(folder, model, params, tokenizers.Bytes(), "# a card\n")
+    hugging_face.export_folder(folder, model, params, tokenizers.Bytes())
     assert not list(folder.glob("*.py")) and "auto_map" not in (folder / "config.json").read_text()
     tokens = random_tokens(model)
     np.testing.assert_allclose(

@@ -219,9 +219,9 @@ def test_imported_models_get_initial_heads(tmp_path):
         load_config("gpt", **SMALL, train__objective="two_ahead"), jax.devices()[:1]
     )
     params = init(program.model)
-    workdir.write_imported(
-        tmp_path / "run", program.model, params, {}, TokenizerSource("bytes").make(), {}
-    )
+    tokenizer = TokenizerSource("bytes").make()
+    imported = workdir.ImportedModel(program.model, params, tokenizer)
+    workdir.write_imported(tmp_path / "run", imported, {})
     checkpoints = Checkpoints(tmp_path / "run" / workdir.CHECKPOINT_FOLDER)
     state = program.restore_or_initialize(checkpoints, SEED)
     assert_equal(state.params, params)

@@ -27,7 +27,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import metrics
 from smallgpt_jax.run.completion import is_evaluated
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.run.workdir import check_workdir, write_imported
+from smallgpt_jax.run.workdir import ImportedModel, check_workdir, write_imported
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.trainer import open_pipeline, train
 
@@ -151,7 +151,8 @@ def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp
     short = trained_run("gpt", **fields)
     trained = inference.load_trained(short)
     longer = tmp_path / "longer"
-    write_imported(longer, trained.model, trained.params, {}, trained.tokenizer, {})
+    imported = ImportedModel(trained.model, trained.params, trained.tokenizer)
+    write_imported(longer, imported, {})
     config = run_config.get_config(str(longer))
     config.data.source = str(text_file)
     config.model.context_length = 64
@@ -170,7 +171,8 @@ def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp
 
     learned = tmp_path / "learned"
     trained = inference.load_trained(trained_run("gpt", **SMALL))
-    write_imported(learned, trained.model, trained.params, {}, trained.tokenizer, {})
+    imported = ImportedModel(trained.model, trained.params, trained.tokenizer)
+    write_imported(learned, imported, {})
     config = run_config.get_config(str(learned))
     config.model.context_length = 64
     with pytest.raises(UserError, match=r"model\.context_length was 32, now 64"):

@@ -27,7 +27,7 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.planning import memory
 from smallgpt_jax.planning.estimate import estimate
-from smallgpt_jax.run.workdir import write_imported
+from smallgpt_jax.run.workdir import ImportedModel, write_imported
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.trainer import train
 
@@ -45,7 +45,8 @@ SMALL = dict(
 
 def write_teacher(folder, model, params) -> str:
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), models.abstract_model_state(model))
-    write_imported(folder, model, params, state, TokenizerSource("bytes").make(), {})
+    tokenizer = TokenizerSource("bytes").make()
+    write_imported(folder, ImportedModel(model, params, tokenizer, state), {})
     return str(folder)
 
 

@@ -24,7 +24,7 @@ from smallgpt_jax.models import Parameter, abstract_params
 from smallgpt_jax.optim import lora
 from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.trainable import make_masks
-from smallgpt_jax.run.workdir import write_imported
+from smallgpt_jax.run.workdir import ImportedModel, write_imported
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.trainer import train
 
@@ -64,7 +64,9 @@ def imported(tmp_path_factory):
     """Returns the workdir of an imported gpt, and a file with examples."""
     folder = tmp_path_factory.mktemp("tuning")
     model = build("gpt", **MODEL)
-    write_imported(folder / "imported", model, init(model), {}, Bytes(), {"format": "run"})
+    write_imported(
+        folder / "imported", ImportedModel(model, init(model), Bytes()), {"format": "run"}
+    )
     rows = [
         {"prompt": f"question {i}", "completion": " yes" if i % 2 else " no"} for i in range(200)
     ]
@@ -443,7 +445,7 @@ def test_adapters_of_llama_and_qwen3(name, apply, tmp_path):
     tuned = lora.merge(abstract, params, pairs, ALPHA / RANK)
     for folder in ("base", "adapter"):
         (tmp_path / folder).mkdir()
-    hugging_face.export_folder(tmp_path / "base", model, params, None, "")
+    hugging_face.export_folder(tmp_path / "base", model, params, None)
     assert (
         peft_adapter.write(tmp_path / "adapter", model, params, tuned, RANK) == f"{name}ForCausalLM"
     )

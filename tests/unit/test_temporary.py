@@ -11,7 +11,7 @@ from conftest import build, call, init
 
 from smallgpt_jax.conversion import hugging_face
 from smallgpt_jax.data import tokenizers
-from smallgpt_jax.run.workdir import write_imported
+from smallgpt_jax.run.workdir import ImportedModel, write_imported
 from smallgpt_jax.storage import atomic
 from smallgpt_jax.storage.temporary import temporary_folder
 
@@ -75,9 +75,9 @@ def models(tmp_path_factory):
     llama = dict(position="rope", norm="rms", mlp="gated", activation="silu", use_bias=False)
     model = build("gpt", num_layers=1, d_model=128, **llama)
     params = init(model)
-    write_imported(folder / "run", model, params, {}, tokenizers.Bytes(), {})
+    write_imported(folder / "run", ImportedModel(model, params, tokenizers.Bytes()), {})
     (folder / "export").mkdir()
-    hugging_face.export_folder(folder / "export", model, params, tokenizers.Bytes(), "# a card\n")
+    hugging_face.export_folder(folder / "export", model, params, tokenizers.Bytes())
     return folder
 
 

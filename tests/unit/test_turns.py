@@ -179,7 +179,7 @@ def test_the_harness_gets_texts_without_the_end(tokenizer, model):
 @pytest.mark.parametrize("template, ends", [(CHATML, ["</s>", "<|im_end|>"]), ("", ["</s>"])])
 def test_exports_stop_there(tokenizer, model, template, ends, tmp_path):
     pytest.importorskip("safetensors")
-    hugging_face.export_folder(tmp_path, *model, tokenizer, "card", chat_template=template)
+    hugging_face.export_folder(tmp_path, *model, tokenizer, chat_template=template)
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     ids = [tokenizer.special_tokens.ids[name] for name in ends]
     assert settings["eos_token_id"] == (ids if len(ids) > 1 else ids[0])

@@ -14,15 +14,15 @@ import numpy as np
 
 from smallgpt_jax import models
 from smallgpt_jax.diagnosis import experts, figures, losses
-from smallgpt_jax.diagnosis.observation import (
-    WHOLE,
-    chosen_experts,
-    observe,
-    observe_streams,
-)
+from smallgpt_jax.diagnosis.observation import WHOLE, chosen_experts, observe, observe_streams
 from smallgpt_jax.diagnosis.summary import FORMAT, JSON_FILE, VALIDATION
 from smallgpt_jax.diagnosis.table import table_lines
-from smallgpt_jax.diagnosis.windows import WINDOWS, validation_windows, windows_of_file
+from smallgpt_jax.diagnosis.windows import (
+    WINDOWS,
+    evenly_spaced,
+    validation_windows,
+    windows_of_file,
+)
 from smallgpt_jax.inference.loading import TrainedModel, load_trained, require_next_tokens
 from smallgpt_jax.inference.single_blocks import num_blocks
 from smallgpt_jax.models.variants import Ablation
@@ -36,9 +36,7 @@ from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.paths import as_path, local_path
 from smallgpt_jax.training.build import transfer_multipliers
 
-MEASURED = (
-    8  # windows on which activations and attention are measured; losses are computed on all windows
-)
+_MEASURED = 8  # windows on which activations and attention are measured; losses: on all windows
 DEEP = 24  # blocks of the untrained model whose collapse is measured
 # Ablations of an untrained model whose collapse is measured (Dong et al., arXiv 2103.03404, section
 # 4).
@@ -83,39 +81,38 @@ def diagnose(
     config = read_config(folder, trust_custom_code)
     refuse_training_code(config, folder, trust_custom_code)
     length = trained.model.config.context_length
-    read = {
-        str(path): windows_of_file(local_path("--text", path), trained.tokenizer, length, windows)
-        for path in texts
-    } or validation_windows(config, trained.tokenizer, windows)
+    windows_of = {}  # the windows of each text
+    for path in texts:
+        file = local_path("--text", path)
+        windows_of[str(path)] = windows_of_file(file, trained.tokenizer, length, windows)
+    if not texts:
+        windows_of = validation_windows(config, trained.tokenizer, windows)
 
     def log(message: str) -> None:
         print(f"{folder.name}: {message}", file=sys.stderr, flush=True)
 
-    content = {
-        **diagnose_model(trained, config, read, deep, log),
-        "split": None if texts else VALIDATION,
-    }
+    content = _diagnose_model(trained, config, windows_of, deep, log)
+    content["split"] = None if texts else VALIDATION
     output = folder / DIAGNOSIS_FOLDER
     output.mkdir(parents=True, exist_ok=True)
     for name, image in figures.draw(content).items():
         write_atomically(output / name, image)
     # last: where it exists, the plots exist, too
-    write_atomically(
-        output / JSON_FILE, json.dumps(with_nulls(content), indent=1, allow_nan=False) + "\n"
-    )
+    serialized = json.dumps(_with_nulls(content), indent=1, allow_nan=False)
+    write_atomically(output / JSON_FILE, serialized + "\n")
     return Diagnosis(content, "\n".join(table_lines(content)), output)
 
 
-def with_nulls(value):
+def _with_nulls(value):
     """Returns JSON values with null in place of NaN and infinity."""
     if isinstance(value, dict):
-        return {key: with_nulls(part) for key, part in value.items()}
+        return {key: _with_nulls(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return list(map(with_nulls, value))
+        return list(map(_with_nulls, value))
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
-def diagnose_model(
+def _diagnose_model(
     trained: TrainedModel,
     config: Config,
     texts: Mapping[str, np.ndarray],
@@ -125,45 +122,42 @@ def diagnose_model(
     """`texts` are {name: windows}; `deep` is the number of blocks of the untrained model, 0:
     none.
     """
+    # bfloat16 would blur what differs between positions
     model = trained.model.clone(config=dataclasses.replace(trained.model.config, dtype="float32"))
     variables = {"params": trained.params, "state": trained.model_state}
     windows = np.concatenate(list(texts.values()))
-    measured = windows[
-        np.linspace(0, len(windows) - 1, min(MEASURED, len(windows))).round().astype(int)
-    ]
+    few_windows = windows[evenly_spaced(len(windows), _MEASURED)]
     log("measuring the initial model")
-    initial = {"blocks": measure_blocks(model, initial_variables(config, model), measured)}
+    of_initial = {"blocks": _measure_blocks(model, _initial_variables(config, model), few_windows)}
     log("measuring the trained model")
-    found = {"blocks": measure_blocks(model, variables, measured)}
+    of_trained = {"blocks": _measure_blocks(model, variables, few_windows)}
     log("losses without some blocks")
-    found["losses"] = measure_losses(trained._replace(model=model), windows)
+    of_trained["losses"] = _measure_losses(trained._replace(model=model), windows)
     if model.config.mlp == "moe":
-        found["experts"] = measure_experts(model, variables, texts, trained.tokenizer)
+        of_trained["experts"] = _measure_experts(model, variables, texts, trained.tokenizer)
     content = {
         "format": FORMAT,
         "step": trained.step,
         "architecture": model.config.architecture,
         "parameters": models.num_parameters(model),
         "context_length": model.config.context_length,
-        "paths": num_paths(model),
+        "paths": _num_paths(model),
         "windows": {name: len(rows) for name, rows in texts.items()},
-        "trained": found,
-        "initial": initial,
+        "trained": of_trained,
+        "initial": of_initial,
     }
     if deep:
         log(f"measuring an untrained model of {deep} blocks")
-        content["deep"] = {
-            "blocks": deep,
-            **measure_collapse(model, config.train.seed, deep, measured),
-        }
+        collapse = measure_collapse(model, config.train.seed, deep, few_windows)
+        content["deep"] = {"blocks": deep, **collapse}
     return content
 
 
-def num_paths(model: models.LanguageModel) -> int:
+def _num_paths(model: models.LanguageModel) -> int:
     return getattr(model.config, "num_paths", 1)
 
 
-def initial_variables(config: Config, model: models.LanguageModel):
+def _initial_variables(config: Config, model: models.LanguageModel):
     """Returns those of the run's first step. For a run that started from other weights, random ones
     all the same.
     """
@@ -173,29 +167,25 @@ def initial_variables(config: Config, model: models.LanguageModel):
     @jax.jit
     def initialize():
         variables = models.init_variables(model, config.train.seed)
-        return {
-            "params": scale_initial(variables["params"], scales),
-            "state": variables.get("state", {}),
-        }
+        params = scale_initial(variables["params"], scales)
+        return {"params": params, "state": variables.get("state", {})}
 
     return initialize()
 
 
-def measure_blocks(model: models.LanguageModel, variables, windows_NxT1: np.ndarray) -> list[dict]:
+def _measure_blocks(model: models.LanguageModel, variables, windows_NxT1: np.ndarray) -> list[dict]:
     """Returns the means over windows of `observe`, with the residual after each block of the model
     without skips.
     """
-    blocks = mean([observe(model, variables, window[:-1]) for window in windows_NxT1])
-    alone = mean(
-        [
-            observe_streams(model, variables, window[:-1], COLLAPSE["without_skips"])
-            for window in windows_NxT1
-        ]
+    inputs_NxT = windows_NxT1[:, :-1]
+    without_skips = COLLAPSE["without_skips"]
+    blocks = _mean([observe(model, variables, tokens) for tokens in inputs_NxT])
+    streams = _mean(
+        [observe_streams(model, variables, tokens, without_skips) for tokens in inputs_NxT]
     )
-    return [
-        {**block, "residual_without_skips": streams["residual"]}
-        for block, streams in zip(blocks, alone)
-    ]
+    for block, stream in zip(blocks, streams):
+        block["residual_without_skips"] = stream["residual"]
+    return blocks
 
 
 def measure_collapse(
@@ -207,117 +197,115 @@ def measure_collapse(
     Its norms have a negligible ε. Otherwise, activations would vanish without skips, before they
     become equal.
     """
+    c = model.config
     fields = {
-        field.name: getattr(model.config, field.name)
-        for field in dataclasses.fields(models.ModelConfig)
+        field.name: getattr(c, field.name) for field in dataclasses.fields(models.ModelConfig)
     }
-    deep = models.build(
-        **fields
-        | {
-            "architecture": "gpt",
-            "num_layers": depth,
-            "tie_embeddings": True,
-            "norm_epsilon": 1e-30,
-            "loops": 1,
-        }
-    )
-    variables = jax.jit(lambda: models.init_variables(deep, seed))()
-    found = {}
-    for name, parts in COLLAPSE.items():
-        blocks = mean(
-            [observe_streams(deep, variables, window[:-1], parts) for window in windows_NxT1]
+    fields |= {
+        "architecture": "gpt",
+        "num_layers": depth,
+        "tie_embeddings": True,
+        "norm_epsilon": 1e-30,
+        "loops": 1,
+    }
+    untrained = models.build(**fields)
+    variables = jax.jit(lambda: models.init_variables(untrained, seed))()
+    collapse = {}
+    for name, ablation in COLLAPSE.items():
+        blocks = _mean(
+            [
+                observe_streams(untrained, variables, tokens, ablation)
+                for tokens in windows_NxT1[:, :-1]
+            ]
         )
-        found[name] = {measure: [block[measure] for block in blocks] for measure in blocks[0]}
-    return found
+        collapse[name] = {measure: [block[measure] for block in blocks] for measure in blocks[0]}
+    return collapse
 
 
-def mean(trees: Sequence[Any]):
+def _mean(trees: Sequence[Any]):
     """Returns numbers, or lists of numbers for arrays."""
-    return jax.tree.map(
-        lambda *values: np.mean(np.asarray(values, np.float64), axis=0).tolist(), *trees
-    )
+
+    def mean_of_leaves(*values):
+        return np.mean(np.asarray(values, np.float64), axis=0).tolist()
+
+    return jax.tree.map(mean_of_leaves, *trees)
 
 
-def measure_losses(trained: TrainedModel, windows_NxT1: np.ndarray) -> dict[str, Any]:
+def _measure_losses(trained: TrainedModel, windows_NxT1: np.ndarray) -> dict[str, Any]:
     """Returns mean losses in nats per token, with standard errors over windows; `difference` is to
     the whole model.
     """
-    model, variables = trained.model, {"params": trained.params, "state": trained.model_state}
-    count, paths = num_blocks(model), num_paths(model)
+    variables = {"params": trained.params, "state": trained.model_state}
+    # The blocks of path 0 have the numbers 0 … depth − 1, those of path 1 depth … 2·depth − 1.
+    count, paths = num_blocks(trained.model), _num_paths(trained.model)
+    number_L, depth = np.arange(count), count // paths
 
-    def losses_of(kept, model=model, variables=variables) -> np.ndarray:
-        return losses.token_losses(model, variables, windows_NxT1, kept)
+    def losses_of(kept_L: np.ndarray) -> np.ndarray:
+        return losses.token_losses(trained.model, variables, windows_NxT1, kept_L)
+
+    whole_NxT = losses_of(number_L >= 0)
 
     def compared(losses_NxT) -> dict[str, float]:
         difference, error = losses.mean_and_error((losses_NxT - whole_NxT).mean(axis=1))
         return {"loss": float(losses_NxT.mean()), "difference": difference, "error": error}
 
-    number, depth = np.arange(count), count // paths
-    whole_NxT = losses_of(number >= 0)
-    left_out = [losses_of(number != block) for block in number]
+    without_block = [losses_of(number_L != block) for block in range(count)]
+    # of each window, the loss without the block that it needs least
+    least_N = np.min([losses_NxT.mean(axis=1) for losses_NxT in without_block], axis=0)
     loss, error = losses.mean_and_error(whole_NxT.mean(axis=1))
     score, score_error = losses.in_context_score(whole_NxT)
-    found = {
+    content = {
         "loss": loss,
         "error": error,
         "by_position": whole_NxT.mean(axis=0).tolist(),
         "in_context_score": score,
         "in_context_score_error": score_error,
         "repeats": losses.loss_of_repeats(whole_NxT, windows_NxT1),
-        "after_blocks": [compared(losses_of(number % depth < kept)) for kept in range(depth + 1)],
-        "without_block": list(map(compared, left_out)),
-        "without_best_block_per_window": float(
-            np.min([losses_NxT.mean(axis=1) for losses_NxT in left_out], axis=0).mean()
-        ),
+        # with the first 0, 1, … blocks of each path
+        "after_blocks": [compared(losses_of(number_L % depth < kept)) for kept in range(depth + 1)],
+        "without_block": list(map(compared, without_block)),
+        "without_best_block_per_window": float(least_N.mean()),
     }
     if paths > 1:
-        others = [
-            trained.with_paths([other for other in range(paths) if other != path])
-            for path in range(paths)
-        ]
-        found["without_path"] = [
-            compared(
-                losses_of(
-                    number[: depth * (paths - 1)] >= 0,
-                    other.model,
-                    {"params": other.params, "state": other.model_state},
-                )
-            )
-            for other in others
-        ]
-    return found
+        without_path = [_losses_without_path(trained, path, windows_NxT1) for path in range(paths)]
+        content["without_path"] = list(map(compared, without_path))
+    return content
 
 
-def measure_experts(
+def _losses_without_path(trained: TrainedModel, path: int, windows_NxT1: np.ndarray) -> np.ndarray:
+    others = [other for other in range(_num_paths(trained.model)) if other != path]
+    shorter = trained.with_paths(others)
+    variables = {"params": shorter.params, "state": shorter.model_state}
+    all_blocks = np.ones(num_blocks(shorter.model), bool)
+    return losses.token_losses(shorter.model, variables, windows_NxT1, all_blocks)
+
+
+def _measure_experts(
     model: models.LanguageModel, variables, texts: Mapping[str, np.ndarray], tokenizer
 ) -> list[dict]:
     """Returns for each block {"by_text": {name: load per expert}, "by_token": [[[token, fraction],
     …] per expert]}.
     """
-    chosen = {
-        name: [chosen_experts(model, variables, window[:-1]) for window in windows]
-        for name, windows in texts.items()
-    }
+    # {name: [[(T, K) per block] per window]}
+    chosen = {}
+    for name, windows in texts.items():
+        chosen[name] = [chosen_experts(model, variables, window[:-1]) for window in windows]
     tokens_R = np.concatenate([windows[:, :-1].ravel() for windows in texts.values()])
 
     def readable(token: int) -> str:
         return tokenizer.decode([token]) if token < tokenizer.vocab_size else f"id {token}"
 
-    found = []
-    for block in range(len(next(iter(chosen.values()))[0])):
-        of_block = {
-            name: np.stack([window[block] for window in windows])
-            for name, windows in chosen.items()
-        }
+    num_experts = model.config.num_experts
+    first_window = next(iter(chosen.values()))[0]
+    content = []
+    for block in range(len(first_window)):
+        of_block = {}  # {name: (N, T, K)}
+        for name, windows in chosen.items():
+            of_block[name] = np.stack([window[block] for window in windows])
         choices_RxK = np.concatenate([x.reshape(-1, x.shape[-1]) for x in of_block.values()])
-        by_token = experts.load_by_token(tokens_R, choices_RxK, model.config.num_experts)
-        found.append(
-            {
-                "by_text": experts.load_by_text(of_block, model.config.num_experts),
-                "by_token": [
-                    [[readable(token), fraction] for token, fraction in listed]
-                    for listed in by_token
-                ],
-            }
-        )
-    return found
+        by_token = []
+        for listed in experts.load_by_token(tokens_R, choices_RxK, num_experts):
+            by_token.append([[readable(token), fraction] for token, fraction in listed])
+        by_text = experts.load_by_text(of_block, num_experts)
+        content.append({"by_text": by_text, "by_token": by_token})
+    return content

@@ -1,13 +1,13 @@
-"""The load of experts by text and by token. Shapes: N windows, T positions, K experts per token, E
-experts.
+"""The load of experts by text and by token. Shapes: N windows, T positions, R tokens of all texts,
+K experts per token, E experts.
 """
 
 from collections.abc import Mapping
 
 import numpy as np
 
-FREQUENT = 20  # occurrences of a token that is listed
-LISTED = 5  # tokens per expert
+_FREQUENT = 20  # occurrences of a token that is listed
+_LISTED = 5  # tokens per expert
 
 
 def load_by_text(experts: Mapping[str, np.ndarray], num_experts: int) -> dict[str, list[float]]:
@@ -24,15 +24,16 @@ def load_by_token(
     """Returns for each expert the (token, fraction of its occurrences that use the expert) with the
     largest fractions.
 
-    Only tokens with at least FREQUENT occurrences count.
+    Only tokens with at least _FREQUENT occurrences count.
     """
     tokens, index_R, counts = np.unique(tokens_R, return_inverse=True, return_counts=True)
-    uses = np.zeros((len(tokens), num_experts))
-    np.add.at(uses, (np.repeat(index_R, experts_RxK.shape[1]), experts_RxK.ravel()), 1)
-    is_frequent = counts >= FREQUENT
-    tokens, fractions = tokens[is_frequent], uses[is_frequent] / counts[is_frequent, None]
-    best = np.argsort(-fractions, axis=0, kind="stable")[:LISTED]
-    return [
-        [(int(tokens[i]), float(fractions[i, expert])) for i in best[:, expert]]
-        for expert in range(num_experts)
-    ]
+    uses_UxE = np.zeros((len(tokens), num_experts))  # U different tokens
+    np.add.at(uses_UxE, (index_R[:, None], experts_RxK), 1)
+    is_frequent = counts >= _FREQUENT
+    tokens = tokens[is_frequent]
+    fractions_UxE = uses_UxE[is_frequent] / counts[is_frequent, None]
+    best_UxE = np.argsort(-fractions_UxE, axis=0, kind="stable")[:_LISTED]
+    by_expert = []
+    for best_U, fractions_U in zip(best_UxE.T, fractions_UxE.T):
+        by_expert.append([(int(tokens[i]), float(fractions_U[i])) for i in best_U])
+    return by_expert

@@ -12,18 +12,20 @@ from smallgpt_jax.inference.single_blocks import prefill, replaced_blocks
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.ops.repeats import is_repeat
 
-LOGITS = 2**26  # entries that are computed at a time
+_LOGITS = 2**26  # entries that are computed at a time
 
 
 def token_losses(model: LanguageModel, variables, windows_NxT1, kept_L) -> np.ndarray:
     """Returns −ln p of each next token in nats, (N, T), with the blocks for which `kept_L` is
     true.
     """
-    rows = max(1, LOGITS // (windows_NxT1[0].size * model.config.vocab_size))
-    batches = [windows_NxT1[start : start + rows] for start in range(0, len(windows_NxT1), rows)]
-    return np.concatenate(
-        [_token_losses(model, variables, batch, np.asarray(kept_L, bool)) for batch in batches]
-    )
+    rows = max(1, _LOGITS // (windows_NxT1[0].size * model.config.vocab_size))
+    kept_L = np.asarray(kept_L, bool)
+    losses = []
+    for start in range(0, len(windows_NxT1), rows):
+        batch = windows_NxT1[start : start + rows]
+        losses.append(_token_losses(model, variables, batch, kept_L))
+    return np.concatenate(losses)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -53,11 +55,15 @@ def loss_of_repeats(losses_NxT: np.ndarray, windows_NxT1: np.ndarray) -> dict[st
     is_repeat_NxT = np.concatenate(
         [is_repeat(jnp.asarray(window[None])) for window in windows_NxT1]
     )
-    loss, others = (
-        float(values.mean()) if len(values) else np.nan
-        for values in (losses_NxT[is_repeat_NxT], losses_NxT[~is_repeat_NxT])
-    )
-    return {"fraction": float(is_repeat_NxT.mean()), "loss": loss, "others": others}
+
+    def mean(losses: np.ndarray) -> float:
+        return float(losses.mean()) if len(losses) else np.nan
+
+    return {
+        "fraction": float(is_repeat_NxT.mean()),
+        "loss": mean(losses_NxT[is_repeat_NxT]),
+        "others": mean(losses_NxT[~is_repeat_NxT]),
+    }
 
 
 def mean_and_error(values_N: np.ndarray) -> tuple[float, float]:

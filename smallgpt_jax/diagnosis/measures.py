@@ -5,14 +5,14 @@ weights, (T, T).
 import jax.numpy as jnp
 
 
-def residual_to_rank_one(x_TxD):
+def _residual_to_rank_one(x_TxD):
     """Returns ‖R‖/‖X‖ with R = X − 1·mean_t(X): 0 if all tokens are equal. ‖A‖ = √(‖A‖₁·‖A‖_∞), the
     norm of Dong et al. (arXiv 2103.03404, section 2.1).
     """
-    return composite_norm(x_TxD - jnp.mean(x_TxD, axis=0, keepdims=True)) / composite_norm(x_TxD)
+    return _composite_norm(x_TxD - jnp.mean(x_TxD, axis=0, keepdims=True)) / _composite_norm(x_TxD)
 
 
-def composite_norm(x_TxD):
+def _composite_norm(x_TxD):
     absolute = jnp.abs(x_TxD)
     return jnp.sqrt(jnp.max(jnp.sum(absolute, axis=0)) * jnp.max(jnp.sum(absolute, axis=1)))
 
@@ -21,17 +21,17 @@ def token_similarity(x_TxD):
     """Returns the mean cosine over all pairs of different positions, (‖Σ x̂_t‖² − T) / (T·(T −
     1)).
     """
-    time, sum_D = len(x_TxD), jnp.sum(normalized(x_TxD), axis=0)
+    time, sum_D = len(x_TxD), jnp.sum(_normalized(x_TxD), axis=0)
     return (jnp.sum(jnp.square(sum_D)) - time) / (time * (time - 1))
 
 
 def neighbour_similarity(x_TxD):
     """Returns the mean cosine of adjacent positions."""
-    unit_TxD = normalized(x_TxD)
+    unit_TxD = _normalized(x_TxD)
     return jnp.mean(jnp.sum(unit_TxD[1:] * unit_TxD[:-1], axis=1))
 
 
-def normalized(x_TxD):
+def _normalized(x_TxD):
     return x_TxD / jnp.linalg.norm(x_TxD, axis=1, keepdims=True)
 
 
@@ -53,7 +53,9 @@ def attention_entropy(weights_TxT, window: int = 0):
     to: 1 is uniform.
     """
     reach_T = jnp.arange(1, len(weights_TxT) + 1)
-    reach_T = jnp.minimum(reach_T, window) if window else reach_T
+    if window:
+        reach_T = jnp.minimum(reach_T, window)
+    # a window of one key has the entropy 0 and would be 0 / ln 1
     return jnp.mean(entropy(weights_TxT)[1:] / jnp.log(jnp.maximum(reach_T[1:], 2)))
 
 
@@ -64,11 +66,12 @@ def first_weight(weights_TxT):
 
 def log_determinant(weights_TxT):
     """Returns ln det A = Σ ln a_tt: a causal matrix is triangular."""
+    # weights that have underflowed to 0 would make it −∞
     return jnp.sum(jnp.log(jnp.maximum(jnp.diagonal(weights_TxT), jnp.finfo(jnp.float32).tiny)))
 
 
 STREAM = {
-    "residual": residual_to_rank_one,
+    "residual": _residual_to_rank_one,
     "token_similarity": token_similarity,
     "neighbour_similarity": neighbour_similarity,
     "effective_rank": effective_rank,

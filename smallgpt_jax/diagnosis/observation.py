@@ -23,48 +23,50 @@ WHOLE = Ablation()
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def observe(model: LanguageModel, variables, tokens_T, parts: Ablation = WHOLE) -> list[dict]:
+def observe(model: LanguageModel, variables, tokens_T, ablation: Ablation = WHOLE) -> list[dict]:
     """Returns the measures of each block: {"width": D, "input": {…}, "output": {…}, "attention":
     {measure: (H,)}}; recurrent blocks have no "attention".
     """
-    return [
-        {
+    blocks = []
+    for record in _run(model, variables, tokens_T, ablation):
+        block = {
             "width": record["input"].shape[1],
-            "input": measure_stream(record["input"]),
-            "output": measure_stream(record["output"]),
-            **(
-                {"attention": measure_attention(record["attention"])}
-                if "attention" in record
-                else {}
-            ),
+            "input": _measure_stream(record["input"]),
+            "output": _measure_stream(record["output"]),
         }
-        for record in run(model, variables, tokens_T, parts)
-    ]
+        if "attention" in record:
+            block["attention"] = measure_attention(*record["attention"])
+        blocks.append(block)
+    return blocks
 
 
 @functools.partial(jax.jit, static_argnames="model")
 def observe_streams(
-    model: LanguageModel, variables, tokens_T, parts: Ablation = WHOLE
+    model: LanguageModel, variables, tokens_T, ablation: Ablation = WHOLE
 ) -> list[dict]:
     """Returns measures of each block's output that take little time."""
-    return [
-        {name: measures.STREAM[name](record["output"]) for name in ("residual", "token_similarity")}
-        for record in run(model, variables, tokens_T, parts)
-    ]
+    blocks = []
+    for record in _run(model, variables, tokens_T, ablation):
+        y_TxD = record["output"]
+        blocks.append(
+            {
+                "residual": measures.STREAM["residual"](y_TxD),
+                "token_similarity": measures.token_similarity(y_TxD),
+            }
+        )
+    return blocks
 
 
 @functools.partial(jax.jit, static_argnames="model")
 def chosen_experts(model: LanguageModel, variables, tokens_T) -> list[jax.Array]:
     """Returns the experts of each token, (T, K), for each block with a router."""
-    return [
-        record["experts"]
-        for record in run(model, variables, tokens_T, WHOLE)
-        if "experts" in record
-    ]
+    records = _run(model, variables, tokens_T, WHOLE)
+    return [record["experts"] for record in records if "experts" in record]
 
 
-def run(model: LanguageModel, variables, tokens_T, parts: Ablation) -> list[dict]:
+def _run(model: LanguageModel, variables, tokens_T, ablation: Ablation) -> list[dict]:
     """Returns what each block reads and computes. What nobody uses is not compiled."""
+    # the records of the blocks that have begun; attention and routers write to the last one
     records = []
 
     def record_block(number, block, x_BxTxD):
@@ -77,9 +79,10 @@ def run(model: LanguageModel, variables, tokens_T, parts: Ablation) -> list[dict
         name = method.module, method.method_name
         match name:
             case Block() as block, "__call__" if type(block) in (Block, BlockVariant):
-                return apply_block(block, *arguments, parts)
+                return apply_block(block, *arguments, ablation)
             case Attention(), "attend_with_cache":
-                records[-1]["attention"] = attention_weights(*arguments[:2], *arguments[3:5])
+                q, k, _, mask, slopes_H = arguments[:5]
+                records[-1]["attention"] = attention_weights(q, k, mask, slopes_H)
             case Router(), "__call__":
                 experts_BxTxK, gates_BxTxK = call(*arguments, **keywords)
                 records[-1]["experts"] = experts_BxTxK[0]
@@ -99,17 +102,15 @@ def attention_weights(q_1xHxTxK, k_1xGxTxK, mask, slopes_H):
     """Returns (H, T, T), as the attention to values that are the identity, and the window."""
     _, groups, time, _ = k_1xGxTxK.shape
     values = jnp.broadcast_to(jnp.eye(time, dtype=k_1xGxTxK.dtype), (1, groups, time, time))
-    return attention(q_1xHxTxK, k_1xGxTxK, values, mask, slopes_H, backend="reference")[
-        0
-    ], mask.window
+    weights_1xHxTxT = attention(q_1xHxTxK, k_1xGxTxK, values, mask, slopes_H, backend="reference")
+    return weights_1xHxTxT[0], mask.window
 
 
-def measure_stream(x_TxD) -> dict:
+def _measure_stream(x_TxD) -> dict:
     return {name: measure(x_TxD.astype(jnp.float32)) for name, measure in measures.STREAM.items()}
 
 
-def measure_attention(weights_and_window) -> dict:
-    weights_HxTxT, window = weights_and_window
+def measure_attention(weights_HxTxT, window: int) -> dict:
     by_head = {
         "entropy": functools.partial(measures.attention_entropy, window=window),
         "first_weight": measures.first_weight,

@@ -1,5 +1,6 @@
 """The numbers of a diagnosis that the record of a comparison contains."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,11 @@ from smallgpt_jax.storage.json_files import (
 FORMAT = 1
 JSON_FILE = "diagnose.json"
 VALIDATION = "validation"
-MAYBE = (NULL, NUMBER)
-STREAM, ATTENTION = (
-    ("token_similarity", "neighbour_similarity", "effective_rank"),
-    ("entropy", "first_weight"),
-)
+_MAYBE = (NULL, NUMBER)
+_STREAM = ("token_similarity", "neighbour_similarity", "effective_rank")
+_ATTENTION = ("entropy", "first_weight")
 # The parts of diagnose.json that are read.
-DIAGNOSIS = {
+_DIAGNOSIS = {
     "format": one_of(FORMAT),
     "split": one_of(VALIDATION),
     "step": integer(0),
@@ -32,27 +31,17 @@ DIAGNOSIS = {
     "trained": {
         "blocks": [
             {
-                "output": dict.fromkeys(STREAM, MAYBE),
-                "attention": Optional({measure: [MAYBE] for measure in ATTENTION}),
+                "output": dict.fromkeys(_STREAM, _MAYBE),
+                "attention": Optional({measure: [_MAYBE] for measure in _ATTENTION}),
             }
         ],
         "losses": {
-            "loss": MAYBE,
-            "in_context_score": MAYBE,
-            "without_block": [{"difference": MAYBE}],
-            "repeats": Optional({"loss": MAYBE, "others": MAYBE}),
+            "loss": _MAYBE,
+            "in_context_score": _MAYBE,
+            "without_block": [{"difference": _MAYBE}],
+            "repeats": Optional({"loss": _MAYBE, "others": _MAYBE}),
         },
     },
-}
-SUMMARY = {
-    "step": integer(0),
-    "loss": MAYBE,
-    "in_context_score": MAYBE,
-    "least_important_block": MAYBE,
-    "most_important_block": MAYBE,
-    "loss_of_repeats": Optional(MAYBE),
-    "loss_of_others": Optional(MAYBE),
-    "blocks": [dict.fromkeys((*STREAM, *ATTENTION), MAYBE)],
 }
 
 
@@ -60,14 +49,12 @@ def read_summary(workdir: Path, step: int) -> dict[str, Any] | None:
     """Returns the summary of a checkpoint's diagnosis on the validation split; None if there is
     none.
     """
-    content = read_json_or_none(workdir / DIAGNOSIS_FOLDER / JSON_FILE, DIAGNOSIS)
-    return summarize(content) if content and content["step"] == step else None
+    content = read_json_or_none(workdir / DIAGNOSIS_FOLDER / JSON_FILE, _DIAGNOSIS)
+    return _summarize(content) if content and content["step"] == step else None
 
 
-def summarize(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns a SUMMARY: losses, means over paths and heads by depth, and what leaving out one
-    block costs.
-    """
+def _summarize(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns losses, means over paths and heads by depth, and what leaving out one block costs."""
     blocks, losses = content["trained"]["blocks"], content["trained"]["losses"]
     depth = len(blocks) // content["paths"]
     increases = [
@@ -82,23 +69,19 @@ def summarize(content: dict[str, Any]) -> dict[str, Any]:
         "loss_of_others": repeats.get("others"),
         "least_important_block": min(increases, default=None),
         "most_important_block": max(increases, default=None),
-        "blocks": [measures_of(blocks[number::depth]) for number in range(depth)],
+        "blocks": [_measures_of(blocks[number::depth]) for number in range(depth)],
     }
 
 
-def measures_of(blocks: list[dict]) -> dict[str, float | None]:
+def _measures_of(blocks: list[dict]) -> dict[str, float | None]:
     """`blocks` are those of all paths at one depth."""
-    return {
-        **{measure: mean(block["output"][measure] for block in blocks) for measure in STREAM},
-        **{
-            measure: mean(
-                value for block in blocks for value in block.get("attention", {}).get(measure, ())
-            )
-            for measure in ATTENTION
-        },
-    }
+    means = {measure: _mean(block["output"][measure] for block in blocks) for measure in _STREAM}
+    attentions = [block["attention"] for block in blocks if "attention" in block]
+    for measure in _ATTENTION:
+        means[measure] = _mean(value for heads in attentions for value in heads[measure])
+    return means
 
 
-def mean(values) -> float | None:
-    found = [value for value in values if value is not None]
-    return float(np.mean(found)) if found else None
+def _mean(values: Iterable[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return float(np.mean(numbers)) if numbers else None

@@ -6,16 +6,9 @@ import numpy as np
 
 from smallgpt_jax.formatting import aligned_rows
 
-COLUMNS = (
-    "block",
-    "width",
-    "residual",
-    "similarity",
-    "neighbours",
-    "entropy",
-    "position 0",
-    "loss after",
-    "loss without",
+_COLUMNS = (
+    *("block", "width", "residual", "similarity", "neighbours"),
+    *("entropy", "position 0", "loss after", "loss without"),
 )
 
 
@@ -23,7 +16,7 @@ def table_lines(content: dict[str, Any]) -> list[str]:
     blocks, losses = content["trained"]["blocks"], content["trained"]["losses"]
     rows = [_row(number, blocks, losses, content["paths"]) for number in range(len(blocks))]
     lines = [
-        *aligned_rows([COLUMNS, *rows]),
+        *aligned_rows([_COLUMNS, *rows]),
         "",
         f"loss {losses['loss']:.4f} ± {losses['error']:.4f} nats per token; in-context score "
         f"{losses['in_context_score']:+.3f} ± {losses['in_context_score_error']:.3f}",
@@ -45,7 +38,8 @@ def table_lines(content: dict[str, Any]) -> list[str]:
 
 
 def _row(number: int, blocks: list[dict], losses: dict[str, Any], paths: int) -> list[str]:
-    block, depth = blocks[number], len(blocks) // paths  # of each path
+    block = blocks[number]
+    depth = len(blocks) // paths  # of each path
     output, attention = block["output"], block.get("attention")
     row = [
         f"{number} (path {number // depth})" if paths > 1 else str(number),

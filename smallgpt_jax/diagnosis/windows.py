@@ -50,7 +50,7 @@ def validation_windows(config: Config, tokenizer: Tokenizer, count: int) -> dict
         config.data.refuse(
             "source", f"its token store has another tokenizer than the run; {advice}"
         )
-    found, length = {}, config.model.context_length
+    windows, length = {}, config.model.context_length
     for store in corpus.stores:
         split = store.validation
         ends = np.append(split.starts[1:], split.tokens)
@@ -60,8 +60,8 @@ def validation_windows(config: Config, tokenizer: Tokenizer, count: int) -> dict
                 f"{advice}"
             )
         name = "validation" if len(corpus.stores) == 1 else store.folder.name
-        found[name] = cut(split.stream, split.starts, ends, length, count)
-    return found
+        windows[name] = cut(split.stream, split.starts, ends, length, count)
+    return windows
 
 
 def cut(stream, starts, ends, length: int, count: int) -> np.ndarray:
@@ -71,5 +71,10 @@ def cut(stream, starts, ends, length: int, count: int) -> np.ndarray:
     firsts = np.concatenate(
         [np.arange(start, end - length, length) for start, end in zip(starts, ends)]
     )
-    chosen = firsts[np.linspace(0, len(firsts) - 1, min(count, len(firsts))).round().astype(int)]
+    chosen = firsts[evenly_spaced(len(firsts), count)]
     return np.stack([stream[first : first + length + 1] for first in chosen]).astype(np.int32)
+
+
+def evenly_spaced(total: int, count: int) -> np.ndarray:
+    """Returns at most `count` indices of `total` items, with the first and the last."""
+    return np.linspace(0, total - 1, min(count, total)).round().astype(int)

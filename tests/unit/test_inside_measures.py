@@ -50,7 +50,7 @@ def test_measures_of_attention(window, has_alibi):
     found = jax.jit(
         lambda q, k: attention_weights(q[None], k[None], AttentionMask(window), slopes)[0]
     )(jnp.float32(q), jnp.float32(k))
-    measured = jax.jit(lambda weights: measure_attention((weights, window)))(found)
+    measured = jax.jit(lambda weights: measure_attention(weights, window))(found)
     for head in range(4):
         weights = np.zeros((time, time))
         for t in range(time):

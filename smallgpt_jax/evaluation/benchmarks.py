@@ -18,7 +18,7 @@ from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.paths import local_path
 
-SCORING_VERSION = 3  # part of the cache key; increase it when a code change affects the scores
+_SCORING_VERSION = 3  # part of the cache key; increase it when a code change affects the scores
 SEED = 1234
 # Metrics that divide by bytes or words of a text, which the model must have seen as a whole.
 PER_TEXT = ("bits_per_byte", "byte_perplexity", "word_perplexity")
@@ -53,7 +53,7 @@ class Benchmarks:
         template = inference.find_chat_template(workdir)
         end_of_turn = template.end_of_turn if template else None
 
-        built = []
+        built = []  # to read its counts afterwards; nothing is built where a task is wrong
 
         def build() -> SmallGPT:
             lm = SmallGPT(model.scorer(trained), trained, ScoringProgress(), self.seed, end_of_turn)
@@ -64,9 +64,9 @@ class Benchmarks:
             build,
             self.tasks,
             data_dir,
-            cache=cache_folder() / "scores" / f"{model_fingerprint(trained, end_of_turn)}.jsonl",
+            cache=cache_folder() / "scores" / f"{_model_fingerprint(trained, end_of_turn)}.jsonl",
             num_fewshot=self.num_fewshot,
-            limit=int(limit) if limit and limit >= 1 else limit,
+            limit=int(limit) if limit and limit >= 1 else limit,  # below 1: a fraction
             random_seed=self.seed,
             numpy_random_seed=self.seed,
             torch_random_seed=self.seed,
@@ -74,7 +74,8 @@ class Benchmarks:
             gen_kwargs=self.gen_kwargs,
             log_samples=log_samples,
         )
-        if unencoded := sum(lm.unencoded for lm in built):
+        unencoded = sum(lm.unencoded for lm in built)
+        if unencoded:
             print(
                 f"warning: {unencoded:,} texts have characters that the model's tokenizer cannot "
                 f"encode; {', '.join(PER_TEXT)} are left out",
@@ -103,11 +104,11 @@ def leave_out(metrics: Sequence[str], results: dict) -> None:
                 values[key] = None
 
 
-def model_fingerprint(trained: inference.TrainedModel, end_of_turn: int | None) -> str:
+def _model_fingerprint(trained: inference.TrainedModel, end_of_turn: int | None) -> str:
     """Returns a hash of all that the scores depend on: equal models of all runs share a cache."""
     variables = [bit_checksums(tree) for tree in (trained.params, trained.model_state) if tree]
     content = [
-        SCORING_VERSION,
+        _SCORING_VERSION,
         repr(trained.model),  # its config, and the blocks that are left out
         *variables,
         tokenizers.fingerprint(trained.tokenizer),

@@ -53,15 +53,12 @@ class ExampleFile:
             limit,
         )
         answers = self.answer(questions, trained, model)
-        values = {
-            metric: measure(metric, questions, answers)
-            for metric in METRICS
-            if metric in self.metrics
-        }
-        results = {}
-        for metric, scores in values.items():
-            mean, error = mean_and_error(scores)
-            results[metric] = {"mean": mean, "standard_error": error}
+        values, results = {}, {}
+        for metric in METRICS:
+            if metric in self.metrics:
+                values[metric] = _measure(metric, questions, answers)
+                mean, error = mean_and_error(values[metric])
+                results[metric] = {"mean": mean, "standard_error": error}
         record = {
             "step": trained.step,
             "examples": str(self.path),
@@ -71,14 +68,11 @@ class ExampleFile:
             "is_whole": model.is_whole and limit is None,
         }
         if log_samples:
-            record["samples"] = [
-                {
-                    "where": question.where,
-                    "answer": question.answer,
-                    **{name: column[i] for name, column in (answers | values).items()},
-                }
-                for i, question in enumerate(questions)
-            ]
+            record["samples"] = []
+            for i, question in enumerate(questions):
+                sample = {"where": question.where, "answer": question.answer}
+                sample |= {name: column[i] for name, column in (answers | values).items()}
+                record["samples"].append(sample)
         name = join_name_parts(
             "examples",
             model.file_name(trained.step),
@@ -117,7 +111,7 @@ class ExampleFile:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
 
 
-def measure(
+def _measure(
     metric: str, questions: Sequence[Question], answers: dict[str, list[str]]
 ) -> list[float]:
     if metric == "accuracy":

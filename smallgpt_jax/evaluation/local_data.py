@@ -14,16 +14,15 @@ from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.json_files import OBJECT, parse_json
 
 
-class LocalTask(NamedTuple):
+class _LocalTask(NamedTuple):
     files: tuple[str, ...]  # paths in --data_dir
     read: Callable[..., list[dict]]  # maps the contents of the files to rows
     source: str  # URL of the files
-    overrides: tuple[
-        tuple[str, object], ...
-    ] = ()  # (field, value) pairs to set in the harness's task config
+    # fields of the harness's task config, and their values
+    overrides: tuple[tuple[str, object], ...] = ()
 
 
-def json_rows(text: str) -> list[dict]:
+def _json_rows(text: str) -> list[dict]:
     lines = (line.encode() for line in text.split("\n") if line.strip())
     return [parse_json(line, OBJECT) for line in lines]
 
@@ -39,36 +38,33 @@ def hellaswag(text: str) -> list[dict]:
             f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
         )
 
-    return [
-        {
-            "query": query(row),
-            "choices": [preprocess(ending) for ending in row["endings"]],
-            "label": int(row["label"]),
-        }
-        for row in json_rows(text)
-    ]
+    rows = []
+    for row in _json_rows(text):
+        choices = [preprocess(ending) for ending in row["endings"]]
+        rows.append({"query": query(row), "choices": choices, "label": int(row["label"])})
+    return rows
 
 
 def piqa(items: str, labels: str) -> list[dict]:
     return [
         {**row, "label": int(label)}
-        for row, label in zip(json_rows(items), labels.split(), strict=True)
+        for row, label in zip(_json_rows(items), labels.split(), strict=True)
     ]
 
 
-def multiple_choice(text: str) -> list[dict]:
+def _multiple_choice(text: str) -> list[dict]:
     """Returns the rows of ARC or CommonsenseQA, whose files have AI2's format."""
-    return [
-        {
-            "question": row["question"]["stem"],
-            "answerKey": row["answerKey"],
-            "choices": {
-                key: [choice[key] for choice in row["question"]["choices"]]
-                for key in ("label", "text")
-            },
+    rows = []
+    for row in _json_rows(text):
+        question = row["question"]
+        choices = {
+            "label": [choice["label"] for choice in question["choices"]],
+            "text": [choice["text"] for choice in question["choices"]],
         }
-        for row in json_rows(text)
-    ]
+        rows.append(
+            {"question": question["stem"], "answerKey": row["answerKey"], "choices": choices}
+        )
+    return rows
 
 
 def anli(text: str) -> list[dict]:
@@ -78,7 +74,7 @@ def anli(text: str) -> list[dict]:
             "hypothesis": row["hypothesis"],
             "label": "enc".index(row["label"]),
         }
-        for row in json_rows(text)
+        for row in _json_rows(text)
     ]
 
 
@@ -89,51 +85,54 @@ def wikitext(text: str) -> list[dict]:
 
 
 TASKS = {
-    "hellaswag": LocalTask(
+    "hellaswag": _LocalTask(
         ("hellaswag_val.jsonl",),
         hellaswag,
         "https://github.com/rowanz/hellaswag",
         (("process_docs", None),),
     ),
-    "winogrande": LocalTask(
-        ("winogrande_xl_dev.jsonl",), json_rows, "https://winogrande.allenai.org"
+    "winogrande": _LocalTask(
+        ("winogrande_xl_dev.jsonl",), _json_rows, "https://winogrande.allenai.org"
     ),
-    "commonsense_qa": LocalTask(
+    "commonsense_qa": _LocalTask(
         ("commonsense_qa_dev.jsonl",),
-        multiple_choice,
+        _multiple_choice,
         "https://www.tau-nlp.sites.tau.ac.il/commonsenseqa",
     ),
-    "anli_r1": LocalTask(
+    "anli_r1": _LocalTask(
         ("anli_v1.0/R1/test.jsonl",), anli, "https://dl.fbaipublicfiles.com/anli/anli_v1.0.zip"
     ),
-    "piqa": LocalTask(
+    "piqa": _LocalTask(
         ("piqa_valid.jsonl", "piqa_valid-labels.lst"), piqa, "https://yonatanbisk.com/piqa"
     ),
-    "copa": LocalTask(("copa_val.jsonl",), json_rows, "https://super.gluebenchmark.com/tasks"),
-    "arc_easy": LocalTask(("arc_easy_dev.jsonl",), multiple_choice, "https://allenai.org/data/arc"),
-    "lambada_openai": LocalTask(
+    "copa": _LocalTask(("copa_val.jsonl",), _json_rows, "https://super.gluebenchmark.com/tasks"),
+    "arc_easy": _LocalTask(
+        ("arc_easy_dev.jsonl",), _multiple_choice, "https://allenai.org/data/arc"
+    ),
+    "lambada_openai": _LocalTask(
         ("lambada_openai_test.jsonl",),
-        json_rows,
+        _json_rows,
         "https://huggingface.co/datasets/EleutherAI/lambada_openai",
     ),
-    "wikitext": LocalTask(
+    "wikitext": _LocalTask(
         ("wikitext2_valid.txt",), wikitext, "https://huggingface.co/datasets/Salesforce/wikitext"
     ),
 }
 
 
 def require_files(names: Sequence[str], folder: Path) -> None:
-    if unknown := [name for name in names if name not in TASKS]:
+    unknown = [name for name in names if name not in TASKS]
+    if unknown:
         raise UserError(
             f"--data_dir: does not support {', '.join(unknown)}, only {', '.join(TASKS)}; leave "
             "the flag out to download the data from the Hugging Face hub"
         )
-    if missing := [
-        f"{file} ({name}, {TASKS[name].source})"
-        for name in names
-        for file in TASKS[name].files
-        if not (folder / file).is_file()
-    ]:
+    missing = []
+    for name in names:
+        for file in TASKS[name].files:
+            if not (folder / file).is_file():
+                missing.append(f"{file} ({name}, {TASKS[name].source})")
+    if missing:
         raise UserError(
             f"--data_dir={folder}: missing {', '.join(missing)}; add them under these names"
         )
@@ -147,7 +146,8 @@ def task_config(name: str, config: dict, folder: Path) -> dict:
 
     task = TASKS[name]
     try:
-        rows = task.read(*((folder / file).read_text(encoding="utf-8") for file in task.files))
+        texts = [(folder / file).read_text(encoding="utf-8") for file in task.files]
+        rows = task.read(*texts)
         if not rows:
             raise ValueError("no rows")
         split = Dataset.from_list(rows)
@@ -156,8 +156,8 @@ def task_config(name: str, config: dict, folder: Path) -> dict:
         RuntimeError,  # a NotImplementedError of pyarrow
     ) as error:
         raise UserError(
-            f"{folder / task.files[0]}: not the data of {name} ({type(error).__name__}: {short_reason(error)}); "
-            f"download it again from {task.source}"
+            f"{folder / task.files[0]}: not the data of {name} ({type(error).__name__}: "
+            f"{short_reason(error)}); download it again from {task.source}"
         ) from None
     return {
         **config,

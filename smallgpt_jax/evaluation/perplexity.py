@@ -28,7 +28,7 @@ from smallgpt_jax.evaluation.progress import ScoringProgress
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence, split_with_stride
 from smallgpt_jax.run.config_file import read_config
 
-WHOLE_FILE = 2**62  # characters; a plain text file is one document
+_WHOLE_FILE = 2**62  # characters; a plain text file is one document
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ class TextFiles:
         context_length = trained.model.config.context_length
         stride = self._stride(context_length)
         data = read_config(workdir, model.trust_custom_code).data
-        texts = read_texts(self.source, data, trained.tokenizer)
-        nats = score_texts(texts, model.scorer(trained), context_length, stride)
+        texts = _read_texts(self.source, data, trained.tokenizer)
+        nats = _score_texts(texts, model.scorer(trained), context_length, stride)
         rows = [{"file": text.file, **measures([text], loss)} for text, loss in zip(texts, nats)]
         record = {
             "step": trained.step,
@@ -84,7 +84,7 @@ class TextFiles:
 
 class Text(NamedTuple):
     file: str
-    documents: list[np.ndarray]  # tokens, with those around the document
+    documents: list[np.ndarray]  # tokens, from begin-of-text to end-of-text
     text_bytes: int
     unencoded: int  # tokens for unknown characters, and characters without a token
 
@@ -93,7 +93,7 @@ class Text(NamedTuple):
         return sum(len(tokens) - 1 for tokens in self.documents)
 
 
-def read_texts(source: str | Path, data: DataConfig, tokenizer: Tokenizer) -> list[Text]:
+def _read_texts(source: str | Path, data: DataConfig, tokenizer: Tokenizer) -> list[Text]:
     """Returns the texts of a source, one per file that is not empty. The text_field and the
     text_endings are those of `data`. Raises UserError if there are none, or for an invalid file.
     """
@@ -101,7 +101,7 @@ def read_texts(source: str | Path, data: DataConfig, tokenizer: Tokenizer) -> li
     texts = []
     with _advise(data.text_field):
         for member in Source(str(source), data.text_endings).members:
-            for part in member.parts(WHOLE_FILE):
+            for part in member.parts(_WHOLE_FILE):
                 documents = [str(item) for item, _ in part.read(rules) if item]
                 if documents:
                     texts.append(encode_text(part.name, documents, tokenizer))
@@ -141,7 +141,7 @@ def encode_text(file: str, documents: list[str], tokenizer: Tokenizer) -> Text:
     )
 
 
-def score_texts(
+def _score_texts(
     texts: Sequence[Text], scorer: Scorer, context_length: int, stride: int
 ) -> list[float]:
     """Returns the negative log-likelihood of each text, in nats."""

@@ -6,34 +6,22 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from smallgpt_jax.evaluation.run import PAPER
 from smallgpt_jax.formatting import escape_markdown
 
-TASKS = (
-    "hellaswag",
-    "winogrande",
-    "commonsense_qa",
-    "anli_r1",
-    "piqa",
-    "copa",
-    "arc_easy",
-)  # the columns below
-# Accuracy of choosing one of a question's options at random.
-CHANCE = dict(zip(TASKS, (1 / 4, 1 / 2, 1 / 5, 1 / 3, 1 / 2, 1 / 2, 1 / 4)))
-# Accuracies logged by the authors of arXiv 2404.14462.
-LOGGED = {
-    model: dict(zip(TASKS, accuracies))
-    for model, accuracies in {
-        "gpt": (0.3043, 0.4933, 0.1179, 0.335, 0.5000, 0.51, 0.2228),
-        "pgpt": (0.2790, 0.4862, 0.1310, 0.334, 0.5000, 0.54, 0.2246),
-        "pgpt, one path": (0.2734, 0.4886, 0.1450, 0.336, 0.5098, 0.59, 0.2456),
-        "lgpt": (0.2512, 0.4870, 0.1532, 0.334, 0.5141, 0.52, 0.2456),
-        "cgpt": (0.2492, 0.4949, 0.1564, 0.340, 0.5326, 0.51, 0.2561),
-    }.items()
+# Accuracy of choosing one of a question's options at random, per task of PAPER.
+_CHANCE = dict(zip(PAPER, (1 / 4, 1 / 2, 1 / 5, 1 / 3, 1 / 2, 1 / 2, 1 / 4)))
+# Accuracies logged by the authors of arXiv 2404.14462, per task of PAPER.
+_LOGGED = {
+    "gpt": (0.3043, 0.4933, 0.1179, 0.335, 0.5000, 0.51, 0.2228),
+    "pgpt": (0.2790, 0.4862, 0.1310, 0.334, 0.5000, 0.54, 0.2246),
+    "pgpt, one path": (0.2734, 0.4886, 0.1450, 0.336, 0.5098, 0.59, 0.2456),
+    "lgpt": (0.2512, 0.4870, 0.1532, 0.334, 0.5141, 0.52, 0.2456),
+    "cgpt": (0.2492, 0.4949, 0.1564, 0.340, 0.5326, 0.51, 0.2561),
 }
-LOGGED_METRIC = {
-    "hellaswag": "acc_norm"
-}  # metric of each task's scores in LOGGED; for tasks not listed here: acc
-FOOTNOTE = (
+# the metric of each task in _LOGGED; for tasks not listed here: acc
+_LOGGED_METRIC = {"hellaswag": "acc_norm"}
+_FOOTNOTE = (
     "¹ Logged by the authors of arXiv 2404.14462 for models of the paper's full size. Only "
     "HellaSwag is comparable. For the other six tasks, their code sums the log-probabilities of "
     "the whole vocabulary at every position and never looks up the option's own tokens. Their "
@@ -44,19 +32,11 @@ FOOTNOTE = (
 
 
 def examples_table(results: dict[str, dict[str, float]], count: int) -> str:
-    return (
-        "\n".join(
-            [
-                "| metric | examples | value |",
-                "|---|---|---|",
-                *(
-                    f"| {name} | {count:,} | {found['mean']:.4f} ± {found['standard_error']:.4f} |"
-                    for name, found in results.items()
-                ),
-            ]
-        )
-        + "\n"
-    )
+    lines = ["| metric | examples | value |", "|---|---|---|"]
+    for name, result in results.items():
+        value = f"{result['mean']:.4f} ± {result['standard_error']:.4f}"
+        lines.append(f"| {name} | {count:,} | {value} |")
+    return "\n".join(lines) + "\n"
 
 
 def texts_table(files: Sequence[dict[str, Any]], total: dict[str, Any]) -> str:
@@ -82,28 +62,34 @@ def texts_table(files: Sequence[dict[str, Any]], total: dict[str, Any]) -> str:
 
 
 def results_table(results: dict, model_name: str) -> str:
-    logged = LOGGED.get(model_name, {})
+    """`results` are those of the harness."""
+    logged = dict(zip(PAPER, _LOGGED.get(model_name, ())))
     lines = [
         f"| task | examples | shots | metric | value | chance | paper's {model_name}¹ |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, values in results["results"].items():
         examples = values.get("sample_len", "")
+        if examples:
+            examples = f"{examples:,}"
         shots = results["n-shot"].get(name, "")
         for key, value in values.items():
+            # keys are such as "acc,none" and "acc_stderr,none"; others are no metrics
             metric, _, filter_name = key.partition(",")
             if not filter_name or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
+            shown = f"{value:.4f}"
             error = values.get(f"{metric}_stderr,{filter_name}")
-            shown = f"{value:.4f}" + (
-                f" ± {error:.4f}" if isinstance(error, float) and math.isfinite(error) else ""
-            )
-            is_accuracy = metric in ("acc", "acc_norm")
-            paper = logged.get(name) if metric == LOGGED_METRIC.get(name, "acc") else None
+            if isinstance(error, float) and math.isfinite(error):
+                shown += f" ± {error:.4f}"
+            chance = paper = ""
+            if metric in ("acc", "acc_norm") and name in _CHANCE:
+                chance = f"{_CHANCE[name]:.4f}"
+            if name in logged and metric == _LOGGED_METRIC.get(name, "acc"):
+                paper = f"{logged[name]:.4f}"
             lines.append(
-                f"| {name} | {f'{examples:,}' if examples else ''} | {shots} | {metric} | {shown} "
-                f"| {f'{CHANCE[name]:.4f}' if is_accuracy and name in CHANCE else ''} | "
-                f"{'' if paper is None else f'{paper:.4f}'} |"
+                f"| {name} | {examples} | {shots} | {metric} | {shown} | {chance} | {paper} |"
             )
-    is_compared = any(name in logged for name in results["results"])
-    return "\n".join([*lines, "", FOOTNOTE if is_compared else ""]).strip() + "\n"
+    if logged.keys() & results["results"].keys():
+        lines += ["", _FOOTNOTE]
+    return "\n".join(lines) + "\n"

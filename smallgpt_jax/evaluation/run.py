@@ -17,9 +17,9 @@ from smallgpt_jax.formatting import short_reason
 
 # The tasks of arXiv 2404.14462, in the order of its table 2. The number of examples there shows
 # that the paper used the validation split of ARC-Easy. The harness prefers a task's test split, so
-# PAPER_SPLITS removes this test split.
+# _PAPER_SPLITS removes this test split.
 PAPER = ("hellaswag", "winogrande", "commonsense_qa", "anli_r1", "piqa", "copa", "arc_easy")
-PAPER_SPLITS = {"arc_easy": {"test_split": None}}
+_PAPER_SPLITS = {"arc_easy": {"test_split": None}}
 # The harness's folder of each task. Only the folders of the requested tasks are read, because
 # reading all folders takes six seconds.
 FOLDERS = {
@@ -44,39 +44,34 @@ def evaluate(
 ) -> dict:
     """Returns lm-evaluation-harness's results.
 
-    Args:
-      model: returns the `lm_eval` model; called after tasks and data are loaded. tasks: the
-      harness's task names; `paper` stands for the tasks in PAPER. data_dir: folder with the
-      benchmarks' original files (see `local_data`). None: data comes from the hub. cache: local
-      file in which scores are kept. An interrupted evaluation resumes from these scores. settings:
-      arguments of `lm_eval.simple_evaluate`.
+    `model` returns the `lm_eval` model; it is called after tasks and data are loaded. `tasks` are
+    names of the harness; `paper` stands for those in PAPER. `data_dir` has the benchmarks' original
+    files (see `local_data`); None: data comes from the hub. `cache` is a local file with scores,
+    from which an interrupted evaluation resumes. `settings` are arguments of
+    `lm_eval.simple_evaluate`.
     """
-    with quiet_logging():
+    with _quiet_logging():
         import lm_eval
 
-        names = list(
-            dict.fromkeys(name for task in tasks for name in (PAPER if task == "paper" else [task]))
-        )
+        names = []
+        for task in tasks:
+            names += PAPER if task == "paper" else [task]
+        names = list(dict.fromkeys(names))  # without repetitions, in this order
         if not names:
             raise UserError(
                 "--tasks: is empty; give the name of at least one task, or use --tasks=paper"
             )
         manager = task_manager(names)
-        require_known_tasks(names, manager.all_tasks)
+        _require_known_tasks(names, manager.all_tasks)
         if data_dir:
             local_data.require_files(names, data_dir)
-        specs = [task_spec(name, "paper" in tasks, data_dir, manager) for name in names]
+        specs = [_task_spec(name, "paper" in tasks, data_dir, manager) for name in names]
         loaded = load_tasks(specs, manager, data_dir)
         lm = model()
         lm.set_cache_hook(ScoreCache(cache))
         with contextlib.redirect_stdout(io.StringIO()):  # hides the harness's prints
             try:
-                return lm_eval.simple_evaluate(
-                    lm,
-                    tasks=loaded,
-                    task_manager=manager,
-                    **settings,
-                )
+                return lm_eval.simple_evaluate(lm, tasks=loaded, task_manager=manager, **settings)
             except ValueError as error:
                 if "larger than population" not in str(error):  # random.sample's message
                     raise
@@ -87,7 +82,7 @@ def evaluate(
 
 
 @contextlib.contextmanager
-def quiet_logging():
+def _quiet_logging():
     """Hides Python warnings in a context, and sets the libraries' log level to ERROR,
     permanently.
     """
@@ -110,23 +105,21 @@ def task_manager(names: Sequence[str]):
     )
 
 
-def require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
+def _require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, ["paper", *known], n=3)
-            raise UserError(
-                f"--tasks: lm-evaluation-harness has no task {name!r}"
-                + (f"; did you mean {' or '.join(near)}?" if near else "")
-            )
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise UserError(f"--tasks: lm-evaluation-harness has no task {name!r}{hint}")
 
 
-def task_spec(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | dict:
+def _task_spec(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | dict:
     """Returns the argument of `TaskManager.load`: the task's name, or its config if the config must
     be changed.
     """
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    changes = PAPER_SPLITS.get(name, {}) if of_paper else {}
+    changes = _PAPER_SPLITS.get(name, {}) if of_paper else {}
     if not data_dir and not changes:
         return name
     config = load_yaml(manager.task_index[name].yaml_path, resolve_func=True, recursive=True)
@@ -143,13 +136,14 @@ def load_tasks(specs: Sequence[str | dict], manager, data_dir: Path | None) -> l
         try:
             loaded = manager.load([spec])
         except Exception as error:  # from the hub, the network or a task's own code
+            remedy = "; without a network, set --data_dir to a folder with the benchmark's files"
+            if data_dir:
+                remedy = ""
             raise UserError(
-                f"--tasks: cannot load the data of {name!r} ({short_reason(error)})"
-                + (
-                    ""
-                    if data_dir
-                    else "; without a network, set --data_dir to a folder with the benchmark's files"
-                )
+                f"--tasks: cannot load the data of {name!r} ({short_reason(error)}){remedy}"
             ) from None
-        tasks += [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
+        if name in loaded["groups"]:
+            tasks.append(loaded["groups"][name])
+        else:
+            tasks += loaded["tasks"].values()
     return tasks

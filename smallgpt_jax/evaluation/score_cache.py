@@ -21,8 +21,8 @@ def _is_result(value) -> bool:
     return isinstance(value, str) or LOSS.accepts(value)
 
 
-TYPES = {"loglikelihood": list, "loglikelihood_rolling": float, "generate_until": str}
-LINE = {"request": TEXT, "result": Kind("a score or a text", _is_result)}
+_TYPES = {"loglikelihood": list, "loglikelihood_rolling": float, "generate_until": str}
+_LINE = {"request": TEXT, "result": Kind("a score or a text", _is_result)}
 
 
 class ScoreCache:
@@ -37,12 +37,12 @@ class ScoreCache:
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._results = {
-                line["request"]: line["result"] for line in read_json_lines(path, LINE)
+                line["request"]: line["result"] for line in read_json_lines(path, _LINE)
             }
 
     def find(self, kind: str, arguments: Sequence) -> Result | None:
         result = self._results.get(_request_hash(kind, arguments))
-        if not isinstance(result, TYPES[kind]):
+        if not isinstance(result, _TYPES[kind]):
             return None
         return tuple(result) if isinstance(result, list) else result
 

@@ -20,9 +20,9 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.kernel_check import check_recurrence_kernels
 from smallgpt_jax.ops.cross_entropy import cap
 
-STATIC_LENGTHS = 6
-LENGTH_STEP = 16  # static lengths are multiples of this, except the context length
-CHUNK = 256  # each device computes the logits of this many positions at a time
+_STATIC_LENGTHS = 6
+_LENGTH_STEP = 16  # static lengths are multiples of this, except the context length
+_CHUNK = 256  # each device computes the logits of this many positions at a time
 
 
 class TokenSequence(NamedTuple):
@@ -70,9 +70,7 @@ class Scorer:
 
     def score(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[int, Score]]:
         """Yields (index, score) for each sequence, batch by batch, longest sequences first."""
-        pending = (
-            None  # the previous batch: its results are read after the next batch is dispatched
-        )
+        pending = None  # the previous batch, whose results are read after the next is dispatched
         for batch in self.batches(sequences):
             results = self.run(batch)
             if pending:
@@ -93,25 +91,27 @@ class Scorer:
             indices = order[first : first + rows]
             tokens_BxT1 = np.zeros((rows, length + 1), np.int32)
             scored_BxT = np.zeros((rows, length), bool)
-            for tokens, is_scored, index in zip(tokens_BxT1, scored_BxT, indices):
-                end = len(sequences[index].tokens)
-                tokens[:end] = sequences[index].tokens
-                is_scored[end - 1 - sequences[index].scored : end - 1] = True
+            for row, index in enumerate(indices):
+                tokens, num_scored = sequences[index]
+                tokens_BxT1[row, : len(tokens)] = tokens
+                # position i predicts token i + 1
+                last = len(tokens) - 1
+                scored_BxT[row, last - num_scored : last] = True
             yield ScoringBatch(indices, tokens_BxT1, scored_BxT)
             first += len(indices)
 
     def run(self, batch: ScoringBatch):
-        put = functools.partial(jax.device_put, device=sharding.batch_sharding(self.mesh))
-        return _run(
-            self._variables, put(batch.tokens_BxT1), put(batch.scored_BxT), self.model, self.mesh
+        tokens_BxT1, scored_BxT = jax.device_put(
+            (batch.tokens_BxT1, batch.scored_BxT), sharding.batch_sharding(self.mesh)
         )
+        return _run(self._variables, tokens_BxT1, scored_BxT, self.model, self.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "mesh"))
 def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, mesh):
     rows = PartitionSpec(("data", "fsdp"))
     return jax.shard_map(
-        functools.partial(log_probabilities, model=model),
+        functools.partial(_log_probabilities, model=model),
         mesh=mesh,
         in_specs=(PartitionSpec(), rows, rows),
         out_specs=(rows, rows),
@@ -119,46 +119,43 @@ def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, mesh):
     )(variables, tokens_BxT1, scored_BxT)
 
 
-def log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.LanguageModel):
+def _log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.LanguageModel):
     """Returns two (B, T) arrays: the log-probability of each next token, and whether it is the most
     likely token.
 
-    Computed only at scored positions, CHUNK at a time. Elsewhere, the first array is 0 and the
+    Computed only at scored positions, _CHUNK at a time. Elsewhere, the first array is 0 and the
     second is True. The prefix of a prefix language model is what comes before the scored tokens.
     """
     batch, time = scored_BxT.shape
-    is_prefix = model.config.attention_mask == "prefix"
-    context = Context(
-        prefix_BxT=jnp.cumsum(scored_BxT, axis=1) <= scored_BxT if is_prefix else None
-    )
-    x_BxTxW, head_VxW = model.apply(
-        variables,
-        method=lambda model: (model.hidden(tokens_BxT1[:, :-1], context), model.head_weight()),
-    )
+    prefix_BxT = None
+    if model.config.attention_mask == "prefix":
+        # scored 0 0 1 1 has the sums 0 0 1 2: the prefix ends at the first scored position, whose
+        # own token is the last one of the context
+        prefix_BxT = jnp.cumsum(scored_BxT, axis=1) <= scored_BxT
+    context = Context(prefix_BxT=prefix_BxT)
+
+    def hidden_and_head(model):
+        return model.hidden(tokens_BxT1[:, :-1], context), model.head_weight()
+
+    x_BxTxW, head_VxW = model.apply(variables, method=hidden_and_head)
     x_RxW, targets_R = x_BxTxW.reshape(batch * time, -1), tokens_BxT1[:, 1:].reshape(-1)
-    size = -(-batch * time // CHUNK) * CHUNK
+    # the scored positions first, then batch · time, which is out of range, up to whole chunks
+    size = -(-batch * time // _CHUNK) * _CHUNK
     (scored_S,) = jnp.nonzero(scored_BxT.reshape(-1), size=size, fill_value=batch * time)
 
     def add_chunk(carry):
         first, log_p_S, is_best_S = carry
-        positions_C = jax.lax.dynamic_slice(scored_S, (first,), (CHUNK,))
-        x_CxW, targets_C = (
-            x_RxW.at[positions_C].get(mode="clip"),
-            targets_R.at[positions_C].get(mode="clip"),
-        )
-        logits_CxV = cap(
-            jnp.dot(x_CxW, head_VxW.T, preferred_element_type=jnp.float32),
-            model.config.logit_softcap,
-        )
+        positions_C = jax.lax.dynamic_slice(scored_S, (first,), (_CHUNK,))
+        x_CxW = x_RxW.at[positions_C].get(mode="clip")
+        targets_C = targets_R.at[positions_C].get(mode="clip")
+        logits_CxV = jnp.dot(x_CxW, head_VxW.T, preferred_element_type=jnp.float32)
+        logits_CxV = cap(logits_CxV, model.config.logit_softcap)
         target_C = jnp.take_along_axis(logits_CxV, targets_C[:, None], axis=1)[:, 0]
         log_p_C = target_C - jax.nn.logsumexp(logits_CxV, axis=1)
-        return (
-            first + CHUNK,
-            jax.lax.dynamic_update_slice(log_p_S, log_p_C, (first,)),
-            jax.lax.dynamic_update_slice(
-                is_best_S, jnp.argmax(logits_CxV, axis=1) == targets_C, (first,)
-            ),
-        )
+        log_p_S = jax.lax.dynamic_update_slice(log_p_S, log_p_C, (first,))
+        is_best_C = jnp.argmax(logits_CxV, axis=1) == targets_C
+        is_best_S = jax.lax.dynamic_update_slice(is_best_S, is_best_C, (first,))
+        return first + _CHUNK, log_p_S, is_best_S
 
     count = jnp.sum(scored_BxT)
     _, log_p_S, is_best_S = jax.lax.while_loop(
@@ -179,37 +176,31 @@ def _scores(batch: ScoringBatch, results) -> Iterator[tuple[int, Score]]:
 
 
 def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
-    """Returns at most STATIC_LENGTHS ascending lengths ≤ `longest`, with the least total
+    """Returns at most _STATIC_LENGTHS ascending lengths ≤ `longest`, with the least total
     padding.
     """
 
     def rounded(length: int) -> int:
-        return min(longest, -(-max(1, length) // LENGTH_STEP) * LENGTH_STEP)
+        return min(longest, -(-max(1, length) // _LENGTH_STEP) * _LENGTH_STEP)
 
     candidates, counts = np.unique([rounded(length) for length in needed], return_counts=True)
-    before = np.concatenate([[0], np.cumsum(counts)])
-    # best[i] is the best solution for the sequences that belong to the first i candidates. It is a
-    # pair: the total number of positions, padding included, and the list of static lengths. Each
-    # round of the loop allows one more static length.
-    best = [(0, [])] + [(math.inf, [])] * len(candidates)
-    for _ in range(STATIC_LENGTHS):
-        best = [
-            min(
-                [
-                    best[end],
-                    *(
-                        (
-                            best[start][0]
-                            + int(before[end] - before[start]) * int(candidates[end - 1]),
-                            [*best[start][1], int(candidates[end - 1])],
-                        )
-                        for start in range(end)
-                    ),
-                ],
-                key=lambda option: option[0],
-            )
-            for end in range(len(best))
-        ]
+    before = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    # best[i] is the best solution for the sequences that belong to the first i candidates: the
+    # number of positions, padding included, and the static lengths. Each round of the loop allows
+    # one more static length.
+    best: list[tuple[float, list[int]]] = [(0, [])] + [(math.inf, [])] * len(candidates)
+    for _ in range(_STATIC_LENGTHS):
+        longer = []
+        for end, solution in enumerate(best):
+            for start in range(end):
+                # all sequences from candidate `start` on are padded to the longest of them
+                positions, lengths = best[start]
+                length = int(candidates[end - 1])
+                positions += (before[end] - before[start]) * length
+                if positions < solution[0]:
+                    solution = positions, [*lengths, length]
+            longer.append(solution)
+        best = longer
     return best[-1][1]
 
 
@@ -219,11 +210,13 @@ def split_into_sequences(
     """Splits a text into as few sequences as possible; each token of tokens[first:] is scored
     exactly once.
     """
-    return [
-        TokenSequence(tokens[max(0, end - 1 - context_length) : end], end - start)
-        for start in range(first, len(tokens), context_length)
-        for end in [min(start + context_length, len(tokens))]
-    ]
+    sequences = []
+    for start in range(first, len(tokens), context_length):
+        end = min(start + context_length, len(tokens))
+        # the last token is only predicted, so that context_length tokens before it are seen
+        seen = max(0, end - 1 - context_length)
+        sequences.append(TokenSequence(tokens[seen:end], end - start))
+    return sequences
 
 
 def split_with_stride(

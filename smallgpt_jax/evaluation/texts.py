@@ -131,9 +131,8 @@ class TextSample:
         """
         rows_per_window, rows = self.window_multiple // multiple, self._rows(multiple)
         packing_of = self._windows.packing_of(self._window_numbers)
-        windows = (
-            self._window_numbers - self._windows.first_rows[packing_of]
-        )  # window numbers within each packing
+        # window numbers within each packing; a window is rows_per_window rows of this length
+        windows = self._window_numbers - self._windows.first_rows[packing_of]
         first_rows = rows.first_rows[packing_of] + rows_per_window * windows
         row_numbers = (first_rows[:, None] + np.arange(rows_per_window)[None]).ravel()
         return iter(batches.masked_batches(rows, row_numbers, batch_size))

@@ -19,7 +19,7 @@ from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import timing
-from smallgpt_jax.inference.decoder import DecodeSession
+from smallgpt_jax.inference.decoder import Decoder, DecodeSession
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.program import Program
 
@@ -112,7 +112,7 @@ def generate(
     model: models.LanguageModel, weights, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> Generation:
     """Generates tokens greedily, at least 2 per prompt. `weights` are packed."""
-    session = DecodeSession(model, weights, model.config.vocab_size, prompts)
+    session = DecodeSession(Decoder(model, model.config.vocab_size), weights, prompts)
     session.reserve(new_tokens)
     sampled_Bx1, prefill_seconds = timing.time_prefill(session)
     return Generation(

@@ -224,8 +224,9 @@ def check_decoding(model, params, state, texts, expected):
     single tokens.
     """
     weights = layout.pack(model, jax.device_get(params), state)
+    prompts = [text[:1].tolist() for text in texts]
     session = decoder.DecodeSession(
-        model, weights, model.config.vocab_size, [text[:1].tolist() for text in texts]
+        decoder.Decoder(model, model.config.vocab_size), weights, prompts
     )
     for lengths in ((14, 9), (15, 10), (16, 11)):
         session.ids = [text[:length].tolist() for text, length in zip(texts, lengths)]

@@ -14,11 +14,12 @@ from smallgpt_jax.evaluation.score_cache import ScoreCache
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence, split_into_sequences
 from smallgpt_jax.inference import TextModel, TrainedModel, build_text_model
 from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.inference.text_model import GenerationConfig
 
-MAX_NEW_TOKENS = 256  # maximum number of generated tokens, for tasks that set no maximum
-BATCH_ROWS = 32  # texts generated per batch
-SAMPLING_SETTINGS = {"temperature", "top_k", "top_p", "repetition_penalty"}
-OTHER_SETTINGS = {"until", "max_gen_toks", "do_sample"}
+_MAX_NEW_TOKENS = 256  # maximum number of generated tokens, for tasks that set no maximum
+_BATCH_ROWS = 32  # texts generated per batch
+_SAMPLING_SETTINGS = {"temperature", "top_k", "top_p", "repetition_penalty"}
+_OTHER_SETTINGS = {"until", "max_gen_toks", "do_sample"}
 
 
 class SmallGPT(TemplateLM):
@@ -28,8 +29,8 @@ class SmallGPT(TemplateLM):
     The token that begins documents replaces an empty context. It is prepended to other contexts
     only if the tokenizer has one of its own for the beginning, as those of Llama have. Contexts are
     truncated on the left, texts to score never. A generated text ends before `end_of_turn`, the
-    special token that ends an answer in the model's chat template, or None. `progress` is called with a label, the number of
-    finished texts and the total number of texts.
+    special token that ends an answer in the model's chat template, or None. `progress` is called
+    with a label, the number of finished texts and the total number of texts.
     """
 
     def __init__(
@@ -70,15 +71,12 @@ class SmallGPT(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         ids = self._tokenizer.encode([string])[0].tolist()
-        self.unencoded += (
-            self._tokenizer.unknown in ids or self._tokenizer.count_dropped(string) > 0
-        )
-        has_own = self._tokenizer.begin_of_text != self._tokenizer.end_of_text
-        return (
-            [self._tokenizer.begin_of_text, *ids]
-            if has_own and add_special_tokens is not False
-            else ids
-        )
+        if self._tokenizer.unknown in ids or self._tokenizer.count_dropped(string) > 0:
+            self.unencoded += 1
+        has_own_beginning = self._tokenizer.begin_of_text != self._tokenizer.end_of_text
+        if has_own_beginning and add_special_tokens is not False:
+            return [self._tokenizer.begin_of_text, *ids]
+        return ids
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
@@ -127,22 +125,20 @@ class SmallGPT(TemplateLM):
             if cached is not None:
                 total[i] = Score(cached, True) if isinstance(cached, float) else Score(*cached)
                 jobs[i] = ()
-        sequences = [(job, sequence) for job, parts in enumerate(jobs) for sequence in parts]
-        left = [len(parts) for parts in jobs]
-        done = sum(not parts for parts in jobs)
-        for index, score in self._scorer.score([sequence for _, sequence in sequences]):
-            job = sequences[index][0]
-            total[job] = Score(
-                total[job].log_likelihood + score.log_likelihood,
-                total[job].is_greedy and score.is_greedy,
-            )
+        sequences, job_of = [], []
+        for job, its_sequences in enumerate(jobs):
+            sequences += its_sequences
+            job_of += [job] * len(its_sequences)
+        left = [len(its_sequences) for its_sequences in jobs]
+        done = left.count(0)
+        for index, score in self._scorer.score(sequences):
+            job = job_of[index]
+            log_likelihood = total[job].log_likelihood + score.log_likelihood
+            total[job] = Score(log_likelihood, total[job].is_greedy and score.is_greedy)
             left[job] -= 1
-            if not left[job]:
-                result = (
-                    total[job].log_likelihood
-                    if kind == "loglikelihood_rolling"
-                    else tuple(total[job])
-                )
+            if left[job] == 0:
+                is_rolling = kind == "loglikelihood_rolling"
+                result = log_likelihood if is_rolling else tuple(total[job])
                 self.cache_hook.add_partial(kind, keys[job], result)
                 done += 1
                 self._progress("texts scored", done, len(jobs))
@@ -153,7 +149,7 @@ class SmallGPT(TemplateLM):
         cached.
         """
         is_sampled = [
-            normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)["do_sample"]
+            normalize_gen_kwargs(request.args[1], _MAX_NEW_TOKENS)["do_sample"]
             for request in requests
         ]
         texts = [
@@ -167,16 +163,15 @@ class SmallGPT(TemplateLM):
             (i for i, text in enumerate(texts) if text is None),
             key=lambda i: (repr(requests[i].args[1]), -len(contexts[i])),
         )
+        # identical requests get different numbers, hence different random samples
         seen, samples = Counter(), []
-        for (
-            request
-        ) in requests:  # identical requests get different numbers, hence different random samples
+        for request in requests:
             samples.append(seen[repr(request.args)])
             seen[repr(request.args)] += 1
         done = 0
         while done < len(order):
             settings = requests[order[done]].args[1]
-            batch = [i for i in order[done : done + BATCH_ROWS] if requests[i].args[1] == settings]
+            batch = [i for i in order[done : done + _BATCH_ROWS] if requests[i].args[1] == settings]
             continuations = self._generate(
                 [requests[i].args[0] for i in batch],
                 [contexts[i] for i in batch],
@@ -197,26 +192,29 @@ class SmallGPT(TemplateLM):
         """`contexts` are the tokens of `prompts`. Each of `samples` selects a random stream for its
         prompt.
         """
-        settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
-        if unknown := settings.keys() - SAMPLING_SETTINGS - OTHER_SETTINGS:
+        settings = normalize_gen_kwargs(settings, _MAX_NEW_TOKENS)
+        unknown = settings.keys() - _SAMPLING_SETTINGS - _OTHER_SETTINGS
+        if unknown:
             raise UserError(
                 f"--gen_kwargs: {', '.join(sorted(unknown))} not supported; use "
-                f"{', '.join(sorted(SAMPLING_SETTINGS | OTHER_SETTINGS))}"
+                f"{', '.join(sorted(_SAMPLING_SETTINGS | _OTHER_SETTINGS))}"
             )
         new_tokens = settings["max_gen_toks"]
-        # A temperature of 0 selects greedy decoding. For the other settings, 0 means unset.
-        chosen = {
-            name: settings[name]
-            for name in SAMPLING_SETTINGS & settings.keys()
-            if settings[name] or name == "temperature"
-        }
-        sampling = Sampling(**chosen if settings["do_sample"] else {"temperature": 0.0}).validated()
+        chosen = {"temperature": 0.0}
+        if settings["do_sample"]:
+            # A temperature of 0 selects greedy decoding. For the other settings, 0 means unset.
+            chosen = {
+                name: settings[name]
+                for name in _SAMPLING_SETTINGS & settings.keys()
+                if settings[name] or name == "temperature"
+            }
+        sampling = Sampling(**chosen).validated()
         room = max(self.max_length - new_tokens, self.max_length // 2, 1)  # tokens of context
-        session = self._text_model.session(
-            [context[-room:] for context in contexts], self._seed, samples
-        )
+        ids = [context[-room:] for context in contexts]
+        session = self._text_model.session(ids, self._seed, samples)
         stop = [*settings["until"], *self._ends]
-        return self._text_model.complete(session, prompts, new_tokens, stop, sampling)
+        config = GenerationConfig(new_tokens, stop, sampling)
+        return self._text_model.complete(session, prompts, config)
 
     def get_model_info(self) -> dict:
         config = self._scorer.model.config

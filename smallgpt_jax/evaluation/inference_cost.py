@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from smallgpt_jax import inference, models
+from smallgpt_jax import inference
 from smallgpt_jax.analysis import record
 from smallgpt_jax.analysis.budgets import DECODING_BATCHES
 from smallgpt_jax.analysis.record import Inference
 from smallgpt_jax.devices.chips import device_name
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.inference import decoder, layout, timing
+from smallgpt_jax.inference import decoder, timing
 from smallgpt_jax.run.names import EVALUATION_FOLDER
 from smallgpt_jax.storage.atomic import write_atomically
 
@@ -46,16 +46,16 @@ def inference_cost(text_model: inference.TextModel, log=print) -> dict[str, Any]
     memory.
     """
     context = text_model.model.config.context_length
-    cache_bytes = [num_cache_bytes(text_model.model, length) for length in (1, 2, context)]
-    prefill_ms = quartiles(lambda: time_prefills(text_model))
-    log(f"prefill of {context:,} tokens: {describe(prefill_ms)}")
+    cache_bytes = [decoder.num_cache_bytes(text_model.model, length) for length in (1, 2, context)]
+    prefill_ms = _quartiles(lambda: time_prefills(text_model))
+    log(f"prefill of {context:,} tokens: {_describe(prefill_ms)}")
     decoding = []
     for batch in DECODING_BATCHES:
         for cache in ("empty", "full"):
-            step_ms = quartiles(
+            step_ms = _quartiles(
                 lambda batch=batch, cache=cache: time_steps(text_model, batch, cache)
             )
-            log(f"decoding step, batch {batch}, {cache} cache: {describe(step_ms)}")
+            log(f"decoding step, batch {batch}, {cache} cache: {_describe(step_ms)}")
             if step_ms:
                 decoding.append({"batch": batch, "cache": cache, "step_ms": step_ms})
     return {
@@ -69,15 +69,8 @@ def inference_cost(text_model: inference.TextModel, log=print) -> dict[str, Any]
     }
 
 
-def num_cache_bytes(model: models.LanguageModel, length: int) -> int:
-    """Returns the bytes of the cache of one text of `length` tokens, computed from the shapes."""
-    return layout.num_bytes(decoder.cache_shapes(model, layout.packed_shapes(model), 1, length))
-
-
-def quartiles(timings: Callable[[], list[float]]) -> dict[str, float] | None:
-    """Returns the median and the quartiles of the timings, or None if the program does not fit in
-    memory.
-    """
+def _quartiles(timings: Callable[[], list[float]]) -> dict[str, float] | None:
+    """Returns None if the program does not fit in memory."""
     try:
         milliseconds = timings()
     except jax.errors.JaxRuntimeError as error:
@@ -88,17 +81,18 @@ def quartiles(timings: Callable[[], list[float]]) -> dict[str, float] | None:
     return {"median": median, "low": low, "high": high, "count": len(milliseconds)}
 
 
-def describe(milliseconds: dict[str, float] | None) -> str:
+def _describe(milliseconds: dict[str, float] | None) -> str:
     return f"{milliseconds['median']:.4g} ms" if milliseconds else "does not fit in memory"
 
 
 def time_prefills(text_model: inference.TextModel) -> list[float]:
     """Returns the milliseconds of prefills of one text as long as the context."""
     prompt = random_tokens(text_model, text_model.model.config.context_length)
-    seconds = [
-        timing.time_prefill(start_session(text_model, prompt))[1] for _ in range(PREFILLS + 1)
-    ]
-    return [1000 * value for value in seconds[1:]]  # the first call compiles
+    milliseconds = []
+    for _ in range(PREFILLS + 1):
+        _, seconds = timing.time_prefill(_start_session(text_model, prompt))
+        milliseconds.append(1000 * seconds)
+    return milliseconds[1:]  # the first call compiles
 
 
 def time_steps(text_model: inference.TextModel, batch: int, cache: str) -> list[float]:
@@ -113,7 +107,7 @@ def time_steps(text_model: inference.TextModel, batch: int, cache: str) -> list[
     prompt = random_tokens(text_model, context - steps if cache == "full" else 1)
     milliseconds = []
     for session_number in range(SESSIONS + 1):
-        session = start_session(text_model, prompt)
+        session = _start_session(text_model, prompt)
         session.repeat(batch, timing.GREEDY)
         session.reserve(steps)
         sampled_Bx1, _ = timing.time_prefill(session)
@@ -123,10 +117,11 @@ def time_steps(text_model: inference.TextModel, batch: int, cache: str) -> list[
     return milliseconds
 
 
-def start_session(text_model: inference.TextModel, prompt: list[int]) -> decoder.DecodeSession:
-    return decoder.DecodeSession(
-        text_model.model, text_model.weights, text_model.tokenizer.vocab_size, [prompt]
-    )
+def _start_session(text_model: inference.TextModel, prompt: list[int]) -> decoder.DecodeSession:
+    # without end_of_text, which would end rows: all steps are those of a full batch
+    vocab_size = text_model.tokenizer.vocab_size
+    compiled_for = decoder.Decoder(text_model.model, vocab_size)
+    return decoder.DecodeSession(compiled_for, text_model.weights, [prompt])
 
 
 def random_tokens(text_model: inference.TextModel, count: int) -> list[int]:

@@ -20,9 +20,10 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.inference import TextModel
 from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.inference.text_model import GenerationConfig
 
-MAX_LABELS = 20
-BATCH_ROWS = 32  # texts generated per batch
+_MAX_LABELS = 20
+_BATCH_ROWS = 32  # texts generated per batch
 
 
 class Question(NamedTuple):
@@ -77,17 +78,15 @@ def read_questions(
         questions.append(Question(example.where, prompt, text, example.answer, example.is_chat))
     if not questions:
         raise UserError(f"--examples={path}: has no examples")
-    return (
-        questions[: max(1, round(limit * len(questions)))]
-        if limit is not None and limit < 1
-        else questions
-    )
+    if limit is not None and limit < 1:
+        return questions[: max(1, round(limit * len(questions)))]
+    return questions
 
 
 def find_labels(questions: Sequence[Question]) -> list[str]:
     """Returns the different answers. Raises UserError if there are too many to be labels."""
     labels = sorted({question.answer for question in questions})
-    if not 2 <= len(labels) <= MAX_LABELS:
+    if not 2 <= len(labels) <= _MAX_LABELS:
         raise UserError(
             f"--metrics=accuracy: the file has {len(labels)} different answers; name the labels "
             "with --label, or use --metrics=exact_match"
@@ -129,20 +128,15 @@ def generate_answers(
     progress: Callable[[str, int, int], Any],
 ) -> list[str]:
     """Longest prompts first, in batches."""
-    answers, order = (
-        [""] * len(questions),
-        sorted(range(len(questions)), key=lambda i: -len(questions[i].prompt)),
-    )
-    for first in range(0, len(order), BATCH_ROWS):
-        batch = order[first : first + BATCH_ROWS]
+    answers = [""] * len(questions)
+    order = sorted(range(len(questions)), key=lambda i: -len(questions[i].prompt))
+    for first in range(0, len(order), _BATCH_ROWS):
+        batch = order[first : first + _BATCH_ROWS]
+        session = model.session([questions[i].prompt for i in batch])
+        prompts = [questions[i].text for i in batch]
         ends = {questions[i].tokens_of("", model.tokenizer)[-1] for i in batch}
-        texts = model.complete(
-            model.session([questions[i].prompt for i in batch]),
-            [questions[i].text for i in batch],
-            max_new_tokens,
-            sorted(ends),
-            Sampling(temperature=None),
-        )
+        config = GenerationConfig(max_new_tokens, sorted(ends), Sampling(temperature=None))
+        texts = model.complete(session, prompts, config)
         for i, text in zip(batch, texts):
             answers[i] = text.strip().removeprefix(questions[i].turn.before.strip())
         progress("answers generated", first + len(batch), len(order))
@@ -160,6 +154,7 @@ def rouge_l(answer: str, found: str) -> float:
     As in the package rouge_score, words are lower case and consist of a–z and 0–9.
     """
     words, found_words = (re.findall(r"[a-z0-9]+", text.lower()) for text in (answer, found))
+    # common[j]: the longest one of the words so far and the first j found words
     common = [0] * (len(found_words) + 1)
     for word in words:
         previous = common

@@ -5,9 +5,11 @@ text.
 single tokens.
 """
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +17,45 @@ import numpy as np
 
 from smallgpt_jax import models
 from smallgpt_jax.inference import layout
-from smallgpt_jax.inference.sampling import Sampling, sample
+from smallgpt_jax.inference.sampling import Sampler, Sampling, sample_tokens
 from smallgpt_jax.models.context import Context
 
 # The maximum number of steps per call of `decode_steps`. It is small, because tokens sampled after
 # the end of a text are wasted.
 MAX_STEPS = 4
-# lengths are padded to 16, 32, 48, 64, 96, 128, 192, …; one program is compiled per padded length
-MIN_BUCKET = 16
+_MIN_BUCKET = 16
 
 
 def bucket(length: int, longest: int) -> int:
-    """Returns the padded length of a row of `length` tokens, at most `longest`."""
-    step = max(MIN_BUCKET, 1 << max(0, (length - 1).bit_length() - 2))
+    """Returns the padded length of a row of `length` tokens, at most `longest`: 16, 32, 48, 64, 96,
+    128, 192, … One program is compiled per padded length.
+    """
+    # a quarter of the next power of two, so that at most a third of a long row is padding
+    step = max(_MIN_BUCKET, 1 << max(0, (length - 1).bit_length() - 2))
     return min(longest, -(-length // step) * step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """What a decoding program is compiled for, besides the shapes of its arrays."""
+
+    model: models.LanguageModel
+    vocab_size: int  # of the tokenizer; the embedding may have more rows
+    end_of_text: int | None = None  # ends a row, and is exempt from the repetition penalty
+    cache_length: int = 0  # positions for which a new cache has room
+
+
+class DecodeState(NamedTuple):
+    """What a step donates and returns."""
+
+    cache: Any  # {}: the step creates a cache
+    seen_BxV: Any  # bool, the tokens in each row's context; None without a repetition penalty
+
+
+class NewTokens(NamedTuple):
+    ids: Any  # (B, T), padded on the right; in `decode_steps` (B,), one token per row
+    start_B: Any  # the position of each row's first new token
+    count_B: Any  # the number of new tokens per row, without padding
 
 
 def next_logits(model: models.LanguageModel, weights, cache, tokens_BxT, context: Context):
@@ -44,143 +71,87 @@ def next_logits(model: models.LanguageModel, weights, cache, tokens_BxT, context
     )
 
 
-jitted = functools.partial(
-    jax.jit,
-    static_argnames=("model", "cache_length", "vocab_size", "end_of_text"),
-    donate_argnames=("cache", "seen_BxV"),
-)
+_jitted = functools.partial(jax.jit, static_argnames="decoder", donate_argnames="state")
 
 
-@jitted
+@_jitted
 def decode_step(
-    weights,
-    cache,
-    seen_BxV,
-    tokens_BxT,
-    start_B,
-    count_B,
-    seed,
-    stream_Bx2,
-    sampling: Sampling,
-    prefix_B=None,
-    *,
-    model: models.LanguageModel,
-    cache_length: int,
-    vocab_size: int,
-    end_of_text: int | None,
+    decoder: Decoder, weights, state: DecodeState, new: NewTokens, sampler: Sampler, prefix_B=None
 ):
-    """Feeds each row's new tokens to the model and samples the next token per row.
+    """Feeds each row's new tokens to the model and samples the next token per row. Samples of rows
+    without new tokens are meaningless.
 
-    Args:
-        cache: donated; {} creates a cache of `cache_length` positions. seen_BxV: donated bool array
-        of the tokens in each row's context; None without a repetition penalty. tokens_BxT: the new
-        tokens, padded on the right. start_B: the position of each row's first new token. count_B:
-        the number of new tokens per row; rows without new tokens get meaningless samples.
-        stream_Bx2: two numbers per row that select the row's random stream. prefix_B: with a new
-        cache, the number of tokens per row that see each other (prefix LM), or None. end_of_text: a
-        token to which the repetition penalty does not apply, or None.
-
-    Returns the cache, `seen_BxV`, sampled tokens (B,) int32, and the logits before sampling, (B,
-    vocab_size) float32. A row's sample depends only on its own tokens, `seed`, `stream_Bx2` and
-    `sampling`, not on the other rows.
+    `weights` are packed (`layout.pack`). `prefix_B` is the number of tokens per row that see each
+    other (prefix LM), only with a new cache. Returns the state, sampled tokens (B,) int32, and the
+    logits before sampling, (B, vocab_size) float32.
     """
-    prefix_BxT = (
-        None if prefix_B is None else jnp.arange(tokens_BxT.shape[1])[None] < prefix_B[:, None]
-    )
+    time = new.ids.shape[1]
+    prefix_BxT = None if prefix_B is None else jnp.arange(time)[None] < prefix_B[:, None]
     context = Context(
-        cache_length=cache_length, start_B=start_B, length_B=count_B, prefix_BxT=prefix_BxT
+        cache_length=decoder.cache_length,
+        start_B=new.start_B,
+        length_B=new.count_B,
+        prefix_BxT=prefix_BxT,
     )
-    logits_BxV, kept = next_logits(model, weights, cache, tokens_BxT, context)
-    logits_BxV = logits_BxV[
-        :, :vocab_size
-    ]  # the embedding may have more rows than the tokenizer has ids
+    logits_BxV, changed = next_logits(decoder.model, weights, state.cache, new.ids, context)
+    logits_BxV = logits_BxV[:, : decoder.vocab_size]
+    seen_BxV = state.seen_BxV
     if seen_BxV is not None:
-        is_padding = jnp.arange(tokens_BxT.shape[1])[None] >= count_B[:, None]
-        rows = jnp.arange(len(tokens_BxT))[:, None]
-        seen_BxV = seen_BxV.at[rows, jnp.where(is_padding, vocab_size, tokens_BxT)].set(
-            True, mode="drop"
-        )
-        if end_of_text is not None:
-            seen_BxV = seen_BxV.at[:, end_of_text].set(False)
-    return (
-        kept["cache"],
-        seen_BxV,
-        sample_tokens(logits_BxV, seen_BxV, seed, stream_Bx2, sampling),
-        logits_BxV,
-    )
+        is_padding_BxT = jnp.arange(time)[None] >= new.count_B[:, None]
+        rows_Bx1 = jnp.arange(len(new.ids))[:, None]
+        # padding becomes the id after the last one, which mode="drop" ignores
+        ids_BxT = jnp.where(is_padding_BxT, decoder.vocab_size, new.ids)
+        seen_BxV = seen_BxV.at[rows_Bx1, ids_BxT].set(True, mode="drop")
+        if decoder.end_of_text is not None:
+            seen_BxV = seen_BxV.at[:, decoder.end_of_text].set(False)
+    state = DecodeState(changed["cache"], seen_BxV)
+    return state, sample_tokens(logits_BxV, seen_BxV, sampler), logits_BxV
 
 
-@jitted
+@_jitted
 def decode_steps(
-    weights,
-    cache,
-    seen_BxV,
-    token_B,
-    start_B,
-    count_B,
-    steps,
-    seed,
-    stream_Bx2,
-    sampling: Sampling,
-    *,
-    end_of_text: int | None,
-    **settings,
+    decoder: Decoder, weights, state: DecodeState, new: NewTokens, steps, sampler: Sampler
 ):
     """Calls `decode_step` `steps` ≤ MAX_STEPS times. A loop on the host would slow a small model by
     10% or more.
 
     A row ends when it has sampled `end_of_text`, or at once if its `count_B` is 0. From then on,
-    its cache gets no more tokens, and its samples are meaningless. Returns the cache, `seen_BxV`,
-    the sampled tokens (B, MAX_STEPS) int32, of which `steps` columns are valid, and the number of
-    tokens added to the cache per row.
+    its cache gets no more tokens, and its samples are meaningless. Returns the state, the sampled
+    tokens (B, MAX_STEPS) int32, of which `steps` columns are valid, and the number of tokens added
+    to the cache per row.
     """
 
     def step(i, carried):
-        cache, seen_BxV, token_B, sampled_BxN, count_B, added_B = carried
-        cache, seen_BxV, token_B, _ = decode_step(
-            weights,
-            cache,
-            seen_BxV,
-            token_B[:, None],
-            start_B + added_B,
-            count_B,
-            seed,
-            stream_Bx2.at[:, 1].add(jnp.uint32(i)),
-            sampling,
-            end_of_text=end_of_text,
-            **settings,
-        )
+        state, token_B, sampled_BxN, count_B, added_B = carried
+        new_Bx1 = NewTokens(token_B[:, None], new.start_B + added_B, count_B)
+        state, token_B, _ = decode_step(decoder, weights, state, new_Bx1, sampler.ahead(i))
         added_B += count_B
-        if end_of_text is not None:
-            count_B = jnp.where(token_B == end_of_text, 0, count_B)
-        return cache, seen_BxV, token_B, sampled_BxN.at[:, i].set(token_B), count_B, added_B
+        if decoder.end_of_text is not None:
+            count_B = jnp.where(token_B == decoder.end_of_text, 0, count_B)
+        return state, token_B, sampled_BxN.at[:, i].set(token_B), count_B, added_B
 
-    sampled_BxN = jnp.zeros((len(token_B), MAX_STEPS), jnp.int32)
-    cache, seen_BxV, _, sampled_BxN, _, added_B = jax.lax.fori_loop(
-        0, steps, step, (cache, seen_BxV, token_B, sampled_BxN, count_B, jnp.zeros_like(count_B))
-    )
-    return cache, seen_BxV, sampled_BxN, added_B
-
-
-@jax.jit
-def sample_tokens(logits_BxV, seen_BxV, seed, stream_Bx2, sampling: Sampling):
-    key = jax.random.key(seed)
-    key_B = jax.vmap(
-        lambda stream: jax.random.fold_in(jax.random.fold_in(key, stream[0]), stream[1])
-    )(stream_Bx2)
-    return sample(logits_BxV, seen_BxV, sampling, key_B)
+    sampled_BxN = jnp.zeros((len(new.ids), MAX_STEPS), jnp.int32)
+    carried = state, new.ids, sampled_BxN, new.count_B, jnp.zeros_like(new.count_B)
+    state, _, sampled_BxN, _, added_B = jax.lax.fori_loop(0, steps, step, carried)
+    return state, sampled_BxN, added_B
 
 
 def cache_shapes(model: models.LanguageModel, weights, rows: int, cache_length: int):
-    return new_cache.eval_shape(weights, model=model, rows=rows, cache_length=cache_length)
+    return _new_cache.eval_shape(weights, model=model, rows=rows, cache_length=cache_length)
 
 
+def num_cache_bytes(model: models.LanguageModel, length: int) -> int:
+    """Returns the bytes of the cache of one text of `length` tokens, computed from the shapes."""
+    return layout.num_bytes(cache_shapes(model, layout.packed_shapes(model), 1, length))
+
+
+# It is never run, but jitted, because JAX then keeps the shapes.
 @functools.partial(jax.jit, static_argnames=("model", "rows", "cache_length"))
-def new_cache(weights, *, model: models.LanguageModel, rows: int, cache_length: int):
-    """Jitted because JAX then keeps the shapes. It is never run."""
+def _new_cache(weights, *, model: models.LanguageModel, rows: int, cache_length: int):
     ones_B = jnp.ones(rows, jnp.int32)
     context = Context(cache_length=cache_length, start_B=ones_B, length_B=ones_B)
-    return next_logits(model, weights, {}, ones_B[:, None], context)[1]["cache"]
+    _, changed = next_logits(model, weights, {}, ones_B[:, None], context)
+    return changed["cache"]
 
 
 class DecodeSession:
@@ -198,34 +169,30 @@ class DecodeSession:
 
     def __init__(
         self,
-        model: models.LanguageModel,
+        decoder: Decoder,
         weights,
-        vocab_size: int,
         ids: Sequence[Sequence[int]],
         seed: int = 0,
-        end_of_text: int | None = None,
         samples: Sequence[int] | None = None,
     ):
-        """`weights` are packed (`layout.pack`). `end_of_text` is exempt from the repetition
-        penalty.
-
-        Rows with the same text but different numbers in `samples` have different random streams.
+        """`weights` are packed (`layout.pack`). Rows with the same text but different numbers in
+        `samples` have different random streams.
         """
-        self.model, self.weights, self.vocab_size = model, weights, vocab_size
+        self.model, self.weights = decoder.model, weights
         self.ids = [list(row) for row in ids]
-        self._seed, self._end_of_text = np.uint32(seed), end_of_text
-        # A row's random stream depends on its initial text, not on its place in the batch.
-        self._stream = np.array(
-            [zlib.crc32(np.array(row[1:], np.int32).tobytes()) for row in ids], np.uint32
-        )
+        self._decoder = decoder
+        self._context_length = decoder.model.config.context_length
+        self._seed = np.uint32(seed)
+        # A row's random stream depends on its initial text, not on its place in the batch. All
+        # texts have the same first token.
+        hashes = [zlib.crc32(np.array(row[1:], np.int32).tobytes()) for row in ids]
+        self._stream_B = np.array(hashes, np.uint32)
         if samples is not None:
-            self._stream += np.array(samples, np.uint32)
-        self._dropped = np.zeros(len(ids), np.int32)
-        self._cache, self._cache_length, self._seen, self._logits = {}, 0, None, None
-        self._cached = np.zeros(len(ids), np.int32)  # the number of tokens in the cache, per row
-        self._prefix: np.ndarray | None = (
-            None  # with a prefix language model, the initial length of each row's prefix
-        )
+            self._stream_B += np.array(samples, np.uint32)
+        self._cache, self._seen, self._logits = {}, None, None
+        self._cached_B = np.zeros(len(ids), np.int32)  # tokens in the cache
+        self._dropped_B = np.zeros(len(ids), np.int32)  # tokens that outgrew the context
+        self._prefix_B: np.ndarray | None = None  # initial lengths, with a prefix language model
 
     def repeat(self, times: int, sampling: Sampling) -> None:
         """Replaces each row by copies with different random streams, so that prompts are prefilled
@@ -236,40 +203,32 @@ class DecodeSession:
         self.sample(sampling)
         rows = len(self.ids)
         self.ids = [list(row) for row in self.ids for _ in range(times)]
-        self._stream = np.repeat(self._stream, times) + np.tile(
-            np.arange(times, dtype=np.uint32), rows
-        )
-        self._cached, self._dropped = (
-            np.repeat(self._cached, times),
-            np.repeat(self._dropped, times),
-        )
-        self._prefix = None if self._prefix is None else np.repeat(self._prefix, times)
+        copies = np.tile(np.arange(times, dtype=np.uint32), rows)
+        self._stream_B = np.repeat(self._stream_B, times) + copies
+        self._cached_B = np.repeat(self._cached_B, times)
+        self._dropped_B = np.repeat(self._dropped_B, times)
+        if self._prefix_B is not None:
+            self._prefix_B = np.repeat(self._prefix_B, times)
 
-        def repeated(x):  # a row consists of one or more consecutive entries of the first axis of x
-            return jnp.repeat(x.reshape(rows, -1, *x.shape[1:]), times, axis=0).reshape(
-                -1, *x.shape[1:]
-            )
+        def repeated(x):
+            # a row is one or more consecutive entries of the first axis, such as its heads
+            x_BxExF = x.reshape(rows, -1, *x.shape[1:])
+            return jnp.repeat(x_BxExF, times, axis=0).reshape(-1, *x.shape[1:])
 
-        self._cache, self._seen, self._logits = jax.tree.map(
-            repeated, (self._cache, self._seen, self._logits)
-        )
+        arrays = self._cache, self._seen, self._logits
+        self._cache, self._seen, self._logits = jax.tree.map(repeated, arrays)
 
     def reserve(self, new_tokens: int) -> None:
         """Grows the cache for `new_tokens` more tokens per row, so that it does not grow during
         sampling.
         """
-        context = self.model.config.context_length
-        needed = bucket(max(map(len, self.ids)) + new_tokens, context)
-        if needed > self._cache_length:
-            if self._cache:
-                self._cache = jax.tree.map(
-                    lambda x, longer: jnp.pad(
-                        x, [(0, new - old) for old, new in zip(x.shape, longer.shape)]
-                    ),
-                    self._cache,
-                    cache_shapes(self.model, self.weights, len(self.ids), needed),
-                )
-            self._cache_length = needed
+        length = bucket(max(map(len, self.ids)) + new_tokens, self._context_length)
+        if length <= self._decoder.cache_length:
+            return
+        self._decoder = dataclasses.replace(self._decoder, cache_length=length)
+        if self._cache:
+            longer = cache_shapes(self.model, self.weights, len(self.ids), length)
+            self._cache = jax.tree.map(_pad, self._cache, longer)
 
     def sample(self, sampling: Sampling) -> jax.Array:
         """Returns one sampled token per row, (B,) int32, before the computation is finished.
@@ -283,37 +242,31 @@ class DecodeSession:
 
     def sample_with_logits(self, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
         """Also returns the logits before sampling, (B, vocab_size) float32."""
-        context = self.model.config.context_length
-        if max(map(len, self.ids)) > context:
+        if max(map(len, self.ids)) > self._context_length:
             self._drop_oldest()
-        if self._logits is None and all(
-            len(row) <= cached for row, cached in zip(self.ids, self._cached)
-        ):
+        if self._logits is None and not any(self._new_ids()):
             self._empty_cache()
-        new, counts, streams = self._new_tokens()
-        seen_BxV, longest = self._seen_tokens(sampling), max(map(len, new))
+        new_ids = self._new_ids()
+        count_B = np.array([len(row) for row in new_ids], np.int32)
+        sampler = self._sampler(count_B, sampling)
+        seen_BxV = self._seen_tokens(sampling)
+        longest = max(map(len, new_ids))
         if longest == 0:
-            return sample_tokens(
-                self._logits, seen_BxV, self._seed, streams, sampling
-            ), self._logits
+            return sample_tokens(self._logits, seen_BxV, sampler), self._logits
         self.reserve(0)
-        tokens_BxT = np.zeros((len(new), 1 if longest == 1 else bucket(longest, context)), np.int32)
-        for padded, row in zip(tokens_BxT, new):
+        time = 1 if longest == 1 else bucket(longest, self._context_length)
+        ids_BxT = np.zeros((len(new_ids), time), np.int32)
+        for padded, row in zip(ids_BxT, new_ids):
             padded[: len(row)] = row
-        self._cache, self._seen, sampled_B, self._logits = decode_step(
+        (self._cache, self._seen), sampled_B, self._logits = decode_step(
+            self._decoder,
             self.weights,
-            self._cache,
-            seen_BxV,
-            tokens_BxT,
-            self._cached,
-            counts,
-            self._seed,
-            streams,
-            sampling,
+            DecodeState(self._cache, seen_BxV),
+            NewTokens(ids_BxT, self._cached_B, count_B),
+            sampler,
             self._prefix_lengths(),
-            **self._static_arguments(),
         )
-        self._cached = self._cached + counts
+        self._cached_B = self._cached_B + count_B
         return sampled_B, self._logits
 
     def sample_steps(self, sampling: Sampling, max_steps: int) -> np.ndarray:
@@ -324,34 +277,32 @@ class DecodeSession:
         left out. If other tokens are left out, call `resume`. Without this call, the row is
         finished (see `sample`).
         """
-        new, counts, streams = self._new_tokens()
-        longest = max((len(row) for row, count in zip(self.ids, counts) if count), default=0)
-        steps = min(max_steps, MAX_STEPS, self.model.config.context_length + 1 - longest)
-        if not self._cache or max(counts) != 1 or steps < 1:
+        new_ids = self._new_ids()
+        count_B = np.array([len(row) for row in new_ids], np.int32)
+        longest = max((len(row) for row, new in zip(self.ids, new_ids) if new), default=0)
+        # the last step may fill the context, and samples the token after it
+        steps = min(max_steps, MAX_STEPS, self._context_length + 1 - longest)
+        if not self._cache or max(count_B) != 1 or steps < 1:
             return np.asarray(self.sample(sampling))[:, None]
         self.reserve(steps - 1)
-        token_B = np.array([row[0] if row else 0 for row in new], np.int32)
-        self._cache, self._seen, sampled_BxN, added_B = decode_steps(
+        ids_B = np.array([row[0] if row else 0 for row in new_ids], np.int32)
+        (self._cache, self._seen), sampled_BxN, added_B = decode_steps(
+            self._decoder,
             self.weights,
-            self._cache,
-            self._seen_tokens(sampling),
-            token_B,
-            self._cached,
-            counts,
+            DecodeState(self._cache, self._seen_tokens(sampling)),
+            NewTokens(ids_B, self._cached_B, count_B),
             steps,
-            self._seed,
-            streams,
-            sampling,
-            **self._static_arguments(),
+            self._sampler(count_B, sampling),
         )
-        self._cached, self._logits = self._cached + np.asarray(added_B), None
+        self._cached_B = self._cached_B + np.asarray(added_B)
+        self._logits = None
         return np.asarray(sampled_BxN)[:, :steps]
 
     def resume(self) -> None:
         """Empties the cache if it contains tokens that are not in `ids`. All rows can then be
         continued.
         """
-        if any(len(row) < cached for row, cached in zip(self.ids, self._cached)):
+        if any(len(row) < cached for row, cached in zip(self.ids, self._cached_B)):
             self._empty_cache()
 
     def cache_bytes(self) -> int:
@@ -359,13 +310,15 @@ class DecodeSession:
 
     @property
     def dropped(self) -> int:
-        return int(self._dropped.sum())
+        return int(self._dropped_B.sum())
 
-    def _new_tokens(self):
-        new = [row[start:] for row, start in zip(self.ids, self._cached)]
-        counts = np.array([len(row) for row in new], np.int32)
-        positions = self._dropped + self._cached + counts
-        return new, counts, np.stack([self._stream, positions.astype(np.uint32)], axis=1)
+    def _new_ids(self) -> list[list[int]]:
+        return [row[cached:] for row, cached in zip(self.ids, self._cached_B)]
+
+    def _sampler(self, count_B: np.ndarray, sampling: Sampling) -> Sampler:
+        positions_B = self._dropped_B + self._cached_B + count_B
+        stream_Bx2 = np.stack([self._stream_B, positions_B.astype(np.uint32)], axis=1)
+        return Sampler(self._seed, stream_Bx2, sampling)
 
     def _prefix_lengths(self) -> np.ndarray | None:
         """Returns the number of prefix tokens per row, without dropped ones, for a prefix model
@@ -373,40 +326,38 @@ class DecodeSession:
         """
         if self.model.config.attention_mask != "prefix" or self._cache:
             return None
-        if self._prefix is None:
-            self._prefix = np.array([len(row) for row in self.ids], np.int32)
-        return np.maximum(self._prefix - self._dropped, 0)
-
-    def _static_arguments(self) -> dict:
-        return {
-            "model": self.model,
-            "cache_length": self._cache_length,
-            "vocab_size": self.vocab_size,
-            "end_of_text": self._end_of_text,
-        }
+        if self._prefix_B is None:
+            self._prefix_B = np.array([len(row) for row in self.ids], np.int32)
+        return np.maximum(self._prefix_B - self._dropped_B, 0)
 
     def _drop_oldest(self) -> None:
         """Halves the rows that have outgrown the context."""
-        context = self.model.config.context_length
-        kept = max(1, context // 2)
+        kept = max(1, self._context_length // 2)
         for i, row in enumerate(self.ids):
-            if len(row) > context:
-                self._dropped[i] += len(row) - kept
+            if len(row) > self._context_length:
+                self._dropped_B[i] += len(row) - kept
                 del row[:-kept]
         self._empty_cache()
 
     def _empty_cache(self) -> None:
         self._cache, self._seen = {}, None
-        self._cached = np.zeros_like(self._cached)
+        self._cached_B = np.zeros_like(self._cached_B)
 
     def _seen_tokens(self, sampling: Sampling):
+        """Returns the cached tokens of each row, (B, V) bool, or None without a penalty. The next
+        step adds its tokens.
+        """
         if sampling.repetition_penalty is None:
             return None
         if self._seen is not None:
             return self._seen
-        seen_BxV = np.zeros((len(self.ids), self.vocab_size), bool)
-        for seen, row, cached in zip(seen_BxV, self.ids, self._cached):
-            seen[row[:cached]] = True
-        if self._end_of_text is not None:
-            seen_BxV[:, self._end_of_text] = False
+        seen_BxV = np.zeros((len(self.ids), self._decoder.vocab_size), bool)
+        for seen_V, row, cached in zip(seen_BxV, self.ids, self._cached_B):
+            seen_V[row[:cached]] = True
+        if self._decoder.end_of_text is not None:
+            seen_BxV[:, self._decoder.end_of_text] = False
         return jnp.asarray(seen_BxV)
+
+
+def _pad(x, longer: jax.ShapeDtypeStruct):
+    return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, longer.shape)])

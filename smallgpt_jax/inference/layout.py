@@ -14,7 +14,6 @@ with few rows:
   long as (V, W), because XLA's CPU compiler copies the head.
 """
 
-import functools
 import math
 
 import jax
@@ -24,37 +23,35 @@ from smallgpt_jax import models
 
 def pack(model: models.LanguageModel, params, model_state=None):
     # One program compiles faster than one program per array.
-    pack_all = jax.jit(
-        functools.partial(
-            _pack, abstract=models.abstract_variables(model), dtype=model.config.dtype
-        )
-    )
-    return pack_all({"params": params, "state": model_state or {}})
-
-
-def _pack(variables, abstract, dtype: str):
-    packed = {
-        collection: jax.tree.map(
-            lambda p, x: unstack(x, p.module_stacks), abstract[collection], tree
-        )
-        for collection, tree in variables.items()
-    }
-
-    def cast(p, stack):
-        return jax.tree.map(lambda x: x.astype(dtype) if p.is_cast else x, stack)
-
-    params = jax.tree.map(cast, abstract["params"], packed["params"])
-    if "head" in params:
-        params["head"] = params["head"].T
-    return {**packed, "params": params}
+    return jax.jit(_packer(model))({"params": params, "state": model_state or {}})
 
 
 def packed_shapes(model: models.LanguageModel):
     abstract = models.abstract_variables(model)
     variables = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), abstract)
-    return jax.eval_shape(
-        functools.partial(_pack, abstract=abstract, dtype=model.config.dtype), variables
-    )
+    return jax.eval_shape(_packer(model), variables)
+
+
+def _packer(model: models.LanguageModel):
+    """Returns the function that `pack` compiles."""
+    abstract = models.abstract_variables(model)
+
+    def unstack_and_cast(p: models.Parameter, x):
+        arrays = _unstack(x, p.module_stacks)
+        if not p.is_cast:
+            return arrays
+        return jax.tree.map(lambda array: array.astype(model.config.dtype), arrays)
+
+    def pack_variables(variables):
+        params = jax.tree.map(unstack_and_cast, abstract["params"], variables["params"])
+        if "head" in params:
+            params["head"] = params["head"].T
+        state = jax.tree.map(
+            lambda p, x: _unstack(x, p.module_stacks), abstract["state"], variables["state"]
+        )
+        return {"params": params, "state": state}
+
+    return pack_variables
 
 
 def num_bytes(tree) -> int:
@@ -66,11 +63,13 @@ def unpack(packed):
     and the modules'.
     """
     params = packed["params"]
-    return {
-        **packed,
-        "params": {**params, "head": params["head"].T} if "head" in params else params,
-    }
+    if "head" in params:
+        params = {**params, "head": params["head"].T}
+    return {**packed, "params": params}
 
 
-def unstack(x, stacks: int):
-    return tuple(unstack(part, stacks - 1) for part in x) if stacks else x
+def _unstack(x, stacks: int):
+    """Returns x itself, a tuple of the slices along its first axis, or with 2 stacks, such as paths
+    of layers, a tuple of tuples.
+    """
+    return tuple(_unstack(entry, stacks - 1) for entry in x) if stacks else x

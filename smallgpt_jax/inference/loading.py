@@ -43,9 +43,8 @@ def load(
     modules must already be imported. `skip_blocks` are the numbers of blocks to leave out (see
     `single_blocks`), counted in the chosen paths.
     """
-    trained = (
-        load_trained(folder, step, trust_custom_code).with_paths(paths).without_blocks(skip_blocks)
-    )
+    trained = load_trained(folder, step, trust_custom_code)
+    trained = trained.with_paths(paths).without_blocks(skip_blocks)
     return build_text_model(trained.model, trained.params, trained.tokenizer, trained.model_state)
 
 
@@ -83,15 +82,12 @@ class TrainedModel(NamedTuple):
     def with_paths(self, paths: str | Sequence[int]) -> "TrainedModel":
         if paths == "all":
             return self
+        indices = select_paths(self.model, self.params, paths)
         config, params, model_state = with_paths(
-            self.model.config,
-            self.params,
-            self.model_state,
-            select_paths(self.model, self.params, paths),
+            self.model.config, self.params, self.model_state, indices
         )
-        return self._replace(
-            model=models.LanguageModel(config), params=params, model_state=model_state
-        )
+        model = models.LanguageModel(config)
+        return self._replace(model=model, params=params, model_state=model_state)
 
     def without_blocks(self, numbers: Sequence[str | int]) -> "TrainedModel":
         if numbers:
@@ -119,28 +115,21 @@ def load_trained(
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
     config = read_config(folder, trust_custom_code)
     model = models.LanguageModel(config.model)
+    abstract_params = models.abstract_params(model)
     step = find_checkpoint(folder, step)
+    # step 0 is the checkpoint of an imported model, without pairs of matrices
+    is_adapted = step > 0 and config.optimizer.lora_rank > 0
+    adapters = {}
+    if is_adapted:
+        rank, train_only = config.optimizer.lora_rank, config.optimizer.train_only
+        adapters[lora.NAME] = lora.abstract_pairs(abstract_params, rank, train_only)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    is_adapted = (
-        step and config.optimizer.lora_rank
-    )  # the checkpoint of step 0 is that of an imported model
-    pairs = (
-        {
-            lora.NAME: lora.abstract_pairs(
-                models.abstract_params(model),
-                config.optimizer.lora_rank,
-                config.optimizer.train_only,
-            )
-        }
-        if is_adapted
-        else {}
-    )
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
-        (models.abstract_params(model), models.abstract_model_state(model), pairs),
+        (abstract_params, models.abstract_model_state(model), adapters),
     )
     checkpoints = Checkpoints(folder / CHECKPOINT_FOLDER)
-    params, model_state, heads = checkpoints.restore_model(step, *abstract)
+    params, model_state, adapters = checkpoints.restore_model(step, *abstract)
     if checkpoints.has_average(step):
         print(
             f"{folder}: step {step}, the moving average of the weights (config.train.ema)",
@@ -148,12 +137,10 @@ def load_trained(
         )
     checkpoints.close()
     if is_adapted and merge_lora:
-        params = lora.merge(
-            models.abstract_params(model), params, heads[lora.NAME], config.optimizer.lora_scale
-        )
-    return TrainedModel(
-        model, params, model_state, tokenizers.load(folder / TOKENIZER_FOLDER), step
-    )
+        scale = config.optimizer.lora_scale
+        params = lora.merge(abstract_params, params, adapters[lora.NAME], scale)
+    tokenizer = tokenizers.load(folder / TOKENIZER_FOLDER)
+    return TrainedModel(model, params, model_state, tokenizer, step)
 
 
 def load_chat_template(folder: str | Path) -> ChatTemplate:
@@ -202,11 +189,8 @@ def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]
         indices = [int(index) for index in (paths.split(",") if isinstance(paths, str) else paths)]
     except ValueError:
         indices = []
-    if (
-        not indices
-        or len(set(indices)) < len(indices)
-        or not set(indices) <= set(range(c.num_paths))
-    ):
+    is_distinct = len(set(indices)) == len(indices)
+    if not indices or not is_distinct or not set(indices) <= set(range(c.num_paths)):
         raise UserError(
             f"paths={paths!r}: expected all, best, or distinct indices from 0 to "
             f"{c.num_paths - 1}, separated by commas"

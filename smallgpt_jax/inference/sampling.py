@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from smallgpt_jax.errors import UserError
 
 TEMPERATURE = 0.8  # the default of the command `generate` and of TextModel
-RULES = {  # {field: (is valid, message if not)}
+_RULES = {  # {field: (is valid, message if not)}
     "temperature": (lambda x: 0 <= x < math.inf, "must be a number, at least 0"),
     "top_k": (lambda x: x >= 1, "must be at least 1"),
     "top_p": (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
@@ -24,19 +24,15 @@ class Sampling:
     """
 
     temperature: float | None = 1.0  # samples from softmax(logits / temperature); None or 0: greedy
-    top_k: int | None = flax.struct.field(
-        pytree_node=False, default=None
-    )  # samples only from the k likeliest tokens
-    top_p: float | None = (
-        None  # samples only from the smallest set of tokens with at least this total probability
-    )
-    repetition_penalty: float | None = (
-        None  # above 1: tokens in the context become less likely; 1: no penalty
-    )
+    # samples only from the k likeliest tokens; a static shape, so each k is a program of its own
+    top_k: int | None = flax.struct.field(pytree_node=False, default=None)
+    top_p: float | None = None  # samples only from the fewest tokens with this total probability
+    # above 1: tokens in the context become less likely; 1: no penalty
+    repetition_penalty: float | None = None
 
     def validated(self) -> "Sampling":
         """Replaces a temperature of 0 and all settings without effect by None."""
-        for field, (is_valid, rule) in RULES.items():
+        for field, (is_valid, rule) in _RULES.items():
             value = getattr(self, field)
             if value is not None and not is_valid(value):
                 raise UserError(f"{field}={value}: {rule}")
@@ -47,25 +43,50 @@ class Sampling:
         )
 
 
+@flax.struct.dataclass
+class Sampler:
+    """Settings, and the random stream of each row: `stream_Bx2` has a number of the text and a
+    position. A sample thus does not depend on the other rows of a batch.
+    """
+
+    seed: jax.Array
+    stream_Bx2: jax.Array
+    sampling: Sampling
+
+    def ahead(self, positions) -> "Sampler":
+        stream_Bx2 = self.stream_Bx2.at[:, 1].add(jnp.uint32(positions))
+        return self.replace(stream_Bx2=stream_Bx2)
+
+
+@jax.jit
+def sample_tokens(logits_BxV, seen_BxV, sampler: Sampler):
+    """Returns one token per row, (B,) int32. See `sample`."""
+    key = jax.random.key(sampler.seed)
+
+    def row_key(stream_2):
+        return jax.random.fold_in(jax.random.fold_in(key, stream_2[0]), stream_2[1])
+
+    return sample(logits_BxV, seen_BxV, sampler.sampling, jax.vmap(row_key)(sampler.stream_Bx2))
+
+
 def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
     """Returns one token per row, (B,) int32. `seen_BxV` (bool) marks the tokens in each row's
     context.
     """
     logits_BxV = filter_logits(logits_BxV, seen_BxV, sampling)
-    if sampling.temperature is not None:  # Gumbel-max trick
+    if sampling.temperature is not None:
+        # Gumbel-max: the largest of logits + Gumbel noise is a sample of softmax(logits)
         logits_BxV += jax.vmap(lambda key: jax.random.gumbel(key, logits_BxV.shape[1:]))(key_B)
     return greedy(logits_BxV)
 
 
 def greedy(logits_BxV):
-    """Returns the most likely token per row, (B,) int32; for a row with NaN, V − 1. XLA's argmax is
-    slow on CPUs.
-    """
+    """Returns the first token with the largest logit per row; for a row with NaN, V − 1."""
+    # jnp.argmax gives the same, but XLA makes a slow loop of it on CPUs (docs/speed.md)
     last = logits_BxV.shape[1] - 1
     is_largest_BxV = logits_BxV == jnp.max(logits_BxV, axis=1, keepdims=True)
-    return jnp.min(jnp.where(is_largest_BxV, jnp.arange(last + 1)[None], last), axis=1).astype(
-        jnp.int32
-    )
+    candidates_BxV = jnp.where(is_largest_BxV, jnp.arange(last + 1)[None], last)
+    return jnp.min(candidates_BxV, axis=1).astype(jnp.int32)
 
 
 def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
@@ -74,7 +95,9 @@ def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
     The repetition penalty is that of Keskar et al. (arXiv 1909.05858, section 4.1), extended to
     negative logits. Top-p is that of Holtzman et al. (arXiv 1904.09751, section 3.1).
     """
-    if (penalty := sampling.repetition_penalty) is not None:
+    if sampling.repetition_penalty is not None:
+        penalty = sampling.repetition_penalty
+        # dividing a negative logit would make its token more likely
         penalized = jnp.where(logits_BxV > 0, logits_BxV / penalty, logits_BxV * penalty)
         logits_BxV = jnp.where(seen_BxV, penalized, logits_BxV)
     if sampling.temperature is None:
@@ -82,21 +105,23 @@ def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
     logits_BxV = logits_BxV / sampling.temperature
     vocab_size = logits_BxV.shape[1]
     if sampling.top_k is not None and sampling.top_k < vocab_size:
-        least = jax.lax.top_k(logits_BxV, sampling.top_k)[0][:, -1:]
-        logits_BxV = jnp.where(logits_BxV < least, -jnp.inf, logits_BxV)
+        largest_BxK, _ = jax.lax.top_k(logits_BxV, sampling.top_k)
+        logits_BxV = jnp.where(logits_BxV < largest_BxK[:, -1:], -jnp.inf, logits_BxV)
     if sampling.top_p is not None:
-        logits_BxV = jnp.where(is_in_nucleus(logits_BxV, sampling.top_p), logits_BxV, -jnp.inf)
+        logits_BxV = jnp.where(_is_in_nucleus(logits_BxV, sampling.top_p), logits_BxV, -jnp.inf)
     return logits_BxV
 
 
-def is_in_nucleus(logits_BxV, top_p):
+def _is_in_nucleus(logits_BxV, top_p):
     """Returns whether a token is in the smallest set with a total probability of at least `top_p`.
     Of equally likely tokens, those with lower ids come first.
     """
     sorted_BxV = jnp.sort(logits_BxV, axis=1, descending=True)
     probabilities = jax.nn.softmax(sorted_BxV)
+    # a token is in the set if those before it have less than top_p: the last one crosses it
     is_chosen_BxV = jnp.cumsum(probabilities, axis=1) - probabilities < top_p
     least_Bx1 = jnp.min(jnp.where(is_chosen_BxV, sorted_BxV, jnp.inf), axis=1, keepdims=True)
+    # of the tokens with the least chosen logit, only as many as the set has
     num_least_Bx1 = jnp.sum(is_chosen_BxV & (sorted_BxV == least_Bx1), axis=1, keepdims=True)
     is_least_BxV = logits_BxV == least_Bx1
     is_first_BxV = jnp.cumsum(is_least_BxV, axis=1) <= num_least_Bx1

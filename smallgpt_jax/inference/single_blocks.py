@@ -29,9 +29,11 @@ def replaced_blocks(replacement: Callable):
         if not isinstance(method.module, Block) or method.method_name != "__call__":
             return call(*arguments, **keywords)
         x_BxTxD, *others = arguments
-        return replacement(
-            next(numbers), lambda x_BxTxD: call(x_BxTxD, *others, **keywords), x_BxTxD
-        )
+
+        def block(x_BxTxD):
+            return call(x_BxTxD, *others, **keywords)
+
+        return replacement(next(numbers), block, x_BxTxD)
 
     with nn.intercept_methods(intercept):
         yield
@@ -53,10 +55,9 @@ def prefill(model: LanguageModel, variables, tokens_BxT, method="__call__", pref
 
 def num_blocks(model: LanguageModel) -> int:
     """Returns the number of calls of `models.block.Block`; other classes of blocks do not count."""
-    calls, variables = (
-        [],
-        abstract_variables(model),
-    )  # before the replacement, because initialization calls blocks, too
+    calls = []
+    # before the replacement, because initialization calls blocks, too
+    variables = abstract_variables(model)
 
     def count(number, block, x_BxTxD):
         calls.append(number)
@@ -70,7 +71,7 @@ def num_blocks(model: LanguageModel) -> int:
     return len(calls)
 
 
-class WithoutBlocks(LanguageModel):
+class _WithoutBlocks(LanguageModel):
     """A model without the blocks that have these numbers: x stays as it is. They need neither time
     nor a cache.
     """
@@ -86,9 +87,11 @@ class WithoutBlocks(LanguageModel):
             return prefill(
                 self.clone(parent=None), self.variables, tokens_BxT, "hidden", context.prefix_BxT
             )
-        with replaced_blocks(
-            lambda number, block, x_BxTxD: x_BxTxD if number in self.left_out else block(x_BxTxD)
-        ):
+
+        def skip(number, block, x_BxTxD):
+            return x_BxTxD if number in self.left_out else block(x_BxTxD)
+
+        with replaced_blocks(skip):
             return super().hidden(tokens_BxT, context)
 
 
@@ -96,13 +99,12 @@ def without_blocks(model: LanguageModel, numbers: Sequence[str | int]) -> Langua
     if not numbers:
         return model
     chosen, count = {str(number).strip() for number in numbers}, num_blocks(model)
-    if unknown := sorted(chosen - set(map(str, range(count)))):
+    unknown = sorted(chosen - set(map(str, range(count))))
+    if unknown:
+        remedy = f"choose from 0 to {count - 1}"
+        if count == 0:
+            remedy = "only models of this package's blocks can skip some"
         raise UserError(
-            f"skip_blocks={','.join(map(str, numbers))}: no block {', '.join(unknown)}; "
-            + (
-                f"choose from 0 to {count - 1}"
-                if count
-                else "only models of this package's blocks can skip some"
-            )
+            f"skip_blocks={','.join(map(str, numbers))}: no block {', '.join(unknown)}; {remedy}"
         )
-    return WithoutBlocks(model.config, tuple(sorted(map(int, chosen))))
+    return _WithoutBlocks(model.config, tuple(sorted(map(int, chosen))))

@@ -3,19 +3,54 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from smallgpt_jax import models
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.data.prompts import encode_pieces
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.inference import decoder
+from smallgpt_jax.inference.decoder import MAX_STEPS, Decoder, DecodeSession
 from smallgpt_jax.inference.detokenizer import Detokenizer
 from smallgpt_jax.inference.sampling import TEMPERATURE, Sampling
 
 # seconds; if a step is slower, starting a program for each token takes less than 3% of the time
 FAST_STEP = 0.02
+
+
+class Settings(TypedDict, total=False):
+    """Keyword arguments of `generate`, `stream`, `generate_batch` and `say`. `Sampling` describes
+    the first four.
+    """
+
+    temperature: float | None  # by default TEMPERATURE
+    top_k: int | None
+    top_p: float | None
+    repetition_penalty: float | None
+    stop: Sequence[str | int]  # the text ends before the first of these strings or token ids
+
+
+class GenerationConfig(NamedTuple):
+    max_new_tokens: int
+    stop: Sequence[str | int]
+    sampling: Sampling
+
+
+def _make_config(
+    max_new_tokens: int,
+    temperature: float | None = TEMPERATURE,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float | None = None,
+    stop: Sequence[str | int] = (),
+) -> GenerationConfig:
+    """Raises UserError for invalid settings."""
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
+    if isinstance(stop, str):
+        raise UserError(f"stop={stop!r}: expected a list of texts")
+    if max_new_tokens < 0:
+        raise UserError(f"max_new_tokens={max_new_tokens}: must not be negative")
+    return GenerationConfig(max_new_tokens, stop, sampling)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,50 +64,30 @@ class TextModel:
         prompt: str = "",
         max_new_tokens: int = 200,
         *,
-        temperature: float | None = TEMPERATURE,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        repetition_penalty: float | None = None,
-        stop: Sequence[str | int] = (),
         seed: int = 0,
+        **settings: Unpack[Settings],
     ) -> str:
         """Returns the continuation of `prompt`. See `stream` for the arguments."""
-        return self.generate_batch(
-            [prompt],
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            repetition_penalty=repetition_penalty,
-            stop=stop,
-            seed=seed,
-        )[0][0]
+        return self.generate_batch([prompt], max_new_tokens, seed=seed, **settings)[0][0]
 
     def stream(
         self,
         prompt: str = "",
         max_new_tokens: int = 200,
         *,
-        temperature: float | None = TEMPERATURE,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        repetition_penalty: float | None = None,
-        stop: Sequence[str | int] = (),
         seed: int = 0,
+        **settings: Unpack[Settings],
     ) -> Iterator[str]:
         """Yields the continuation of `prompt` piece by piece, while it is generated.
 
         Generation ends at end-of-text, after `max_new_tokens` tokens, or before the first of the
-        strings or token ids in `stop`. When the context is full, its older half is dropped and the rest is
-        prefilled again. `Sampling` describes the other settings. UserError is raised by the call
-        itself, before the iteration begins.
+        strings or token ids in `stop`. When the context is full, its older half is dropped and the
+        rest is prefilled again. The other settings are temperature, top_k, top_p and
+        repetition_penalty (see `Sampling`). UserError is raised by the call itself, before the
+        iteration begins.
         """
-        sampling = validated(
-            Sampling(temperature, top_k, top_p, repetition_penalty), stop, max_new_tokens
-        )
-        return self._stream(
-            self._start_session([prompt], seed), prompt, max_new_tokens, stop, sampling
-        )
+        config = _make_config(max_new_tokens, **settings)
+        return self._stream(self._start_session([prompt], seed), prompt, config)
 
     def generate_batch(
         self,
@@ -80,12 +95,8 @@ class TextModel:
         max_new_tokens: int = 200,
         *,
         samples: int = 1,
-        temperature: float | None = TEMPERATURE,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        repetition_penalty: float | None = None,
-        stop: Sequence[str | int] = (),
         seed: int = 0,
+        **settings: Unpack[Settings],
     ) -> list[list[str]]:
         """Returns one list of `samples` continuations per prompt. See `stream` for the other
         arguments.
@@ -93,61 +104,45 @@ class TextModel:
         The first is what `generate` returns, unless rounding changes a token; each has its own
         random stream.
         """
-        sampling = validated(
-            Sampling(temperature, top_k, top_p, repetition_penalty), stop, max_new_tokens
-        )
+        config = _make_config(max_new_tokens, **settings)
         if samples < 1:
             raise UserError(f"samples={samples}: must be at least 1")
         session = self._start_session(prompts, seed)
-        session.repeat(samples, sampling)
+        session.repeat(samples, config.sampling)
         repeated = [prompt for prompt in prompts for _ in range(samples)]
-        texts = self.complete(session, repeated, max_new_tokens, stop, sampling)
+        texts = self.complete(session, repeated, config)
         return [texts[i : i + samples] for i in range(0, len(texts), samples)]
 
     def complete(
-        self,
-        session: decoder.DecodeSession,
-        prompts: Sequence[str],
-        max_new_tokens: int,
-        stop: Sequence[str | int],
-        sampling: Sampling,
+        self, session: DecodeSession, prompts: Sequence[str], config: GenerationConfig
     ) -> list[str]:
         """Returns one continuation per row of `session`. Row i of the session contains the tokens
         of `prompts[i]`.
         """
-        session.reserve(max_new_tokens)
+        session.reserve(config.max_new_tokens)
         detokenizers = [
-            Detokenizer(self.tokenizer, stop, row, prompt)
+            Detokenizer(self.tokenizer, config.stop, row, prompt)
             for row, prompt in zip(session.ids, prompts)
         ]
-        left = max_new_tokens
+        left = config.max_new_tokens
         while left and not all(detokenizer.is_done for detokenizer in detokenizers):
-            sampled_BxN = session.sample_steps(sampling, left)
+            sampled_BxN = session.sample_steps(config.sampling, left)
             left -= sampled_BxN.shape[1]
             for row, detokenizer, tokens in zip(session.ids, detokenizers, sampled_BxN.tolist()):
                 for token in tokens:
                     if not detokenizer.is_done:
                         detokenizer.add(token)
+                    # the token that ended the text is not appended, which finishes the row
                     if not detokenizer.is_done:
                         row.append(token)
         return [detokenizer.text for detokenizer in detokenizers]
 
     def session(
-        self,
-        ids: Sequence[Sequence[int]],
-        seed: int = 0,
-        samples: Sequence[int] | None = None,
-    ) -> decoder.DecodeSession:
+        self, ids: Sequence[Sequence[int]], seed: int = 0, samples: Sequence[int] | None = None
+    ) -> DecodeSession:
         """Returns a session of rows of tokens; see `DecodeSession` for the arguments."""
-        return decoder.DecodeSession(
-            self.model,
-            self.weights,
-            self.tokenizer.vocab_size,
-            ids,
-            seed,
-            self.tokenizer.end_of_text,
-            samples,
-        )
+        decoder = Decoder(self.model, self.tokenizer.vocab_size, self.tokenizer.end_of_text)
+        return DecodeSession(decoder, self.weights, ids, seed, samples)
 
     def conversation(self, seed: int = 0) -> "Conversation":
         return Conversation(self, seed)
@@ -166,16 +161,15 @@ class TextModel:
                 f"prompt: not valid UTF-8 at character {error.start + 1} ({text[error.start]!r}); "
                 "remove that character"
             ) from None
-        ids = (
-            self.tokenizer.encode_continuation(text)
-            if continues
-            else self.tokenizer.encode([text])[0]
-        ).tolist()
-        if self.tokenizer.unknown in ids or self.tokenizer.count_dropped(text):
+        tokenizer = self.tokenizer
+        encoded = tokenizer.encode_continuation(text) if continues else tokenizer.encode([text])[0]
+        ids = encoded.tolist()
+        if tokenizer.unknown in ids or tokenizer.count_dropped(text):
             unencodable = sorted({c for c in text if not self._encodes(c)})
+            # a text may fail although each of its characters can be encoded
+            what = ", ".join(map(repr, unencodable)) or "this text"
             raise UserError(
-                "prompt: the tokenizer cannot encode "
-                f"{', '.join(map(repr, unencodable)) or 'this text'}; remove it from the prompt"
+                f"prompt: the tokenizer cannot encode {what}; remove it from the prompt"
             )
         return ids
 
@@ -184,14 +178,15 @@ class TextModel:
             return False
         return self.tokenizer.unknown not in self.tokenizer.encode([text])[0]
 
-    def _start_session(self, prompts: Sequence[str], seed: int) -> decoder.DecodeSession:
+    def _start_session(self, prompts: Sequence[str], seed: int) -> DecodeSession:
         if isinstance(prompts, str) or not prompts:
             raise UserError(f'prompts={prompts!r}: expected a list of texts; "" begins a document')
         if not 0 <= seed < 2**32:
             raise UserError(f"seed={seed}: must be at least 0 and below 2^32")
         context = self.model.config.context_length
         ids = [[self.tokenizer.begin_of_text, *self.encode(prompt)] for prompt in prompts]
-        if (longest := max(map(len, ids))) > context:
+        longest = max(map(len, ids))
+        if longest > context:
             raise UserError(
                 f"prompt: has {longest - 1:,} tokens, but the model's context of {context:,} "
                 f"tokens has room for {context - 1:,} after the begin-of-text token; shorten the "
@@ -201,27 +196,26 @@ class TextModel:
 
     def _stream(
         self,
-        session: decoder.DecodeSession,
+        session: DecodeSession,
         prompt: str,
-        max_new_tokens: int,
-        stop: Sequence[str | int],
-        sampling: Sampling,
-        max_steps: int = decoder.MAX_STEPS,
+        config: GenerationConfig,
+        max_steps: int = MAX_STEPS,
     ) -> Iterator[str]:
         """Appends the tokens to the only row, whose text ends with `prompt`. Slow steps run singly,
         for even output.
         """
-        session.reserve(max_new_tokens)
-        detokenizer = Detokenizer(self.tokenizer, stop, session.ids[0], prompt)
-        left, steps = max_new_tokens, 1
+        session.reserve(config.max_new_tokens)
+        ids = session.ids[0]
+        detokenizer = Detokenizer(self.tokenizer, config.stop, ids, prompt)
+        left, steps = config.max_new_tokens, 1
         while left and not detokenizer.is_done:
             started = time.perf_counter()
-            tokens = session.sample_steps(sampling, min(left, steps))[0].tolist()
+            tokens = session.sample_steps(config.sampling, min(left, steps))[0].tolist()
             steps = max_steps if time.perf_counter() - started < FAST_STEP * len(tokens) else 1
             left -= len(tokens)
             for token in tokens:
                 if token != self.tokenizer.end_of_text:
-                    session.ids[0].append(token)
+                    ids.append(token)
                 yield detokenizer.add(token)
                 if detokenizer.is_done:
                     break
@@ -238,24 +232,14 @@ class Conversation:
         self._session = text_model._start_session([""], seed)
 
     def say(
-        self,
-        text: str,
-        max_new_tokens: int = 200,
-        *,
-        temperature: float | None = TEMPERATURE,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        repetition_penalty: float | None = None,
-        stop: Sequence[str | int] = (),
+        self, text: str, max_new_tokens: int = 200, **settings: Unpack[Settings]
     ) -> Iterator[str]:
         """Appends `text`, or raises UserError, at once; appends the continuation while the caller
         iterates over it.
 
         A stop string is not yielded, but becomes part of the conversation.
         """
-        sampling = validated(
-            Sampling(temperature, top_k, top_p, repetition_penalty), stop, max_new_tokens
-        )
+        config = _make_config(max_new_tokens, **settings)
         is_empty = self._session.ids[0] == [self._model.tokenizer.begin_of_text]
         ids = self._model.encode(text, continues=not is_empty)
         half = max(1, self._model.model.config.context_length // 2)
@@ -269,9 +253,7 @@ class Conversation:
         # With stop strings, compute one token per call. A call for several tokens could also cache
         # tokens after the stop string. The next turn would then have to compute the whole cache
         # again.
-        return self._model._stream(
-            self._session, text, max_new_tokens, stop, sampling, 1 if stop else decoder.MAX_STEPS
-        )
+        return self._model._stream(self._session, text, config, 1 if config.stop else MAX_STEPS)
 
     @property
     def dropped(self) -> int:
@@ -291,42 +273,40 @@ class Chat:
         self.dropped = 0  # tokens
 
     def say(
-        self,
-        text: str,
-        max_new_tokens: int = 200,
-        *,
-        temperature: float | None = TEMPERATURE,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        repetition_penalty: float | None = None,
-        stop: Sequence[str | int] = (),
+        self, text: str, max_new_tokens: int = 200, **settings: Unpack[Settings]
     ) -> Iterator[str]:
         """Appends the question, or raises UserError, at once; appends the answer when the iteration
         ends. The answer ends before the special token with which the template ends it.
         """
-        sampling = validated(
-            Sampling(temperature, top_k, top_p, repetition_penalty), stop, max_new_tokens
-        )
-        context, question = (
-            self._model.model.config.context_length,
-            {"role": "user", "content": text},
-        )
-        room, before = max(1, context - max_new_tokens), None
-        while len(ids := self._encode([*self.messages, question])) > (
-            room if self.messages else context - 1
-        ):
-            if not self.messages:
-                raise UserError(
-                    f"text: has {len(ids):,} tokens with what the chat template adds, but the "
-                    f"model's context has room for {context - 1:,}; shorten the text"
-                )
-            before, self.messages = before or len(ids), self.messages[2:]
-        self.dropped += before - len(ids) if before else 0
+        config = _make_config(max_new_tokens, **settings)
+        ids = self._append({"role": "user", "content": text}, max_new_tokens)
         session = self._model.session([ids], self._seed)
-        self.messages.append(question)
         end = self._template.end_of_turn
-        stop = stop if end is None else [*stop, end]
-        return self._remember(self._model._stream(session, text, max_new_tokens, stop, sampling))
+        if end is not None:
+            config = config._replace(stop=[*config.stop, end])
+        return self._remember(self._model._stream(session, text, config))
+
+    def _append(self, question: Mapping[str, str], max_new_tokens: int) -> list[int]:
+        """Drops the oldest messages if they leave no room for an answer. Returns the tokens of the
+        conversation, or raises UserError if the question alone exceeds the context.
+        """
+        context = self._model.model.config.context_length
+        room = max(1, context - max_new_tokens)
+        messages = [*self.messages, question]
+        ids = self._encode(messages)
+        before = len(ids)
+        while len(messages) > 1 and len(ids) > room:
+            messages = messages[2:]
+            ids = self._encode(messages)
+        # a lone question may take the room of its answer, which then outgrows the context
+        if len(messages) == 1 and len(ids) > context - 1:
+            raise UserError(
+                f"text: has {len(ids):,} tokens with what the chat template adds, but the "
+                f"model's context has room for {context - 1:,}; shorten the text"
+            )
+        self.messages = messages
+        self.dropped += before - len(ids)
+        return ids
 
     def _remember(self, pieces: Iterator[str]) -> Iterator[str]:
         answer = ""
@@ -335,9 +315,8 @@ class Chat:
                 answer += piece
                 yield piece
         finally:
-            self.messages.append(
-                {"role": "assistant", "content": answer.strip()}
-            )  # templates write spaces around it
+            # templates write spaces around it
+            self.messages.append({"role": "assistant", "content": answer.strip()})
 
     def _encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         tokenizer = self._model.tokenizer
@@ -351,12 +330,3 @@ class Chat:
             ) from None
         ids, _ = encode_pieces(pieces, is_chat=True, tokenizer=tokenizer)
         return [tokenizer.begin_of_text, *ids]
-
-
-def validated(sampling: Sampling, stop: Sequence[str | int], max_new_tokens: int) -> Sampling:
-    sampling = sampling.validated()
-    if isinstance(stop, str):
-        raise UserError(f"stop={stop!r}: expected a list of texts")
-    if max_new_tokens < 0:
-        raise UserError(f"max_new_tokens={max_new_tokens}: must not be negative")
-    return sampling

@@ -23,9 +23,7 @@ def time_decoding(
     session: DecodeSession, sampled_Bx1: np.ndarray, steps: int
 ) -> list[tuple[int, float]]:
     """Returns (steps, seconds) of each call of the compiled program in `steps` decoding steps after
-    `sampled_Bx1`.
-
-    Continues past end-of-text tokens.
+    `sampled_Bx1`. The session must have no end_of_text, so that no row ends.
     """
     calls, sampled_BxN = [], sampled_Bx1
     while steps:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from smallgpt_jax import models
 from smallgpt_jax.devices import chips, sharding
 from smallgpt_jax.inference import decoder, layout, require_next_tokens
-from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.inference.sampling import Sampler, Sampling
 from smallgpt_jax.models import flops
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.planning.compilation import Compiler
@@ -77,13 +77,13 @@ def estimate_inference(
     c, chip = model.config, chips.find_chip(device.device_kind)
     bandwidth = find_bandwidth(device.device_kind)
     weights = layout.packed_shapes(model)
-    per_text = cache_bytes(model, weights, c.context_length)
+    per_text = decoder.num_cache_bytes(model, c.context_length)
     empty, full, prefill = (
         count(model, weights, *shape)
         for shape in ((1, 1), (1, c.context_length), (c.context_length, c.context_length))
     )
     step = functools.partial(DecodingStep, model, layout.num_bytes(weights))
-    from_empty, from_full = step(cache_bytes(model, weights, 1), empty), step(per_text, full)
+    from_empty, from_full = step(decoder.num_cache_bytes(model, 1), empty), step(per_text, full)
     ridge = chip.flops / bandwidth if chip and bandwidth else None
     room = USABLE * chip.hbm - layout.num_bytes(weights) if chip else None
     largest = None if room is None else max(0, int(room // per_text)) if per_text else None
@@ -95,7 +95,7 @@ def estimate_inference(
         batch,
         c.context_length,
         layout.num_bytes(weights),
-        cache_bytes(model, weights, 2) - cache_bytes(model, weights, 1),
+        decoder.num_cache_bytes(model, 2) - decoder.num_cache_bytes(model, 1),
         per_text,
         prefill,
         empty,
@@ -164,10 +164,6 @@ class DecodingStep:
         return max(self.bytes(batch) / bandwidth, batch * self.flops / chip.flops)
 
 
-def cache_bytes(model: models.LanguageModel, weights, length: int) -> int:
-    return layout.num_bytes(decoder.cache_shapes(model, weights, 1, length))
-
-
 def count(model: models.LanguageModel, weights, tokens: int, length: int) -> float | None:
     """Returns the FLOPs of the products of one call of the decoder with `tokens` new tokens and a
     cache of `length`.
@@ -210,19 +206,13 @@ def compiled_bytes(model: models.LanguageModel, device: jax.Device, batch: int) 
 
     with sharding.use_mesh(mesh):
         lowered = decoder.decode_step.lower(
+            decoder.Decoder(model, model.config.vocab_size, cache_length=length),
             on_device(weights),
-            on_device(cache),
-            None,
-            numbers("int32", batch, 1),
-            numbers("int32", batch),
-            numbers("int32", batch),
-            numbers("uint32"),
-            numbers("uint32", batch, 2),
-            Sampling(temperature=None),
-            model=model,
-            cache_length=length,
-            vocab_size=model.config.vocab_size,
-            end_of_text=None,
+            decoder.DecodeState(on_device(cache), None),
+            decoder.NewTokens(
+                numbers("int32", batch, 1), numbers("int32", batch), numbers("int32", batch)
+            ),
+            Sampler(numbers("uint32"), numbers("uint32", batch, 2), Sampling(temperature=None)),
         )
     return Compiler([device]).compile(lowered).total_bytes
 

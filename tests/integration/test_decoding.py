@@ -57,11 +57,12 @@ def random_rows(model, lengths, seed=0):
     return [rng.integers(0, model.config.vocab_size, n).tolist() for n in lengths]
 
 
-def session(model, params, ids, **settings):
+def session(model, params, ids, end_of_text=None, **settings):
     # The parameters are converted to NumPy arrays. Slicing NumPy arrays compiles nothing, unlike
     # slicing JAX arrays.
     weights = layout.pack(model, jax.device_get(params))
-    return decoder.DecodeSession(model, weights, model.config.vocab_size, ids, **settings)
+    compiled_for = decoder.Decoder(model, model.config.vocab_size, end_of_text)
+    return decoder.DecodeSession(compiled_for, weights, ids, **settings)
 
 
 def assert_cache_matches_forward(model, params):
@@ -315,7 +316,7 @@ def test_bfloat16_weights_and_caches():
     model, params = small("gpt", num_layers=1, dtype="bfloat16")
     weights = layout.pack(model, params)
     assert weights["params"]["trunk"]["blocks"]["mlp"]["up"]["kernel"][0].dtype == jnp.bfloat16
-    texts = decoder.DecodeSession(model, weights, model.config.vocab_size, random_rows(model, [5]))
+    texts = session(model, params, random_rows(model, [5]))
     _, logits = texts.sample_with_logits(GREEDY)
     assert logits.dtype == jnp.float32
     assert {x.dtype for x in jax.tree.leaves(texts._cache)} == {jnp.dtype("bfloat16")}
@@ -327,9 +328,10 @@ def test_bfloat16_weights_and_caches():
 def test_nothing_is_compiled_twice():
     model, params = small("gpt", num_layers=1)
     weights = layout.pack(model, jax.device_get(params))
+    compiled_for = decoder.Decoder(model, 300)
 
     def generate(length, count, temperature):
-        texts = decoder.DecodeSession(model, weights, 300, random_rows(model, [length]))
+        texts = decoder.DecodeSession(compiled_for, weights, random_rows(model, [length]))
         texts.reserve(count)
         for _ in range(count):
             texts.ids[0].append(int(texts.sample(Sampling(temperature=temperature))[0]))
@@ -399,7 +401,7 @@ def test_end_of_text_within_several_steps(at):
     texts.sample(sampling)
     texts.ids = [list(row)]
     assert texts.sample_steps(sampling, 4)[0].tolist()[: at + 1] == sampled[: at + 1]
-    assert texts._cached.tolist() == [len(row) + at]
+    assert texts._cached_B.tolist() == [len(row) + at]
     texts.ids = [[*row, *sampled[:at], 3, 4, 5, 6, 7]]
     _, logits = texts.sample_with_logits(sampling)
     np.testing.assert_allclose(

@@ -12,9 +12,8 @@ from run_helpers import SMALL, start_from, train_three_steps
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation import inference_cost
-from smallgpt_jax.inference import layout
-from smallgpt_jax.inference.decoder import DecodeSession
+from smallgpt_jax.inference import decoder, layout
+from smallgpt_jax.inference.decoder import Decoder, DecodeSession
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.components import components
 from smallgpt_jax.models.context import EVALUATION, Context
@@ -93,9 +92,8 @@ def test_transformers_has_the_same_layer():
 
 
 def decode(model, params, ids) -> DecodeSession:
-    return DecodeSession(
-        model, layout.pack(model, jax.device_get(params)), 64, [list(map(int, row)) for row in ids]
-    )
+    weights = layout.pack(model, jax.device_get(params))
+    return DecodeSession(Decoder(model, 64), weights, [list(map(int, row)) for row in ids])
 
 
 @pytest.mark.slow
@@ -125,9 +123,7 @@ def test_the_cache_does_not_grow():
     model = build("gpt", **SIZES, mixers=("delta",), dtype="bfloat16")
     key, value = 8, 16
     expected = 4 * 2 * (key * value * 4 + 3 * (2 * key + value) * 2)
-    assert [inference_cost.num_cache_bytes(model, length) for length in (1, 2, 24)] == [
-        expected
-    ] * 3
+    assert [decoder.num_cache_bytes(model, length) for length in (1, 2, 24)] == [expected] * 3
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from conftest import build
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation import inference_cost
+from smallgpt_jax.inference import decoder
 from smallgpt_jax.models.components import components
 from smallgpt_jax.models.context import EVALUATION
 from smallgpt_jax.models.flops import train_flops_per_token
@@ -63,9 +63,7 @@ def test_transformers_has_the_same_layer():
 def test_sizes_and_flops():
     """The cache has the last two inputs of each convolution; FLOPs do not depend on the context."""
     model = build("gpt", **SIZES)
-    assert [inference_cost.num_cache_bytes(model, length) for length in (1, 2, 24)] == [
-        4 * 4 * 2 * 16
-    ] * 3
+    assert [decoder.num_cache_bytes(model, length) for length in (1, 2, 24)] == [4 * 4 * 2 * 16] * 3
     rest = 6 * (4 * 8 * 16**2 + 16 * 64)
     for length in (64, 256):
         flops = train_flops_per_token(

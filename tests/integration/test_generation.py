@@ -124,7 +124,7 @@ def test_a_conversation_with_convolutions(cgpt):
     conversation = cgpt.conversation()
     for turn in ["ab", "", "cde"]:
         list(conversation.say(turn, 3, temperature=0))
-    fresh = decoder.DecodeSession(cgpt.model, cgpt.weights, 257, conversation._session.ids)
+    fresh = cgpt.session(conversation._session.ids)
     _, logits = conversation._session.sample_with_logits(GREEDY)
     np.testing.assert_allclose(logits, fresh.sample_with_logits(GREEDY)[1], atol=1e-4, rtol=1e-4)
 
@@ -153,7 +153,7 @@ def test_a_turn_that_is_not_read_to_its_end(cgpt, monkeypatch, pieces):
     assert len(ids) == 3 + pieces
     turn = "" if pieces % 2 else "cdefgh"
     list(conversation.say(turn, 1, temperature=0))
-    fresh = decoder.DecodeSession(cgpt.model, cgpt.weights, 257, conversation._session.ids)
+    fresh = cgpt.session(conversation._session.ids)
     _, logits = conversation._session.sample_with_logits(GREEDY)
     np.testing.assert_allclose(logits, fresh.sample_with_logits(GREEDY)[1], atol=1e-4, rtol=1e-4)
     assert bytes(conversation._session.ids[0][1:]).startswith(
@@ -163,33 +163,31 @@ def test_a_turn_that_is_not_read_to_its_end(cgpt, monkeypatch, pieces):
 
 def test_text_continues_past_the_context(model):
     """When the context is full, the newer half of its tokens is prefilled like a new prompt."""
-    text = decoder.DecodeSession(model.model, model.weights, 257, [[256, *b"the cat sat " * 2]])
+    text = model.session([[256, *b"the cat sat " * 2]])
     while len(text.ids[0]) <= 32:
         text.ids[0].append(int(text.sample(GREEDY)[0]))
     rest = text.ids[0][-16:]
     sampled = int(text.sample(GREEDY)[0])
     assert text.ids[0] == rest and text.dropped == 17
-    assert sampled == int(
-        decoder.DecodeSession(model.model, model.weights, 257, [rest]).sample(GREEDY)[0]
-    )
+    assert sampled == int(model.session([rest]).sample(GREEDY)[0])
     assert len(model.generate("the cat sat ", 50, temperature=0)) == 50
 
 
 def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
     computed, logits, decode_step, decode_steps = [], [], decoder.decode_step, decoder.decode_steps
 
-    def counting(params, cache, seen, tokens_BxT, start_B, count_B, *rest, **static):
-        computed.append(int(count_B.sum()))
-        result = decode_step(params, cache, seen, tokens_BxT, start_B, count_B, *rest, **static)
-        logits.append(np.asarray(result[3]))
+    def counting(compiled_for, weights, state, new, *rest):
+        computed.append(int(new.count_B.sum()))
+        result = decode_step(compiled_for, weights, state, new, *rest)
+        logits.append(np.asarray(result[2]))
         return result
 
-    def counting_steps(*arguments, **static):
-        computed.append(int(arguments[6]))
+    def counting_steps(compiled_for, weights, state, new, steps, sampler):
+        computed.append(int(steps))
         monkeypatch.setattr(
             decoder, "decode_step", decode_step
         )  # `decode_steps` must not call the patched function
-        result = decode_steps(*arguments, **static)
+        result = decode_steps(compiled_for, weights, state, new, steps, sampler)
         monkeypatch.setattr(decoder, "decode_step", counting)
         return result
 
@@ -208,7 +206,7 @@ def test_a_turn_computes_only_its_own_tokens(model, monkeypatch):
 
     ids = conversation._session.ids[0]
     monkeypatch.undo()
-    fresh = decoder.DecodeSession(model.model, model.weights, 257, [ids[:-3]])
+    fresh = model.session([ids[:-3]])
     np.testing.assert_allclose(logits[0], fresh.sample_with_logits(GREEDY)[1], atol=1e-4, rtol=1e-4)
     assert bytes(ids[1:]).decode(errors="replace") == f"the cat\n{first}a dog ran\n{second}"
     # So far, the conversation fits into the context. Two more turns do not fit, so its beginning is

@@ -11,7 +11,7 @@ from smallgpt_jax import inference
 from smallgpt_jax.analysis.record import Inference, schema_of
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.evaluation import inference_cost
-from smallgpt_jax.inference import layout, timing
+from smallgpt_jax.inference import decoder, layout, timing
 from smallgpt_jax.storage.json_files import find_mismatch
 
 SIZES = dict(d_model=16, num_heads=2, context_length=24, num_layers=2)
@@ -34,7 +34,7 @@ SIZES = dict(d_model=16, num_heads=2, context_length=24, num_layers=2)
 )
 def test_bytes_of_the_cache(architecture, fields, per_token, full):
     model = build(architecture, **SIZES, **fields)
-    one, two, all_tokens = (inference_cost.num_cache_bytes(model, length) for length in (1, 2, 24))
+    one, two, all_tokens = (decoder.num_cache_bytes(model, length) for length in (1, 2, 24))
     assert (two - one, all_tokens) == (per_token, full)
 
 
@@ -63,7 +63,8 @@ def test_which_steps_are_timed(text_model, monkeypatch):
 
     def time_decoding(session, sampled_Bx1, steps):
         calls = original(session, sampled_Bx1, steps)
-        timed.append((len(session.ids), int(session._cached.min()), steps, session._cache_length))
+        cached, length = int(session._cached_B.min()), session._decoder.cache_length
+        timed.append((len(session.ids), cached, steps, length))
         return calls
 
     original = timing.time_decoding

@@ -83,7 +83,7 @@ def test_losses_without_a_block(architecture):
     ((_, score),) = Scorer(shorter, params).score([TokenSequence(WINDOWS[0].tolist(), 12)])
     assert score.log_likelihood == pytest.approx(-expected[0].sum(), rel=1e-5)
     session = decoder.DecodeSession(
-        shorter, layout.pack(shorter, params), 40, [WINDOWS[0, :5].tolist()]
+        decoder.Decoder(shorter, 40), layout.pack(shorter, params), [WINDOWS[0, :5].tolist()]
     )
     for length in (5, 6):
         session.ids = [WINDOWS[0, :length].tolist()]

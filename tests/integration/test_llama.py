@@ -10,7 +10,7 @@ from conftest import forward, init, load_config
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.inference import layout
-from smallgpt_jax.inference.decoder import DecodeSession
+from smallgpt_jax.inference.decoder import Decoder, DecodeSession
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.models.flops import train_flops_per_token
@@ -131,7 +131,8 @@ def test_trains_shards_decodes_and_plans(text_file, tmp_path):
     check_decoding(trained.model, trained.params)
     # The cache has half the usual size, because there are half as many key-value heads as query
     # heads.
-    session = DecodeSession(trained.model, layout.pack(trained.model, trained.params), 257, [[0]])
+    weights = layout.pack(trained.model, trained.params)
+    session = DecodeSession(Decoder(trained.model, 257), weights, [[0]])
     session.reserve(63)
     session.sample(Sampling())
     assert session.cache_bytes() == 2 * 64 * 2 * 16 * 4

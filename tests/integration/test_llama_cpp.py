@@ -16,7 +16,7 @@ from smallgpt_jax.conversion import gguf_file
 from smallgpt_jax.conversion.tokenizer_files import PROBES
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.inference import TrainedModel, layout
-from smallgpt_jax.inference.decoder import DecodeSession
+from smallgpt_jax.inference.decoder import Decoder, DecodeSession
 from smallgpt_jax.inference.timing import GREEDY
 
 pytest.importorskip("gguf", reason="needs gguf (extra llama-cpp)")
@@ -92,7 +92,8 @@ def test_greedy_texts(pair):
     model, params, tokenizer, request = pair
     for prompt in PROMPTS:
         ids = [tokenizer.begin_of_text, *tokenizer.encode([prompt])[0].tolist()]
-        session = DecodeSession(model, layout.pack(model, params), tokenizer.vocab_size, [ids])
+        decoder = Decoder(model, tokenizer.vocab_size)
+        session = DecodeSession(decoder, layout.pack(model, params), [ids])
         session.reserve(NEW_TOKENS)
         while left := len(ids) + NEW_TOKENS - len(session.ids[0]):
             session.ids[0] += session.sample_steps(GREEDY, left)[0].tolist()

@@ -10,7 +10,7 @@ from conftest import build
 
 from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation import inference_cost
+from smallgpt_jax.inference import decoder
 from smallgpt_jax.models.components import components
 from smallgpt_jax.models.context import EVALUATION
 from smallgpt_jax.models.flops import train_flops_per_token
@@ -90,9 +90,7 @@ def test_sizes_and_flops():
     heads, state, value, chunk = 2, 5, 16, 64
     cache = heads * state * value + 3 * (heads * value + 2 * state)
     model = build("gpt", **SIZES)
-    assert [inference_cost.num_cache_bytes(model, length) for length in (1, 2, 24)] == [
-        4 * 4 * cache
-    ] * 3
+    assert [decoder.num_cache_bytes(model, length) for length in (1, 2, 24)] == [4 * 4 * cache] * 3
     matrices = 16 * (3 * heads * value + 2 * state + heads)
     # Multiplications per chunk: C·Bᵀ once; per head, the sums of decays, the product with the
     # values, and two with the state.

@@ -18,7 +18,7 @@ from smallgpt_jax.comparison import recipe
 from smallgpt_jax.evaluation import inference_cost
 from smallgpt_jax.inference import decoder
 from smallgpt_jax.inference import layout as inference_layout
-from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax.inference.sampling import Sampler, Sampling
 from smallgpt_jax.models.components import components
 from smallgpt_jax.models.context import Context, cache_variable
 from smallgpt_jax.models.flops import train_flops_per_token
@@ -153,19 +153,11 @@ def test_decoding_costs_the_same_at_any_position(mixer):
         cache = decoder.cache_shapes(model, weights, 1, length)
         texts.add(
             decoder.decode_step.lower(
+                decoder.Decoder(model, 64, cache_length=length),
                 weights,
-                cache,
-                None,
-                np.ones((1, 1), np.int32),
-                np.int32([length - 1]),
-                np.int32([1]),
-                np.uint32(0),
-                np.zeros((1, 2), np.uint32),
-                Sampling(temperature=None),
-                model=model,
-                cache_length=length,
-                vocab_size=64,
-                end_of_text=None,
+                decoder.DecodeState(cache, None),
+                decoder.NewTokens(np.ones((1, 1), np.int32), np.int32([length - 1]), np.int32([1])),
+                Sampler(np.uint32(0), np.zeros((1, 2), np.uint32), Sampling(temperature=None)),
             ).as_text()
         )
     assert len(texts) == 1
@@ -174,7 +166,7 @@ def test_decoding_costs_the_same_at_any_position(mixer):
 def test_a_cache_that_does_not_grow():
     """`compare` measures its bytes, which are those of the last activations."""
     model = build("gpt", **{**SIZES, "num_layers": 1, "mixers": ("previous",)})
-    assert [inference_cost.num_cache_bytes(model, length) for length in (1, 2, 24)] == [16 * 4] * 3
+    assert [decoder.num_cache_bytes(model, length) for length in (1, 2, 24)] == [16 * 4] * 3
     text_model = inference.TextModel(
         model, inference_layout.pack(model, init(model)), SimpleNamespace(vocab_size=64)
     )

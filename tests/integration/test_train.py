@@ -236,7 +236,9 @@ def test_parameters_without_axis_names_are_replicated(text_file, tmp_path, monke
     model, params, *_ = inference.load_trained(tmp_path)
     ids = np.arange(12)[None] % 256
     whole_logits = forward(model, params, ids)[0, -1]
-    texts = decoder.DecodeSession(model, layout.pack(model, params), 512, ids[:, :5])
+    texts = decoder.DecodeSession(
+        decoder.Decoder(model, 512), layout.pack(model, params), ids[:, :5]
+    )
     texts.sample(Sampling())
     texts.ids[0] += ids[0, 5:].tolist()
     np.testing.assert_allclose(texts.sample_with_logits(Sampling())[1][0], whole_logits, atol=1e-4)

@@ -50,13 +50,13 @@ def test_every_method_passes_its_settings_on(model, monkeypatch):
         inference.TextModel,
         "complete",
         lambda self, text, prompts, *settings: (
-            received.append(settings[:3]) or ["" for _ in prompts]
+            received.append(settings[0]) or ["" for _ in prompts]
         ),
     )
     monkeypatch.setattr(
         inference.TextModel,
         "_stream",
-        lambda self, text, prompt, *settings: received.append(settings[:3]),
+        lambda self, text, prompt, *settings: received.append(settings[0]),
     )
     given = dict(temperature=0.5, top_k=3, top_p=0.4, repetition_penalty=2.0)
     for method in (model.generate, model.stream, model.generate_batch, model.conversation().say):
@@ -70,13 +70,13 @@ def test_python_and_the_command_have_the_same_default_temperature(model, generat
         inference.TextModel,
         "complete",
         lambda self, text, prompts, *settings: (
-            received.append(settings[2]) or ["" for _ in prompts]
+            received.append(settings[0].sampling) or ["" for _ in prompts]
         ),
     )
     monkeypatch.setattr(
         inference.TextModel,
         "_stream",
-        lambda self, text, prompt, *settings: received.append(settings[2]),
+        lambda self, text, prompt, *settings: received.append(settings[0].sampling),
     )
     for method in (model.generate, model.stream, model.generate_batch, model.conversation().say):
         method(["the"] if method == model.generate_batch else "the", 7)
@@ -85,7 +85,7 @@ def test_python_and_the_command_have_the_same_default_temperature(model, generat
 
 def test_methods_refuse_unknown_settings(model):
     for method in (model.generate, model.stream, model.generate_batch, model.conversation().say):
-        with pytest.raises(TypeError, match=rf"\.{method.__name__}\(\) got .* 'max_tokens'"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'max_tokens'"):
             method("the", max_tokens=3)
 
 

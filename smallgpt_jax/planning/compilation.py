@@ -8,7 +8,6 @@ import functools
 import gzip
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import os
 import tempfile
@@ -27,12 +26,8 @@ MAX_STORED_BYTES = 200 * 2**20  # a program of 12 blocks takes about 0.5 MB
 # On a GPU, XLA times cuBLASLt and Triton for each product and takes the faster. Without one, all
 # Triton products would have the same tiles.
 OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
-VARIABLES = (
-    "JAX_",
-    "LIBTPU_",
-    "TPU_",
-    "XLA_",
-)  # names of environment variables with options begin with these
+# names of environment variables with options begin with these
+_VARIABLES = ("JAX_", "LIBTPU_", "TPU_", "XLA_")
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 
@@ -49,10 +44,9 @@ class CompiledProgram:
         return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
 
 
-SCHEMA = {
-    **dict.fromkeys(
-        ("argument_bytes", "temp_bytes", "output_bytes", "alias_bytes"), json_files.integer(0)
-    ),
+_SIZES = ("argument_bytes", "temp_bytes", "output_bytes", "alias_bytes")
+_SCHEMA = {
+    **dict.fromkeys(_SIZES, json_files.integer(0)),
     "text": (json_files.TEXT, json_files.NULL),
 }
 
@@ -69,7 +63,8 @@ class Compiler:
     def compile(self, lowered: jax.stages.Lowered) -> CompiledProgram:
         """Raises JaxRuntimeError, for example if the program does not fit into memory."""
         path = folder() / f"{self._fingerprint(lowered)}.json.gz"
-        if stored := load(path):
+        stored = load(path)
+        if stored:
             return stored
         self.compilations += 1
         program = run_compiler(lowered, self._devices[0].platform, self._options)
@@ -81,13 +76,12 @@ class Compiler:
         devices = [
             (repr(device), device.device_kind, device.process_index) for device in self._devices
         ]
-        variables = sorted(item for item in os.environ.items() if item[0].startswith(VARIABLES))
-        versions = [
-            (found.name, found.version)
-            for name in PACKAGES
-            for found in importlib.metadata.distributions(name=name)
-        ]
-        parts = (
+        variables = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
+        versions = []
+        for name in PACKAGES:
+            for package in importlib.metadata.distributions(name=name):
+                versions.append((package.name, package.version))
+        identity = (
             lowered.as_text(),
             sorted(self._options.items()),
             devices,
@@ -97,7 +91,7 @@ class Compiler:
             processor_kind(),
             code_fingerprint(),
         )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return hashlib.sha256(repr(identity).encode()).hexdigest()
 
 
 def run_compiler(lowered: jax.stages.Lowered, platform: str, options: dict) -> CompiledProgram:
@@ -147,7 +141,7 @@ def load(path: Path) -> CompiledProgram | None:
     try:
         with gzip.open(path) as file:
             content = file.read(bounded.MAX_BYTES + 1)
-        program = CompiledProgram(**json_files.parse_json(content, SCHEMA))
+        program = CompiledProgram(**json_files.parse_json(content, _SCHEMA))
     except (OSError, EOFError, TypeError, ValueError, zlib.error):
         return None
     with contextlib.suppress(OSError):
@@ -156,21 +150,19 @@ def load(path: Path) -> CompiledProgram | None:
 
 
 def store(path: Path, program: CompiledProgram) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # a full or read-only disk: the program is compiled again next time
+    content = json.dumps(dataclasses.asdict(program)).encode()
+    # on a full or read-only disk, the program is compiled again next time
+    with contextlib.suppress(OSError):
         with atomic_file(path) as partial:
-            partial.write_bytes(
-                gzip.compress(json.dumps(dataclasses.asdict(program)).encode(), 6, mtime=0)
-            )
-        remove_oldest(path.parent)
+            partial.write_bytes(gzip.compress(content, 6, mtime=0))
+        _remove_oldest(path.parent)
 
 
-def remove_oldest(folder: Path) -> None:
+def _remove_oldest(folder: Path) -> None:
     """Keeps the files that were used last, of MAX_STORED_BYTES in sum."""
-    found = sorted(
-        ((file, file.stat()) for file in folder.iterdir()), key=lambda item: -item[1].st_mtime
-    )
-    for (file, _), total in zip(found, itertools.accumulate(status.st_size for _, status in found)):
+    total = 0
+    statuses = [(file, file.stat()) for file in folder.iterdir()]
+    for file, status in sorted(statuses, key=lambda item: -item[1].st_mtime):
+        total += status.st_size
         if total > MAX_STORED_BYTES:
             file.unlink(missing_ok=True)

@@ -12,8 +12,8 @@ from collections import Counter
 
 from smallgpt_jax.planning.hlo import HloModule, Instruction
 
-ATTENTION_BACKWARD = '"__cudnn$fmhaSoftmaxBackward"'
-FLOATS = ("f", "bf")  # integers have the same sum in any order
+_ATTENTION_BACKWARD = '"__cudnn$fmhaSoftmaxBackward"'
+_FLOATS = ("f", "bf")  # integers have the same sum in any order
 
 
 def unordered_operations(module: HloModule, deterministic: bool) -> dict[str, int]:
@@ -22,8 +22,7 @@ def unordered_operations(module: HloModule, deterministic: bool) -> dict[str, in
     """
     counts: Counter[str] = Counter()
     for times, instruction in module.executed():
-        is_attention = ATTENTION_BACKWARD in instruction.line and not deterministic
-        if is_attention:
+        if _ATTENTION_BACKWARD in instruction.line and not deterministic:
             counts["cuDNN's backward pass of attention"] += times
         elif _adds_with_atomics(instruction):
             counts[f"{instruction.opcode} of {_source(instruction)}"] += times
@@ -33,7 +32,7 @@ def unordered_operations(module: HloModule, deterministic: bool) -> dict[str, in
 def _adds_with_atomics(instruction: Instruction) -> bool:
     if instruction.opcode not in ("scatter", "select-and-scatter"):
         return False
-    has_floats = any(array.dtype.startswith(FLOATS) for array in instruction.arrays)
+    has_floats = any(array.dtype.startswith(_FLOATS) for array in instruction.arrays)
     return has_floats and "unique_indices=true" not in instruction.line
 
 

@@ -23,7 +23,7 @@ from smallgpt_jax.planning.roofline import Roofline
 if TYPE_CHECKING:
     from smallgpt_jax.training.program import Program
 
-Progress = Callable[[str], contextlib.AbstractContextManager]  # called with what is compiled
+_Progress = Callable[[str], contextlib.AbstractContextManager]  # called with what is compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,8 @@ class Estimate:
 
     parameters: int
     active_parameters: int
-    flops_per_token: (
-        float | None
-    )  # products and convolutions of the model; None if they cannot be counted
+    # products and convolutions of the model; None if they cannot be counted
+    flops_per_token: float | None
     flops_per_step: float | None  # with those of the optimizer
     flops_problem: str  # why the FLOPs cannot be counted
     tokens_per_step: int
@@ -55,9 +54,8 @@ class Estimate:
     account: dict[str, float]
     compile_seconds: float
     compiled_programs: int  # of the two steps; the others are stored, see `Compiler`
-    collectives: dict[str, dict[str, int]] | None = (
-        None  # {kind: count and bytes}; None without fit or readable HLO
-    )
+    # {kind: count and bytes}; None without fit or readable HLO
+    collectives: dict[str, dict[str, int]] | None = None
     estimated_cycles: int | None = None  # see `HloModule.cycles`
     kernel_cycles: int | None = None  # roofline of the custom kernels
     kernels: dict[str, dict[str, float]] | None = None  # {kind: count and seconds}, see `Roofline`
@@ -66,36 +64,41 @@ class Estimate:
     # GPUs: {operation whose threads add in no fixed order: how often}, of the training step
     unordered_operations: dict[str, int] | None = None
     estimated_step_seconds: float | None = None
-    estimated_mfu: float | None = (
-        None  # without the optimizer (Chowdhery et al., arXiv 2204.02311, appendix B)
-    )
+    # without the optimizer (Chowdhery et al., arXiv 2204.02311, appendix B)
+    estimated_mfu: float | None = None
 
     @property
     def peak_bytes(self) -> int:
         return max(self.needed_bytes, self.eval_needed_bytes or 0)
 
 
-def estimate(program: "Program", progress: Progress = contextlib.nullcontext) -> Estimate:
+def estimate(program: "Program", progress: _Progress = contextlib.nullcontext) -> Estimate:
     """Compiles both steps. If one does not fit into a device's memory, `Estimate.fits` is False."""
-    state = program.abstract_state
     compiler = Compiler(program.mesh.devices.ravel(), program.compiler_options)
-    known, started = properties(program), time.monotonic()
+    known = _properties(program)
+    started = time.monotonic()
     try:
         with progress("training step"):
             step = compiler.compile(program.lowered_train_step)
     except jax.errors.JaxRuntimeError as error:
+        state_bytes = memory.bytes_on_device(program.abstract_state)
         return Estimate(
             **known,
-            argument_bytes=memory.bytes_on_device(state),
+            argument_bytes=state_bytes,
             fits=False,
-            needed_bytes=bytes_needed(error, memory.bytes_on_device(state)),
+            needed_bytes=bytes_needed(error, state_bytes),
             compile_seconds=time.monotonic() - started,
             compiled_programs=compiler.compilations,
         )
     with progress("evaluation step"):
         eval_temp_bytes, eval_needed_bytes = evaluation_memory(program, compiler)
     seconds = time.monotonic() - started
-    module, hbm = hlo.HloModule(step.text) if step.text else None, known["hbm_bytes"]
+    hbm = known["hbm_bytes"]
+    if step.text:
+        known |= _read_program(hlo.HloModule(step.text), program, known["flops_per_token"])
+    fits = eval_temp_bytes is not None
+    if hbm is not None:
+        fits = fits and max(step.total_bytes, eval_needed_bytes) <= hbm
     return Estimate(
         **known,
         argument_bytes=step.argument_bytes,
@@ -103,49 +106,51 @@ def estimate(program: "Program", progress: Progress = contextlib.nullcontext) ->
         needed_bytes=step.total_bytes,
         eval_temp_bytes=eval_temp_bytes,
         eval_needed_bytes=eval_needed_bytes,
-        fits=eval_temp_bytes is not None
-        and (hbm is None or max(step.total_bytes, eval_needed_bytes) <= hbm),
-        **(estimate_speed(module, program, known["flops_per_token"]) if module else {}),
-        collectives=module and module.collectives(),
-        unordered_operations=find_unordered(module, program),
+        fits=fits,
         compile_seconds=seconds,
         compiled_programs=compiler.compilations,
     )
 
 
-def find_unordered(module: hlo.HloModule | None, program: "Program") -> dict[str, int] | None:
-    if module is None or program.mesh.devices.flat[0].platform != "gpu":
-        return None
-    return unordered_operations(module, program.config.train.deterministic)
-
-
-def properties(program: "Program") -> dict:
+def _properties(program: "Program") -> dict:
     """Returns the fields of an `Estimate` that need no compilation."""
-    config, model, mesh, teacher = program.config, program.model, program.mesh, program.teacher
-    kind = mesh.devices.flat[0].device_kind
-    chip, cost = chips.find_chip(kind), flops.train_cost(model, program.objective.terms.values())
-    sequences = config.train.batch_size / (
-        sharding.num_batch_shards(mesh) * config.train.microbatches
-    )
-    tokens, state = config.train.batch_size * config.model.context_length, program.abstract_state
+    config, model, mesh = program.config, program.model, program.mesh
+    train, state = config.train, program.abstract_state
+    tokens = train.batch_size * config.model.context_length
+    cost = flops.train_cost(model, program.objective.terms.values())
+    flops_per_step = None
+    if cost.flops is not None:
+        flops_per_step = cost.flops * tokens + flops.update_flops(state.trained, program.optimizer)
+    sequences = train.batch_size / (sharding.num_batch_shards(mesh) * train.microbatches)
     account = memory.memory_breakdown(
-        model, mesh, state, sequences, config.train.loss_chunks, config.data.separate_documents
+        model, mesh, state, sequences, train.loss_chunks, config.data.separate_documents
     )
+    if program.teacher:
+        account["teacher"] = memory.bytes_on_device(program.teacher.abstract_constants)
+    device_kind = mesh.devices.flat[0].device_kind
+    chip = chips.find_chip(device_kind)
     return dict(
         parameters=models.num_parameters(model),
         active_parameters=models.num_active_parameters(model),
         tokens_per_step=tokens,
         flops_per_token=cost.flops,
         flops_problem=cost.problem,
-        flops_per_step=None
-        if cost.flops is None
-        else (cost.flops * tokens + flops.update_flops(state.trained, program.optimizer)),
+        flops_per_step=flops_per_step,
         devices=mesh.size,
-        device_kind=kind,
+        device_kind=device_kind,
         hbm_bytes=chip and int(chip.hbm),
-        account=account
-        | ({"teacher": memory.bytes_on_device(teacher.abstract_constants)} if teacher else {}),
+        account=account,
     )
+
+
+def _read_program(module: hlo.HloModule, program: "Program", flops_per_token: float | None) -> dict:
+    """Returns the fields of an `Estimate` that the text of the training step tells."""
+    fields = _estimate_speed(module, program, flops_per_token)
+    fields["collectives"] = module.collectives()
+    if program.mesh.devices.flat[0].platform == "gpu":
+        deterministic = program.config.train.deterministic
+        fields["unordered_operations"] = unordered_operations(module, deterministic)
+    return fields
 
 
 def evaluation_memory(program: "Program", compiler: Compiler) -> tuple[int | None, int]:
@@ -165,7 +170,7 @@ def evaluation_memory(program: "Program", compiler: Compiler) -> tuple[int | Non
 
 
 # The TPU compiler's two error messages for a program that does not fit into memory.
-TOO_LARGE = re.compile(
+_TOO_LARGE = re.compile(
     r"Used ([\d.]+)([KMGT]) of [\d.]+\w hbm"
     r"|HLO temporaries \(([\d.]+)([KMGT])\) exceeds available HBM"
 )
@@ -177,55 +182,55 @@ def bytes_needed(error: Exception, argument_bytes: int) -> int:
     Some error messages count only the temporaries. Then `argument_bytes`, the bytes of the
     program's arguments, are added. Re-raises other errors.
     """
-    found = TOO_LARGE.search(str(error))
-    if not found:
+    sizes = _TOO_LARGE.search(str(error))
+    if not sizes:
         raise error
-    size, unit = found[1] or found[3], found[2] or found[4]
-    return int(float(size) * 1024 ** (1 + "KMGT".index(unit))) + (argument_bytes if found[3] else 0)
+    total, total_unit, temporaries, temporaries_unit = sizes.groups()
+    if total:
+        return _bytes(total, total_unit)
+    return _bytes(temporaries, temporaries_unit) + argument_bytes
 
 
-def estimate_speed(
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * 1024 ** (1 + "KMGT".index(unit)))
+
+
+def _estimate_speed(
     module: hlo.HloModule, program: "Program", flops_per_token: float | None
 ) -> dict:
     """Returns the known speed fields of an `Estimate`."""
     config, devices = program.config, program.mesh.devices.ravel()
     chip, gpu = chips.find_chip(devices[0].device_kind), gpus.find_gpu(devices[0].device_kind)
+    speed = {}
     if gpu:
-        roofline = Roofline(
-            module, gpu, sum(device.process_index == devices[0].process_index for device in devices)
-        )
+        on_first_host = [d for d in devices if d.process_index == devices[0].process_index]
+        roofline = Roofline(module, gpu, gpus_per_host=len(on_first_host))
         clock = roofline.clock()
-        known = dict(
+        speed = dict(
             kernels=roofline.kernels(),
             collective_seconds=clock.collectives,
             exposed_collective_seconds=clock.exposed,
             estimated_step_seconds=clock.total,
         )
     elif chip and chip.hertz:
-        known = tpu_speed(module, config.model.context_length, chip)
-    else:
-        known = {}
-    seconds = known.get("estimated_step_seconds")
-    if not flops_per_token or not seconds:
-        return known
-    flops_per_device = (
-        flops_per_token * config.train.batch_size * config.model.context_length / len(devices)
-    )
-    return known | {"estimated_mfu": flops_per_device / (seconds * chip.flops)}
+        speed = tpu_speed(module, config.model.context_length, chip)
+    seconds = speed.get("estimated_step_seconds")
+    if flops_per_token and seconds:
+        tokens = config.train.batch_size * config.model.context_length
+        flops_per_device = flops_per_token * tokens / len(devices)
+        speed["estimated_mfu"] = flops_per_device / (seconds * chip.flops)
+    return speed
 
 
 def tpu_speed(module: hlo.HloModule, positions: int, chip: chips.Chip) -> dict:
     """Returns {} if the module calls a kernel of unknown cost."""
-    calls = [
-        (times, kernels.kernel_seconds(call.line, positions, chip))
-        for times, call in module.kernels()
-    ]
-    if any(seconds is None for _, seconds in calls):
-        return {}
-    cycles, kernel_cycles = (
-        module.cycles(),
-        round(chip.hertz * sum(times * seconds for times, seconds in calls)),
-    )
+    kernel_seconds = 0.0
+    for times, call in module.kernels():
+        seconds = kernels.kernel_seconds(call.line, positions, chip)
+        if seconds is None:
+            return {}
+        kernel_seconds += times * seconds
+    cycles, kernel_cycles = module.cycles(), round(chip.hertz * kernel_seconds)
     return dict(
         estimated_cycles=cycles,
         kernel_cycles=kernel_cycles,
@@ -238,7 +243,7 @@ def largest_batch(
     divisor: int,
     hbm: float,
     log: Callable[[str], None],
-    progress: Progress = contextlib.nullcontext,
+    progress: _Progress = contextlib.nullcontext,
 ) -> int:
     """Returns the largest batch size, a multiple of `divisor`, that fits into `hbm` bytes per
     device.
@@ -251,10 +256,9 @@ def largest_batch(
     def fits(sequences: int) -> bool:
         result = estimate(build(sequences * divisor), progress)
         needed[sequences] = result.peak_bytes
-        log(
-            f"{sequences} sequences per device at a time: {result.peak_bytes / chips.GiB:.2f} GiB"
-            + ("" if result.fits else ", does not fit")
-        )
+        gibibytes = f"{result.peak_bytes / chips.GiB:.2f} GiB"
+        suffix = "" if result.fits else ", does not fit"
+        log(f"{sequences} sequences per device at a time: {gibibytes}{suffix}")
         return result.fits
 
     if not fits(1):
@@ -269,5 +273,8 @@ def largest_batch(
         slope = (needed[high] - needed[low]) / (high - low)
         guess = low + int((hbm - needed[low]) / slope) if slope > 0 else (low + high) // 2
         middle = min(max(guess, low + 1), high - 1)
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return low * divisor

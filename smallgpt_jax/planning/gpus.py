@@ -10,7 +10,7 @@ KiB, MiB = 2**10, 2**20
 # Compute capability → (float32 lanes per core, bytes of shared memory per core, threads per core),
 # from the CUDA C++ programming guide, section "Compute Capabilities". A core is a streaming
 # multiprocessor.
-CORES = {
+_CORES = {
     (8, 0): (64, 164 * KiB, 2048),
     (8, 6): (128, 100 * KiB, 1536),
     (8, 9): (128, 100 * KiB, 1536),
@@ -35,9 +35,8 @@ class Gpu:
     cache: int  # bytes of the level 2 cache
     bandwidth: float  # of the memory
     link: float  # to the GPUs of the same host: NVLink, or PCIe
-    network: float | None = (
-        None  # to other hosts, per GPU, in NVIDIA's DGX machines; None if not published
-    )
+    # to other hosts, per GPU, in NVIDIA's DGX machines; None if not published
+    network: float | None = None
 
     @property
     def chip(self) -> Chip:
@@ -48,7 +47,8 @@ class Gpu:
         """Peak FLOP/s of float32 without matrix units; a multiplication and an addition per lane
         and cycle.
         """
-        return 2 * self.cores * CORES[self.capability][0] * self.hertz
+        lanes, _, _ = _CORES[self.capability]
+        return 2 * self.cores * lanes * self.hertz
 
 
 # From NVIDIA's data sheets and architecture white papers.
@@ -77,11 +77,10 @@ def target_config(gpu: Gpu) -> str:
     The limits of a block are equal for all GPUs. A block can use all shared memory of a core but 1
     KiB.
     """
-    lanes, shared, threads = CORES[gpu.capability]
+    lanes, shared, threads = _CORES[gpu.capability]
     major, minor = gpu.capability
-    has_extensions = (
-        major >= 9
-    )  # instructions that exist on this capability only, such as Hopper's products (sm_90a)
+    # instructions that exist on this capability only, such as Hopper's products (sm_90a)
+    extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
     return f"""
         gpu_device_info {{
           threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
@@ -91,9 +90,10 @@ def target_config(gpu: Gpu) -> str:
           block_dim_limit_x: {2**31 - 1} block_dim_limit_y: 65535 block_dim_limit_z: 65535
           thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
           registers_per_core_limit: 65536 registers_per_block_limit: 65536
-          memory_bandwidth: {gpu.bandwidth:.0f} l2_cache_size: {gpu.cache} device_memory_size: {gpu.chip.hbm:.0f}
+          memory_bandwidth: {gpu.bandwidth:.0f} l2_cache_size: {gpu.cache}
+          device_memory_size: {gpu.chip.hbm:.0f}
           cuda_compute_capability {{
-            major: {major} minor: {minor} feature_extension: {"ACCELERATED_FEATURES" if has_extensions else "NONE"}
+            major: {major} minor: {minor} feature_extension: {extension}
           }}
         }}
         platform_name: "CUDA"

@@ -26,10 +26,11 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the array, without padding."""
-        found = re.search(r"\d+", self.dtype)
-        bits = int(found[0]) if found else 8 if self.dtype == "pred" else 0
-        return math.ceil(bits * math.prod(self.shape) / 8)
+        """The bytes of the array, without padding. Tokens, which order effects, have none."""
+        if self.dtype == "pred":
+            return math.prod(self.shape)
+        bits = re.search(r"\d+", self.dtype)  # of bf16, s4, f8e4m3fn
+        return math.ceil(int(bits[0]) * math.prod(self.shape) / 8) if bits else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,27 +66,29 @@ class Instruction:
     @property
     def calls(self) -> list[str]:
         """The names of the computations that the instruction runs, except reduction functions."""
-        keys = "body|calls" + ("|to_apply" if self.opcode == "call" else "")
-        found = re.findall(rf"\b(?:{keys})=%?([\w.\-]+)", self.line)
-        if branches := re.search(r"branch_computations=\{([^}]*)\}", self.line):
-            found += [name.strip(" %") for name in branches[1].split(",")]
-        return found
+        # other instructions, such as reduce, apply to_apply to pairs of numbers
+        keys = "body|calls|to_apply" if self.opcode == "call" else "body|calls"
+        names = re.findall(rf"\b(?:{keys})=%?([\w.\-]+)", self.line)
+        branches = re.search(r"branch_computations=\{([^}]*)\}", self.line)
+        if branches:
+            names += [name.strip(" %") for name in branches[1].split(",")]
+        return names
 
     @property
     def cycles(self) -> int:
         """The compiler's cycle estimate for the instruction; 0 for custom kernels and collectives,
         which have none.
         """
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.line)
-        return int(found[1]) if found else 0
+        cycles = re.search(r'"estimated_cycles":"(\d+)"', self.line)
+        return int(cycles[1]) if cycles else 0
 
     @property
     def channel(self) -> str:
         """The channel id, or `line` if there is none. All instructions of an asynchronous
         collective share the id.
         """
-        found = re.search(r"channel_id=(\d+)", self.line)
-        return found[1] if found else self.line
+        channel = re.search(r"channel_id=(\d+)", self.line)
+        return channel[1] if channel else self.line
 
     @property
     def group(self) -> list[int]:
@@ -95,25 +98,29 @@ class Instruction:
         mesh['x'=2,'y'=2] {'y'}, those of the groups (0, 2) and (1, 3) are {{0,2},{1,3}},
         [2,2]<=[2,2]T(1,0) and mesh['x'=2,'y'=2] {'x'}.
         """
-        if found := re.search(r"replica_groups=\{\{([\d,]+)\}", self.line):
-            return [int(device) for device in found[1].split(",")]
-        if found := re.search(
+        listed = re.search(r"replica_groups=\{\{([\d,]+)\}", self.line)
+        if listed:
+            return _numbers(listed[1])
+        # [groups,size]<=[lengths]T(order): the devices, as an array of these lengths whose axes are
+        # transposed, in rows of `size`
+        iota = re.search(
             r"replica_groups=\[[\d,]*?(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.line
-        ):
-            size, lengths = int(found[1]), [int(length) for length in found[2].split(",")]
-            order = [int(axis) for axis in found[3].split(",")] if found[3] else range(len(lengths))
-        elif found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.line):
-            names, lengths = zip(
-                *((name, int(length)) for name, length in re.findall(r"'(\w+)'=(\d+)", found[1]))
-            )
-            inside = [names.index(name) for name in re.findall(r"'(\w+)'", found[2])]
-            size = math.prod(lengths[axis] for axis in inside)
-            order = [axis for axis in range(len(names)) if axis not in inside] + inside
-        else:
-            return []
-        return (
-            np.arange(math.prod(lengths)).reshape(lengths).transpose(order).ravel()[:size].tolist()
         )
+        if iota:
+            lengths = _numbers(iota[2])
+            order = _numbers(iota[3]) if iota[3] else list(range(len(lengths)))
+            return _first_group(lengths, order, int(iota[1]))
+        mesh = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.line)
+        if mesh:
+            axes = re.findall(r"'(\w+)'=(\d+)", mesh[1])
+            names = [name for name, _ in axes]
+            lengths = [int(length) for _, length in axes]
+            # a group is along the named axes, which come last
+            inside = [names.index(name) for name in re.findall(r"'(\w+)'", mesh[2])]
+            outside = [axis for axis in range(len(names)) if axis not in inside]
+            size = math.prod(lengths[axis] for axis in inside)
+            return _first_group(lengths, outside + inside, size)
+        return []
 
     @property
     def is_reduce_scatter(self) -> bool:
@@ -126,13 +133,21 @@ class Instruction:
     def arrays(self) -> list[Array]:
         """The result's arrays."""
         return [
-            Array(dtype, tuple(int(length) for length in lengths.split(",") if length))
-            for dtype, lengths in _ARRAY.findall(self.shape)
+            Array(dtype, tuple(_numbers(lengths))) for dtype, lengths in _ARRAY.findall(self.shape)
         ]
 
     @property
     def result_bytes(self) -> int:
         return sum(array.bytes for array in self.arrays)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _first_group(lengths: list[int], order: list[int], size: int) -> list[int]:
+    devices = np.arange(math.prod(lengths)).reshape(lengths).transpose(order)
+    return devices.ravel()[:size].tolist()
 
 
 class HloModule:
@@ -143,11 +158,12 @@ class HloModule:
         self.partitions = int(partitions[1]) if partitions else 1
         for line in text.splitlines():
             if start := _COMPUTATION.match(line):
-                body = self.computations[start[2]] = []
-                if start[1]:
-                    self.entry = start[2]
-            elif found := _INSTRUCTION.match(line):
-                instruction = Instruction(*found.groups(), line)
+                entry, name = start.groups()
+                body = self.computations[name] = []
+                if entry:
+                    self.entry = name
+            elif fields := _INSTRUCTION.match(line):
+                instruction = Instruction(*fields.groups(), line)
                 body.append(instruction)
                 self.instructions[instruction.name] = instruction
 
@@ -167,22 +183,21 @@ class HloModule:
             kind = instruction.opcode.removesuffix("-done")
             if instruction.is_reduce_scatter:
                 kind = "reduce-scatter"
-            if (
-                kind in COLLECTIVES and len(self.started(instruction).group) != 1
-            ):  # one device only copies
+            # a collective of one device only copies
+            if kind in COLLECTIVES and len(self._started(instruction).group) != 1:
                 name = instruction.name if instruction.name in unfused else None
                 instructions = channels.setdefault((instruction.channel, instruction.shape), {})
                 instructions[name] = kind, times, times * instruction.result_bytes
-        found = {}
+        collectives = {}
         for instructions in channels.values():
-            parts = instructions.pop(None, None)
-            for kind, times, size in instructions.values() or [parts]:
-                entry = found.setdefault(kind, {"count": 0, "bytes": 0})
-                entry["count"] += times
-                entry["bytes"] += size
-        return found
+            fused = instructions.pop(None, None)
+            for kind, times, size in instructions.values() or [fused]:
+                sums = collectives.setdefault(kind, {"count": 0, "bytes": 0})
+                sums["count"] += times
+                sums["bytes"] += size
+        return collectives
 
-    def started(self, instruction: Instruction) -> Instruction:
+    def _started(self, instruction: Instruction) -> Instruction:
         """Returns the "-start" instruction of a GPU's "-done" instruction, which does not state the
         groups itself.
         """
@@ -223,8 +238,10 @@ class HloModule:
         """Returns a loop's iterations, from the compiler's annotation or else the constant in its
         condition.
         """
-        if annotation := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
+        annotation = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line)
+        if annotation:
             return int(annotation[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.line)[1]
-        bounds = [re.search(r"constant\((\d+)\)", i.line) for i in self.computations[condition]]
+        lines = [instruction.line for instruction in self.computations[condition]]
+        bounds = [re.search(r"constant\((\d+)\)", line) for line in lines]
         return max((int(bound[1]) for bound in bounds if bound), default=1)

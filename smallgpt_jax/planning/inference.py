@@ -33,8 +33,8 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.planning.compilation import Compiler
 from smallgpt_jax.planning.gpus import find_gpu
 
-USABLE = 0.9  # fraction of the device's memory for weights and cache
-LARGEST_BATCH = 2**24  # larger compute-bound batches are None
+_USABLE = 0.9  # fraction of the device's memory for weights and cache
+_LARGEST_BATCH = 2**24  # larger compute-bound batches are None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,8 @@ class InferenceEstimate:
     weight_bytes: int
     cache_bytes_per_token: int  # of one more token, until the first attention window is full
     cache_bytes_per_text: int  # of a text that fills the context, states included
-    prefill_flops: (
-        float | None
-    )  # of a text that fills the context, up to its next token; None if they are unknown
+    # of a text that fills the context, up to its next token; None if they are unknown
+    prefill_flops: float | None
     decode_flops_empty: float | None  # of one token, with an empty cache
     decode_flops_full: float | None  # of one token, at the end of the context
     intensity: float | None  # FLOPs per byte of a decoding step of `batch` texts with full caches
@@ -76,48 +75,53 @@ def estimate_inference(
     require_next_tokens(model)
     c, chip = model.config, chips.find_chip(device.device_kind)
     bandwidth = find_bandwidth(device.device_kind)
-    weights = layout.packed_shapes(model)
-    per_text = decoder.num_cache_bytes(model, c.context_length)
-    empty, full, prefill = (
-        count(model, weights, *shape)
-        for shape in ((1, 1), (1, c.context_length), (c.context_length, c.context_length))
-    )
-    step = functools.partial(DecodingStep, model, layout.num_bytes(weights))
-    from_empty, from_full = step(decoder.num_cache_bytes(model, 1), empty), step(per_text, full)
     ridge = chip.flops / bandwidth if chip and bandwidth else None
-    room = USABLE * chip.hbm - layout.num_bytes(weights) if chip else None
-    largest = None if room is None else max(0, int(room // per_text)) if per_text else None
+    weights = layout.packed_shapes(model)
+    weight_bytes = layout.num_bytes(weights)
+    per_text = decoder.num_cache_bytes(model, c.context_length)
+    one_token, two_tokens = (decoder.num_cache_bytes(model, length) for length in (1, 2))
+
+    flops_empty = count(model, weights, 1, 1)
+    flops_full = count(model, weights, 1, c.context_length)
+    empty = DecodingStep(model, weight_bytes, one_token, flops_empty)
+    full = DecodingStep(model, weight_bytes, per_text, flops_full)
+
+    largest_batch = largest_tokens = None
+    if chip and per_text:
+        room = _USABLE * chip.hbm - weight_bytes
+        largest_batch = max(0, int(room // per_text))
+        largest_tokens = largest_batch * c.context_length
     return InferenceEstimate(
-        device.device_kind,
-        c.dtype,
-        models.num_parameters(model),
-        models.num_active_parameters(model),
-        batch,
-        c.context_length,
-        layout.num_bytes(weights),
-        decoder.num_cache_bytes(model, 2) - decoder.num_cache_bytes(model, 1),
-        per_text,
-        prefill,
-        empty,
-        full,
-        from_full.intensity(batch),
-        from_full.intensity(1),
-        ridge,
-        from_empty.compute_bound_batch(ridge),
-        from_full.compute_bound_batch(ridge),
-        from_full.seconds(1, bandwidth, chip),
-        from_full.seconds(batch, bandwidth, chip),
-        largest,
-        None if largest is None else largest * c.context_length,
-        layout.num_bytes(weights) + batch * per_text,
-        compiled_bytes(model, device, batch),
+        device_kind=device.device_kind,
+        dtype=c.dtype,
+        parameters=models.num_parameters(model),
+        active_parameters=models.num_active_parameters(model),
+        batch=batch,
+        context_length=c.context_length,
+        weight_bytes=weight_bytes,
+        cache_bytes_per_token=two_tokens - one_token,
+        cache_bytes_per_text=per_text,
+        prefill_flops=count(model, weights, c.context_length, c.context_length),
+        decode_flops_empty=flops_empty,
+        decode_flops_full=flops_full,
+        intensity=full.intensity(batch),
+        intensity_one_text=full.intensity(1),
+        ridge=ridge,
+        compute_bound_batch_empty=empty.compute_bound_batch(ridge),
+        compute_bound_batch_full=full.compute_bound_batch(ridge),
+        seconds_one_text=full.seconds(1, bandwidth, chip),
+        seconds=full.seconds(batch, bandwidth, chip),
+        largest_batch=largest_batch,
+        largest_tokens=largest_tokens,
+        formula_bytes=weight_bytes + batch * per_text,
+        compiled_bytes=compiled_bytes(model, device, batch),
     )
 
 
 def find_bandwidth(device_kind: str) -> float | None:
     """Returns the bytes per second of the device's memory."""
-    found = find_gpu(device_kind) or chips.find_chip(device_kind)
-    return found and found.bandwidth
+    device = find_gpu(device_kind) or chips.find_chip(device_kind)
+    return device and device.bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,30 +137,31 @@ class DecodingStep:
         return self.weight_bytes - self.unread_bytes(batch) + batch * self.cache_bytes
 
     def unread_bytes(self, batch: int) -> float:
-        c, size = self.model.config, jnp.dtype(self.model.config.dtype).itemsize
-        tables = (0 if c.tie_embeddings else c.vocab_size) + (
-            c.context_length if c.position == "learned" else 0
-        )
+        """Returns the bytes of embeddings and experts that `batch` tokens do not use."""
+        c = self.model.config
+        table_rows = 0 if c.tie_embeddings else c.vocab_size  # the head reads a tied one whole
+        if c.position == "learned":
+            table_rows += c.context_length
+        tables = max(0, table_rows - batch) * c.d_model
+        values = 0
+        for p in jax.tree.leaves(models.abstract_params(self.model)):
+            if p.name == "value_embedding":
+                values += math.prod(p.shape)
+        # the experts that one token does not use; each further token uses K/E of them
         routed = models.num_parameters(self.model) - models.num_active_parameters(self.model)
-        unused = 1 - c.experts_per_token / c.num_experts
-        experts = routed * unused ** (batch - 1)
-        values = sum(
-            math.prod(p.shape)
-            for p in jax.tree.leaves(models.abstract_params(self.model))
-            if p.name == "value_embedding"
-        )
-        return size * (
-            max(0, tables - batch) * c.d_model + max(0, 1 - batch / c.vocab_size) * values + experts
-        )
+        experts = routed * (1 - c.experts_per_token / c.num_experts) ** (batch - 1)
+        unread = tables + max(0, 1 - batch / c.vocab_size) * values + experts
+        return jnp.dtype(c.dtype).itemsize * unread
 
     def intensity(self, batch: int) -> float | None:
         return None if self.flops is None else batch * self.flops / self.bytes(batch)
 
     def compute_bound_batch(self, ridge: float | None) -> int | None:
         """Returns the smallest batch whose intensity reaches `ridge`."""
-        if ridge is None or self.flops is None or self.intensity(LARGEST_BATCH) < ridge:
-            return None  # the intensity grows with the batch
-        return bisect.bisect_left(range(LARGEST_BATCH), ridge, lo=1, key=self.intensity)
+        if ridge is None or self.flops is None or self.intensity(_LARGEST_BATCH) < ridge:
+            return None
+        # the intensity grows with the batch
+        return bisect.bisect_left(range(_LARGEST_BATCH), ridge, lo=1, key=self.intensity)
 
     def seconds(self, batch: int, bandwidth: float | None, chip: chips.Chip | None) -> float | None:
         if bandwidth is None or chip is None or self.flops is None:
@@ -171,16 +176,15 @@ def count(model: models.LanguageModel, weights, tokens: int, length: int) -> flo
     A prefill begins with an empty cache. Positions after the newest token count, as
     `cached_attention` computes them.
     """
+    # of "blocks", the padding would count
     model = model.clone(config=dataclasses.replace(model.config, grouped_matmul="ragged"))
-    ones = jnp.ones(1, jnp.int32)
-    context = Context(cache_length=length, start_B=0 * ones, length_B=tokens * ones)
+    start_B, length_B = jnp.zeros(1, jnp.int32), jnp.full(1, tokens, jnp.int32)
+    context = Context(cache_length=length, start_B=start_B, length_B=length_B)
     cache = {} if tokens > 1 else decoder.cache_shapes(model, weights, 1, length)
-
+    tokens_1xT = jax.ShapeDtypeStruct((1, tokens), "int32")
     step = functools.partial(decoder.next_logits, model, context=context)
     try:
-        return flops.count_operations(
-            step, weights, cache, jax.ShapeDtypeStruct((1, tokens), "int32")
-        ).products
+        return flops.count_operations(step, weights, cache, tokens_1xT).products
     except flops.UnknownFlops:
         return None
 
@@ -189,16 +193,15 @@ def compiled_bytes(model: models.LanguageModel, device: jax.Device, batch: int) 
     """Returns the memory of a greedy decoding step of `batch` texts whose caches have room for the
     whole context.
     """
-    mesh, length = sharding.make_mesh(sharding.MeshConfig(), [device]), model.config.context_length
+    mesh = sharding.make_mesh(sharding.MeshConfig(), [device])
+    on_mesh = sharding.replicated(mesh)
+    length = model.config.context_length
     weights = layout.packed_shapes(model)
-    cache = decoder.cache_shapes(
-        model, weights, batch, length
-    )  # makes arrays, so it must precede use_mesh
+    cache = decoder.cache_shapes(model, weights, batch, length)  # makes arrays, hence no use_mesh
 
     def on_device(tree):
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.replicated(mesh)),
-            tree,
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_mesh), tree
         )
 
     def numbers(dtype, *shape):
@@ -217,56 +220,55 @@ def compiled_bytes(model: models.LanguageModel, device: jax.Device, batch: int) 
     return Compiler([device]).compile(lowered).total_bytes
 
 
-def format_inference(found: InferenceEstimate, architecture: str) -> str:
+def format_inference(result: InferenceEstimate, architecture: str) -> str:
     def number(value, form=",.0f", unit="", missing="unknown"):
         return missing if value is None else f"{value:{form}}{unit}"
 
-    never = "none" if found.ridge else "unknown"
-    milliseconds = [
-        None if seconds is None else 1000 * seconds
-        for seconds in (found.seconds_one_text, found.seconds)
-    ]
+    def milliseconds(seconds):
+        return "unknown" if seconds is None else f"{1000 * seconds:.3f} ms"
+
+    never = "none" if result.ridge else "unknown"
     rows = [
-        ("weights", f"{found.weight_bytes:,} bytes in {found.dtype}"),
-        ("cache per token", f"{found.cache_bytes_per_token:,} bytes"),
-        ("cache per text, full context", f"{found.cache_bytes_per_text:,} bytes"),
-        ("prefill of a full context", number(found.prefill_flops, ".3e", " FLOPs")),
+        ("weights", f"{result.weight_bytes:,} bytes in {result.dtype}"),
+        ("cache per token", f"{result.cache_bytes_per_token:,} bytes"),
+        ("cache per text, full context", f"{result.cache_bytes_per_text:,} bytes"),
+        ("prefill of a full context", number(result.prefill_flops, ".3e", " FLOPs")),
         (
             "decoding, FLOPs per token",
-            f"{number(found.decode_flops_empty)} with an empty cache, "
-            f"{number(found.decode_flops_full)} with a full one",
+            f"{number(result.decode_flops_empty)} with an empty cache, "
+            f"{number(result.decode_flops_full)} with a full one",
         ),
         (
             "FLOPs per byte, full cache",
-            f"{number(found.intensity_one_text, '.2f')} for one text, "
-            f"{number(found.intensity, '.2f')} for {found.batch}; compute-bound from "
-            f"{number(found.ridge, '.0f')}",
+            f"{number(result.intensity_one_text, '.2f')} for one text, "
+            f"{number(result.intensity, '.2f')} for {result.batch}; compute-bound from "
+            f"{number(result.ridge, '.0f')}",
         ),
         (
             "compute-bound batch",
-            f"{number(found.compute_bound_batch_empty, ',', missing=never)} with empty caches, "
-            f"{number(found.compute_bound_batch_full, ',', missing=never)} with full ones",
+            f"{number(result.compute_bound_batch_empty, ',', missing=never)} with empty caches, "
+            f"{number(result.compute_bound_batch_full, ',', missing=never)} with full ones",
         ),
         (
             "least time per step, full cache",
-            f"{number(milliseconds[0], '.3f', ' ms')} for one text, "
-            f"{number(milliseconds[1], '.3f', ' ms')} for {found.batch}",
+            f"{milliseconds(result.seconds_one_text)} for one text, "
+            f"{milliseconds(result.seconds)} for {result.batch}",
         ),
         (
-            f"largest batch in {USABLE:.0%} of memory",
-            f"{number(found.largest_batch, ',')} texts, {number(found.largest_tokens, ',')} tokens",
+            f"largest batch in {_USABLE:.0%} of memory",
+            f"{number(result.largest_batch, ',')} texts, {number(result.largest_tokens, ',')} tokens",
         ),
         (
-            f"memory of a step of {found.batch}",
-            f"compiled {found.compiled_bytes:,} bytes, formula {found.formula_bytes:,} "
-            f"({found.formula_bytes / found.compiled_bytes:.1%})",
+            f"memory of a step of {result.batch}",
+            f"compiled {result.compiled_bytes:,} bytes, formula {result.formula_bytes:,} "
+            f"({result.formula_bytes / result.compiled_bytes:.1%})",
         ),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(
         [
-            f"inference of {architecture} on one {found.device_kind}, context "
-            f"{found.context_length:,}",
+            f"inference of {architecture} on one {result.device_kind}, context "
+            f"{result.context_length:,}",
             *(f"  {name:{width}}  {text}" for name, text in rows),
         ]
     )

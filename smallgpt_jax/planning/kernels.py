@@ -12,7 +12,7 @@ from smallgpt_jax.ops.recurrence_kernel import LENGTH
 # {kernel: number of matrix products}. Each product has as many FLOPs as (attention weights) ×
 # (values). "online-softmax" is the TPU compiler's kernel for plain attention. Its first operand is
 # the scores. It computes the attention weights from them and multiplies the weights by the values.
-KERNEL_PRODUCTS = {
+_KERNEL_PRODUCTS = {
     "splash_mha_fwd": 2,
     "splash_mha_dq": 3,
     "splash_mha_dkv": 4,
@@ -24,7 +24,7 @@ KERNEL_PRODUCTS = {
 # window)}. Heads are padded to 128 in products that compute scores, but not in those that use
 # scores. The cycles are from the TPU compiler's schedules for v5e and v6e (libtpu 0.0.51). They are
 # higher with a short window, because blocks are shorter and most of them are masked.
-FLASH_KERNELS = {
+_FLASH_KERNELS = {
     "flash_attention_forward": (1, 1, 3, 3.5),
     "flash_attention_gradient": (2, 3, 4, 5),
 }
@@ -33,7 +33,7 @@ FLASH_KERNELS = {
 # of values' width)}. The cycles are fitted to the TPU compiler's schedules for v5e (libtpu 0.0.51),
 # for widths of 16 + 32 to 128 + 256, state_space to 128 + 384. They include 62 for a chunk's and
 # head's part in a step of the grid, but no time for waiting for memory.
-RECURRENCE_KERNELS = {
+_RECURRENCE_KERNELS = {
     "gated_delta_forward": (1160, 0.85, 0.85),
     "gated_delta_gradient": (1540, 2.85, 2.85),
     "state_space_forward": (247, 0.33, 0.86),
@@ -51,60 +51,63 @@ def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
     if "ragged-dot-metadata" in line:  # computes the groups of each tile, without matrix products
         return 0.0
     if "ragged-dot" in line:
-        return ragged_dot_flops(line, operands) / chip.flops
-    if name := next((name for name in FLASH_KERNELS if name in line), None):
+        return _ragged_dot_flops(line, operands) / chip.flops
+    names = [*_FLASH_KERNELS, *_RECURRENCE_KERNELS, *_KERNEL_PRODUCTS]
+    name = next((name for name in names if name in line), None)
+    if name in _FLASH_KERNELS:
         window = int(re.search(rf"{name}_(\d+)", line)[1])
-        return flash_attention_seconds(name, window, operands, chip)
-    if name := next((name for name in RECURRENCE_KERNELS if name in line), None):
-        return recurrence_seconds(name, operands, chip)
-    name = next((name for name in KERNEL_PRODUCTS if name in line), None)
-    return (
-        name
-        and KERNEL_PRODUCTS[name] * attention_product_flops(name, operands, positions) / chip.flops
-    )
+        return _flash_attention_seconds(name, window, operands, chip)
+    if name in _RECURRENCE_KERNELS:
+        return _recurrence_seconds(name, operands, chip)
+    if name in _KERNEL_PRODUCTS:
+        flops = _KERNEL_PRODUCTS[name] * _attention_product_flops(name, operands, positions)
+        return flops / chip.flops
+    return None
 
 
-def flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) -> float:
+def _shapes(operands: str, min_axes: int = 1) -> list[list[int]]:
+    """Returns the shapes in a text such as "f32[2,3]{1,0}, s32[5]{0}"."""
+    texts = re.findall(rf"\w+\[(\d+(?:,\d+){{{min_axes - 1},}})\]", operands)
+    return [[int(length) for length in text.split(",")] for text in texts]
+
+
+def _flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) -> float:
     """Returns the seconds of a kernel of ops/flash_attention.py.
 
     While the matrix unit computes a block of scores, the vector unit processes the previous block.
     The slower of the two determines the time. The time of the products that use the scores is
     added.
     """
-    to_scores, with_scores, vector_cycles, vector_cycles_if_short = FLASH_KERNELS[name]
+    to_scores, with_scores, vector_cycles, vector_cycles_if_short = _FLASH_KERNELS[name]
     if is_short(window):
         vector_cycles = vector_cycles_if_short
-    *rows_and_heads, width, positions = map(
-        int, re.search(r"\w+\[(\d+(?:,\d+){3,})\]", operands)[1].split(",")
-    )
+    *rows_and_heads, width, positions = _shapes(operands, min_axes=4)[0]
     length = block_length(positions, window)
-    blocks = sum(min(i, blocks_in_reach(positions, window)) + 1 for i in range(positions // length))
+    reach = blocks_in_reach(positions, window)
+    # block i of queries sees itself and the blocks before it, as far as the window reaches
+    blocks = sum(min(i, reach) + 1 for i in range(positions // length))
     scores = math.prod(rows_and_heads) * blocks * length**2
-    of_scores = max(
-        to_scores * 2 * max(width, 128) / chip.flops,
-        vector_cycles / 1024 / (chip.cores * chip.hertz),
-    )
-    return scores * (of_scores + with_scores * 2 * max(width, 16) / chip.flops)
+    # seconds per score
+    matrix_unit = to_scores * 2 * max(width, 128) / chip.flops
+    vector_unit = vector_cycles / 1024 / (chip.cores * chip.hertz)
+    later_products = with_scores * 2 * max(width, 16) / chip.flops
+    return scores * (max(matrix_unit, vector_unit) + later_products)
 
 
-def recurrence_seconds(name: str, operands: str, chip: Chip) -> float:
+def _recurrence_seconds(name: str, operands: str, chip: Chip) -> float:
     """Returns the seconds of a kernel of ops/recurrence_kernel.py; its operands begin with queries,
     keys and values.
     """
-    _, keys, values = (
-        tuple(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", operands)[:3]
-    )
-    per_chunk, per_key_width, per_value_width = RECURRENCE_KERNELS[name]
+    _, keys, values = _shapes(operands)[:3]
+    *_, key_width, _ = keys
     *rows_and_heads, value_width, time = values
+    per_chunk, per_key_width, per_value_width = _RECURRENCE_KERNELS[name]
     chunks = math.prod(rows_and_heads) * time // LENGTH
-    return (
-        chunks
-        * (per_chunk + per_key_width * keys[-2] + per_value_width * value_width)
-        / (chip.cores * chip.hertz)
-    )
+    cycles = chunks * (per_chunk + per_key_width * key_width + per_value_width * value_width)
+    return cycles / (chip.cores * chip.hertz)
 
 
-def attention_product_flops(name: str, operands: str, positions: int) -> float:
+def _attention_product_flops(name: str, operands: str, positions: int) -> float:
     """Returns the FLOPs of one matrix product of an attention kernel, as the matrix unit computes
     it.
 
@@ -112,16 +115,17 @@ def attention_product_flops(name: str, operands: str, positions: int) -> float:
     mask excludes all of it, and computes all scores of the other blocks.
     """
     is_splash = name != "online-softmax"
-    shapes = re.findall(r"\w+\[(\d+(?:,\d+){3,})\]", operands)
+    shapes = _shapes(operands, min_axes=4)
+    queries_or_values = shapes[0] if is_splash else shapes[1]  # shapes[0] would be the scores
     # The last two axes of the operand are the head width and the number of positions. They may be
     # in the other order, so only their product is used.
-    *rows_and_heads, width, length = map(int, shapes[0 if is_splash else 1].split(","))
+    *rows_and_heads, width, length = queries_or_values
     head_width = width * length // positions
-    computed = computed_blocks(operands) if is_splash else 1
+    computed = _computed_blocks(operands) if is_splash else 1
     return 2 * math.prod(rows_and_heads) * computed * positions**2 * max(head_width, 128)
 
 
-def ragged_dot_flops(line: str, operands: str) -> float:
+def _ragged_dot_flops(line: str, operands: str) -> float:
     """Returns the FLOPs of the TPU compiler's kernel for `jax.lax.ragged_dot` and its gradients.
 
     A tile of rows is computed once for each group in it: at most rows / tile + groups − 1 products,
@@ -129,16 +133,14 @@ def ragged_dot_flops(line: str, operands: str) -> float:
     """
     tile = int(re.search(r'ragged_dot_tiling="(\d+),', line)[1])
     tiles = max(int(length) for length in re.findall(r"s32\[(\d+)\]", operands))
-    left, right = (
-        tuple(map(int, shape.split(",")))
-        for shape in re.findall(r"[a-z]+\d+\[(\d+(?:,\d+)+)\]", operands)
-    )
+    left, right = _shapes(operands, min_axes=2)
     # Usually, the right operand has three axes: one matrix per group. In the kernel for the
     # matrices' gradient, it has two axes, and as many rows as the left operand.
-    return 2 * tiles * tile * (math.prod(right[-2:]) if len(right) > 2 else left[-1] * right[-1])
+    matrix = right[-2] * right[-1] if len(right) > 2 else left[-1] * right[-1]
+    return 2 * tiles * tile * matrix
 
 
-def computed_blocks(operands: str) -> float:
+def _computed_blocks(operands: str) -> float:
     """Returns the fraction of the blocks of scores that a splash kernel computes.
 
     `operands` is HLO text with the types of the operands. The first operand contains n lists of at

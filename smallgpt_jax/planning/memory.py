@@ -70,6 +70,7 @@ def memory_breakdown(
         activations += positions * element * _sum_of_ranks(model) / mesh.shape["path"]
 
     weights, average = bytes_on_device(state.trained), bytes_on_device(state.ema)
+    # gradients are whole along "data", and weights before their use also along "fsdp"
     whole = {axis: bytes_on_device(state.trained, gathered=axis) for axis in ("data", "fsdp")}
     gathered = max(whole["data"], whole["fsdp"] if c.remat == "none" else 0)
     return {
@@ -113,9 +114,9 @@ def _sum_of_ranks(model: LanguageModel) -> int:
 
 def bytes_on_device(tree, gathered: str = "") -> int:
     """With `gathered`, as if the arrays were gathered along this mesh axis."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape))
-        * x.dtype.itemsize
-        * (x.sharding.mesh.shape[gathered] if gathered in x.sharding.spec else 1)
-        for x in jax.tree.leaves(tree)
-    )
+    total = 0
+    for x in jax.tree.leaves(tree):
+        shard_bytes = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        shards = x.sharding.mesh.shape[gathered] if gathered in x.sharding.spec else 1
+        total += shard_bytes * shards
+    return total

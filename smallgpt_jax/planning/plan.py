@@ -51,15 +51,14 @@ def plan(
     """
     with topologies.settings_restored():
         devices = topologies.topology_devices(topology)
-        config = config_on(devices, config, overrides)
-        progress = functools.partial(compilation_shown, topology)
+        config = _config_on(devices, config, overrides)
+        progress = functools.partial(_compilation_shown, topology)
         if search:
-            config = config.replace(
-                train={"batch_size": find_largest_batch(config, topology, devices)}
-            )
+            batch_size = _find_largest_batch(config, topology, devices)
+            config = config.replace(train={"batch_size": batch_size})
         program = build_program(config, devices)
         result = estimate(program, progress)
-        problem = "" if result.fits else misfit(program, result)
+        problem = "" if result.fits else _misfit(program, result)
         return Plan(result, format_plan(program, result), problem)
 
 
@@ -75,46 +74,51 @@ def plan_inference(
     """
     with topologies.settings_restored():
         devices = topologies.topology_devices(topology)
-        model = models.LanguageModel(config_on(devices, config, overrides).model)
-        with compilation_shown(topology, "decoding step"):
+        model = models.LanguageModel(_config_on(devices, config, overrides).model)
+        with _compilation_shown(topology, "decoding step"):
             return estimate_inference(model, devices[0], batch)
 
 
-def config_on(
+def _config_on(
     devices: list[jax.Device],
     config: str | Mapping[str, Any],
     overrides: Mapping[str, Any] | None,
 ) -> Config:
-    with jax.set_mesh(jax.sharding.Mesh(devices, ("device",))):  # of which dtype "auto" depends
+    # dtype "auto" depends on the devices of the mesh
+    with jax.set_mesh(jax.sharding.Mesh(devices, ("device",))):
         return Config.of(load_config(config, overrides))
 
 
-def compilation_shown(topology: str, name: str):
+def _compilation_shown(topology: str, name: str):
     return elapsed_time_shown(f"compiling the {name} for {topology}")
 
 
-def find_largest_batch(config: Config, topology: str, devices: list[jax.Device]) -> int:
+def _find_largest_batch(config: Config, topology: str, devices: list[jax.Device]) -> int:
     chip = chips.find_chip(devices[0].device_kind)
     if not chip:
         raise UserError(
             f"--topology={topology}: --search needs chips whose memory size is known; "
             "choose TPUs or GPUs"
         )
+
+    def build(batch_size: int) -> Program:
+        return build_program(config.replace(train={"batch_size": batch_size}), devices)
+
     return largest_batch(
-        lambda batch_size: build_program(config.replace(train={"batch_size": batch_size}), devices),
-        batch_divisor(config, devices),
+        build,
+        _batch_divisor(config, devices),
         chip.hbm,
         functools.partial(print, file=sys.stderr, flush=True),
-        functools.partial(compilation_shown, topology),
+        functools.partial(_compilation_shown, topology),
     )
 
 
-def batch_divisor(config: Config, devices) -> int:
+def _batch_divisor(config: Config, devices) -> int:
     shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh, devices))
     return shards * config.train.microbatches
 
 
-def misfit(program: Program, result: Estimate) -> str:
+def _misfit(program: Program, result: Estimate) -> str:
     step = "training" if result.needed_bytes == result.peak_bytes else "evaluation"
     needed, available = result.peak_bytes / chips.GiB, result.hbm_bytes / chips.GiB
     return (
@@ -128,12 +132,11 @@ def remedies(program: Program) -> list[str]:
     them.
     """
     config, mesh = program.config, program.mesh
-    possible = {
-        "increase config.train.microbatches": config.train.batch_size
-        > batch_divisor(config, mesh.devices.ravel()),
-        "increase config.mesh.fsdp": mesh.shape["fsdp"] < mesh.size,
-        "set config.model.remat=full": config.model.remat != "full",
-    }
-    return [change for change, has_room in possible.items() if has_room] or [
-        "use more devices with config.mesh.fsdp"
-    ]
+    changes = []
+    if config.train.batch_size > _batch_divisor(config, mesh.devices.ravel()):
+        changes.append("increase config.train.microbatches")
+    if mesh.shape["fsdp"] < mesh.size:
+        changes.append("increase config.mesh.fsdp")
+    if config.model.remat != "full":
+        changes.append("set config.model.remat=full")
+    return changes or ["use more devices with config.mesh.fsdp"]

@@ -20,34 +20,22 @@ from smallgpt_jax.planning.gpus import Gpu
 from smallgpt_jax.planning.hlo import COLLECTIVES, Array, HloModule, Instruction
 
 # Instructions without work: names of memory, constants, and the ends of asynchronous instructions.
-FREE = (
-    "parameter",
-    "constant",
-    "get-tuple-element",
-    "tuple",
-    "bitcast",
-    "after-all",
-    "opt-barrier",
-    "partition-id",
-    "replica-id",
-    "add-dependency",
-    "copy-done",
-    "async-done",
+_FREE = (
+    *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"),
+    *("opt-barrier", "partition-id", "replica-id", "add-dependency", "copy-done", "async-done"),
 )
-SLICES = ("slice", "dynamic-slice", "gather")
-UPDATED_OPERAND = {
-    "dynamic-update-slice": 1,
-    "scatter": 2,
-}  # opcode → the operand with the new values
-LIBRARIES = {"__cudnn$": "cuDNN", "__cublas$lt$": "cuBLASLt", "__cublas$": "cuBLAS"}
-GENERATORS = {"__triton": "Triton", "__cudnn": "cuDNN"}
+_SLICES = ("slice", "dynamic-slice", "gather")
+# opcode → the operand with the new values
+_UPDATED_OPERAND = {"dynamic-update-slice": 1, "scatter": 2}
+_LIBRARIES = {"__cudnn$": "cuDNN", "__cublas$lt$": "cuBLASLt", "__cublas$": "cuBLAS"}
+_GENERATORS = {"__triton": "Triton", "__cudnn": "cuDNN"}
 PLAIN_PRODUCTS = "plain loops with products"
 # Speed of products of a dtype, relative to bfloat16. By default, XLA lets float32 products round to
 # TF32.
-SPEED = {"bf16": 1, "f16": 1, "f32": 1 / 2, "f8e4m3fn": 2, "f8e5m2": 2}
+_SPEED = {"bf16": 1, "f16": 1, "f32": 1 / 2, "f8e4m3fn": 2, "f8e5m2": 2}
 # Matrix products of cuDNN's attention, which computes the scores again for the gradient (arXiv
 # 2205.14135)
-ATTENTION_PRODUCTS = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
+_ATTENTION_PRODUCTS = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +48,13 @@ class Clock:
 
     def __add__(self, other: "Clock") -> "Clock":
         return Clock(
-            *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other)))
+            self.kernels + other.kernels,
+            self.collectives + other.collectives,
+            self.exposed + other.exposed,
         )
 
     def __mul__(self, times: int) -> "Clock":
-        return Clock(*(times * seconds for seconds in dataclasses.astuple(self)))
+        return Clock(times * self.kernels, times * self.collectives, times * self.exposed)
 
     @property
     def total(self) -> float:
@@ -79,170 +69,163 @@ class Roofline:
 
     def clock(self, computation: str | None = None) -> Clock:
         """Returns the times of one execution of a computation; by default, of the program."""
-        clock, link_is_free, ends = Clock(), 0.0, {}
+        clock = Clock()
+        link_is_free = 0.0  # the time at which the last collective so far ends
+        ends = {}  # {name of a collective: the time at which it ends}
         for instruction in self.module.computations[computation or self.module.entry]:
-            kind, stage = collective_stage(instruction)
+            kind, stage = _collective_stage(instruction)
             if not kind:
-                clock += self.called(instruction) or Clock(kernels=self.kernel_seconds(instruction))
+                called = self._called(instruction)
+                clock += called or Clock(kernels=self._kernel_seconds(instruction))
                 continue
-            if stage != "done":
-                seconds = self.collective_seconds(kind, instruction)
-                link_is_free = ends[instruction.name] = max(clock.total, link_is_free) + seconds
+            # "" is both: the start of a synchronous collective, and its end
+            if stage in ("start", ""):
+                seconds = self._collective_seconds(kind, instruction)
+                link_is_free = max(clock.total, link_is_free) + seconds
+                ends[instruction.name] = link_is_free
                 clock += Clock(collectives=seconds)
-            if stage != "start":
-                started = instruction.operands[0] if stage else instruction.name
+            if stage in ("done", ""):
+                started = instruction.operands[0] if stage == "done" else instruction.name
                 clock += Clock(exposed=max(0.0, ends.get(started, 0.0) - clock.total))
         return clock
 
-    def called(self, instruction: Instruction) -> Clock | None:
+    def _called(self, instruction: Instruction) -> Clock | None:
         """Returns the times of a loop, a call or the longest branch of a conditional; None for a
         kernel.
         """
         if instruction.opcode == "fusion" or not instruction.calls:
             return None
         longest = max(map(self.clock, instruction.calls), key=lambda clock: clock.total)
-        return longest * (
-            self.module.trip_count(instruction) if instruction.opcode == "while" else 1
-        )
+        if instruction.opcode == "while":
+            return longest * self.module.trip_count(instruction)
+        return longest
 
-    def collective_seconds(self, kind: str, instruction: Instruction) -> float:
+    def _collective_seconds(self, kind: str, instruction: Instruction) -> float:
         group = instruction.group or list(range(self.module.partitions))
-        sent = ring_bytes(
-            kind, sum(array.bytes for array in self.operands(instruction)), len(group)
-        )
+        operand_bytes = sum(array.bytes for array in self._operands(instruction))
+        sent = ring_bytes(kind, operand_bytes, len(group))
         is_on_one_host = len({device // self.gpus_per_host for device in group}) == 1
         return sent / (self.gpu.link if is_on_one_host else self.gpu.network)
 
     def kernels(self) -> dict[str, dict[str, float]]:
         """Returns {kind of kernel: {"count": executions, "seconds": of all executions}}."""
-        found = collections.defaultdict(lambda: {"count": 0, "seconds": 0.0})
+        sums = collections.defaultdict(lambda: {"count": 0, "seconds": 0.0})
         for times, instruction in self.module.executed(fused=False):
-            if kind := self.kind(instruction):
-                found[kind]["count"] += times
-                found[kind]["seconds"] += times * self.kernel_seconds(instruction)
-        return dict(found)
+            kind = self._kind(instruction)
+            if kind:
+                sums[kind]["count"] += times
+                sums[kind]["seconds"] += times * self._kernel_seconds(instruction)
+        return dict(sums)
 
-    def kind(self, instruction: Instruction) -> str | None:
+    def _kind(self, instruction: Instruction) -> str | None:
         """Returns None for an instruction that is not a kernel."""
-        if (
-            instruction.opcode in FREE
-            or collective_stage(instruction)[0]
-            or (instruction.calls and instruction.opcode != "fusion")
-        ):
+        calls_others = instruction.calls and instruction.opcode != "fusion"
+        if instruction.opcode in _FREE or calls_others or _collective_stage(instruction)[0]:
             return None
         if instruction.opcode == "custom-call":
-            target = custom_call_target(instruction)
-            return next(
-                (name for prefix, name in LIBRARIES.items() if target.startswith(prefix)),
-                "other calls",
-            )
-        generator = instruction.backend_config.get("fusion_backend_config", {}).get("kind", "")
-        if name := next(
-            (name for prefix, name in GENERATORS.items() if generator.startswith(prefix)), None
-        ):
-            return name
-        if self.products(instruction):
+            return _by_prefix(_LIBRARIES, custom_call_target(instruction)) or "other calls"
+        config = instruction.backend_config.get("fusion_backend_config", {})
+        generator = _by_prefix(_GENERATORS, config.get("kind", ""))
+        if generator:
+            return generator
+        if self._products(instruction):
             return PLAIN_PRODUCTS
         return "fusions" if instruction.opcode == "fusion" else "copies and others"
 
-    def kernel_seconds(self, instruction: Instruction) -> float:
-        if not (kind := self.kind(instruction)):
+    def _kernel_seconds(self, instruction: Instruction) -> float:
+        kind = self._kind(instruction)
+        if not kind:
             return 0.0
-        return max(
-            self.product_seconds(kind, instruction), self.traffic(instruction) / self.gpu.bandwidth
-        )
+        memory_seconds = self._traffic(instruction) / self.gpu.bandwidth
+        return max(self._product_seconds(kind, instruction), memory_seconds)
 
-    def product_seconds(self, kind: str, instruction: Instruction) -> float:
-        if products := ATTENTION_PRODUCTS.get(custom_call_target(instruction)):
-            return (
-                products
-                * attention_flops(instruction, self.operands(instruction)[0])
-                / self.gpu.chip.flops
-            )
+    def _product_seconds(self, kind: str, instruction: Instruction) -> float:
+        num_products = _ATTENTION_PRODUCTS.get(custom_call_target(instruction))
+        if num_products:
+            queries = self._operands(instruction)[0]
+            return num_products * _attention_flops(instruction, queries) / self.gpu.chip.flops
         return sum(
-            self.product_flops(product) / self.product_speed(kind, product)
-            for product in self.products(instruction)
+            self._product_flops(product) / self._product_speed(kind, product)
+            for product in self._products(instruction)
         )
 
-    def product_speed(self, kind: str, product: Instruction) -> float:
+    def _product_speed(self, kind: str, product: Instruction) -> float:
         """Returns the peak FLOP/s of a product. Matrix units round float32 operands."""
-        dtype = self.operands(product)[0].dtype
+        dtype = self._operands(product)[0].dtype
+        # JAX was asked for precision="highest"
         is_highest = re.search(r"operand_precision\W+(\w+\W+)?highest", product.line, re.IGNORECASE)
-        if kind == PLAIN_PRODUCTS or (
-            dtype == "f32" and is_highest
-        ):  # JAX was asked for precision="highest"
+        if kind == PLAIN_PRODUCTS or (dtype == "f32" and is_highest):
             return self.gpu.vector_flops
-        return self.gpu.chip.flops * SPEED.get(dtype, 1)
+        return self.gpu.chip.flops * _SPEED.get(dtype, 1)
 
-    def products(self, instruction: Instruction) -> list[Instruction]:
+    def _products(self, instruction: Instruction) -> list[Instruction]:
         if instruction.opcode == "fusion":
-            return [
-                product
-                for i in self.module.computations[instruction.calls[0]]
-                for product in self.products(i)
-            ]
-        is_product = instruction.opcode == "dot" or custom_call_target(instruction).startswith(
-            "__cublas$"
-        )
-        return [instruction] if is_product else []
+            products = []
+            for fused in self.module.computations[instruction.calls[0]]:
+                products += self._products(fused)
+            return products
+        is_cublas = custom_call_target(instruction).startswith("__cublas$")
+        return [instruction] if instruction.opcode == "dot" or is_cublas else []
 
-    def product_flops(self, product: Instruction) -> int:
-        left = self.operands(product)[0]
-        return (
-            2
-            * math.prod(product.arrays[0].shape)
-            * math.prod(left.shape[axis] for axis in contracted_axes(product))
-        )
+    def _product_flops(self, product: Instruction) -> int:
+        left = self._operands(product)[0]
+        terms = math.prod(left.shape[axis] for axis in _contracted_axes(product))
+        return 2 * math.prod(product.arrays[0].shape) * terms
 
-    def operands(self, instruction: Instruction) -> list[Array]:
-        return [
-            array
-            for name in instruction.operands
-            for array in self.module.instructions[name].arrays
-        ]
+    def _operands(self, instruction: Instruction) -> list[Array]:
+        arrays = []
+        for name in instruction.operands:
+            arrays += self.module.instructions[name].arrays
+        return arrays
 
-    def traffic(self, instruction: Instruction) -> int:
+    def _traffic(self, instruction: Instruction) -> int:
         """Returns the bytes that a kernel reads and writes. Of sliced or updated arrays, only the
         parts count.
         """
         if instruction.opcode == "fusion":
-            return self.fusion_traffic(self.module.computations[instruction.calls[0]])
-        if instruction.opcode in SLICES:
+            return self._fusion_traffic(self.module.computations[instruction.calls[0]])
+        if instruction.opcode in _SLICES:
             return 2 * instruction.result_bytes
-        if instruction.opcode in UPDATED_OPERAND:
-            return 2 * self.written(instruction)
-        return sum(array.bytes for array in self.operands(instruction)) + self.written(instruction)
+        if instruction.opcode in _UPDATED_OPERAND:
+            return 2 * self._written(instruction)
+        read = sum(array.bytes for array in self._operands(instruction))
+        return read + self._written(instruction)
 
-    def fusion_traffic(self, body: list[Instruction]) -> int:
+    def _fusion_traffic(self, body: list[Instruction]) -> int:
         users = collections.defaultdict(list)
         for instruction in body:
             for name in instruction.operands:
                 users[name].append(instruction)
-        root = next(i for i in body if i.is_root)
-        results = (
-            [self.module.instructions[name] for name in root.operands]
-            if root.opcode == "tuple"
-            else [root]
-        )
-        return sum(read_bytes(i, users) for i in body if i.opcode == "parameter") + sum(
-            self.written(result) for result in results
-        )
+        root = next(instruction for instruction in body if instruction.is_root)
+        results = [root]
+        if root.opcode == "tuple":
+            results = [self.module.instructions[name] for name in root.operands]
+        parameters = [instruction for instruction in body if instruction.opcode == "parameter"]
+        read = sum(_read_bytes(parameter, users) for parameter in parameters)
+        return read + sum(map(self._written, results))
 
-    def written(self, instruction: Instruction) -> int:
+    def _written(self, instruction: Instruction) -> int:
         if instruction.opcode == "bitcast" and instruction.operands:
-            return self.written(self.module.instructions[instruction.operands[0]])
-        if (position := UPDATED_OPERAND.get(instruction.opcode)) is not None:
-            return self.module.instructions[instruction.operands[position]].result_bytes
+            return self._written(self.module.instructions[instruction.operands[0]])
+        if instruction.opcode in _UPDATED_OPERAND:
+            values = instruction.operands[_UPDATED_OPERAND[instruction.opcode]]
+            return self.module.instructions[values].result_bytes
         workspace = ("s8", "u8") if instruction.opcode == "custom-call" else ()
         return sum(array.bytes for array in instruction.arrays if array.dtype not in workspace)
 
 
-def collective_stage(instruction: Instruction) -> tuple[str, str]:
+def _by_prefix(names: dict[str, str], text: str) -> str | None:
+    return next((name for prefix, name in names.items() if text.startswith(prefix)), None)
+
+
+def _collective_stage(instruction: Instruction) -> tuple[str, str]:
     """Returns the kind of a collective and "start", "done" or, if synchronous, ""; ("", "") for
     other instructions.
     """
-    found = re.fullmatch(rf"({'|'.join(COLLECTIVES)})(?:-(start|done))?", instruction.opcode)
-    return (found[1], found[2] or "") if found else ("", "")
+    kind, _, stage = instruction.opcode.rpartition("-")
+    if kind in COLLECTIVES and stage in ("start", "done"):
+        return kind, stage
+    return (instruction.opcode, "") if instruction.opcode in COLLECTIVES else ("", "")
 
 
 def ring_bytes(kind: str, operand_bytes: int, devices: int) -> float:
@@ -250,24 +233,22 @@ def ring_bytes(kind: str, operand_bytes: int, devices: int) -> float:
     2009).
     """
     share = (devices - 1) / devices
-    return (
-        operand_bytes
-        * {
-            "all-reduce": 2 * share,
-            "all-gather": devices - 1,
-            "reduce-scatter": share,
-            "all-to-all": share,
-            "collective-permute": 1,
-        }[kind]
-    )
+    times = {
+        "all-reduce": 2 * share,
+        "all-gather": devices - 1,
+        "reduce-scatter": share,
+        "all-to-all": share,
+        "collective-permute": 1,
+    }
+    return operand_bytes * times[kind]
 
 
 def custom_call_target(instruction: Instruction) -> str:
-    found = re.search(r'custom_call_target="([^"]*)"', instruction.line)
-    return found[1] if found else ""
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
+    return target[1] if target else ""
 
 
-def contracted_axes(product: Instruction) -> list[int]:
+def _contracted_axes(product: Instruction) -> list[int]:
     """Returns the axes of the left operand over which a product sums."""
     if product.opcode == "dot":
         axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", product.line)[1].split(",")
@@ -277,7 +258,7 @@ def contracted_axes(product: Instruction) -> list[int]:
     return [int(axis) for axis in axes if axis]
 
 
-def attention_flops(call: Instruction, queries: Array) -> float:
+def _attention_flops(call: Instruction, queries: Array) -> float:
     """Returns the FLOPs of one product of cuDNN's attention, which skips scores that the mask
     excludes.
     """
@@ -287,19 +268,22 @@ def attention_flops(call: Instruction, queries: Array) -> float:
     scores = time * keys
     if "CAUSAL" in settings["mask_type"]:
         reach = min(int(settings["sliding_window_length"]) or keys, keys)
+        # the first `reach` queries see 1, 2, … keys, the others `reach`
         scores = reach * (reach + 1) // 2 + (time - reach) * reach
     return 2 * batch * heads * scores * head_width
 
 
-def read_bytes(parameter: Instruction, users: dict[str, list[Instruction]]) -> int:
-    """Returns the bytes of a fusion's operand that the fusion reads."""
+def _read_bytes(parameter: Instruction, users: dict[str, list[Instruction]]) -> int:
+    """Returns the bytes of a fusion's operand that the fusion reads: of what is only sliced or
+    updated, the parts.
+    """
     read = 0
     for user in users[parameter.name]:
         is_first = user.operands[0] == parameter.name
         if user.opcode == "bitcast":
-            read += read_bytes(user, users)
-        elif user.opcode in SLICES and is_first:
+            read += _read_bytes(user, users)
+        elif user.opcode in _SLICES and is_first:
             read += user.result_bytes
-        elif not (user.opcode in UPDATED_OPERAND and is_first):
+        elif not (user.opcode in _UPDATED_OPERAND and is_first):
             return parameter.result_bytes
     return min(read, parameter.result_bytes)

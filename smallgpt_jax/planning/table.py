@@ -9,7 +9,7 @@ from smallgpt_jax.training import messages
 from smallgpt_jax.training.program import Program
 
 STEPS = 2  # training step and evaluation step
-PREALLOCATED = 0.75  # JAX's default of XLA_PYTHON_CLIENT_MEM_FRACTION
+_PREALLOCATED = 0.75  # JAX's default of XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 def format_plan(program: Program, result: Estimate) -> str:
@@ -43,13 +43,9 @@ def _parameters(program: Program, result: Estimate) -> list[str]:
     c = program.model.config
     lines = [f"{parameter_count(result.parameters, result.active_parameters)} parameters"]
     lines += [f"  {part:20} {count:>13,}" for part, count in components(program.model).items()]
-    if (
-        c.architecture == "gpt"
-        and set(c.mixers) == {"attention"}
-        and c.mlp == "dense"
-        and not c.num_kv_heads
-        and not c.head_dim
-    ):
+    has_usual_heads = not c.num_kv_heads and not c.head_dim
+    is_gpt = c.architecture == "gpt" and set(c.mixers) == {"attention"} and c.mlp == "dense"
+    if is_gpt and has_usual_heads:
         rule = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2 + c.vocab_size * c.d_model
         lines.append(
             "  attention, MLP and token embedding: num_layers × (4 + 2 × mlp_ratio) × d_model² "
@@ -110,12 +106,10 @@ def _compilation(result: Estimate) -> str:
 
 
 def _collectives(result: Estimate) -> list[str]:
+    if result.collectives is None and result.fits:
+        return ["Cycles and collectives are not available: the compiled program cannot be read"]
     if result.collectives is None:
-        return (
-            ["Cycles and collectives are not available: the compiled program cannot be read"]
-            if result.fits
-            else []
-        )
+        return []
     if not result.collectives:
         return ["No collectives."]
     lines = ["Collectives per step and device:"]
@@ -181,9 +175,9 @@ def _bits(result: Estimate) -> list[str]:
 
 def _reserved_memory(result: Estimate) -> list[str]:
     is_gpu = bool(result.kernels)
-    if is_gpu and PREALLOCATED * result.hbm_bytes < result.peak_bytes <= result.hbm_bytes:
+    if is_gpu and _PREALLOCATED * result.hbm_bytes < result.peak_bytes <= result.hbm_bytes:
         return [
-            f"JAX reserves {PREALLOCATED:.0%} of a GPU's memory, and the program needs more: set "
+            f"JAX reserves {_PREALLOCATED:.0%} of a GPU's memory, and the program needs more: set "
             "the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
         ]
     return []

@@ -20,26 +20,18 @@ from smallgpt_jax.planning.gpus import CUDNN, GPUS, target_config
 
 # Generation → slices that Google Cloud offers. The TPU compiler also knows slices of other shapes,
 # such as v4:1x1x1.
-FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-DEEP_SLICES = (
-    "2x2x1",
-    "2x2x2",
-    "2x2x4",
-    "2x4x4",
-    "4x4x4",
-    "4x4x8",
-    "4x8x8",
-    "8x8x8",
-    "8x8x16",
-    "8x16x16",
+_FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_DEEP_SLICES = (
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"),
+    *("4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16"),
 )
-TPU_SLICES = {"v4": DEEP_SLICES, "v5e": FLAT_SLICES, "v5p": DEEP_SLICES, "v6e": FLAT_SLICES}
-TPU_SHAPE = r"[1-9]\d*(x[1-9]\d*){1,2}"
-GPUS_PER_HOST = 8  # at most, in NVIDIA's DGX machines
-GPU_SHAPE = rf"([1-9]\d*x)?[1-{GPUS_PER_HOST}]"  # hosts × GPUs per host
+_TPU_SLICES = {"v4": _DEEP_SLICES, "v5e": _FLAT_SLICES, "v5p": _DEEP_SLICES, "v6e": _FLAT_SLICES}
+_TPU_SHAPE = r"[1-9]\d*(x[1-9]\d*){1,2}"
+_GPUS_PER_HOST = 8  # at most, in NVIDIA's DGX machines
+_GPU_SHAPE = rf"([1-9]\d*x)?[1-{_GPUS_PER_HOST}]"  # hosts × GPUs per host
 # What `topology_devices` changes for the whole process.
-SETTINGS = ("jax_enable_compilation_cache", "jax_platforms", "jax_num_cpu_devices")
-VARIABLES = (
+_SETTINGS = ("jax_enable_compilation_cache", "jax_platforms", "jax_num_cpu_devices")
+_VARIABLES = (
     "TPU_SKIP_MDS_QUERY",
     "TPU_WORKER_HOSTNAMES",
     "TPU_ACCELERATOR_TYPE",
@@ -47,7 +39,7 @@ VARIABLES = (
     "ALLOW_MULTIPLE_LIBTPU_LOAD",
 )
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")  # of the extras plan-gpu and cuda
-CUDNN_VERSION = 10_000 * CUDNN[0] + 100 * CUDNN[1]
+_CUDNN_VERSION = 10_000 * CUDNN[0] + 100 * CUDNN[1]
 
 
 @contextlib.contextmanager
@@ -57,8 +49,8 @@ def settings_restored() -> Iterator[None]:
     """
     # not public; jax.distributed asks the same
     was_initialized = xla_bridge.backends_are_initialized()
-    settings = {name: getattr(jax.config, name) for name in SETTINGS}
-    variables = {name: os.environ.get(name) for name in VARIABLES}
+    settings = {name: getattr(jax.config, name) for name in _SETTINGS}
+    variables = {name: os.environ.get(name) for name in _VARIABLES}
     try:
         yield
     finally:
@@ -95,49 +87,44 @@ def topology_devices(topology: str) -> list[jax.Device]:
     """
     kind, _, shape = topology.partition(":")
     is_cpu = kind == "cpu" and re.fullmatch(r"[1-9]\d*", shape)
-    is_gpu = (
-        kind in GPUS and re.fullmatch(GPU_SHAPE, shape) and ("x" not in shape or GPUS[kind].network)
-    )
-    if not (is_cpu or is_gpu or (kind in TPU_SLICES and re.fullmatch(TPU_SHAPE, shape))):
+    is_tpu = kind in _TPU_SLICES and re.fullmatch(_TPU_SHAPE, shape)
+    is_gpu = kind in GPUS and re.fullmatch(_GPU_SHAPE, shape)
+    if is_gpu and "x" in shape:  # several hosts
+        is_gpu = GPUS[kind].network is not None
+    if not (is_cpu or is_tpu or is_gpu):
         raise UserError(
-            f"--topology={topology}: unknown; choose {', '.join(similar_topologies(topology))}"
+            f"--topology={topology}: unknown; choose {', '.join(_similar_topologies(topology))}"
         )
-    jax.config.update(
-        "jax_enable_compilation_cache", False
-    )  # the cache cannot hold programs for absent devices
+    # the cache cannot hold programs for absent devices
+    jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_platforms", "cpu")  # compiling for TPUs and GPUs needs neither
     if is_cpu:
-        return cpu_devices(int(shape))
+        return _cpu_devices(int(shape))
     return gpu_devices(kind, shape) if is_gpu else tpu_devices(topology)
 
 
-def similar_topologies(text: str) -> list[str]:
+def _similar_topologies(text: str) -> list[str]:
     """Returns the topologies that a text may stand for: "v5e-16" and "v5litepod-16" →
     ["v5e:4x4"].
     """
     kind, _, shape = text.lower().partition(":")
-    named = max((name for name in GPUS if kind.startswith(name)), key=len, default=None)
-    if gpus := [named] if named else [name for name in GPUS if kind and name.startswith(kind)]:
-        return [f"{name}:{of_gpus}" for name in gpus for of_gpus in similar_shapes(name, shape)]
-    generation, rest = re.sub("lite(pod)?", "e", text.lower()), ""
-    if found := re.search("|".join(TPU_SLICES), generation):
-        generation, rest = found[0], generation[found.end() :]
-    if generation not in TPU_SLICES:
-        return [
-            *(
-                f"{name}:{'4x4' if '4x4' in slices else slices[0]}"
-                for name, slices in TPU_SLICES.items()
-            ),
-            *(f"{name}:{GPUS_PER_HOST}" for name in GPUS),
-            "cpu:N",
-        ]
+    # "h100-80gb" begins with h100; "a100" is the beginning of a100-40 and a100-80
+    longest = max((name for name in GPUS if kind.startswith(name)), key=len, default=None)
+    gpus = [longest] if longest else [name for name in GPUS if kind and name.startswith(kind)]
+    if gpus:
+        return [f"{name}:{near}" for name in gpus for near in _similar_shapes(name, shape)]
+    # "v5litepod-16" → generation "v5e", rest "-16"
+    tpu = re.sub("lite(pod)?", "e", text.lower())
+    named = re.search("|".join(_TPU_SLICES), tpu)
+    if not named:
+        return _examples()
+    generation, rest = named[0], tpu[named.end() :]
     sides = re.findall(r"\d+", rest)
     number = math.prod(map(int, sides)) if sides else 0
     if rest.startswith("-"):
-        number //= CHIPS[
-            f"TPU {generation}"
-        ].cores  # Google Cloud's names, such as "v4-8", count cores
-    slices = TPU_SLICES[generation]
+        # Google Cloud's names, such as "v4-8", count cores
+        number //= CHIPS[f"TPU {generation}"].cores
+    slices = _TPU_SLICES[generation]
     equal = [
         shape
         for shape in slices
@@ -146,16 +133,26 @@ def similar_topologies(text: str) -> list[str]:
     return [f"{generation}:{shape}" for shape in equal or slices]
 
 
-def similar_shapes(gpu: str, shape: str) -> list[str]:
+def _examples() -> list[str]:
+    tpus = []
+    for name, slices in _TPU_SLICES.items():
+        tpus.append(f"{name}:{'4x4' if '4x4' in slices else slices[0]}")
+    return [*tpus, *(f"{name}:{_GPUS_PER_HOST}" for name in GPUS), "cpu:N"]
+
+
+def _similar_shapes(gpu: str, shape: str) -> list[str]:
     """Returns numbers of GPUs as they follow the name of a GPU: "16" → ["2x8"]."""
-    has_network = GPUS[gpu].network is not None
-    hosts, rest = divmod(math.prod(map(int, re.findall(r"\d+", shape) or [0])), GPUS_PER_HOST)
-    if hosts > 1 and not rest and has_network:
-        return [f"{hosts}x{GPUS_PER_HOST}"]
-    return ["1", str(GPUS_PER_HOST), *[f"2x{GPUS_PER_HOST}"] * has_network]
+    numbers = re.findall(r"\d+", shape)
+    hosts, rest = divmod(math.prod(map(int, numbers)) if numbers else 0, _GPUS_PER_HOST)
+    on_one_host = ["1", str(_GPUS_PER_HOST)]
+    if GPUS[gpu].network is None:
+        return on_one_host
+    if hosts > 1 and not rest:
+        return [f"{hosts}x{_GPUS_PER_HOST}"]
+    return [*on_one_host, f"2x{_GPUS_PER_HOST}"]
 
 
-def cpu_devices(count: int) -> list[jax.Device]:
+def _cpu_devices(count: int) -> list[jax.Device]:
     if not xla_bridge.backends_are_initialized():
         jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
@@ -173,22 +170,20 @@ def gpu_devices(kind: str, shape: str) -> list[jax.Device]:
             f"--topology: the GPU compiler is not installed; run {install_command('plan-gpu')}, "
             "in an environment of its own: with it, each JAX program warns that there is no GPU"
         )
-    from jax._src.cudnn import (
-        fused_attention_stablehlo,
-    )  # not public: a change of JAX must not affect TPUs
+    # not public, and imported here: a change of JAX must not affect TPUs
+    from jax._src.cudnn import fused_attention_stablehlo
 
     # Makes JAX compile calls of cuDNN without cuDNN. JAX asks for nothing but its version; the
     # package and that of cuBLAS, which it needs, are a download of more than 1 GB.
-    fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION
+    fused_attention_stablehlo.check_cudnn_version = lambda: _CUDNN_VERSION
     hosts, _, per_host = shape.rpartition("x")
     try:
-        return list(
-            topologies.get_topology_desc(
-                platform="cuda",
-                target_config=target_config(GPUS[kind]),
-                topology=f"1x{hosts or 1}x{per_host}",
-            ).devices
+        description = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=target_config(GPUS[kind]),
+            topology=f"1x{hosts or 1}x{per_host}",
         )
+        return list(description.devices)
     except NotImplementedError as error:  # JAX does not load a plugin of another version
         raise UserError(
             f"--topology: JAX cannot load the GPU compiler ({str(error).splitlines()[0]}); it must "
@@ -205,17 +200,16 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     # With these variables, libtpu sends no queries to the metadata server, writes no log, and can
     # run in several processes at a time.
     accelerator = f"{kind}-{math.prod(map(int, shape.split('x')))}"
-    os.environ.update(zip(VARIABLES, ("1", "localhost", accelerator, "3", "1")))
+    os.environ.update(zip(_VARIABLES, ("1", "localhost", accelerator, "3", "1")))
     one_device_per_chip = {"chip_config_name": "megacore"} if kind == "v4" else {}
     try:
         with _signal_handlers_kept():
-            return list(
-                topologies.get_topology_desc(
-                    platform="tpu", topology_name=topology, **one_device_per_chip
-                ).devices
+            description = topologies.get_topology_desc(
+                platform="tpu", topology_name=topology, **one_device_per_chip
             )
+            return list(description.devices)
     except Exception as error:
         raise UserError(
             f"--topology={topology}: the TPU compiler has no such slice "
-            f"({str(error).splitlines()[0]}); choose {', '.join(similar_topologies(topology))}"
+            f"({str(error).splitlines()[0]}); choose {', '.join(_similar_topologies(topology))}"
         ) from None

@@ -39,7 +39,7 @@ from smallgpt_jax.storage import object_storage
 
 MIN_FILES = 64  # a tiny run on one device opens between 32 and 48 at a time
 # {part of absl's message for a flag value of the wrong type: description of the right type}
-EXPECTED = {"int()": "an integer", "to float": "a number", "boolean": "true or false"}
+_EXPECTED = {"int()": "an integer", "to float": "a number", "boolean": "true or false"}
 
 # so that --help lists --config as a flag of the command, not of this module
 flags.disclaim_key_flags()
@@ -92,11 +92,13 @@ def run_command(main: Callable[[], None], uses_jax: bool = True) -> None:
     # It prints its messages itself; absl would repeat them.
     logging.getLogger("huggingface_hub").propagate = False
     try:
-        require_open_files()
+        _require_open_files()
         if uses_jax:
-            configure_jax()
-        if not gc.get_freeze_count():  # not again in tests, which run several commands in a process
-            gc.freeze()  # garbage collection skips the objects of the imports
+            _configure_jax()
+        # Garbage collection skips the objects of the imports. Tests run several commands in a
+        # process, which need it once.
+        if not gc.get_freeze_count():
+            gc.freeze()
         raise_on_interrupt()
         main()
         sys.stdout.flush()
@@ -114,7 +116,8 @@ def run_command(main: Callable[[], None], uses_jax: bool = True) -> None:
 
 def _explain(error: Exception) -> None:
     """Exits with a message if a user can cause the error; otherwise returns."""
-    if message := missing_devices(error):
+    message = _missing_devices(error)
+    if message:
         fail(message)
     if object_storage.is_used() and object_storage.is_request_error(error):
         fail(object_storage.request_error_message("object storage", error))
@@ -127,7 +130,7 @@ def _explain(error: Exception) -> None:
     fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
 
 
-def configure_jax() -> None:
+def _configure_jax() -> None:
     # Here, because they import JAX, which takes longer than a command that does not need it.
     from smallgpt_jax.devices import compilation_cache, distributed, host_memory
 
@@ -136,7 +139,7 @@ def configure_jax() -> None:
     host_memory.configure()
 
 
-def missing_devices(error: Exception) -> str:
+def _missing_devices(error: Exception) -> str:
     """Returns a message if JAX has not found the devices that a command needs, else ""."""
     if "jax" not in sys.modules:
         return ""
@@ -145,7 +148,7 @@ def missing_devices(error: Exception) -> str:
     return missing_devices_message(error)
 
 
-def require_open_files() -> None:
+def _require_open_files() -> None:
     """Raises UserError if the process may open too few files for JAX, a checkpoint and the data."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_FILES <= hard:
@@ -191,7 +194,7 @@ def parse(argv: list[str]) -> list[str]:
 
 # An override of one run of a comparison: --config.runs.NAME.GROUP.FIELD=VALUE, where NAME may be
 # any text.
-RUN_OVERRIDE = re.compile(
+_RUN_OVERRIDE = re.compile(
     r"(--?(?:no)?config\.runs)\.(.+?)(\.[a-z]\w*\.[a-z]\w*(?:=.*)?)", re.DOTALL
 )
 
@@ -207,7 +210,7 @@ def quote_run_names(argv: list[str]) -> list[str]:
 
     quoted = []
     for argument in argv:
-        if override := RUN_OVERRIDE.fullmatch(argument):
+        if override := _RUN_OVERRIDE.fullmatch(argument):
             runs, name, field = override.groups()
             argument = f"{runs}{_subscript(name)}{field}"
         quoted.append(argument)
@@ -244,13 +247,14 @@ def _find_config_file(argv: list[str]) -> list[str]:
 
 def _error_message(error: Exception) -> str:
     text = unquote_run_names(str(error))
-    if unset := re.findall(r"Flag (--\w+) must have a value other than None", text):
+    unset = re.findall(r"Flag (--\w+) must have a value other than None", text)
+    if unset:
         return f"{' and '.join(unset)} must be given; see --help"
     if misspelt := re.search(r'Did you mean "(.*?)" instead of "(.*?)"', text):
         meant = _fields_named(misspelt[1]) or repr(misspelt[1])
         return f"{_error_location(error)}no config field {misspelt[2]!r}; did you mean {meant}?"
     if mistyped := re.match(r"flag (--.+?): .*(int\(\)|to float|boolean)", text):
-        return f"{mistyped[1]}: expected {EXPECTED[mistyped[2]]}"
+        return f"{mistyped[1]}: expected {_EXPECTED[mistyped[2]]}"
     if isinstance(error, flags.UnrecognizedFlagError):
         if error.flagname.startswith("config."):
             return (
@@ -285,15 +289,15 @@ def _fields_named(flag: str) -> str:
         return ""
     if "." in flag:
         return f"--config.{flag}"
-    config, name = flags.FLAGS["config"].value, flag.replace("-", "_")
+    config = flags.FLAGS["config"].value
     if not isinstance(config, ConfigDict):  # --config is not given, or an override has an error
         from configs import base
 
         config = base.get_config("paper")
+    name = flag.replace("-", "_")
+    groups = {group: fields for group, fields in config.items() if isinstance(fields, ConfigDict)}
     return " or ".join(
-        f"--config.{group}.{name}"
-        for group, fields in config.items()
-        if isinstance(fields, ConfigDict) and name in fields
+        f"--config.{group}.{name}" for group, fields in groups.items() if name in fields
     )
 
 

@@ -27,6 +27,7 @@ smallgpt_jax/comparison/config.py documents the fields of a comparison: its budg
 measurements.
 """
 
+import re
 import shlex
 import sys
 
@@ -112,7 +113,7 @@ def main() -> None:
         overrides = config_flags.get_override_values(flags.FLAGS["config"])
         for line in recipe.ignored_overrides(config, overrides):
             print(line)
-    command = repeating_command()
+    command = _repeating_command()
     if config is not None:
         print(dry_run.commands_per_gpu(command), end="", flush=True)
     if _DRY_RUN.value:
@@ -156,24 +157,24 @@ def _ask_gate() -> None:
 
 
 def _check_flags() -> None:
-    is_given = tuple(flag.value is not None for flag in (_CONFIG, _WORKDIRS, _RESULTS))
+    chosen = {flag.name for flag in (_CONFIG, _WORKDIRS, _RESULTS) if flag.value is not None}
     if _BUNDLE.value is not None:
-        if is_given != (False, False, True) or len(_RESULTS.value) != 1:
+        if chosen != {"results"} or len(_RESULTS.value) != 1:
             cli.fail("--bundle: needs one --results, and no --config or --workdirs", status=2)
         return
     if _OUTPUT.value is None:
         cli.fail("--output must be given; see --help", status=2)
     if _VERIFY.value is not None:
-        if any(is_given):
+        if chosen:
             cli.fail(
                 "--verify: cannot be combined with --config, --workdirs or --results", status=2
             )
         return
     if _AGAINST.value is not None:
-        if is_given != (True, False, False):
+        if chosen != {"config"}:
             cli.fail("--against: needs --config, and no --workdirs or --results", status=2)
         return
-    if sum(is_given) != 1 and is_given != (True, False, True):
+    if len(chosen) != 1 and chosen != {"config", "results"}:
         cli.fail(
             "give either --config (a comparison to train), --workdirs (existing runs) or "
             "--results (results to merge); --results may be combined with --config",
@@ -185,14 +186,12 @@ def _check_flags() -> None:
         cli.fail("--topology: needs --dry_run", status=2)
 
 
-def repeating_command() -> str:
+def _repeating_command() -> str:
     """Returns the command without flags that keep it from training."""
-    dropped = ("--config.compare.train=false", "--dry_run", "--dry_run=true")
-    kept = [
-        argument
-        for argument in sys.argv[1:]
-        if argument not in dropped and not argument.startswith("--topology=")
-    ]
+    others = re.compile(
+        r"--config\.compare\.train=false|--dry_run(=true)?|--topology=.*", re.DOTALL
+    )
+    kept = [argument for argument in sys.argv[1:] if not others.fullmatch(argument)]
     return shlex.join(["python", "-m", "smallgpt_jax.compare", *kept])
 
 

@@ -35,11 +35,9 @@ def config_arguments() -> list[str]:
 
 def install_command(extra: str) -> str:
     is_clone = (Path(__file__).parents[1] / "setup.py").exists()
-    return (
-        f"pip install -c constraints.txt -e '.[{extra}]'"
-        if is_clone
-        else f"pip install 'smallgpt_jax[{extra}]'"
-    )
+    if is_clone:
+        return f"pip install -c constraints.txt -e '.[{extra}]'"
+    return f"pip install 'smallgpt_jax[{extra}]'"
 
 
 def import_library(name: str, extra: str = "hf"):
@@ -110,9 +108,8 @@ def exit_on_interrupt() -> None:
     """On Ctrl-C, prints a message and exits with status 130, as `cli` does later. For the seconds
     of the imports.
     """
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # not if the caller ignores Ctrl-C
+    # not if the caller ignores Ctrl-C
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 
 

@@ -1,6 +1,7 @@
 """Formatting of durations, counts, curves and errors for messages."""
 
 import errno
+import itertools
 import os
 import re
 import statistics
@@ -36,11 +37,10 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     '█▅▂▁'.
     """
     count = min(width, len(values))
-    means = [
-        statistics.fmean(values[i * len(values) // count : (i + 1) * len(values) // count])
-        for i in range(count)
-    ]
-    low, spread = min(means), (max(means) - min(means)) or 1
+    ends = [i * len(values) // count for i in range(count + 1)]
+    means = [statistics.fmean(values[start:end]) for start, end in itertools.pairwise(ends)]
+    low = min(means)
+    spread = (max(means) - low) or 1  # of equal values
     return "".join(BARS[round((mean - low) / spread * (len(BARS) - 1))] for mean in means)
 
 
@@ -55,7 +55,8 @@ def short_reason(error: BaseException) -> str:
     """Returns the operating system's message for an error with an errno, and the first line of any
     other error.
     """
-    if number := find_errno(error):
+    number = find_errno(error)
+    if number:
         return os.strerror(number)
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]
@@ -74,15 +75,17 @@ def find_errno(error: BaseException) -> int | None:
 
 def parameter_count(total: int, active: int) -> str:
     """Returns "1,234 (567 active)"; `active` is the number of parameters that one token uses."""
-    return f"{total:,}" + (f" ({active:,} active)" if active != total else "")
+    return f"{total:,}" if active == total else f"{total:,} ({active:,} active)"
 
 
 def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligns the first column on the left, all others on the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        lines.append("  ".join(cells))
+    return lines
 
 
 def short_repr(value, limit: int = 300) -> str:

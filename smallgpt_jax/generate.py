@@ -111,25 +111,25 @@ def main() -> None:
         texts = model.generate_batch(prompts, samples=_SAMPLES.value, seed=_SEED.value, **settings)
         for prompt, continuations in zip(prompts, texts):
             for i, text in enumerate(continuations):
-                print(as_shown(f"=== {prompt!r}, sample {i}\n{prompt}{text}"))
+                print(_as_shown(f"=== {prompt!r}, sample {i}\n{prompt}{text}"))
     else:
         print_stream(prompts[0], model.stream(prompts[0], seed=_SEED.value, **settings))
 
 
 def print_stream(prompt: str, pieces) -> str:
     """Ends the output with a newline, even if generation is interrupted."""
-    print(as_shown(prompt), end="", flush=True)
+    print(_as_shown(prompt), end="", flush=True)
     text = prompt
     try:
         for piece in pieces:
-            print(as_shown(piece), end="", flush=True)
+            print(_as_shown(piece), end="", flush=True)
             text += piece
     finally:
         print(flush=True)
     return text
 
 
-def as_shown(text: str) -> str:
+def _as_shown(text: str) -> str:
     """On a terminal, replaces control codes, which a model of somebody else may have learned."""
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text) if sys.stdout.isatty() else text
 

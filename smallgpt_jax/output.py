@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from smallgpt_jax.formatting import duration
 
 PATIENCE_SECONDS = 1.0  # a reader that takes nothing for this long is not waited for
-MAX_PENDING = 1 << 20  # bytes that are kept for a slow reader
+_MAX_PENDING = 1 << 20  # bytes that are kept for a slow reader
 
 
-class BestEffortStream:
+class _BestEffortStream:
     """Drops text that cannot be written.
 
     A write to a full pipe or to a paused terminal would block the run. So a thread writes, if the
@@ -29,7 +29,7 @@ class BestEffortStream:
         if isinstance(stream, io.TextIOWrapper):  # not, for example, the output of a notebook
             with contextlib.suppress(OSError):  # no file descriptor, or it cannot be written
                 stream.flush()
-                self._writer = BackgroundWriter(stream.fileno())
+                self._writer = _BackgroundWriter(stream.fileno())
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -54,11 +54,14 @@ class BestEffortStream:
         return getattr(self._stream, name)
 
 
-class BackgroundWriter:
+class _BackgroundWriter:
     def __init__(self, descriptor: int):
         self._descriptor, self._process = descriptor, os.getpid()
-        self._pending, self._num_written, self._changed = bytearray(), 0, threading.Condition()
-        self._is_blocked = self._is_closed = False
+        self._changed = threading.Condition()  # of the next four
+        self._pending = bytearray()
+        self._num_written = 0
+        self._is_blocked = False  # the reader takes nothing
+        self._is_closed = False
         self._thread = threading.Thread(target=self._write_pending, name="output", daemon=True)
 
     def is_usable(self) -> bool:
@@ -67,11 +70,10 @@ class BackgroundWriter:
 
     def write(self, data: bytes) -> None:
         with self._changed:
-            if (
-                not self._thread.ident
-            ):  # not earlier: host_memory.configure has to precede all threads
+            # not earlier: host_memory.configure has to precede all threads
+            if not self._thread.ident:
                 self._thread.start()
-            if len(self._pending) < MAX_PENDING:
+            if len(self._pending) < _MAX_PENDING:
                 self._pending += data
                 self._changed.notify_all()
 
@@ -110,7 +112,8 @@ class BackgroundWriter:
                 written = len(chunk)
             with self._changed:
                 del self._pending[:written]
-                self._num_written, self._is_blocked = self._num_written + written, False
+                self._num_written += written
+                self._is_blocked = False
                 self._changed.notify_all()
 
 
@@ -120,10 +123,10 @@ def best_effort(name: str) -> Iterator[None]:
     output.
     """
     stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(stream, BestEffortStream):
+    if isinstance(stream, _BestEffortStream):
         yield
         return
-    wrapped = BestEffortStream(stream)
+    wrapped = _BestEffortStream(stream)
     setattr(sys, name, wrapped)
     try:
         yield

@@ -54,9 +54,9 @@ def main() -> None:
         )
     with preemption.handle_signals("stopped"):
         if _INFERENCE.value:
-            found = plan_inference(_CONFIG.value, _TOPOLOGY.value, batch=_BATCH.value)
-            shown = format_inference(found, _CONFIG.value.model.architecture)
-            print(json.dumps(dataclasses.asdict(found)) if _JSON.value else shown)
+            result = plan_inference(_CONFIG.value, _TOPOLOGY.value, batch=_BATCH.value)
+            table = format_inference(result, _CONFIG.value.model.architecture)
+            print(json.dumps(dataclasses.asdict(result)) if _JSON.value else table)
             return
         planned = plan(_CONFIG.value, _TOPOLOGY.value, search=_SEARCH.value)
         print(json.dumps(dataclasses.asdict(planned.estimate)) if _JSON.value else planned)

@@ -15,9 +15,8 @@ class Chip:
     hbm: float  # bytes of memory
     hertz: float | None = None  # clock rate of TPUs, in Hz
     cores: int = 1  # per JAX device
-    bandwidth: float | None = (
-        None  # bytes/s of the memory of TPUs; those of GPUs are in planning/gpus.py
-    )
+    # bytes/s of the memory of TPUs; those of GPUs are in planning/gpus.py
+    bandwidth: float | None = None
 
 
 # A TPU's or GeForce's key is JAX's device_kind; another GPU's key is a prefix of the device_kind.
@@ -57,16 +56,13 @@ def find_chip(device_kind: str) -> Chip | None:
     """Returns the chip of a `jax.Device.device_kind`; None if unknown. The longest matching prefix
     counts.
     """
-    has_variants = (
-        "GeForce" not in device_kind
-    )  # other GPUs have the name of a GeForce and "D" or "Laptop GPU"
-    matching = [
-        name
-        for name in CHIPS
-        if device_kind == name
-        or (name.startswith("NVIDIA") and has_variants and device_kind.startswith(name))
-    ]
-    return CHIPS[max(matching, key=len)] if matching else None
+    if device_kind in CHIPS:
+        return CHIPS[device_kind]
+    # "D" or "Laptop GPU" after the name of a GeForce is another GPU, "PCIe" after H100 a variant
+    if "GeForce" in device_kind:
+        return None
+    gpus = [name for name in CHIPS if name.startswith("NVIDIA") and device_kind.startswith(name)]
+    return CHIPS[max(gpus, key=len)] if gpus else None
 
 
 def device_name(device: jax.Device) -> str:

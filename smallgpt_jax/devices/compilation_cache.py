@@ -23,8 +23,8 @@ def configure() -> None:
     """Keeps a folder that the calling program has set. Sets none if VARIABLE is the empty
     string.
     """
-    given = os.environ.get(VARIABLE)
-    if given != "" and jax.config.jax_compilation_cache_dir in (None, given):
+    variable = os.environ.get(VARIABLE)
+    if variable != "" and jax.config.jax_compilation_cache_dir in (None, variable):
         jax.config.update("jax_compilation_cache_dir", str(folder()))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         # JAX's default is 1 s. A run compiles several programs that take between 0.1 s and 1 s on
@@ -36,7 +36,8 @@ def configure() -> None:
 
 def folder() -> Path:
     shared = os.environ.get(VARIABLE)
-    return (as_path(VARIABLE, shared) if shared else cache_folder() / "compiled") / processor_kind()
+    root = as_path(VARIABLE, shared) if shared else cache_folder() / "compiled"
+    return root / processor_kind()
 
 
 def processor_kind() -> str:

@@ -32,9 +32,9 @@ from smallgpt_jax.devices.agreement import PeerError, exchange
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 
-Result = TypeVar("Result")
-Json = TypeVar("Json")
-HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process counts as dead
+_Result = TypeVar("_Result")
+_Json = TypeVar("_Json")
+_HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process counts as dead
 
 
 def initialize(
@@ -47,12 +47,12 @@ def initialize(
     `num_processes` and `process_id` are None, JAX detects them on TPU VMs and in Slurm steps of
     several tasks; others run one process.
     """
-    given = {
+    flags = {
         "--coordinator": coordinator,
         "--num_processes": num_processes,
         "--process_id": process_id,
     }
-    missing = [flag for flag, value in given.items() if value is None]
+    missing = [flag for flag, value in flags.items() if value is None]
     if 0 < len(missing) < 3:
         raise UserError(
             f"{' and '.join(missing)}: missing; a multi-process run needs --coordinator, "
@@ -62,7 +62,7 @@ def initialize(
         raise UserError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
     if coordinator and not re.fullmatch(r".+:\d+", coordinator):
         raise UserError(f"--coordinator={coordinator}: expected HOST:PORT")
-    if missing and not (in_slurm_step() or on_tpu_vm()):
+    if missing and not (_in_slurm_step() or on_tpu_vm()):
         return
 
     def give_up():
@@ -90,13 +90,12 @@ def initialize(
             num_processes,
             process_id,
             initialization_timeout=10 * timeout,
-            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
-            shutdown_timeout_seconds=HEARTBEAT_TIMEOUT,
+            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
+            shutdown_timeout_seconds=_HEARTBEAT_TIMEOUT,
         )
     except Exception as error:
-        if not coordinator and not in_slurm_step():
-            # on a TPU VM that runs no multi-host job (for example, a notebook), the run has one
-            # process
+        if not coordinator and not _in_slurm_step():
+            # a TPU VM that runs no job on several hosts (for example, a notebook): one process
             return
         raise UserError(
             f"multi-process run: cannot be initialized: {short_reason(error)}"
@@ -149,7 +148,7 @@ def _require_free_port(coordinator: str) -> None:
 @contextlib.contextmanager
 def exit_on_peer_failure() -> Iterator[None]:
     """Exits with status 1 if another process has died. If an operation hangs, JAX aborts after
-    HEARTBEAT_TIMEOUT.
+    _HEARTBEAT_TIMEOUT.
     """
     try:
         yield
@@ -194,7 +193,7 @@ def _exit(status: int) -> None:
     os._exit(status)
 
 
-def in_slurm_step() -> bool:
+def _in_slurm_step() -> bool:
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
 
 
@@ -202,12 +201,10 @@ def on_tpu_vm() -> bool:
     if jax.config.jax_platforms and "tpu" not in jax.config.jax_platforms:
         return False
     devices = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
-    vendors = {
-        Path(path).read_text("utf-8").strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")
-    }
-    return bool(
-        devices and "0x1ae0" in vendors and importlib.util.find_spec("libtpu")
-    )  # 0x1ae0: Google
+    files = glob.glob("/sys/bus/pci/devices/*/vendor")
+    vendors = {Path(path).read_text("utf-8").strip() for path in files}
+    has_google_device = bool(devices) and "0x1ae0" in vendors
+    return has_google_device and importlib.util.find_spec("libtpu") is not None
 
 
 def skip_tpu_search() -> None:
@@ -232,25 +229,18 @@ def start_any_process(condition: bool) -> jax.Array:
     the result waits.
     """
     shardings, program = _compiled_any()
-    conditions = jax.make_array_from_process_local_data(
-        shardings, np.full(jax.local_device_count(), condition)
-    )
+    local = np.full(jax.local_device_count(), condition)
+    result = program(jax.make_array_from_process_local_data(shardings, local))
     # On CPUs, wait here, because programs on simulated devices can deadlock (see
     # program.Program._wait_if_simulated).
-    return (
-        jax.block_until_ready(program(conditions))
-        if jax.default_backend() == "cpu"
-        else program(conditions)
-    )
+    return jax.block_until_ready(result) if jax.default_backend() == "cpu" else result
 
 
 @functools.cache
 def _compiled_any():
     mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
-    return (
-        NamedSharding(mesh, PartitionSpec("all")),
-        jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec())),
-    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec("all")), jax.jit(jnp.any, out_shardings=everywhere)
 
 
 def any_process(condition: bool) -> bool:
@@ -258,7 +248,7 @@ def any_process(condition: bool) -> bool:
     return condition if is_single_process() else bool(start_any_process(condition))
 
 
-def run_on_primary(action: Callable[[], Result]) -> Result | None:
+def run_on_primary(action: Callable[[], _Result]) -> _Result | None:
     """Runs `action` on process 0 while the others wait (collective). If it raises an error, all
     processes do.
     """
@@ -273,7 +263,7 @@ def run_on_primary(action: Callable[[], Result]) -> Result | None:
     return result
 
 
-def from_primary(value: Json) -> Json:
+def from_primary(value: _Json) -> _Json:
     """Returns the `value` of process 0, of a type that JSON has, in all processes (collective)."""
     return json.loads(exchange(json.dumps(value))[0])
 

@@ -10,7 +10,7 @@ import jax
 from smallgpt_jax.devices import distributed
 
 # Parameters of glibc's mallopt (malloc.h).
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 
 def configure() -> None:
@@ -22,19 +22,17 @@ def configure() -> None:
     32, 16% at width 256 (two cores of an AMD EPYC, a virtual machine, 2026-11-22). A process that
     keeps its memory needs about twice as much.
     """
-    if (
-        any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-        or not runs_on_cpu()
-    ):
+    is_set = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if is_set or not _runs_on_cpu():
         return
     with contextlib.suppress(AttributeError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_ARENA_MAX, 1)  # only the main arena can keep blocks above 64 MB
-        mallopt(M_MMAP_MAX, 0)  # allocate large blocks from the arena
-        mallopt(M_TRIM_THRESHOLD, -1)  # never return the end of the arena
+        mallopt(_M_ARENA_MAX, 1)  # only the main arena can keep blocks above 64 MB
+        mallopt(_M_MMAP_MAX, 0)  # allocate large blocks from the arena
+        mallopt(_M_TRIM_THRESHOLD, -1)  # never return the end of the arena
 
 
-def runs_on_cpu() -> bool:
+def _runs_on_cpu() -> bool:
     """Returns whether JAX will run on the CPU, without initializing its devices."""
     if jax.config.jax_platforms:
         return jax.config.jax_platforms == "cpu"

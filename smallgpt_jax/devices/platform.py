@@ -58,7 +58,7 @@ def faster_dtype() -> str:
     """On CPUs, returns "bfloat16" only where it was measured to be faster (docs/speed.md); AMX was
     not measured.
     """
-    flags = processor_flags()
+    flags = _processor_flags()
     wins = platform() != "cpu" or ("avx512_bf16" in flags and "amx_bf16" not in flags)
     return "bfloat16" if wins else "float32"
 
@@ -66,28 +66,21 @@ def faster_dtype() -> str:
 @functools.cache
 def has_bfloat16_instructions() -> bool:
     """Returns whether this processor has AVX512-BF16 or AMX."""
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(processor_flags())
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(_processor_flags())
 
 
-def processor_flags() -> list[str]:
+def _processor_flags() -> list[str]:
     return processor().get("flags", "").split()
 
 
 # Fields of /proc/cpuinfo, on x86 and ARM. Hypervisors give several kinds of processors one name, so
 # the name does not say which speed and which bits a program has.
-IDENTITY_FIELDS = (
-    "vendor_id",
-    "cpu family",
-    "model",
-    "model name",
-    "stepping",
-    "CPU implementer",
-    "CPU part",
-    "CPU variant",
-    "CPU revision",
+_IDENTITY_FIELDS = (
+    *("vendor_id", "cpu family", "model", "model name", "stepping"),
+    *("CPU implementer", "CPU part", "CPU variant", "CPU revision"),
 )
-INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "asimd", "sve")
-CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "asimd", "sve")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def processor_identity() -> dict[str, str]:
@@ -95,14 +88,13 @@ def processor_identity() -> dict[str, str]:
     and cache sizes, such as {"cpu family": "6", …, "caches": "48K 64K 2048K 491520K"}.
     """
     fields = processor() or {"model name": platform_module.processor()}
-    identity = {name: fields[name] for name in IDENTITY_FIELDS if name in fields}
+    identity = {name: fields[name] for name in _IDENTITY_FIELDS if name in fields}
     flags = fields.get("flags", fields.get("Features", "")).split()
-    vector_flags = [flag for flag in flags if flag.startswith(INSTRUCTION_SETS)]
+    vector_flags = [flag for flag in flags if flag.startswith(_INSTRUCTION_SETS)]
     identity["instruction sets"] = " ".join(vector_flags)
     with contextlib.suppress(OSError):
-        sizes = [
-            (index / "size").read_text("utf-8").strip() for index in sorted(CACHES.glob("index*"))
-        ]
+        caches = sorted(_CACHES.glob("index*"))
+        sizes = [(cache / "size").read_text("utf-8").strip() for cache in caches]
         identity["caches"] = " ".join(sizes)
     return identity
 
@@ -111,10 +103,10 @@ def processor() -> dict[str, str]:
     """Returns the fields of this machine's first processor in /proc/cpuinfo, or {} on systems
     without /proc.
     """
+    fields = {}
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")[0].splitlines()
-        return {
-            name.strip(): value.strip()
-            for name, _, value in (line.partition(":") for line in lines)
-        }
-    return {}
+        first, *_ = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")
+        for line in first.splitlines():
+            name, _, value = line.partition(":")
+            fields[name.strip()] = value.strip()
+    return fields

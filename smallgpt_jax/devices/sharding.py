@@ -1,4 +1,4 @@
-"""The device mesh and the shardings of arrays on it. RULES maps the logical names of axes to mesh
+"""The device mesh and the shardings of arrays on it. _RULES maps the logical names of axes to mesh
 axes.
 """
 
@@ -22,7 +22,7 @@ from smallgpt_jax.errors import UserError
 
 # Logical axis → mesh axes. Logical axes without a rule, and dimensions that the mesh does not
 # divide evenly, are replicated.
-RULES = (
+_RULES = (
     ("batch", ("data", "fsdp")),
     ("embed", "fsdp"),
     ("vocab", "tensor"),
@@ -34,10 +34,10 @@ RULES = (
 # Whole rows of a weight are gathered in place; parts of rows are copied after they are gathered.
 # With gpt on v5e:2x4, sharding rows takes 8% fewer cycles, and gradients are summed by
 # reduce-scatters instead of all-reduces.
-BEFORE_EMBED = {"heads", "mlp", "vocab"}
+_BEFORE_EMBED = {"heads", "mlp", "vocab"}
 # The rules inside `sum_over_data_shards`, where a function gets the rows of only one shard of the
 # mesh axis `data`.
-RULES_IN_DATA_SHARD = tuple((name, "fsdp" if name == "batch" else axes) for name, axes in RULES)
+_RULES_IN_DATA_SHARD = tuple((name, "fsdp" if name == "batch" else axes) for name, axes in _RULES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,12 +84,10 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
             axis_types=(AxisType.Auto,) * len(lengths),
             devices=devices,
         )
-    except (
-        NotImplementedError
-    ):  # only on v5e, JAX splits a side of a slice of TPUs between two axes
-        sides = "×".join(
-            str(len(set(side))) for side in zip(*(device.coords for device in devices))
-        )
+    except NotImplementedError:
+        # only on v5e, JAX splits a side of a slice of TPUs between two axes
+        places = zip(*[device.coords for device in devices])
+        sides = "×".join(str(len(set(places_on_side))) for places_on_side in places)
         raise UserError(
             f"config.mesh: {requested}: does not fit the {sides} chips of the slice; each length "
             "must be 1 or a product of sides of the slice, and no side may be used twice"
@@ -98,7 +96,7 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
 
 def num_batch_shards(mesh: Mesh | None = None) -> int:
     mesh = mesh or jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in ("data", "fsdp") if axis in auto_axes(mesh))
+    return math.prod(mesh.shape[axis] for axis in ("data", "fsdp") if axis in _auto_axes(mesh))
 
 
 def use_mesh(mesh: Mesh):
@@ -107,12 +105,12 @@ def use_mesh(mesh: Mesh):
     """
     stack = contextlib.ExitStack()
     stack.enter_context(jax.set_mesh(mesh))
-    stack.enter_context(nn.logical_axis_rules(RULES))
+    stack.enter_context(nn.logical_axis_rules(_RULES))
     return stack
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(dict(RULES)["batch"]))
+    return NamedSharding(mesh, PartitionSpec(dict(_RULES)["batch"]))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -124,93 +122,86 @@ def param_shardings(mesh: Mesh, params):
     logical `axes`.
     """
     return jax.tree.map(
-        lambda p: NamedSharding(mesh, divisible_spec(mesh, p.axes, p.shape)), params
+        lambda p: NamedSharding(mesh, _divisible_spec(mesh, p.axes, p.shape)), params
     )
 
 
 def stored_shardings(mesh: Mesh, params):
     """Returns the shardings of weights in the train state."""
-    return jax.tree.map(lambda p: NamedSharding(mesh, stored_spec(mesh, p.axes, p.shape)), params)
+    return jax.tree.map(lambda p: NamedSharding(mesh, _stored_spec(mesh, p.axes, p.shape)), params)
 
 
-def stored_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    return divisible_spec(mesh, names, shape, storage_axis(mesh))
+def _stored_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    return _divisible_spec(mesh, names, shape, _storage_axis(mesh))
 
 
-def storage_axis(mesh) -> str:
+def _storage_axis(mesh) -> str:
     """Returns the mesh axis along which devices divide the train state. Without `fsdp`, this is
     `data`: otherwise, all of its devices would store and update the same weights (ZeRO: Rajbhandari
     et al., arXiv 1910.02054).
     """
-    return (
-        "data"
-        if mesh.shape["fsdp"] == 1 < mesh.shape["data"] and "data" in auto_axes(mesh)
-        else "fsdp"
-    )
+    has_data_shards = mesh.shape["data"] > 1 and "data" in _auto_axes(mesh)
+    return "data" if mesh.shape["fsdp"] == 1 and has_data_shards else "fsdp"
 
 
 def gather_stored(weights, params, dtype: str):
     """Gathers weights that are divided along `data`, once for all microbatches. Those that the
     model only reads cast to its compute dtype are gathered in `dtype`.
     """
-    mesh = current_mesh()
-    if not mesh or storage_axis(mesh) != "data":
+    mesh = _current_mesh()
+    if not mesh or _storage_axis(mesh) != "data":
         return weights
-    return jax.tree.map(
-        lambda p, x: jax.lax.with_sharding_constraint(
-            x.astype(dtype) if p.is_cast else x, divisible_spec(mesh, p.axes, p.shape)
-        ),
-        params,
-        weights,
-    )
+
+    def gather(p, x):
+        x = x.astype(dtype) if p.is_cast else x
+        return jax.lax.with_sharding_constraint(x, _divisible_spec(mesh, p.axes, p.shape))
+
+    return jax.tree.map(gather, params, weights)
 
 
 def scatter_gradients(gradients, params):
     """Divides gradients, summed over all rows, like weights that are divided along `data`."""
-    mesh = current_mesh()
-    if not mesh or storage_axis(mesh) != "data":
+    mesh = _current_mesh()
+    if not mesh or _storage_axis(mesh) != "data":
         return gradients
     return jax.tree.map(
-        lambda p, x: jax.lax.with_sharding_constraint(x, stored_spec(mesh, p.axes, p.shape)),
+        lambda p, x: jax.lax.with_sharding_constraint(x, _stored_spec(mesh, p.axes, p.shape)),
         params,
         gradients,
     )
 
 
-def divisible_spec(
+def _divisible_spec(
     mesh, names: tuple[str, ...], shape: tuple[int, ...], shards: str = "fsdp"
 ) -> PartitionSpec:
     """An axis is replicated if its length is not divisible by the number of shards."""
-    axes_of = ruled_axes(mesh, names, shape, shards)
-    lengths = (math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes)) for axes in axes_of)
-    return PartitionSpec(
-        *(
-            axes if size % length == 0 else None
-            for axes, size, length in zip(axes_of, shape, lengths)
-        )
-    )
+    divided = []
+    for axes, size in zip(_ruled_axes(mesh, names, shape, shards), shape):
+        # axes: None, "tensor" or ("data", "fsdp")
+        length = math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes))
+        divided.append(axes if size % length == 0 else None)
+    return PartitionSpec(*divided)
 
 
-def ruled_axes(
+def _ruled_axes(
     mesh, names: tuple[str, ...], shape: tuple[int, ...], shards: str = "fsdp"
 ) -> list[str | tuple[str, ...] | None]:
-    """Returns the mesh axes of each axis by RULES, with `shards` as that of "embed". In place of
-    "embed", it shards an earlier axis in BEFORE_EMBED that it divides, if `tensor` has length 1.
+    """Returns the mesh axes of each axis by _RULES, with `shards` as that of "embed". In place of
+    "embed", it shards an earlier axis in _BEFORE_EMBED that it divides, if `tensor` has length 1.
     """
-    rules = RULES if "data" in auto_axes(mesh) else RULES_IN_DATA_SHARD
+    rules = _RULES if "data" in _auto_axes(mesh) else _RULES_IN_DATA_SHARD
     axes_of = [shards if axes == "fsdp" else axes for axes in nn.logical_to_mesh_axes(names, rules)]
-    if (
-        "embed" in names
-        and axes_of[embed := names.index("embed")] == shards
-        and mesh.shape["tensor"] == 1
-    ):
-        looks_up_columns = shards == "fsdp" and platform(mesh) != "tpu"  # see `look_up`
-        before = BEFORE_EMBED - {"vocab"} if looks_up_columns else BEFORE_EMBED
-        moved = next(
-            (i for i in range(embed) if names[i] in before and shape[i] % mesh.shape[shards] == 0),
-            embed,
-        )
-        axes_of[embed], axes_of[moved] = None, shards
+    if "embed" not in names or mesh.shape["tensor"] > 1:
+        return axes_of
+    embed = names.index("embed")
+    if axes_of[embed] != shards:
+        return axes_of
+    looks_up_columns = shards == "fsdp" and platform(mesh) != "tpu"  # see `look_up`
+    before_embed = _BEFORE_EMBED - {"vocab"} if looks_up_columns else _BEFORE_EMBED
+    for i in range(embed):
+        if names[i] in before_embed and shape[i] % mesh.shape[shards] == 0:
+            axes_of[embed], axes_of[i] = None, shards
+            break
     return axes_of
 
 
@@ -218,16 +209,16 @@ def replicated_dimensions(mesh: Mesh, params) -> list[str]:
     """Returns one message per weight axis that is replicated because the mesh does not divide it
     evenly.
     """
-    lines = {}
+    lines = []
     for p in jax.tree.leaves(params):
-        ruled, actual = ruled_axes(mesh, p.axes, p.shape), divisible_spec(mesh, p.axes, p.shape)
+        ruled, actual = _ruled_axes(mesh, p.axes, p.shape), _divisible_spec(mesh, p.axes, p.shape)
         for name, size, axis, actual_axis in zip(p.axes, p.shape, ruled, actual):
             if axis != actual_axis:
-                lines[
+                lines.append(
                     f"{name} = {size} is replicated: config.mesh.{axis}={mesh.shape[axis]} does "
                     "not divide it"
-                ] = None
-    return list(lines)
+                )
+    return list(dict.fromkeys(lines))  # without repetitions
 
 
 def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, params):
@@ -237,69 +228,67 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, par
     by_path = {p.path: p for p in jax.tree.leaves(params)}
 
     def place(path, array):
-        keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        parts = (
-            tuple(keys[start:end]) for start, end in itertools.combinations(range(len(keys) + 1), 2)
-        )
-        param = next((by_path[part] for part in parts if part in by_path), None)
-        return param_state_sharding(mesh, param, array.shape) if param else replicated(mesh)
+        # such as 0, mu, trunk, blocks, kernel: the parameter's path is trunk, blocks, kernel
+        keys = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        for start, end in itertools.combinations(range(len(keys) + 1), 2):
+            param = by_path.get(keys[start:end])
+            if param:
+                return _param_state_sharding(mesh, param, array.shape)
+        return replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
 
 
-def param_state_sharding(mesh: Mesh, param, shape: tuple[int, ...]) -> NamedSharding:
+def _param_state_sharding(mesh: Mesh, param, shape: tuple[int, ...]) -> NamedSharding:
     """A dimension as long as the parameter's at the same position is sharded like it. If none is
     "embed", the first other dimension that can be divided is: the matrices of an optimizer can be
     larger than the weights.
     """
     if shape == param.shape:
-        return NamedSharding(mesh, stored_spec(mesh, param.axes, shape))
-    names = [
-        name if size == length else None
-        for size, length, name in itertools.zip_longest(shape, param.shape, param.axes)
-    ][: len(shape)]
-    free = [
-        i
-        for i, size in enumerate(shape)
-        if names[i] is None and size % mesh.shape[storage_axis(mesh)] == 0
-    ]
-    if free and "embed" not in names:
-        names[free[0]] = "embed"
-    return NamedSharding(mesh, stored_spec(mesh, tuple(names), shape))
+        return NamedSharding(mesh, _stored_spec(mesh, param.axes, shape))
+    names = [None] * len(shape)
+    for i, (size, length, name) in enumerate(zip(shape, param.shape, param.axes)):
+        if size == length:
+            names[i] = name
+    if "embed" not in names:
+        shards = mesh.shape[_storage_axis(mesh)]
+        for i, size in enumerate(shape):
+            if names[i] is None and size % shards == 0:
+                names[i] = "embed"
+                break
+    return NamedSharding(mesh, _stored_spec(mesh, tuple(names), shape))
 
 
-def auto_axes(mesh) -> set[str]:
+def _auto_axes(mesh) -> set[str]:
     """Returns the mesh axes over which the compiler shards arrays. Inside shard_map, these are the
     unmapped axes.
     """
     return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto}
 
 
-def current_mesh():
+def _current_mesh():
     """Returns None if there is nothing to partition: on one device, or inside a shard_map over all
     axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh if mesh.size > 1 and auto_axes(mesh) else None  # size 0: no mesh
+    return mesh if mesh.size > 1 and _auto_axes(mesh) else None  # size 0: no mesh
 
 
 def gather_weight(weight, names: tuple[str, ...]):
     """Without it, the compiler splits products into parts too small to be fast, and exchanges
     shards between them. A weight that `gather_stored` returned stays as it is.
     """
-    mesh = current_mesh()
+    mesh = _current_mesh()
     if not mesh:
         return weight
-    parts = stored_spec(mesh, names, weight.shape)
-    whole = PartitionSpec(
-        *(None if axis == "fsdp" else axis for axis in divisible_spec(mesh, names, weight.shape))
-    )
-    if is_partitioned_for_tpus():
+    spec = _divisible_spec(mesh, names, weight.shape)
+    whole = PartitionSpec(*[None if axis == "fsdp" else axis for axis in spec])
+    if _is_partitioned_for_tpus():
         return jax.lax.with_sharding_constraint(weight, whole)
-    return _reshard(weight, parts, whole)
+    return _reshard(weight, _stored_spec(mesh, names, weight.shape), whole)
 
 
-def is_partitioned_for_tpus() -> bool:
+def _is_partitioned_for_tpus() -> bool:
     """For GPUs, `fsdp` sums gradients with reduce-scatters, and `look_up` exchanges rows. For TPUs,
     the compiler splits the products of such gradients into rings of collective-permutes: 10% more
     cycles (gpt of 2 blocks, v5e:2x4).
@@ -326,30 +315,27 @@ def look_up(table_VxD, names: tuple[str, str], indices_BxT, dtype: str):
     indices of all; then the devices exchange the rows, and their gradients, which are smaller than
     the whole table and its gradient.
     """
-    mesh = current_mesh()
-    columns = mesh and divisible_spec(mesh, (None, names[1]), table_VxD.shape)
-    rows = mesh and divisible_spec(mesh, ("batch", None), indices_BxT.shape)
-    if (
-        not mesh
-        or mesh.shape["fsdp"] == 1
-        or columns[1] is None
-        or rows[0] is None
-        or is_partitioned_for_tpus()
-    ):
-        return jnp.take(gather_weight(table_VxD, names), indices_BxT, axis=0).astype(dtype)
+    mesh = _current_mesh()
+    if mesh and mesh.shape["fsdp"] > 1 and not _is_partitioned_for_tpus():
+        columns = _divisible_spec(mesh, (None, names[1]), table_VxD.shape)
+        rows = _divisible_spec(mesh, ("batch", None), indices_BxT.shape)
+        if columns[1] is not None and rows[0] is not None:
+            axes = {"data", "fsdp"} & _auto_axes(mesh)
+            return jax.shard_map(
+                functools.partial(_look_up_columns, dtype=dtype),
+                in_specs=(columns, rows),
+                out_specs=rows,
+                axis_names=axes,
+                check_vma=False,
+            )(table_VxD, indices_BxT)
+    return jnp.take(gather_weight(table_VxD, names), indices_BxT, axis=0).astype(dtype)
 
-    def on_one_device(table_VxC, indices_bxT):
-        indices_BxT = jax.lax.all_gather(indices_bxT, "fsdp", tiled=True)
-        found_BxTxC = jnp.take(table_VxC, indices_BxT, axis=0).astype(dtype)
-        return jax.lax.all_to_all(found_BxTxC, "fsdp", split_axis=0, concat_axis=2, tiled=True)
 
-    return jax.shard_map(
-        on_one_device,
-        in_specs=(columns, rows),
-        out_specs=rows,
-        axis_names={"data", "fsdp"} & auto_axes(mesh),
-        check_vma=False,
-    )(table_VxD, indices_BxT)
+def _look_up_columns(table_VxC, indices_bxT, dtype: str):
+    """Returns the rows of this device's b texts, from its C columns and those of the others."""
+    indices_BxT = jax.lax.all_gather(indices_bxT, "fsdp", tiled=True)
+    columns_BxTxC = jnp.take(table_VxC, indices_BxT, axis=0).astype(dtype)
+    return jax.lax.all_to_all(columns_BxTxC, "fsdp", split_axis=0, concat_axis=2, tiled=True)
 
 
 def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str | None = None):
@@ -357,18 +343,17 @@ def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str 
     them. The result is sharded like the first argument, and summed over the devices along the
     logical axis `summed`.
     """
-    mesh = current_mesh()
+    mesh = _current_mesh()
     if not mesh:
         return function
 
     def mapped(*arguments):
-        specs = tuple(divisible_spec(mesh, axes, x.shape) for axes, x in zip(names, arguments))
-        summed_axes = {
-            axis
-            for axes, spec in zip(names, specs)
-            for name, axis in zip(axes, spec)
-            if name == summed and axis is not None
-        }
+        specs = tuple(_divisible_spec(mesh, axes, x.shape) for axes, x in zip(names, arguments))
+        summed_axes = set()
+        for axes, spec in zip(names, specs):
+            for name, axis in zip(axes, spec):
+                if name == summed and axis is not None:
+                    summed_axes.add(axis)
 
         def on_one_device(*shards):
             y = function(*shards)
@@ -378,7 +363,7 @@ def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str 
             on_one_device,
             in_specs=specs,
             out_specs=specs[0],
-            axis_names=auto_axes(mesh),
+            axis_names=_auto_axes(mesh),
             check_vma=False,
         )(*arguments)
 
@@ -386,7 +371,7 @@ def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str 
 
 
 def has_data_shards() -> bool:
-    mesh = current_mesh()
+    mesh = _current_mesh()
     return mesh is not None and mesh.shape["data"] > 1
 
 
@@ -396,32 +381,30 @@ def sum_over_data_shards(function, params, dtype):
     `dtype`, and gradients are scattered like the stored weights; otherwise, the compiler would add
     gradients in every iteration of a loop. The model state must not depend on the rows.
     """
-    mesh, everywhere = current_mesh(), PartitionSpec()
-    # Only `data` is manual; the compiler places the other axes.
-    gradient_specs = jax.tree.map(
-        lambda p: PartitionSpec(
-            *(axes if axes == "data" else None for axes in stored_spec(mesh, p.axes, p.shape))
-        ),
-        params,
-    )
+    mesh, everywhere = _current_mesh(), PartitionSpec()
+
+    def gradient_spec(p) -> PartitionSpec:
+        # Only `data` is manual; the compiler places the other axes.
+        stored = _stored_spec(mesh, p.axes, p.shape)
+        return PartitionSpec(*[axes if axes == "data" else None for axes in stored])
+
+    gradient_specs = jax.tree.map(gradient_spec, params)
 
     def total(x, spec=everywhere):
-        sent = x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
-        if "data" in spec:
-            return jax.lax.psum_scatter(
-                sent, "data", scatter_dimension=spec.index("data"), tiled=True
-            ).astype(x.dtype)
-        return jax.lax.psum(sent, "data").astype(x.dtype)
+        is_matrix = x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+        sent = x.astype(dtype) if is_matrix else x
+        if "data" not in spec:
+            return jax.lax.psum(sent, "data").astype(x.dtype)
+        axis = spec.index("data")
+        scattered = jax.lax.psum_scatter(sent, "data", scatter_dimension=axis, tiled=True)
+        return scattered.astype(x.dtype)
 
     def mapped(*arguments):
-        with nn.logical_axis_rules(RULES_IN_DATA_SHARD):
+        with nn.logical_axis_rules(_RULES_IN_DATA_SHARD):
             (loss, gradients, further), model_state = function(*arguments)
-            sums = (
-                total(loss),
-                jax.tree.map(total, gradients, gradient_specs),
-                jax.tree.map(total, further),
-            )
-            return sums, model_state
+            loss = total(loss)
+            gradients = jax.tree.map(total, gradients, gradient_specs)
+            return (loss, gradients, jax.tree.map(total, further)), model_state
 
     return jax.shard_map(
         mapped,
@@ -436,8 +419,8 @@ def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
     """Returns the sorted indices of the batch rows on this process's devices; the indices may have
     gaps.
     """
-    parts = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
-    return np.unique(np.concatenate([np.arange(batch_size)[rows] for (rows,) in parts]))
+    slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[rows] for (rows,) in slices]))
 
 
 def global_batch(mesh: Mesh, rows: np.ndarray, batch_size: int, local) -> jax.Array:
@@ -445,11 +428,9 @@ def global_batch(mesh: Mesh, rows: np.ndarray, batch_size: int, local) -> jax.Ar
     contains their indices.
     """
 
-    def part(index):
-        return local[
-            index
-            if len(local) == batch_size
-            else np.searchsorted(rows, np.arange(batch_size)[index[0]])
-        ]
+    def shard(index):
+        if len(local) == batch_size:
+            return local[index]
+        return local[np.searchsorted(rows, np.arange(batch_size)[index[0]])]
 
-    return jax.make_array_from_callback((batch_size, *local.shape[1:]), batch_sharding(mesh), part)
+    return jax.make_array_from_callback((batch_size, *local.shape[1:]), batch_sharding(mesh), shard)

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_flags_are_read_in_main_alone():
             if not isinstance(function, ast.FunctionDef) or function.name == "main":
                 continue
             for node in ast.walk(function):
-                is_flag = isinstance(node, ast.Name) and node.id.startswith("_")
+                is_flag = isinstance(node, ast.Name) and re.fullmatch("_[A-Z_]+", node.id)
                 if is_flag or (isinstance(node, ast.Attribute) and node.attr == "FLAGS"):
                     reads.append((command, function.name, node.lineno))
     assert reads == []

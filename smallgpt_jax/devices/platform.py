@@ -58,7 +58,7 @@ def faster_dtype() -> str:
     """On CPUs, returns "bfloat16" only where it was measured to be faster (docs/speed.md); AMX was
     not measured.
     """
-    flags = _processor_flags()
+    flags = processor_flags()
     wins = platform() != "cpu" or ("avx512_bf16" in flags and "amx_bf16" not in flags)
     return "bfloat16" if wins else "float32"
 
@@ -66,10 +66,10 @@ def faster_dtype() -> str:
 @functools.cache
 def has_bfloat16_instructions() -> bool:
     """Returns whether this processor has AVX512-BF16 or AMX."""
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(_processor_flags())
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(processor_flags())
 
 
-def _processor_flags() -> list[str]:
+def processor_flags() -> list[str]:
     return processor().get("flags", "").split()
 
 

@@ -97,6 +97,10 @@ class Evidence:
         """
         return self.priors.get(_block(candidate), self.prior)
 
+    @property
+    def most_seeds(self) -> int:
+        return max((len(one.losses) for one in self.candidates), default=0)
+
     def equal_to(self, model: str) -> tuple[str, ...]:
         """Returns the other models of the same function."""
         group = next((group for group in self.equal if model in group), ())

@@ -324,7 +324,9 @@ def _bound(own: Lines, budget: float) -> Entry | None:
     point = own.within(budget)
     if reading and (point is None or reading.loss <= point.candidate.loss):
         size = {"parameters": reading.parameters, "tokens": reading.tokens}
-        return Entry(reading.nearest, reading.losses, budget, reading.known, **size)
+        return Entry(
+            reading.nearest, reading.losses, budget, reading.known, noise=reading.noise, **size
+        )
     if point is None:
         return None
     is_known = reading is not None or point.cost * SAME >= budget
@@ -346,7 +348,9 @@ def _with_potential(
         reading, base_reading = common
         potentials.append(first.loss + reading.loss - base_reading.loss)
         if entry is None:
-            entry = Entry(reading.nearest, reading.losses, reading.budget, "dearer")
+            entry = Entry(
+                reading.nearest, reading.losses, reading.budget, "dearer", noise=reading.noise
+            )
     if entry is None:
         point = own.above(budget)
         return point and Entry(point.candidate, point.candidate.losses, point.cost, "dearer")

@@ -46,6 +46,7 @@ class Entry:
     losses: dict[int, float]  # by order of batches, at the budget as far as they are known
     cost: float | None
     known: str = "trained"  # see `Standing.known`
+    noise: float = 1.0  # see `Reading.noise`
     untried: float = 0.0  # nats that the loss may be lower, with what was not tried
     parameters: float = 0.0  # 0: those of the candidate
     tokens: float = 0.0
@@ -68,7 +69,8 @@ def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:
     if not finite:
         return Contest(tuple(last), (), None, "diverged", (), math.nan)
     prior = evidence.prior_at(min(finite, key=lambda entry: entry.loss).candidate)
-    estimate = spreads.estimate(spreads.matrix([entry.losses for entry in finite]), prior)
+    losses = spreads.matrix([entry.losses for entry in finite])
+    estimate = spreads.estimate(losses, prior, [entry.noise for entry in finite])
     order = sorted(range(len(finite)), key=lambda index: _rank(finite[index], estimate, index))
     first = order[0]
     # What the first one was not trained with does not count for it, but for the others.

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.budgets import BUDGETS
@@ -24,18 +25,20 @@ from smallgpt_jax.analysis.findings import (
 )
 from smallgpt_jax.analysis.lines import (
     MAX_GAP,
+    NEAR,
     SAME,
     Key,
     Lines,
     Point,
     Reading,
     best_common,
+    interpolate,
     lines_of,
 )
 from smallgpt_jax.analysis.record import Run
 from smallgpt_jax.analysis.spreads import Difference
 
-PER_SIZE = 2  # independent comparisons that the lengths of one size are worth
+MIN_SEEDS = 3  # of multipliers: how much losses of two seeds vary is a guess (`spreads.prior_of`)
 
 
 def _flops(run: Run) -> float | None:
@@ -87,28 +90,25 @@ def compare_at_nodes(own: Lines, base: Lines, evidence: Evidence) -> list[Node]:
 
 def compare(one: Reading, other: Reading, evidence: Evidence) -> Difference:
     losses = spreads.matrix([one.losses, other.losses])
-    return spreads.estimate(losses, evidence.prior_at(other.nearest)).difference(0, 1)
+    prior = evidence.prior_at(other.nearest)
+    return spreads.estimate(losses, prior, [one.noise, other.noise]).difference(0, 1)
 
 
 def _order(model: str, reference: str, nodes: Sequence[Node]) -> Order:
-    """A model is better over a range of budgets if it is at each node of it.
-
-    The verdicts hold over all nodes together, with the probability 1 - LEVEL: at each, the error is
-    LEVEL / n for n independent ones (Bonferroni). The lengths of a size share most of their noise
-    and count as PER_SIZE.
+    """The verdicts hold over all n nodes together, with the probability 1 - LEVEL: at each, the
+    error is LEVEL / n (Bonferroni).
     """
-    sizes = {node.size for node in nodes}
-    level = LEVEL / max(1, min(len(nodes), PER_SIZE * len(sizes)))
-    names = []
-    for node in nodes:
-        better = model if node.difference.mean < 0 else reference
-        names.append(better if node.difference.p_value < level else None)
+    level = LEVEL / max(1, len(nodes))
     halves = [node.difference.half_width(1 - level) for node in nodes]
     means = [node.difference.mean for node in nodes]
+    verdicts = []
+    for mean, half in zip(means, halves):
+        better = model if mean < 0 else reference
+        verdicts.append(better if abs(mean) > half else None)
     return Order(
         model=model,
         other=reference,
-        segments=_segments([node.budget for node in nodes], names),
+        segments=_segments(nodes, verdicts),
         budgets=tuple(node.budget for node in nodes),
         differences=tuple(means),
         low=tuple(mean - half for mean, half in zip(means, halves)),
@@ -116,21 +116,31 @@ def _order(model: str, reference: str, nodes: Sequence[Node]) -> Order:
     )
 
 
-def _segments(budgets: Sequence[float], names: Sequence[str | None]) -> tuple[Segment, ...]:
-    """Returns the ranges of budgets with one verdict at two nodes or more. Between them, it cannot
-    be told.
+def _segments(nodes: Sequence[Node], verdicts: Sequence[str | None]) -> tuple[Segment, ...]:
+    """Returns the ranges of budgets over which one model is better at each node, and those between
+    them, where it cannot be told.
+
+    A range needs nodes of two sizes, if several were trained: the lengths of one size are the same
+    runs, which may all have been lucky.
     """
+    if not nodes:
+        return ()
+    needed = min(2, len({node.size for node in nodes}))
+    first, last = nodes[0].budget, nodes[-1].budget
     segments: list[Segment] = []
-    for name, group in itertools.groupby(zip(budgets, names), key=lambda row: row[1]):
-        reached = [budget for budget, _ in group]
-        if name and (len(reached) > 1 or len(budgets) == 1):
-            end = segments[-1].high if segments else budgets[0]
-            if end < reached[0]:
-                segments.append(Segment(end, reached[0], None))
-            segments.append(Segment(reached[0], reached[-1], name))
-    end = segments[-1].high if segments else budgets[0] if budgets else math.inf
-    if budgets and (end < budgets[-1] or not segments):
-        segments.append(Segment(end, budgets[-1], None))
+    told = first  # budget up to which there are segments
+    for better, group in itertools.groupby(zip(nodes, verdicts), key=lambda row: row[1]):
+        reached = [node for node, _ in group]
+        is_range = len(reached) > 1 or len(nodes) == 1
+        if better is None or not is_range or len({node.size for node in reached}) < needed:
+            continue
+        low, high = reached[0].budget, reached[-1].budget
+        if told < low:
+            segments.append(Segment(told, low, None))
+        segments.append(Segment(low, high, better))
+        told = high
+    if told < last or not segments:
+        segments.append(Segment(told, last, None))
     return tuple(segments)
 
 
@@ -153,7 +163,7 @@ def find_multipliers(
 def multiplier(own: Lines, base: Lines, budget: float, evidence: Evidence) -> Multiplier:
     """Returns FLOPs of `base` / FLOPs of `own` at the loss that `base` reaches with the budget.
 
-    On the line where `base` is best, `own` reaches this loss with another budget. There the losses
+    On a common line, `own` reaches this loss with another budget. There the losses
     differ by zero ± e, the error of a paired difference. Along the line of `own`, the loss falls by
     its slope per logarithm of the budget, so the logarithm of the multiplier has the error e / slope:
     with e = 0.02 and a slope of 0.4, ±5%.
@@ -165,54 +175,69 @@ def multiplier(own: Lines, base: Lines, budget: float, evidence: Evidence) -> Mu
 
     if min(map(_most_budgets, (own, base))) < 2:
         return refuse("one budget")
-    if evidence.prior.pooled == 0:
+    if evidence.prior.pooled == 0 or evidence.most_seeds < MIN_SEEDS:
         return refuse("few seeds")
-    readings = {key: one for key, one in base.at(budget).items() if key in own.lines}
-    if not readings:
+    key = _common_key(own, base, budget)
+    if key is None:
         return refuse("gap")
-    key = min(readings, key=lambda key: readings[key].loss)
-    crossing = _crossing(own.lines[key], readings[key].loss)
+    base_reading = base.at(budget)[key]
+    crossing = _crossing(own.lines[key], base_reading.loss)
     if isinstance(crossing, str):
         return refuse(crossing)
-    equal_budget, exponent = crossing
-    reading = _reading(own, key, equal_budget)
+    reading = interpolate(crossing.before, crossing.after, crossing.budget)
     if reading is None:
         return refuse("gap")
-    difference = compare(reading, readings[key], evidence)
-    slope = exponent * reading.loss  # nats per logarithm of the budget
-    center = math.log(budget / equal_budget) - difference.mean / slope
+    difference = compare(reading, base_reading, evidence)
+    slope = crossing.exponent * reading.loss  # nats per logarithm of the budget
+    center = math.log(budget / crossing.budget) - difference.mean / slope
     half = difference.half_width(INTERVAL) / slope
-    return Multiplier(
-        model,
-        reference,
-        budget,
-        math.exp(center),
-        Range(math.exp(center - half), math.exp(center + half)),
-        None,
-    )
+    interval = Range(math.exp(center - half), math.exp(center + half))
+    return Multiplier(model, reference, budget, math.exp(center), interval, None)
 
 
 def _most_budgets(lines: Lines) -> int:
     return max(len(line) for line in lines.lines.values())
 
 
-def _reading(lines: Lines, key: Key, budget: float) -> Reading | None:
-    return lines.at(budget).get(key)
+def _common_key(own: Lines, base: Lines, budget: float) -> Key | None:
+    """Returns the line that is best for both models at the budget.
+
+    If `own` is not known there, it is the line that is best for `base`. Where it is known, choosing
+    by the loss of `base` alone would prefer the line on which `base` had luck.
+    """
+    losses, base_losses = own.losses_at(budget), base.losses_at(budget)
+    common = {key: loss + losses[key] for key, loss in base_losses.items() if key in losses}
+    possible = common or {key: loss for key, loss in base_losses.items() if key in own.lines}
+    return min(possible, key=possible.get, default=None)
 
 
-def _crossing(line: Sequence[Point], loss: float) -> tuple[float, float] | str:
-    """Returns the least budget with which a line reaches a loss, and the exponent with which the
-    loss falls there; or why there is none.
+class _Crossing(NamedTuple):
+    """Where a line reaches a loss."""
+
+    before: Point
+    after: Point
+    budget: float
+    exponent: float  # with which the loss falls there
+
+
+def _crossing(line: Sequence[Point], loss: float) -> _Crossing | str:
+    """Returns where a line first reaches a loss, or why it does not.
+
+    The first and the last two points are extended to NEAR times their budgets. Otherwise, at the
+    end of a line only the models would have a multiplier whose losses are low by luck.
     """
     for before, after in itertools.pairwise(line):
         high, low = before.candidate.loss, after.candidate.loss
-        if not high >= loss >= low or high == low:
+        if high <= low or after.cost <= SAME * before.cost:
             continue
-        if after.cost > MAX_GAP * before.cost:
-            return "gap"
         exponent = math.log(high / low) / math.log(after.cost / before.cost)
-        return before.cost * (high / loss) ** (1 / exponent), exponent
-    return "not reached"
+        budget = before.cost * (high / loss) ** (1 / exponent)
+        least = before.cost / (NEAR if before is line[0] else 1)
+        most = after.cost * (NEAR if after is line[-1] else 1)
+        if least <= budget <= most:
+            is_gap = after.cost > MAX_GAP * before.cost
+            return "gap" if is_gap else _Crossing(before, after, budget, exponent)
+    return "from the start" if line[0].candidate.loss < loss else "not reached"
 
 
 # ------------------------------------------------------------------ what was not tried

@@ -210,11 +210,12 @@ class Multiplier:
     value: float | None
     interval: Range | None
     # Why it is refused; None if it is not.
-    # "not reached": a model does not reach the loss within its trained budgets
+    # "not reached": `model` does not reach the loss with its largest budget
+    # "from the start": `model` has a lower loss with its least budget already
     # "few seeds": the spread is unknown
     # "one budget": a model was trained with one budget only
     # "gap": the runs next to the loss are too far apart to interpolate
-    refusal: Literal["not reached", "few seeds", "one budget", "gap"] | None
+    refusal: Literal["not reached", "from the start", "few seeds", "one budget", "gap"] | None
 
 
 # ------------------------------------------------------------------ laws

@@ -42,6 +42,7 @@ class Reading(NamedTuple):
     known: str  # "trained" or "interpolated"
     parameters: float
     tokens: float
+    noise: float = 1.0  # expected variance of the losses over seeds, in that of a trained run
 
     @property
     def nearest(self) -> Candidate:
@@ -65,6 +66,9 @@ class Lines:
         """
         readings = {key: _read(line, budget) for key, line in self.lines.items()}
         return {key: reading for key, reading in readings.items() if reading}
+
+    def losses_at(self, budget: float) -> dict[Key, float]:
+        return {key: reading.loss for key, reading in self.at(budget).items()}
 
     def within(self, budget: float) -> Point | None:
         """Returns the point with the lowest loss that costs no more than the budget.
@@ -161,12 +165,17 @@ def _read(line: Sequence[Point], budget: float) -> Reading | None:
             )
     for before, after in itertools.pairwise(line):
         if before.cost < budget < after.cost <= MAX_GAP * before.cost:
-            return _interpolate(before, after, budget)
+            return interpolate(before, after, budget)
     return None
 
 
-def _interpolate(before: Point, after: Point, budget: float) -> Reading | None:
-    """Returns None if the two candidates have no order of batches in common."""
+def interpolate(before: Point, after: Point, budget: float) -> Reading | None:
+    """Returns None if the two candidates have no order of batches in common.
+
+    The noise of two sizes is independent, so it partly cancels: halfway, (a + b) / 2 has half the
+    variance of a. Two lengths of one size share the start of their training, hence most of their
+    noise, which is taken as equal.
+    """
     # The share of the way: a budget of 2 between costs of 1 and 4 is half of it.
     share = math.log(budget / before.cost) / math.log(after.cost / before.cost)
 
@@ -179,6 +188,7 @@ def _interpolate(before: Point, after: Point, budget: float) -> Reading | None:
         return None
     candidates = (before.candidate, after.candidate)
     first, second = before.candidate.first, after.candidate.first
+    is_one_size = first.name == second.name
     return Reading(
         budget,
         losses,
@@ -186,4 +196,5 @@ def _interpolate(before: Point, after: Point, budget: float) -> Reading | None:
         "interpolated",
         between(first.parameters, second.parameters),
         between(first.tokens, second.tokens),
+        1.0 if is_one_size else share**2 + (1 - share) ** 2,
     )

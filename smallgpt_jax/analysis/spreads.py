@@ -27,8 +27,12 @@ class Prior:
     pooled: float  # degrees of freedom of all samples together; no variance is known better
     least: float = 0.0  # no variance is taken to be smaller
 
-    def shrink(self, variances: np.ndarray, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def shrink(
+        self, variances: np.ndarray, degrees: np.ndarray, noise: np.ndarray | float = 1.0
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the variances, drawn towards the typical one, and their degrees of freedom.
+
+        `noise` are the expected variances, in those of trained runs (see `Reading.noise`).
 
         The mean of both, weighted by degrees of freedom (limma: Smyth, 2004,
         doi:10.2202/1544-6115.1027, section 3): a variance of 4 with 2 degrees and a prior of 1 with
@@ -36,13 +40,13 @@ class Prior:
         """
         own, prior = np.asarray(degrees, float), min(self.degrees, self.pooled)
         total = prior + own
-        mean = (prior * self.variance + own * variances) / np.maximum(total, 1e-9)
+        mean = (prior * self.variance * noise + own * variances) / np.maximum(total, 1e-9)
         capped = np.minimum(total, self.pooled)
         is_known = own > 0
         if is_known.any():
             mean = np.where(is_known, mean, mean[is_known].max())
             capped = np.where(is_known, capped, capped[is_known].min())
-        return np.maximum(mean, max(self.least, ROUNDING**2)), capped
+        return np.maximum(mean, np.maximum(self.least * noise, ROUNDING**2)), capped
 
 
 def fit_prior(
@@ -74,7 +78,7 @@ def _inverse_trigamma(value: float) -> float:
     linear.
     """
     x = 0.5 + 1 / value
-    for _ in range(50):
+    for _ in range(8):  # the error is below 1e-8 after four
         trigamma = special.polygamma(1, x)
         x += trigamma * (1 - trigamma / value) / special.polygamma(2, x)
     return float(x)
@@ -174,13 +178,6 @@ class Difference:
     orders: int  # that both models have read
     variance: float  # of the difference of two runs of one order
 
-    @property
-    def p_value(self) -> float:
-        """The two-sided p-value of no difference; 1 if the spread is unknown."""
-        if self.degrees == 0:
-            return 1.0
-        return float(2 * special.stdtr(self.degrees, -abs(self.mean) / self.error))
-
     def half_width(self, probability: float) -> float:
         """Returns half the width of the interval that contains the difference with a probability;
         infinite if the spread is unknown.
@@ -258,19 +255,24 @@ class Estimate:
         return own, np.nanmedian(np.where(is_pair, self.degrees, np.nan), axis=1)
 
 
-def estimate(losses: np.ndarray, prior: Prior) -> Estimate:
-    """Returns the expected losses of models, (models, orders) with NaN for missing runs."""
+def estimate(losses: np.ndarray, prior: Prior, noise: Sequence[float] = ()) -> Estimate:
+    """Returns the expected losses of models, (models, orders) with NaN for missing runs.
+
+    `noise`, by model, is the expected variance of its losses in that of a trained run; () is 1.
+    """
     known = ~np.isnan(losses)
     models = len(losses)
     one, other = (index.ravel() for index in np.indices((models, models)))
     variances, degrees = sample_variances(losses[one] - losses[other])
     is_pair = one != other
-    shrunk, known_by = prior.shrink(variances[is_pair], degrees[is_pair])
+    noises = np.array(noise or [1.0] * models)
+    noise_of_pair = (noises[one] + noises[other]) / 2
+    shrunk, known_by = prior.shrink(variances[is_pair], degrees[is_pair], noise_of_pair[is_pair])
     all_variances, all_degrees = np.zeros(models**2), np.zeros(models**2)
     all_variances[is_pair], all_degrees[is_pair] = shrunk, known_by
     # A run varies half as much as a difference, if orders have no effect.
     half = dataclasses.replace(prior, variance=prior.variance / 2, least=0.0)
-    deviations = np.sqrt(half.shrink(*sample_variances(losses))[0])
+    deviations = np.sqrt(half.shrink(*sample_variances(losses), noises)[0])
     return Estimate(
         means=expected_losses(losses, correlation(losses)),
         counts=known.sum(1),

@@ -270,7 +270,8 @@ def unequal_flops(contest: Contest) -> str:
 def multiplier(value: Multiplier) -> str:
     if value.refusal:
         return {
-            "not reached": "no runs around this loss",
+            "not reached": "does not reach this loss",
+            "from the start": "better with its least budget",
             "few seeds": "too few seeds",
             "one budget": "one budget only",
             "gap": "runs too far apart",

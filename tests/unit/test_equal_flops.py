@@ -18,6 +18,10 @@ STEPS = (10, 20, 40, 80)
 NOISE = (-0.01, 0.002, 0.008)
 
 
+def near(loss: float) -> list[float]:
+    return [loss + noise for noise in NOISE]
+
+
 def power_law(name: str, gain: float, exponent: float = 0.1, steps=STEPS, seeds: int = 3):
     """Returns runs with L = 20 · (gain · FLOPs)^-exponent: the model needs 1 / gain of the FLOPs.
 
@@ -54,6 +58,7 @@ def test_the_interval_of_a_multiplier_is_the_error_divided_by_the_slope():
     ("model", "reason"),
     [
         (power_law("b", 0.05), "not reached"),
+        (power_law("b", 20.0), "from the start"),
         (power_law("b", 1.5, steps=(40,)), "one budget"),
         (power_law("b", 1.5, steps=(1, 200)), "gap"),
     ],
@@ -61,6 +66,17 @@ def test_the_interval_of_a_multiplier_is_the_error_divided_by_the_slope():
 def test_multipliers_are_refused_with_the_reason(model, reason):
     (found,) = find_multipliers(evidence(power_law("a", 1.0), model), "a", [2.4e7])
     assert (found.value, found.interval, found.refusal) == (None, None, reason)
+
+
+def test_two_seeds_give_no_multiplier():
+    made = evidence(power_law("a", 1.0, seeds=2), power_law("b", 1.5, seeds=2))
+    assert find_multipliers(made, "a", [2.4e7])[0].refusal == "few seeds"
+
+
+def test_the_last_budget_of_a_model_has_a_multiplier_though_it_was_unlucky_there():
+    """b is as good as a, but 0.5% worse by chance, so that it reaches a's last loss with 5% more."""
+    (found,) = find_multipliers(evidence(power_law("a", 1.0), power_law("b", 0.95)), "a", [4.8e7])
+    assert found.value == pytest.approx(0.95, rel=0.02)
 
 
 def test_single_seeds_give_no_multiplier_and_no_order():
@@ -84,6 +100,19 @@ def test_the_order_changes_where_the_curves_cross():
     np.testing.assert_array_less(order.low, order.differences)
     np.testing.assert_array_less(order.differences, order.high)
     assert np.all(np.diff(order.differences) < 0)
+
+
+def test_the_lengths_of_one_size_alone_are_no_range_if_several_were_trained():
+    """b is better at both lengths of the size s, by its three runs; they may all have been lucky."""
+    made = evidence(
+        runs("a@s", near(4.0), steps=10), runs("a@s", near(3.9), steps=20),
+        runs("b@s", near(3.5), steps=10), runs("b@s", near(3.4), steps=20),
+        runs("a@m", near(3.0), steps=40, parameters=2000),
+        runs("b@m", near(3.0), steps=40, parameters=2000),
+    )  # fmt: skip
+    (order,) = find_orders(made, "a")
+    assert [segment.better for segment in order.segments] == [None]
+    assert order.high[0] < 0
 
 
 def test_models_without_common_budgets_have_no_order():

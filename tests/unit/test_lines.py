@@ -23,6 +23,19 @@ def test_a_power_of_the_budget_is_interpolated_exactly():
     assert reading.nearest.first.steps == 10
 
 
+def test_the_noise_of_two_sizes_partly_cancels_between_them():
+    """Halfway between two sizes, the variance is half of that of a run; the lengths of one size share
+    their noise.
+    """
+    own = lines(
+        runs("a@s", [4.0, 4.1], steps=10, flops=1e6, parameters=1000),
+        runs("a@s", [3.8, 3.9], steps=15, flops=4e6, parameters=1000),
+        runs("a@m", [3.5, 3.6], steps=20, flops=4e6, parameters=2000),
+    )["a"]
+    noises = {key: reading.noise for key, reading in own.at(2e6).items()}
+    assert noises == {("size", "s"): 1.0, ("ratio", 1): pytest.approx(0.5)}
+
+
 def test_each_order_is_interpolated_by_itself():
     cheap = runs("a", {0: 4.0, 1: 4.4, 2: 4.2}, steps=10, flops=1e6)
     dear = runs("a", {1: 3.4, 2: 3.2}, steps=40, flops=4e6)

@@ -341,7 +341,7 @@ def test_chapters_are_those_of_the_findings():
         "How were the models trained?",
         "Runs",
     ]
-    assert "| moe | 1.43 (1.27 to 1.61) | no runs around this loss |" in text
+    assert "| moe | 1.43 (1.27 to 1.61) | does not reach this loss |" in text
     assert "| moe | 4e10 to 1e13: moe |" in text
     assert "| moe | 9.4 M | 2.500 (2.400 to 2.600) | 2.700 | +0.200 | no | 3 |" in text
     assert "| moe | 0.008 | 4.200 | diverged | 0.004, the lowest tried | × 0.5 |" in text

@@ -80,7 +80,6 @@ def test_a_difference_has_the_paired_t_test():
     difference = spreads.estimate(losses, NOTHING).difference(0, 1)
     paired = stats.ttest_rel(losses[0], losses[1])
     assert difference.mean == pytest.approx(losses[0].mean() - losses[1].mean())
-    assert difference.p_value == pytest.approx(paired.pvalue)
     low, high = paired.confidence_interval(0.95)
     assert difference.half_width(0.95) == pytest.approx((high - low) / 2)
     assert difference.orders == 4
@@ -102,7 +101,7 @@ def test_models_without_a_common_order_have_the_error_of_both():
 
 def test_a_spread_that_is_unknown_decides_nothing():
     difference = spreads.estimate(np.array([[3.0], [4.0]]), Prior(0, 0, 0)).difference(0, 1)
-    assert (difference.p_value, difference.half_width(0.8)) == (1.0, math.inf)
+    assert difference.half_width(0.8) == math.inf
 
 
 def test_correlation_is_estimated_but_not_from_two_orders():

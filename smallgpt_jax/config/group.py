@@ -212,13 +212,13 @@ class ConfigGroup:
         """Also refuses values that are not finite."""
         for field in fields:
             value = getattr(self, field)
-            if not (least < value if above else least <= value) or not value < math.inf:
-                finite = (
-                    ("a finite number" + " " * above + ", " * (not above))
-                    if isinstance(value, float)
-                    else ""
-                )
-                self.refuse(field, f"must be {finite}{'above' if above else 'at least'} {least:g}")
+            is_enough = least < value if above else least <= value
+            if is_enough and value < math.inf:
+                continue
+            limit = f"above {least:g}" if above else f"at least {least:g}"
+            if isinstance(value, float):
+                limit = f"a finite number {limit}" if above else f"a finite number, {limit}"
+            self.refuse(field, f"must be {limit}")
 
     def validate_fraction(self, *fields: str, above: bool = False, below: bool = True) -> None:
         """Raises UserError for values outside [0, 1). `above` excludes 0; without `below`, 1 is
@@ -226,12 +226,12 @@ class ConfigGroup:
         """
         for field in fields:
             value = getattr(self, field)
-            if not ((value > 0 if above else value >= 0) and (value < 1 if below else value <= 1)):
-                self.refuse(
-                    field,
-                    f"must be {'above' if above else 'at least'} 0 and "
-                    f"{'below' if below else 'at most'} 1",
-                )
+            is_enough = value > 0 if above else value >= 0
+            is_small = value < 1 if below else value <= 1
+            if not (is_enough and is_small):
+                least = "above 0" if above else "at least 0"
+                most = "below 1" if below else "at most 1"
+                self.refuse(field, f"must be {least} and {most}")
 
 
 @functools.cache
@@ -239,10 +239,8 @@ def field_types(group: type[ConfigGroup]) -> dict[str, Any]:
     """Returns {field: declared type}. Users declare fields, too; raises UserError for unsupported
     declarations.
     """
-    fields, hints = (
-        {field.name: field for field in dataclasses.fields(group)},
-        typing.get_type_hints(group),
-    )
+    fields = {field.name: field for field in dataclasses.fields(group)}
+    hints = typing.get_type_hints(group)
     for name, declared in hints.items():
         where = f"config.{group.GROUP}.{name}: {group.__name__}"
         if _kind(declared) in (ClassVar, dataclasses.KW_ONLY):

@@ -109,11 +109,11 @@ def measure_parts() -> dict[str, float]:
     recipe = importlib.import_module(path.removesuffix(".py").replace("/", "."))
     program = build_program(recipe.get_config(size or "paper"))
     end("config, mesh and shapes of the model")
-    program.train_step  # noqa: B018
+    program.compiled_train_step  # noqa: B018
     end("tracing and compilation of the training step")
     jax.block_until_ready(program.initial_state(0))
     end("initialization, with compilation")
-    program.eval_step  # noqa: B018
+    program.compiled_eval_step  # noqa: B018
     end("tracing and compilation of the evaluation step")
     return seconds
 

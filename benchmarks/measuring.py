@@ -83,7 +83,7 @@ class Training:
         self.program = build_program(config, devices or jax.devices()[:1])
         self.state, self.batch = self.program.initial_state(0), random_batch(self.program)
         started = time.perf_counter()
-        self.compiled = self.program.train_step
+        self.compiled = self.program.compiled_train_step
         self.compile_seconds = time.perf_counter() - started
         self._step = self.program.bind(config)
 

@@ -9,8 +9,12 @@ from conftest import load_config
 from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.run import metrics
 from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.training.initial_state import restore_or_initialize
+from smallgpt_jax.training.program import Program
 
 SMALL = dict(
     model__d_model=16,
@@ -63,6 +67,12 @@ def read_untimed_metrics(workdir) -> list[dict]:
     ]
 
 
+def program_of(model, objective=None, optimizer=None, **train) -> Program:
+    """Returns a program of these parts, for its pure functions; `train` are fields of that group."""
+    config = Config.of(load_config("gpt")).replace(train={"microbatches": 1, **train})
+    return Program(config, None, model, objective or Objective(), optimizer, None, None, None)
+
+
 def start_from(program, params):
     """Returns a state before the first step, in which all but the parameters is zero: what the
     model's state and those of the usual optimizers start from. Compiling `program.initial_state`
@@ -90,7 +100,7 @@ def train_three_steps(program, config, tokens_BxT1, folder, initial) -> tuple[li
     checkpoints.save(2, state)
     checkpoints.wait_until_finished()
     state, metrics = step(state, batch)
-    restored, _ = step(program.restore_or_initialize(checkpoints, config.train.seed), batch)
+    restored, _ = step(restore_or_initialize(program, checkpoints, config.train.seed), batch)
     checkpoints.close()
     assert_bitwise_equal(jax.device_get(restored), jax.device_get(state))
     return [*losses, float(metrics["loss"])], [*states, jax.device_get(state)]

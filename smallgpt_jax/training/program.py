@@ -26,17 +26,17 @@ from smallgpt_jax.devices.platform import step_options
 from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.objectives.teacher import Teacher
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
-from smallgpt_jax.optim.transfer import scale_initial
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
-from smallgpt_jax.training.step import Hyperparameters, init_state, train_step
+from smallgpt_jax.training.initial_state import init_state
+from smallgpt_jax.training.step import Hyperparameters, train_step
 from smallgpt_jax.training.validation import eval_step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """Nothing is traced or compiled before it is first needed, and nothing twice. Only
-    `initial_state` and `restore_or_initialize` allocate arrays.
+    `initial_state` allocates arrays.
     """
 
     config: Config  # a `Config.compiled_part`
@@ -59,11 +59,11 @@ class Program:
     def abstract_batch(self, evaluates: bool = False) -> Batch:
         """Fields that this config does not use are None."""
         c, time = self.config, self.config.model.context_length
+        rows_on_devices = sharding.batch_sharding(self.mesh)
 
         def shape(dtype: str, *lengths: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(
-                (c.train.batch_size, *lengths), dtype, sharding=sharding.batch_sharding(self.mesh)
-            )
+            shape_of_batch = (c.train.batch_size, *lengths)
+            return jax.ShapeDtypeStruct(shape_of_batch, dtype, sharding=rows_on_devices)
 
         has_targets = c.data.packing == "best_fit" or is_synthetic(c.data)
         return Batch(
@@ -78,25 +78,6 @@ class Program:
     def initial_state(self, seed: int) -> TrainState:
         """Each device initializes its own shards."""
         return self._initialization(np.uint32(seed))
-
-    def restore_or_initialize(self, checkpoints, seed: int) -> TrainState:
-        """The checkpoint of an imported model has neither heads, optimizer state nor average; they
-        are initialized.
-        """
-        state = checkpoints.restore_latest(self.abstract_state) or self.initial_state(seed)
-        if state.opt_state is not None:
-            return state
-
-        def init_heads():
-            return scale_initial(self.objective.init_heads(seed), self.multipliers)
-
-        heads = jax.jit(init_heads, out_shardings=self.shardings.heads)()
-        state = state._replace(heads=heads)
-        init_optimizer = jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)
-        state = state._replace(opt_state=init_optimizer(state.trained))
-        if self.config.train.ema:
-            state = state._replace(ema=jax.tree.map(jnp.copy, state.params))
-        return state
 
     def bind(self, config: ConfigDict | Config) -> Callable:
         """Returns (state, batch) → (state, metrics) with the seed, the schedule and the weight
@@ -115,7 +96,7 @@ class Program:
                 jnp.float32(config.optimizer.weight_decay),
             )
 
-        step, constants = self.train_step, self.objective.constants()
+        step, constants = self.compiled_train_step, self.objective.constants()
         further = (constants,) if constants else ()
 
         def update(state, batch):
@@ -125,8 +106,8 @@ class Program:
         return update
 
     def evaluate(self, params, model_state, batch):
-        """Returns the sums of `step.eval_step`. `params` are those of `TrainState.evaluated`."""
-        return self._wait_if_simulated(self.eval_step(params, model_state, batch))
+        """Returns the `EvaluationSums` of a batch. `params` are those of `TrainState.evaluated`."""
+        return self._wait_if_simulated(self.compiled_eval_step(params, model_state, batch))
 
     @property
     def compiler_options(self) -> dict | None:
@@ -135,7 +116,7 @@ class Program:
         return step_options(platform, self.config.train.deterministic) or None
 
     @functools.cached_property
-    def train_step(self) -> jax.stages.Compiled:
+    def compiled_train_step(self) -> jax.stages.Compiled:
         """(state, batch, hyperparameters[, constants]) → (state, metrics)."""
         compiled = self.lowered_train_step.compile(self.compiler_options)
         vars(self).pop("lowered_train_step")  # takes more memory than the compiled step
@@ -143,16 +124,8 @@ class Program:
 
     @functools.cached_property
     def lowered_train_step(self) -> jax.stages.Lowered:
-        update = functools.partial(
-            train_step,
-            model=self.model,
-            objective=self.objective,
-            optimizer=self.optimizer,
-            microbatches=self.config.train.microbatches,
-            ema=self.config.train.ema,
-        )
         jitted = jax.jit(
-            update,
+            functools.partial(train_step, self),
             donate_argnums=0,
             out_shardings=(self.shardings, sharding.replicated(self.mesh)),
         )
@@ -161,44 +134,34 @@ class Program:
             learning_rate=self._abstract_number("float32"),
             weight_decay=self._abstract_number("float32"),
         )
-        constants = self.objective.abstract_constants
-        further = (constants,) if constants else ()
+        inputs = [self.abstract_state, self.abstract_batch(), hyperparameters]
+        if self.objective.abstract_constants:
+            inputs.append(self.objective.abstract_constants)
         with sharding.use_mesh(self.mesh):
-            return jitted.lower(
-                self.abstract_state, self.abstract_batch(), hyperparameters, *further
-            )
+            return jitted.lower(*inputs)
 
     @functools.cached_property
-    def eval_step(self) -> jax.stages.Compiled:
+    def compiled_eval_step(self) -> jax.stages.Compiled:
         """(`TrainState.evaluated`, model_state, batch) → sums."""
         return self.lower_eval_step().compile(self.compiler_options)
 
     def lower_eval_step(self) -> jax.stages.Lowered:
-        evaluation = functools.partial(
-            eval_step,
-            model=self.model,
-            objective=self.objective,
-            microbatches=self.config.train.microbatches,
-            counts_answers=is_synthetic(self.config.data),
-            measures_repeats=self.config.train.eval_repeats,
-        )
+        evaluation = functools.partial(eval_step, self)
         jitted = jax.jit(evaluation, out_shardings=sharding.replicated(self.mesh))
-        state = self.abstract_state
+        state, batch = self.abstract_state, self.abstract_batch(evaluates=True)
         with sharding.use_mesh(self.mesh):
-            return jitted.lower(
-                state.evaluated, state.model_state, self.abstract_batch(evaluates=True)
-            )
+            return jitted.lower(state.evaluated, state.model_state, batch)
 
     def start_compilation(self) -> list[Future]:
         """Compiles both steps in threads. The train step takes longest, so it is traced before
         others slow the tracing.
         """
-        if "train_step" not in vars(self):
+        if "compiled_train_step" not in vars(self):
             self.lowered_train_step  # noqa: B018
         pool = ThreadPoolExecutor(2)
         compilations = [
-            pool.submit(lambda: self.train_step),
-            pool.submit(lambda: self.eval_step),
+            pool.submit(lambda: self.compiled_train_step),
+            pool.submit(lambda: self.compiled_eval_step),
         ]
         pool.shutdown(wait=False)
         if self._is_simulated:  # a program that runs during compilation could lack threads
@@ -222,16 +185,7 @@ class Program:
 
     @functools.cached_property
     def _traced_initialization(self) -> jax.stages.Traced:
-        def initialize(seed):
-            return init_state(
-                self.model,
-                self.objective,
-                self.optimizer,
-                seed,
-                self.multipliers,
-                self.config.train.ema,
-            )
-
+        initialize = functools.partial(init_state, self)
         jitted = jax.jit(initialize, out_shardings=self.shardings)
         return jitted.trace(self._abstract_number("uint32"))
 

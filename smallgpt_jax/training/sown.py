@@ -2,8 +2,13 @@
 
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
+
+from smallgpt_jax.models import LanguageModel
+from smallgpt_jax.models.context import Context
+from smallgpt_jax.run.state import TrainState
 
 # Variable collections that modules sow values into during training.
 SOWN = ("losses", "metrics", "layer_metrics", "loads")
@@ -34,3 +39,31 @@ def _named_values(collection) -> list[tuple[str, str, jax.Array]]:
         ("/".join(keys[:-1]), keys[-1], jnp.mean(jnp.stack(values), axis=0))
         for keys, values in passes.items()
     ]
+
+
+def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool:
+    """Returns whether the loss is a sum over rows: the model has no dropout, no state but the
+    biases of routers, which it only reads, and sows nothing but loads of experts, which are sums
+    over rows.
+
+    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. Other state
+    and sown values can depend on several rows together, for example the balance of a router.
+    """
+
+    def collections(params):
+        return model.apply(
+            {"params": params, "state": state.model_state},
+            batch.tokens_BxT1[:, :-1],
+            Context(train=True),
+            method="hidden",
+            mutable=["state", *SOWN],
+        )[1]
+
+    try:
+        sown = jax.eval_shape(collections, state.params)
+    except flax.errors.InvalidRngError:  # the model draws random numbers
+        return False
+    loads = flax.traverse_util.flatten_dict(sown.pop("loads", {}))
+    states = flax.traverse_util.flatten_dict(sown.pop("state", {}))
+    biases = {(*path[:-1], "bias") for path in loads}
+    return not jax.tree.leaves(sown) and states.keys() <= biases

@@ -42,6 +42,7 @@ from smallgpt_jax.training import messages, preemption
 from smallgpt_jax.training.branch import Branch, open_branch
 from smallgpt_jax.training.build import shared_program
 from smallgpt_jax.training.checks import check_processes, require_mask_token
+from smallgpt_jax.training.initial_state import restore_or_initialize
 from smallgpt_jax.training.loop import train_loop
 from smallgpt_jax.training.memory_errors import memory_errors_explained
 from smallgpt_jax.training.nonfinite import NonFiniteGuard
@@ -189,7 +190,7 @@ class Trainer:
         began, steps = time.monotonic(), self.config.train.steps
         is_trained = max(self.checkpoints.steps(), default=0) >= steps
         compilations = [] if is_trained else self.program.start_compilation()
-        state = self.program.restore_or_initialize(self.checkpoints, self.config.train.seed)
+        state = restore_or_initialize(self.program, self.checkpoints, self.config.train.seed)
         step = int(state.step)
         is_evaluated = self._is_evaluated(step)
         self.progress.message(
@@ -246,7 +247,7 @@ class Trainer:
         return distributed.from_primary(done)
 
     def _log_session(self, first_step: int, seconds: float) -> None:
-        memory_stats = self.program.train_step.memory_analysis()
+        memory_stats = self.program.compiled_train_step.memory_analysis()
         self.progress.message(messages.compilation_message(memory_stats, seconds))
         facts = messages.session_facts(self.program, self.pipeline, memory_stats, first_step)
         append_session(self.spool.workdir, facts)

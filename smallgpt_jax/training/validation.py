@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smallgpt_jax.models import LanguageModel, abstract_params
+from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.objectives.examples import Examples, row_keys
 from smallgpt_jax.objectives.objective import Objective, Outputs, forward
 from smallgpt_jax.ops.cross_entropy import most_probable
@@ -44,28 +44,20 @@ class EvaluationSums(NamedTuple):
     repeats: Repeats | None = None
 
 
-def eval_step(
-    trained,
-    model_state,
-    batch,
-    *,
-    model: LanguageModel,
-    objective: Objective,
-    microbatches: int,
-    counts_answers: bool = False,
-    measures_repeats: bool = False,
-) -> EvaluationSums:
-    """Returns the sums over a batch; `answers` and `repeats` are None unless they are asked for."""
+def eval_step(program, trained, model_state, batch) -> EvaluationSums:
+    """Returns the sums over a batch. `program`: see step.py; `trained`: `TrainState.evaluated`."""
+    config, objective = program.config, program.objective
+    has_answers, has_repeats = is_synthetic(config.data), config.train.eval_repeats
 
     def add_microbatch(sums: EvaluationSums, examples: Examples):
-        outputs = forward(model, params, model_state, examples)
+        outputs = forward(program.model, params, model_state, examples)
         answers = None
-        if counts_answers:
+        if has_answers:
             predictions_BxT = most_probable(
                 outputs.x_BxTxW, outputs.head_VxW, objective.loss_chunks
             )
             answers = count_right(predictions_BxT, examples.targets_BxT, examples.loss_mask_BxT)
-        repeats = repeats_of(outputs, examples, objective) if measures_repeats else None
+        repeats = repeats_of(outputs, examples, objective) if has_repeats else None
         of_microbatch = EvaluationSums(
             objective.cross_entropy(outputs, examples, examples.weights(1)),
             examples.num_targets,
@@ -75,16 +67,14 @@ def eval_step(
         )
         return jax.tree.map(jnp.add, sums, of_microbatch), None
 
-    abstract = {**abstract_params(model), **objective.abstract_heads()}
-    weights = gather_weights(
-        trained, {name: abstract[name] for name in trained}, model, objective, microbatches
-    )
-    params = objective.weights(weights)
+    params = objective.weights(gather_weights(program, trained))
     examples = objective.examples(batch, row_keys(jax.random.key(0), batch))
-    no_answers = Answers(*[jnp.int32(0)] * 3) if counts_answers else None
-    no_repeats = Repeats(jnp.float32(0), jnp.int32(0)) if measures_repeats else None
+    microbatches = split_microbatches(examples, config.train.microbatches)
+    no_answers = Answers(*[jnp.int32(0)] * 3) if has_answers else None
+    no_repeats = Repeats(jnp.float32(0), jnp.int32(0)) if has_repeats else None
     zeros = EvaluationSums(jnp.float32(0), jnp.int32(0), jnp.int32(0), no_answers, no_repeats)
-    return jax.lax.scan(add_microbatch, zeros, split_microbatches(examples, microbatches))[0]
+    sums, _ = jax.lax.scan(add_microbatch, zeros, microbatches)
+    return sums
 
 
 def repeats_of(outputs: Outputs, examples: Examples, objective: Objective) -> Repeats:

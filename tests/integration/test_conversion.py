@@ -20,7 +20,7 @@ import pytest
 from conftest import build, call, forward, init, load_config, save_run
 from conversion_helpers import GPT2, export, load_in_torch, random_tokens
 from data_helpers import prepare_store
-from run_helpers import SMALL, assert_bitwise_equal
+from run_helpers import SMALL, assert_bitwise_equal, program_of
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import gpt2, gpt_variations, hugging_face, tokenizer_files
@@ -29,7 +29,6 @@ from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.pgpt import with_paths
-from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.workdir import ImportedModel, write_imported
@@ -581,14 +580,7 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     # Training starts from the imported weights, so the first loss is theirs.
     config = read_config(folder)
     batch = trainer.open_pipeline(config, on_one_device(config)).train_batches[0]
-    sums = eval_step(
-        with_large_embedding(init(model)),
-        {},
-        batch,
-        model=model,
-        objective=Objective(),
-        microbatches=1,
-    )
+    sums = eval_step(program_of(model), with_large_embedding(init(model)), {}, batch)
     expected = sums.loss / sums.counted
     assert losses[0] == pytest.approx(float(expected), rel=1e-4) and expected > 7
     assert read_config(folder).model.activation == "gelu_tanh"

@@ -419,7 +419,7 @@ def test_rows_do_not_move_between_devices(microbatches):
     no tokens.
     """
     program, _ = compiled_program(8, **mesh(data=8), train__microbatches=microbatches)
-    traffic = hlo.HloModule(program.train_step.as_text()).collectives()
+    traffic = hlo.HloModule(program.compiled_train_step.as_text()).collectives()
     stored = [
         x
         for x in jax.tree.leaves(program.abstract_state.params)

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 from conftest import build, init, load_config
+from run_helpers import program_of
 
 from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.optimizer import make_optimizer
 from smallgpt_jax.run.state import TrainState
@@ -33,17 +33,12 @@ def make_step(optimizer, learning_rate):
     params = init(model)
     state = TrainState(jnp.int32(0), params, optimizer.init(params))
 
+    program = program_of(model, optimizer=optax.with_extra_args_support(optimizer))
+
     @jax.jit
     def step(state, batch):
-        return train_step(
-            state,
-            batch,
-            Hyperparameters(jnp.uint32(0), learning_rate, 0.1),
-            model=model,
-            objective=Objective(),
-            optimizer=optax.with_extra_args_support(optimizer),
-            microbatches=1,
-        )
+        hyperparameters = Hyperparameters(jnp.uint32(0), learning_rate, 0.1)
+        return train_step(program, state, batch, hyperparameters)
 
     return state, step
 
@@ -89,7 +84,7 @@ def test_the_learning_rate_follows_the_steps():
     )
     config = load_config("gpt", **schedule)
     program = build_program(config, jax.devices()[:1])
-    vars(program)["train_step"] = lambda state, batch, hyperparameters: hyperparameters
+    vars(program)["compiled_train_step"] = lambda state, batch, hyperparameters: hyperparameters
     step = program.bind(config)
     state = TrainState(jnp.int32(0), {}, optax.ScaleByAdamState(jnp.int32(0), {}, {}))
     rates = [

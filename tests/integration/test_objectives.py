@@ -21,6 +21,7 @@ from run_helpers import (
     assert_equal,
     config_for,
     losses_in,
+    program_of,
     read_untimed_metrics,
     start_from,
     state_of,
@@ -44,6 +45,7 @@ from smallgpt_jax.run import workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.initial_state import restore_or_initialize
 from smallgpt_jax.training.step import microbatch_loss
 from smallgpt_jax.training.trainer import open_pipeline, train
 from smallgpt_jax.training.validation import eval_step, evaluate
@@ -223,7 +225,7 @@ def test_imported_models_get_initial_heads(tmp_path):
     imported = workdir.ImportedModel(program.model, params, tokenizer)
     workdir.write_imported(tmp_path / "run", imported, {})
     checkpoints = Checkpoints(tmp_path / "run" / workdir.CHECKPOINT_FOLDER)
-    state = program.restore_or_initialize(checkpoints, SEED)
+    state = restore_or_initialize(program, checkpoints, SEED)
     assert_equal(state.params, params)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6),
@@ -282,7 +284,7 @@ def test_validation_uses_the_examples_but_no_terms():
     params, tokens = init(model), BATCH.tokens_BxT1[:4, :17]
     batch = Batch(tokens, None, np.tile([[True], [False], [True], [True]], (1, 16)))
     objective = Objective(2, z_loss=1.0, examples=later, terms={"term": Term(weight=1.0)})
-    sums = eval_step(params, {}, batch, model=model, objective=objective, microbatches=2)
+    sums = eval_step(program_of(model, objective, microbatches=2), params, {}, batch)
     log_p = np.asarray(jax.nn.log_softmax(forward(model, params, tokens[:, :-1])))[[0, 2, 3], :15]
     assert sums.counted == 3 * 15
     assert float(sums.loss) == pytest.approx(
@@ -297,20 +299,8 @@ def test_with_prefixes_of_length_zero_the_loss_is_causal_bit_for_bit():
 
     @jax.jit
     def loss_and_gradients(params, examples):
-        return jax.value_and_grad(
-            lambda params: microbatch_loss(
-                params,
-                {},
-                0,
-                examples,
-                model=model,
-                objective=Objective(),
-                constants=None,
-                step_key=jax.random.key(0),
-                total=examples.num_targets,
-                microbatches=1,
-            )[0]
-        )(params)
+        loss = microbatch_loss(program_of(model), jax.random.key(0), examples.num_targets)
+        return jax.value_and_grad(lambda params: loss(params, {}, 0, examples)[0])(params)
 
     causal, prefixed, other = (
         loss_and_gradients(init(model), examples)
@@ -336,9 +326,7 @@ def test_the_loss_of_masked_tokens():
     )
     params, batch = init(model), Batch(BATCH.tokens_BxT1[:4, :17])
     objective = make_objective(TrainConfig(objective="masked", loss_chunks=1), model)
-    sums = jax.jit(functools.partial(eval_step, model=model, objective=objective, microbatches=1))(
-        params, {}, batch
-    )
+    sums = jax.jit(functools.partial(eval_step, program_of(model, objective)))(params, {}, batch)
     examples = objective.examples(batch, row_keys(jax.random.key(0), batch))
     logits = np.array(
         [plain_logits(model.config, params, row) for row in np.asarray(examples.inputs_BxT)]
@@ -402,11 +390,10 @@ def test_the_loss_of_answers_after_prompts_is_that_of_evaluate():
             text[1:],
             True,
         )
-    sums = jax.jit(
-        functools.partial(
-            eval_step, model=program.model, objective=program.objective, microbatches=1
-        )
-    )(params, {}, Batch(tokens, segments, counted, targets))
+    evaluate_batch = jax.jit(
+        functools.partial(eval_step, program_of(program.model, program.objective))
+    )
+    sums = evaluate_batch(params, {}, Batch(tokens, segments, counted, targets))
     scorer = Scorer(program.model, params, devices=jax.devices()[:1])
     scores = dict(scorer.score([TokenSequence(text.tolist(), answer) for text in texts]))
     assert sums.counted == 2 * answer
@@ -415,9 +402,7 @@ def test_the_loss_of_answers_after_prompts_is_that_of_evaluate():
     )
     causal = Objective().examples(Batch(tokens, segments, counted, targets), None)
     assert causal.prefix_BxT is None  # without prefixes, the loss is another one
-    other = eval_step(
-        params, {}, causal.batch, model=program.model, objective=Objective(), microbatches=1
-    )
+    other = eval_step(program_of(program.model), params, {}, causal.batch)
     assert abs(float(other.loss) - float(sums.loss)) > 1e-3
 
 

@@ -15,6 +15,7 @@ import optax
 import pytest
 from conftest import ARCHITECTURES, build, forward, load_config
 from data_helpers import random_store
+from run_helpers import program_of
 
 from smallgpt_jax import models
 from smallgpt_jax.data.corpus import open_mixture
@@ -108,15 +109,13 @@ def test_loss_is_the_mean_over_targets_in_the_mask():
     log_probabilities = jax.nn.log_softmax(forward(model, params, tokens[:, :-1]))
     losses = -np.take_along_axis(log_probabilities, targets[..., None], axis=2)[..., 0]
 
-    batch, options = (
-        Batch(tokens, None, mask, targets),
-        dict(model=model, objective=Objective(2), microbatches=2),
-    )
-    sums = jax.jit(functools.partial(eval_step, **options))(params, {}, batch)
+    batch = Batch(tokens, None, mask, targets)
+    optimizer = optax.with_extra_args_support(optax.scale_by_schedule(lambda count: -0.1))
+    program = program_of(model, Objective(2), optimizer, microbatches=2)
+    sums = jax.jit(functools.partial(eval_step, program))(params, {}, batch)
     assert float(sums.loss) == pytest.approx(float(losses[mask].sum()), rel=1e-5)
     assert sums.counted == sums.targets == mask.sum()
-    optimizer = optax.with_extra_args_support(optax.scale_by_schedule(lambda count: -0.1))
-    step = functools.partial(train_step, optimizer=optimizer, **options)
+    step = functools.partial(train_step, program)
     state = TrainState(jnp.int32(0), params, optimizer.init(params))
     _, metrics = jax.jit(step)(state, batch, Hyperparameters(np.uint32(0), 0.1, 0.0))
     assert float(metrics["loss"]) == pytest.approx(float(losses[mask].mean()), rel=1e-5)

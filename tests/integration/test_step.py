@@ -13,7 +13,7 @@ import pytest
 from conftest import ARCHITECTURES, build, forward, init, load_config
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
-from run_helpers import start_from
+from run_helpers import program_of, start_from
 
 from smallgpt_jax import models
 from smallgpt_jax.data.packing import Batch
@@ -198,7 +198,7 @@ def test_data_parallel_traffic_is_weights_and_gradients(microbatches):
     compiler has no reduce-scatters.
     """
     program, _ = compiled_program("gpt", 8, **mesh(data=8), train__microbatches=microbatches)
-    traffic = hlo.HloModule(program.train_step.as_text()).collectives()
+    traffic = hlo.HloModule(program.compiled_train_step.as_text()).collectives()
     params = jax.tree.leaves(models.abstract_params(program.model))
     scales = 4 * sum(p.size for p in params if p.name == "scale")
     matrices = 4 * sum(p.size for p in params) - scales
@@ -227,15 +227,8 @@ def test_gradients_are_divided_like_the_stored_weights():
         program.abstract_batch(),
         Hyperparameters(jax.ShapeDtypeStruct((), "uint32"), number, number),
     )
-    step = functools.partial(
-        train_step,
-        model=program.model,
-        objective=program.objective,
-        optimizer=program.optimizer,
-        microbatches=1,
-    )
     with sharding.use_mesh(program.mesh):
-        equations = jax.make_jaxpr(step)(*inputs).jaxpr.eqns
+        equations = jax.make_jaxpr(functools.partial(train_step, program))(*inputs).jaxpr.eqns
     constraints = [x for x in equations if x.primitive.name == "sharding_constraint"]
     specs = [tuple(x.params["sharding"].spec) for x in constraints]
     assert specs == [tuple(x.spec) for x in jax.tree.leaves(program.shardings.params)]
@@ -252,7 +245,7 @@ def test_frozen_weights_are_whole_on_each_device(fields):
         train__microbatches=2,
         **{f"optimizer__{name}": value for name, value in fields.items()},
     )
-    traffic = hlo.HloModule(program.train_step.as_text()).collectives()
+    traffic = hlo.HloModule(program.compiled_train_step.as_text()).collectives()
     trained = program.shardings.trained
     divided = jax.tree.map(lambda s: "data" in s.spec, trained)
     sizes = jax.tree.map(lambda x: 4 * x.size, program.abstract_state.trained)
@@ -268,7 +261,7 @@ def test_fsdp_gathers_weights_but_not_the_embedding():
     """
     program, _ = compiled_program("gpt", 8, **mesh(fsdp=8))
     traffic, params = (
-        hlo.HloModule(program.train_step.as_text()).collectives(),
+        hlo.HloModule(program.compiled_train_step.as_text()).collectives(),
         models.abstract_params(program.model),
     )
     matrices = sum(p.size for p in jax.tree.leaves(params) if p.name != "scale")
@@ -350,7 +343,7 @@ def test_bfloat16_gradients_match_float32():
     for dtype in ("float32", "bfloat16"):
         model = build("gpt", dtype=dtype, num_layers=2)
         params = init(model)
-        total = functools.partial(eval_step, model=model, objective=Objective(), microbatches=1)
+        total = functools.partial(eval_step, program_of(model))
         gradients[dtype] = jax.jit(jax.grad(lambda *arguments, f=total: f(*arguments).loss))(
             params, {}, Batch(tokens)
         )
@@ -368,11 +361,8 @@ def test_evaluation_excludes_masked_targets():
     tokens = np.random.default_rng(0).integers(0, 257, (4, 65))
 
     def evaluate(batch, loss_chunks, microbatches):
-        return jax.jit(
-            functools.partial(
-                eval_step, model=model, objective=Objective(loss_chunks), microbatches=microbatches
-            )
-        )(params, {}, batch)
+        program = program_of(model, Objective(loss_chunks), microbatches=microbatches)
+        return jax.jit(functools.partial(eval_step, program))(params, {}, batch)
 
     all_targets = np.ones((1, 64), bool)
     rows = [
@@ -391,7 +381,7 @@ def test_microbatches_save_memory_in_evaluation():
             "gpt", **{**SMALL, "train__batch_size": 64}, train__microbatches=microbatches
         )
         program = build_program(config, jax.devices()[:1])
-        return program.eval_step.memory_analysis().temp_size_in_bytes
+        return program.compiled_eval_step.memory_analysis().temp_size_in_bytes
 
     assert temporaries(8) < temporaries(1) / 4
 

@@ -46,8 +46,8 @@ def optimized(monkeypatch):
     compiled = functools.cached_property(
         lambda program: program.lowered_train_step.compile({"xla_backend_optimization_level": 1})
     )
-    compiled.__set_name__(Program, "train_step")
-    monkeypatch.setattr(Program, "train_step", compiled)
+    compiled.__set_name__(Program, "compiled_train_step")
+    monkeypatch.setattr(Program, "compiled_train_step", compiled)
 
 
 @pytest.mark.slow
@@ -312,7 +312,7 @@ def test_out_of_memory_message(text_file, tmp_path, monkeypatch):
         def fail(program):
             raise jax.errors.JaxRuntimeError(report)
 
-        monkeypatch.setattr(Program, "train_step", property(fail))
+        monkeypatch.setattr(Program, "compiled_train_step", property(fail))
         with pytest.raises(raised) as error:
             train(config_for(text_file), str(tmp_path / "run"))
         return str(error.value)

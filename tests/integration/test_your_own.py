@@ -199,7 +199,7 @@ def test_own_losses_metrics_and_state():
     """
     rows = Batch(np.random.default_rng(0).integers(0, 257, (4, 65), np.int32))
     plain, found = (
-        build_program(own_config("gpt", train__batch_size=4), jax.devices()[:1]).eval_step,
+        build_program(own_config("gpt", train__batch_size=4), jax.devices()[:1]).compiled_eval_step,
         [],
     )
     for scan, microbatches, devices in ((True, 1, 1), (False, 2, 2)):

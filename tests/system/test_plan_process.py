@@ -33,8 +33,8 @@ def test_memory_matches_the_compiled_steps():
     assert result.returncode == 0, result.stderr
     planned = json.loads(result.stdout)
     program = build_program(load_config("gpt", **FIELDS), jax.devices()[:8])
-    memory_stats = program.train_step.memory_analysis()
-    eval_needs = program.eval_step.memory_analysis()
+    memory_stats = program.compiled_train_step.memory_analysis()
+    eval_needs = program.compiled_eval_step.memory_analysis()
     assert planned["temp_bytes"] == pytest.approx(memory_stats.temp_size_in_bytes, rel=0.1)
     assert planned["argument_bytes"] == memory_stats.argument_size_in_bytes
     assert planned["eval_temp_bytes"] == pytest.approx(eval_needs.temp_size_in_bytes, rel=0.1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import build, init
 from float64_model import plain_attention, plain_blocks, plain_mlp, plain_norm
+from run_helpers import program_of
 from scipy.special import log_softmax, softmax
 
 from smallgpt_jax.data.packing import Batch
@@ -201,18 +202,9 @@ def test_with_weight_zero_the_gradients_are_those_of_the_plain_model():
     heads = {name: random_parameters(term) for name, term in terms.items()}
 
     def loss(trained, terms):
-        return microbatch_loss(
-            trained,
-            {},
-            0,
-            EXAMPLES,
-            model=model,
-            objective=Objective(terms=terms),
-            constants=None,
-            step_key=jax.random.key(0),
-            total=ROWS * TIME,
-            microbatches=1,
-        )[0]
+        program = program_of(model, Objective(terms=terms))
+        loss_function = microbatch_loss(program, jax.random.key(0), ROWS * TIME)
+        return loss_function(trained, {}, 0, EXAMPLES)[0]
 
     @jax.jit
     def gradients(trained, weight):

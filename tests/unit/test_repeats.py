@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, init
+from run_helpers import program_of
 
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.objectives.objective import Objective
@@ -47,15 +48,8 @@ def test_loss_of_repeats_in_validation():
     params = init(model)
     mask_BxT = np.arange(32) < 25
     batch = Batch(jnp.asarray(TOKENS), None, jnp.broadcast_to(mask_BxT, (6, 32)), None)
-    sums = eval_step(
-        {**params},
-        {},
-        batch,
-        model=model,
-        objective=Objective(loss_chunks=2),
-        microbatches=2,
-        measures_repeats=True,
-    )
+    program = program_of(model, Objective(loss_chunks=2), microbatches=2, eval_repeats=True)
+    sums = eval_step(program, {**params}, {}, batch)
     logits_BxTxV = model.apply({"params": params}, TOKENS[:, :-1])
     losses_BxTxV = -jax.nn.log_softmax(logits_BxTxV)
     losses_BxT = np.take_along_axis(np.asarray(losses_BxTxV), TOKENS[:, 1:, None], 2)[..., 0]

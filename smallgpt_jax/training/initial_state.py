@@ -1,0 +1,48 @@
+"""The first state of a run or of a session: initialized, or restored from a checkpoint.
+
+`program` is a `Program`.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from smallgpt_jax.models import init_variables
+from smallgpt_jax.optim.transfer import scale_initial
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.state import TrainState
+
+
+def init_state(program, seed) -> TrainState:
+    """A pure function, which `Program.initial_state` compiles."""
+    variables = init_variables(program.model, seed)
+    params = scale_initial(variables["params"], program.multipliers)
+    heads = _init_heads(program, seed)
+    return TrainState(
+        step=jnp.int32(0),
+        params=params,
+        opt_state=program.optimizer.init({**params, **heads}),
+        model_state=variables.get("state", {}),
+        heads=heads,
+        ema=jax.tree.map(jnp.copy, params) if program.config.train.ema else {},
+    )
+
+
+def _init_heads(program, seed):
+    return scale_initial(program.objective.init_heads(seed), program.multipliers)
+
+
+def restore_or_initialize(program, checkpoints: Checkpoints, seed: int) -> TrainState:
+    """The checkpoint of an imported model has neither heads, optimizer state nor average; they are
+    initialized.
+    """
+    state = checkpoints.restore_latest(program.abstract_state) or program.initial_state(seed)
+    if state.opt_state is not None:
+        return state
+    shardings = program.shardings
+    heads = jax.jit(lambda: _init_heads(program, seed), out_shardings=shardings.heads)()
+    state = state._replace(heads=heads)
+    init_optimizer = jax.jit(program.optimizer.init, out_shardings=shardings.opt_state)
+    state = state._replace(opt_state=init_optimizer(state.trained))
+    if program.config.train.ema:
+        state = state._replace(ema=jax.tree.map(jnp.copy, state.params))
+    return state

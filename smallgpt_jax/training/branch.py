@@ -119,5 +119,7 @@ def _require_trunk(folder: Path, config: Config, step: int) -> None:
 def _fields_in_decay() -> set[str]:
     """Returns the fields that affect only the steps after the start of the decay."""
     return {
-        f"{name}.{field}" for name, group in GROUPS.items() for field in group.names(**IN_DECAY)
+        f"{name}.{field}"
+        for name, group in GROUPS.items()
+        for field in group.field_names(**IN_DECAY)
     }

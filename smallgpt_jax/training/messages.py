@@ -17,7 +17,7 @@ from smallgpt_jax.models.flops import train_cost
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
-from smallgpt_jax.run.logger import evaluation_message
+from smallgpt_jax.run.logger import Units, evaluation_message
 from smallgpt_jax.run.metrics import answers_in, sample_lines
 from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
 from smallgpt_jax.storage.paths import as_path
@@ -111,6 +111,12 @@ def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_
 def processor_facts() -> dict[str, dict]:
     """Returns {"processor": its identity} on CPUs, whose bits and speed depend on it, else {}."""
     return {"processor": processor_identity()} if jax.default_backend() == "cpu" else {}
+
+
+def log_units(program: Program, pipeline: DataPipeline) -> Units:
+    is_masked = program.config.train.objective == "masked"
+    bytes_per_token = math.nan if is_masked else pipeline.corpus.bytes_per_token("validation")
+    return Units(pipeline.tokens_per_step, bytes_per_token, peak_tokens_per_second(program))
 
 
 def peak_tokens_per_second(program: Program) -> float | None:

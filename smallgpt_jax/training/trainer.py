@@ -3,24 +3,17 @@
 import contextlib
 import dataclasses
 import functools
-import json
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 from ml_collections import ConfigDict
 
-from smallgpt_jax import models
 from smallgpt_jax.data.batches import read_ahead
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import DataPipeline
-from smallgpt_jax.data.pipeline import open_pipeline as open_data
-from smallgpt_jax.devices import distributed, sharding
+from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import DivergenceError, UserError
-from smallgpt_jax.models.causality_check import check_causality
-from smallgpt_jax.models.kernel_check import check_attention_kernels, check_recurrence_kernels
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import trackers
 from smallgpt_jax.run.checkpoint import Checkpoints
@@ -28,7 +21,7 @@ from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.completion import is_evaluated
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.curves import save_curves
-from smallgpt_jax.run.logger import Logger, Units
+from smallgpt_jax.run.logger import Logger
 from smallgpt_jax.run.metrics import MetricsWriter
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE, TRACKER_FILE
 from smallgpt_jax.run.profiler import Profiler
@@ -36,19 +29,17 @@ from smallgpt_jax.run.progress import RunProgress
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.spool import Spool, open_spool
 from smallgpt_jax.run.state import TrainState
-from smallgpt_jax.run.workdir import check_workdir, config_in_workdir, open_workdir
+from smallgpt_jax.run.workdir import open_workdir
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training import messages, preemption
-from smallgpt_jax.training.branch import Branch, open_branch
-from smallgpt_jax.training.build import shared_program
-from smallgpt_jax.training.checks import check_processes, require_mask_token
 from smallgpt_jax.training.initial_state import restore_or_initialize
 from smallgpt_jax.training.loop import train_loop
 from smallgpt_jax.training.memory_errors import memory_errors_explained
 from smallgpt_jax.training.nonfinite import NonFiniteGuard
+from smallgpt_jax.training.opening import check_run, open_pipeline
 from smallgpt_jax.training.preemption import StopRequest
 from smallgpt_jax.training.program import Program
-from smallgpt_jax.training.validation import Evaluation, evaluate
+from smallgpt_jax.training.validation import evaluate_all
 from smallgpt_jax.training.watchdog import Watchdog
 
 
@@ -80,7 +71,7 @@ def open_trainer(
     clock = RunClock()
     folder = as_path("--workdir", workdir)
     with best_effort("stdout"), preemption.handle_signals(exits=exits) as stop:
-        config, branch, program = _check_run(config, folder)
+        config, branch, program = check_run(config, folder)
         progress = RunProgress(config.train.steps)
         pipeline = open_pipeline(config, program, corpus)
         if branch:
@@ -95,49 +86,6 @@ def open_trainer(
                 Watchdog(clock, config.train.stall_seconds),
             ):
                 yield Trainer(config, program, pipeline, spool, progress, stop, clock)
-
-
-def _check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch | None, Program]:
-    """Checks the config, the workdir and the devices. Writes nothing."""
-    check_processes(folder)
-    config = config_in_workdir(config, folder)
-
-    def check() -> Branch | None:
-        check_workdir(folder, config)
-        return open_branch(folder, config)
-
-    branch = distributed.run_on_primary(check)
-    distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
-    program = shared_program(config)
-    if program.teacher:  # it has the step of its newest checkpoint, if the config gives none
-        config = config.replace(train={"teacher_step": program.teacher.step})
-    distributed.require_equal("config.train.teacher_step", f"{config.train.teacher_step}")
-    trackers.require_installed(config.train.tracker)
-    check_attention_kernels(program.model, program.mesh, config.data.separate_documents)
-    check_recurrence_kernels(program.model, program.mesh)
-    if models.custom_classes(config.model):
-        state = jax.block_until_ready(program.initial_state(config.train.seed))
-        with sharding.use_mesh(program.mesh):
-            check_causality(
-                program.model, state.params, state.model_state, config.data.separate_documents
-            )
-    return config, branch, program
-
-
-def open_pipeline(
-    config: ConfigDict | Config, program: Program, corpus: Corpus | None = None
-) -> DataPipeline:
-    """Raises UserError if the text does not suit the model."""
-    config = Config.of(config)
-    pipeline = open_data(
-        program.mesh, config.data, config.model, config.train, config.data_seed, corpus
-    )
-    if program.teacher:
-        program.teacher.check_tokenizer(pipeline.corpus.tokenizer)
-    if config.train.objective == "masked":
-        require_mask_token(config.model, pipeline.corpus.tokenizer)
-        return pipeline.with_vocab_size()
-    return pipeline
 
 
 @contextlib.contextmanager
@@ -221,26 +169,11 @@ class Trainer:
         """On a stop request, returns False without logging."""
         eval_step = functools.partial(self.program.evaluate, state.evaluated, state.model_state)
         with self.clock.during("evaluate"):
-            evaluation = self._evaluate(eval_step)
+            evaluation = evaluate_all(eval_step, self.pipeline, self.stop.is_requested_anywhere)
         if evaluation is None:
             return False
         self.logger.log_evaluation(step, *evaluation)
         return True
-
-    def _evaluate(self, eval_step) -> Evaluation | None:
-        """Also measures the answers at the further lengths of a probe. Returns None if stopped."""
-        to_devices, is_stopped = self.pipeline.to_devices, self.stop.is_requested_anywhere
-        batches = map(to_devices, self.pipeline.validation_batches)
-        evaluation = evaluate(eval_step, batches, is_stopped)
-        for length, test_batches in self.pipeline.test_batches.items():
-            if evaluation is None:
-                return None
-            at_length = evaluate(eval_step, map(to_devices, test_batches), is_stopped)
-            if at_length is None:
-                return None
-            for name, value in at_length.measures.items():
-                evaluation.measures[f"{name}_at_{length}"] = value
-        return evaluation
 
     def _is_evaluated(self, step: int) -> bool:
         done = is_evaluated(self.spool.workdir, self.config, self.pipeline.corpus, step)
@@ -268,18 +201,12 @@ class Trainer:
             config.to_dict(),
             log=log,
         )
-        is_masked = config.train.objective == "masked"
-        units = Units(
-            self.pipeline.tokens_per_step,
-            math.nan if is_masked else self.pipeline.corpus.bytes_per_token("validation"),
-            messages.peak_tokens_per_second(self.program),
-        )
         writer = MetricsWriter(self.spool.folder, first_step, log, start_tracker)
         return Logger(
             writer,
             self.progress,
             self.clock,
-            units,
+            messages.log_units(self.program, self.pipeline),
             config.train.log_every,
             self.checkpoints.unlogged_losses,
         )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from smallgpt_jax.data.config import is_synthetic
+from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.objectives.examples import Examples, row_keys
 from smallgpt_jax.objectives.objective import Objective, Outputs, forward
 from smallgpt_jax.ops.cross_entropy import most_probable
@@ -114,6 +115,23 @@ def evaluate(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -
         measures[LOSS_OF_REPEATS] = float(total.repeats.loss) / total.repeats.counted
     loss = float(total.loss) / total.counted if total.counted else math.nan
     return Evaluation(loss, total.targets, measures)
+
+
+def evaluate_all(
+    eval_step: Callable, pipeline: DataPipeline, is_stopped: Callable
+) -> Evaluation | None:
+    """Also measures the answers at the further lengths of a probe. Returns None if stopped."""
+    batches = map(pipeline.to_devices, pipeline.validation_batches)
+    evaluation = evaluate(eval_step, batches, is_stopped)
+    for length, test_batches in pipeline.test_batches.items():
+        if evaluation is None:
+            return None
+        at_length = evaluate(eval_step, map(pipeline.to_devices, test_batches), is_stopped)
+        if at_length is None:
+            return None
+        for name, value in at_length.measures.items():
+            evaluation.measures[f"{name}_at_{length}"] = value
+    return evaluation
 
 
 def to_python(number):

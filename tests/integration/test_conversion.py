@@ -32,7 +32,7 @@ from smallgpt_jax.models.pgpt import with_paths
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.workdir import ImportedModel, write_imported
-from smallgpt_jax.training import trainer
+from smallgpt_jax.training import opening
 from smallgpt_jax.training.build import shared_program
 from smallgpt_jax.training.validation import eval_step
 
@@ -546,7 +546,7 @@ def with_large_embedding(params):
 @pytest.mark.slow
 def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     on_one_device = functools.partial(shared_program, devices=jax.devices()[:1])
-    monkeypatch.setattr(trainer, "shared_program", on_one_device)
+    monkeypatch.setattr(opening, "shared_program", on_one_device)
     model = build("gpt", **GPT2, num_layers=2, d_model=32, context_length=32)
     theirs = export(
         tmp_path / "theirs", model, with_large_embedding(init(model)), tokenizers.Bytes()
@@ -579,7 +579,7 @@ def test_an_imported_model_is_trained_further(text_file, tmp_path, monkeypatch):
     assert len(losses) == 3
     # Training starts from the imported weights, so the first loss is theirs.
     config = read_config(folder)
-    batch = trainer.open_pipeline(config, on_one_device(config)).train_batches[0]
+    batch = opening.open_pipeline(config, on_one_device(config)).train_batches[0]
     sums = eval_step(program_of(model), with_large_embedding(init(model)), {}, batch)
     expected = sums.loss / sums.counted
     assert losses[0] == pytest.approx(float(expected), rel=1e-4) and expected > 7

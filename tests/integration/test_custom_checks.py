@@ -13,7 +13,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import loading
 from smallgpt_jax.inference.decoding_check import ragged_calls
 from smallgpt_jax.models.context import Context, cache_variable
-from smallgpt_jax.training import trainer
+from smallgpt_jax.training import opening, trainer
 from smallgpt_jax.training.trainer import train
 
 pytestmark = pytest.mark.slow
@@ -160,7 +160,7 @@ def test_mixers_that_see_what_they_may_are_trained(mixer, fields, text_file, tmp
 
 def test_built_in_models_are_not_checked(text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "open_pipeline", lambda *_: (_ for _ in ()).throw(Reached()))
-    monkeypatch.setattr(trainer, "check_causality", None)
+    monkeypatch.setattr(opening, "check_causality", None)
     with pytest.raises(Reached):
         train(load_config("gpt", data__source=str(text_file)), str(tmp_path / "run"))
 

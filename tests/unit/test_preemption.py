@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from smallgpt_jax.errors import StoppedError
-from smallgpt_jax.training import preemption, trainer
+from smallgpt_jax.training import opening, preemption, trainer
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_request_before_the_run_is_not_lost_in_a_callback(exits, monkeypatch, 
         wait_for(lambda: exits)
         raise Interrupted
 
-    monkeypatch.setattr(trainer, "config_in_workdir", check)
+    monkeypatch.setattr(opening, "config_in_workdir", check)
     with pytest.raises(Interrupted):
         trainer.train(None, str(tmp_path / "run"))
     assert exits == [130]

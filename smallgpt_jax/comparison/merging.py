@@ -173,9 +173,9 @@ def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
     Fields that are newer than the run have their defaults. Values are as JSON stores them.
     """
     others = {"train.seed", "data.store", "data.mixture"}
-    others |= {f"data.{name}" for name in DataConfig.names(in_store=True)}
+    others |= {f"data.{name}" for name in DataConfig.field_names(in_store=True)}
     for name, group in GROUPS.items():
-        others |= {f"{name}.{field}" for field in group.names(fixed_by=None)}
+        others |= {f"{name}.{field}" for field in group.field_names(fixed_by=None)}
     others.discard("train.steps")
     return {
         field: value

@@ -218,8 +218,8 @@ def _validate_held_out(config: ConfigDict) -> None:
 
 def _require_same_text(runs: dict[str, ConfigDict]) -> None:
     fields = (
-        *DataConfig.names(in_store=True),
-        *DataConfig.names(of_probe=True),
+        *DataConfig.field_names(in_store=True),
+        *DataConfig.field_names(of_probe=True),
         "store",
         "mixture",
     )

@@ -163,13 +163,14 @@ class ConfigGroup:
         )
 
     @classmethod
-    def names(cls, **metadata) -> tuple[str, ...]:
-        """Returns the names of the fields with this metadata. `fixed_by` is the group `model` or
-        "run" by default.
+    def field_names(cls, **metadata) -> tuple[str, ...]:
+        """Returns the fields with this metadata. `fixed_by` is "model" in the group `model` and
+        "run" elsewhere, unless the field says otherwise.
         """
 
         def matches(field: dataclasses.Field) -> bool:
-            marks = {"fixed_by": "model" if cls.GROUP == "model" else "run", **field.metadata}
+            default = "model" if cls.GROUP == "model" else "run"
+            marks = {"fixed_by": default, **field.metadata}
             return all(marks.get(name) == value for name, value in metadata.items())
 
         return tuple(field.name for field in dataclasses.fields(cls) if matches(field))
@@ -179,12 +180,8 @@ class ConfigGroup:
 
     def compiled_part(self) -> Self:
         """Groups with equal parts have equal compiled steps."""
-        return self.replace(
-            **{
-                name: NotCompiled(f"config.{self.GROUP}.{name}")
-                for name in self.names(compiled=False)
-            }
-        )
+        fields = self.field_names(compiled=False)
+        return self.replace(**{name: NotCompiled(f"config.{self.GROUP}.{name}") for name in fields})
 
     def validate(self) -> None:
         """Raises UserError for invalid values."""

@@ -103,7 +103,7 @@ def training_fields() -> set[str]:
     """Returns the fields of our configs that do not change the function that a trained model
     computes.
     """
-    return {*ModelConfig.names(fixed_by="run"), *ModelConfig.names(fixed_by=None)}
+    return {*ModelConfig.field_names(fixed_by="run"), *ModelConfig.field_names(fixed_by=None)}
 
 
 def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:

@@ -118,7 +118,7 @@ def to_config(config: ModelConfig) -> dict:
 
 def from_config(theirs: ConfigJson) -> dict:
     their_names = {name: name for name in known_fields()} | _RENAMED_FIELDS
-    shared = ModelConfig.names()
+    shared = ModelConfig.field_names()
     fields = {}
     for name, their_name in their_names.items():
         if their_name not in theirs.fields:

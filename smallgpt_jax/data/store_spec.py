@@ -126,7 +126,7 @@ class StoreSpec:
         """
         return [
             self.made_from[name]
-            for name in DataConfig.names(in_store=True, **marks)
+            for name in DataConfig.field_names(in_store=True, **marks)
             if (name, self.made_from[name]) not in ADDED
         ]
 

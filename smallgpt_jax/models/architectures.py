@@ -28,14 +28,14 @@ ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
 
 def find_architecture(name: str):
     where = f"config.model.architecture={short_repr(name)}"
-    trunk = find_named(name, ARCHITECTURES, where)
-    config_class = getattr(trunk, "Config", None)
+    architecture = find_named(name, ARCHITECTURES, where)
+    config_class = getattr(architecture, "Config", None)
     if not (isinstance(config_class, type) and issubclass(config_class, ModelConfig)):
         raise UserError(
             f"{where}: the class needs a class attribute Config; set it to "
             "smallgpt_jax.models.ModelConfig or a subclass of it"
         )
-    return trunk
+    return architecture
 
 
 def field_names(architecture: str) -> tuple[str, ...]:

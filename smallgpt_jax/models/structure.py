@@ -96,7 +96,7 @@ def _trace_mixers(model: LanguageModel, parts: tuple):
     """
     traced = {}
 
-    def record(call, arguments, keywords, method):
+    def note_mixer(call, arguments, keywords, method):
         module = method.module
         *outer, name = module.path or ("",)
         if isinstance(module, Attention) or (name == "mixer" and "mixer" not in outer):
@@ -104,7 +104,7 @@ def _trace_mixers(model: LanguageModel, parts: tuple):
         return call(*arguments, **keywords)
 
     tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")
-    with nn.intercept_methods(record):
+    with nn.intercept_methods(note_mixer):
         jax.eval_shape(model.init, jax.random.key(0), tokens)
     return traced
 

@@ -171,7 +171,9 @@ def read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfi
 def changed_fields(teacher: models.ModelConfig, student: models.ModelConfig) -> dict[str, tuple]:
     """Returns {field: (teacher's value, student's value)}."""
     there, here = dataclasses.asdict(teacher), dataclasses.asdict(student)
-    fixed = {*teacher.names(fixed_by="model"), *student.names(fixed_by="model")} - {"rank_ratio"}
+    fixed = {*teacher.field_names(fixed_by="model"), *student.field_names(fixed_by="model")} - {
+        "rank_ratio"
+    }
     return {
         field: (there.get(field), here.get(field))
         for field in here | there

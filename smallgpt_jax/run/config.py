@@ -220,7 +220,7 @@ def _keep_start_values(groups: dict[str, dict], saved: Config) -> None:
     """Sets the fields that are determined when a run starts, unless the user has set them."""
     is_same_teacher = groups["train"].get("teacher", "") == saved.train.teacher
     for name, group in GROUPS.items():
-        for field in group.names(at_start=True):
+        for field in group.field_names(at_start=True):
             is_unset = groups[name].get(field, AT_START) in (AT_START, AUTO)
             # a step of the old teacher says nothing of another one
             if is_unset and (field != "teacher_step" or is_same_teacher):

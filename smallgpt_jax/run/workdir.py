@@ -110,9 +110,9 @@ def changed_fields(workdir: Path, config: Config) -> dict[str, tuple]:
     for name in GROUPS:
         # the fields of the architecture, and of the group itself
         for group in (getattr(config, name), GROUPS[name]):
-            fields = group.names(fixed_by="model")
+            fields = group.field_names(fixed_by="model")
             if is_trained:
-                fields += group.names(fixed_by="run")
+                fields += group.field_names(fixed_by="run")
             fixed |= {f"{name}.{field}" for field in fields}
     if not is_trained:
         fixed.remove("model.attention_mask")  # further training may have another objective

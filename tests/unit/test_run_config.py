@@ -177,8 +177,10 @@ def test_runs_of_several_lengths_have_the_same_rates_before_the_decay(name):
     assert (trunk_start, start) == (80, 45)
     np.testing.assert_array_equal(short[: start + 1], trunk[: start + 1])
     assert (short[start + 1 : 51] < trunk[start + 1 : 51]).all() and short[50] == np.float32(6e-5)
-    assert OptimizerConfig.names(**IN_DECAY) == ("decay_steps", "decay_fraction")
-    assert [name for name, group in GROUPS.items() if group.names(**IN_DECAY)] == ["optimizer"]
+    assert OptimizerConfig.field_names(**IN_DECAY) == ("decay_steps", "decay_fraction")
+    assert [name for name, group in GROUPS.items() if group.field_names(**IN_DECAY)] == [
+        "optimizer"
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(DECAYS))
@@ -296,7 +298,7 @@ def test_one_line_declares_a_field():
         rates: tuple[float, ...] = (0.5,)
 
     assert Group.config_dict().to_dict() == {"width": 3, "rates": (0.5,)}
-    assert Group.names(fixed_by="run") == ("width", "rates")
+    assert Group.field_names(fixed_by="run") == ("width", "rates")
     assert Group.from_fields({"rates": [1.0]}).rates == (1.0,)
     with pytest.raises(
         UserError, match=r"config.group.widht=3: no such field; did you mean 'width'"

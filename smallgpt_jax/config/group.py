@@ -28,7 +28,7 @@ from ml_collections import ConfigDict, config_dict
 from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.formatting import printable, short_repr
 
-TYPE_NAMES = {
+_TYPE_NAMES = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
@@ -195,7 +195,7 @@ class ConfigGroup:
         for name, declared in field_types(type(self)).items():
             value, kind = getattr(self, name), _kind(declared)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                self.refuse(name, f"must be {TYPE_NAMES.get(declared, declared)}")
+                self.refuse(name, f"must be {_TYPE_NAMES.get(declared, declared)}")
 
     def validate_choice(self, field: str, allowed: Iterable[str]) -> None:
         if (value := getattr(self, field)) not in allowed:

@@ -18,8 +18,8 @@ from ml_collections import ConfigDict
 from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.storage.paths import refuse_url
 
-INSTALLED = Path(__file__).parent / "configs"
-FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
+_INSTALLED = Path(__file__).parent / "configs"
+FOLDER = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 def load_config(
@@ -31,13 +31,13 @@ def load_config(
     config, or have names such as "train.steps". Their types and values are checked where the config
     is used. Raises UserError for an unknown recipe, group or field.
     """
-    loaded = read_recipe(config) if isinstance(config, str) else ConfigDict(copy.deepcopy(config))
+    loaded = _read_recipe(config) if isinstance(config, str) else ConfigDict(copy.deepcopy(config))
     with loaded.ignore_type():
         _override(loaded, overrides or {}, "config")
     return loaded
 
 
-def read_recipe(value: str) -> ConfigDict:
+def _read_recipe(value: str) -> ConfigDict:
     """Returns the config of a recipe, as in --config: gpt, gpt:tiny, configs/gpt.py, run:WORKDIR."""
     make_importable()
     path, colon, argument = find_recipe(value).partition(":")
@@ -76,13 +76,13 @@ def find_recipe(value: str) -> str:
     name, colon, argument = value.partition(":")
     if Path(name).is_file():
         return value
-    shipped = recipes_in(FOLDER)
+    shipped = _recipes_in(FOLDER)
     if name in shipped:
         return f"{shipped[name]}{colon}{argument}"
     is_path = name.endswith(".py")
     known = {Path(shipped_name).name: shipped_name for shipped_name in shipped}
     if is_path:
-        known |= {path.stem: str(path) for path in recipes_in(Path("configs")).values()}
+        known |= {path.stem: str(path) for path in _recipes_in(Path("configs")).values()}
     near = difflib.get_close_matches(Path(name).stem, known, n=1)
     raise UserError(
         f"--config: no {'file' if is_path else 'recipe or file'} {name!r}"
@@ -90,7 +90,7 @@ def find_recipe(value: str) -> str:
     )
 
 
-def recipes_in(folder: Path) -> dict[str, Path]:
+def _recipes_in(folder: Path) -> dict[str, Path]:
     """Returns {"gpt": …, "compare/paper": …}."""
     return {
         path.relative_to(folder).with_suffix("").as_posix(): path

@@ -16,13 +16,13 @@ from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.attention import BACKENDS
 
-NORM_POSITIONS = ("pre", "post", "deepnorm")
-ATTENTION_MASKS = ("causal", "prefix", "bidirectional")
+_NORM_POSITIONS = ("pre", "post", "deepnorm")
+_ATTENTION_MASKS = ("causal", "prefix", "bidirectional")
 POSITIONS = ("learned", "rope", "alibi", "none")
 # A config.json may come from somebody else. What these count is traced one by one, in about 50 ms.
-MOST = {"num_layers": 10_000, "loops": 100, "canon_taps": 100, "conv_taps": 100}
-MOST_TRACED_BLOCKS = 500
-MAX_SIZE = 2**31 - 1  # sizes are int32 in JAX
+_MOST = {"num_layers": 10_000, "loops": 100, "canon_taps": 100, "conv_taps": 100}
+_MOST_TRACED_BLOCKS = 500
+_MAX_SIZE = 2**31 - 1  # sizes are int32 in JAX
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,8 +230,8 @@ class ModelConfig(ConfigGroup):
             ("dtype", ("float32", "bfloat16", AUTO)),
             ("activation", ACTIVATIONS),
             ("position", POSITIONS),
-            ("norm_position", NORM_POSITIONS),
-            ("attention_mask", ATTENTION_MASKS),
+            ("norm_position", _NORM_POSITIONS),
+            ("attention_mask", _ATTENTION_MASKS),
             ("attention", BACKENDS),
         ):
             self.validate_choice(field, allowed)
@@ -269,18 +269,18 @@ class ModelConfig(ConfigGroup):
     def validate_most(self) -> None:
         """Refuses what JAX cannot express, or would trace for minutes."""
         for field, kind in field_types(type(self)).items():
-            most = MOST.get(field, MAX_SIZE)
+            most = _MOST.get(field, _MAX_SIZE)
             if kind is int and getattr(self, field) > most:
                 self.refuse(field, f"must be at most {most:,}")
         patterns = (self.mixers, self.attention_windows, self.value_embeddings)
         period = math.lcm(*(max(len(pattern), 1) for pattern in patterns))
         # Blocks of whole periods are stacked, so that only one period is traced.
         traced = self.loops * (self.num_layers if self.num_layers % period else period)
-        if traced > MOST_TRACED_BLOCKS:
+        if traced > _MOST_TRACED_BLOCKS:
             self.refuse(
                 "num_layers",
                 f"with its patterns of blocks and config.model.loops={self.loops}, {traced:,} "
-                f"blocks would be traced one by one, more than {MOST_TRACED_BLOCKS}; use a "
+                f"blocks would be traced one by one, more than {_MOST_TRACED_BLOCKS}; use a "
                 "multiple of the patterns' lengths",
             )
 

@@ -23,8 +23,8 @@ from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.ops.chunks import RecurrenceInputs
 
 TOLERANCE = 0.01  # the error of a correct kernel in bfloat16 is below 0.006
-LEAST = 1e-3  # of a norm by which an error is divided, relative to the largest one
-PARTS = (
+_LEAST = 1e-3  # of a norm by which an error is divided, relative to the largest one
+_PARTS = (
     "outputs",
     "last state",
     *(f"gradients of {inputs}" for inputs in ("queries", "keys", "values", "decays", "β")),
@@ -47,7 +47,7 @@ def check_attention_kernels(
     for _, layers in sorted(kernels.items()):
         if layers.backend == "xla":
             continue
-        error = relative_error(
+        error = _relative_error(
             mesh,
             layers,
             c.context_length,
@@ -77,13 +77,13 @@ def check_recurrence_kernels(model: LanguageModel, mesh: jax.sharding.Mesh) -> N
     for mixer, heads, *widths in sorted(recurrences(model)):
         if not recurrence_kernel.fits(c.context_length, *widths):
             continue
-        errors = recurrence_errors(mesh, mixer, heads, *widths)
+        errors = _recurrence_errors(mesh, mixer, heads, *widths)
         worst = int(np.argmax(errors))  # the index of NaN, if there is one
         if not errors[worst] < TOLERANCE:
             raise UserError(
                 f"config.model.mixers={c.mixers}: on this {jax.devices()[0].device_kind}, the "
                 f"kernel of {mixer!r} for keys of width {widths[0]} has a relative error of "
-                f"{errors[worst]:.2g} in the {PARTS[worst]}; set --config.model.attention=xla, "
+                f"{errors[worst]:.2g} in the {_PARTS[worst]}; set --config.model.attention=xla, "
                 "with which no mixer uses a kernel"
             )
 
@@ -102,8 +102,10 @@ def recurrences(model: LanguageModel) -> set[tuple[str, int, int, int]]:
     return sizes
 
 
-def recurrence_errors(mesh, mixer: str, heads: int, key_width: int, value_width: int) -> np.ndarray:
-    """Returns the relative errors of PARTS, for two rows per device. A row is the end of one text,
+def _recurrence_errors(
+    mesh, mixer: str, heads: int, key_width: int, value_width: int
+) -> np.ndarray:
+    """Returns the relative errors of _PARTS, for two rows per device. A row is the end of one text,
     which sees the state that another call has left, and the beginning of the next.
     """
     is_delta = mixer == "delta"
@@ -128,17 +130,17 @@ def recurrence_errors(mesh, mixer: str, heads: int, key_width: int, value_width:
         if is_delta:
             inputs.append(jax.nn.sigmoid(beta))
         begins_1xT = jnp.arange(time)[None] == 700
-        return relative_errors(
+        return _relative_errors(
             lambda *inputs: in_kernel(RecurrenceInputs(*inputs), begins_1xT, state),
             lambda *inputs: in_plain_jax(RecurrenceInputs(*inputs), begins_1xT, state),
             inputs,
             dy,
         )
 
-    return run_on_all(errors, mesh)
+    return _run_on_all(errors, mesh)
 
 
-def relative_error(
+def _relative_error(
     mesh,
     layers: AttentionLayers,
     time: int,
@@ -155,7 +157,7 @@ def relative_error(
     rows = 2 * sharding.num_batch_shards(mesh)
 
     def errors():
-        q, k, v, dy = sample_inputs(
+        q, k, v, dy = _sample_inputs(
             (rows, groups, per_group, time, layers.head_width), dtype, layers.window
         )
         # The texts' border differs between the two rows of a device.
@@ -164,7 +166,7 @@ def relative_error(
         if separate_documents:
             segment_ids = (jnp.arange(time)[None] >= borders_B[:, None]).astype("int32")
         mask = AttentionMask(layers.window, segment_ids, is_causal=is_causal)
-        return relative_errors(
+        return _relative_errors(
             lambda *qkv: (attention(*qkv, mask, backend=layers.backend),),
             lambda *qkv: (plain_attention(*qkv, mask),),
             (q, k, v),
@@ -172,10 +174,10 @@ def relative_error(
             dtype,
         )
 
-    return float(np.max(run_on_all(errors, mesh)))
+    return float(np.max(_run_on_all(errors, mesh)))
 
 
-def relative_errors(kernel, oracle, inputs, dy, dtype: str = "float32"):
+def _relative_errors(kernel, oracle, inputs, dy, dtype: str = "float32"):
     """Returns ‖x − r‖ / ‖r‖ of the outputs and of the gradient of the first one by each input; x:
     `kernel`, of `dtype`; r: `oracle`.
     """
@@ -195,17 +197,17 @@ def relative_errors(kernel, oracle, inputs, dy, dtype: str = "float32"):
         expected = outputs_and_gradients(oracle, "float32")
     norms = jnp.stack([jnp.linalg.norm(r) for r in expected])
     # In a window of one position, the gradients of queries and keys are 0.
-    scales = jnp.maximum(norms, LEAST * jnp.max(norms))
+    scales = jnp.maximum(norms, _LEAST * jnp.max(norms))
     return jnp.stack([jnp.linalg.norm(x - r) for x, r in zip(results, expected)]) / scales
 
 
-def run_on_all(errors, mesh) -> np.ndarray:
+def _run_on_all(errors, mesh) -> np.ndarray:
     """Every device has the result, so that all processes of a run agree on it."""
     with sharding.use_mesh(mesh):
         return np.asarray(jax.jit(errors, out_shardings=jax.sharding.PartitionSpec())())
 
 
-def sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.Array]:
+def _sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.Array]:
     """Returns random float32 queries, keys, values and output gradients that `dtype` represents
     exactly.
     """

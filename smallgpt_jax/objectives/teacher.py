@@ -24,7 +24,7 @@ from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
 from smallgpt_jax.storage.paths import local_path
 
-FEATURES = (
+_FEATURES = (
     "features"  # the collection that blocks sow their outputs into; collected only for a teacher
 )
 
@@ -33,7 +33,7 @@ FEATURES = (
 class Teacher(Term):
     """Has constants {"params", "state"}. Only `constants` allocates memory."""
 
-    sown: ClassVar = (FEATURES,)
+    sown: ClassVar = (_FEATURES,)
 
     model: models.LanguageModel
     folder: Path
@@ -55,7 +55,7 @@ class Teacher(Term):
         """
         context = examples.context().replace(loss_mask_BxT=None)
         _, collections = self.model.apply(
-            variables, examples.inputs_BxT, context, method="hidden", mutable=[FEATURES]
+            variables, examples.inputs_BxT, context, method="hidden", mutable=[_FEATURES]
         )
 
         def distances(x, y):
@@ -68,7 +68,7 @@ class Teacher(Term):
         return jnp.mean(
             jnp.concatenate(
                 jax.tree.leaves(
-                    jax.tree.map(distances, outputs.collections[FEATURES], collections[FEATURES])
+                    jax.tree.map(distances, outputs.collections[_FEATURES], collections[_FEATURES])
                 )
             )
         )
@@ -101,7 +101,7 @@ def open_teacher(
         step = find_checkpoint(
             folder, None if train.teacher_step == AT_START else train.teacher_step
         )
-        config = read_teacher(folder, student.config)
+        config = _read_teacher(folder, student.config)
         if read_config(folder).optimizer.lora_rank:
             raise UserError(
                 f"{folder}: was trained with LoRA; merge it with smallgpt_jax.convert --from=run"
@@ -141,14 +141,14 @@ def _abstract_variables(model: models.LanguageModel, mesh: jax.sharding.Mesh):
 
 def _has_features(model: models.LanguageModel, variables) -> bool:
     def hidden(variables, tokens):
-        return model.apply(variables, tokens, method="hidden", mutable=[FEATURES])
+        return model.apply(variables, tokens, method="hidden", mutable=[_FEATURES])
 
     tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")
     _, features = jax.eval_shape(hidden, variables, tokens)
     return bool(features)
 
 
-def read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfig:
+def _read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfig:
     """Raises UserError unless the teacher is the same model as the student, apart from its
     `rank_ratio`.
     """

@@ -18,10 +18,14 @@ def gelu(x):
 
 
 def _gelu_forward(x):
-    x_f32 = x.astype(jnp.float32)
-    cdf = 0.5 * (1 + jax.lax.erf(x_f32 * math.sqrt(0.5)))
-    density = jnp.exp(-0.5 * jnp.square(x_f32)) * (1 / math.sqrt(2 * math.pi))
-    return (x_f32 * cdf).astype(x.dtype), (cdf + x_f32 * density).astype(x.dtype)
+    dtype = x.dtype
+    x = x.astype(jnp.float32)
+    # Φ and φ, the distribution function and the density of a standard normal number
+    cdf = 0.5 * (1 + jax.lax.erf(x * math.sqrt(0.5)))
+    density = jnp.exp(-0.5 * jnp.square(x)) * (1 / math.sqrt(2 * math.pi))
+    y = x * cdf
+    derivative = cdf + x * density
+    return y.astype(dtype), derivative.astype(dtype)
 
 
 gelu.defvjp(_gelu_forward, lambda derivative, cotangent: (cotangent * derivative,))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from smallgpt_jax.devices.platform import platform
 
 CHUNK = 64  # largest number of positions per chunk; a power of two
-TPU_CHUNK = 128  # the same on TPUs, which pad the last axis of a matrix to 128
+_TPU_CHUNK = 128  # the same on TPUs, which pad the last axis of a matrix to 128
 GROUP = 16  # chunks per group
 
 
@@ -31,7 +31,7 @@ class RecurrenceInputs(NamedTuple):
 
 def chunk_length(time: int) -> int:
     """Returns a power of two."""
-    longest = TPU_CHUNK if platform() == "tpu" else CHUNK
+    longest = _TPU_CHUNK if platform() == "tpu" else CHUNK
     return min(longest, 1 << (time - 1).bit_length())  # 1, 2, 4, 4, 8, … for 1, 2, 3, 4, 5, …
 
 
@@ -39,14 +39,16 @@ def in_chunks(x_BxTxHxK, length: int):
     """(B, T, H, …) → (N, B, H, C, …), padded with zeros."""
     batch, time, *rest = x_BxTxHxK.shape
     # Zeros as log decay, β and value leave the state as it is.
-    padded = jnp.pad(x_BxTxHxK, [(0, 0), (0, -time % length)] + [(0, 0)] * len(rest))
-    return jnp.moveaxis(padded.reshape(batch, -1, length, *rest), (1, 3), (0, 2))
+    padding = [(0, 0), (0, -time % length)] + [(0, 0)] * len(rest)
+    chunks_BxNxCxHxK = jnp.pad(x_BxTxHxK, padding).reshape(batch, -1, length, *rest)
+    return jnp.moveaxis(chunks_BxNxCxHxK, (1, 3), (0, 2))
 
 
 def joined(y_NxBxHxCxV, time: int):
     """Inverts `in_chunks`: (B, T, H, V), without the padding."""
     y_BxNxCxHxV = jnp.moveaxis(y_NxBxHxCxV, (0, 2), (1, 3))
-    return y_BxNxCxHxV.reshape(len(y_BxNxCxHxV), -1, *y_BxNxCxHxV.shape[3:])[:, :time]
+    batch, _, _, *rest = y_BxNxCxHxV.shape
+    return y_BxNxCxHxV.reshape(batch, -1, *rest)[:, :time]
 
 
 def decays_in_chunk(log_decay_NxBxHxC, begins_NxBx1xC):
@@ -62,9 +64,8 @@ def decays_in_chunk(log_decay_NxBxHxC, begins_NxBx1xC):
     until_i = jnp.tri(length, dtype=bool)
     after_j = jnp.tri(length, k=-1)
     texts_NxBx1xC = jnp.cumsum(begins_NxBx1xC, axis=-1)  # how many texts have begun in the chunk
-    is_same = until_i[None, None, None] & (
-        texts_NxBx1xC[..., :, None] == texts_NxBx1xC[..., None, :]
-    )
+    is_read = until_i[None, None, None]  # i reads what j has added
+    is_read &= texts_NxBx1xC[..., :, None] == texts_NxBx1xC[..., None, :]
     # (i, j): row i keeps the logarithms up to i, and column j sums those after j.
     up_to_i = jnp.where(until_i[None, None, None], log_decay_NxBxHxC[..., None, :], 0.0)
     log_decays = product(up_to_i, after_j)
@@ -72,11 +73,12 @@ def decays_in_chunk(log_decay_NxBxHxC, begins_NxBx1xC):
     # on TPUs.
     from_start = product(log_decay_NxBxHxC, until_i.T.astype(jnp.float32))
     to_end = product(log_decay_NxBxHxC, after_j)
-    return (
-        jnp.where(is_same, jnp.exp(log_decays), 0.0),
-        jnp.where(texts_NxBx1xC == 0, jnp.exp(from_start), 0.0),
-        jnp.where(texts_NxBx1xC == texts_NxBx1xC[..., -1:], jnp.exp(to_end), 0.0),
-    )
+    decays = jnp.where(is_read, jnp.exp(log_decays), 0.0)
+    is_first_text = texts_NxBx1xC == 0
+    kept = jnp.where(is_first_text, jnp.exp(from_start), 0.0)
+    is_last_text = texts_NxBx1xC == texts_NxBx1xC[..., -1:]
+    until_end = jnp.where(is_last_text, jnp.exp(to_end), 0.0)
+    return decays, kept, until_end
 
 
 @jax.custom_vjp
@@ -96,10 +98,15 @@ def _forward(kept, erased, added, state):
 def _backward(residuals, cotangents):
     """The states' gradients obey the transposed recurrence, from the last chunk to the first."""
     kept, erased, states = residuals
-    transposed = None if erased is None else jnp.swapaxes(erased, -1, -2)
-    by_added, by_state = _run_chunks(kept, transposed, *cotangents, reverse=True)
-    by_erased = None if erased is None else -by_added @ jnp.swapaxes(states, -1, -2)
-    return jnp.sum(by_added * states, axis=(-2, -1)), by_erased, by_added, by_state
+    if erased is None:
+        by_added, by_state = _run_chunks(kept, None, *cotangents, reverse=True)
+        by_erased = None
+    else:
+        transposed = jnp.swapaxes(erased, -1, -2)
+        by_added, by_state = _run_chunks(kept, transposed, *cotangents, reverse=True)
+        by_erased = -by_added @ jnp.swapaxes(states, -1, -2)
+    by_kept = jnp.sum(by_added * states, axis=(-2, -1))
+    return by_kept, by_erased, by_added, by_state
 
 
 states_before_chunks.defvjp(_forward, _backward)
@@ -138,8 +145,11 @@ def _in_groups(x, padding: float = 0):
     """(N, …) → (GROUP, N / GROUP, …)"""
     if x is None:
         return None
-    x = jnp.pad(x, [(0, -len(x) % GROUP), *((0, 0),) * (x.ndim - 1)], constant_values=padding)
-    return jnp.swapaxes(x.reshape(-1, GROUP, *x.shape[1:]), 0, 1)
+    missing = -len(x) % GROUP  # 7 for 25 chunks, which make two groups of 16
+    padding_of_axes = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
+    x = jnp.pad(x, padding_of_axes, constant_values=padding)
+    groups = x.reshape(-1, GROUP, *x.shape[1:])
+    return jnp.swapaxes(groups, 0, 1)
 
 
 def _products_before(kept, reverse: bool):

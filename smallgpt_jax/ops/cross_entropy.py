@@ -80,7 +80,8 @@ def _chunk_loss(chunk, head_VxW, options: LossOptions):
     x_BxCxW, _, weights_BxC = chunk
     logits_RxV = cap(_logits(_rows(x_BxCxW), head_VxW), options.softcap)
     log_sums_R = jax.nn.logsumexp(logits_RxV, axis=1)
-    losses_R = log_sums_R - cap(_target_logits(chunk, head_VxW), options.softcap)
+    target_logits_R = cap(_target_logits(chunk, head_VxW), options.softcap)
+    losses_R = log_sums_R - target_logits_R
     if options.z_loss:
         losses_R += options.z_loss * jnp.square(log_sums_R)
     return jnp.sum(weights_BxC.reshape(-1) * losses_R)
@@ -94,12 +95,9 @@ def _logits(x_RxW, head_VxW):
 
 def _target_logits(chunk, head_VxW):
     x_BxCxW, targets_BxC, _ = chunk
-    return jnp.einsum(
-        "rw,rw->r",
-        _rows(x_BxCxW),
-        jnp.take(head_VxW, targets_BxC.reshape(-1), axis=0),
-        preferred_element_type=jnp.float32,
-    )
+    x_RxW = _rows(x_BxCxW)
+    target_weights_RxW = jnp.take(head_VxW, targets_BxC.reshape(-1), axis=0)
+    return jnp.einsum("rw,rw->r", x_RxW, target_weights_RxW, preferred_element_type=jnp.float32)
 
 
 def _chunk_loss_and_gradient(chunk, head_VxW, options: LossOptions):

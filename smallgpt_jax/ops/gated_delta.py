@@ -54,11 +54,8 @@ def gated_delta(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend:
         )
         return y_BxHxV[:, None], state_BxHxKxV
     value_width = inputs.v_BxTxHxV.shape[-1]
-    if (
-        backend != "xla"
-        and platform() == "tpu"
-        and recurrence_kernel.fits(time, key_width, value_width)
-    ):
+    fits = recurrence_kernel.fits(time, key_width, value_width)
+    if backend != "xla" and platform() == "tpu" and fits:
         return recurrence_kernel.in_kernel(inputs, begins_BxT, state_BxHxKxV)
     return in_plain_jax(inputs, begins_BxT, state_BxHxKxV)
 
@@ -72,16 +69,18 @@ def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
     decays, kept, until_end = decays_in_chunk(log_decay, begins_NxBx1xC)  # Γ, γ, ω
     earlier = jnp.tri(length, k=-1)[None, None, None]
     identity = jnp.eye(length)[None, None, None]
-    # (I + A)⁻¹, and its product with both right sides at once: values, then keys
-    inverse = unit_lower_inverse(
-        identity + earlier * beta[..., None] * decays * (k @ jnp.swapaxes(k, -1, -2))
-    )
-    solved = inverse @ jnp.concatenate([beta[..., None] * v, (beta * kept)[..., None] * k], axis=-1)
-    keys = until_end[..., None] * k
+    a_NxBxHxCxC = earlier * beta[..., None] * decays * (k @ jnp.swapaxes(k, -1, -2))
+    inverse = unit_lower_inverse(identity + a_NxBxHxCxC)
+    # Both right sides at once, those of the values and those of the keys: U is the solution for the
+    # values minus that for the keys times S.
+    right_sides = [beta[..., None] * v, (beta * kept)[..., None] * k]
+    solutions = inverse @ jnp.concatenate(right_sides, axis=-1)
+    width_v = v.shape[-1]  # where values end and keys begin
+    keys_at_end = until_end[..., None] * k
     scores = decays * (q @ jnp.swapaxes(k, -1, -2))
-    widths = v.shape[-1:]  # where values end and keys begin
-    added, erased = jnp.split(jnp.swapaxes(keys, -1, -2) @ solved, widths, axis=-1)
-    y_NxBxHxCxV, reads = jnp.split(scores @ solved, widths, axis=-1)
+    of_chunk = jnp.swapaxes(keys_at_end, -1, -2) @ solutions
+    added, erased = jnp.split(of_chunk, [width_v], axis=-1)
+    y_NxBxHxCxV, reads = jnp.split(scores @ solutions, [width_v], axis=-1)
     states, state_BxHxKxV = states_before_chunks(kept[..., -1], erased, added, state_BxHxKxV)
     y_NxBxHxCxV += (kept[..., None] * q - reads) @ states
     return joined(y_NxBxHxCxV, time), state_BxHxKxV
@@ -93,7 +92,8 @@ def _one_token(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):
     read_BxHxV = jnp.einsum("bhk,bhkv->bhv", k_BxHxK, state_BxHxKxV)
     u_BxHxV = beta_BxH[:, :, None] * (v_BxHxV - read_BxHxV)
     state_BxHxKxV += k_BxHxK[..., None] * u_BxHxV[:, :, None]
-    return jnp.einsum("bhk,bhkv->bhv", q_BxHxK, state_BxHxKxV), state_BxHxKxV
+    y_BxHxV = jnp.einsum("bhk,bhkv->bhv", q_BxHxK, state_BxHxKxV)
+    return y_BxHxV, state_BxHxKxV
 
 
 @jax.custom_vjp
@@ -106,9 +106,11 @@ def unit_lower_inverse(matrix):
         return _small_inverse(matrix)
     # [[P, 0], [R, Q]]⁻¹ = [[P⁻¹, 0], [−Q⁻¹·R·P⁻¹, Q⁻¹]]
     half = length // 2
-    p, q = unit_lower_inverse(jnp.stack([matrix[..., :half, :half], matrix[..., half:, half:]]))
-    r = -product(product(q, matrix[..., half:, :half]), p)
-    return jnp.block([[p, jnp.zeros_like(p)], [r, q]])
+    diagonal_blocks = jnp.stack([matrix[..., :half, :half], matrix[..., half:, half:]])
+    p_inverse, q_inverse = unit_lower_inverse(diagonal_blocks)
+    r = matrix[..., half:, :half]
+    lower_left = -product(product(q_inverse, r), p_inverse)
+    return jnp.block([[p_inverse, jnp.zeros_like(p_inverse)], [lower_left, q_inverse]])
 
 
 def _small_inverse(matrix):
@@ -119,9 +121,10 @@ def _small_inverse(matrix):
     inverse = jnp.broadcast_to(jnp.eye(length), matrix.shape)
     size = 1  # of the blocks that are inverted: 1, 2, 4, 8 of a matrix of 16 rows
     while size < length:
-        row, column = np.indices((length, length)) // size
-        joins = np.where((row == column + 1) & (row % 2 == 1), np.float32(1), np.float32(0))
-        r = joins.reshape((1,) * (matrix.ndim - 2) + joins.shape) * matrix
+        row, column = np.indices((length, length)) // size  # of blocks
+        joins_pair = (row == column + 1) & (row % 2 == 1)
+        mask = np.where(joins_pair, np.float32(1), np.float32(0))
+        r = mask.reshape((1,) * (matrix.ndim - 2) + mask.shape) * matrix
         if size > 1:  # the inverse of blocks of size 1 is the identity
             r = product(product(inverse, r), inverse)
         inverse -= r

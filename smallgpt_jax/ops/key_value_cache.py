@@ -57,8 +57,10 @@ def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
         return update_cache(cache_GxSxK, x_GxTxK, start_G % slots)
     # For each slot, which of the new entries it gets; negative: it keeps what it has.
     index_GxS = rolling_positions(start_G + count_G, slots) - start_G[:, None]
-    new_GxSxK = jnp.take_along_axis(x_GxTxK, jnp.clip(index_GxS, 0, time - 1)[..., None], axis=1)
-    return jnp.where((index_GxS >= 0)[..., None], new_GxSxK, cache_GxSxK)
+    valid_GxS = jnp.clip(index_GxS, 0, time - 1)
+    new_GxSxK = jnp.take_along_axis(x_GxTxK, valid_GxS[..., None], axis=1)
+    is_new_GxS = index_GxS >= 0
+    return jnp.where(is_new_GxS[..., None], new_GxSxK, cache_GxSxK)
 
 
 def cached_attention(

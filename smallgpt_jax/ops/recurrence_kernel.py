@@ -2,8 +2,8 @@
 and, with a further gate β, the gated delta rule (see gated_delta.py).
 
 A chunk's matrices exist only in a core's own memory. The gradient kernel computes them again from
-the state before the _chunk, which is all that the forward kernel saves; its formulas are JAX's
-gradient of `chunk`.
+the state before the chunk, which is all that the forward kernel saves; its formulas are JAX's
+gradient of `_chunk`.
 
 Shapes: B batch, H heads, G = 1 or H heads of queries and keys, K key width, V value width, T time;
 R = 3 gates, or 4 with β; C positions of a chunk. In the kernels, the last axis of all arrays is for
@@ -34,7 +34,7 @@ _FORGET = -1e30  # log decay of a token that does not see the state; sums of it 
 
 
 def fits(time: int, key_width: int, value_width: int) -> bool:
-    """Returns whether there is a _chunk, and the blocks fit into the 16 MiB of a core's memory that
+    """Returns whether there is a chunk, and the blocks fit into the 16 MiB of a core's memory that
     a kernel may use.
     """
     return time >= LENGTH and key_width + value_width <= _MAX_WIDTH
@@ -60,12 +60,16 @@ def in_kernel(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, dtype: str = 
         padding = [(0, 0), (0, -time % LENGTH)] + [(0, 0)] * (x.ndim - 2)
         return jnp.moveaxis(jnp.pad(x, padding), 1, -1)
 
-    q, k, v, log_decay, beta = inputs._replace(log_decay_BxTxH=log_decay_BxTxH).map(time_last)
+    inputs = inputs._replace(log_decay_BxTxH=log_decay_BxTxH)
+    q, k, v, log_decay, beta = inputs.map(time_last)
     log_decay_BxHxNxC = log_decay.reshape(batch, heads, -1, LENGTH)
-    until, after = jnp.tri(LENGTH).T, jnp.tri(LENGTH, k=-1)
-    from_start = jnp.exp(exact_product(log_decay_BxHxNxC, until)).reshape(log_decay.shape)
-    to_end = jnp.exp(exact_product(log_decay_BxHxNxC, after)).reshape(log_decay.shape)
-    gates = [log_decay, from_start, to_end] + ([] if beta is None else [beta])
+    # γ and ω: column i of the matrices sums the logarithms up to i, or those after i.
+    until_i, after_i = jnp.tri(LENGTH).T, jnp.tri(LENGTH, k=-1)
+    from_start = jnp.exp(exact_product(log_decay_BxHxNxC, until_i)).reshape(log_decay.shape)
+    to_end = jnp.exp(exact_product(log_decay_BxHxNxC, after_i)).reshape(log_decay.shape)
+    gates = [log_decay, from_start, to_end]
+    if beta is not None:
+        gates.append(beta)
     gates_BxHxRxT = jnp.stack(gates, axis=2)
     run = sharding.per_device(
         functools.partial(_recurrence, interpret=platform() != "tpu"),
@@ -92,7 +96,8 @@ def _chunk(q_KxC, k_KxC, v_VxC, gates_RxC, state_VxK):
     """Returns y, (V, C), and the state after the chunk. Matrices over pairs of positions are
     transposed: (j, i).
     """
-    log_decay, from_start, to_end, *beta = (gates_RxC[i : i + 1] for i in range(len(gates_RxC)))
+    # Γ, γ and ω of ops/chunks.py: `decays`, `from_start`, `to_end`
+    log_decay, from_start, to_end, *beta = (gates_RxC[r : r + 1] for r in range(len(gates_RxC)))
     product = functools.partial(_dot, dtype=q_KxC.dtype)
     j, i = _row_and_column()
     decays = jnp.where(j <= i, jnp.exp(_sums_between(log_decay)), 0.0)
@@ -102,9 +107,11 @@ def _chunk(q_KxC, k_KxC, v_VxC, gates_RxC, state_VxK):
         rest_VxC = beta[0] * (u_VxC - from_start * product(state_VxK, k_KxC, (1, 0)))
         u_VxC = _solve(earlier, rest_VxC, q_KxC.dtype)
     y_VxC = from_start * product(state_VxK, q_KxC, (1, 0))
-    y_VxC += product(u_VxC, decays * product(k_KxC, q_KxC, (0, 0)), (1, 0))
+    scores = decays * product(k_KxC, q_KxC, (0, 0))
+    y_VxC += product(u_VxC, scores, (1, 0))
     # γ of the last token, as a sum: the gradient of a slice would be a padding.
-    kept = jnp.sum(jnp.where(i[:1] == LENGTH - 1, from_start, 0.0), axis=1, keepdims=True)
+    is_last = i[:1] == LENGTH - 1
+    kept = jnp.sum(jnp.where(is_last, from_start, 0.0), axis=1, keepdims=True)
     return y_VxC, kept * state_VxK + product(to_end * u_VxC, k_KxC, (1, 1))
 
 
@@ -126,9 +133,10 @@ def _dot_backward(contract, dtype, operands, dy):
     """Rounds the gradient to `dtype` as well."""
     a, b = operands
     axis_a, axis_b = contract
-    # The axes of y are those of a and b that were not summed over.
-    da = _dot(dy, b, (1, 1 - axis_b), dtype) if axis_a else _dot(b, dy, (1 - axis_b, 1), dtype)
-    db = _dot(dy, a, (0, 1 - axis_a), dtype) if axis_b else _dot(a, dy, (1 - axis_a, 0), dtype)
+    kept_a, kept_b = 1 - axis_a, 1 - axis_b  # the axes of y are those that were not summed over
+    # The left operand's axis comes first in a product, so the order gives a's axes, or b's.
+    da = _dot(dy, b, (1, kept_b), dtype) if axis_a else _dot(b, dy, (kept_b, 1), dtype)
+    db = _dot(dy, a, (0, kept_a), dtype) if axis_b else _dot(a, dy, (kept_a, 0), dtype)
     return da.astype(a.dtype), db.astype(b.dtype)
 
 
@@ -254,7 +262,8 @@ def _of_group(inputs: _Arrays, states):
     """
     heads = len(states)
     q, k, v, gates = inputs
-    q, k = q * (heads // len(q)), k * (heads // len(k))
+    q = q * (heads // len(q))  # one entry per head
+    k = k * (heads // len(k))
     return [_chunk(*arrays) for arrays in zip(q, k, v, gates, states, strict=True)]
 
 
@@ -389,8 +398,10 @@ def _call(over: _Pass, inputs, outputs, arrays: _Arrays, interpret: bool):
 
 def _forward(state, q, k, v, gates, interpret):
     batch, heads, width_v, time = v.shape
+    width_k = k.shape[2]
     arrays = _Arrays(q, k, v, gates)
-    shapes = (v.shape, (batch, heads, time // LENGTH, width_v, k.shape[2]), state.shape)
+    shape_of_states = (batch, heads, time // LENGTH, width_v, width_k)  # before each chunk
+    shapes = (v.shape, shape_of_states, state.shape)
     outputs = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     y, states, last = _call(_FORWARD, (arrays, state), outputs, arrays, interpret)
     return (y, last), (arrays, states)

@@ -15,7 +15,8 @@ def is_repeat(tokens_BxT1, segment_ids_BxT=None) -> jax.Array:
     first_BxT = jnp.pad(second_BxT, ((0, 0), (1, 0)))[:, :-1]
     places_1x1xT = jnp.arange(second_BxT.shape[1])[None, None]
     # (B, T, S): the pair at T occurred at S; the pair at 0 would begin before the row.
-    is_same = (places_1x1xT < places_1x1xT.mT) & (places_1x1xT > 0)
+    is_earlier = places_1x1xT < places_1x1xT.mT
+    is_same = is_earlier & (places_1x1xT > 0)
     pairs = [first_BxT, second_BxT]
     if segment_ids_BxT is not None:
         first_segment_BxT = jnp.pad(segment_ids_BxT, ((0, 0), (1, 0)), mode="edge")[:, :-1]

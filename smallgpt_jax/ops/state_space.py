@@ -37,11 +37,8 @@ def state_space(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend:
     if time == 1:
         return _one_token(inputs, begins_BxT, state_BxHxKxV)
     key_width = inputs.k_BxTxGxK.shape[-1]
-    if (
-        backend != "xla"
-        and platform() == "tpu"
-        and recurrence_kernel.fits(time, key_width, value_width)
-    ):
+    fits = recurrence_kernel.fits(time, key_width, value_width)
+    if backend != "xla" and platform() == "tpu" and fits:
         return recurrence_kernel.in_kernel(inputs, begins_BxT, state_BxHxKxV)
     return in_plain_jax(inputs, begins_BxT, state_BxHxKxV)
 
@@ -50,10 +47,11 @@ def _one_token(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
     """Equation 2."""
     c_BxGxK, b_BxGxK, v_BxHxV, log_decay_BxH, _ = inputs.map(lambda x: x[:, 0])
     kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(log_decay_BxH))
-    state_BxHxKxV = (
-        kept_BxH[:, :, None, None] * state_BxHxKxV + b_BxGxK[..., None] * v_BxHxV[:, :, None]
-    )
-    return jnp.sum(c_BxGxK[..., None] * state_BxHxKxV, axis=2)[:, None], state_BxHxKxV
+    kept_state_BxHxKxV = kept_BxH[:, :, None, None] * state_BxHxKxV
+    added_BxHxKxV = b_BxGxK[..., None] * v_BxHxV[:, :, None]
+    state_BxHxKxV = kept_state_BxHxKxV + added_BxHxKxV
+    y_BxHxV = jnp.sum(c_BxGxK[..., None] * state_BxHxKxV, axis=2)
+    return y_BxHxV[:, None], state_BxHxKxV
 
 
 def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
@@ -63,7 +61,9 @@ def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
     c, b, v, log_decay, _ = inputs.map(lambda x: in_chunks(x, length))  # (N, B, H or G, C, …)
     begins_NxBx1xC = in_chunks(begins_BxT[:, :, None], length)
     decays, kept, until_end = decays_in_chunk(log_decay, begins_NxBx1xC)  # Γ, γ, ω
-    y_NxBxHxCxV = (decays * (c @ jnp.swapaxes(b, -1, -2))) @ v
+    # (i, j): how much of the value of token j token i reads
+    scores = decays * (c @ jnp.swapaxes(b, -1, -2))
+    y_NxBxHxCxV = scores @ v
     added_NxBxHxKxV = jnp.swapaxes(until_end[..., None] * b, -1, -2) @ v
     states_NxBxHxKxV, state_BxHxKxV = states_before_chunks(
         kept[..., -1], None, added_NxBxHxKxV, state_BxHxKxV

@@ -39,10 +39,10 @@ def decay_start(config: OptimizerConfig) -> int:
             "schedule",
             f"the runs of a trunk need a schedule with a constant phase: {' or '.join(DECAYS)}",
         )
-    return config.decay_steps - decay_length(config)
+    return config.decay_steps - _decay_length(config)
 
 
-def decay_length(config: OptimizerConfig) -> int:
+def _decay_length(config: OptimizerConfig) -> int:
     """Raises UserError for a decay that lowers no rate: its first step has the peak rate."""
     length = min(
         round(config.decay_fraction * config.decay_steps), config.decay_steps - config.warmup_steps
@@ -57,11 +57,11 @@ def decay_length(config: OptimizerConfig) -> int:
     return length
 
 
-def warmup_stable_decay(shape):
+def _warmup_stable_decay(shape):
     """Returns a schedule that decays by shape(x), x from 0 to 1, over the last decay_fraction."""
 
     def schedule(config: OptimizerConfig) -> optax.Schedule:
-        steps, length = config.decay_steps - config.warmup_steps, decay_length(config)
+        steps, length = config.decay_steps - config.warmup_steps, _decay_length(config)
         peak, final = config.learning_rate, config.final_learning_rate
 
         def rate(count):
@@ -82,6 +82,6 @@ DECAYS = {
 SCHEDULES = {
     "cosine": cosine,
     "linear": linear,
-    **{name: warmup_stable_decay(shape) for name, shape in DECAYS.items()},
+    **{name: _warmup_stable_decay(shape) for name, shape in DECAYS.items()},
     "constant": lambda config: optax.constant_schedule(config.learning_rate),
 }

@@ -11,30 +11,30 @@ import optax.contrib
 from smallgpt_jax.models import Parameter
 from smallgpt_jax.optim.config import OptimizerConfig
 
-NOT_MUON = (
+_NOT_MUON = (
     "vocab",
     "position",
     "router",
 )  # logical axes of embeddings, of the head, and of the routers of experts
-MUON_BETA = 0.95  # decay rate of the momentum, as in github.com/KellerJordan/Muon
+_MUON_BETA = 0.95  # decay rate of the momentum, as in github.com/KellerJordan/Muon
 # usual RMS of AdamW's updates before the learning rate (Liu et al., arXiv 2502.16982, section 2.2)
-ADAMW_RMS = 0.2
+_ADAMW_RMS = 0.2
 
 
 def muon(params, config: OptimizerConfig) -> optax.GradientTransformation:
     """Uses Adam for the parameters that `uses_muon` does not select."""
     labels = jax.tree.map(lambda p: "muon" if uses_muon(p) else "adam", params)
     return optax.partition(
-        {"muon": scale_by_muon(params), "adam": optax.scale_by_adam(config.beta1, config.beta2)},
+        {"muon": _scale_by_muon(params), "adam": optax.scale_by_adam(config.beta1, config.beta2)},
         labels,
     )
 
 
 def uses_muon(p: Parameter) -> bool:
-    return p.is_matrix and not {None, *NOT_MUON} & set(p.axes)
+    return p.is_matrix and not {None, *_NOT_MUON} & set(p.axes)
 
 
-def scale_by_muon(params) -> optax.GradientTransformation:
+def _scale_by_muon(params) -> optax.GradientTransformation:
     """Returns the transformation of gradients g into Muon's updates, without decay and learning
     rate.
 
@@ -56,11 +56,11 @@ def scale_by_muon(params) -> optax.GradientTransformation:
     def scale(x, axes: optax.contrib.MuonDimensionNumbers):
         fan_in = math.prod(x.shape[i] for i in axes.reduction_axis)
         fan_out = math.prod(x.shape[i] for i in axes.output_axis)
-        return ADAMW_RMS * math.sqrt(max(fan_in, fan_out)) * x
+        return _ADAMW_RMS * math.sqrt(max(fan_in, fan_out)) * x
 
     def split(tree):
         def of_parameter(p, x):  # one array, or optax.MaskedNode
-            return jax.tree.map(lambda x: split_qkv(x, p.axes), x)
+            return jax.tree.map(lambda x: _split_qkv(x, p.axes), x)
 
         return jax.tree.map(of_parameter, params, tree)
 
@@ -68,7 +68,7 @@ def scale_by_muon(params) -> optax.GradientTransformation:
         return jnp.concatenate(x, axis=p.axes.index("qkv")) if isinstance(x, QKV) else x
 
     directions = optax.chain(
-        optax.contrib.scale_by_muon(beta=MUON_BETA, weight_dimension_numbers=matrix_axes),
+        optax.contrib.scale_by_muon(beta=_MUON_BETA, weight_dimension_numbers=matrix_axes),
         optax.stateless(lambda updates, _: jax.tree.map(scale, updates, matrix_axes(updates))),
     )
 
@@ -89,7 +89,7 @@ class QKV(NamedTuple):
     values: Any  # (…, D, G, 1, K)
 
 
-def split_qkv(x, names: tuple[str, ...]):
+def _split_qkv(x, names: tuple[str, ...]):
     if "qkv" not in names:
         return x
     axis = names.index("qkv")

@@ -21,7 +21,7 @@ from smallgpt_jax.models import Parameter
 from smallgpt_jax.optim import lora
 from smallgpt_jax.optim.config import OptimizerConfig
 
-FROZEN = -0.0  # an update; x + 0.0 would change −0.0
+_FROZEN = -0.0  # an update; x + 0.0 would change −0.0
 
 
 def init_adapters(params, config: OptimizerConfig, key):
@@ -165,5 +165,5 @@ def _fill(updates, masks, trained):
             for name, masks_below in masks.items()
         }
     if updates is None:
-        return jnp.full_like(trained, FROZEN)
-    return jnp.where(masks, updates, FROZEN)
+        return jnp.full_like(trained, _FROZEN)
+    return jnp.where(masks, updates, _FROZEN)

@@ -40,7 +40,7 @@ from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.muon import uses_muon
 
 # Logical axes of matrices whose initial std is 1/√inputs. Axes of flax's own layers have no names.
-SCALED_BY_INPUTS = {"path_embed", "embed_compressed", None}
+_SCALED_BY_INPUTS = {"path_embed", "embed_compressed", None}
 
 
 class Multipliers(NamedTuple):
@@ -62,7 +62,7 @@ def base_config(model: ModelConfig, optimizer: OptimizerConfig) -> ModelConfig:
     changes, or the number of heads if `head_dim` is set. Raises UserError for models without rules,
     and if no such model exists.
     """
-    refuse_models_without_rules(model, optimizer)
+    _refuse_models_without_rules(model, optimizer)
     width = optimizer.base_width or model.d_model
     fields = {**dataclasses.asdict(model), "d_model": width}
     for field in ("num_heads", "num_kv_heads") if model.head_dim else ():
@@ -82,7 +82,7 @@ def base_config(model: ModelConfig, optimizer: OptimizerConfig) -> ModelConfig:
         ) from None
 
 
-def refuse_models_without_rules(model: ModelConfig, optimizer: OptimizerConfig) -> None:
+def _refuse_models_without_rules(model: ModelConfig, optimizer: OptimizerConfig) -> None:
     if model.rank_ratio:
         model.refuse(
             "rank_ratio",
@@ -130,17 +130,17 @@ def multipliers(trained, base, model: ModelConfig, optimizer: OptimizerConfig):
             return Multipliers(init=std).with_factor(1 / width_ratio)
         if p.path[0] == "final_norm":  # with tied embeddings, it has the factor of the head
             return Multipliers().with_factor(1 / width_ratio if model.tie_embeddings else 1.0)
-        result = of_matrix(p, base, is_muon) if p.is_matrix else Multipliers()
+        result = _of_matrix(p, base, is_muon) if p.is_matrix else Multipliers()
         if "layers" in p.axes:
             result = in_block(result, p, width_ratio, depth_ratio)
         if p.path[-2:] == ("q_norm", "scale") or ("qkv" in p.axes and not model.qk_norm):
-            result = result.with_factor(query_factors(p, base))
+            result = result.with_factor(_query_factors(p, base))
         return result
 
     return jax.tree.map(of_parameter, trained, base)
 
 
-def of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
+def _of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
     """Returns the multipliers of a matrix outside blocks. Muon's updates have singular values that
     grow as √m. Those of Adam's grow as m, because its updates of a hidden matrix have a low rank
     (Yang et al., arXiv 2310.17813).
@@ -152,7 +152,7 @@ def of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
         return Multipliers()
     if outputs == 1:
         return Multipliers().with_factor(1 / inputs)
-    std = 1.0 if SCALED_BY_INPUTS & set(p.axes) else inputs**-0.5
+    std = 1.0 if _SCALED_BY_INPUTS & set(p.axes) else inputs**-0.5
     return Multipliers(std, inputs**-0.5 if is_muon and uses_muon(p) else 1 / inputs)
 
 
@@ -167,7 +167,7 @@ def in_block(
     return inside.with_factor(1 / depth_ratio)._replace(init=inside.init / math.sqrt(depth_ratio))
 
 
-def query_factors(p: Parameter, base: Parameter) -> np.ndarray:
+def _query_factors(p: Parameter, base: Parameter) -> np.ndarray:
     """Returns √(K of the base model / K) for queries, and 1 for keys and values, with one axis per
     axis of `p`.
     """

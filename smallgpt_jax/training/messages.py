@@ -27,7 +27,7 @@ LOSSES = {
     "prefix": "those of tokens after random prefixes",
     "masked": "those of masked tokens",
 }  # by objective
-MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
+_MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
 
 
 def startup_message(
@@ -101,14 +101,14 @@ def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_
         "first_step": first_step,
         "device": chips.device_name(program.mesh.devices.flat[0]),
         "devices": program.mesh.size,
-        **processor_facts(),
+        **_processor_facts(),
         "argument_bytes": memory_stats.argument_size_in_bytes,
         "temp_bytes": memory_stats.temp_size_in_bytes,
         "padding": pipeline.train.padding,
     }
 
 
-def processor_facts() -> dict[str, dict]:
+def _processor_facts() -> dict[str, dict]:
     """Returns {"processor": its identity} on CPUs, whose bits and speed depend on it, else {}."""
     return {"processor": processor_identity()} if jax.default_backend() == "cpu" else {}
 
@@ -167,26 +167,26 @@ def _print_sample(folder: Path) -> None:
 
 
 def loss_message(folder: Path) -> str:
-    """Returns "" if fewer than MIN_BARS losses were logged, or if standard output cannot encode
+    """Returns "" if fewer than _MIN_BARS losses were logged, or if standard output cannot encode
     bars.
     """
     losses = [
         line["loss_mean"]
-        for line in logged_lines(folder, "train")
+        for line in _logged_lines(folder, "train")
         if line.get("loss_mean") is not None
     ]
     try:
         BARS.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
         return ""
-    if len(losses) < MIN_BARS:
+    if len(losses) < _MIN_BARS:
         return ""
     plots = f" ({folder / CURVES_FILE})" if (folder / CURVES_FILE).exists() else ""
     return f"Training loss {losses[0]:.2f} {sparkline(losses)} {losses[-1]:.2f}{plots}\n"
 
 
 def last_evaluation_message(folder: Path) -> str:
-    lines = logged_lines(folder, "eval")
+    lines = _logged_lines(folder, "eval")
     if not lines:
         return ""
     last = lines[-1]
@@ -195,7 +195,7 @@ def last_evaluation_message(folder: Path) -> str:
     return f"Step {last['step']}: {evaluation_message(loss, bits, answers_in(last))}. "
 
 
-def logged_lines(folder: Path, split: str) -> list[dict]:
+def _logged_lines(folder: Path, split: str) -> list[dict]:
     try:
         return [line for line in sample_lines(folder / METRICS_FILE) if line["split"] == split]
     except OSError:

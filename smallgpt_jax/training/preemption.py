@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import StoppedError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A signal that arrives again within REPEAT_SECONDS does not count as a second request, because the
 # shell command `timeout` sends its signal twice.
 REPEAT_SECONDS = 0.5
-UNSAVED = "stopped without saving; rerun the same command to resume from the newest checkpoint, if there is one"
-FINISHING = {
+_UNSAVED = "stopped without saving; rerun the same command to resume from the newest checkpoint, if there is one"
+_FINISHING = {
     signal.SIGTERM: "SIGTERM: finishing this step and saving; a second SIGTERM stops at once",
     signal.SIGINT: "finishing this step and saving; press Ctrl-C again to stop at once",
 }
@@ -60,7 +60,7 @@ class StopRequest:
         if self.signal is None and self.can_save:
             self.signal, self._signal_time = number, time.monotonic()
             start = "\n" if sys.stderr.isatty() else ""  # after the progress and "^C"
-            print(f"{start}{FINISHING[number]}", file=sys.stderr, flush=True)
+            print(f"{start}{_FINISHING[number]}", file=sys.stderr, flush=True)
             return True
         return self.signal == number and time.monotonic() < self._signal_time + REPEAT_SECONDS
 
@@ -84,7 +84,7 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def handle_signals(unsaved: str = UNSAVED, exits: bool = True) -> Iterator[StopRequest]:
+def handle_signals(unsaved: str = _UNSAVED, exits: bool = True) -> Iterator[StopRequest]:
     """Records SIGTERM and Ctrl-C, without the handlers of libraries; outside the main thread,
     records nothing. `exits`: see `StopRequest`.
     """
@@ -98,11 +98,11 @@ def handle_signals(unsaved: str = UNSAVED, exits: bool = True) -> Iterator[StopR
     def listen():
         while numbers := ours.recv(16):
             for number in numbers:
-                if number in SIGNALS:
+                if number in _SIGNALS:
                     stop._handle(number)
 
     handlers = {signal.SIGTERM: lambda *_: None, signal.SIGINT: stop._interrupt}
-    before = {number: signal.signal(number, handlers[number]) for number in SIGNALS}
+    before = {number: signal.signal(number, handlers[number]) for number in _SIGNALS}
     descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()

@@ -57,7 +57,7 @@ def train_step(program, state: TrainState, batch, hyperparameters: Hyperparamete
     examples = objective.examples(batch, row_keys(jax.random.fold_in(key, _EXAMPLES), batch))
     loss_function = microbatch_loss(program, key, examples.num_targets, constants)
     sum_microbatches = functools.partial(_sum_microbatches, loss_function, config.microbatches)
-    abstract = abstract_trained(program)
+    abstract = _abstract_trained(program)
     has_shards = config.microbatches > 1 and sharding.has_data_shards()
     if has_shards and rows_are_independent(program.model, state, batch):
         sum_microbatches = sharding.sum_over_data_shards(
@@ -173,7 +173,7 @@ def split_microbatches(examples: Examples, microbatches: int) -> Examples:
     return jax.tree.map(split, examples)
 
 
-def abstract_trained(program):
+def _abstract_trained(program):
     """Returns trees of `models.Parameter`, as `TrainState.trained`."""
     return {**abstract_params(program.model), **program.objective.abstract_heads()}
 
@@ -184,7 +184,7 @@ def gather_weights(program, trained):
     """
     if program.config.train.microbatches == 1:
         return trained
-    abstract = abstract_trained(program)
+    abstract = _abstract_trained(program)
     return sharding.gather_stored(
         trained,
         {name: abstract[name] for name in trained},

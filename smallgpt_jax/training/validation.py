@@ -58,7 +58,7 @@ def eval_step(program, trained, model_state, batch) -> EvaluationSums:
                 outputs.x_BxTxW, outputs.head_VxW, objective.loss_chunks
             )
             answers = count_right(predictions_BxT, examples.targets_BxT, examples.loss_mask_BxT)
-        repeats = repeats_of(outputs, examples, objective) if has_repeats else None
+        repeats = _repeats_of(outputs, examples, objective) if has_repeats else None
         of_microbatch = EvaluationSums(
             objective.cross_entropy(outputs, examples, examples.weights(1)),
             examples.num_targets,
@@ -78,7 +78,7 @@ def eval_step(program, trained, model_state, batch) -> EvaluationSums:
     return sums
 
 
-def repeats_of(outputs: Outputs, examples: Examples, objective: Objective) -> Repeats:
+def _repeats_of(outputs: Outputs, examples: Examples, objective: Objective) -> Repeats:
     batch = examples.batch
     mask_BxT = is_repeat(batch.tokens_BxT1, batch.segment_ids_BxT) & (examples.weights(1) > 0)
     loss = objective.cross_entropy(outputs, examples, mask_BxT.astype(jnp.float32))
@@ -105,7 +105,7 @@ def evaluate(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -
         if is_stopped():
             return None
         sums.append(eval_step(batch))
-    of_batches = (jax.tree.map(to_python, of_batch) for of_batch in jax.device_get(sums))
+    of_batches = (jax.tree.map(_to_python, of_batch) for of_batch in jax.device_get(sums))
     total = functools.reduce(functools.partial(jax.tree.map, operator.add), of_batches)
     measures = {}
     if total.answers:
@@ -134,7 +134,7 @@ def evaluate_all(
     return evaluation
 
 
-def to_python(number):
+def _to_python(number):
     """Counts become Python's integers, because all batches together may have 2³¹ targets or more.
     Losses stay float32, in which those of earlier runs were summed.
     """

@@ -9,16 +9,16 @@ import time
 
 from smallgpt_jax.run.clock import PHASES, RunClock
 
-STALLED_STATUS = 124  # the exit status of the shell command `timeout`
-PRINTING_SECONDS = 10.0
-# These phases have no steps, and may take longer than a step: LONG_FACTOR times the limit.
-LONG_PHASES = ("restart", "save", "evaluate")
-LONG_FACTOR = 4
+_STALLED_STATUS = 124  # the exit status of the shell command `timeout`
+_PRINTING_SECONDS = 10.0
+# These phases have no steps, and may take longer than a step: _LONG_FACTOR times the limit.
+_LONG_PHASES = ("restart", "save", "evaluate")
+_LONG_FACTOR = 4
 
 
 class Watchdog:
-    """Ends the process with STALLED_STATUS if no training step finishes for `seconds`, or if one of
-    LONG_PHASES takes LONG_FACTOR × `seconds`; never if `seconds` is 0. Waiting for data counts.
+    """Ends the process with _STALLED_STATUS if no training step finishes for `seconds`, or if one of
+    _LONG_PHASES takes _LONG_FACTOR × `seconds`; never if `seconds` is 0. Waiting for data counts.
     """
 
     def __init__(self, clock: RunClock, seconds: float):
@@ -44,14 +44,14 @@ class Watchdog:
             # not a hang.
             idle += min(now - checked, 2 * self._interval)
             checked = now
-            is_long = phase in LONG_PHASES
+            is_long = phase in _LONG_PHASES
             position = self._clock.progress, is_long
             if position != last:
                 idle, last = 0.0, position
-            if is_long and idle >= LONG_FACTOR * self._limit:
+            if is_long and idle >= _LONG_FACTOR * self._limit:
                 self._end(
-                    f"{PHASES[phase]} has taken {LONG_FACTOR * self._limit:g} seconds "
-                    f"({LONG_FACTOR} × config.train.stall_seconds)"
+                    f"{PHASES[phase]} has taken {_LONG_FACTOR * self._limit:g} seconds "
+                    f"({_LONG_FACTOR} × config.train.stall_seconds)"
                 )
             elif not is_long and idle >= self._limit:
                 self._end(
@@ -61,7 +61,7 @@ class Watchdog:
 
     def _end(self, reason: str) -> None:
         # Ends the process even if nobody reads standard error.
-        threading.Timer(PRINTING_SECONDS, os._exit, (STALLED_STATUS,)).start()
+        threading.Timer(_PRINTING_SECONDS, os._exit, (_STALLED_STATUS,)).start()
         print(
             f"error: {reason}; rerun the same command to resume from the newest checkpoint. Stacks "
             "of all threads:",
@@ -73,4 +73,4 @@ class Watchdog:
             faulthandler.dump_traceback(stacks)
             stacks.seek(0)
             print(stacks.read(), file=sys.stderr, flush=True)
-        os._exit(STALLED_STATUS)  # a regular exit would wait for the threads that hang
+        os._exit(_STALLED_STATUS)  # a regular exit would wait for the threads that hang

@@ -38,62 +38,55 @@ _TYPE_NAMES = {
     tuple[float, ...]: "numbers, separated by commas",
 }
 TYPES = (int, float, bool, str, tuple)  # of fields; their values can be hashed
-AT_START = -1  # value of fields that the start of a run determines
 STEPS_LIMIT = 2**31  # the step and the optimizer's count are of the type int32
-AUTO = "auto"  # the same, of fields of text
-REPLACED_AT_START = {"at_start": True}  # metadata; see `at_start`
-IN_DECAY = {"in_decay": True}  # metadata; see `in_decay`
-NOT_COMPILED = {"compiled": False}  # metadata; see `not_compiled`
+# Values that the start of a run replaces: of numbers, and of text
+AT_START = -1
+AUTO = "auto"
+# Metadata of fields; see the functions of these names
+REPLACED_AT_START = {"at_start": True}
+IN_DECAY = {"in_decay": True}
+NOT_COMPILED = {"compiled": False}
+
+
+# Each of these functions declares a field with a default and a rule.
 
 
 def per_run(default, **metadata) -> Any:
-    """Returns a field of `model` that is fixed by a run, but not by the weights of a trained
-    model.
-    """
+    """Of `model`: fixed by a run, but not by the weights of a trained model."""
     return dataclasses.field(default=default, metadata={"fixed_by": "run", **metadata})
 
 
 def free(default, **metadata) -> Any:
-    """Returns a field that may change when a run is resumed. It affects results through rounding,
-    or not at all.
-    """
+    """May change when a run is resumed; affects results through rounding, or not at all."""
     return dataclasses.field(default=default, metadata={"fixed_by": None, **metadata})
 
 
 def not_compiled(default) -> Any:
-    """Returns a field whose value the compiled steps of a run do not contain: it is an input of
-    theirs, or is read only between them. Runs that differ only in such fields share the compiled
-    steps.
+    """An input of the compiled steps, or read only between them: runs that differ only in such
+    fields share the steps.
     """
     return dataclasses.field(default=default, metadata=NOT_COMPILED)
 
 
 def at_start(default, **metadata) -> Any:
-    """Returns a field whose value AT_START is replaced when the run starts. A resumed run keeps the
-    value.
-    """
+    """AT_START is replaced when the run starts; a resumed run keeps the value."""
     return dataclasses.field(default=default, metadata=REPLACED_AT_START | metadata)
 
 
 def in_decay(default) -> Any:
-    """Returns a field that affects only the steps from the start of the learning rate's decay on,
-    not even by rounding.
-
-    Runs that differ in such fields have the earlier steps in common, if their schedule has a
-    constant phase.
+    """Affects only the steps from the start of the learning rate's decay on: runs that differ in
+    such fields have the earlier steps in common, if their schedule has a constant phase.
     """
     return dataclasses.field(default=default, metadata=IN_DECAY | NOT_COMPILED)
 
 
 def in_store(default, relaxable: bool = False) -> Any:
-    """Returns a field that fixes a token store. `relaxable`: may go from "refuse" to another value
-    on resumption.
-    """
+    """Fixes a token store. `relaxable`: may go from "refuse" to another value on resumption."""
     return dataclasses.field(default=default, metadata={"in_store": True, "relaxable": relaxable})
 
 
 def of_probe(default) -> Any:
-    """Returns a field that fixes the examples of a probe (data/probes.py)."""
+    """Fixes the examples of a probe (data/probes.py)."""
     return dataclasses.field(default=default, metadata={"of_probe": True})
 
 
@@ -134,10 +127,11 @@ class ConfigGroup:
         owner = f"{fields['architecture']} " if "architecture" in fields else ""
         for name, value in fields.items():
             if name not in known:
+                reason = f"{owner}has no such field" if owner else "no such field"
+                advice = suggestion(name, known) or "; remove it"
                 raise UserError(
                     f"config.{cls.GROUP}.{printable(name[:100])}={short_repr(value)}: "
-                    f"{owner and f'{owner}has '}no such field"
-                    + (suggestion(name, known) or "; remove it")
+                    f"{reason}{advice}"
                 )
         for name, field in known.items():
             if field.default is dataclasses.MISSING and name not in fields:
@@ -152,15 +146,12 @@ class ConfigGroup:
     @classmethod
     def config_dict(cls) -> ConfigDict:
         """Fields without a default are placeholders."""
-        types = field_types(cls)
-        return ConfigDict(
-            {
-                field.name: config_dict.placeholder(_kind(types[field.name]))
-                if field.default is dataclasses.MISSING
-                else field.default
-                for field in dataclasses.fields(cls)
-            }
-        )
+        values = {}
+        for field in dataclasses.fields(cls):
+            values[field.name] = field.default
+            if field.default is dataclasses.MISSING:
+                values[field.name] = config_dict.placeholder(_kind(field_types(cls)[field.name]))
+        return ConfigDict(values)
 
     @classmethod
     def field_names(cls, **metadata) -> tuple[str, ...]:
@@ -184,17 +175,17 @@ class ConfigGroup:
         return self.replace(**{name: NotCompiled(f"config.{self.GROUP}.{name}") for name in fields})
 
     def validate(self) -> None:
-        """Raises UserError for invalid values."""
+        """Raises UserError."""
 
     def refuse(self, field: str, rule: str):
-        """Raises UserError with the `rule` that the value of `field` breaks."""
         raise UserError(f"config.{self.GROUP}.{field}={short_repr(getattr(self, field))}: {rule}")
 
     def validate_types(self) -> None:
         """A config.json can contain values of any type."""
         for name, declared in field_types(type(self)).items():
             value, kind = getattr(self, name), _kind(declared)
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            is_number_for_bool = isinstance(value, bool) and kind is not bool  # True is an int
+            if not isinstance(value, kind) or is_number_for_bool:
                 self.refuse(name, f"must be {_TYPE_NAMES.get(declared, declared)}")
 
     def validate_choice(self, field: str, allowed: Iterable[str]) -> None:

@@ -57,9 +57,8 @@ def _override(fields: ConfigDict, overrides: Mapping[str, Any], where: str) -> N
             value = {rest: value}
         is_group = isinstance(fields.get(name), ConfigDict)
         if name in fields and is_group != isinstance(value, Mapping):
-            raise UserError(
-                f"{where}.{name}: {'is a group of fields' if is_group else 'is a field'}"
-            )
+            kind = "a group of fields" if is_group else "a field"
+            raise UserError(f"{where}.{name}: is {kind}")
         if not isinstance(value, Mapping):
             fields[name] = value
             continue
@@ -84,10 +83,9 @@ def find_recipe(value: str) -> str:
     if is_path:
         known |= {path.stem: str(path) for path in _recipes_in(Path("configs")).values()}
     near = difflib.get_close_matches(Path(name).stem, known, n=1)
-    raise UserError(
-        f"--config: no {'file' if is_path else 'recipe or file'} {name!r}"
-        + (f"; did you mean {known[near[0]]}{colon}{argument}?" if near else "")
-    )
+    kind = "file" if is_path else "recipe or file"
+    hint = f"; did you mean {known[near[0]]}{colon}{argument}?" if near else ""
+    raise UserError(f"--config: no {kind} {name!r}{hint}")
 
 
 def _recipes_in(folder: Path) -> dict[str, Path]:
@@ -107,7 +105,6 @@ def make_importable() -> None:
         sys.path.append(str(FOLDER.parent))
     configs = importlib.import_module("configs")
     folders = list(getattr(configs, "__path__", ()))
-    if (
-        str(FOLDER) not in folders
-    ):  # another configs/ has an __init__.py, so Python searches only there
+    # If another configs/ has an __init__.py, Python searches only there.
+    if str(FOLDER) not in folders:
         configs.__path__ = [*folders, str(FOLDER)]

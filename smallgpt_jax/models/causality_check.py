@@ -98,5 +98,8 @@ def _perturbed(params):
     """Adds noise, because initial weights may be 0, as those of a layer's last projection."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    noisy = [x + INIT_STD * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves)]
+    noisy = []
+    for key, x in zip(keys, leaves):
+        noise = jax.random.normal(key, x.shape)
+        noisy.append(x + INIT_STD * noise)
     return jax.tree.unflatten(structure, noisy)

@@ -67,5 +67,7 @@ def cache_variable(module: nn.Module, name: str, shape: tuple[int, ...], dtype):
     """
     calls = module.get_variable("calls", name, 0)
     module.put_variable("calls", name, calls + 1)
-    is_new = not module.has_variable("cache", f"{name}_{calls}")
-    return module.variable("cache", f"{name}_{calls}", jnp.zeros, shape, dtype), is_new
+    name_of_call = f"{name}_{calls}"
+    is_new = not module.has_variable("cache", name_of_call)
+    variable = module.variable("cache", name_of_call, jnp.zeros, shape, dtype)
+    return variable, is_new

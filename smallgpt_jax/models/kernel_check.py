@@ -220,12 +220,13 @@ def _sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.
     # The keys just inside and outside the window have large scores, because one key among many
     # would hardly show.
     if window:
-        edge_BxGxTxK = jnp.roll(k, window - 1, axis=2) + jnp.roll(k, window, axis=2)
+        inside, outside = jnp.roll(k, window - 1, axis=2), jnp.roll(k, window, axis=2)
+        edge_BxHxTxK = jnp.repeat(inside + outside, per_group, axis=1)
         # The score of both keys; less for narrow heads, whose scores vary more.
         score = min(1, width / 16) * math.log(window)
-        q += score / math.sqrt(width) * jnp.repeat(edge_BxGxTxK, per_group, axis=1)
-    precision = jnp.finfo(dtype)
-    return [jax.lax.reduce_precision(x, precision.nexp, precision.nmant) for x in (q, k, v, dy)]
+        q += score / math.sqrt(width) * edge_BxHxTxK
+    dtype = jnp.finfo(dtype)
+    return [jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant) for x in (q, k, v, dy)]
 
 
 def plain_attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask):
@@ -245,13 +246,12 @@ def plain_attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask):
         allowed_CxS = jnp.abs(distances_CxS) < (mask.window or time)
         if mask.is_causal:
             allowed_CxS &= distances_CxS >= 0
-        allowed_BxCxS = allowed_CxS[None] & (ids_BxC[:, :, None] == ids_BxT[:, None])
-        scores_BxGxRxCxS = jnp.einsum("bgrck,bgsk->bgrcs", q_BxGxRxCxK, k_BxGxTxK) / math.sqrt(
-            width
-        )
-        weights_BxGxRxCxS = jax.nn.softmax(
-            jnp.where(allowed_BxCxS[:, None, None], scores_BxGxRxCxS, -jnp.inf)
-        )
+        is_same_text_BxCxS = ids_BxC[:, :, None] == ids_BxT[:, None]
+        allowed_BxCxS = allowed_CxS[None] & is_same_text_BxCxS
+        scores_BxGxRxCxS = jnp.einsum("bgrck,bgsk->bgrcs", q_BxGxRxCxK, k_BxGxTxK)
+        scores_BxGxRxCxS /= math.sqrt(width)
+        scores_BxGxRxCxS = jnp.where(allowed_BxCxS[:, None, None], scores_BxGxRxCxS, -jnp.inf)
+        weights_BxGxRxCxS = jax.nn.softmax(scores_BxGxRxCxS)
         return jnp.einsum("bgrcs,bgsk->bgrck", weights_BxGxRxCxS, v_BxGxTxK)
 
     chunks = jax.lax.map(outputs, jnp.arange(0, time, length))

@@ -40,11 +40,12 @@ def factor_rank(rank_ratio: float, inputs: int, outputs: int) -> int:
 
 def project(x, kernel, context: Context):
     """(B, T, *inputs) activations and a (*inputs, *features) kernel → (B, T, *features)."""
-    batch_and_time, inputs = x.shape[:2], x.shape[2:]
+    batch, time, *inputs = x.shape
+    features = kernel.shape[len(inputs) :]
     kernel_IxO = kernel.reshape(math.prod(inputs), -1)
-    x_BxTxI = x.reshape(*batch_and_time, len(kernel_IxO)).astype(kernel.dtype)
+    x_BxTxI = x.reshape(batch, time, len(kernel_IxO)).astype(kernel.dtype)
     y_BxTxO = matmul(x_BxTxI, kernel_IxO, context.decode)
-    return y_BxTxO.reshape(*batch_and_time, *kernel.shape[len(inputs) :])
+    return y_BxTxO.reshape(batch, time, *features)
 
 
 class Dense(nn.Module):

@@ -96,8 +96,10 @@ class PGPT(nn.Module):
 
 def path_weights(params) -> np.ndarray:
     """Returns the path weights, (number of paths,) float64; they sum to 1."""
-    equal = np.zeros(len(params["trunk"]["paths"]["dense"]["bias"]) - 1)
-    logits = np.asarray(params["trunk"].get("path_logits", equal), np.float64)
+    trunk = params["trunk"]
+    num_paths = len(trunk["paths"]["dense"]["bias"])
+    equal = np.zeros(num_paths - 1)
+    logits = np.asarray(trunk.get("path_logits", equal), np.float64)
     exponentials = np.exp(np.append(logits, 0.0))
     return exponentials / exponentials.sum()
 

@@ -10,11 +10,13 @@ def apply_rope(x_BxHxTxK, positions_BxT, base: float):
     order; most published models do not.
     """
     half = x_BxHxTxK.shape[-1] // 2
-    frequencies = np.float32(base ** (-np.arange(half) / half))
-    angles_Bx1xTxI = positions_BxT[:, None, :, None] * frequencies[None, None, None]
+    frequencies_I = np.float32(base ** (-np.arange(half) / half))
+    angles_Bx1xTxI = positions_BxT[:, None, :, None] * frequencies_I[None, None, None]
     cos, sin = jnp.cos(angles_Bx1xTxI), jnp.sin(angles_Bx1xTxI)
     first, second = jnp.split(x_BxHxTxK.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    rotated_first = first * cos - second * sin
+    rotated_second = second * cos + first * sin
+    rotated = jnp.concatenate([rotated_first, rotated_second], axis=-1)
     return rotated.astype(x_BxHxTxK.dtype)
 
 

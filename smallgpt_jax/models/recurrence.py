@@ -70,7 +70,8 @@ class RecurrentMixer(nn.Module):
         """
 
         def initial(key, shape, dtype=jnp.float32):
-            steps = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(0.001), math.log(0.1)))
+            least, most = math.log(0.001), math.log(0.1)
+            steps = jnp.exp(jax.random.uniform(key, shape, dtype, least, most))
             return steps + jnp.log(-jnp.expm1(-steps))  # the inverse of softplus
 
         initial = nn.with_logical_partitioning(initial, ("heads",))

@@ -53,11 +53,13 @@ class Router(nn.Module):
 
     def products(self, x_BxTxD):
         """Returns x·kernel in float32, (B, T, E), also in models of bfloat16."""
-        shape = (x_BxTxD.shape[-1], self.config.num_experts)
+        batch, time, width = x_BxTxD.shape
+        shape = (width, self.config.num_experts)
         kernel_DxE = self.param("kernel", normal(INIT_STD, *ROUTER_AXES), shape)
         kernel_DxE = sharding.gather_weight(kernel_DxE, ROUTER_AXES)
-        x_RxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]).astype(jnp.float32)
-        return jnp.dot(x_RxD, kernel_DxE, precision="highest").reshape(*x_BxTxD.shape[:2], -1)
+        x_RxD = x_BxTxD.reshape(-1, width).astype(jnp.float32)
+        y_RxE = jnp.dot(x_RxD, kernel_DxE, precision="highest")
+        return y_RxE.reshape(batch, time, -1)
 
     def choose(self, biased_BxTxE):
         def on_one_device(biased_BxTxE):
@@ -115,6 +117,8 @@ def _sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, experts_per_token:
         tokens_B = jnp.maximum(jnp.sum(mask_BxT, axis=1), 1)
         return jnp.sum(_masked(x_BxTxE, mask_BxT), axis=1) / tokens_B[:, None]
 
-    f_BxE = mean_BxE(in_top_k_BxTxE) * (scores_BxTxE.shape[-1] / experts_per_token)
+    num_experts = scores_BxTxE.shape[-1]
+    f_BxE = mean_BxE(in_top_k_BxTxE) * (num_experts / experts_per_token)
     p_BxE = mean_BxE(scores_BxTxE / jnp.sum(scores_BxTxE, axis=-1, keepdims=True))
-    return jnp.mean(jnp.sum(f_BxE * p_BxE, axis=-1))
+    balance_B = jnp.sum(f_BxE * p_BxE, axis=-1)
+    return jnp.mean(balance_B)

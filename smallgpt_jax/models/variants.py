@@ -122,6 +122,7 @@ class Smear(nn.Module):
     def __call__(self, x_BxTxD, context: Context):
         w_D = self.param("gate", zeros("channel"), x_BxTxD.shape[-1:])
         strength = self.param("strength", zeros(), ())
-        gate_BxT = strength * nn.sigmoid(jnp.einsum("btd,d->bt", x_BxTxD.astype(jnp.float32), w_D))
+        products_BxT = jnp.einsum("btd,d->bt", x_BxTxD.astype(jnp.float32), w_D)
+        gate_BxT = strength * nn.sigmoid(products_BxT)
         previous_BxTxD, _ = at_taps(self, x_BxTxD, 2, context)
         return (x_BxTxD + gate_BxT[..., None] * previous_BxTxD).astype(x_BxTxD.dtype)

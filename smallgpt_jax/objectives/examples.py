@@ -84,31 +84,31 @@ def next_tokens(batch: Batch, keys_B) -> Examples:
 
 def continuations(batch: Batch, keys_B) -> Examples:
     """Draws the length of each text's prefix, uniform from 0 to its length − 1; the loss includes
-    only what follows it.
-
-    The last position of a prefix predicts the first token after it, as in generation after a
-    prompt.
+    only what follows it, as in generation after a prompt.
     """
-    context = Examples(batch).context()
     rows, time = batch.tokens_BxT1.shape[0], batch.tokens_BxT1.shape[1] - 1
     # For texts of 3 and 2 positions: positions 0 1 2 0 1, starts 0 0 0 3 3, ends 3 3 3 5 5.
-    positions_BxT = jnp.broadcast_to(context.positions(time), (rows, time))
+    positions_BxT = jnp.broadcast_to(Examples(batch).context().positions(time), (rows, time))
     starts_BxT = jnp.arange(time)[None] - positions_BxT
     is_last_BxT = jnp.concatenate([positions_BxT[:, 1:] == 0, jnp.ones((rows, 1), bool)], axis=1)
-    ends_BxT = jax.lax.cummin(
-        jnp.where(is_last_BxT, jnp.arange(1, time + 1)[None], time), axis=1, reverse=True
-    )
+    ends_at_last_BxT = jnp.where(is_last_BxT, jnp.arange(1, time + 1)[None], time)
+    ends_BxT = jax.lax.cummin(ends_at_last_BxT, axis=1, reverse=True)
     drawn_BxT = jax.vmap(lambda key: jax.random.uniform(key, (time,)))(keys_B)
     # One number per text: the one that was drawn for its first position.
     fractions_BxT = jnp.take_along_axis(drawn_BxT, starts_BxT, axis=1)
-    lengths_BxT = jnp.floor(fractions_BxT * (ends_BxT - starts_BxT)).astype(jnp.int32)
-    return with_prefixes(batch, lengths_BxT)
+    text_lengths_BxT = ends_BxT - starts_BxT
+    prefix_lengths_BxT = jnp.floor(fractions_BxT * text_lengths_BxT).astype(jnp.int32)
+    return with_prefixes(batch, prefix_lengths_BxT)
 
 
 def with_prefixes(batch: Batch, lengths_BxT) -> Examples:
     """`lengths_BxT` are the lengths of the prefixes of the positions' texts."""
-    positions_BxT = Examples(batch).context().positions(batch.tokens_BxT1.shape[1] - 1)
-    return Examples(batch, positions_BxT < lengths_BxT, positions_BxT + 1 >= lengths_BxT)
+    time = batch.tokens_BxT1.shape[1] - 1
+    positions_BxT = Examples(batch).context().positions(time)
+    is_in_prefix_BxT = positions_BxT < lengths_BxT
+    # The last position of a prefix predicts the first token after it.
+    is_selected_BxT = positions_BxT + 1 >= lengths_BxT
+    return Examples(batch, is_in_prefix_BxT, is_selected_BxT)
 
 
 def answers(batch: Batch, keys_B) -> Examples:
@@ -117,9 +117,11 @@ def answers(batch: Batch, keys_B) -> Examples:
     """
     time = batch.tokens_BxT1.shape[1] - 1
     counted_BxT = batch.loss_mask_BxT.astype(jnp.int32)
-    before_BxT = jnp.cumsum(counted_BxT, axis=1) - counted_BxT
+    counted_before_BxT = jnp.cumsum(counted_BxT, axis=1) - counted_BxT
     starts_BxT = jnp.arange(time)[None] - Examples(batch).context().positions(time)
-    return Examples(batch, before_BxT == jnp.take_along_axis(before_BxT, starts_BxT, axis=1))
+    # In the prompt, as many targets were counted in the row as at the text's start.
+    before_text_BxT = jnp.take_along_axis(counted_before_BxT, starts_BxT, axis=1)
+    return Examples(batch, prefix_BxT=counted_before_BxT == before_text_BxT)
 
 
 def masked_tokens(batch: Batch, keys_B, *, rate: float, mask_token: int) -> Examples:

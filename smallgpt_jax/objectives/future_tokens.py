@@ -114,7 +114,8 @@ class FutureTokens(Term, abc.ABC):
         c = self.config
         x_1xTxW = jnp.zeros((1, self.count, c.output_width), c.dtype)
         embedded_1xTxD = jnp.zeros((1, self.count, c.d_model), c.dtype)
-        return self.head.init(key, x_1xTxW, [embedded_1xTxD] * self.count)["params"]
+        variables = self.head.init(key, x_1xTxW, [embedded_1xTxD] * self.count)
+        return variables["params"]
 
     def train_products(self, model: LanguageModel) -> int:
         counted = dataclasses.replace(self, config=counted_config(self.config))

@@ -24,9 +24,8 @@ from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
 from smallgpt_jax.storage.paths import local_path
 
-_FEATURES = (
-    "features"  # the collection that blocks sow their outputs into; collected only for a teacher
-)
+# The collection that blocks sow their outputs into; collected only for a teacher
+_FEATURES = "features"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,18 +59,13 @@ class Teacher(Term):
 
         def distances(x, y):
             """(…, B, T, D) → (L,), per block. Stacked blocks have leading axes."""
-            squares_LxBxT = jnp.mean(
-                jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32)), axis=-1
-            ).reshape(-1, *weights_BxT.shape)
+            squares = jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32))
+            squares_LxBxT = jnp.mean(squares, axis=-1).reshape(-1, *weights_BxT.shape)
             return jnp.sum(squares_LxBxT * weights_BxT[None], axis=(1, 2))
 
-        return jnp.mean(
-            jnp.concatenate(
-                jax.tree.leaves(
-                    jax.tree.map(distances, outputs.collections[_FEATURES], collections[_FEATURES])
-                )
-            )
-        )
+        ours, theirs = outputs.collections[_FEATURES], collections[_FEATURES]
+        by_stack = jax.tree.leaves(jax.tree.map(distances, ours, theirs))
+        return jnp.mean(jnp.concatenate(by_stack))
 
     def train_products(self, student: models.LanguageModel) -> int:
         """Returns the FLOPs of the teacher's forward pass, without the head."""
@@ -98,9 +92,8 @@ def open_teacher(
         return None
     folder = local_path("config.train.teacher", train.teacher)
     try:
-        step = find_checkpoint(
-            folder, None if train.teacher_step == AT_START else train.teacher_step
-        )
+        newest = train.teacher_step == AT_START
+        step = find_checkpoint(folder, None if newest else train.teacher_step)
         config = _read_teacher(folder, student.config)
         if read_config(folder).optimizer.lora_rank:
             raise UserError(
@@ -109,7 +102,7 @@ def open_teacher(
     except UserError as error:
         raise UserError(f"config.train.teacher: {error}") from None
     model = models.LanguageModel(
-        dataclasses.replace(student.config, rank_ratio=config.rank_ratio, dropout=0.0, remat="none")
+        student.config.replace(rank_ratio=config.rank_ratio, dropout=0.0, remat="none")
     )
     variables = _abstract_variables(model, mesh)
     if not _has_features(model, variables):

@@ -11,11 +11,8 @@ import optax.contrib
 from smallgpt_jax.models import Parameter
 from smallgpt_jax.optim.config import OptimizerConfig
 
-_NOT_MUON = (
-    "vocab",
-    "position",
-    "router",
-)  # logical axes of embeddings, of the head, and of the routers of experts
+# Logical axes of embeddings, of the head, and of the routers of experts
+_NOT_MUON = ("vocab", "position", "router")
 _MUON_BETA = 0.95  # decay rate of the momentum, as in github.com/KellerJordan/Muon
 # usual RMS of AdamW's updates before the learning rate (Liu et al., arXiv 2502.16982, section 2.2)
 _ADAMW_RMS = 0.2

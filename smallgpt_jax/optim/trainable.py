@@ -57,10 +57,11 @@ def _whole_mask(p: Parameter, value: bool) -> np.ndarray:
 
 def _mask_of_matches(p: Parameter, pattern: str) -> np.ndarray:
     stacks = p.shape[: p.module_stacks]
-    names = [_name(p, index) for index in itertools.product(*map(range, stacks))]
-    matches = np.array([bool(re.search(pattern, name)) for name in names])
+    matches = []
+    for index in itertools.product(*map(range, stacks)):  # of each module in the stack
+        matches.append(bool(re.search(pattern, _name(p, index))))
     further_axes = (1,) * (len(p.shape) - len(stacks))
-    return matches.reshape((*stacks, *further_axes))  # () for a number
+    return np.array(matches).reshape((*stacks, *further_axes))  # () for a number
 
 
 def _name(p: Parameter, index: tuple[int, ...]) -> str:

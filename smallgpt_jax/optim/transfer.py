@@ -171,13 +171,15 @@ def _query_factors(p: Parameter, base: Parameter) -> np.ndarray:
     """Returns √(K of the base model / K) for queries, and 1 for keys and values, with one axis per
     axis of `p`.
     """
-    axis = p.axes.index("qkv") if "qkv" in p.axes else None
     factor = math.sqrt(base.shape[-1] / p.shape[-1])
-    if axis is None:
-        return np.full((1,) * len(p.shape), factor, np.float32)
-    factors = np.full(p.shape[axis], factor, np.float32)
-    factors[-2:] = 1
-    return factors.reshape([-1 if i == axis else 1 for i in range(len(p.shape))])
+    shape = [1] * len(p.shape)
+    if "qkv" not in p.axes:  # the scale of the queries' norm
+        return np.full(shape, factor, np.float32)
+    axis = p.axes.index("qkv")
+    shape[axis] = p.shape[axis]
+    factors = np.full(shape[axis], factor, np.float32)
+    factors[-2:] = 1  # the last two entries are a key and a value
+    return factors.reshape(shape)
 
 
 def scale_initial(params, multipliers):

@@ -71,9 +71,8 @@ class StopRequest:
         if (number == signal.SIGINT and not self.exits) or self._is_met(number):
             return
         again = "second request: " if self.signal else ""
-        with contextlib.redirect_stdout(
-            io.StringIO()
-        ):  # the main thread goes on, and must not print after the message
+        # The main thread goes on, and must not print after the message.
+        with contextlib.redirect_stdout(io.StringIO()):
             print(f"{again}{self.unsaved}", file=sys.stderr, flush=True)
             os._exit(128 + number)
 

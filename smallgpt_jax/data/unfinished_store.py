@@ -175,7 +175,9 @@ def _can_resume(journal: Journal, identity: dict) -> bool:
         return False
     before, now = journal.identity["made_from"], identity["made_from"]
     skipped = journal.latest.skipped
-    may_change = {field for field in DataConfig.field_names(relaxable=True) if before[field] == "refuse"}
+    may_change = {
+        field for field in DataConfig.field_names(relaxable=True) if before[field] == "refuse"
+    }
     if TOO_LONG not in skipped and now["max_document_bytes"] >= before["max_document_bytes"]:
         may_change.add("max_document_bytes")
     if any(before[field] != now[field] for field in now.keys() - may_change):

@@ -117,10 +117,11 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
     """
     if all(len(text) <= LONG_TEXT for text in texts):
         return tokenizer.encode(texts)
-    return [
-        np.concatenate([tokenizer.encode([piece])[0] for piece in _split_long_text(text)])
-        for text in texts
-    ]
+    tokens_of_texts = []
+    for text in texts:
+        pieces = [tokenizer.encode([piece])[0] for piece in _split_long_text(text)]
+        tokens_of_texts.append(np.concatenate(pieces))
+    return tokens_of_texts
 
 
 def _split_long_text(text: str) -> Iterator[str]:

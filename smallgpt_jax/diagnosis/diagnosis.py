@@ -212,13 +212,14 @@ def measure_collapse(
     variables = jax.jit(lambda: models.init_variables(untrained, seed))()
     collapse = {}
     for name, ablation in COLLAPSE.items():
-        blocks = _mean(
-            [
-                observe_streams(untrained, variables, tokens, ablation)
-                for tokens in windows_NxT1[:, :-1]
-            ]
-        )
-        collapse[name] = {measure: [block[measure] for block in blocks] for measure in blocks[0]}
+        of_windows = [
+            observe_streams(untrained, variables, tokens, ablation)
+            for tokens in windows_NxT1[:, :-1]
+        ]
+        blocks = _mean(of_windows)
+        collapse[name] = {}
+        for measure in blocks[0]:
+            collapse[name][measure] = [block[measure] for block in blocks]
     return collapse
 
 

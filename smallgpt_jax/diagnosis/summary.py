@@ -75,7 +75,9 @@ def _summarize(content: dict[str, Any]) -> dict[str, Any]:
 
 def _measures_of(blocks: list[dict]) -> dict[str, float | None]:
     """`blocks` are those of all paths at one depth."""
-    means = {measure: _mean(block["output"][measure] for block in blocks) for measure in _STREAM}
+    means = {}
+    for measure in _STREAM:
+        means[measure] = _mean(block["output"][measure] for block in blocks)
     attentions = [block["attention"] for block in blocks if "attention" in block]
     for measure in _ATTENTION:
         means[measure] = _mean(value for heads in attentions for value in heads[measure])

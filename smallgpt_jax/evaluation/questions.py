@@ -143,25 +143,26 @@ def generate_answers(
     return answers
 
 
-def exact_match(answer: str, found: str) -> float:
-    return float(found.strip() == answer.strip())
+def exact_match(answer: str, generated: str) -> float:
+    return float(generated.strip() == answer.strip())
 
 
-def rouge_l(answer: str, found: str) -> float:
+def rouge_l(answer: str, generated: str) -> float:
     """Returns the F1 score of the longest common subsequence of words (Lin, ROUGE, 2004), without
     stemming.
 
     As in the package rouge_score, words are lower case and consist of a–z and 0–9.
     """
-    words, found_words = (re.findall(r"[a-z0-9]+", text.lower()) for text in (answer, found))
-    # common[j]: the longest one of the words so far and the first j found words
-    common = [0] * (len(found_words) + 1)
+    words = re.findall(r"[a-z0-9]+", answer.lower())
+    generated_words = re.findall(r"[a-z0-9]+", generated.lower())
+    # common[j]: the longest one of the words so far and the first j generated words
+    common = [0] * (len(generated_words) + 1)
     for word in words:
         previous = common
         common = [0]
-        for j, other in enumerate(found_words):
+        for j, other in enumerate(generated_words):
             common.append(previous[j] + 1 if word == other else max(previous[j + 1], common[j]))
-    return 2 * common[-1] / (len(words) + len(found_words)) if common[-1] else 0.0
+    return 2 * common[-1] / (len(words) + len(generated_words)) if common[-1] else 0.0
 
 
 GENERATED = {"exact_match": exact_match, "rouge_l": rouge_l}  # of an answer and a generated text

@@ -68,7 +68,7 @@ def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
 def _shapes(operands: str, min_axes: int = 1) -> list[list[int]]:
     """Returns the shapes in a text such as "f32[2,3]{1,0}, s32[5]{0}"."""
     texts = re.findall(rf"\w+\[(\d+(?:,\d+){{{min_axes - 1},}})\]", operands)
-    return [[int(length) for length in text.split(",")] for text in texts]
+    return [list(map(int, text.split(","))) for text in texts]
 
 
 def _flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) -> float:

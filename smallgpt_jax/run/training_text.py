@@ -74,10 +74,11 @@ def _describe_changes(before: dict, now: dict) -> str:
     """Formats the first three differences between two `Corpus.description`s."""
 
     def flat_entries(description):
-        return {
-            tuple(jax.tree_util.keystr((key,), simple=True) for key in path): value
-            for path, value in jax.tree_util.tree_leaves_with_path(description)
-        }
+        entries = {}
+        for path, value in jax.tree_util.tree_leaves_with_path(description):
+            names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+            entries[names] = value
+        return entries
 
     def format_value(path, value):
         if value is None:  # this description lacks the entry

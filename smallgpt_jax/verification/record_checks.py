@@ -186,10 +186,9 @@ def _seeds(record: Record) -> Found:
     """A comparison trains consecutive seeds, the same for all names. Others may have been
     chosen.
     """
-    seeds_of = {
-        name: sorted({run.seed for run in runs})
-        for name, runs in grouped(record.runs, lambda run: run.name).items()
-    }
+    seeds_of = {}
+    for name, runs in grouped(record.runs, lambda run: run.name).items():
+        seeds_of[name] = sorted({run.seed for run in runs})
     for name, seeds in seeds_of.items():
         missing = sorted(set(range(seeds[0], seeds[-1] + 1)) - set(seeds))
         if missing:

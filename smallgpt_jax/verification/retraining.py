@@ -148,11 +148,10 @@ def compare_run(
     trained = train(config, folder, corpus)
     _require_same_rows(recorded, folder)
     losses = {step: point.loss for step, point in recorded.items()}
-    seeds = [
-        {point.step: point.loss for point in other.curve if point.loss}
-        for other in record.runs
-        if (other.name, other.horizon) == (run.name, run.horizon)
-    ]
+    seeds = []
+    for other in record.runs:
+        if (other.name, other.horizon) == (run.name, run.horizon):
+            seeds.append({point.step: point.loss for point in other.curve if point.loss})
     is_equal = all(trained[step] == losses[step] for step in losses.keys() & trained.keys())
     variants = {} if is_equal else train_variants(config, folder, corpus, trust)
     return compare_curves(losses, trained, list(variants.values()), seeds)

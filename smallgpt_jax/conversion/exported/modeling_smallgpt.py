@@ -223,10 +223,10 @@ class Trunk(nn.Module):
                 self.path_logits = nn.Parameter(torch.full((config.num_paths - 1,), 0.5))
         else:
             length = config.blocks_per_stage
-            self.stage = nn.ModuleList(
-                nn.ModuleList(Block(config, i, i, s) for i in range(s * length, (s + 1) * length))
-                for s in range(config.num_stages)
-            )
+            self.stage = nn.ModuleList()
+            for s in range(config.num_stages):
+                blocks = (Block(config, i, i, s) for i in range(s * length, (s + 1) * length))
+                self.stage.append(nn.ModuleList(blocks))
             self.compress = nn.ModuleList(
                 self.compression(config, s) for s in range(config.num_compressions)
             )

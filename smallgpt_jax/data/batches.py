@@ -24,7 +24,9 @@ def _shuffled(mixture: Mixture, seed: int) -> grain.MapDataset:
     for i, (first, packing) in enumerate(zip(mixture.first_rows, mixture.packings)):
         numbers = grain.MapDataset.range(first, first + packing.num_rows)
         orders.append(numbers.seed(seed + i).shuffle().repeat())
-    return grain.MapDataset.mix(orders, mixture.weights) if len(orders) > 1 else orders[0]
+    if len(orders) == 1:
+        return orders[0]
+    return grain.MapDataset.mix(orders, mixture.weights)
 
 
 def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
@@ -33,8 +35,9 @@ def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDatase
     """
     for packing, weight in zip(mixture.packings, mixture.weights):
         if packing.num_rows < batch_size * weight:
+            wanted = batch_size * weight
             raise UserError(
-                f"config.train.batch_size: one batch takes {batch_size * weight:g} rows of "
+                f"config.train.batch_size: one batch takes {wanted:g} rows of "
                 f"{packing.context_length} + 1 tokens, but the training split has "
                 f"{packing.num_rows:,} rows ({packing.split.tokens:,} tokens); use more text, or "
                 "a smaller config.train.batch_size or config.model.context_length"
@@ -94,13 +97,15 @@ def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
     most = int(min(rows_per_weight))
     total = min(limit, most) if limit else most
     # Rounded sums, not rounded counts: so the counts add up to `total`.
-    counts = np.diff(np.round(total * np.cumsum([0, *mixture.weights])).astype(int))
+    ends = np.round(total * np.cumsum([0, *mixture.weights]))
+    counts = np.diff(ends.astype(int))
     samples = []
     for first, packing, count in zip(mixture.first_rows, mixture.packings, counts):
         order = np.random.default_rng(0).permutation(packing.num_rows)
         samples.append(first + order[:count])
-    sample = np.concatenate(samples)
-    return np.random.default_rng(0).permutation(sample) if len(samples) > 1 else sample
+    if len(samples) == 1:
+        return samples[0]
+    return np.random.default_rng(0).permutation(np.concatenate(samples))
 
 
 def masked_batches(

@@ -92,7 +92,8 @@ class ChatTemplate:
     ) -> tuple[int, Answer]:
         """Returns where the answer in message `i` begins in the text, and the answer."""
         text, prompt = texts[whole], texts[Rendering(i, True)]
-        before, mark, after = texts[whole._replace(marked=i)].partition(CONTENT)
+        marked = texts[whole._replace(marked=i)]
+        before, mark, after = marked.partition(CONTENT)
         if not mark or not text.endswith(after):
             raise ValueError(f"message {i + 1} is not written as it is, in one place")
         content_end = len(text) - len(after)
@@ -120,15 +121,15 @@ class ChatTemplate:
         except ValueError:  # it needs other messages
             return None
         ids = self.special_tokens.ids
-        return next((ids[part] for part in self.special_tokens.split(ending) if part in ids), None)
+        names = [name for name in self.special_tokens.split(ending) if name in ids]
+        return ids[names[0]] if names else None
 
     def _render(
         self, messages: Sequence[Mapping], renderings: Sequence[Rendering]
     ) -> dict[Rendering, str]:
+        messages = list(map(_as_in_transformers, messages))
         try:
-            conversation = json.dumps(
-                list(map(_as_in_transformers, messages)), ensure_ascii=False, default=str
-            )
+            conversation = json.dumps(messages, ensure_ascii=False, default=str)
         except RecursionError:
             raise ValueError("the messages are nested too deeply") from None
         if CONTENT in conversation:
@@ -147,10 +148,10 @@ def _last_turn(i: int) -> Rendering:
 def _as_in_transformers(message: Mapping) -> dict:
     """Returns the message without empty fields, and with its reasoning under both usual names."""
     message = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((message[name] for name in _REASONING if name in message), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    for name in _REASONING:
+        if name in message:
+            return {"thinking": message[name], **message, "reasoning_content": message[name]}
+    return message
 
 
 def find_template(field: str, tokenizer_folder: Path) -> str:

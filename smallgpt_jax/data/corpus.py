@@ -56,12 +56,10 @@ class Corpus:
         """Returns the metadata and weights of the stores, as written to store.json in a workdir."""
         if len(self.stores) == 1:
             return self.stores[0].metadata
-        return {
-            "mixture": [
-                {"weight": weight, **store.metadata}
-                for store, weight in zip(self.stores, self.weights)
-            ]
-        }
+        mixture = []
+        for store, weight in zip(self.stores, self.weights):
+            mixture.append({"weight": weight, **store.metadata})
+        return {"mixture": mixture}
 
     def fingerprint(self, split: str) -> str:
         """Returns a hash that covers the sampling weights of all stores and the content of `split`
@@ -69,14 +67,16 @@ class Corpus:
         """
         if len(self.stores) == 1:
             return self.stores[0].fingerprint(split)
-        weighted = [
-            (weight, store.fingerprint(split)) for weight, store in zip(self.weights, self.stores)
-        ]
-        return hashlib.blake2b(json.dumps(weighted).encode(), digest_size=16).hexdigest()
+        fingerprints = [store.fingerprint(split) for store in self.stores]
+        content = json.dumps(list(zip(self.weights, fingerprints)))
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def bytes_per_token(self, split: str) -> float:
-        of_stores = [getattr(store, split).bytes_per_token for store in self.stores]
+        of_stores = [part.bytes_per_token for part in self._splits(split)]
         return float(np.dot(self.weights, of_stores))
+
+    def _splits(self, name: str) -> list[Split]:
+        return [getattr(store, name) for store in self.stores]
 
     @property
     def warning(self) -> str:
@@ -84,15 +84,16 @@ class Corpus:
 
     def pack(self, split: str, packing: str, separate: bool, context_length: int) -> Mixture:
         """Packs once, because runs that read the same corpus mostly pack it in the same way."""
-        if packing != "best_fit" and any(store.train.has_answers for store in self.stores):
+        has_answers = any(store.train.has_answers for store in self.stores)
+        if has_answers and packing != "best_fit":
             raise UserError(
                 f"config.data.packing={packing!r}: cuts examples, which have a prompt and an "
                 "answer; set --config.data.packing=best_fit"
             )
         arguments = (split, packing, separate, context_length)
         if arguments not in self._packed:
-            pack, splits = PACKINGS[packing], [getattr(store, split) for store in self.stores]
-            packed = [pack(split, context_length, separate) for split in splits]
+            pack = PACKINGS[packing]
+            packed = [pack(part, context_length, separate) for part in self._splits(split)]
             self._packed[arguments] = Mixture(packed, self.weights)
         return self._packed[arguments]
 
@@ -133,9 +134,10 @@ def load_or_prepare(data) -> Corpus | ProbeCorpus:
     if corpus := open_existing(data, spec):
         return corpus
     if not spec.source.is_local or spec.source.num_bytes > _PREPARE_LIMIT:
+        command = command_line("prepare", *(config_arguments() or ["--config=…"]))
         raise UserError(
             f"config.data.store: no token store of {spec.source.value!r} in {str(spec.folder)!r}; "
-            "prepare it first: " + command_line("prepare", *(config_arguments() or ["--config=…"]))
+            f"prepare it first: {command}"
         )
     return Corpus((prepare_store(spec),))
 
@@ -175,19 +177,18 @@ def require_room(data, corpus: Corpus | ProbeCorpus, context_length: int) -> Non
     """Raises UserError for examples that do not fit into the context, unless
     config.data.invalid_items skips them.
     """
-    splits = [
-        split
-        for store in corpus.stores
-        for split in (store.train, store.validation)
-        if split.has_answers
-    ]
-    count = sum(int(np.sum(split.lengths > context_length)) for split in splits)
+    count, examples = 0, 0
+    for store in corpus.stores:
+        for split in (store.train, store.validation):
+            if split.has_answers:
+                count += int(np.sum(split.lengths > context_length))
+                examples += split.documents
     if count and data.invalid_items != "skip":
+        first = _find_long_example(data, corpus.tokenizer, context_length)
         raise UserError(
-            f"{_find_long_example(data, corpus.tokenizer, context_length)}, more than the "
-            f"config.model.context_length={context_length}, as {count:,} of "
-            f"{sum(split.documents for split in splits):,} examples; shorten them, or skip them "
-            "with --config.data.invalid_items=skip"
+            f"{first}, more than the config.model.context_length={context_length}, as {count:,} "
+            f"of {examples:,} examples; shorten them, or skip them with "
+            "--config.data.invalid_items=skip"
         )
 
 
@@ -224,7 +225,8 @@ def open_mixture(text: str) -> Corpus:
                 f"--config.data.tokenizer={first.folder / 'tokenizer'}"
             )
     _refuse_leaks(field, stores)
-    return Corpus(tuple(stores), tuple(weight / sum(weights) for weight in weights))
+    total = sum(weights)
+    return Corpus(tuple(stores), tuple(weight / total for weight in weights))
 
 
 def _parse_mixture_item(field: str, item: str) -> tuple[str, float]:
@@ -252,12 +254,14 @@ def _refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
         same_kind = _splits_by_file(one) == _splits_by_file(other)
         if same_kind and fraction >= other_fraction:
             continue
-        if leaked := _count_leaks(one.train, other.validation):
+        leaked = _count_leaks(one.train, other.validation)
+        if leaked:
             advice = "prepare all stores with the same config.data.validation_fraction"
             if not same_kind:
                 advice = "leave what both have out of one of them"
+            documents = one.train.documents
             raise UserError(
-                f"{field}: {leaked:,} of the {one.train.documents:,} training documents of "
+                f"{field}: {leaked:,} of the {documents:,} training documents of "
                 f"{str(one.folder)!r} are validation documents of {str(other.folder)!r}; {advice}"
             )
 
@@ -274,8 +278,9 @@ def _count_leaks(train: Split, validation: Split) -> int:
 
 
 def _document_hashes(split: Split, of_lengths: np.ndarray) -> Iterator[bytes]:
-    has_length = np.isin(split.lengths, of_lengths)
-    starts, lengths = split.starts[has_length].tolist(), split.lengths[has_length].tolist()
-    for start, length in zip(starts, lengths):
-        ids = split.stream[start : start + length].astype(np.uint32)  # in all stores alike
+    starts, lengths = split.starts, split.lengths
+    has_length = np.isin(lengths, of_lengths)
+    for start, length in zip(starts[has_length].tolist(), lengths[has_length].tolist()):
+        ids = split.stream[start : start + length]
+        ids = ids.astype(np.uint32)  # the dtype of the stores can differ
         yield hashlib.blake2b(ids, digest_size=16).digest()

@@ -1,7 +1,6 @@
 """Tokenizing documents in parallel, and assigning them to splits."""
 
 import hashlib
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,7 +67,8 @@ def encode_batch(
     validation_fraction: float,
 ) -> dict[str, EncodedBatch]:
     """Returns a batch per split. A batch with examples has no other texts."""
-    documents, are_examples = [], any(isinstance(text, Example) for text in batch.texts)
+    documents = []
+    are_examples = any(isinstance(text, Example) for text in batch.texts)
     if are_examples:
         for text in batch.texts:
             ids, counted = encode_example(text, tokenizer)
@@ -93,21 +93,25 @@ def encode_batch(
 def _join_documents(
     documents: Sequence[_Document], tokenizer: Tokenizer, dtype, are_examples: bool
 ) -> EncodedBatch:
-    # A split can have no documents; np.concatenate needs at least one array.
-    arrays = list(itertools.chain.from_iterable(document.arrays for document in documents)) or [[]]
+    arrays, counted, lengths = [[]], [[]], []  # np.concatenate needs at least one array
+    text_bytes = dropped = unknown = 0
+    for document in documents:
+        arrays += document.arrays
+        lengths.append(sum(map(len, document.arrays)))
+        text_bytes += len(document.text.encode())
+        dropped += tokenizer.count_dropped(document.text)
+        if are_examples:
+            counted.append(document.counted)
     tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe")
-    counted, unknown = None, 0
-    if are_examples:
-        counted = np.concatenate([d.counted for d in documents] or [[]]).astype(bool)
     if tokenizer.unknown is not None:
         unknown = int(np.count_nonzero(tokens == tokenizer.unknown))
     return EncodedBatch(
         tokens,
-        lengths=np.array([sum(map(len, d.arrays)) for d in documents], np.int64),
-        text_bytes=sum(len(d.text.encode()) for d in documents),
-        counted=counted,
-        unknown=unknown,
-        dropped=sum(tokenizer.count_dropped(d.text) for d in documents),
+        np.array(lengths, np.int64),
+        text_bytes,
+        np.concatenate(counted).astype(bool) if are_examples else None,
+        unknown,
+        dropped,
     )
 
 
@@ -115,13 +119,13 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
     """Returns the token ids of each text. Long texts are encoded in pieces, to limit the memory
     use.
     """
-    if all(len(text) <= LONG_TEXT for text in texts):
+    if max(map(len, texts), default=0) <= LONG_TEXT:
         return tokenizer.encode(texts)
-    tokens_of_texts = []
+    encoded = []
     for text in texts:
         pieces = [tokenizer.encode([piece])[0] for piece in _split_long_text(text)]
-        tokens_of_texts.append(np.concatenate(pieces))
-    return tokens_of_texts
+        encoded.append(np.concatenate(pieces))
+    return encoded
 
 
 def _split_long_text(text: str) -> Iterator[str]:

@@ -31,7 +31,9 @@ _MAX_VALUES = 2**22  # of a tokenizer.json; the largest ones have 2 million
 _MAX_GROWTH = 1000  # of a text in a normalizer or a decoder
 _MAX_TOKEN_CHARACTERS = 10_000
 # The characters that represent bytes in byte-level vocabularies: see `tokenizers.gpt2_bytes`.
-_BYTE_CHARACTERS = {chr(i) for i in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))}
+_BYTE_CHARACTERS = set(
+    map(chr, itertools.chain(range(0x21, 0x7F), range(0xA1, 0xAD), range(0xAE, 0x144)))
+)
 _MAX_TRIED = 300  # tokens whose text is tried, to find what begins a text
 
 
@@ -57,7 +59,8 @@ class HuggingFaceTokenizer:
             raise ValueError(f"the id {self.vocab_size - 1} is too large")
         content = json.loads(files[TOKENIZER_JSON])
         self.unknown = self._find_unknown(content["model"])
-        self._drops = self.unknown is None and not _encodes_bytes(content, vocabulary.keys())
+        encodes_all = _encodes_bytes(content, vocabulary.keys())
+        self._drops = self.unknown is None and not encodes_all
         self._named = _named_tokens(self._files)
         self.special_tokens = self._find_special_tokens()
         self.end_of_text_token = self._find_end_of_text()
@@ -90,12 +93,13 @@ class HuggingFaceTokenizer:
         return tokenizer
 
     def _find_special_tokens(self) -> SpecialTokens:
-        added = self._tokenizer.get_added_tokens_decoder()
-        return SpecialTokens(
-            {token.content: i for i, token in added.items() if token.content.strip()},
-            self._named,
-            frozenset(token.content for token in added.values() if not token.special),
-        )
+        ids, allowed = {}, set()
+        for i, token in self._tokenizer.get_added_tokens_decoder().items():
+            if token.content.strip():
+                ids[token.content] = i
+            if not token.special:
+                allowed.add(token.content)
+        return SpecialTokens(ids, self._named, frozenset(allowed))
 
     def _find_end_of_text(self) -> str:
         if "eos_token" in self._named:
@@ -120,18 +124,17 @@ class HuggingFaceTokenizer:
             encoding = self._tokenizer.encode(text, add_special_tokens=True)
             if 0 not in encoding.special_tokens_mask:
                 continue  # the text has no tokens
-            before = encoding.ids[: encoding.special_tokens_mask.index(0)]
-            if len(before) > 1:
-                raise ValueError(f"{len(before)} special tokens begin each text, at most one can")
-            return before[0] if before else self.end_of_text
+            count = encoding.special_tokens_mask.index(0)  # before the text's first token
+            if count > 1:
+                raise ValueError(f"{count} special tokens begin each text, at most one can")
+            return encoding.ids[0] if count else self.end_of_text
         raise ValueError("it encodes no text")
 
     def _find_unknown(self, model: Mapping) -> int | None:
         if model.get("unk_id") is not None:  # a unigram model
             return model["unk_id"]
-        if model.get("unk_token") is not None:
-            return self._tokenizer.token_to_id(model["unk_token"])
-        return None
+        token = model.get("unk_token")
+        return None if token is None else self._tokenizer.token_to_id(token)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         with _failures_named():
@@ -179,7 +182,8 @@ class HuggingFaceTokenizer:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         for start, end in encoding.offsets:
             is_encoded[start:end] = True
-        return sum(not text[i].isspace() for i in np.flatnonzero(~is_encoded))
+        dropped = [text[i] for i in np.flatnonzero(~is_encoded)]
+        return sum(not char.isspace() for char in dropped)
 
     def step_types(self) -> list[str]:
         """Returns the types of the normalizers and pre-tokenizers, in their order."""
@@ -215,12 +219,16 @@ def _named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
     """Returns the tokens that SETTINGS_FILES name, as transformers reads them: {"eos_token": …}.
     Raises ValueError for other values than tokens.
     """
-    named = merge_settings(*(parse_json(files.get(name, b"{}"), OBJECT) for name in SETTINGS_FILES))
-    tokens = {name: named[name] for name in VARIABLES if named.get(name) is not None}
-    for name, token in tokens.items():
-        if not isinstance(_content_of(token), str):
+    settings = [parse_json(files.get(name, b"{}"), OBJECT) for name in SETTINGS_FILES]
+    merged, tokens = merge_settings(*settings), {}
+    for name in VARIABLES:
+        token = merged.get(name)
+        if token is None:
+            continue
+        tokens[name] = _content_of(token)
+        if not isinstance(tokens[name], str):
             raise ValueError(f"{name}={token!r} is not a token")
-    return {name: _content_of(token) for name, token in tokens.items()}
+    return tokens
 
 
 def merge_settings(settings: Mapping, special: Mapping) -> dict:
@@ -311,8 +319,10 @@ def _without_prefix_space(step: dict | None) -> dict | None:
     """
     if step is None or step["type"] == "Prepend":
         return None
-    if step["type"] == "Replace" and step["pattern"].get("Regex", "").startswith(r"\A"):
-        return None  # a replacement at the beginning, as in our exports
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("Regex", "")
+        if pattern.startswith(r"\A"):  # at the beginning of a text, as in our exports
+            return None
     if step["type"] == "Metaspace":
         return {
             "type": "Metaspace",

@@ -90,12 +90,12 @@ def _files_of(distribution: metadata.Distribution) -> list[TextFile]:
     """Returns the files that are read, from RECORD. Location: name in site-packages; version: hash
     of the content.
     """
-    rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
-    return [
-        TextFile(Path(distribution.locate_file(name)), name, int(size or 0), content_hash)
-        for name, content_hash, size in rows
-        if _is_read(name)
-    ]
+    record, files = distribution.read_text("RECORD") or "", []
+    for name, content_hash, size in csv.reader(record.splitlines()):
+        if _is_read(name):
+            path = Path(distribution.locate_file(name))
+            files.append(TextFile(path, name, int(size or 0), content_hash))
+    return files
 
 
 def _is_read(name: str) -> bool:
@@ -111,11 +111,11 @@ def _describe(distribution: metadata.Distribution, name: str) -> str:
     names and hashes.
     """
     files = sorted(_files_of(distribution), key=lambda file: file.location)
-    lines = "".join(f"{file.location} {file.version}\n" for file in files)
-    return (
-        f"{name}=={distribution.version} {len(files)} {sum(file.size for file in files)} "
-        f"{hashlib.sha256(lines.encode()).hexdigest()}"
-    )
+    digest, size = hashlib.sha256(), 0
+    for file in files:
+        digest.update(f"{file.location} {file.version}\n".encode())
+        size += file.size
+    return f"{name}=={distribution.version} {len(files)} {size} {digest.hexdigest()}"
 
 
 def difference(pin: str, line: str) -> str:

@@ -110,7 +110,8 @@ def _parse_endings(text_endings: str) -> tuple[str, ...]:
     """Returns the endings of the files in a folder that are read. An ending of compressed files may
     follow them.
     """
-    endings = tuple(filter(None, (ending.strip().lower() for ending in text_endings.split(","))))
+    endings = [ending.strip().lower() for ending in text_endings.split(",")]
+    endings = list(filter(None, endings))
     for ending in endings:
         if not re.fullmatch(r"\.[^./\\\s]+", ending):
             raise UserError(

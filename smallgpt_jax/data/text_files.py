@@ -35,8 +35,10 @@ _PARQUET_ROWS, PARQUET_BYTES = 64, 2**29
 
 def content_suffix(path: Path) -> str:
     """Ignores a compression suffix: 'a.jsonl.gz' → '.jsonl'."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED_SUFFIXES), "")
+    for suffix in map(str.lower, reversed(path.suffixes)):
+        if suffix not in COMPRESSED_SUFFIXES:
+            return suffix
+    return ""
 
 
 class TextFile(NamedTuple):
@@ -77,8 +79,9 @@ def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
             else:
                 pieces = _decode_utf8(_read_pieces(content), path, rules.decoding_errors)
                 items = _read_passages(pieces, str(path), passage, rules.split_by_file)
+            size = max(file.size, 1)
             for item in items:
-                yield item, min(raw.tell() / max(file.size, 1), 1.0)
+                yield item, min(raw.tell() / size, 1.0)  # of a compressed file, as it is stored
 
     version = (file.location, file.version, passage)
     return Part(str(path), file.size, read, version, has_fields=suffix in _JSON_SUFFIXES)
@@ -182,9 +185,11 @@ def _read_passages(
     """
     beginning = next(pieces, "")
     key_of_file = hashlib.blake2b(beginning.encode(), digest_size=16).hexdigest()
-    texts = _split_passages(itertools.chain([beginning], pieces), max_characters)
-    for number, text in enumerate(texts):
-        yield Passage.of(text, file, number == 0, key_of_file if split_by_file else text)
+    is_first = True
+    for text in _split_passages(itertools.chain([beginning], pieces), max_characters):
+        key = key_of_file if split_by_file else text
+        yield Passage.of(text, file, is_first, key)
+        is_first = False
 
 
 def _split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]:
@@ -258,12 +263,12 @@ def _read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
             f"{path}: no column {rules.text_field!r}, its columns are {list_names(columns)}; set "
             "--config.data.text_field"
         )
-    rows, number = max(file.metadata.num_rows, 1), 0
-    rows_per_read = PARQUET_BYTES // max(_largest_chunk(file, rules.text_field), 1)
-    rows_per_read = min(max(rows_per_read, 1), _PARQUET_ROWS)
+    longest_text = max(_largest_chunk(file, rules.text_field), 1)
+    rows_per_read = min(max(PARQUET_BYTES // longest_text, 1), _PARQUET_ROWS)
     batches = file.iter_batches(rows_per_read, columns=[rules.text_field])
     if types.is_dictionary(file.schema_arrow.field(rules.text_field).type):
         batches = _name_invalid_dictionary(batches, path, rules.text_field)
+    rows, number = max(file.metadata.num_rows, 1), 0
     for batch in batches:
         column = batch.column(0)
         # pyarrow does not check that strings are valid UTF-8. `extract_text` checks this if it
@@ -274,7 +279,8 @@ def _read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
             column = column.cast("large_binary")
         for value in column:  # one at a time becomes an object of Python
             number += 1
-            yield _parquet_text(value, f"{path}, row {number}", columns, rules), number / rows
+            item = _parquet_text(value, f"{path}, row {number}", columns, rules)
+            yield item, number / rows
 
 
 def _name_invalid_dictionary(batches: Iterator, path: Path, column: str) -> Iterator:
@@ -295,9 +301,11 @@ def _largest_chunk(file, column: str) -> int:
     leaves = [file.schema.column(i).path for i in range(len(file.schema.names))]
     if column not in leaves:  # it is nested, which `extract_text` refuses
         return 0
-    number, groups = leaves.index(column), range(file.metadata.num_row_groups)
-    chunks = (file.metadata.row_group(i).column(number) for i in groups)
-    return max((chunk.total_uncompressed_size for chunk in chunks), default=0)
+    number, largest = leaves.index(column), 0
+    for group in range(file.metadata.num_row_groups):
+        chunk = file.metadata.row_group(group).column(number)
+        largest = max(largest, chunk.total_uncompressed_size)
+    return largest
 
 
 def _parquet_text(value, where: str, columns: list[str], rules: Rules) -> Item:

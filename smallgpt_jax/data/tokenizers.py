@@ -144,10 +144,11 @@ class Bytes(Tokenizer):
         return {}
 
 
-_SYMBOL = Kind(
-    "a symbol of at most 100 characters, without spaces",
-    lambda value: isinstance(value, str) and len(value) <= 100 and value.split() == [value],
-)
+def _is_symbol(value) -> bool:
+    return isinstance(value, str) and len(value) <= 100 and value.split() == [value]
+
+
+_SYMBOL = Kind("a symbol of at most 100 characters, without spaces", _is_symbol)
 
 
 class Symbols(Tokenizer):
@@ -168,10 +169,11 @@ class Symbols(Tokenizer):
 
     def _id(self, symbol: str) -> int:
         if symbol not in self._ids:
-            more = " …" if len(self._symbols) > 20 else ""
+            known = " ".join(self._symbols[:20])
+            if len(self._symbols) > 20:
+                known += " …"
             raise UserError(
-                f"{symbol!r}: not a symbol of this probe; use "
-                f"{' '.join(self._symbols[:20])}{more}, separated by spaces"
+                f"{symbol!r}: not a symbol of this probe; use {known}, separated by spaces"
             )
         return self._ids[symbol]
 
@@ -267,18 +269,19 @@ class GPT2(Tokenizer):
         self._files = {"vocab.json": vocab_json, "merges.txt": merges_txt}
         ids = parse_json(vocab_json, Each(integer(0)))
         byte_of = gpt2_bytes()
-        if sorted(ids.values()) != list(range(len(ids))) or not byte_of.keys() <= ids.keys():
+        has_gaps = sorted(ids.values()) != list(range(len(ids)))
+        if has_gaps or not byte_of.keys() <= ids.keys():
             raise ValueError("the ids have gaps, or bytes without an id")
         self.end_of_text = self.begin_of_text = ids.pop(END_OF_TEXT)
         mark = (END_OF_TEXT, self.end_of_text)
         self.special_tokens = SpecialTokens.of_marks(mark, mark)
         # tiktoken merges pairs in the order of their ids, so the ids must be in the order of
         # merges.txt.
-        merges = [
-            line for line in merges_txt.decode().splitlines() if not line.startswith("#version")
-        ]
-        if any(ids[merge.replace(" ", "")] != 256 + i for i, merge in enumerate(merges)):
-            raise ValueError("the ids are not in the order of the merges")
+        lines = merges_txt.decode().splitlines()
+        merges = [line for line in lines if not line.startswith("#version")]
+        for i, merge in enumerate(merges, start=256):  # after the bytes
+            if ids[merge.replace(" ", "")] != i:
+                raise ValueError("the ids are not in the order of the merges")
         ranks = {bytes(map(byte_of.__getitem__, token)): i for token, i in ids.items()}
         self._encoding = tiktoken.Encoding(
             "gpt2",
@@ -309,8 +312,11 @@ def gpt2_bytes() -> dict[str, int]:
     bytes, ascending.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+    byte_of = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    for point, byte in enumerate(others, start=0x100):
+        byte_of[chr(point)] = byte
+    return byte_of
 
 
 def load(folder: Path) -> Tokenizer:
@@ -359,7 +365,7 @@ def _read_native(folder: Path, files: Mapping[str, Path]) -> Tokenizer | None:
     if _SENTENCEPIECE_FILE in files and (kind or not has_json):
         return read_sentencepiece(files[_SENTENCEPIECE_FILE])
     # GPT-2's two files, under the names that Hugging Face or OpenAI uses.
-    pair = [files.get(name) or files.get(openai_name) for name, openai_name in GPT2_FILES.items()]
+    pair = [files.get(name) or files.get(openai) for name, openai in GPT2_FILES.items()]
     if all(pair) and (kind or not has_json or _is_gpt2(pair)):
         return _read_gpt2(pair)
     return None
@@ -448,8 +454,10 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """Tokenizers with equal fingerprints give the same ids."""
-    content = b"".join(tokenizer.files()[name] for name in sorted(tokenizer.files()))
-    return hashlib.sha256(tokenizer.kind.encode() + content).hexdigest()[:16]
+    digest = hashlib.sha256(tokenizer.kind.encode())
+    for _, content in sorted(tokenizer.files().items()):
+        digest.update(content)
+    return digest.hexdigest()[:16]
 
 
 def read_sentencepiece(path: Path) -> SentencePiece:

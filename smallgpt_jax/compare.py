@@ -36,7 +36,7 @@ from ml_collections import config_flags
 
 from smallgpt_jax import cli
 from smallgpt_jax.output import best_effort
-from smallgpt_jax.storage.paths import as_path, local_path
+from smallgpt_jax.storage.paths import as_path
 
 _CONFIG = cli.define_config()
 _WORKDIRS = flags.DEFINE_list(
@@ -51,13 +51,6 @@ _RESULTS = flags.DEFINE_list(
     "With --config, the runs in them are not trained again.",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the comparison, created if missing.")
-_LOGGED = flags.DEFINE_string(
-    "logged",
-    None,
-    "CSV file with the columns model,step,val_loss. It contains losses that "
-    "the paper's authors logged (524,288 tokens per step). They are added to the plot of "
-    "loss against tokens.",
-)
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run",
     False,
@@ -128,7 +121,6 @@ def main() -> None:
         workdirs=_WORKDIRS.value,
         results=results,
         command=command,
-        logged=local_path("--logged", _LOGGED.value) if _LOGGED.value else None,
         trust_custom_code=flags.FLAGS.trust_custom_code,
     )
     print(f"\n{report}\n{as_path('--output', _OUTPUT.value) / 'report.html'}")

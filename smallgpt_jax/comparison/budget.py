@@ -37,7 +37,8 @@ def with_equal_budgets(
     if compare.budget == "own":
         return runs
     if compare.budget == "seconds":
-        speeds = known_speeds(runs, output, compare.train)
+        require_measurable(runs, output, compare.train)
+        speeds = measured_speeds(runs, output)
         step_costs = {name: 1 / speed for name, speed in speeds.items()}
         target = compare.seconds
     else:
@@ -82,23 +83,15 @@ def cost_per_step(config: ConfigDict | Config, budget: str) -> float:
     """
     if budget != "flops":
         return tokens_per_step(config)
-    flops, problem = flops_per_step(config)
+    config = Config.of(config)
+    counts = count(config)
+    flops = counts.flops_per_step(config)
     if flops is None:
         raise UserError(
-            f"config.compare.budget='flops': {config.model.architecture}: {problem}; "
+            f"config.compare.budget='flops': {config.model.architecture}: {counts.cost.problem}; "
             "choose another budget"
         )
     return flops
-
-
-def flops_per_step(config: ConfigDict | Config) -> tuple[float | None, str]:
-    """Returns the FLOPs of a step, or None and why they cannot be counted."""
-    config = Config.of(config)
-    counts = count(config)
-    if counts.cost.flops is None:
-        return None, counts.cost.problem
-    inputs = config.train.batch_size * config.model.context_length
-    return inputs * counts.cost.flops + counts.optimizer_flops, ""
 
 
 def tokens_per_step(config: ConfigDict | Config) -> float:
@@ -114,50 +107,38 @@ def tokens_per_step(config: ConfigDict | Config) -> float:
 
 
 # ------------------------------------------------------------------ speed
-def known_speeds(
-    runs: dict[str, ConfigDict], output: Path, may_measure: bool = True
-) -> dict[str, float]:
-    """Returns {name: steps per second}, measured once per run and stored in speeds.json.
-
-    Raises UserError for a run that is not measured but has started: with a speed that is measured
+def require_measurable(runs: dict[str, ConfigDict], output: Path, may_measure: bool) -> None:
+    """Raises UserError for a run that is not measured but has started: with a speed that is measured
     now, it would get another number of steps.
     """
     output.mkdir(parents=True, exist_ok=True)
+    with file_lock(output / LOCK_FILE, wait=True):
+        speeds = _read_speeds(output)
+    for name, run in runs.items():
+        if config_digest(run) in speeds:
+            continue
+        if run_folder(output, name, run.train.seed).exists():
+            raise UserError(
+                f"--output={output}: contains a run {name} with another budget or config; "
+                "use the same budget and config to resume, or another --output"
+            )
+        if not may_measure:  # a speed beside other programs would give the run too few steps
+            raise UserError(
+                f"config.compare.train=False: the speed of {name}, which determines its "
+                "number of steps, has not been measured; start the training first"
+            )
+
+
+def measured_speeds(runs: dict[str, ConfigDict | Config], output: Path) -> dict[str, float]:
+    """Returns {name: steps per second}, measured once per run and stored in speeds.json."""
+    output.mkdir(parents=True, exist_ok=True)
     with file_lock(output / LOCK_FILE, wait=True):  # only one process measures at a time
         speeds = _read_speeds(output)
-        for name, run in runs.items():
-            if config_digest(run) not in speeds:
-                _require_unstarted(name, run, output, may_measure)
-        return _measure_missing(runs, output)
-
-
-def measured_speeds(runs: dict[str, Config], output: Path) -> dict[str, float]:
-    """Returns the same, also for runs that have started."""
-    output.mkdir(parents=True, exist_ok=True)
-    with file_lock(output / LOCK_FILE, wait=True):
-        return _measure_missing(runs, output)
-
-
-def _require_unstarted(name: str, run: ConfigDict, output: Path, may_measure: bool) -> None:
-    if run_folder(output, name, run.train.seed).exists():
-        raise UserError(
-            f"--output={output}: contains a run {name} with another budget or config; "
-            "use the same budget and config to resume, or another --output"
-        )
-    if not may_measure:  # a speed beside other programs would give the run too few steps
-        raise UserError(
-            f"config.compare.train=False: the speed of {name}, which determines its "
-            "number of steps, has not been measured; start the training first"
-        )
-
-
-def _measure_missing(runs: dict[str, ConfigDict | Config], output: Path) -> dict[str, float]:
-    speeds = _read_speeds(output)
-    for run in runs.values():
-        digest = config_digest(run)
-        if digest not in speeds:
-            speeds[digest] = steps_per_second(run)
-            write_atomically(output / SPEEDS_FILE, json.dumps(speeds, indent=2) + "\n")
+        for run in runs.values():
+            digest = config_digest(run)
+            if digest not in speeds:
+                speeds[digest] = steps_per_second(run)
+                write_atomically(output / SPEEDS_FILE, json.dumps(speeds, indent=2) + "\n")
     return {name: speeds[config_digest(run)] for name, run in runs.items()}
 
 

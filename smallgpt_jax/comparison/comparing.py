@@ -29,7 +29,6 @@ from smallgpt_jax.diagnosis.windows import WINDOWS
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import inference_cost, texts
 from smallgpt_jax.report import page
-from smallgpt_jax.report.figures import read_logged
 from smallgpt_jax.report.page import Report
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
@@ -59,7 +58,6 @@ def compare(
     workdirs: Sequence[str] | None = None,
     results: Sequence[str] = (),
     command: str = "",
-    logged: Path | None = None,
     trust_custom_code: bool = False,
 ) -> Report:
     """Returns a comparison's record and findings, and writes them into the folder `output`; print()
@@ -68,20 +66,19 @@ def compare(
     With `config`, the recipe of a comparison or its fields, trains the runs that are missing there;
     `overrides` are further values, such as {"compare.seeds": 3}, and finished runs of `results`,
     paths of results.json, are taken over. Else merges `results`, or reports on `workdirs`, of which
-    the first is the reference. `command` repeats the comparison; `logged` is a CSV file of further
-    curves (docs/comparison.md). Raises UserError, and StoppedError after a stop request.
+    the first is the reference. `command` repeats the comparison. Raises UserError, and StoppedError
+    after a stop request.
     """
     folder = as_path("--output", str(output))
-    curves = read_logged(logged) if logged else None
     if config is not None:
         comparison = TrainedComparison(_loaded(config, overrides), folder, results, command)
-        comparison.train(lambda record: _report(record, folder, curves))
-        return _report(comparison.record(), folder, curves)
+        comparison.train(lambda record: _report(record, folder))
+        return _report(comparison.record(), folder)
     if workdirs is not None:
         record = _record_of_workdirs(workdirs, folder, command, trust_custom_code)
     else:
         record = _merged_record(results, folder, command)
-    return _report(record, folder, curves)
+    return _report(record, folder)
 
 
 def plan_comparison(
@@ -108,12 +105,12 @@ def _loaded(config: str | Mapping[str, Any], overrides: Mapping[str, Any] | None
     return load_config(config, overrides)
 
 
-def _report(record: Record, folder: Path, curves: Mapping | None) -> Report:
+def _report(record: Record, folder: Path) -> Report:
     findings = analyse(record)
     folder.mkdir(parents=True, exist_ok=True)
     # Several processes may write the report.
     with file_lock(folder / LOCK_FILE, wait=True):
-        page.write(folder, record, findings, curves)
+        page.write(folder, record, findings)
     return Report(record, findings)
 
 
@@ -146,22 +143,23 @@ class TrainedComparison:
         if not self.compare.train:
             self.losses = self.outcomes.losses()
             return
-        is_due = _Pauses()
+        due = 0.0  # when the next report is: reports take a small share of the time
 
-        def after_run(losses: Mapping[Path, float]) -> None:
-            self.losses = losses
-            if is_due():
+        def after_run() -> None:
+            nonlocal due
+            started = time.monotonic()
+            if started >= due:
                 report(self.record())
-                is_due.done()
+                ended = time.monotonic()
+                due = ended + (ended - started) / REPORTING_SHARE
 
         queue = Queue(self.outcomes, self._measure, after_run)
+        self.losses = queue.losses
         try:
             queue.train(self.command)
         except UserError:
-            self.losses = queue.losses
             report(self.record())
             raise
-        self.losses = queue.losses
 
     def _measure(self, run: PlannedRun) -> None:
         if self.outcomes.recorded(run):
@@ -202,21 +200,6 @@ def observe(folder: Path) -> None:
         diagnosis.diagnose(folder, step=steps, windows=WINDOWS, deep=0)
     except UserError as error:  # a custom architecture, or a masked model
         print(f"{folder.name}: not observed: {error}", flush=True)
-
-
-class _Pauses:
-    """Decides when the next report is due, so that reports take a small share of the time."""
-
-    def __init__(self):
-        self._started = self._due = time.monotonic()
-
-    def __call__(self) -> bool:
-        self._started = time.monotonic()
-        return self._started >= self._due
-
-    def done(self) -> None:
-        now = time.monotonic()
-        self._due = now + (now - self._started) / REPORTING_SHARE
 
 
 # ------------------------------------------------------------------ existing runs and records

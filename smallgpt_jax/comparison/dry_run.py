@@ -9,7 +9,7 @@ import jax
 from smallgpt_jax.analysis.record import grouped
 from smallgpt_jax.comparison import budget
 from smallgpt_jax.comparison.outcomes import Outcomes
-from smallgpt_jax.comparison.parameters import num_active_parameters, num_parameters
+from smallgpt_jax.comparison.run_reader import count
 from smallgpt_jax.comparison.runs import PlannedRun
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.corpus import Corpus
@@ -75,11 +75,14 @@ def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
     speeds = _speeds(configs, outcomes.comparison.output, topology)
     costs = [_cost(name, runs, longest[name].config, speeds[name]) for name, runs in groups.items()]
     most = max(configs.values(), key=_tokens, default=None)
+    corpus_tokens, repeats = None, None
+    if most and not is_synthetic(most.data):  # the rows of a probe are generated
+        corpus_tokens, repeats = _reading(outcomes.text, most)
     return Forecast(
         tuple(costs),
         len(planned) - len(missing),
-        None if most is None else _repeats(outcomes.text, most),
-        None if most is None else _corpus_tokens(outcomes.text, most),
+        repeats,
+        corpus_tokens,
         topology or f"{jax.device_count()} × {device_name(jax.devices()[0])}",
         bool(topology),
     )
@@ -87,12 +90,13 @@ def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
 
 def _cost(name: str, runs: Sequence[PlannedRun], config: Config, speed: float | None) -> Cost:
     steps = sum(map(_own_steps, runs))
-    flops, _ = budget.flops_per_step(config)
+    counts = count(config)
+    flops = counts.flops_per_step(config)
     return Cost(
         name,
         len(runs),
-        num_parameters(config),
-        num_active_parameters(config),
+        sum(counts.components.values()),
+        counts.active_parameters,
         _tokens(config),
         steps,
         steps * budget.tokens_per_step(config),
@@ -127,22 +131,13 @@ def _speeds(
     return speeds
 
 
-def _corpus_tokens(corpus: Corpus, config: Config) -> int | None:
-    if is_synthetic(config.data):
-        return None
-    return sum(_store_tokens(corpus))
-
-
-def _store_tokens(corpus: Corpus) -> list[int]:
-    return [store.metadata["splits"]["train"]["tokens"] for store in corpus.stores]
-
-
-def _repeats(corpus: Corpus, config: Config) -> float | None:
-    """Returns how often a run reads the text of the mixture that it reads most often."""
-    if is_synthetic(config.data):
-        return None
-    shares = zip(corpus.weights, _store_tokens(corpus))
-    return max(weight * _tokens(config) / tokens for weight, tokens in shares)
+def _reading(corpus: Corpus, config: Config) -> tuple[int, float]:
+    """Returns the tokens of the corpus, and how often a run reads the text of the mixture that it
+    reads most often.
+    """
+    tokens = [store.metadata["splits"]["train"]["tokens"] for store in corpus.stores]
+    read = [weight * _tokens(config) / size for weight, size in zip(corpus.weights, tokens)]
+    return sum(tokens), max(read)
 
 
 # ------------------------------------------------------------------ output

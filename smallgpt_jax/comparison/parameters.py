@@ -19,23 +19,12 @@ PARAMETER_TOLERANCE = 0.02
 MAX_PARAMETER_CHANGE = 0.1
 
 
-# Cached, because counting traces the model.
-_num_parameters, _num_active_parameters = map(
-    functools.cache, (models.num_parameters, models.num_active_parameters)
-)
+_num_parameters = functools.cache(models.num_parameters)  # counting traces the model
 
 
 def num_parameters(config: ConfigDict | Config) -> int:
-    return _num_parameters(scanned_model(config))
-
-
-def num_active_parameters(config: ConfigDict | Config) -> int:
-    return _num_active_parameters(scanned_model(config))
-
-
-def scanned_model(config: ConfigDict | Config) -> models.LanguageModel:
-    """Returns a model that traces faster and has as many parameters."""
-    return models.LanguageModel(Config.of(config).model.replace(scan_layers=True))
+    # Scanned layers trace faster, and have as many parameters.
+    return _num_parameters(models.LanguageModel(Config.of(config).model.replace(scan_layers=True)))
 
 
 def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str, ConfigDict]:

@@ -160,6 +160,13 @@ class Counts(NamedTuple):
     optimizer_flops: int  # per update
     weight_bytes: int  # in decoding
 
+    def flops_per_step(self, config: Config) -> float | None:
+        """Returns the FLOPs of a step, with padding and the optimizer; None if unknown."""
+        if self.cost.flops is None:
+            return None
+        inputs = config.train.batch_size * config.model.context_length
+        return inputs * self.cost.flops + self.optimizer_flops
+
 
 def count(config: Config) -> Counts:
     """Returns what a run counts. Its heads for further tokens count as training, not as
@@ -191,10 +198,7 @@ def _curve(
 ) -> tuple[Point, ...]:
     """Returns the evaluations in the order of their steps; of several of a step, the newest."""
     steps, seconds = training_seconds(lines, tokens_per_step)
-    flops_per_step = None
-    if counts.cost.flops is not None:
-        inputs = config.train.batch_size * config.model.context_length
-        flops_per_step = inputs * counts.cost.flops + counts.optimizer_flops
+    flops_per_step = counts.flops_per_step(config)
     points = {}
     for line in lines:
         if line["split"] != "eval":

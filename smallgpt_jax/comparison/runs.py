@@ -80,34 +80,38 @@ class Comparison:
 
         A model is left out while its grid is unfinished, and if it has diverged at every multiple.
         """
-        best = self._best_multiples(losses)
+        return self._runs_at(self._multiples(losses))
+
+    def expected_runs(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
+        """Returns `runs`, and with learning rates that are not known yet, the other runs, too,
+        assuming that no grid is extended further.
+        """
+        runs = self._runs_at(self._multiples(losses, unknown=1.0))
+        if not self.train_held_out:
+            runs = [run for run in runs if not run.is_held_out]
+        return [*self._grid_runs(losses), *runs]
+
+    def _runs_at(self, multiples: Mapping[str, float | None]) -> list[PlannedRun]:
+        """Returns the runs of each seed at {model: multiple of its learning rate}."""
         runs = []
         for seed in self.seeds:
             for name in self.models:
-                multiple = best.get(model_of(name)) if self.multiples else 1.0
+                multiple = multiples.get(model_of(name))
                 if multiple:
-                    run = self._run(name, seed, multiple)
-                    runs += _with_shorter_runs(run, self.horizons)
+                    runs += _with_shorter_runs(self._run(name, seed, multiple), self.horizons)
         return runs
 
-    def num_runs(self, losses: Mapping[Path, float]) -> int:
-        """Returns the number of runs to train, assuming that no grid is extended further."""
-        return len(self.expected_runs(losses))
-
-    def expected_runs(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
-        """Returns `runs`, and with learning rates that are not known yet, the other runs, too."""
-        grids = {model_of(name): grid for name, grid in self.grids(losses).items()}
-        runs = self._grid_runs(losses)
-        for seed in self.seeds:
-            for name in self.models:
-                grid = grids.get(model_of(name))
-                if grid and grid.has_diverged:
-                    continue
-                if name in self.held_out_names and not self.train_held_out:
-                    continue
-                multiple = (grid.best or 1.0) if grid else 1.0
-                runs += _with_shorter_runs(self._run(name, seed, multiple), self.horizons)
-        return runs
+    def _multiples(
+        self, losses: Mapping[Path, float], unknown: float | None = None
+    ) -> dict[str, float | None]:
+        """Returns {model: best multiple}, `unknown` while its grid is unfinished."""
+        if not self.multiples:
+            return {model_of(name): 1.0 for name in self.models}
+        return {
+            model_of(name): grid.best or unknown
+            for name, grid in self.grids(losses).items()
+            if not grid.has_diverged
+        }
 
     def grids(self, losses: Mapping[Path, float]) -> dict[str, Grid]:
         """Returns {first name of a model: grid}; {} without learning rates to try."""
@@ -126,13 +130,6 @@ class Comparison:
             self.max_added,
             lambda multiple: losses.get(run_folder(self.output, name, self.grid_seed, multiple)),
         )
-
-    def _best_multiples(self, losses: Mapping[Path, float]) -> dict[str, float]:
-        return {
-            model_of(name): grid.best
-            for name, grid in self.grids(losses).items()
-            if grid.is_finished and not grid.has_diverged
-        }
 
     def _run(self, name: str, seed: int, multiple: float, in_grid: bool = False) -> PlannedRun:
         config = self.models[name].replace(train={"seed": seed})

@@ -3,7 +3,7 @@
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -36,7 +36,7 @@ class Queue:
 
     outcomes: Outcomes
     measure_run: Callable[[PlannedRun], None]  # takes further measurements of a finished run
-    after_run: Callable[[Mapping[Path, float]], None]  # gets the losses after each trained run
+    after_run: Callable[[], None]  # is called after each trained run
     losses: dict[Path, float] = dataclasses.field(default_factory=dict)  # inf: diverged
     failures: dict[Path, str] = dataclasses.field(default_factory=dict)
     busy: set[Path] = dataclasses.field(default_factory=set)  # other processes train these
@@ -110,7 +110,7 @@ class Queue:
             if is_new:
                 free_programs(run.config.model, self.compiled)
                 number = list(dict.fromkeys(run.folder for run in planned)).index(run.folder) + 1
-                total = self.outcomes.comparison.num_runs(self.losses)
+                total = len(self.outcomes.comparison.expected_runs(self.losses))
                 print(f"\n[{number}/{total}] {describe(run)}", flush=True)
                 loss = self._train(run)
             elif loss == math.inf:
@@ -131,7 +131,7 @@ class Queue:
             return
         self.losses[run.folder] = loss
         if is_new:
-            self.after_run(self.losses)
+            self.after_run()
 
     def _train(self, run: PlannedRun) -> float:
         """Returns the loss, inf if the run has diverged."""

@@ -1,10 +1,8 @@
 """The figures of a report."""
 
-import csv
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,13 +11,11 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocato
 
 from smallgpt_jax.analysis.findings import Choice, Contest, Curve, Findings, Order, Rates
 from smallgpt_jax.analysis.record import Run, grouped, model_of
-from smallgpt_jax.errors import UserError
 from smallgpt_jax.report import words
 from smallgpt_jax.run.plotting import COLORS, style_axes
 
 SIZE, WIDE = (5.2, 3.9), (8.4, 6.0)  # inches
 LOSS = "validation loss, nats per token"
-PAPER_TOKENS_PER_STEP = 524_288  # of the paper's authors (arXiv 2404.14462, released code)
 BY_DEPTH = {
     "token_similarity": "mean cosine of all tokens",
     "effective_rank": "effective rank of the activations",
@@ -115,9 +111,8 @@ def loss_curves(
     axis: str,
     curves: Sequence[Curve],
     styles: Styles,
-    logged: Mapping[str, Sequence] | None = None,
 ) -> Figure:
-    """Plots mean losses over seeds with bands of their range, and curves of `read_logged`."""
+    """Plots mean losses over seeds with bands of their range."""
     figure, plot = _new_plot(AXES[axis], LOSS)
     for curve in curves:
         points = [point for point in curve.points if getattr(point, axis) is not None]
@@ -126,13 +121,9 @@ def loss_curves(
         places = [getattr(point, axis) for point in points]
         style = styles[model_of(curve.name)]
         plot.plot(places, [point.loss.mean for point in points], label=curve.name, **style)
-        low, high = [[getattr(p.loss, end) for p in points] for end in ("low", "high")]
+        low = [point.loss.low for point in points]
+        high = [point.loss.high for point in points]
         plot.fill_between(places, low, high, color=style["color"], alpha=0.2, linewidth=0)
-    for name, points in (logged or {}).items():
-        label = f"{name}, as logged by the paper's authors"
-        color = styles[name]["color"] if name in styles else "0.5"
-        style = {"color": color, "linestyle": ":", "linewidth": 1}
-        plot.plot(*zip(*points), label=label, **style)
     return _with_legend(figure, plot)
 
 
@@ -177,34 +168,8 @@ def inside_by_depth(runs: Sequence[Run], styles: Styles) -> Figure:
     return figure
 
 
-def read_logged(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns the loss curves in a CSV file with the columns model,step,val_loss: {model: [(tokens,
-    validation loss)]}.
-
-    The paper's authors logged these curves, with PAPER_TOKENS_PER_STEP tokens per step. Raises
-    UserError if the file cannot be read as such a table, or has no rows.
-    """
-    curves: dict[str, list] = {}
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                tokens = int(row["step"]) * PAPER_TOKENS_PER_STEP
-                curves.setdefault(row["model"], []).append((tokens, float(row["val_loss"])))
-    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
-        raise UserError(
-            f"--logged={path}: not a CSV file with the columns model,step,val_loss ({error})"
-        ) from None
-    if not curves:
-        raise UserError(
-            f"--logged={path}: the table has no rows; expected the columns model,step,val_loss"
-        )
-    return curves
-
-
 # ------------------------------------------------------------------ style
-def draw(
-    findings: Findings, runs: Sequence[Run], logged: Mapping[str, Sequence] | None = None
-) -> dict[str, tuple[Figure, str]]:
+def draw(findings: Findings, runs: Sequence[Run]) -> dict[str, tuple[Figure, str]]:
     """Returns {name: (figure, caption)} of what the findings contain."""
     figures = {}
     models = [*(run.model for run in runs), *(one.name for one in findings.rates)]
@@ -232,7 +197,7 @@ def draw(
         for axis, label in AXES.items():
             caption = f"Validation loss against {label}. Bands: range over the seeds."
             figures[f"loss-{axis}"] = (
-                loss_curves(axis, findings.curves, styles, logged if axis == "tokens" else None),
+                loss_curves(axis, findings.curves, styles),
                 caption,
             )
     if any(len(one.rates) > 1 for one in findings.rates):

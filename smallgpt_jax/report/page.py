@@ -3,7 +3,7 @@
 import base64
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,11 +74,9 @@ class Report(NamedTuple):
         return summary(self.record, self.findings)
 
 
-def write(
-    folder: Path, record: Record, findings: Findings, logged: Mapping[str, Sequence] | None = None
-) -> None:
-    """Writes the report into an existing folder. `logged` are curves of `figures.read_logged`."""
-    drawn = {name: Drawn(*one) for name, one in figures.draw(findings, record.runs, logged).items()}
+def write(folder: Path, record: Record, findings: Findings) -> None:
+    """Writes the report into an existing folder."""
+    drawn = {name: Drawn(*one) for name, one in figures.draw(findings, record.runs).items()}
     for name, one in drawn.items():
         write_atomically(folder / f"{name}.png", plotting.png(one.figure))
     content = {**records.content(record), "ranking": ranking_facts(findings)}

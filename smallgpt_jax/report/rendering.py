@@ -41,13 +41,11 @@ class Table:
     @property
     def kept(self) -> "Table":
         """The table without columns that are empty in all rows."""
-        columns = [
-            number
-            for number in range(len(self.head))
-            if number == 0 or any(row[number] != MISSING for row in self.rows)
-        ]
-        rows = tuple(tuple(row[number] for number in columns) for row in self.rows)
-        return Table(tuple(self.head[number] for number in columns), rows, self.marked)
+        columns = list(zip(self.head, *self.rows))
+        first, *others = columns
+        kept = [first, *(column for column in others if set(column[1:]) != {MISSING})]
+        head, *rows = zip(*kept)
+        return Table(head, tuple(rows), self.marked)
 
 
 def _alignment(column: Sequence[str]) -> str:
@@ -125,12 +123,12 @@ def _plain(text: str) -> Markup:
 
 
 def _aligned(table: Table) -> Markup:
-    rows = [[printable(cell) for cell in row] for row in (table.head, *table.rows)]
+    rows = [list(map(printable, row)) for row in (table.head, *table.rows)]
     return Markup("\n".join(aligned_rows(rows)))
 
 
 def _markdown_table(table: Table) -> Markup:
-    head, *rows = [[escape_markdown(cell) for cell in row] for row in (table.head, *table.rows)]
+    head, *rows = [list(map(escape_markdown, row)) for row in (table.head, *table.rows)]
     for number in table.marked:
         rows[number] = [f"**{cell}**" for cell in rows[number]]
     rule = ["---"] * len(head)

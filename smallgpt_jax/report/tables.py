@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from smallgpt_jax.analysis.findings import (
@@ -207,27 +207,30 @@ def _pair(contest: Contest, model: str, other: str) -> Pair | None:
         return None
 
 
+def _by_model(columns: Mapping[str, Mapping[str, str]], models: Iterable[str] = ()) -> Table:
+    """Returns a row per model and a column per key of `columns`. `models` are the first rows."""
+    rows = []
+    for model in dict.fromkeys(itertools.chain(models, *columns.values())):
+        rows.append((model, *(column.get(model, MISSING) for column in columns.values())))
+    return Table(("model", *columns), tuple(rows))
+
+
 # ------------------------------------------------------------------ over budgets
 def losses_by_budget(choices: Sequence[Choice]) -> Table:
     """Returns a row per model, in the order at the largest budget."""
-    direct = [choice for choice in choices if words.is_direct(choice)]
-    columns = []
-    for choice in direct:
-        columns.append({one.model: words.standing_loss(one) for one in choice.contest.standings})
-    models = dict.fromkeys(model for column in reversed(columns) for model in column)
-    head = ("model", *(words.limit(choice.limit, choice.budget) for choice in direct))
-    rows = [(model, *(column.get(model, MISSING) for column in columns)) for model in models]
-    return Table(head, tuple(rows))
+    columns = {}
+    for choice in choices:
+        if words.is_direct(choice):
+            losses = {one.model: words.standing_loss(one) for one in choice.contest.standings}
+            columns[words.limit(choice.limit, choice.budget)] = losses
+    return _by_model(columns, itertools.chain(*reversed(columns.values())))
 
 
 def multipliers(findings: Findings) -> Table:
-    by_model = grouped(findings.multipliers, lambda one: one.model)
-    budgets = sorted({one.budget for one in findings.multipliers})
-    rows = []
-    for model, values in by_model.items():
-        of_budget = {one.budget: words.multiplier(one) for one in values}
-        rows.append((model, *(of_budget.get(budget, MISSING) for budget in budgets)))
-    return Table(("model", *map(words.exponent, budgets)), tuple(rows))
+    columns: dict[str, dict[str, str]] = {}
+    for one in sorted(findings.multipliers, key=lambda one: one.budget):
+        columns.setdefault(words.exponent(one.budget), {})[one.model] = words.multiplier(one)
+    return _by_model(columns)
 
 
 def orders(findings: Findings) -> Table:
@@ -237,9 +240,10 @@ def orders(findings: Findings) -> Table:
 
 # ------------------------------------------------------------------ learning rates
 def rates(all_rates: Sequence[Rates]) -> Table:
-    multiples = sorted({rate.multiple for one in all_rates for rate in one.rates})
-    tried = [f"× {multiple:g}" for multiple in multiples]
-    head = ("run", "own rate", *tried, "best", "may be best", "minimum")
+    tried = itertools.chain(*(one.rates for one in all_rates))
+    multiples = sorted({rate.multiple for rate in tried})
+    columns = [f"× {multiple:g}" for multiple in multiples]
+    head = ("run", "own rate", *columns, "best", "may be best", "minimum")
     rows = []
     for one in all_rates:
         losses = {rate.multiple: words.loss(rate.loss) for rate in one.rates}
@@ -286,18 +290,13 @@ def outcomes(held_out: HeldOut) -> Table:
 # ------------------------------------------------------------------ measurements
 def measures(measured: Sequence[Measure]) -> list[Table]:
     """Returns tables with a row per model and a column per measure, none of them too wide."""
-    return [_measures(columns) for columns in _batches(measured)]
-
-
-def _batches(measured: Sequence[Measure]) -> list[Sequence[Measure]]:
-    starts = range(0, len(measured), MAX_MEASURES)
-    return [measured[start : start + MAX_MEASURES] for start in starts]
-
-
-def _measures(columns: Sequence[Measure]) -> Table:
-    names = dict.fromkeys(name for one in columns for name in one.spreads)
-    rows = [(name, *(_measure(one, name) for one in columns)) for name in names]
-    return Table(("model", *map(_label, columns)), tuple(rows)).kept
+    tables = []
+    for start in range(0, len(measured), MAX_MEASURES):
+        columns = {}
+        for one in measured[start : start + MAX_MEASURES]:
+            columns[_label(one)] = {name: _measure(one, name) for name in one.spreads}
+        tables.append(_by_model(columns).kept)
+    return tables
 
 
 def _label(measure: Measure) -> str:
@@ -308,9 +307,7 @@ def _label(measure: Measure) -> str:
 
 
 def _measure(measure: Measure, name: str) -> str:
-    spread = measure.spreads.get(name)
-    if spread is None:
-        return MISSING
+    spread = measure.spreads[name]
     if measure.measure.endswith("_bytes"):
         scaled = (spread.mean / 1e6, spread.low / 1e6, spread.high / 1e6)
         return words.spread(Spread(*scaled, spread.count), ".4g")
@@ -353,15 +350,12 @@ def sizes(runs: Sequence[Run]) -> Table:
 
 
 def components(runs: Sequence[Run]) -> Table:
-    first = {run.name: run for run in runs}
-    kinds = list(dict.fromkeys(kind for run in first.values() for kind in run.components))
-    rows = []
-    for name, run in first.items():
-        cells = [
-            f"{run.components[kind]:,}" if kind in run.components else MISSING for kind in kinds
-        ]
-        rows.append((name, *cells, f"{run.parameters:,}"))
-    return Table(("model", *kinds, "total"), tuple(rows))
+    columns: dict[str, dict[str, str]] = {}
+    for run in runs:
+        for kind, count in run.components.items():
+            columns.setdefault(kind, {})[run.name] = f"{count:,}"
+    totals = {run.name: f"{run.parameters:,}" for run in runs}
+    return _by_model({**columns, "total": totals}, totals)
 
 
 def shared_fields(runs: Sequence[Run]) -> Table:

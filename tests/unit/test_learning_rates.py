@@ -91,8 +91,8 @@ def run_comparison(comparison: Comparison, losses: dict[str, dict]) -> list[str]
         )
         known[run.folder] = losses[run.name][run.multiple]
         order.append(run.folder.name)
-        assert len(order) <= comparison.num_runs(known)
-    assert len(order) == comparison.num_runs(known)
+        assert len(order) <= len(comparison.expected_runs(known))
+    assert len(order) == len(comparison.expected_runs(known))
     assert all(run.folder in known for run in comparison.runs(known))
     return order
 

@@ -2,11 +2,13 @@
 
 import errno
 import itertools
+import math
 import os
 import re
 import statistics
 import unicodedata
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -98,6 +100,15 @@ def list_names(names: Iterable[str], limit: int = 20) -> str:
     names = [printable(name[:100]) for name in names]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def finite(value: Any) -> Any:
+    """Returns a JSON value with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def printable(text: str) -> str:

@@ -299,6 +299,11 @@ class Rates:
     edge: Literal["lowest", "highest", ""]  # where the best multiple is in the grid
     minimum: float | None  # multiple at the minimum of the parabola in ln(rate)
 
+    @property
+    def plausible(self) -> list[float]:
+        """The multiples that may be the best."""
+        return [rate.multiple for rate in self.rates if rate.is_plausible]
+
 
 @dataclasses.dataclass(frozen=True)
 class Diverged:

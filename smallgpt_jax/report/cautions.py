@@ -57,9 +57,7 @@ def _learning_rates(findings: Findings) -> list[str]:
                 f"better: {_few(names)}. To try more, increase "
                 "config.compare.max_added_learning_rates."
             )
-    unsure = [
-        one.name for one in findings.rates if sum(rate.is_plausible for rate in one.rates) > 1
-    ]
+    unsure = [one.name for one in findings.rates if len(one.plausible) > 1]
     if unsure:
         lines.append(
             "Which learning rate is best is within the spread over seeds, so the models may be "

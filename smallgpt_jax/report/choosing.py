@@ -17,6 +17,7 @@ from smallgpt_jax.analysis.budgets import BUDGETS
 from smallgpt_jax.analysis.findings import Choice, Range, Standing
 from smallgpt_jax.analysis.record import Record, Run, model_of
 from smallgpt_jax.errors import UserError, command_line, suggestion
+from smallgpt_jax.formatting import finite
 from smallgpt_jax.report import tables, words
 from smallgpt_jax.report.rendering import render
 from smallgpt_jax.run.names import CONFIG_FILE
@@ -230,12 +231,4 @@ def text(answer: Answer) -> str:
 
 def json_content(answer: Answer) -> dict[str, Any]:
     """Returns the answer as JSON has it: no infinity, which a diverged loss has."""
-    return _finite(dataclasses.asdict(answer))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite(dataclasses.asdict(answer))

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from smallgpt_jax.analysis import record as records
-from smallgpt_jax.analysis.findings import Contest, Findings
+from smallgpt_jax.analysis.findings import Findings
 from smallgpt_jax.analysis.record import RESULTS_FILE, Record, Run
+from smallgpt_jax.formatting import finite
 from smallgpt_jax.report import figures, tables
 from smallgpt_jax.report.cautions import cautions
 from smallgpt_jax.report.rendering import render
@@ -127,26 +128,14 @@ def _ranked_runs(record: Record, findings: Findings) -> list[Run]:
 
 
 def ranking_facts(findings: Findings) -> dict[str, Any]:
-    """Returns the ranking for other programs, as JSON has it."""
+    """Returns the ranking for other programs, as JSON has it: None for a diverged loss."""
     contest = findings.ranking
     if contest is None:
         return {"means": {}, "chosen": None, "pairs": []}
-    return {
-        "means": {one.name: _finite(one.loss) for one in contest.standings},
+    facts = {
+        "means": {one.name: one.loss for one in contest.standings},
         "chosen": contest.chosen,
         "possible": [one.name for one in contest.possible],
-        "pairs": _pair_facts(contest),
+        "pairs": [dataclasses.asdict(pair) for pair in contest.pairs],
     }
-
-
-def _pair_facts(contest: Contest) -> list[dict[str, Any]]:
-    facts = []
-    for pair in contest.pairs:
-        content = dataclasses.asdict(pair)
-        facts.append({**content, "difference": _finite(pair.difference)})
-    return facts
-
-
-def _finite(value: float) -> float | None:
-    """Returns None for a diverged loss: JSON has no infinity."""
-    return value if abs(value) < float("inf") else None
+    return finite(facts)

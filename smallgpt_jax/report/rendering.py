@@ -19,9 +19,9 @@ from markupsafe import Markup
 from smallgpt_jax.analysis.findings import CERTAIN, STAKE
 from smallgpt_jax.formatting import aligned_rows, escape_markdown, printable
 from smallgpt_jax.report import words
+from smallgpt_jax.report.words import MISSING
 
 WIDTH = 100  # of terminal text, in characters
-MISSING = "–"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ from smallgpt_jax.analysis.findings import (
 )
 from smallgpt_jax.analysis.record import Run, grouped
 from smallgpt_jax.report import words
-from smallgpt_jax.report.rendering import MISSING, Table
+from smallgpt_jax.report.rendering import Table
+from smallgpt_jax.report.words import MISSING
 
 MAX_CONTENDERS = 10  # in one budget
 MAX_MEASURES = 5  # in a table
@@ -156,7 +157,7 @@ def standings(contest: Contest, reference: str) -> Table:
                 words.names(one),
                 words.standing_loss(one),
                 words.difference(pair) if pair else MISSING,
-                words.verdict(pair) if pair else "reference",
+                pair.verdict if pair else "reference",
                 words.percent(one.probability) if is_contest else MISSING,
                 str(one.seeds),
                 parameters(one.parameters, one.active_parameters),
@@ -192,7 +193,7 @@ def pairs_table(pairs: Sequence[Pair]) -> Table:
                 pair.other,
                 words.difference(pair),
                 MISSING if pair.interval is None else words.percent(pair.probability),
-                words.verdict(pair),
+                pair.verdict,
                 str(pair.seeds),
                 words.seeds_needed(pair.seeds_needed),
             )
@@ -247,7 +248,7 @@ def rates(all_rates: Sequence[Rates]) -> Table:
     rows = []
     for one in all_rates:
         losses = {rate.multiple: words.loss(rate.loss) for rate in one.rates}
-        plausible = [f"× {rate.multiple:g}" for rate in one.rates if rate.is_plausible]
+        plausible = [f"× {multiple:g}" for multiple in one.plausible]
         best = MISSING if one.best is None else f"{one.best * one.learning_rate:.3g}"
         rows.append(
             (
@@ -323,7 +324,7 @@ def measure_pairs(measured: Sequence[Measure]) -> Table:
         for pair in one.pairs:
             if pair.interval is not None:
                 label = one.measure.replace("_", " ")
-                rows.append((label, pair.model, words.difference(pair), words.verdict(pair)))
+                rows.append((label, pair.model, words.difference(pair), pair.verdict))
     return Table(("measure", "model", "difference (95% interval)", "verdict"), tuple(rows))
 
 

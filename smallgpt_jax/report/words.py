@@ -1,5 +1,6 @@
 """Numbers and verdicts as words, the same on the page, in Markdown and on a terminal."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -147,10 +148,6 @@ def names(standing: Standing) -> str:
     return f"{standing.name} (the same function: {', '.join(standing.equal_to)})"
 
 
-def verdict(pair: Pair) -> str:
-    return pair.verdict
-
-
 def difference(pair: Pair) -> str:
     if not math.isfinite(pair.difference):
         return MISSING
@@ -221,27 +218,30 @@ def has_probabilities(contest: Contest) -> bool:
 
 def refusal(answer: Choice) -> str:
     """Returns a sentence about why no model is chosen."""
-    blockers = enumeration(answer.contest.blockers, "or") if _has_blockers(answer) else "a model"
-    label = BUDGETS[answer.budget]
-    measure = f"; {MEASURING[answer.budget]}" if answer.budget in MEASURING else ""
-    factor = f"{answer.factor:.3g}" if answer.factor else ""
-    smallest = f"{1 / answer.factor:.3g}" if answer.factor else ""
-    return {
-        "uncertain": "",  # the models that may be the best say it
-        "few seeds": "There are too few seeds to know how much the losses vary; train more.",
-        "diverged": "Every model has a run that diverged.",
-        "dearer": f"{blockers} may be the best, but was trained only with more than this budget.",
-        "more training": f"{blockers} may be the best with the whole budget, but was trained with "
-        "less.",
-        "not measured": f"{blockers} may be the best, but its {label} were not measured{measure}.",
-        "nothing within": f"Every model needs at least {smallest} times as much.",
-        "beyond": f"It is {factor} times as much as any model was trained or measured with.",
-        "no cost": f"No run has measured its {label}{measure}.",
-    }[answer.refusal]
-
-
-def _has_blockers(answer: Choice) -> bool:
-    return answer.contest is not None and bool(answer.contest.blockers)
+    blockers = answer.contest.blockers if answer.contest else ()
+    others = enumeration(blockers, "or") if blockers else "a model"
+    unmeasured = f"{BUDGETS[answer.budget]} were not measured"
+    if answer.budget in MEASURING:
+        unmeasured += f"; {MEASURING[answer.budget]}"
+    match answer.refusal:
+        case "few seeds":
+            return "There are too few seeds to know how much the losses vary; train more."
+        case "diverged":
+            return "Every model has a run that diverged."
+        case "dearer":
+            return f"{others} may be the best, but was trained only with more than this budget."
+        case "more training":
+            return f"{others} may be the best with the whole budget, but was trained with less."
+        case "not measured":
+            return f"{others} may be the best, but its {unmeasured}."
+        case "no cost":
+            return f"The {unmeasured}."
+        case "nothing within":
+            return f"Every model needs at least {1 / answer.factor:.3g} times as much."
+        case "beyond":
+            factor = f"{answer.factor:.3g}"
+            return f"It is {factor} times as much as any model was trained or measured with."
+    return ""  # the models that may be the best say it
 
 
 def stake(contest: Contest) -> str:
@@ -282,11 +282,12 @@ def multiplier(value: Multiplier) -> str:
 def segments(ranges: Sequence[Segment]) -> str:
     if not ranges:
         return "not trained with common budgets"
+    visible = [one for one in ranges if exponent(one.low, 2) != exponent(one.high, 2)]
     texts = []
-    for one in ranges:
-        low, high = exponent(one.low, 2), exponent(one.high, 2)
-        if low != high:
-            texts.append(f"{low} to {high}: {one.better or 'cannot tell'}")
+    for better, group in itertools.groupby(visible, key=lambda one: one.better):
+        adjacent = list(group)
+        low, high = exponent(adjacent[0].low, 2), exponent(adjacent[-1].high, 2)
+        texts.append(f"{low} to {high}: {better or 'cannot tell'}")
     return "; ".join(texts)
 
 

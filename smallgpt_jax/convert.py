@@ -1,6 +1,7 @@
 """Converts models to and from other formats.
 
     python -m smallgpt_jax.convert --to=hf --workdir=runs/pgpt --output=exported/pgpt
+    python -m smallgpt_jax.convert --to=hf --workdir=runs/pgpt --output=exported/pgpt --push=ada/pgpt
     python -m smallgpt_jax.convert --to=gguf --workdir=runs/llama --output=exported/llama.gguf
     python -m smallgpt_jax.convert --from=hf --input=gpt2 --workdir=runs/gpt2
     python -m smallgpt_jax.convert --from=gpt_variations --input=pgpt.pt --workdir=runs/released-pgpt
@@ -76,6 +77,10 @@ _RANK_RATIO = flags.DEFINE_float(
     "have at most this fraction (below 1) of its parameters. 0: multiply the factors of the run. "
     "Default: change no matrices.",
 )
+_PUSH = flags.DEFINE_string(
+    "push", "", "With --to: also upload the export to this OWNER/NAME at the Hugging Face hub."
+)
+_PRIVATE = flags.DEFINE_bool("private", True, "With --push: only its owner sees a new repository.")
 _TRUST = cli.define_trust()
 flags.mark_flag_as_required("workdir")
 
@@ -96,6 +101,8 @@ def main() -> None:
             options[flag.name] = flag.value
         elif flag.present and flag.name not in arguments:
             raise UserError(f"--{flag.name}: cannot be combined with {direction}; see --help")
+    if _FROM.value and _PUSH.value:
+        raise UserError("--push: uploads exports; use it with --to")
     if _FROM.value and not _INPUT.value:
         raise UserError("--input: must be given; name the folder, file or model to import")
     if _FROM.value:
@@ -115,7 +122,14 @@ def main() -> None:
         )
     if "tokenizer" in options:
         options["tokenizer"] = False
-    summary = export(_WORKDIR.value, _OUTPUT.value, form(**options), step=_STEP.value)
+    summary = export(
+        _WORKDIR.value,
+        _OUTPUT.value,
+        form(**options),
+        step=_STEP.value,
+        push=_PUSH.value,
+        private=_PRIVATE.value,
+    )
     print(f"{_OUTPUT.value}: {summary}")
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import (
     gguf_file,
+    hub,
     hugging_face,
     low_rank,
     model_card,
@@ -25,20 +26,30 @@ class Export(Protocol):
     def new_output(self, name: str | Path) -> Path:
         """Raises UserError if the output cannot be written."""
 
-    def write(self, workdir: Path, output: Path, trained: inference.TrainedModel) -> str:
-        """Returns what was written."""
+    def write(self, workdir: Path, output: Path, trained: inference.TrainedModel, name: str) -> str:
+        """Returns what was written. `name` is that of the model, for its card."""
 
 
 def export(
-    workdir: str | Path, output: str | Path, to: str | Export = "hf", *, step: int | None = None
+    workdir: str | Path,
+    output: str | Path,
+    to: str | Export = "hf",
+    *,
+    step: int | None = None,
+    push: str = "",
+    private: bool = True,
 ) -> str:
     """Writes the model of a run in another format, and returns a description of what was written.
 
     `to` is "hf" (a Hugging Face folder), "gguf" (a file for llama.cpp), "peft" (an adapter, of a
     run with LoRA), or a format with options, such as GgufExport(dtype="q8_0"). `step` is the
-    checkpoint's; None: the newest. Raises UserError if `output` exists or the format does not
-    support the model; then nothing is written.
+    checkpoint's; None: the newest. With `push`, an OWNER/NAME, the export is also uploaded to the
+    Hugging Face hub, to a new or existing repository; a new one is `private`. Raises UserError if
+    `output` exists or the format does not support the model; then nothing is written. Also raises
+    it if the upload fails; then `output` is complete.
     """
+    if push:
+        hub.check_repository(push)
     form = _make_export(to) if isinstance(to, str) else to
     source, output = as_path("--workdir", workdir), form.new_output(output)
     _refuse_custom_classes(source)
@@ -47,13 +58,15 @@ def export(
     if has_low_rank:
         model, params = low_rank.with_rank_ratio(trained.model, trained.params, 0.0)
         trained = trained._replace(model=model, params=params)
-    written = form.write(source, output, trained)
+    written = form.write(source, output, trained, push or output.name)
     summary = (
         f"{trained.model.config.architecture} of step {trained.step}, "
         f"{models.num_parameters(trained.model):,} parameters, as {written}"
     )
     if has_low_rank:
         summary += "; its low-rank matrices are exported as full matrices"
+    if push:
+        summary += f"; uploaded to {hub.push(output, push, private)}"
     return summary
 
 
@@ -82,12 +95,12 @@ class HuggingFaceExport:
     def new_output(self, name: str | Path) -> Path:
         return new_folder("--output", name)
 
-    def write(self, workdir: Path, output: Path, trained: inference.TrainedModel) -> str:
+    def write(self, workdir: Path, output: Path, trained: inference.TrainedModel, name: str) -> str:
         model, params, model_state, tokenizer, step = trained
         form = hugging_face.find_format(model.config)
         paths = self.paths if isinstance(self.paths, str) else ",".join(map(str, self.paths))
         card = model_card.format_model_card(
-            output.name,
+            name,
             model,
             model_card.training_facts(workdir, step, paths),
             has_code=bool(form.CODE),
@@ -100,8 +113,10 @@ class HuggingFaceExport:
         with atomic_folder(output) as folder:
             hugging_face.export_folder(folder, model, params, tokenizer, model_state, template)
             (folder / "README.md").write_text(card, "utf-8", errors="backslashreplace")
-        name = form.class_name(model.config)
-        return f"{name} with its own code (trust_remote_code=True)" if form.CODE else name
+        class_name = form.class_name(model.config)
+        if form.CODE:
+            return f"{class_name} with its own code (trust_remote_code=True)"
+        return class_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +128,7 @@ class GgufExport:
     def new_output(self, name: str | Path) -> Path:
         return new_file("--output", name, ".gguf")
 
-    def write(self, workdir: Path, output: Path, trained: inference.TrainedModel) -> str:
+    def write(self, workdir: Path, output: Path, trained: inference.TrainedModel, name: str) -> str:
         if self.dtype not in gguf_file.DTYPES:
             raise UserError(f"--dtype={self.dtype}: must be one of {', '.join(gguf_file.DTYPES)}")
         template = inference.find_chat_template(workdir)
@@ -128,7 +143,7 @@ class PeftExport:
     def new_output(self, name: str | Path) -> Path:
         return new_folder("--output", name)
 
-    def write(self, workdir: Path, output: Path, trained: inference.TrainedModel) -> str:
+    def write(self, workdir: Path, output: Path, trained: inference.TrainedModel, name: str) -> str:
         config = read_config(workdir)
         if not config.optimizer.lora_rank:
             raise UserError(

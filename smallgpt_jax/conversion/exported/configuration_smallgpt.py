@@ -104,9 +104,8 @@ class SmallGPTConfig(PretrainedConfig):
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.num_shared_experts = num_shared_experts
         self.expert_mlp, self.expert_scale = expert_mlp, expert_scale
-        self.expert_bias_rate = (
-            expert_bias_rate  # only smallgpt_jax's training uses this field and the next
-        )
+        # Only smallgpt_jax's training uses these two.
+        self.expert_bias_rate = expert_bias_rate
         self.balance_loss = balance_loss
         self.num_paths = num_paths
         self.path_weights = path_weights
@@ -116,11 +115,12 @@ class SmallGPTConfig(PretrainedConfig):
         self.conv_kernel = conv_kernel
         self.training_dtype, self.training_dropout = training_dtype, training_dropout
         self.use_cache = use_cache
+        # A config.json that transformers has saved contains these two, which follow from the rest.
         kwargs.pop("num_hidden_layers", None)
-        self.num_hidden_layers = num_layers + (
-            self.num_compressions if (conv_kernel or 1) > 1 else 0
-        )
         kwargs.pop("layer_types", None)
+        self.num_hidden_layers = num_layers
+        if (conv_kernel or 1) > 1:
+            self.num_hidden_layers += self.num_compressions
         if set(self.mixers) != {"attention"}:  # read by transformers' DynamicCache
             self.layer_types = self.cache_types()
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
@@ -150,9 +150,11 @@ class SmallGPTConfig(PretrainedConfig):
         """Returns (width, number of heads, number of key–value heads, head width) of the blocks of
         stage `number`.
         """
+        width = self.d_model // 2**number
         divisor = 2**number if self.stage_heads == "scaled" else 1
-        width, heads = self.d_model // 2**number, self.num_heads // divisor
-        return width, heads, self.num_kv_heads // divisor or heads, self.head_dim or width // heads
+        heads = self.num_heads // divisor
+        kv_heads = self.num_kv_heads // divisor or heads
+        return width, heads, kv_heads, self.head_dim or width // heads
 
     def mixer(self, number: int) -> str:
         """Returns the mixer of block `number`: "attention", "delta", "mamba" or "conv"."""
@@ -160,25 +162,20 @@ class SmallGPTConfig(PretrainedConfig):
 
     def cache_types(self) -> list[str]:
         """Returns transformers' name for the cache of each layer."""
-        numbers = [
-            i % self.depth for i in range(self.num_layers)
-        ]  # each path of a pgpt starts the pattern again
-        types = [
-            "full_attention" if self.mixer(number) == "attention" else "hybrid"
-            for number in numbers
-        ]
-        return types + ["full_attention"] * (self.num_hidden_layers - self.num_layers)
+        types = []
+        for layer in range(self.num_layers):
+            mixer = self.mixer(layer % self.depth)  # each path of a pgpt starts the pattern again
+            types.append("full_attention" if mixer == "attention" else "hybrid")
+        # convolutions keep their past inputs like keys
+        num_convolutions = self.num_hidden_layers - self.num_layers
+        return types + ["full_attention"] * num_convolutions
 
     def window(self, number: int) -> int:
         """Returns the attention window of block `number`, in positions; 0: full attention."""
-        return (
-            self.attention_windows[number % len(self.attention_windows)]
-            if self.attention_windows
-            else 0
-        )
+        windows = self.attention_windows
+        return windows[number % len(windows)] if windows else 0
 
     def has_value_embedding(self, number: int) -> bool:
         """Returns whether the attention of block `number` adds a vector per token to its values."""
-        return bool(
-            self.value_embeddings and self.value_embeddings[number % len(self.value_embeddings)]
-        )
+        pattern = self.value_embeddings
+        return bool(pattern and pattern[number % len(pattern)])

@@ -59,9 +59,10 @@ class Router(nn.Linear):
         self.experts_per_token, self.scale = config.experts_per_token, config.expert_scale
 
     def forward(self, x):  # (N, D)
-        scores = F.linear(x.float(), self.weight).sigmoid()
+        scores = F.linear(x.float(), self.weight).sigmoid()  # (N, E)
         chosen = (scores + self.bias).topk(self.experts_per_token).indices
-        gates = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
+        chosen_scores = scores.gather(1, chosen)  # without the bias
+        gates = torch.zeros_like(scores).scatter(1, chosen, chosen_scores)
         if self.experts_per_token > 1:
             gates = gates / gates.sum(1, keepdim=True)
         return self.scale * gates
@@ -83,10 +84,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         experts = config.num_experts
         self.router = Router(config, width)
-        self.activation, self.is_gated = (
-            ACTIVATIONS[config.activation],
-            config.expert_mlp == "gated",
-        )
+        self.activation = ACTIVATIONS[config.activation]
+        self.is_gated = config.expert_mlp == "gated"
         if self.is_gated:
             self.gate = nn.Parameter(0.02 * torch.randn(experts, width, inner))
         self.up = nn.Parameter(0.02 * torch.randn(experts, width, inner))
@@ -100,8 +99,9 @@ class MixtureOfExperts(nn.Module):
         gates = self.router(tokens).to(x.dtype)
         y = torch.zeros_like(tokens)
         for e in range(len(self.up)):
-            (chosen,) = gates[:, e].nonzero(as_tuple=True)
-            y = y.index_add(0, chosen, gates[chosen, e, None] * self.expert(e, tokens[chosen]))
+            (chosen,) = gates[:, e].nonzero(as_tuple=True)  # the tokens that use this expert
+            output = self.expert(e, tokens[chosen])
+            y = y.index_add(0, chosen, gates[chosen, e, None] * output)
         y = y.view_as(x)
         return y if self.shared is None else y + self.shared(x)
 

@@ -22,9 +22,7 @@ class MixerInputs(NamedTuple):
     """The tokens, attention mask, positions and padding of a forward pass."""
 
     tokens: torch.Tensor | None  # (B, T)
-    mask: (
-        torch.Tensor
-    )  # (B or 1, 1, T, S): whether a query attends to a key (attention windows are ignored)
+    mask: torch.Tensor  # (B or 1, 1, T, S): whether a query attends to a key, apart from windows
     distances: torch.Tensor  # (B or 1, 1, T, S): position of a query minus position of a key
     positions: torch.Tensor  # (B or 1, T): positions of the queries in their texts
     is_text: torch.Tensor | None  # (B, T, 1): 0 at padding; None without padding
@@ -42,13 +40,13 @@ def apply_rope(x, positions, base):
     Entries i and i + K/2 form a pair, which is rotated by the angle position · base^(−2i/K).
     """
     half = x.shape[-1] // 2
-    frequencies = torch.tensor(
-        [base ** (-i / half) for i in range(half)], dtype=torch.float32, device=x.device
-    )
+    frequencies = [base ** (-i / half) for i in range(half)]  # in float64
+    frequencies = torch.tensor(frequencies, dtype=torch.float32, device=x.device)
     angles = positions[:, None, :, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     first, second = x.float().split(half, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def alibi_bias(mask, distances, heads):
@@ -70,17 +68,18 @@ class Attention(nn.Module):
     def __init__(self, config, layer, number, stage):
         super().__init__()
         width, self.heads, self.kv_heads, head_width = config.stage(stage)
-        self.layer, self.window = layer, config.window(number)
-        self.position, self.rope_base = config.position, config.rope_base
-        self.qkv = nn.Linear(
-            width, (self.heads + 2 * self.kv_heads) * head_width, bias=config.use_bias
-        )
-        self.q_norm = (
-            nn.RMSNorm(head_width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
-        )
-        self.k_norm = (
-            nn.RMSNorm(head_width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
-        )
+        self.layer = layer
+        self.window = config.window(number)
+        self.position = config.position
+        self.rope_base = config.rope_base
+        features = (self.heads + 2 * self.kv_heads) * head_width
+        self.qkv = nn.Linear(width, features, bias=config.use_bias)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(head_width, eps=config.norm_epsilon)
+            self.k_norm = nn.RMSNorm(head_width, eps=config.norm_epsilon)
+        else:
+            self.q_norm = nn.Identity()
+            self.k_norm = nn.Identity()
         self.out = nn.Linear(self.heads * head_width, width, bias=config.use_bias)
         self.gate = nn.Linear(width, self.heads, bias=False) if config.attention_gate else None
         self.value_embedding = None
@@ -89,23 +88,26 @@ class Attention(nn.Module):
 
     def forward(self, x, inputs, cache):  # (B, T, D)
         batch, time, _ = x.shape
-        shared = self.heads // self.kv_heads
-        qkv = (
-            self.qkv(x).view(batch, time, self.kv_heads, shared + 2, -1).transpose(1, 2)
-        )  # (B, G, T, H/G + 2, K)
+        shared = self.heads // self.kv_heads  # queries per key–value head
+        qkv = self.qkv(x).view(batch, time, self.kv_heads, shared + 2, -1)
+        qkv = qkv.transpose(1, 2)  # (B, G, T, H/G + 2, K)
         q = self.q_norm(qkv[..., :-2, :].transpose(2, 3).flatten(1, 2))  # (B, H, T, K)
-        k, v = self.k_norm(qkv[..., -2, :]), qkv[..., -1, :]  # (B, G, T, K)
+        k = self.k_norm(qkv[..., -2, :])  # (B, G, T, K)
+        v = qkv[..., -1, :]
         if self.value_embedding is not None:
-            v = v + self.value_embedding(inputs.tokens).view(
-                batch, time, self.kv_heads, -1
-            ).transpose(1, 2)
+            embedded = self.value_embedding(inputs.tokens).view(batch, time, self.kv_heads, -1)
+            v = v + embedded.transpose(1, 2)
         if self.position == "rope":
-            q, k = (apply_rope(x, inputs.positions, self.rope_base) for x in (q, k))
+            q = apply_rope(q, inputs.positions, self.rope_base)
+            k = apply_rope(k, inputs.positions, self.rope_base)
         if cache is not None:
-            k, v = cache.update(k, v, self.layer)
+            k, v = cache.update(k, v, self.layer)  # (B, G, S, K)
         if shared > 1:
-            k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
-        mask = inputs.mask & (inputs.distances.abs() < self.window) if self.window else inputs.mask
+            k = k.repeat_interleave(shared, dim=1)
+            v = v.repeat_interleave(shared, dim=1)
+        mask = inputs.mask
+        if self.window:
+            mask = mask & (inputs.distances.abs() < self.window)
         if self.position == "alibi":
             mask = alibi_bias(mask, inputs.distances, self.heads).to(q.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -125,7 +127,7 @@ class Block(nn.Module):
 
     def __init__(self, config, layer, number, stage=0):
         super().__init__()
-        width = config.stage(stage)[0]
+        width, *_ = config.stage(stage)
         self.norm_position = config.norm_position
         self.alpha = (2 * config.depth) ** 0.25 if config.norm_position == "deepnorm" else 1
         self.has_attention = config.mixer(number) == "attention"
@@ -142,20 +144,24 @@ class Block(nn.Module):
 
     def forward(self, x, first, inputs, cache):
         """Returns the next x; `first` is the first block's input."""
-        norm, mixer = (
-            (self.attention_norm, self.attention)
-            if self.has_attention
-            else (self.mixer_norm, self.mixer)
-        )
+        if self.has_attention:
+            norm, mixer = self.attention_norm, self.attention
+        else:
+            norm, mixer = self.mixer_norm, self.mixer
+        mixer_scale, mlp_scale = (1, 1) if self.residual_scales is None else self.residual_scales
+
+        def mix(x):
+            return mixer_scale * mixer(x, inputs, cache)
+
+        def mlp(x):
+            return mlp_scale * self.mlp(x)
+
         if self.input_mix is not None:
             x = self.input_mix[0] * x + self.input_mix[1] * first
-        mixer_scale, mlp_scale = (1, 1) if self.residual_scales is None else self.residual_scales
-        if self.mlp_norm is None:
-            return self.add(
-                x, norm, lambda x: mixer_scale * mixer(x, inputs, cache) + mlp_scale * self.mlp(x)
-            )
-        x = self.add(x, norm, lambda x: mixer_scale * mixer(x, inputs, cache))
-        return self.add(x, self.mlp_norm, lambda x: mlp_scale * self.mlp(x))
+        if self.mlp_norm is None:  # a parallel block
+            return self.add(x, norm, lambda x: mix(x) + mlp(x))
+        x = self.add(x, norm, mix)
+        return self.add(x, self.mlp_norm, mlp)
 
     def add(self, x, norm, f):
         """Returns x + f(x). The norm is applied to the input of f ("pre") or to the sum ("post",
@@ -176,14 +182,18 @@ class CausalConv(nn.Conv1d):
         self.layer = layer
 
     def forward(self, x, is_text, cache):  # x (B, T, D), is_text (B, T, 1) or None
-        time, past = x.shape[1], self.kernel_size[0] - 1
+        time = x.shape[1]
+        past = self.kernel_size[0] - 1  # inputs before the first new one that it reads
         if is_text is not None:
             # Set the padding to zero, so that the convolution reads zeros before the first token,
             # as in unpadded texts.
             x = x * is_text
         if cache is not None and past:
-            x = cache.update(x[:, None], x[:, None, :, :0], self.layer)[0][:, 0]
-        x = F.pad(x[:, -(time + past) :], (0, 0, max(0, time + past - x.shape[1]), 0))
+            # as keys of one head; the values are empty
+            keys, _ = cache.update(x[:, None], x[:, None, :, :0], self.layer)
+            x = keys[:, 0]
+        x = x[:, -(time + past) :]
+        x = F.pad(x, (0, 0, time + past - x.shape[1], 0))
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
@@ -233,33 +243,33 @@ class Trunk(nn.Module):
 
     @staticmethod
     def compression(config, stage):
-        width = config.stage(stage)[0]
+        width, *_ = config.stage(stage)
         if config.architecture == "lgpt":
             return nn.Linear(width, width // 2)
         return CausalConv(width, width // 2, config.conv_kernel, config.num_layers + stage)
 
     def forward(self, x, inputs, cache):
         if self.architecture == "gpt":
-            x = apply_blocks(self.blocks, x, inputs, cache)
-        elif self.architecture == "pgpt":
-            paths = [path(x, inputs, cache) for path in self.paths]
-            if len(paths) == 1:
-                return paths[0]
-            if not hasattr(self, "path_logits"):
-                return torch.stack(paths).mean(0)
-            weights = torch.softmax(F.pad(self.path_logits.float(), (0, 1)), 0).to(x.dtype)
-            x = sum(weight * path for weight, path in zip(weights, paths))
-        else:
-            for s, stage in enumerate(self.stage):
-                x = apply_blocks(stage, x, inputs, cache)
-                if s < len(self.compress):
-                    compress = self.compress[s]
-                    x = (
-                        compress(x)
-                        if self.architecture == "lgpt"
-                        else compress(x, inputs.is_text, cache)
-                    )
+            return apply_blocks(self.blocks, x, inputs, cache)
+        if self.architecture == "pgpt":
+            return self.join([path(x, inputs, cache) for path in self.paths], x.dtype)
+        for s, stage in enumerate(self.stage):
+            x = apply_blocks(stage, x, inputs, cache)
+            if s == len(self.compress):  # no layer after the last stage
+                break
+            compress = self.compress[s]
+            x = compress(x) if self.architecture == "lgpt" else compress(x, inputs.is_text, cache)
         return x
+
+    def join(self, paths, dtype):
+        """Returns the weighted mean of the outputs of all paths. The last logit is 0."""
+        if len(paths) == 1:
+            return paths[0]
+        if not hasattr(self, "path_logits"):
+            return torch.stack(paths).mean(0)
+        logits = F.pad(self.path_logits.float(), (0, 1))
+        weights = torch.softmax(logits, 0).to(dtype)
+        return sum(weight * path for weight, path in zip(weights, paths))
 
 
 class SmallGPT(PreTrainedModel):
@@ -298,7 +308,8 @@ class SmallGPT(PreTrainedModel):
         self.head = head
 
     def logits(self, x):
-        logits, cap = self.head(x), self.config.logit_softcap
+        logits = self.head(x)
+        cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def hidden(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds):
@@ -309,7 +320,7 @@ class SmallGPT(PreTrainedModel):
         time = x.shape[1]
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         key_positions = torch.arange(past + time, device=x.device)[None]
-        if attention_mask is not None:
+        if attention_mask is not None:  # positions count tokens, not padding
             key_positions = attention_mask.long().cumsum(1).sub(1).clamp(min=0)
         if position_ids is None:
             position_ids = key_positions[:, -time:]
@@ -327,11 +338,8 @@ class SmallGPT(PreTrainedModel):
         if input_ids is None and any(self.config.value_embeddings):
             raise ValueError("a model with value_embeddings needs input_ids, not inputs_embeds")
         distances = (key_positions[:, -time:, None] - key_positions[:, None])[:, None]
-        return self.final_norm(
-            self.trunk(
-                x, MixerInputs(input_ids, mask, distances, position_ids, is_text), past_key_values
-            )
-        )
+        inputs = MixerInputs(input_ids, mask, distances, position_ids, is_text)
+        return self.final_norm(self.trunk(x, inputs, past_key_values))
 
 
 class SmallGPTForCausalLM(SmallGPT, GenerationMixin):
@@ -358,8 +366,10 @@ class SmallGPTForCausalLM(SmallGPT, GenerationMixin):
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache(config=self.config)
         x = self.hidden(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        # As in transformers: the number of last positions (0: all), or the indices of positions.
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits, loss = self.logits(x[:, keep]), None
+        logits = self.logits(x[:, keep])
+        loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
@@ -385,7 +395,8 @@ class SmallGPTForMaskedLM(SmallGPT):
         input of the output head, (B, T, W).
         """
         x = self.hidden(input_ids, attention_mask, position_ids, None, inputs_embeds)
-        logits, loss = self.logits(x), None
+        logits = self.logits(x)
+        loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         output = MaskedLMOutput(

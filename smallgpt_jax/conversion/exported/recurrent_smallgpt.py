@@ -24,11 +24,10 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config, layer, stage):
         super().__init__()
         width, self.heads, _, head_width = config.stage(stage)
-        self.layer, self.key_width = layer, config.delta_head_dim or head_width
-        keys, values = (
-            self.heads * self.key_width,
-            self.heads * self.key_width * config.delta_value_ratio,
-        )
+        self.layer = layer
+        self.key_width = config.delta_head_dim or head_width
+        keys = self.heads * self.key_width
+        values = keys * config.delta_value_ratio
         self.query = nn.Linear(width, keys, bias=config.use_bias)
         self.key = nn.Linear(width, keys, bias=config.use_bias)
         self.value = nn.Linear(width, values, bias=config.use_bias)
@@ -43,30 +42,26 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x, inputs, cache):  # x (B, T, D)
         batch, time, _ = x.shape
+        by_head = (batch, time, self.heads, -1)
         state = old_state(cache, self.layer)
-        qkv = torch.cat(
-            [
-                part(x).view(batch, time, self.heads, -1)
-                for part in (self.query, self.key, self.value)
-            ],
-            -1,
-        )
+        # The channels of the convolution are, head by head, its query, key and value.
+        projections = [self.query(x), self.key(x), self.value(x)]
+        qkv = torch.cat([projection.view(by_head) for projection in projections], -1)
         qkv = self.convolution(with_past(qkv.flatten(2), inputs.is_text, cache, self.layer))
-        qkv = F.silu(qkv).view(batch, time, self.heads, -1)
-        q, k, v = qkv.split(
-            (self.key_width, self.key_width, qkv.shape[-1] - 2 * self.key_width), dim=-1
-        )
-        log_decay = -self.A_log.float().exp() * F.softplus(
-            self.decay(x).float() + self.dt_bias.float()
-        )
+        qkv = F.silu(qkv).view(by_head)
+        value_width = qkv.shape[-1] - 2 * self.key_width
+        q, k, v = qkv.split((self.key_width, self.key_width, value_width), dim=-1)
+        q = normalize(q) / self.key_width**0.5
+        k = normalize(k)
+        step = F.softplus(self.decay(x).float() + self.dt_bias.float())
+        log_decay = -self.A_log.float().exp() * step
         beta = self.beta(x).float().sigmoid()
-        if inputs.is_text is not None:
-            log_decay, beta = log_decay * inputs.is_text, beta * inputs.is_text
-        y, state = gated_delta(
-            normalize(q) / self.key_width**0.5, normalize(k), v, log_decay, beta, state
-        )
+        if inputs.is_text is not None:  # padding neither decays the state nor adds to it
+            log_decay = log_decay * inputs.is_text
+            beta = beta * inputs.is_text
+        y, state = gated_delta(q, k, v, log_decay, beta, state)
         save_state(state, x, cache, self.layer)
-        y = self.out_norm(y.to(x.dtype)) * F.silu(self.gate(x).view(batch, time, self.heads, -1))
+        y = self.out_norm(y.to(x.dtype)) * F.silu(self.gate(x).view(by_head))
         return self.out(y.flatten(2))
 
 
@@ -78,11 +73,9 @@ class Mamba2(nn.Module):
     def __init__(self, config, layer, stage):
         super().__init__()
         width, self.heads, _, head_width = config.stage(stage)
-        self.layer, values, state = (
-            layer,
-            self.heads * head_width * config.mamba_expand,
-            config.mamba_state,
-        )
+        self.layer = layer
+        values = self.heads * head_width * config.mamba_expand
+        state = config.mamba_state
         self.value = nn.Linear(width, values, bias=config.use_bias)
         self.gate = nn.Linear(width, values, bias=config.use_bias)
         self.key = nn.Linear(width, state, bias=False)
@@ -98,21 +91,21 @@ class Mamba2(nn.Module):
 
     def forward(self, x, inputs, cache):  # x (B, T, D)
         batch, time, _ = x.shape
-        state, values = old_state(cache, self.layer), self.value.out_features
-        vbc = with_past(
-            torch.cat([self.value(x), self.key(x), self.query(x)], -1),
-            inputs.is_text,
-            cache,
-            self.layer,
-        )
+        values = self.value.out_features
+        state = old_state(cache, self.layer)
+        vbc = torch.cat([self.value(x), self.key(x), self.query(x)], -1)
+        vbc = with_past(vbc, inputs.is_text, cache, self.layer)
         v = F.silu(self.convolution(vbc[..., :values])).view(batch, time, self.heads, -1)
-        b, c = F.silu(self.key_query_convolution(vbc[..., values:]))[:, :, None].chunk(2, dim=-1)
-        steps = F.softplus(self.step(x).float() + self.dt_bias.float())
-        if inputs.is_text is not None:
+        bc = F.silu(self.key_query_convolution(vbc[..., values:]))
+        b, c = bc[:, :, None].chunk(2, dim=-1)  # (B, T, 1, K), for all heads
+        steps = F.softplus(self.step(x).float() + self.dt_bias.float())  # Δ, (B, T, H)
+        if inputs.is_text is not None:  # padding neither decays the state nor adds to it
             steps = steps * inputs.is_text
-        y, state = state_space(c, b, steps[..., None] * v, -self.A_log.float().exp() * steps, state)
+        log_decay = -self.A_log.float().exp() * steps
+        y, state = state_space(c, b, steps[..., None] * v, log_decay, state)
         save_state(state, x, cache, self.layer)
-        y = (y + self.D.float()[:, None] * v).flatten(2) * F.silu(self.gate(x).float())
+        y = (y + self.D.float()[:, None] * v).flatten(2)
+        y = y * F.silu(self.gate(x).float())
         return self.out(self.out_norm(y.to(x.dtype)))
 
 
@@ -121,7 +114,9 @@ class GatedConvolution(nn.Module):
 
     def __init__(self, config, layer, stage):
         super().__init__()
-        width, self.layer, self.num_taps = config.stage(stage)[0], layer, config.conv_taps
+        width, *_ = config.stage(stage)
+        self.layer = layer
+        self.num_taps = config.conv_taps
         self.value = nn.Linear(width, width, bias=config.use_bias)
         self.input_gate = nn.Linear(width, width, bias=config.use_bias)
         self.output_gate = nn.Linear(width, width, bias=config.use_bias)
@@ -130,9 +125,8 @@ class GatedConvolution(nn.Module):
 
     def forward(self, x, inputs, cache):  # x (B, T, D)
         v = self.input_gate(x) * self.value(x)
-        y = self.convolution(with_past(v, inputs.is_text, cache, self.layer, self.num_taps)).to(
-            x.dtype
-        )
+        v = with_past(v, inputs.is_text, cache, self.layer, self.num_taps)
+        y = self.convolution(v).to(x.dtype)
         count_positions(x, cache, self.layer)
         return self.out(self.output_gate(x) * y)
 
@@ -146,6 +140,7 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x):
         time = x.shape[1] - len(self.taps) + 1
+        # Tap j reads the position J − 1 − j before.
         return sum(taps.float() * x[:, j : j + time] for j, taps in enumerate(self.taps))
 
 
@@ -157,9 +152,8 @@ def with_past(x, is_text, cache, layer, num_taps=TAPS):
     if is_text is not None:
         x = x * is_text
     if cache is not None:
-        past_and_new = cache.update_conv_state(
-            x.transpose(1, 2), layer, conv_kernel_size=num_taps - 1
-        )
+        channels_first = x.transpose(1, 2)
+        past_and_new = cache.update_conv_state(channels_first, layer, conv_kernel_size=num_taps - 1)
         x = past_and_new.transpose(1, 2)[:, -length:]
     return F.pad(x.float(), (0, 0, length - x.shape[1], 0))
 
@@ -178,6 +172,7 @@ def save_state(state, x, cache, layer):
 
 
 def count_positions(x, cache, layer):
+    """transformers counts the positions of the keys: one number each, and no values."""
     if cache is not None:
         cache.update(x[:, None, :, :1], x[:, None, :, :0], layer)
 
@@ -198,9 +193,15 @@ def decays_in_chunk(log_decay):
     log Γ_ij is the sum over m of log_decay_m with j < m ≤ i. Differences of cumulative sums would
     be less exact.
     """
-    later = torch.ones(2 * log_decay.shape[-1:], dtype=torch.bool, device=log_decay.device).tril(-1)
-    decays = (torch.where(later.T, 0.0, log_decay[..., None, :]) @ later.float()).exp().tril()
-    return decays, decays[..., :1] * log_decay[..., :1, None].exp()
+    length = log_decay.shape[-1]
+    # later_mj: whether token m follows token j
+    later = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).tril(-1)
+    # row i: log_decay_m for m ≤ i, and 0 for the later tokens
+    up_to = torch.where(later.T, 0.0, log_decay[..., None, :])
+    decays = (up_to @ later.float()).exp().tril()
+    # Γ_i1 leaves out the decay of the first token itself.
+    from_start = decays[..., :1] * log_decay[..., :1, None].exp()
+    return decays, from_start
 
 
 def gated_delta(q, k, v, log_decay, beta, state):
@@ -215,12 +216,14 @@ def gated_delta(q, k, v, log_decay, beta, state):
     outputs = []
     for q_, k_, v_, log_decay_, beta_ in chunks(q, k, v, log_decay, beta):
         decays, kept = decays_in_chunk(log_decay_)
+        # Only its entries below the diagonal are read: A. The diagonal counts as 1.
         system = beta_[..., None] * decays * (k_ @ k_.transpose(-1, -2))
-        u = torch.linalg.solve_triangular(
-            system, beta_[..., None] * (v_ - kept * (k_ @ state)), upper=False, unitriangular=True
-        )
-        outputs.append(kept * (q_ @ state) + (decays * (q_ @ k_.transpose(-1, -2))) @ u)
-        state = kept[..., -1:, :] * state + (decays[..., -1, :, None] * k_).transpose(-1, -2) @ u
+        target = beta_[..., None] * (v_ - kept * (k_ @ state))
+        u = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+        from_chunk = (decays * (q_ @ k_.transpose(-1, -2))) @ u
+        outputs.append(kept * (q_ @ state) + from_chunk)
+        added = (decays[..., -1, :, None] * k_).transpose(-1, -2) @ u
+        state = kept[..., -1:, :] * state + added
     return torch.cat(outputs, dim=2).transpose(1, 2), state
 
 
@@ -233,8 +236,10 @@ def state_space(c, b, v, log_decay, state):
     outputs = []
     for c_, b_, v_, log_decay_ in chunks(c, b, v, log_decay):
         decays, kept = decays_in_chunk(log_decay_)
-        outputs.append(kept * (c_ @ state) + (decays * (c_ @ b_.transpose(-1, -2))) @ v_)
-        state = kept[..., -1:, :] * state + (decays[..., -1, :, None] * b_).transpose(-1, -2) @ v_
+        from_chunk = (decays * (c_ @ b_.transpose(-1, -2))) @ v_
+        outputs.append(kept * (c_ @ state) + from_chunk)
+        added = (decays[..., -1, :, None] * b_).transpose(-1, -2) @ v_
+        state = kept[..., -1:, :] * state + added
     return torch.cat(outputs, dim=2).transpose(1, 2), state
 
 

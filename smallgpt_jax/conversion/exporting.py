@@ -51,7 +51,8 @@ def export(
     if push:
         hub.check_repository(push)
     form = _make_export(to) if isinstance(to, str) else to
-    source, output = as_path("--workdir", workdir), form.new_output(output)
+    source = as_path("--workdir", workdir)
+    output = form.new_output(output)
     _refuse_custom_classes(source)
     trained = inference.load_trained(source, step).with_paths(form.paths)
     has_low_rank = trained.model.config.rank_ratio > 0
@@ -77,7 +78,7 @@ def _make_export(name: str, **options) -> Export:
 
 
 def _refuse_custom_classes(workdir: Path) -> None:
-    """Needs no trust in them, because it imports no module."""
+    # before the model is loaded, which would import their modules or ask whether to trust them
     if not workdir.is_dir():
         return
     for field, name in models.custom_classes(read_groups(workdir)["model"]):

@@ -134,6 +134,7 @@ def _gpt_variations_name(name: str, config: models.ModelConfig) -> str:
     kind, *numbers = re.findall(r"[a-z]+|\d+", place.replace(".blocks", ""))
     numbers = [int(number) for number in numbers]
     per_stage = getattr(config, "blocks_per_stage", 0)
+    # In an lgpt, a list of all layers: the blocks of a stage, then its dense layer.
     module = {
         ("gpt", "blocks"): lambda i: f"h.{i}",
         ("pgpt", "paths"): lambda p, *i: f"h_{p + 1}.{i[0]}" if i else f"lin_{p + 1}",

@@ -214,7 +214,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _name_other_steps(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
-    """Prints if transformers replaces the steps that split a text by those of another class."""
+    """Prints if transformers replaces the steps that split a text by those of a class."""
     settings = read_json_or_none(folder / "tokenizer_config.json", OBJECT) or {}
     config = read_json_or_none(folder / "config.json", OBJECT) or {}
     name = settings.get("tokenizer_class") or _DEFAULT_CLASSES.get(config.get("model_type"))

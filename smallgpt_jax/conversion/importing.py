@@ -39,7 +39,8 @@ def import_(
     """
     form = _make_import(format) if isinstance(format, str) else format
     as_path("--input", source)  # refuses URLs other than gs://; accepts names on the hub
-    source, folder = str(source), new_folder("--workdir", workdir)
+    source = str(source)
+    folder = new_folder("--workdir", workdir)
     imported, facts = form.read(source, trust_custom_code)
     model, tokenizer = imported.model, imported.tokenizer
     if tokenizer.vocab_size > model.config.vocab_size:

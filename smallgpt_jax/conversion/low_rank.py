@@ -20,11 +20,13 @@ def with_rank_ratio(model: models.LanguageModel, params, rank_ratio: float):
     converted = models.build(**{**dataclasses.asdict(model.config), "rank_ratio": rank_ratio})
     models.require_factors(converted)
     arrays = flatten_dict(jax.device_get(params))
+    # First, a tree in which every kernel is one matrix.
     full = {path: x for path, x in arrays.items() if path[-1] not in ("kernel_in", "kernel_out")}
     for module, num_stacks in _factored_modules(model).items():
         full[*module, "kernel"] = _multiply(
             arrays[*module, "kernel_in"], arrays[*module, "kernel_out"], num_stacks
         )
+    # Then, the factors of the kernels that have some in the converted model.
     shapes = flatten_dict(models.abstract_params(converted))
     for module, num_stacks in _factored_modules(converted).items():
         shape_in = shapes[*module, "kernel_in"].shape  # (*stacks, *inputs, rank)

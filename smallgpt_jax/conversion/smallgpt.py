@@ -42,6 +42,7 @@ def known_fields() -> list[str]:
     """Returns the fields that the exported PyTorch code reads: the parameters of its config's
     constructor.
     """
+    # parsed, because an import would need PyTorch and transformers
     tree = ast.parse((Path(__file__).parent / "exported" / CODE[0]).read_text("utf-8"))
     constructor = next(node for node in ast.walk(tree) if getattr(node, "name", "") == "__init__")
     other = {"self", "use_cache", *_RENAMED_FIELDS.values()}

@@ -30,7 +30,11 @@ _TABLES = ("token_embedding", "position_embedding", "value_embedding", "head")
 
 
 class _TensorSlot(NamedTuple):
-    """A tensor's place in the parameter tree."""
+    """A tensor's place in the parameter tree.
+
+    For example, trunk.paths.0.blocks.1.mlp.up.weight is at index (0, 1) of the array at
+    ("trunk", "paths", "blocks", "mlp", "up", "kernel").
+    """
 
     name: str
     path: tuple[str, ...]  # the array that contains the tensor, as a path in the parameter tree
@@ -166,7 +170,9 @@ def _subtree_slots(
         yield from _children(config, tree, path, index, name)
 
 
-def _children(config, tree, path, index, name) -> Iterator[_TensorSlot]:
+def _children(
+    config, tree, path: tuple[str, ...], index: tuple[int, ...], name: str
+) -> Iterator[_TensorSlot]:
     if isinstance(tree, Parameter):
         axes, shape = tree.axes[len(index) :], tree.shape[len(index) :]
         yield _TensorSlot(_tensor_name(path[-1], name), path, index, axes, shape)

@@ -130,7 +130,8 @@ class Checkpoints:
         if step in self._steps:
             return
         content = _checkpoint_content(state, unlogged_losses)
-        self._saving, self._agreement = step, Agreement(_COMMIT_PHASES)
+        self._saving = step
+        self._agreement = Agreement(_COMMIT_PHASES)
         error = None
         if distributed.is_primary():  # first, because it creates the folders
             error = self._start_saving(content)
@@ -138,6 +139,7 @@ class Checkpoints:
         if has_started and not distributed.is_primary():
             error = self._start_saving(content)
         self._saved = _run_in_thread(functools.partial(self._finish_saving, error))
+        # If a process could not start, nothing is written in the background: report it now.
         if distributed.any_process(error is not None):
             self.wait_until_finished()
 

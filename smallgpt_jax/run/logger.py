@@ -61,7 +61,7 @@ class Logger:
         self._pending: tuple[int, dict] | None = None
 
     def exchange(self, step: int, metrics: dict) -> StepMetrics | None:
-        """Stores metrics without waiting for them, and returns those stored before, if any."""
+        """Stores metrics without waiting for them, and returns those of the step before, if any."""
         previous = self.take() if self._pending else None
         self._pending = (step, metrics)
         return previous

@@ -12,7 +12,10 @@ def read_bounded(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     pieces = []
     left = max_bytes + 1  # one more than allowed, which shows that the file is too large
     with path.open("rb") as file:
-        while left and (piece := file.read(min(left, 2**20))):
+        while left:
+            piece = file.read(min(left, 2**20))
+            if not piece:
+                break
             pieces.append(piece)
             left -= len(piece)
     if not left:

@@ -18,7 +18,9 @@ class _LocalLock:
     """A lock on the open `file`, which was at `path` when it was locked."""
 
     def __init__(self, path: Path, file: IO[str]):
-        self.path, self._file = path, file
+        self.path = path
+        self._file = file
+        # unique, so that a lock of another process is not taken for this one
         self._content = f"process {os.getpid()} on {socket.gethostname()}\n{uuid.uuid4().hex}\n"
 
     def write_holder(self) -> None:

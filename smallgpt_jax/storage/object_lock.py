@@ -28,9 +28,7 @@ POLL_SECONDS = 1.0
 
 
 def now() -> float:
-    """Returns seconds of a clock that does not stop while the machine sleeps, as time.monotonic()
-    does.
-    """
+    # Unlike time.monotonic(), this clock goes on while the machine sleeps: so does the lease.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

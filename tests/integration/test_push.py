@@ -99,7 +99,7 @@ def test_a_folder_is_uploaded_as_one_commit_to_a_private_repository(server, work
     assert done.stdout.strip().endswith(f"uploaded to {server.url}/ada/model/tree/0123")
     (repository,) = server.created
     assert (repository["name"], repository["organization"]) == ("model", "ada")
-    assert repository["private"] is True
+    assert repository["visibility"] == "private"
     files = {
         path.relative_to(output).as_posix(): path.read_bytes()
         for path in output.rglob("*")
@@ -111,7 +111,7 @@ def test_a_folder_is_uploaded_as_one_commit_to_a_private_repository(server, work
 
 def test_a_repository_can_be_public(server, workdir, tmp_path):
     assert push(workdir, tmp_path / "out", "--push=ada/model", "--noprivate").returncode == 0
-    assert server.created[0]["private"] is False
+    assert server.created[0]["visibility"] == "public"
 
 
 def test_a_failed_upload_leaves_the_export(server, workdir, tmp_path):

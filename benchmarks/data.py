@@ -24,7 +24,7 @@ import numpy as np
 from absl import flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.data import batches, packing, prepare, store, tokenizers
+from smallgpt_jax.data import batches, packing, prepare, store, tokenizer_folder, tokenizers
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
@@ -133,7 +133,7 @@ def main() -> None:
                 tokenizer = TokenizerSource(name).make(
                     Source(_SOURCE.value).documents(Rules(**RULES))
                 )
-                tokenizers.save(tokenizer, folder / "sentencepiece")
+                tokenizer_folder.save(tokenizer, folder / "sentencepiece")
                 spec = str(folder / "sentencepiece")
             try:
                 rates = results[f"prepare {name}"] = rounds_of(

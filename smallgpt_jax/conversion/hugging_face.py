@@ -31,7 +31,7 @@ from smallgpt_jax import models
 from smallgpt_jax.conversion import gpt2, llama, smallgpt, tensors, tokenizer_files
 from smallgpt_jax.conversion.config_json import ConfigJson, require_fit
 from smallgpt_jax.conversion.weight_files import open_weights
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import tokenizer_folder
 from smallgpt_jax.data.chat_template import (
     TEMPLATE_FILE,
     ChatTemplate,
@@ -121,7 +121,9 @@ def export_folder(
         )
         for name, content in files.items():
             (folder / name).write_text(content, "utf-8")
-        tokenizers.save(tokenizer, folder)  # the original tokenizer files, which read_folder reads
+        tokenizer_folder.save(
+            tokenizer, folder
+        )  # the original tokenizer files, which read_folder reads
         save_template(chat_template, folder)
 
 
@@ -202,7 +204,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "merges.txt")):
         return None
     try:
-        tokenizer = tokenizers.load(folder)
+        tokenizer = tokenizer_folder.load(folder)
     except UserError as error:
         raise UserError(
             f"{folder}: unsupported tokenizer ({error}); name an equivalent tokenizer with "

@@ -5,7 +5,8 @@ import json
 from smallgpt_jax.data.config import SYMBOLS
 from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.special_tokens import END_OF_TEXT
-from smallgpt_jax.data.tokenizers import PROBES, SPACE, Tokenizer, gpt2_bytes
+from smallgpt_jax.data.tokenizer_folder import TRIAL_TEXTS
+from smallgpt_jax.data.tokenizers import SPACE, Tokenizer, gpt2_bytes
 from smallgpt_jax.errors import UserError, import_library
 
 # Ends the names of user-defined pieces, so that the normalizer prepends no space to them as it does
@@ -42,7 +43,7 @@ def hugging_face_files(
         ]
     )
     converted.encode_special_tokens = True
-    for text in [*PROBES, *_probes_of_pieces(tokenizer)]:
+    for text in [*TRIAL_TEXTS, *_probes_of_pieces(tokenizer)]:
         theirs = converted.encode(text, add_special_tokens=False).ids
         ours = tokenizer.encode([text])[0].tolist()
         if theirs != ours:

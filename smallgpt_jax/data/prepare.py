@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import tokenizer_folder
 from smallgpt_jax.data.encoding import TrainingTexts, encode_batch, log_progress, map_in_order
 from smallgpt_jax.data.parts import Place, document_batches
 from smallgpt_jax.data.store import (
@@ -137,13 +137,13 @@ def _resume_or_start(partial: Path, spec: StoreSpec, log) -> tuple[Journal, Toke
     }
     if journal := resume_journal(partial, identity, parts, rules, log):
         log(f"resuming {partial}: {journal.latest.done:.0%} done")
-        return journal, tokenizers.load(partial / "tokenizer")
+        return journal, tokenizer_folder.load(partial / "tokenizer")
     _remove_partial(partial, log)
     if spec.tokenizer.is_trained:
         log(f"training the tokenizer {spec.tokenizer.value} on {spec.source.value}")
     texts = TrainingTexts(document_batches(parts, rules), spec.made_from["validation_fraction"])
     tokenizer = spec.tokenizer.make(texts)
-    tokenizers.save(tokenizer, partial / "tokenizer")
+    tokenizer_folder.save(tokenizer, partial / "tokenizer")
     return Journal(identity, texts.end), tokenizer
 
 

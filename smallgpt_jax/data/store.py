@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import tokenizer_folder
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import duration, millions
@@ -205,7 +205,7 @@ class TokenStore:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        tokenizer = tokenizers.load(self.train.folder / "tokenizer")
+        tokenizer = tokenizer_folder.load(self.train.folder / "tokenizer")
         for field in ("vocab_size", "end_of_text", "begin_of_text"):
             recorded, actual = self.metadata[field], getattr(tokenizer, field)
             if recorded != actual:

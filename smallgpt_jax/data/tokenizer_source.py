@@ -10,19 +10,12 @@ from pathlib import Path
 
 import sentencepiece
 
-from smallgpt_jax.data import hugging_face_tokenizer, tokenizers
+from smallgpt_jax.data import hugging_face_tokenizer, tokenizer_folder
 from smallgpt_jax.data.config import SYMBOLS
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES
 from smallgpt_jax.data.special_tokens import END_OF_TEXT, SpecialTokens
-from smallgpt_jax.data.tokenizers import (
-    GPT2,
-    GPT2_FILES,
-    GPT2_SHA256,
-    TOKENIZER_FILES,
-    Bytes,
-    SentencePiece,
-    Tokenizer,
-)
+from smallgpt_jax.data.tokenizer_folder import GPT2_FILES, GPT2_SHA256, TOKENIZER_FILES
+from smallgpt_jax.data.tokenizers import GPT2, Bytes, SentencePiece, Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.paths import local_path
 
@@ -97,11 +90,11 @@ class TokenizerSource:
             return GPT2(*(_download(name) for name in GPT2_FILES.values()))
         path = self.path
         if path.is_dir():
-            return tokenizers.load(path)
+            return tokenizer_folder.load(path)
         if path.is_file() and path.suffix == ".json":
             return hugging_face_tokenizer.read_files(path)
         if path.is_file():
-            return tokenizers.read_sentencepiece(path)
+            return tokenizer_folder.read_sentencepiece(path)
         raise UserError(
             f"config.data.tokenizer={self.value!r}: expected sentencepiece:SIZE, gpt2, bytes, or "
             "an existing file or folder"

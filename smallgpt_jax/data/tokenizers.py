@@ -1,11 +1,6 @@
 """Tokenizers: SentencePiece, GPT-2's byte-pair encoding, bytes, and those of Hugging Face's
 `tokenizers` library.
 
-A tokenizer's folder has the files that other tools expect: `tokenizer.model` for SentencePiece,
-`vocab.json` and `merges.txt` for GPT-2, `tokenizer.json` for Hugging Face. `symbols.json` for
-probes. `tokenizer_kind.json` contains the kind. As in transformers, a `tokenizer.json` precedes the
-files of other formats.
-
 Each document begins with the end-of-text id. If a tokenizer has an id of its own for the beginning,
 as those of Llama have, each document begins with that id and ends with the end-of-text id. No text
 is encoded as one of these ids.
@@ -14,74 +9,20 @@ is encoded as one of these ids.
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import sentencepiece
 
-from smallgpt_jax.data import hugging_face_tokenizer
 from smallgpt_jax.data.config import SYMBOLS
-from smallgpt_jax.data.hugging_face_tokenizer import (
-    SETTINGS_FILES,
-    TOKENIZER_JSON,
-    HuggingFaceTokenizer,
-)
 from smallgpt_jax.data.special_tokens import END_OF_TEXT, SpecialTokens
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.formatting import short_reason, short_repr
-from smallgpt_jax.storage.atomic import write_atomically
-from smallgpt_jax.storage.bounded import read_bounded
-from smallgpt_jax.storage.json_files import (
-    OBJECT,
-    TEXT,
-    Each,
-    Kind,
-    integer,
-    parse_json,
-    read_json,
-    read_json_or_none,
-)
+from smallgpt_jax.storage.json_files import Each, integer, parse_json
 
-_KIND_FILE, _SYMBOLS_FILE = "tokenizer_kind.json", "symbols.json"
-_SENTENCEPIECE_FILE, _ADDED_FILE = "tokenizer.model", "added_tokens.json"
+SYMBOLS_FILE, SENTENCEPIECE_FILE = "symbols.json", "tokenizer.model"
 _SHORT_TEXT = 10_000  # characters
-# Name in a tokenizer folder → OpenAI's name.
-GPT2_FILES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}
-GPT2_SHA256 = {  # in the order of GPT2_FILES
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-}
-# Values of tokenizer_class for tokenizers that split texts as GPT-2's.
-_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast")
-# Models with vocab.json and merges.txt of another class → the class.
-_OTHER_BYTE_PAIRS = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
-# Names of all files that `load` reads.
-TOKENIZER_FILES = {
-    _KIND_FILE,
-    _SYMBOLS_FILE,
-    _SENTENCEPIECE_FILE,
-    TOKENIZER_JSON,
-    _ADDED_FILE,
-    *SETTINGS_FILES,
-    *GPT2_FILES,
-    *GPT2_FILES.values(),
-}
-
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's symbol for a space
-# Texts on which two tokenizers are compared.
-PROBES = [
-    "Hello world, it's 3.14159!  Two  spaces, a\ttab\nand\n\nlines \n",
-    "  leading and trailing  ",
-    "def f(x):\n    return {'a': [x ** 2, -1]}  # code\n",
-    "Grüße, naïve café, Ὅμηρος, Привет, こんにちは世界, 你好",
-    "emoji 🙂👩‍👩‍👧 and math ∑∫√ and \x00\x01 control",
-    "aaaaaaaaaaaaaaaaaaaa 1111111111 ---------- ______",
-    f"the mark {END_OF_TEXT} as text, and {SPACE}{SPACE} too",
-    "ﬁne Ｆｕｌｌ width, Å and Å, half\u00a0space",
-    "",
-]
 
 
 class Tokenizer(Protocol):
@@ -122,7 +63,7 @@ class Tokenizer(Protocol):
         """Returns the text that `ids` encode. All ids must be below vocab_size."""
 
     def files(self) -> dict[str, bytes]:
-        """Returns the files that `load` needs, except _KIND_FILE, as a dict from name to content."""
+        """Returns {name: content} of the files from which `tokenizer_folder.load` makes it again."""
 
 
 class Bytes(Tokenizer):
@@ -142,13 +83,6 @@ class Bytes(Tokenizer):
 
     def files(self):
         return {}
-
-
-def _is_symbol(value) -> bool:
-    return isinstance(value, str) and len(value) <= 100 and value.split() == [value]
-
-
-_SYMBOL = Kind("a symbol of at most 100 characters, without spaces", _is_symbol)
 
 
 class Symbols(Tokenizer):
@@ -181,7 +115,7 @@ class Symbols(Tokenizer):
         return " ".join(self._symbols[i - 1] for i in ids if i > 0)
 
     def files(self):
-        return {_SYMBOLS_FILE: (json.dumps(self._symbols) + "\n").encode()}
+        return {SYMBOLS_FILE: (json.dumps(self._symbols) + "\n").encode()}
 
 
 class SentencePiece(Tokenizer):
@@ -255,7 +189,7 @@ class SentencePiece(Tokenizer):
         return self._processor.decode([int(i) for i in ids])
 
     def files(self):
-        return {_SENTENCEPIECE_FILE: self._model}
+        return {SENTENCEPIECE_FILE: self._model}
 
 
 class GPT2(Tokenizer):
@@ -319,149 +253,9 @@ def gpt2_bytes() -> dict[str, int]:
     return byte_of
 
 
-def load(folder: Path) -> Tokenizer:
-    if not folder.is_dir():
-        raise UserError(f"{folder}: tokenizer folder is missing")
-    files = {path.name: path for path in folder.iterdir()}
-    tokenizer = _read_native(folder, files)
-    if TOKENIZER_JSON in files:
-        try:
-            theirs = hugging_face_tokenizer.read_files(files[TOKENIZER_JSON])
-        except UserError:
-            if not tokenizer:
-                raise
-            return tokenizer
-        # Our own class is faster, and has more forms of export.
-        if tokenizer and _encode_equally(tokenizer, theirs):
-            return tokenizer
-        if _KIND_FILE not in files:
-            _require_added_tokens(theirs, files)
-        return theirs
-    if not tokenizer:
-        raise UserError(
-            f"{folder}: contains no tokenizer; expected tokenizer.json (Hugging Face), "
-            "tokenizer.model (SentencePiece), or vocab.json and merges.txt, or encoder.json and "
-            "vocab.bpe (GPT-2)"
-        )
-    if _KIND_FILE not in files:
-        _require_complete(tokenizer, files)
-    return tokenizer
-
-
-def _read_native(folder: Path, files: Mapping[str, Path]) -> Tokenizer | None:
-    """Returns the tokenizer of a folder that was saved by `save`, or that has other files than a
-    tokenizer.json; None, if this file alone tells the tokenizer.
-    """
-    kind = None
-    if _KIND_FILE in files:
-        kind = read_json(files[_KIND_FILE], {"kind": TEXT}, "restore it")["kind"]
-    if kind == Bytes.kind:
-        return Bytes()
-    if kind == SYMBOLS:
-        return Symbols(read_json(folder / _SYMBOLS_FILE, [_SYMBOL], "restore it"))
-    if kind == HuggingFaceTokenizer.kind:
-        return None
-    has_json = TOKENIZER_JSON in files
-    if _SENTENCEPIECE_FILE in files and (kind or not has_json):
-        return read_sentencepiece(files[_SENTENCEPIECE_FILE])
-    # GPT-2's two files, under the names that Hugging Face or OpenAI uses.
-    pair = [files.get(name) or files.get(openai) for name, openai in GPT2_FILES.items()]
-    if all(pair) and (kind or not has_json or _is_gpt2(pair)):
-        return _read_gpt2(pair)
-    return None
-
-
-def _read_gpt2(pair: Sequence[Path]) -> GPT2:
-    try:
-        return GPT2(*map(read_bounded, pair))
-    except (OSError, ValueError, KeyError, RecursionError) as error:
-        raise UserError(
-            f"{pair[0]}: not GPT-2's vocabulary ({type(error).__name__}: {short_reason(error)})"
-        ) from None
-
-
-def _encode_equally(one: Tokenizer, other: Tokenizer) -> bool:
-    """Returns whether the second tokenizer adds nothing to the first one, in texts and chats."""
-    for field in ("vocab_size", "end_of_text", "begin_of_text"):
-        if getattr(one, field) != getattr(other, field):
-            return False
-    special = other.special_tokens
-    reserved = special.ids.keys() - special.allowed
-    if not reserved <= one.special_tokens.ids.keys():
-        return False
-    texts = [*PROBES, *(f"a{name} {name}b" for name in special.ids)]
-    return all(map(np.array_equal, one.encode(texts), other.encode(texts)))
-
-
-_ADVICE = (
-    "write a complete tokenizer.json, for example with transformers: "
-    "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-)
-
-
-def _require_complete(tokenizer: SentencePiece | GPT2, files: Mapping[str, Path]) -> None:
-    """Raises UserError if settings in the folder of a tokenizer change it."""
-    _require_added_tokens(tokenizer, files)
-    folder = next(iter(files.values())).parent
-    settings, model = _read_objects(folder, SETTINGS_FILES[0], "config.json")
-    if isinstance(tokenizer, GPT2):
-        kind = settings.get("tokenizer_class") or _OTHER_BYTE_PAIRS.get(model.get("model_type"))
-        if kind not in (None, *_GPT2_CLASSES):
-            raise UserError(
-                f"{folder}: is a {kind}, which splits texts otherwise than GPT-2; {_ADVICE}"
-            )
-        return
-    adds_begin = tokenizer.begin_of_text != tokenizer.end_of_text
-    if settings.get("add_bos_token") is False and adds_begin:
-        raise UserError(
-            f"{folder}: add_bos_token=false in tokenizer_config.json, but its tokenizer.model has a "
-            f"piece that begins texts; {_ADVICE}"
-        )
-
-
-def _require_added_tokens(tokenizer: Tokenizer, files: Mapping[str, Path]) -> None:
-    """Raises UserError if settings in the folder of a tokenizer add tokens that it lacks."""
-    folder = next(iter(files.values())).parent
-    *settings, added = _read_objects(folder, *SETTINGS_FILES, _ADDED_FILE)
-    merged = hugging_face_tokenizer.merge_settings(*settings)
-    names = hugging_face_tokenizer.added_tokens(merged) | added.keys()
-    if missing := sorted(names - tokenizer.names()):
-        raise UserError(
-            f"{folder}: its settings name tokens that its tokenizer lacks, such as "
-            f"{short_repr(missing[0])}; {_ADVICE}"
-        )
-
-
-def _read_objects(folder: Path, *names: str) -> list[dict]:
-    return [read_json_or_none(folder / name, OBJECT) or {} for name in names]
-
-
-def _is_gpt2(pair: Sequence[Path]) -> bool:
-    return list(map(_sha256_of, pair)) == list(GPT2_SHA256.values())
-
-
-def _sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def save(tokenizer: Tokenizer, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in tokenizer.files().items():
-        write_atomically(folder / name, content)
-    write_atomically(folder / _KIND_FILE, json.dumps({"kind": tokenizer.kind}) + "\n")
-
-
 def fingerprint(tokenizer: Tokenizer) -> str:
     """Tokenizers with equal fingerprints give the same ids."""
     digest = hashlib.sha256(tokenizer.kind.encode())
     for _, content in sorted(tokenizer.files().items()):
         digest.update(content)
     return digest.hexdigest()[:16]
-
-
-def read_sentencepiece(path: Path) -> SentencePiece:
-    try:
-        return SentencePiece(read_bounded(path))
-    except (RuntimeError, OSError, ValueError, IndexError):
-        raise UserError(f"{path}: not a SentencePiece model") from None

@@ -12,7 +12,7 @@ import numpy as np
 from smallgpt_jax import inference
 from smallgpt_jax.analysis import record
 from smallgpt_jax.analysis.record import TextLoss
-from smallgpt_jax.data import batches, tokenizers
+from smallgpt_jax.data import batches, tokenizer_folder, tokenizers
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.corpus import Corpus, load_or_prepare
 from smallgpt_jax.data.packing import Batch
@@ -79,7 +79,7 @@ def _shared_tokenizer(corpus: Corpus) -> Path:
     with file_lock(path.with_suffix(".lock"), wait=True):
         if not path.exists():
             with atomic_folder(path) as folder:
-                tokenizers.save(corpus.tokenizer, folder)
+                tokenizer_folder.save(corpus.tokenizer, folder)
     return path
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from smallgpt_jax import models
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import tokenizer_folder, tokenizers
 from smallgpt_jax.data.chat_template import ChatTemplate, own_template
 from smallgpt_jax.data.prompts import with_begin
 from smallgpt_jax.devices import distributed, sharding
@@ -139,7 +139,7 @@ def load_trained(
     if is_adapted and merge_lora:
         scale = config.optimizer.lora_scale
         params = lora.merge(abstract_params, params, adapters[lora.NAME], scale)
-    tokenizer = tokenizers.load(folder / TOKENIZER_FOLDER)
+    tokenizer = tokenizer_folder.load(folder / TOKENIZER_FOLDER)
     return TrainedModel(model, params, model_state, tokenizer, step)
 
 
@@ -161,7 +161,7 @@ def find_chat_template(folder: str | Path) -> ChatTemplate | None:
     if not source:
         return None
     try:
-        return ChatTemplate(source, tokenizers.load(path / TOKENIZER_FOLDER).special_tokens)
+        return ChatTemplate(source, tokenizer_folder.load(path / TOKENIZER_FOLDER).special_tokens)
     except ValueError as error:
         raise UserError(
             f"{folder}: its chat template is no Jinja template ({error}); correct it"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from smallgpt_jax import models
 from smallgpt_jax.config.group import AT_START
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import tokenizer_folder, tokenizers
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.flops import forward_operations
@@ -72,7 +72,7 @@ class Teacher(Term):
         return forward_operations(self.model, "hidden").products
 
     def check_tokenizer(self, tokenizer: tokenizers.Tokenizer) -> None:
-        theirs = tokenizers.load(self.folder / TOKENIZER_FOLDER)
+        theirs = tokenizer_folder.load(self.folder / TOKENIZER_FOLDER)
         if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
             raise UserError(
                 f"config.train.teacher={str(self.folder)!r}: has another tokenizer ({theirs.kind}, "

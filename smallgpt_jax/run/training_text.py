@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import tokenizer_folder, tokenizers
 from smallgpt_jax.data.corpus import DESCRIPTION, Corpus, same_text
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_repr
@@ -25,7 +25,7 @@ def check_same_text(workdir: Path, corpus: Corpus) -> None:
                 f"({changes}); restore the original text, or use another --workdir"
             )
     elif (workdir / ORIGIN_FILE).exists():
-        imported = tokenizers.load(workdir / TOKENIZER_FOLDER)
+        imported = tokenizer_folder.load(workdir / TOKENIZER_FOLDER)
         if tokenizers.fingerprint(imported) != tokenizers.fingerprint(corpus.tokenizer):
             raise UserError(
                 f"--workdir={workdir}: config.data.tokenizer is not the imported model's "
@@ -45,7 +45,7 @@ def read_identity(workdir: Path) -> dict[str, Any]:
     advice = "replace it by the metadata.json of the run's token store"
     return {
         "description": read_json(workdir / STORE_FILE, DESCRIPTION, advice),
-        "tokenizer": tokenizers.fingerprint(tokenizers.load(workdir / TOKENIZER_FOLDER)),
+        "tokenizer": tokenizers.fingerprint(tokenizer_folder.load(workdir / TOKENIZER_FOLDER)),
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import tokenizer_folder
 from smallgpt_jax.data.chat_template import save_template
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.tokenizers import Tokenizer
@@ -204,7 +204,7 @@ def initialize_workdir(workdir: Path, config: Config, corpus: Corpus) -> None:
     write_config(workdir, config.to_dict())
     # store.json is written last: if it exists, the other files exist too
     if not (workdir / STORE_FILE).exists():
-        tokenizers.save(corpus.tokenizer, workdir / TOKENIZER_FOLDER)
+        tokenizer_folder.save(corpus.tokenizer, workdir / TOKENIZER_FOLDER)
         write_atomically(workdir / STORE_FILE, json.dumps(corpus.description, indent=2) + "\n")
 
 
@@ -218,7 +218,7 @@ class ImportedModel(NamedTuple):
 
 def write_imported(workdir: Path, imported: ImportedModel, origin: dict) -> None:
     """`workdir` must be empty; training can continue in it. `origin`: where the model comes from."""
-    tokenizers.save(imported.tokenizer, workdir / TOKENIZER_FOLDER)
+    tokenizer_folder.save(imported.tokenizer, workdir / TOKENIZER_FOLDER)
     save_template(imported.chat_template, workdir / TOKENIZER_FOLDER)
     write_atomically(workdir / ORIGIN_FILE, json.dumps(origin, indent=2) + "\n")
     checkpoints = Checkpoints(workdir / CHECKPOINT_FOLDER, keep=1)

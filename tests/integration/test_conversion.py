@@ -23,9 +23,9 @@ from data_helpers import prepare_store
 from run_helpers import SMALL, assert_bitwise_equal, program_of
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.conversion import gpt2, gpt_variations, hugging_face, tokenizer_files
+from smallgpt_jax.conversion import gpt2, gpt_variations, hugging_face
 from smallgpt_jax.conversion.config_json import ConfigJson
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import tokenizer_folder, tokenizers
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.pgpt import with_paths
@@ -312,7 +312,7 @@ def english(text_file) -> list[str]:
     return [
         text_file.read_text()[:20_000],
         *(path.read_text() for path in source),
-        *tokenizer_files.PROBES,
+        *tokenizer_folder.TRIAL_TEXTS,
     ]
 
 
@@ -320,7 +320,7 @@ def english(text_file) -> list[str]:
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece:600", "gpt2", "unigram", "byte fallback"])
 def test_exported_tokenizers_give_the_same_ids(kind, english, tmp_path, request):
     if kind == "gpt2":
-        tokenizer = tokenizers.load(request.getfixturevalue("shared_data") / "tokenizer/gpt2")
+        tokenizer = tokenizer_folder.load(request.getfixturevalue("shared_data") / "tokenizer/gpt2")
     elif kind in ("unigram", "byte fallback"):
         tokenizer = other_sentencepiece(english, kind)
     else:

@@ -18,7 +18,7 @@ from foreign_helpers import bounded
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import hugging_face
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import tokenizer_folder, tokenizers
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
@@ -299,7 +299,7 @@ def test_tokenizer_files_of_the_wrong_form(file, tmp_path):
         if file == "tokenizer_config.json":
             byte_level().save(str(tmp_path / "tokenizer.json"))
         (tmp_path / file).write_text(content, errors="surrogatepass")
-        assert str(tmp_path) in (read_bounded(tokenizers.load, tmp_path) or ""), content[:100]
+        assert str(tmp_path) in (read_bounded(tokenizer_folder.load, tmp_path) or ""), content[:100]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.analysis import analyse
 from smallgpt_jax.comparison import budget, held_out, merging, run_reader
 from smallgpt_jax.conversion import gpt_variations, hugging_face, model_card
-from smallgpt_jax.data import store, tokenizers, unfinished_store
+from smallgpt_jax.data import store, tokenizer_folder, tokenizers, unfinished_store
 from smallgpt_jax.data.chat_template import ChatTemplate, find_template
 from smallgpt_jax.data.corpus import Corpus, same_text
 from smallgpt_jax.data.parts import Rules
@@ -200,10 +200,10 @@ def write_run(folder: Path) -> None:
 
 def write_tokenizers(folder: Path) -> None:
     trained = TokenizerSource("sentencepiece:400").make(["some words to learn from " * 9])
-    tokenizers.save(trained, folder / "pieces")
-    tokenizers.save(spaced_tokenizer(False), folder / "spaced_pieces")
-    tokenizers.save(tokenizers.Bytes(), folder / "bytes")
-    tokenizers.save(tokenizers.Symbols(["a", "b"]), folder / "symbols")
+    tokenizer_folder.save(trained, folder / "pieces")
+    tokenizer_folder.save(spaced_tokenizer(False), folder / "spaced_pieces")
+    tokenizer_folder.save(tokenizers.Bytes(), folder / "bytes")
+    tokenizer_folder.save(tokenizers.Symbols(["a", "b"]), folder / "symbols")
     letters = sorted(tokenizers.gpt2_bytes(), key=tokenizers.gpt2_bytes().get)
     vocabulary = {token: i for i, token in enumerate([*letters, "th", "the", "<|endoftext|>"])}
     for name in ("gpt2_tokenizer", "hugging_face"):
@@ -380,7 +380,7 @@ def read_checkpoint(folder):
 
 
 def read_tokenizer(folder):
-    tokenizer = tokenizers.load(folder)
+    tokenizer = tokenizer_folder.load(folder)
     ids = [*tokenizer.encode(["a b" if tokenizer.kind == "symbols" else TEXT])[0].tolist()]
     if tokenizer.kind != "symbols":
         ids += tokenizer.encode_continuation("the text").tolist()

@@ -15,9 +15,10 @@ from conversion_helpers import export, load_in_torch, random_tokens
 from hugging_face_folders import TEXTS, WORDS
 
 from smallgpt_jax.conversion import hugging_face
-from smallgpt_jax.data import tokenizers
+from smallgpt_jax.data import tokenizer_folder
 from smallgpt_jax.data.chat_template import ChatTemplate
-from smallgpt_jax.data.tokenizers import GPT2, HuggingFaceTokenizer, SentencePiece, gpt2_bytes
+from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from smallgpt_jax.data.tokenizers import GPT2, SentencePiece, gpt2_bytes
 from smallgpt_jax.errors import UserError
 
 torch = pytest.importorskip("torch")
@@ -321,13 +322,13 @@ def test_what_begins_a_text_of_sentencepiece(begins, folders, tmp_path):
 
 def test_an_export_with_further_tokens(folders, tmp_path):
     """Whoever adds tokens to the tokenizer of an export has them in the import."""
-    tokenizer = tokenizers.load(folders["gpt2"])
+    tokenizer = tokenizer_folder.load(folders["gpt2"])
     model = build("gpt", num_layers=1, vocab_size=320)
     folder = export(tmp_path / "out", model, init(model), tokenizer)
-    assert isinstance(tokenizers.load(folder), GPT2)
+    assert isinstance(tokenizer_folder.load(folder), GPT2)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     theirs.add_special_tokens({"additional_special_tokens": TURNS})
     theirs.save_pretrained(folder)
-    ours = tokenizers.load(folder)
+    ours = tokenizer_folder.load(folder)
     assert ours.encode_chat("a<|im_end|>") == [*b"\x40", len(theirs) - 1]
     assert ours.vocab_size == len(theirs) == tokenizer.vocab_size + 2

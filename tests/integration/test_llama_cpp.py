@@ -13,7 +13,7 @@ from conftest import build, forward, init
 from gguf_helpers import BLOCK, small_gpt2, small_sentencepiece
 
 from smallgpt_jax.conversion import gguf_file
-from smallgpt_jax.conversion.tokenizer_files import PROBES
+from smallgpt_jax.data.tokenizer_folder import TRIAL_TEXTS
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.inference import TrainedModel, layout
 from smallgpt_jax.inference.decoder import Decoder, DecodeSession
@@ -83,7 +83,7 @@ def test_token_ids(pair):
     if asked.
     """
     _, _, tokenizer, request = pair
-    for text in PROBES:
+    for text in TRIAL_TEXTS:
         ids = request("tokenize", content=text, add_special=True, parse_special=False)["tokens"]
         assert ids == [tokenizer.begin_of_text, *tokenizer.encode([text])[0].tolist()], text
 

@@ -12,7 +12,7 @@ from conftest import spaced_tokenizer
 from hugging_face_folders import SPECIAL, TEXTS, WORDS, byte_level, save, with_spaces
 
 from smallgpt_jax.conversion import tokenizer_files
-from smallgpt_jax.data import panics, tokenizers
+from smallgpt_jax.data import panics, tokenizer_folder, tokenizers
 from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
@@ -59,8 +59,8 @@ def test_ids_are_those_of_the_library(make, tmp_path):
     assert [tokenizer.decode(own) for own in ids] == [
         text.removeprefix(" ") if "Metaspace" in theirs.to_str() else text for text in TEXTS
     ]
-    tokenizers.save(tokenizer, tmp_path / "saved")
-    loaded = tokenizers.load(tmp_path / "saved")
+    tokenizer_folder.save(tokenizer, tmp_path / "saved")
+    loaded = tokenizer_folder.load(tmp_path / "saved")
     assert [own.tolist() for own in loaded.encode(TEXTS)] == [own.tolist() for own in ids]
     assert tokenizers.fingerprint(loaded) == tokenizers.fingerprint(tokenizer)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -128,7 +128,7 @@ def test_tokenizer_json_precedes_the_files_of_other_formats(tmp_path):
     theirs = byte_level()
     save(tmp_path / "model", theirs).joinpath("model.safetensors").write_bytes(b"weights")
     theirs.model.save(str(tmp_path / "model"))
-    assert isinstance(tokenizers.load(tmp_path / "model"), HuggingFaceTokenizer)
+    assert isinstance(tokenizer_folder.load(tmp_path / "model"), HuggingFaceTokenizer)
     before = TokenizerSource(str(tmp_path / "model")).fingerprint
     (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
     assert TokenizerSource(str(tmp_path / "model")).fingerprint == before
@@ -232,14 +232,14 @@ def test_harmful_files_are_refused_in_one_line(parts, message, tmp_path, capfd):
     """
     path = crafted(tmp_path, **parts)
     with pytest.raises(UserError) as refused:
-        tokenizers.load(tmp_path)
+        tokenizer_folder.load(tmp_path)
     assert str(refused.value).startswith(f"{path}: ") and message in str(refused.value)
     assert "\n" not in str(refused.value) and capfd.readouterr() == ("", "")
 
 
 def test_a_text_at_which_the_library_panics(tmp_path):
     crafted(tmp_path, normalizer=replace({"Regex": "(a+)+$"}, "x"))
-    tokenizer = tokenizers.load(tmp_path)
+    tokenizer = tokenizer_folder.load(tmp_path)
     assert tokenizer.decode(tokenizer.encode(["a cat"])[0]) == "a cat"
     for encode in (lambda text: tokenizer.encode([text]), tokenizer.encode_continuation):
         with pytest.raises(
@@ -260,14 +260,14 @@ def test_dropout_is_not_used(tmp_path, capfd):
     path = crafted(tmp_path / "random", model={"dropout": 0.5})
     theirs = library.Tokenizer.from_file(str(path))
     assert len({tuple(theirs.encode(WORDS[0]).ids) for _ in range(20)}) > 1
-    tokenizer = tokenizers.load(tmp_path / "random")
+    tokenizer = tokenizer_folder.load(tmp_path / "random")
     assert capfd.readouterr().err == (
         f"{path}: its dropout of 0.5 is not used, so that a text always has the same ids\n"
     )
-    tokenizers.save(tokenizer, tmp_path / "saved")
+    tokenizer_folder.save(tokenizer, tmp_path / "saved")
     crafted(tmp_path / "exact", model={"dropout": None})
-    (expected,) = tokenizers.load(tmp_path / "exact").encode(WORDS[:1])
-    for read in (tokenizer, tokenizers.load(tmp_path / "saved")):
+    (expected,) = tokenizer_folder.load(tmp_path / "exact").encode(WORDS[:1])
+    for read in (tokenizer, tokenizer_folder.load(tmp_path / "saved")):
         for _ in range(20):
             assert read.encode(WORDS[:1])[0].tolist() == expected.tolist()
             assert read.encode_continuation(WORDS[0]).tolist() == expected.tolist()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from smallgpt_jax.data import batches, tokenizers
+from smallgpt_jax.data import batches, tokenizer_folder, tokenizers
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import load_or_prepare, open_or_prepare
 from smallgpt_jax.data.probes import PROBES, RandomNumbers
@@ -418,8 +418,8 @@ def test_probes_are_no_text():
 
 def test_symbols_are_saved(tmp_path):
     tokenizer = corpus_of("recall").tokenizer
-    tokenizers.save(tokenizer, tmp_path)
-    loaded = tokenizers.load(tmp_path)
+    tokenizer_folder.save(tokenizer, tmp_path)
+    loaded = tokenizer_folder.load(tmp_path)
     assert tokenizers.fingerprint(loaded) == tokenizers.fingerprint(tokenizer)
     assert loaded.vocab_size == 65 and loaded.decode([0, 1, 33, 0]) == "k0 v0"
     assert loaded.encode([" k0  v31\n", ""])[0].tolist() == [1, 64]

@@ -13,7 +13,7 @@ from conftest import SHARED_DATA
 from gguf_helpers import small_sentencepiece
 
 from smallgpt_jax.conversion import tokenizer_files
-from smallgpt_jax.data import encoding, tokenizer_source, tokenizers
+from smallgpt_jax.data import encoding, tokenizer_folder, tokenizer_source, tokenizers
 from smallgpt_jax.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
@@ -53,8 +53,8 @@ def test_round_trip(all_tokenizers, kind, tmp_path):
     assert [tokenizer.decode(ids) for ids in encoded] == STRANGE
     assert all(tokenizer.end_of_text not in ids for ids in encoded)
     assert all(0 <= i < tokenizer.vocab_size for ids in encoded for i in ids)
-    tokenizers.save(tokenizer, tmp_path / "kept")
-    loaded = tokenizers.load(tmp_path / "kept")
+    tokenizer_folder.save(tokenizer, tmp_path / "kept")
+    loaded = tokenizer_folder.load(tmp_path / "kept")
     assert [list(ids) for ids in loaded.encode(STRANGE)] == encoded
     assert tokenizers.fingerprint(loaded) == tokenizers.fingerprint(tokenizer)
 
@@ -140,7 +140,7 @@ def test_save_syncs_contents_and_names(all_tokenizers, tmp_path, monkeypatch):
     monkeypatch.setattr(
         os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or sync(file)
     )
-    tokenizers.save(all_tokenizers["sentencepiece"], tmp_path)
+    tokenizer_folder.save(all_tokenizers["sentencepiece"], tmp_path)
     files = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
     assert set(files) == {"tokenizer.model", "tokenizer_kind.json"}
     assert set(synced) >= {*files.values(), tmp_path.stat().st_ino}

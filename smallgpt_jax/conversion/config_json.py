@@ -73,9 +73,7 @@ class ConfigJson(NamedTuple):
         return value
 
     def model_field(self, name: str):
-        """Returns a field of our own. Refuses only what must not reach the validation by
-        `models.build`.
-        """
+        """Returns a field of our own. Refuses what `models.build` cannot be asked to validate."""
         value = self.fields[name]
         items = value if isinstance(value, (list, tuple)) else [value]
         if isinstance(value, (str, list, tuple)) and len(value) > _MAX_ITEMS:
@@ -100,16 +98,12 @@ class ConfigJson(NamedTuple):
 
 
 def training_fields() -> set[str]:
-    """Returns the fields of our configs that do not change the function that a trained model
-    computes.
-    """
+    """Returns the fields that do not change the function that a trained model computes."""
     return {*ModelConfig.field_names(fixed_by="run"), *ModelConfig.field_names(fixed_by=None)}
 
 
 def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Refuses a model with more weights or layers than the tensors with these `shapes`, without
-    building it.
-    """
+    """Refuses, without building it, a model with more weights or layers than `shapes` have."""
     num_weights = sum(math.prod(shape) for shape in shapes.values())
     width = config.d_model
     experts = config.num_experts + config.num_shared_experts if config.mlp == "moe" else 1
@@ -163,9 +157,7 @@ def other_fields(
 
 
 def with_defaults(config: ModelConfig) -> ModelConfig:
-    """Returns an equivalent config with defaults where possible. For example, num_kv_heads =
-    num_heads becomes 0.
-    """
+    """Returns an equivalent config with defaults where possible."""
     changes = {}
     for mixer in MIXERS:
         if mixer in ("attention", *config.mixers):

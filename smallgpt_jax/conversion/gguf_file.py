@@ -39,9 +39,7 @@ def write(
     dtype: str = "float32",
     chat_template: ChatTemplate | None = None,
 ) -> str:
-    """`dtype` is one of DTYPES and applies to matrices; vectors are float32. Returns a description
-    of the file.
-    """
+    """`dtype`, one of DTYPES, is that of matrices; vectors are float32. Returns a description."""
     model, tokenizer = trained.model, trained.tokenizer
     config = model.config
     _, file_type = DTYPES[dtype]
@@ -176,9 +174,8 @@ def _add_byte_pairs(writer, tokenizer: Tokenizer) -> None:
 
 
 def _add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
-    """llama.cpp merges pieces by score, encodes other characters as bytes, and normalizes nothing
-    but spaces.
-    """
+    # llama.cpp merges pieces by score, encodes other characters as bytes, and normalizes nothing
+    # but spaces.
     from sentencepiece.sentencepiece_model_pb2 import TrainerSpec
 
     spec = sentencepiece_spec(tokenizer)

@@ -93,9 +93,7 @@ def to_hugging_face(
 def from_hugging_face(
     config: ModelConfig, names, tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Accepts tensors of a GPT2Model, too. Tensors without a counterpart in `names`, our model's,
-    keep their names.
-    """
+    """Accepts tensors of a GPT2Model, too. Tensors that are not in `names` keep their names."""
     ours = {hugging_face_name(name): name for name in names}
     renamed = {}
     for name, x in tensors.items():

@@ -146,9 +146,7 @@ def write_json(path: Path, content: dict) -> None:
 def read_folder(
     source: str, with_tokenizer: bool = True, trust_custom_code: bool = False
 ) -> ImportedModel:
-    """`source` is a local folder, or a name on the hub. `trust_custom_code` lets config.json name a
-    module.
-    """
+    """`source` is a local folder, or a name on the hub."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
         folder = _download_folder(source)
@@ -190,9 +188,8 @@ def read_folder(
 
 
 def _has_head(form, weights: Mapping[str, np.ndarray]) -> bool:
-    """Returns whether the output head is another matrix than the embedding. transformers then uses
-    it, even if config.json says that they are one.
-    """
+    # transformers uses a head that is another matrix than the embedding even if config.json says
+    # that they are one.
     head = weights.get(form.hugging_face_name("head.weight"))
     name = form.hugging_face_name("token_embedding.weight")
     short_name = name.partition(".")[2]  # without "transformer." or "model.", in old files

@@ -75,9 +75,7 @@ def class_name(config: ModelConfig) -> str:
 
 
 def hugging_face_name(name: str) -> str:
-    """Returns the name of one of our tensors in transformers; for attention.qkv, a pattern that
-    matches three names.
-    """
+    """Returns transformers' name of our tensor; for attention.qkv, a pattern of three names."""
     if block := re.fullmatch(r"trunk\.blocks\.(\d+)\.(.*)\.weight", name):
         return f"model.layers.{block[1]}.{_BLOCK_NAMES[block[2]]}.weight"
     return _OTHER_NAMES.get(name, name)
@@ -106,9 +104,7 @@ def to_hugging_face(
 def from_hugging_face(
     config: ModelConfig, names, tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Also accepts a LlamaModel, which omits `model.`. Tensors without a counterpart in `names`
-    (ours) keep theirs.
-    """
+    """Accepts tensors of a LlamaModel, too. Tensors that are not in `names` keep their names."""
     tensors = {
         name if name.startswith(("model.", "lm_head.")) else f"model.{name}": x
         for name, x in tensors.items()
@@ -127,9 +123,7 @@ def from_hugging_face(
 
 
 def _fuse(config: ModelConfig, projections: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Returns our attention.qkv. `projections` contains the query, key and value matrices, in this
-    order.
-    """
+    """Returns our attention.qkv of the query, key and value matrices, in this order."""
     groups, width = config.kv_heads, config.head_width
     for (name, x), heads in zip(projections.items(), (config.num_heads, groups, groups)):
         expected = (heads * width, config.d_model)
@@ -140,9 +134,7 @@ def _fuse(config: ModelConfig, projections: Mapping[str, np.ndarray]) -> np.ndar
 
 
 def to_config(config: ModelConfig) -> dict:
-    """transformers 5 reads `rope_parameters` and `dtype`; older versions read `rope_theta` and
-    `torch_dtype`.
-    """
+    # transformers 5 reads rope_parameters and dtype, older versions rope_theta and torch_dtype.
     return {
         "model_type": "qwen3" if config.qk_norm else "llama",
         "architectures": [class_name(config)],
@@ -200,9 +192,7 @@ def from_config(theirs: ConfigJson) -> dict:
 
 
 def rope_base(theirs: ConfigJson) -> float:
-    """Refuses a rotation that is scaled, covers only part of a head, or depends on the type of a
-    layer.
-    """
+    """Refuses a rotation that is scaled, covers a part of a head, or depends on the layer."""
     name = "rope_scaling" if theirs.fields.get("rope_scaling") else "rope_parameters"
     rope = theirs.fields.get(name) or {}
     is_dict = isinstance(rope, dict)

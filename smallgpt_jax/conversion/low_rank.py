@@ -53,9 +53,7 @@ def factor(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, num_stacks: int) -> np.ndarray:
-    """Returns the kernel (*stacks, *inputs, *features), with one stack axis for layers, one for
-    paths.
-    """
+    """Returns the kernel (*stacks, *inputs, *features); stacks are layers and paths."""
     stacks, rank = kernel_in.shape[:num_stacks], kernel_in.shape[-1]
     left = kernel_in.reshape(*stacks, -1, rank).astype(np.float64)
     right = kernel_out.reshape(*stacks, rank, -1).astype(np.float64)

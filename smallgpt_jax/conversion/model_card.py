@@ -27,9 +27,7 @@ def format_model_card(
     has_code: bool,
     adds_begin: bool = False,
 ) -> str:
-    """`facts` are `training_facts`; `adds_begin`: the tokenizer puts its begin-of-text token before
-    each text.
-    """
+    """`facts`: of `training_facts`. `adds_begin`: whether the tokenizer begins texts by itself."""
     config = model.config
     description = _DESCRIPTIONS.get(
         config.architecture, "a {architecture}: {num_layers} blocks of width {d_model}"
@@ -103,9 +101,7 @@ def _example(name: str, has_code: bool, is_encoder: bool, adds_begin: bool) -> l
 
 
 def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[str, str]]:
-    """Returns (name, value) of what a reader of the card should know of the run. `paths` is the
-    value of --paths.
-    """
+    """Returns (name, value) of the rows of the card's table. `paths` is the value of --paths."""
     facts = []
     if paths != "all":
         facts.append(("exported paths of the trained model", paths))

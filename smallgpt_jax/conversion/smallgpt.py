@@ -39,9 +39,7 @@ _RENAMED_FIELDS = {
 
 
 def known_fields() -> list[str]:
-    """Returns the fields that the exported PyTorch code reads: the parameters of its config's
-    constructor.
-    """
+    """Returns the fields that the PyTorch code reads: the parameters of its constructor."""
     # parsed, because an import would need PyTorch and transformers
     tree = ast.parse((Path(__file__).parent / "exported" / CODE[0]).read_text("utf-8"))
     constructor = next(node for node in ast.walk(tree) if getattr(node, "name", "") == "__init__")

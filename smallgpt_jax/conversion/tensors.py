@@ -44,9 +44,7 @@ class _TensorSlot(NamedTuple):
 
 
 def from_params(model: models.LanguageModel, params, model_state=None) -> dict[str, np.ndarray]:
-    """Returns {name: float32 tensor} in PyTorch's layouts. `model_state` is needed for mixtures of
-    experts.
-    """
+    """Returns {name: float32 tensor}. `model_state` is needed for mixtures of experts."""
     return _read_slots(_tensor_slots(model), params) | _read_slots(
         _router_bias_slots(model), model_state or {}
     )
@@ -83,9 +81,7 @@ def to_params(
     their_name: Callable[[str], str] = str,
     where: str = "",
 ):
-    """Inverts `from_params`. For errors, `where` is the imported file, and `their_name` maps our
-    names to its names.
-    """
+    """Inverts `from_params`. Errors name the file, `where`, and `their_name` of a tensor in it."""
     expected_shapes = shapes(model)
 
     def refuse(what: str, names: list[str]):
@@ -124,9 +120,7 @@ def to_model_state(model: models.LanguageModel, tensors: Mapping[str, np.ndarray
 
 
 def _router_bias_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
-    """The biases have the path of the router's kernel, but in the model state and with the last key
-    "bias".
-    """
+    # The path of the router's kernel, but in the model state, and with the last key "bias".
     return tuple(
         _TensorSlot(
             slot.name.removesuffix("weight") + "bias",
@@ -155,9 +149,7 @@ def _tensor_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
 def _subtree_slots(
     config, tree, path: tuple[str, ...], index: tuple[int, ...], name: str
 ) -> Iterator[_TensorSlot]:
-    """Yields the slots of the subtree at `path`. `index` selects a layer or path along each of its
-    leading axes.
-    """
+    """Yields the slots at `path`. `index` selects a layer or path along each leading axis."""
     axis = len(index)
     stack_names = {p.axes[axis] if axis < p.module_stacks else None for p in jax.tree.leaves(tree)}
     is_stack = len(stack_names) == 1 and None not in stack_names

@@ -208,9 +208,8 @@ def sentencepiece_spec(tokenizer: Tokenizer):
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """SentencePiece stores scores of pieces, but no merges. A split of a piece in two is a merge
-    with its score.
-    """
+    # SentencePiece stores scores of pieces, but no merges. A split of a piece in two is a merge
+    # with its score.
     splits = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):

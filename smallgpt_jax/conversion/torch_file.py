@@ -45,9 +45,7 @@ def read_torch_file(path: Path, classes: Sequence[str] = ()):
 
 
 def to_arrays(tensors, path: Path) -> dict[str, np.ndarray]:
-    """Returns {name: array}, which are views of the file's tensors. Raises UserError for anything
-    but a dictionary of named tensors.
-    """
+    """Returns views of the file's tensors. Raises UserError for other objects than tensors."""
     torch = import_library("torch", "torch")
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(x, torch.Tensor) for name, x in tensors.items()

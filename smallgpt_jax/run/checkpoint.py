@@ -405,9 +405,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """Returns the folders of checkpoints that are being written or removed, or of which a killed
-    process has left a part.
-    """
+    """Returns the folders of checkpoints that are being written or removed, or were left so."""
     if not is_remote(folder):
         return list(folder.glob(UNFINISHED_PATTERN))
     if not folder.exists():
@@ -419,9 +417,8 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def _remove_unfinished(folder: Path, step: int) -> None:
-    """Pending writes may create a removed folder again, so the search must find nothing four times
-    in a row.
-    """
+    # Pending writes may create a removed folder again, so the search must find nothing four times
+    # in a row.
     names = (str(step), f"{step}{_UNFINISHED}")  # in object storage; on a local disk
     num_empty = 0
     for _ in range(50):
@@ -450,9 +447,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def find_checkpoint(workdir: Path, step: int | None = None) -> int:
-    """Returns `step`, by default the newest one. Raises UserError if there is no such
-    checkpoint.
-    """
+    """Returns `step`, by default the newest one. Raises UserError without such a checkpoint."""
     if not workdir.is_dir():
         raise UserError(f"{workdir}: no such folder; give the workdir of a run")
     steps = saved_steps(workdir / CHECKPOINT_FOLDER)
@@ -468,9 +463,7 @@ def find_checkpoint(workdir: Path, step: int | None = None) -> int:
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """Copies the folder of one step. After an interruption, `target` is no checkpoint, and can be
-    copied again.
-    """
+    """Copies the folder of one step. After an interruption, `target` is no checkpoint."""
     files = local_copy(source)
     if is_remote(target):
         with tempfile.TemporaryDirectory() as folder:
@@ -486,9 +479,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 @functools.cache
 def _silence_duplicate_errors() -> None:
-    """Lets only `Checkpoints` report a failed read or write; orbax and tensorstore would print it
-    several times.
-    """
+    # `Checkpoints` reports failed reads and writes; orbax and tensorstore print them several times.
     absl.logging.get_absl_logger().addFilter(lambda record: "/orbax/" not in record.pathname)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     default_hook = sys.unraisablehook

@@ -61,9 +61,7 @@ class RunClock:
         return time.monotonic() - self._began
 
     def lap(self) -> dict[str, float]:
-        """Returns data_wait_seconds and save_seconds since the last call; the first call, also
-        restart_seconds.
-        """
+        """Returns seconds per phase since the last call; the first call, also restart_seconds."""
         phases = ["data_wait", "save"]
         if not self._reported["restart"]:
             phases.append("restart")

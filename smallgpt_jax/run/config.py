@@ -170,9 +170,7 @@ class Config:
 
     @classmethod
     def of(cls, config: Mapping | Self, saved: Self | None = None) -> Self:
-        """`saved` is the config of the run that is resumed. Raises UserError for invalid fields and
-        values.
-        """
+        """`saved`: of the run that is resumed. Raises UserError for invalid fields and values."""
         if isinstance(config, cls):
             return config
         if "compare" in config:
@@ -228,9 +226,7 @@ def _keep_start_values(groups: dict[str, dict], saved: Config) -> None:
 
 
 def _set_attention_mask(model: dict, objective: str) -> None:
-    """Sets the mask that belongs to the objective. Raises UserError for another one, which the
-    weights may be from.
-    """
+    # refuses another mask, with which the weights may have been trained
     mask = ATTENTION_MASK_OF.get(str(objective), "causal")
     default = ModelConfig.attention_mask
     if model.get("attention_mask", default) not in (mask, default):

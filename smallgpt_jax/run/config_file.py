@@ -38,9 +38,7 @@ def write_config(workdir: Path, groups: Mapping[str, Mapping]) -> None:
 
 
 def read_groups(workdir: Path) -> dict[str, dict]:
-    """Returns all groups of a run, and only `model` of an imported model. Raises UserError for a
-    damaged file.
-    """
+    """Returns all groups of a run, or only `model` of an imported model. Raises UserError."""
     path = workdir / CONFIG_FILE
     if not path.exists() and not (workdir / CHECKPOINT_FOLDER).exists():
         raise UserError(f"{workdir}: not a run, without {CONFIG_FILE}; give the workdir of a run")

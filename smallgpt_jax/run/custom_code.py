@@ -34,9 +34,7 @@ def refuse_training_code(config: Config | Mapping, where: Path, trust: bool) -> 
 
 
 def import_training_code(config: Config) -> None:
-    """Imports what the user's own config names; `refuse_training_code` then accepts it in the
-    workdirs of its runs.
-    """
+    """Imports what the user's own config names, so that workdirs of its runs may name it too."""
     for _, name in _named_code(config):
         module, _ = split_name(name)
         importlib.import_module(module)

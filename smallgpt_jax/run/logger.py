@@ -104,9 +104,7 @@ class Logger:
     def log_evaluation(
         self, step: int, nats: float, targets: int, measures: Mapping[str, float] | None = None
     ) -> None:
-        """`nats` is the mean loss per token over `targets` tokens, `measures` are those of a
-        probe's answers, or of repeats.
-        """
+        """`nats`: mean loss over `targets` tokens. `measures`: of a probe's answers or repeats."""
         measures = measures or {}
         bits_per_byte = nats / math.log(2) / self._units.bytes_per_token
         values = {

@@ -38,9 +38,7 @@ _SPEED = Kind("a speed", lambda value: NUMBER.accepts(value) and value > 1e-9)
 
 
 def _is_table(value) -> bool:
-    """Whether `value` is an array of numbers, or arrays of equally many numbers. Null counts as
-    NaN.
-    """
+    """Whether `value` is an array of numbers or nulls, or of equally long arrays of them."""
     try:
         return np.ndim(value) > 0 and np.asarray(value, float).size > 0
     except (ValueError, TypeError, OverflowError):

@@ -37,9 +37,7 @@ def source_digest() -> str:
 
 
 def commit_of(folder: Path) -> dict:
-    """Returns {"commit": hash, "dirty": whether tracked files differ from it}, or {} without a
-    clone or git.
-    """
+    """Returns {"commit": hash, "dirty": whether tracked files differ}; {} outside a clone."""
     if not (folder / ".git").exists():  # git would search the parent folders for another clone
         return {}
     # prints "HASH" or "HASH-dirty"; without locks, so that other git commands do not fail

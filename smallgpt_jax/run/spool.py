@@ -89,9 +89,7 @@ class Spool:
 def open_spool(
     workdir: Path, continued: Sequence[str], log: Callable[[str], None] = print
 ) -> Iterator[Spool]:
-    """Uploads at least every UPLOAD_SECONDS and on exit. Begins with copies of the files
-    `continued`.
-    """
+    """Uploads regularly and on exit. Begins with copies of the files `continued`."""
     if not is_remote(workdir) or not distributed.is_primary():
         yield Spool(workdir, workdir, log)
         return

@@ -20,9 +20,7 @@ class TrainState(NamedTuple):
 
     @property
     def evaluated(self) -> dict:
-        """The parameters that validation reads: the model's or their average, and LoRA's, but not
-        those of terms.
-        """
+        """The parameters that validation reads: the model's or their average, and LoRA's."""
         lora_pairs = {name: tree for name, tree in self.heads.items() if name == lora.NAME}
         return {**(self.ema or self.params), **lora_pairs}
 

@@ -98,9 +98,7 @@ class Tracker:
 
 
 def run_id(workdir: Path) -> str:
-    """Returns the tracker's id of the run in `workdir`. The first session of the run creates the
-    id.
-    """
+    """Returns the tracker's id of the run, which its first session creates."""
     path = workdir / TRACKER_FILE
     if not path.exists():
         write_atomically(path, json.dumps({"id": uuid.uuid4().hex[:8]}) + "\n")
@@ -133,9 +131,7 @@ def _start_wandb(workdir: Path, run_id: str, config: dict):
 
 
 def _start_trackio(workdir: Path, run_id: str, config: dict):
-    """Like `_start_wandb`. After `run.finish`, Trackio would end the run once more when the process
-    exits.
-    """
+    # `run.finish` would let Trackio end the run once more when the process exits.
     import trackio
 
     run = trackio.init(

@@ -14,9 +14,7 @@ from smallgpt_jax.storage.json_files import read_json
 
 
 def check_same_text(workdir: Path, corpus: Corpus) -> None:
-    """Raises UserError for another training text or tokenizer; for an untrained import, for another
-    tokenizer.
-    """
+    """Raises UserError for another text or tokenizer; in an untrained import, only for the latter."""
     if (workdir / STORE_FILE).exists():
         changes = text_changes(read_identity(workdir), identity_of(corpus))
         if changes:
@@ -50,9 +48,7 @@ def read_identity(workdir: Path) -> dict[str, Any]:
 
 
 def training_format(workdir: Path) -> tuple[str, str]:
-    """Returns config.data.format of the run's text, and the chat template of "messages"; ("text",
-    "") by default.
-    """
+    """Returns config.data.format and the chat template of "messages", or else ("text", "")."""
     path = workdir / STORE_FILE
     description = read_json(path, DESCRIPTION, "restore it") if path.exists() else {}
     for store in description.get("mixture", [description]):

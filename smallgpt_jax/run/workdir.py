@@ -47,9 +47,7 @@ def config_in_workdir(config: ConfigDict, workdir: Path) -> Config:
 
 
 def check_workdir(workdir: Path, config: Config) -> None:
-    """Raises UserError if `workdir` cannot be created or belongs to another config. Writes
-    nothing.
-    """
+    """Raises UserError for a workdir that is unusable or of another config. Writes nothing."""
     if is_remote(workdir):
         require_bucket("--workdir", workdir)
     else:
@@ -101,9 +99,7 @@ def _refuse_changes(workdir: Path, config: Config, different: Mapping[str, tuple
 
 
 def changed_fields(workdir: Path, config: Config) -> dict[str, tuple]:
-    """Returns {"group.field": (saved, new)}. The weights of an untrained import fix only fields of
-    `model`.
-    """
+    # The weights of an untrained import fix only fields of `model`.
     before, now = read_config(workdir).flat(), config.flat()
     is_trained = (workdir / STORE_FILE).exists()
     fixed = set()
@@ -163,9 +159,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 
 
 def require_shared(workdir: Path) -> None:
-    """Raises UserError in all processes if one does not see the lock that process 0 has written
-    (collective).
-    """
+    """Raises UserError in all processes if one does not see process 0's lock (collective)."""
     if distributed.is_single_process():
         return
     expected = distributed.from_primary(_read_lock(workdir) if distributed.is_primary() else "")

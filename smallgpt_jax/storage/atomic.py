@@ -106,9 +106,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yields the path of a local file to write, which is renamed or uploaded to `path` on success,
-    removed on error.
-    """
+    """Yields a local path to write, which is renamed or uploaded on success, removed on error."""
     with _temporary_path(path) as partial:
         yield partial
         if is_remote(path):

@@ -74,9 +74,7 @@ ANYTHING = Kind("any value", lambda value: True)
 
 
 def read_json(path: Path, schema, advice: str):
-    """Raises UserError, whose message ends with `advice`, if the file cannot be read or does not
-    match `schema`.
-    """
+    """Raises UserError, ending with `advice`, for a file that is unreadable or does not match."""
     try:
         return parse_json(read_bounded(path), schema)
     except OSError as error:
@@ -88,9 +86,7 @@ def read_json(path: Path, schema, advice: str):
 
 
 def read_json_or_none(path: Path, schema):
-    """Returns None if the file is missing, damaged or does not match `schema`. For content that can
-    be recomputed.
-    """
+    """Returns None if `read_json` would raise UserError: for content that can be recomputed."""
     try:
         return read_json(path, schema, "")
     except UserError:
@@ -98,9 +94,7 @@ def read_json_or_none(path: Path, schema):
 
 
 def read_json_lines(path: Path, schema) -> list:
-    """Returns the lines that match `schema`; [] if there is no file. Raises UserError if it cannot
-    be read.
-    """
+    """Returns the lines that match `schema`; [] without a file. Raises UserError if unreadable."""
     if not path.is_file():
         return []
     try:
@@ -173,9 +167,7 @@ def _is_deeper(value, limit: int) -> bool:
 
 
 def find_mismatch(value, schema, field: str = "") -> str | None:
-    """Returns a message for the first mismatch. `field` is the position of `value` in its file:
-    "splits.train".
-    """
+    """Returns a message or None. `field` is where `value` is in its file, such as splits.train."""
     if isinstance(schema, Kind):
         return None if schema.accepts(value) else _mismatch(field, schema.name, value)
     if isinstance(schema, list):
@@ -241,9 +233,7 @@ def _shorten(text: str) -> str:
 
 
 def printable_values(value):
-    """Returns a copy of a JSON value whose strings can be shown: somebody else may have written
-    control codes into them.
-    """
+    """Returns a copy of a JSON value, without the control codes that its strings may contain."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):

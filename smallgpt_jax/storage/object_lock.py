@@ -75,9 +75,7 @@ class Lease:
             replaced = self._wait_until_free(wait)
 
     def _write(self, replaced: int, **request) -> bool:
-        """Writes the object if its generation is `replaced`; returns whether this process then
-        holds the lock.
-        """
+        """Writes the object if its generation is `replaced`; returns whether the lock is held."""
         from google.api_core.exceptions import PreconditionFailed
 
         while True:
@@ -143,9 +141,7 @@ class Lease:
             self.try_to_renew()
 
     def try_to_renew(self) -> None:
-        """Renews the lock. If the service does not answer, reports it; ends the process before the
-        lease ends.
-        """
+        """Reports a service that does not answer; ends the process before the lease ends."""
         try:
             self.renew()
             self._is_failing = False
@@ -182,9 +178,7 @@ class Lease:
             )
 
     def _is_recent(self) -> bool:
-        """Returns whether the lease does not end soon, so that a request that is sent now can still
-        arrive in time.
-        """
+        """Whether a request that is sent now can still arrive before the lease ends."""
         return now() - self._renewed_at <= LEASE_SECONDS - 2 * RENEWAL_SECONDS
 
     def _end_process(self, reason: str) -> None:

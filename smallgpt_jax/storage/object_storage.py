@@ -41,9 +41,7 @@ def is_remote(path: str | Path) -> bool:
 
 
 def remote_path(field: str, url: str) -> Path:
-    """Sends no request. Raises UserError if the URL is not gs://BUCKET/NAME, or if gcsfs is not
-    installed.
-    """
+    """Sends no request. Raises UserError for a URL not of gs://BUCKET/NAME, or without gcsfs."""
     bucket, *names = url.removeprefix(SCHEME).rstrip("/").split("/")
     is_bucket = re.fullmatch(r"[a-z0-9][a-z0-9._-]+", bucket)
     if not is_bucket or not names or not _are_names(names):
@@ -136,9 +134,7 @@ def name_path_in_errors(place: str) -> Iterator[None]:
 
 
 def is_request_error(error: Exception) -> bool:
-    """gcsfs raises OSError without an errno. tensorstore raises ValueError with the status of the
-    request.
-    """
+    # gcsfs raises OSError without an errno, tensorstore ValueError with the status of the request.
     if f"{type(error).__module__}.".startswith(_CLIENT_MODULES):
         return True
     if isinstance(error, OSError):
@@ -258,9 +254,7 @@ class Writer:
             self._generations.clear()
 
     def require_locks(self) -> None:
-        """Ends the process if it has lost a lock; raises if this is unknown. A lock renewed
-        recently counts as held.
-        """
+        """Ends the process if it has lost a lock; raises if this is unknown."""
         for lease in list(self.leases):
             lease.require()
 
@@ -314,9 +308,7 @@ def retry_policy():
 
 
 def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
-    """`files` is `list_files(path)`. Raises UserError if a copy is incomplete or would be outside
-    of `target`.
-    """
+    """`files`: of `list_files(path)`. Raises UserError for incomplete copies and names like ../x."""
     for source, file in files.items():
         copy = target / source.relative_to(path)
         if not copy.resolve().is_relative_to(target.resolve()):
@@ -328,9 +320,7 @@ def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
 
 
 def upload_folder(folder: Path, target: Path, last: str) -> None:
-    """Writes the file `last` after all others, so readers that need it never see a part of the
-    folder.
-    """
+    """Writes the file `last` after all others: its readers never see a part of the folder."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / last]
     for path in files:
         file_system().put_file(str(path), str(target / path.relative_to(folder)))

@@ -10,9 +10,7 @@ from smallgpt_jax.storage.object_storage import SCHEME, is_remote, list_files, r
 
 
 def as_path(field: str, name: str | Path) -> Path:
-    """Expands `~`. Raises UserError for URLs other than gs://; `field` is the name of the flag or
-    config field.
-    """
+    """Expands `~`. Raises UserError for other URLs than gs://. `field`: a flag or config field."""
     if is_remote(name):
         return object_storage.remote_path(field, str(name))
     refuse_url(

@@ -49,9 +49,7 @@ def new_locked_folder(parent: Path, prefix: str, held: contextlib.ExitStack) -> 
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
-    """Removes folders with a lock that no process holds. Where the file system has no locks, this
-    cannot be told.
-    """
+    """Removes folders whose lock no process holds; none where the file system has no locks."""
     for folder in parent.glob(f"{glob.escape(prefix)}*"):
         lock = folder / _LOCK_FILE
         with contextlib.suppress(LockHeldError, OSError):

@@ -15,15 +15,25 @@ A recipe (`gpt.py`, `pgpt.py`, `lgpt.py`, `cgpt.py`, or your own) changes some o
 - `quickstart`: a small model, trained on the source code of Python's standard library. Takes
   minutes on two CPU cores and downloads nothing.
 - `tiny`: a smaller model, trained in seconds, for testing a change or a machine.
+- a number of parameters such as `30M`, `30M@40` (for 40 tokens per parameter) or a budget of
+  training FLOPs such as `1e17`: the shape of the model, steps, batch and learning rate follow
+  (docs/sizes.md). In these recipes, -1 stands for a value that follows from the size and from the
+  fields that are set.
 """
 
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
+from smallgpt_jax.config import sizes
+from smallgpt_jax.config.group import AT_START
+from smallgpt_jax.config.sizes import Size
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS
 
 SIZES = ("paper", "quickstart", "tiny")
+# Sized recipes that train on more tokens than four epochs of the standard library use the paper's
+# text.
+STDLIB_TOKENS = 15e6
 # The learning rate decays until the last step, to a tenth of its peak.
 FOLLOW_STEPS = {"warmup_steps": -1, "decay_steps": -1, "final_learning_rate": -1.0}
 
@@ -40,10 +50,46 @@ def get_config(size: str, architecture: str = "gpt") -> ConfigDict:
     elif size == "tiny":
         tiny(config)
     elif size != "paper":
-        raise UserError(f"--config: no size {size!r}; choose from {', '.join(SIZES)}")
+        sized(config, parse_size(size))
     config.lock()
     config.model.unlock()  # a recipe may name another architecture and add its fields
     return config
+
+
+def parse_size(size: str) -> Size:
+    try:
+        return Size.parse(size)
+    except UserError as error:
+        if size[:1].isdigit():
+            raise
+        raise UserError(
+            f"--config: no size {size!r}; choose from {', '.join(SIZES)}, or a size such as "
+            f"{sizes.EXAMPLES}"
+        ) from error
+
+
+def sized(config: ConfigDict, size: Size) -> None:
+    """Text and tokenizer suit the size. What follows from it is AT_START."""
+    parameters = size.estimated_parameters
+    config.train.size = size.text
+    config.model.vocab_size = sizes.vocabulary(parameters)
+    config.model.context_length = sizes.context_length(parameters)
+    config.model.num_layers = config.model.d_model = config.model.num_heads = AT_START
+    config.model.mlp_ratio = float(AT_START)
+    config.model.dtype = "auto"
+    config.data.tokenizer = f"sentencepiece:{config.model.vocab_size}"
+    config.data.store = ""
+    if size.tokens_per_parameter * parameters <= STDLIB_TOKENS:
+        config.data.source = "python_stdlib"
+        config.data.validation_fraction = 0.1
+    config.optimizer.learning_rate = config.optimizer.weight_decay = float(AT_START)
+    # As in the records that the rules come from. A longer run can start from a decayed one's trunk.
+    config.optimizer.update(FOLLOW_STEPS, schedule="wsd", decay_fraction=0.2, final_fraction=0.0)
+    config.train.steps = config.train.batch_size = AT_START
+    config.train.microbatches = 1
+    config.train.log_every = 25
+    config.train.eval_every = config.train.checkpoint_every = 500
+    config.train.eval_steps = 64
 
 
 def quickstart(config: ConfigDict) -> None:

@@ -14,11 +14,14 @@ The quickstart size takes minutes on two CPU cores and downloads nothing:
     python -m smallgpt_jax.main --config=configs/hybrid.py:quickstart --workdir=runs/hybrid-quickstart
 """
 
-from configs import llama
+from configs import base, llama
+from smallgpt_jax.config.group import AT_START
 
 
 def get_config(size: str = "paper"):
     config = llama.get_config(size)
     config.model.mixers = ("delta", "delta", "delta", "attention")
-    config.model.delta_head_dim = 3 * config.model.d_model // (4 * config.model.num_heads)
+    config.model.delta_head_dim = AT_START
+    if size in base.SIZES:
+        config.model.delta_head_dim = 3 * config.model.d_model // (4 * config.model.num_heads)
     return config

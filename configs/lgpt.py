@@ -14,6 +14,7 @@ The quickstart size takes minutes on two CPU cores and downloads nothing:
 """
 
 from configs import base
+from smallgpt_jax.config.group import AT_START
 
 
 def get_config(size: str = "paper", architecture: str = "lgpt"):
@@ -24,4 +25,6 @@ def get_config(size: str = "paper", architecture: str = "lgpt"):
         config.model.d_model = 192
         config.optimizer.learning_rate = 1.5e-3
         config.optimizer.final_learning_rate = 1e-4
+    elif size not in base.SIZES:
+        config.model.blocks_per_stage = AT_START
     return config

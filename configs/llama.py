@@ -13,6 +13,7 @@ The quickstart size takes minutes on two CPU cores and downloads nothing:
 """
 
 from configs import base
+from smallgpt_jax.config.group import AT_START
 
 
 def get_config(size: str = "paper"):
@@ -20,7 +21,10 @@ def get_config(size: str = "paper"):
     config.model.position = "rope"
     config.model.norm = "rms"
     config.model.mlp = "gated"
-    config.model.mlp_ratio = 8 / 3
     config.model.activation = "silu"
-    config.model.num_kv_heads = config.model.num_heads // (2 if size != "paper" else 3)
+    if size in base.SIZES:
+        config.model.mlp_ratio = 8 / 3
+        config.model.num_kv_heads = config.model.num_heads // (3 if size == "paper" else 2)
+    else:
+        config.model.num_kv_heads = AT_START
     return config

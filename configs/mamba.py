@@ -13,6 +13,7 @@ The quickstart size takes minutes on two CPU cores and downloads nothing:
 """
 
 from configs import llama
+from smallgpt_jax.config.group import AT_START
 
 
 def get_config(size: str = "paper"):
@@ -20,5 +21,5 @@ def get_config(size: str = "paper"):
     config.model.mixers = ("mamba",)
     config.model.position = "none"
     config.model.num_kv_heads = 0  # only attention has key-value heads
-    config.model.mamba_state = 128 if size == "paper" else 32
+    config.model.mamba_state = {"paper": 128, "quickstart": 32, "tiny": 32}.get(size, AT_START)
     return config

@@ -20,6 +20,7 @@ from configs import base
 def get_config(size: str = "paper"):
     config = base.get_config(size, "gpt")
     config.model.mlp = "moe"
-    config.model.mlp_ratio = 1.0
+    if size in base.SIZES:
+        config.model.mlp_ratio = 1.0
     config.model.expert_scale = 2.5
     return config

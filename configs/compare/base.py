@@ -27,6 +27,7 @@ import importlib
 from ml_collections import ConfigDict, config_dict
 
 from smallgpt_jax.comparison.config import CompareConfig
+from smallgpt_jax.run.config import Config
 
 
 def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDict:
@@ -62,8 +63,14 @@ def with_placeholders(own: dict[str, dict], common: ConfigDict) -> dict[str, dic
 
 
 def recipe(name: str, size: str) -> ConfigDict:
-    """Returns the config of the recipe configs/NAME.py at size `size`."""
-    return importlib.import_module(f"configs.{name}").get_config(size)
+    """Returns the config of the recipe configs/NAME.py at size `size`, with all values of a size
+    such as 30M, which budgets change.
+    """
+    config = importlib.import_module(f"configs.{name}").get_config(size)
+    if config.train.size:
+        for group, fields in Config.of(config).to_dict().items():
+            config[group].update(fields)
+    return config
 
 
 def differences(config: ConfigDict, common: ConfigDict) -> dict[str, dict]:

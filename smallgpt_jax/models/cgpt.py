@@ -17,6 +17,10 @@ class CGPTConfig(LGPTConfig):
     # LinearGPT
     conv_kernel: int = 1
 
+    @property
+    def rate_factor(self) -> float:
+        return 0.8 * super().rate_factor
+
     def validate(self) -> None:
         super().validate()
         if not 1 <= self.conv_kernel <= self.context_length:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import ClassVar, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 from smallgpt_jax.config.group import (
     AUTO,
@@ -23,6 +24,20 @@ POSITIONS = ("learned", "rope", "alibi", "none")
 _MOST = {"num_layers": 10_000, "loops": 100, "canon_taps": 100, "conv_taps": 100}
 _MOST_TRACED_BLOCKS = 500
 _MAX_SIZE = 2**31 - 1  # sizes are int32 in JAX
+
+
+def usual_heads(d_model: int) -> int:
+    """Returns two heads below width 64 and four below 128; then heads of about width 32, from width
+    512 on of 64. Their width is even, as rope needs, and their number too, if possible.
+    """
+    limits = {64: 2, 128: 4, 512: d_model / 32}
+    usual = next((heads for limit, heads in limits.items() if d_model < limit), d_model / 64)
+
+    def cost(heads: int) -> float:
+        width = d_model // heads
+        return abs(math.log(heads / usual)) + heads % 2 + 4 * (width % 2) + (width % 8 > 0) / 2
+
+    return min((heads for heads in range(1, d_model + 1) if d_model % heads == 0), key=cost)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,6 +222,26 @@ class ModelConfig(ConfigGroup):
     @property
     def output_width(self) -> int:
         return self.d_model
+
+    @classmethod
+    def shape(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns fields of a sized recipe's model (models/shape.py) that follow from the others,
+        among them d_model and num_layers. Of these, a recipe uses those that it sets to -1.
+        """
+        heads = fields.get("num_heads") or usual_heads(fields["d_model"])
+        head_width = fields.get("head_dim") or fields["d_model"] // heads
+        return {
+            "num_heads": heads,
+            "num_kv_heads": heads // 2 if heads % 2 == 0 else 0,
+            "delta_head_dim": max(1, 3 * head_width // 4),
+            "mamba_state": 32 if fields["d_model"] < 512 else 128,
+        }
+
+    @property
+    def rate_factor(self) -> float:
+        """The best learning rate of a sized recipe, relative to that of attention with rope."""
+        factor = 0.5 if self.position == "learned" else 1.0
+        return 0.65 * factor if {"delta", "attention"} <= {*self.mixers} else factor
 
     def validate(self) -> None:
         """Raises UserError for invalid values. Overriding methods call `super().validate()`

@@ -3,6 +3,8 @@ previous one.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import flax.linen as nn
 
@@ -40,6 +42,15 @@ class LGPTConfig(ModelConfig):
     @property
     def output_width(self) -> int:
         return self.d_model // 2**self.num_compressions
+
+    @classmethod
+    def shape(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Two stages. The paper's six would leave models below 100M with outputs of few numbers."""
+        return {**super().shape(fields), "blocks_per_stage": max(1, fields["num_layers"] // 2)}
+
+    @property
+    def rate_factor(self) -> float:
+        return 0.45 * super().rate_factor
 
     def validate(self) -> None:
         super().validate()

@@ -21,12 +21,18 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.models import ModelConfig
 from smallgpt_jax.optim.config import OptimizerConfig
+from smallgpt_jax.run.sizing import with_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(ConfigGroup):
     GROUP: ClassVar[str] = "train"
 
+    # size of the recipe: active parameters, such as 30M (30M@40: for 40 training tokens per
+    # parameter, instead of 20), or a budget of training FLOPs, such as 1e17; "": none. With a size,
+    # the value -1 of steps, batch_size, learning_rate, weight_decay and fields of the model's shape
+    # means the value that follows from it (docs/sizes.md)
+    size: str = dataclasses.field(default="", metadata=NOT_COMPILED)
     # number of training steps
     steps: int = free(19_073, **NOT_COMPILED)
     # sequences per step, over all devices
@@ -185,6 +191,7 @@ class Config:
             _set_attention_mask(groups["model"], groups["train"].get("objective", "causal"))
         if saved:
             _keep_start_values(groups, saved)
+        groups = with_sizes(groups, saved.to_dict() if saved else None)
         typed = {
             name: group.from_fields(groups[name])
             for name, group in GROUPS.items()

@@ -1,0 +1,118 @@
+"""Sizes of recipes, such as 30M in `--config=configs/gpt.py:30M`, and the rules that set batch size,
+learning rate and weight decay by size. docs/sizes.md gives their sources and errors.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Self
+
+from smallgpt_jax.errors import UserError
+
+EXAMPLES = "30M, 30M@40 or 1e17"
+TOKENS_PER_PARAMETER = 20.0  # as in Chinchilla (arXiv 2203.15556)
+# per token (Kaplan et al., arXiv 2001.08361)
+FLOPS_PER_PARAMETER = 6
+_UNITS = {"k": 1e3, "M": 1e6, "B": 1e9}
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?)(?:([kKMB])|[eE]\+?(\d\d?))(?:@(\d+(?:\.\d+)?))?")
+_MIN_PARAMETERS, _MAX_PARAMETERS = 20e3, 1e12
+_MAX_TOKENS_PER_PARAMETER = 1e5
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A number of active parameters or a budget of training FLOPs; one of them is None."""
+
+    text: str
+    parameters: float | None
+    flops: float | None
+    tokens_per_parameter: float
+
+    @classmethod
+    def parse(cls, text: str, where: str = "--config") -> Self:
+        match = _PATTERN.fullmatch(text)
+        if not match:
+            raise UserError(f"{where}: no size {text!r}; expected a size such as {EXAMPLES}")
+        number, unit, exponent, ratio = match.groups()
+        tokens_per_parameter = float(ratio) if ratio else TOKENS_PER_PARAMETER
+        if not 0 < tokens_per_parameter <= _MAX_TOKENS_PER_PARAMETER:
+            raise UserError(
+                f"{where}: size {text!r}: expected between 0 and "
+                f"{_MAX_TOKENS_PER_PARAMETER:,.0f} tokens per parameter after @"
+            )
+        if unit:
+            parameters, flops = float(number) * _UNITS[unit.replace("K", "k")], None
+        else:
+            parameters, flops = None, float(number) * 10.0 ** int(exponent)
+        size = cls(text, parameters, flops, tokens_per_parameter)
+        if not _MIN_PARAMETERS <= size.estimated_parameters <= _MAX_PARAMETERS:
+            raise UserError(
+                f"{where}: size {text!r}: a model of {size.estimated_parameters:,.0f} parameters; "
+                "choose a size from 20k to 1000B parameters"
+            )
+        return size
+
+    @property
+    def estimated_parameters(self) -> float:
+        """Of a budget C, the N with C = 6·N·D for D tokens, before the FLOPs are counted exactly."""
+        if self.parameters is not None:
+            return self.parameters
+        return math.sqrt(self.flops / (FLOPS_PER_PARAMETER * self.tokens_per_parameter))
+
+
+def vocabulary(parameters: float) -> int:
+    """Returns a power of two. Larger models deserve larger vocabularies, whose parameters grow
+    slower than the others (Tao et al., arXiv 2407.13623). Up to 1M parameters it is that of the
+    records.
+    """
+    return max(1024, 2 ** round(math.log2(1024 * (parameters / 0.5e6) ** 0.4)))
+
+
+def context_length(parameters: float) -> int:
+    """Returns that of the records at 3M parameters and below, and that of the paper from 30M on."""
+    if parameters < 3e6:
+        return 256
+    return 512 if parameters < 30e6 else 1024
+
+
+# The rules below count the parameters of the blocks: without embeddings and head.
+_REFERENCE = 108e6  # OLMo-core's
+_REFERENCE_BATCH = 2048 * 160  # tokens
+_REFERENCE_RATE = 0.0047 / 2
+_FLAT_BELOW = 0.11e6
+_MIN_BATCH = 2048  # tokens, the batch of all records
+_REFERENCE_DECAY = 0.1
+
+
+def batch_tokens(block_parameters: float, tokens_per_parameter: float) -> float:
+    """B = 327,680 · (N/108M)^⅔ tokens for 20 tokens per parameter (github.com/allenai/OLMo-core,
+    model_ladder, after Porian et al., arXiv 2406.19146), and B ∝ D^0.383 in the number of tokens
+    (Bergsma et al., arXiv 2505.13738; nanochat).
+    """
+    longer = (tokens_per_parameter / TOKENS_PER_PARAMETER) ** 0.383
+    return max(_MIN_BATCH, _REFERENCE_BATCH * (block_parameters / _REFERENCE) ** (2 / 3) * longer)
+
+
+def learning_rate(block_parameters: float, batch: float) -> float:
+    """OLMo-core's ½ · 0.0047 at 108M. Above, it falls with the cube root of the size, as theirs;
+    below, with the fourth root, which meets the best rates of docs/results/rates.json at 0.11M;
+    further below it is constant, as those of docs/results/scaling.json. It grows with the square
+    root of the batch (nanochat).
+    """
+    size = max(block_parameters, _FLAT_BELOW) / _REFERENCE
+    rate = _REFERENCE_RATE * size ** (-1 / 3 if size > 1 else -1 / 4)
+    return rate * _batch_scale(block_parameters, batch)
+
+
+def weight_decay(block_parameters: float, batch: float, tokens_per_parameter: float) -> float:
+    """B/(rate · decay · D) is constant (Wang and Aitchison, arXiv 2405.13698; nanochat)."""
+    scale = _batch_scale(block_parameters, batch)
+    return _REFERENCE_DECAY * scale * TOKENS_PER_PARAMETER / tokens_per_parameter
+
+
+def _batch_scale(block_parameters: float, batch: float) -> float:
+    return math.sqrt(batch / batch_tokens(block_parameters, TOKENS_PER_PARAMETER))
+
+
+def power_of_two_below(x: float) -> int:
+    return 2 ** math.floor(math.log2(x))

@@ -1,0 +1,163 @@
+"""The shape of a sized recipe's model: depth, width, heads and MLP of any architecture, for a number
+of active parameters. docs/sizes.md describes the rule.
+
+Fields of `model` with the value AT_START follow the rule; all others are kept.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from smallgpt_jax.config.group import AT_START
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.architectures import find_architecture, make_config
+from smallgpt_jax.models.config import ModelConfig
+from smallgpt_jax.models.language_model import LanguageModel
+from smallgpt_jax.models.parameters import num_active_parameters
+
+# that have even head widths, and from 128 on suit matrix units
+_WIDTHS = (*range(8, 64, 4), *range(64, 128, 8), *range(128, 256, 32), *range(256, 512, 64))
+_WIDTHS += tuple(range(512, 16_385, 128))
+_ASPECT = 64  # width per block, as in nanochat
+_MIN_BLOCKS = 4  # as in all records
+_SPREAD = 1.3  # MLPs are at most this factor wider or narrower than usual
+_CLOSE = 0.01  # relative error at which the search ends
+_TRIALS = 8  # models that are traced at most
+
+
+def fit_shape(fields: Mapping[str, Any], parameters: float) -> ModelConfig:
+    """Returns the config of a model with about `parameters` active parameters, embeddings and head
+    included. Allocates no weights.
+    """
+    search = _Search(fields)
+    count = _Count(search.mlp_matrices)
+    tried: dict[_Shape, tuple[float, ModelConfig]] = {}
+    shape, config = search.best(count, parameters)
+    while shape not in tried and len(tried) < _TRIALS:
+        exact = num_active_parameters(LanguageModel(config))
+        tried[shape] = search.cost(shape, exact / parameters), config
+        if abs(exact / parameters - 1) < _CLOSE and len(tried) > 1:
+            break
+        count.add(shape, config, exact)
+        shape, config = search.best(count, parameters)
+    return min(tried.values(), key=lambda trial: trial[0])[1]
+
+
+def usual_depth(d_model: int) -> int:
+    """Returns an even number, which two paths or stages divide."""
+    return max(_MIN_BLOCKS, 2 * round(d_model / _ASPECT / 2))
+
+
+class _Shape(NamedTuple):
+    d_model: int
+    num_layers: int
+    mlp_width: int
+
+
+class _Count:
+    """The approximate number of parameters: per_width·d_model in embeddings and head; in each block,
+    mlp·d_model·mlp_width, and beside the MLP rest·d_model². It is exact where models were counted.
+    """
+
+    def __init__(self, mlp: float):
+        self.per_width, self.mlp, self.rest = 2048.0, mlp, 4.0
+        # {(d_model, num_layers): (mlp_width, parameters)}
+        self.counted: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def __call__(self, shape: _Shape) -> float:
+        d, layers, width = shape
+        return self._outside(d, layers) + layers * self.mlp * d * width
+
+    def _outside(self, d: int, layers: int) -> float:
+        """Returns the number of parameters outside the MLPs."""
+        if (d, layers) in self.counted:
+            width, exact = self.counted[d, layers]
+            return exact - layers * self.mlp * d * width
+        return self.per_width * d + layers * self.rest * d**2
+
+    def add(self, shape: _Shape, config: ModelConfig, exact: int) -> None:
+        heads = 0 if config.tie_embeddings else config.output_width / config.d_model
+        self.per_width = config.vocab_size * (1 + heads)
+        if config.position == "learned":
+            self.per_width += config.context_length
+        d, layers, width = shape
+        other_width, other_exact = self.counted.get((d, layers), (width, exact))
+        if width != other_width:  # of lgpt, narrower stages; other models may have no MLP at all
+            self.mlp = max(0.0, (exact - other_exact) / (layers * d * (width - other_width)))
+        self.counted[d, layers] = width, exact
+        self.rest = (self._outside(d, layers) - self.per_width * d) / (layers * d**2)
+
+    def fitting_mlp(self, parameters: float, d: int, layers: int) -> float:
+        """Returns the width of the MLP with which the model has `parameters`."""
+        if not self.mlp:
+            return 0.0
+        return (parameters - self._outside(d, layers)) / (layers * self.mlp * d)
+
+
+class _Search:
+    """The shapes that the given fields allow."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        self.fields = fields
+        self.given = {name: value for name, value in fields.items() if value != AT_START}
+        self.rule = find_architecture(fields.get("architecture")).Config.shape
+        experts = 1
+        kind = self.given.get("mlp", "dense")
+        if kind == "moe":
+            kind = self.given.get("expert_mlp", "dense")
+            experts = self.given["experts_per_token"] + self.given["num_shared_experts"]
+        self.mlp_matrices = experts * (3 if kind == "gated" else 2)
+        # All MLPs have the parameters of two matrices of width 4·d_model.
+        self.usual_ratio = self.given.get("mlp_ratio", 8 / self.mlp_matrices)
+
+    def config(self, shape: _Shape) -> ModelConfig:
+        """Raises UserError if there is no such model."""
+        known = {
+            "d_model": shape.d_model,
+            "num_layers": shape.num_layers,
+            "mlp_ratio": shape.mlp_width / shape.d_model,
+            **self.given,
+        }
+        follows = {
+            name: value
+            for name, value in self.rule(known).items()
+            if name in self.fields and name not in known
+        }
+        return make_config(**{**self.fields, **follows, **known})
+
+    def best(self, count: _Count, parameters: float) -> tuple[_Shape, ModelConfig]:
+        """Returns the best valid shape by an approximate count. Raises UserError if there is none."""
+        shapes = self.shapes(count, parameters)
+        ranked = sorted(shapes, key=lambda shape: self.cost(shape, count(shape) / parameters))
+        problem = None
+        for shape in ranked:
+            try:
+                return shape, self.config(shape)
+            except UserError as error:  # such as a number of paths that does not divide the blocks
+                problem = problem or error
+        raise problem
+
+    def shapes(self, count: _Count, parameters: float) -> Iterator[_Shape]:
+        for d in self._options("d_model", _WIDTHS):
+            usual = usual_depth(d)
+            for layers in self._options("num_layers", range(2, 2 * usual + 1, 2)):
+                yield _Shape(d, layers, self._mlp_width(count, parameters, d, layers))
+
+    def _options(self, field: str, usual):
+        return (self.given[field],) if field in self.given else usual
+
+    def _mlp_width(self, count: _Count, parameters: float, d: int, layers: int) -> int:
+        usual = self.usual_ratio * d
+        if "mlp_ratio" in self.given:
+            return round(usual)
+        width = count.fitting_mlp(parameters, d, layers) or usual
+        unit = 1 if d < 128 else 8 if d < 512 else 64
+        return max(1, unit * round(min(max(width, usual / _SPREAD), usual * _SPREAD) / unit))
+
+    def cost(self, shape: _Shape, ratio: float) -> float:
+        """An error of 1% costs as much as 2.7 times the usual depth."""
+        if ratio <= 0:
+            return math.inf
+        depth = math.log(shape.num_layers / usual_depth(shape.d_model))
+        mlp = 2 * math.log(shape.mlp_width / (self.usual_ratio * shape.d_model))
+        return depth**2 + mlp**2 + (math.log(ratio) / _CLOSE) ** 2

@@ -1,0 +1,122 @@
+"""The values of a sized recipe that follow from its size, config.train.size: the shape of the model,
+steps, batch and learning rate. docs/sizes.md gives the rules.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from smallgpt_jax.config import sizes
+from smallgpt_jax.config.group import AT_START
+from smallgpt_jax.config.sizes import Size
+from smallgpt_jax.models import LanguageModel, ModelConfig, make_config, num_active_parameters
+from smallgpt_jax.models.flops import train_flops_per_token
+from smallgpt_jax.models.shape import fit_shape
+
+_FOLLOWING = {"train": ("steps", "batch_size"), "optimizer": ("learning_rate", "weight_decay")}
+_NEAR_BUDGET = 0.03  # relative error of the tokens per parameter
+
+
+def with_sizes(groups: Mapping[str, dict], saved: Mapping[str, dict] | None) -> dict[str, dict]:
+    """Returns the groups with each AT_START that follows from the size replaced: by the value in the
+    run that is resumed, if any, and by the rules otherwise.
+    """
+    open_fields = {
+        group: [field for field, value in fields.items() if _is_open(group, field, value)]
+        for group, fields in groups.items()
+    }
+    text = groups["train"].get("size", "")
+    if not text or not any(open_fields.values()):
+        return dict(groups)
+    groups = {group: dict(fields) for group, fields in groups.items()}
+    if saved:
+        for group, names in open_fields.items():
+            for field in names:
+                groups[group][field] = saved[group][field]
+        return groups
+    size = Size.parse(text, "config.train.size")
+    model = _fitted(json.dumps(groups["model"]), size)
+    rules = _rules(model, size, groups)
+    for group, names in open_fields.items():
+        for field in names:
+            groups[group][field] = (
+                getattr(model, field) if group == "model" else rules[group][field]
+            )
+    return groups
+
+
+def _is_open(group: str, field: str, value: Any) -> bool:
+    is_at_start = type(value) in (int, float) and value == AT_START
+    return is_at_start and (group == "model" or field in _FOLLOWING.get(group, ()))
+
+
+@functools.lru_cache(maxsize=16)
+def _fitted(fields: str, size: Size) -> ModelConfig:
+    """Returns the model of a size. `fields` are the group `model` as JSON."""
+    given = json.loads(fields)
+    if AT_START not in given.values():
+        return make_config(**given)
+    parameters = size.estimated_parameters
+    model = fit_shape(given, parameters)
+    for _ in range(3 if size.flops else 0):
+        # FLOPs per token are not 6 per parameter in small models, where attention and head count.
+        ratio = _tokens_of_budget(model, size) / (size.tokens_per_parameter * parameters)
+        if abs(ratio - 1) < _NEAR_BUDGET:
+            break
+        parameters *= math.sqrt(ratio)
+        model = fit_shape(given, parameters)
+    return model
+
+
+def _tokens_of_budget(model: ModelConfig, size: Size) -> float:
+    language_model = LanguageModel(model)
+    per_token = train_flops_per_token(language_model)
+    if per_token is None:  # custom code whose FLOPs cannot be counted
+        per_token = sizes.FLOPS_PER_PARAMETER * num_active_parameters(language_model)
+    return size.flops / per_token
+
+
+def _rules(model: ModelConfig, size: Size, groups: Mapping[str, dict]) -> dict[str, dict]:
+    """Returns the rules' values. Those that depend on others use the given values of these."""
+    parameters = num_active_parameters(LanguageModel(model))
+    tokens = size.tokens_per_parameter * parameters
+    if size.flops:
+        tokens = _tokens_of_budget(model, size)
+    sequences = groups["train"]["batch_size"]
+    if sequences == AT_START:
+        batch = sizes.batch_tokens(block_parameters(model), tokens / parameters)
+        sequences = max(1, sizes.power_of_two_below(batch / model.context_length))
+    steps = groups["train"]["steps"]
+    if steps == AT_START:
+        steps = max(1, round(tokens / (sequences * model.context_length)))
+    batch = sequences * model.context_length
+    return {
+        "train": {"steps": steps, "batch_size": sequences},
+        "optimizer": {
+            "learning_rate": usual_rate(model, batch),
+            "weight_decay": _rounded(
+                sizes.weight_decay(block_parameters(model), batch, steps * batch / parameters)
+            ),
+        },
+    }
+
+
+def usual_rate(model: ModelConfig, batch: float) -> float:
+    """Returns the rule's learning rate for a batch of this number of tokens."""
+    return _rounded(model.rate_factor * sizes.learning_rate(block_parameters(model), batch))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def block_parameters(model: ModelConfig) -> int:
+    """Returns the number of active parameters without embeddings and head."""
+    outside = model.vocab_size * model.d_model
+    if not model.tie_embeddings:
+        outside += model.vocab_size * model.output_width
+    if model.position == "learned":
+        outside += model.context_length * model.d_model
+    return max(1, num_active_parameters(LanguageModel(model)) - outside)

@@ -1,0 +1,219 @@
+"""Tests of sized recipes: the sizes that can be named, the rules, and the models that follow."""
+
+import dataclasses
+import json
+import math
+import random
+import sys
+import types
+
+import pytest
+from conftest import ROOT
+
+from experiments import learning_rate_rules
+from smallgpt_jax import models
+from smallgpt_jax.config import sizes
+from smallgpt_jax.config.recipes import load_config
+from smallgpt_jax.devices import sharding
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.flops import train_flops_per_token
+from smallgpt_jax.models.gpt import GPT
+from smallgpt_jax.run import sizing
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.training.checks import check_config
+from smallgpt_jax.training.size_messages import size_messages
+
+RECIPES = ("gpt", "llama", "pgpt", "lgpt", "cgpt", "moe", "mamba", "hybrid")
+
+
+def sized(recipe: str, **overrides) -> Config:
+    fields = {name.replace("__", "."): value for name, value in overrides.items()}
+    return Config.of(load_config(recipe, fields))
+
+
+def active_parameters(config: Config) -> int:
+    return models.num_active_parameters(models.LanguageModel(config.model))
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("30M", (30e6, None, 20.0)),
+        ("1.1M", (1.1e6, None, 20.0)),
+        ("0.3B@40", (0.3e9, None, 40.0)),
+        ("500k@2.5", (500e3, None, 2.5)),
+        ("1e17", (None, 1e17, 20.0)),
+        ("2.5E+15@10", (None, 2.5e15, 10.0)),
+    ],
+)
+def test_sizes(text, expected):
+    size = sizes.Size.parse(text)
+    assert (size.parameters, size.flops, size.tokens_per_parameter) == expected
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("30", "no size '30'; expected a size such as 30M, 30M@40 or 1e17"),
+        ("30X", "no size '30X'; expected a size such as 30M, 30M@40 or 1e17"),
+        ("30M@", "no size '30M@'; expected a size such as 30M, 30M@40 or 1e17"),
+        ("-30M", "no size '-30M'; choose from paper, quickstart, tiny, or a size such as 30M"),
+        ("", "no size ''; choose from paper, quickstart, tiny, or a size such as 30M"),
+        ("0M", "size '0M': a model of 0 parameters; choose a size from 20k to 1000B parameters"),
+        ("0.003k", "size '0.003k': a model of 3 parameters; choose a size from 20k"),
+        ("1e99", "choose a size from 20k to 1000B parameters"),
+        ("30M@0", "size '30M@0': expected between 0 and 100,000 tokens per parameter after @"),
+    ],
+)
+def test_bad_sizes_are_refused_in_one_line(text, message):
+    with pytest.raises(UserError) as error:
+        load_config(f"gpt:{text}")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])]
+)
+def test_models_of_random_sizes(recipe):
+    """They have the parameters that were asked for, train on 20 tokens for each, and suit meshes."""
+    parameters = 10 ** random.Random(recipe).uniform(5.3, 9)
+    config = sized(f"{recipe}:{parameters / 1e6:.4f}M")
+    model, exact = config.model, active_parameters(config)
+    assert exact == pytest.approx(parameters, rel=0.03)
+    tokens = config.train.steps * config.train.batch_size * model.context_length
+    assert tokens == pytest.approx(20 * exact, rel=0.01)
+    assert model.num_layers % 2 == 0
+    assert model.head_width % 2 == 0 and model.num_heads % 2 == 0
+    for mesh in ({"data": 8}, {"data": 2, "fsdp": 4}):
+        config = config.replace(mesh=mesh)
+        check_config(config, sharding.make_mesh(config.mesh))
+    if recipe == "gpt":
+        d, layers, rows = model.d_model, model.num_layers, 2 * model.vocab_size
+        block = 4 * d**2 + 2 * d * model.mlp_width + 2 * d
+        assert exact == (rows + model.context_length + 1) * d + layers * block
+
+
+def test_a_budget_of_flops():
+    """Steps cost the budget, and train on about 20 tokens per parameter."""
+    config = sized("gpt:1e14")
+    tokens = config.train.steps * config.train.batch_size * config.model.context_length
+    flops = tokens * train_flops_per_token(models.LanguageModel(config.model))
+    assert flops == pytest.approx(1e14, rel=0.01)
+    assert tokens / active_parameters(config) == pytest.approx(20, rel=0.05)
+
+
+def test_rules():
+    """By hand, from the sources' formulas."""
+    assert sizes.batch_tokens(108e6, 20) == 327_680
+    assert sizes.batch_tokens(864e6, 20) == pytest.approx(4 * 327_680)  # 8^⅔
+    assert sizes.batch_tokens(108e6, 160) == pytest.approx(2.2176 * 327_680, rel=1e-4)  # 8^0.383
+    assert sizes.learning_rate(108e6, 327_680) == pytest.approx(0.00235)
+    assert sizes.learning_rate(864e6, 4 * 327_680) == pytest.approx(0.001175)  # 8^-⅓
+    assert sizes.learning_rate(108e6 / 16, 4 * 51_606) == pytest.approx(2 * 0.0047, rel=1e-3)
+    assert sizes.learning_rate(1e4, 2048) == sizes.learning_rate(2e4, 2048)
+    # 8 times the tokens: a decay of √2.2176/8 times 0.1
+    decay = sizes.weight_decay(108e6, sizes.batch_tokens(108e6, 160), 160)
+    assert decay == pytest.approx(0.1 * math.sqrt(2.2176) / 8, rel=1e-4)
+
+
+def test_the_rate_of_the_records():
+    """At 0.2M it is between the neighbours of the best recorded one, for all models with rope."""
+    runs = json.loads((ROOT / "docs/results/rates.json").read_text())["runs"]
+    losses: dict[str, dict[float, float]] = {}
+    for run in runs:
+        model = run["name"].split()[0]
+        rate = run["config"]["optimizer.learning_rate"]
+        losses.setdefault(model, {})[rate] = run["curve"][-1]["loss"]
+    for model in ("gpt", "llama", "pgpt", "moe", "lgpt", "hybrid"):
+        fields = next(run["config"] for run in runs if run["name"].startswith(f"{model} "))
+        own = {name[6:]: value for name, value in fields.items() if name.startswith("model.")}
+        rule = sizing.usual_rate(models.make_config(**own), batch=2048)
+        best = min(losses[model], key=losses[model].get)
+        assert best / 2 < rule < 2 * best, model
+
+
+def test_fields_that_are_set_win_and_the_rest_follows():
+    rule = sized("gpt:1M")
+    narrow = sized("gpt:1M", model__d_model=64, model__num_layers=4)
+    assert (narrow.model.d_model, narrow.model.num_layers) == (64, 4)
+    assert narrow.optimizer.learning_rate > rule.optimizer.learning_rate
+    ratio = active_parameters(narrow) / active_parameters(rule)
+    work = [config.train.steps * config.train.batch_size for config in (narrow, rule)]
+    assert work[0] / work[1] == pytest.approx(ratio, rel=0.01)
+    assert "active parameters instead of 1M" in size_messages(narrow)[1]
+
+    larger = sized("gpt:1M", train__batch_size=4 * rule.train.batch_size)
+    assert larger.train.steps == pytest.approx(rule.train.steps / 4, abs=1)
+    assert larger.optimizer.learning_rate / rule.optimizer.learning_rate == pytest.approx(
+        2, rel=0.01
+    )
+    given = sized("gpt:1M", train__steps=7, optimizer__learning_rate=0.5)
+    assert (given.train.steps, given.optimizer.decay_steps) == (7, 7)
+    assert (given.optimizer.learning_rate, given.model) == (0.5, rule.model)
+
+
+def test_the_line_of_a_size():
+    config = sized("gpt:1M")
+    model, train, optimizer = config.model, config.train, config.optimizer
+    (line,) = size_messages(config)
+    assert line.startswith(
+        f"size 1M: {model.num_layers} × {model.d_model}, {model.num_heads} heads, MLP "
+        f"{model.mlp_width}; {train.steps:,} steps of 8,192 tokens, 20 per parameter; rate "
+        f"{optimizer.learning_rate:.3g} after {optimizer.warmup_steps} steps, decay over the last "
+    )
+
+
+def test_a_resumed_run_keeps_its_size(monkeypatch):
+    saved = sized("gpt:1M", model__d_model=64)
+    monkeypatch.setattr(sizing, "fit_shape", None)  # other rules of a later version
+    monkeypatch.setattr(sizes, "learning_rate", None)
+    config = Config.of(load_config("gpt:1M"), saved)
+    assert config == saved
+    assert Config.of(saved.to_dict()) == saved
+
+
+def test_rates_that_are_far_too_high_are_named():
+    """The quickstart's is, for a wider and deeper model."""
+    assert not size_messages(sized("gpt:quickstart"))
+    wider = sized("gpt:quickstart", model__d_model=192, model__num_layers=6)
+    (line,) = size_messages(wider)
+    assert line.startswith("config.optimizer.learning_rate=0.003: the rule of sizes would choose ")
+
+
+def test_an_architecture_of_ones_own(monkeypatch):
+    """It gets the usual shape; its hook sets fields that the recipe leaves to the size."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class OwnConfig(models.ModelConfig):
+        passes: int
+
+        @classmethod
+        def shape(cls, fields):
+            return {**super().shape(fields), "passes": fields["num_layers"] // 2}
+
+        @property
+        def rate_factor(self) -> float:
+            return 0.25
+
+    class Own(GPT):
+        config: OwnConfig
+
+        Config = OwnConfig
+
+    module = types.ModuleType("own_model")
+    module.Own = Own
+    monkeypatch.setitem(sys.modules, "own_model", module)
+    config = sized("gpt:1M", model__architecture="own_model:Own", model__passes=-1)
+    assert config.model.passes == config.model.num_layers // 2
+    assert active_parameters(config) == pytest.approx(1e6, rel=0.03)
+    gpt = sized("gpt:1M")
+    assert config.optimizer.learning_rate == pytest.approx(
+        gpt.optimizer.learning_rate / 2, rel=0.01
+    )
+
+
+def test_the_table_of_errors_is_current():
+    lines = (ROOT / "docs/sizes.md").read_text().splitlines()
+    table = learning_rate_rules.table()
+    start = lines.index(table[0])
+    assert lines[start : start + len(table)] == table

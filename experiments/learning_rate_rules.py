@@ -46,7 +46,7 @@ def ladders() -> dict[str, tuple[models.ModelConfig, Losses]]:
             losses = {rate["learning_rate"]: rate["loss"] for rate in rates}
             found[name] = _model(runs[name]), losses
     for run in json.loads((RECORDS / "rates.json").read_text())["runs"]:
-        name = run["name"].split()[0] + "@0.2M"
+        name = run["name"].rpartition("-")[0]  # such as gpt@0.2M-0.5x
         _, losses = found.setdefault(name, (_model(run["config"]), {}))
         losses[run["config"]["optimizer.learning_rate"]] = run["curve"][-1]["loss"]
     return {name: ladder for name, ladder in found.items() if len(ladder[1]) > 1}

@@ -56,6 +56,13 @@ class Mixture:
     def padding(self) -> float:
         return sum(weight * packing.padding for packing, weight in zip(self.packings, self.weights))
 
+    def epochs(self, rows: float) -> float:
+        """Returns how often a store is read by `rows` training rows; of several, the one that is
+        read most often.
+        """
+        shares = zip(self.packings, self.weights)
+        return max(weight * rows / packing.num_rows for packing, weight in shares)
+
     @cached_property
     def first_rows(self) -> np.ndarray:
         ends = np.cumsum([packing.num_rows for packing in self.packings])

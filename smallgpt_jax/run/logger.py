@@ -30,6 +30,7 @@ class Units(NamedTuple):
     tokens_per_step: float  # without padding
     bytes_per_token: float  # of the validation text; NaN if the loss is not one of whole texts
     peak_tokens_per_second: float | None  # at the peak FLOP/s of all devices; None if unknown
+    epochs_per_step: float | None = None  # None for probes, whose examples are made
 
 
 class Logger:
@@ -87,6 +88,8 @@ class Logger:
         values = metrics.read()
         values["loss_mean"] = statistics.fmean(self.losses)
         values["tokens"] = round(step * self._units.tokens_per_step)
+        if self._units.epochs_per_step:
+            values["epochs"] = step * self._units.epochs_per_step
         values["tokens_per_second"] = speed
         message = f"loss {values['loss']:.4f}   {speed:,.0f} tokens/s"
         peak = self._units.peak_tokens_per_second

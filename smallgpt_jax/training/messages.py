@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 
 from smallgpt_jax import inference, models
+from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.devices import chips, distributed, sharding
 from smallgpt_jax.devices.platform import processor_identity
@@ -28,6 +29,7 @@ LOSSES = {
     "prefix": "those of tokens after random prefixes",
     "masked": "those of masked tokens",
 }  # by objective
+MANY_EPOCHS = 4  # up to which repeated text is nearly as good as new (arXiv 2305.16264)
 _MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
 
 
@@ -37,6 +39,7 @@ def startup_message(
     lines = [_headline(config, program, first_step), *size_messages(config)]
     lines += [packing.summary for packing in pipeline.train.packings]
     lines += [pipeline.corpus.warning] if pipeline.corpus.warning else []
+    lines += epochs_messages(config, pipeline)
     objective = config.train.objective
     if objective in LOSSES and config.data.format == "text":
         lines.append(
@@ -50,6 +53,27 @@ def startup_message(
             "(config.optimizer.decay_steps, config.train.steps)"
         )
     return "\n".join([*lines, *fallback_messages(program)])
+
+
+def epochs(config: Config, pipeline: DataPipeline, steps: int) -> float | None:
+    """Returns how often the steps read the training text; None for probes, which make examples."""
+    if is_synthetic(config.data):
+        return None
+    return pipeline.train.epochs(steps * config.train.batch_size)
+
+
+def epochs_messages(config: Config, pipeline: DataPipeline) -> list[str]:
+    steps = config.train.steps
+    times = epochs(config, pipeline, steps)
+    if times is None:
+        return []
+    amount = f"{times:.0%} of the training text" if times < 1 else f"the text {times:.1f} times"
+    if times <= MANY_EPOCHS or config.data.format != "text":
+        return [f"{steps:,} steps read {amount}"]
+    return [
+        f"warning: {steps:,} steps read {amount}; beyond {MANY_EPOCHS} times, repeated text teaches "
+        "less than new text: use more text, fewer steps or a smaller model"
+    ]
 
 
 def _headline(config: Config, program: Program, first_step: int) -> str:
@@ -117,7 +141,12 @@ def _processor_facts() -> dict[str, dict]:
 def log_units(program: Program, pipeline: DataPipeline) -> Units:
     is_masked = program.config.train.objective == "masked"
     bytes_per_token = math.nan if is_masked else pipeline.corpus.bytes_per_token("validation")
-    return Units(pipeline.tokens_per_step, bytes_per_token, peak_tokens_per_second(program))
+    return Units(
+        pipeline.tokens_per_step,
+        bytes_per_token,
+        peak_tokens_per_second(program),
+        epochs(program.config, pipeline, steps=1),
+    )
 
 
 def peak_tokens_per_second(program: Program) -> float | None:

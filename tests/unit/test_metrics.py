@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from smallgpt_jax.data.packing import Mixture
 from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import clock as run_clock
@@ -469,3 +470,27 @@ def test_final_message(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(messages.inference, "load", refuse)
     messages.print_final_message(str(workdir))
     assert capsys.readouterr().out == f"\nSample:\n\n(none: it cannot be decoded)\n\n\n\n{command}"
+
+
+@pytest.mark.parametrize(
+    "steps, format, message",
+    [
+        (9, "text", "9 steps read 18% of the training text"),
+        (200, "text", "200 steps read the text 4.0 times"),
+        (210, "text", "warning: 210 steps read the text 4.2 times; beyond 4 times, repeated text"),
+        (210, "completion", "210 steps read the text 4.2 times"),
+    ],
+)
+def test_how_often_a_run_reads_its_text(steps, format, message):
+    """Two stores of 600 and 40 rows, of which the smaller one is read more often."""
+    packings = [SimpleNamespace(num_rows=rows) for rows in (600, 40)]
+    pipeline = SimpleNamespace(train=Mixture(packings, [0.9, 0.1]))
+    config = SimpleNamespace(
+        data=SimpleNamespace(source="my_texts/", mixture="", format=format),
+        train=SimpleNamespace(steps=steps, batch_size=8),
+    )
+    assert messages.epochs(config, pipeline, steps) == pytest.approx(steps * 0.8 / 40)
+    (line,) = messages.epochs_messages(config, pipeline)
+    assert line.startswith(message)
+    config.data.source = "synthetic:recall"
+    assert messages.epochs_messages(config, pipeline) == []

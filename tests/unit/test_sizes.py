@@ -121,11 +121,11 @@ def test_the_rate_of_the_records():
     runs = json.loads((ROOT / "docs/results/rates.json").read_text())["runs"]
     losses: dict[str, dict[float, float]] = {}
     for run in runs:
-        model = run["name"].split()[0]
+        model = run["name"].partition("@")[0]
         rate = run["config"]["optimizer.learning_rate"]
         losses.setdefault(model, {})[rate] = run["curve"][-1]["loss"]
     for model in ("gpt", "llama", "pgpt", "moe", "lgpt", "hybrid"):
-        fields = next(run["config"] for run in runs if run["name"].startswith(f"{model} "))
+        fields = next(run["config"] for run in runs if run["name"].startswith(f"{model}@"))
         own = {name[6:]: value for name, value in fields.items() if name.startswith("model.")}
         rule = sizing.usual_rate(models.make_config(**own), batch=2048)
         best = min(losses[model], key=losses[model].get)

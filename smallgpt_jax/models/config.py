@@ -241,7 +241,7 @@ class ModelConfig(ConfigGroup):
     def rate_factor(self) -> float:
         """The best learning rate of a sized recipe, relative to that of attention with rope."""
         factor = 0.5 if self.position == "learned" else 1.0
-        return 0.65 * factor if {"delta", "attention"} <= {*self.mixers} else factor
+        return 0.65 * factor if "delta" in self.mixers else factor
 
     def validate(self) -> None:
         """Raises UserError for invalid values. Overriding methods call `super().validate()`

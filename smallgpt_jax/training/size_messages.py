@@ -2,7 +2,7 @@
 
 from smallgpt_jax.config.sizes import Size
 from smallgpt_jax.models import LanguageModel, num_active_parameters
-from smallgpt_jax.optim.learning_rate import DECAYS, decay_length
+from smallgpt_jax.optim.learning_rate import DECAYS, decay_start
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.sizing import usual_rate
 
@@ -18,7 +18,7 @@ def size_messages(config: Config) -> list[str]:
     parameters = num_active_parameters(LanguageModel(model))
     schedule = f"rate {optimizer.learning_rate:.3g} after {optimizer.warmup_steps:,} steps"
     if optimizer.schedule in DECAYS:
-        schedule += f", decay over the last {decay_length(optimizer):,}"
+        schedule += f", decay over the last {optimizer.decay_steps - decay_start(optimizer):,}"
     lines = [
         f"size {train.size}: {model.num_layers} × {model.d_model}, {model.num_heads} heads, MLP "
         f"{model.mlp_width}; {train.steps:,} steps of {batch:,} tokens, "

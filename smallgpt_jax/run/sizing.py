@@ -23,10 +23,7 @@ def with_sizes(groups: Mapping[str, dict], saved: Mapping[str, dict] | None) -> 
     """Returns the groups with each AT_START that follows from the size replaced: by the value in the
     run that is resumed, if any, and by the rules otherwise.
     """
-    open_fields = {
-        group: [field for field, value in fields.items() if _is_open(group, field, value)]
-        for group, fields in groups.items()
-    }
+    open_fields = {group: _open_fields(group, fields) for group, fields in groups.items()}
     text = groups["train"].get("size", "")
     if not text or not any(open_fields.values()):
         return dict(groups)
@@ -47,9 +44,13 @@ def with_sizes(groups: Mapping[str, dict], saved: Mapping[str, dict] | None) -> 
     return groups
 
 
-def _is_open(group: str, field: str, value: Any) -> bool:
-    is_at_start = type(value) in (int, float) and value == AT_START
-    return is_at_start and (group == "model" or field in _FOLLOWING.get(group, ()))
+def _open_fields(group: str, fields: Mapping[str, Any]) -> list[str]:
+    names = fields if group == "model" else _FOLLOWING.get(group, ())
+    return [
+        name
+        for name in names
+        if type(fields.get(name)) in (int, float) and fields[name] == AT_START
+    ]
 
 
 @functools.lru_cache(maxsize=16)

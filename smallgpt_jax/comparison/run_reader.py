@@ -14,6 +14,7 @@ from smallgpt_jax.analysis import record
 from smallgpt_jax.analysis.record import Inference, Inside, Point, Run, Session, TextLoss
 from smallgpt_jax.diagnosis.summary import read_summary
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation.answers import BITS_METRIC
 from smallgpt_jax.evaluation.inference_cost import INFERENCE_FILE
 from smallgpt_jax.evaluation.texts import TEXTS_FILE
 from smallgpt_jax.inference import layout
@@ -273,8 +274,8 @@ def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     """Returns {"task metric (shots, examples)": score} of a checkpoint, from
     lm-evaluation-harness's result files.
 
-    Uses the newest evaluation of the full model, in its own dtype, on all examples; acc_norm if
-    present, else acc.
+    Uses the newest evaluation of the full model, in its own dtype, on all examples: acc_norm if
+    present, else acc, and the bits per byte of right answers.
     """
     scores = {}
     for path in sorted(evaluations.glob(f"step{step}-*.json"), key=_modified_at):
@@ -285,9 +286,10 @@ def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
         evaluation = read_json_or_none(path, _EVALUATION) or {}
         for task, values in evaluation.get("results", {}).items():
             metrics = _finite_metrics(values)
-            metric = "acc_norm" if "acc_norm" in metrics else "acc"
-            if metric in metrics and not _is_limited(evaluation, task):
-                scores[f"{task} {metric}{_settings(evaluation, task)}"] = metrics[metric]
+            accuracy = "acc_norm" if "acc_norm" in metrics else "acc"
+            for metric in (accuracy, BITS_METRIC):
+                if metric in metrics and not _is_limited(evaluation, task):
+                    scores[f"{task} {metric}{_settings(evaluation, task)}"] = metrics[metric]
     return scores
 
 

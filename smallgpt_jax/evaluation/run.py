@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation import local_data
+from smallgpt_jax.evaluation import answers, local_data
 from smallgpt_jax.evaluation.score_cache import ScoreCache
 from smallgpt_jax.formatting import short_reason
 
@@ -40,6 +40,7 @@ def evaluate(
     tasks: Sequence[str],
     data_dir: Path | None = None,
     cache: Path | None = None,
+    log_samples: bool = False,
     **settings,
 ) -> dict:
     """Returns lm-evaluation-harness's results.
@@ -47,8 +48,8 @@ def evaluate(
     `model` returns the `lm_eval` model; it is called after tasks and data are loaded. `tasks` are
     names of the harness; `paper` stands for those in PAPER. `data_dir` has the benchmarks' original
     files (see `local_data`); None: data comes from the hub. `cache` is a local file with scores,
-    from which an interrupted evaluation resumes. `settings` are arguments of
-    `lm_eval.simple_evaluate`.
+    from which an interrupted evaluation resumes. With `log_samples`, the results have each question
+    and its scores. `settings` are arguments of `lm_eval.simple_evaluate`.
     """
     with _quiet_logging():
         import lm_eval
@@ -71,7 +72,9 @@ def evaluate(
         lm.set_cache_hook(ScoreCache(cache))
         with contextlib.redirect_stdout(io.StringIO()):  # hides the harness's prints
             try:
-                return lm_eval.simple_evaluate(lm, tasks=loaded, task_manager=manager, **settings)
+                results = lm_eval.simple_evaluate(
+                    lm, tasks=loaded, task_manager=manager, log_samples=True, **settings
+                )
             except ValueError as error:
                 if "larger than population" not in str(error):  # random.sample's message
                     raise
@@ -79,6 +82,18 @@ def evaluate(
                     f"--num_fewshot={settings.get('num_fewshot')}: a task has fewer examples to "
                     "choose from; use a smaller number"
                 ) from None
+        answers.add_answer_bits(results, {task.task_name: task for task in _single_tasks(loaded)})
+        if not log_samples:
+            del results["samples"]
+        return results
+
+
+def _single_tasks(loaded: Sequence) -> list:
+    """Returns tasks, and the tasks of groups."""
+    tasks = []
+    for task in loaded:
+        tasks += task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]
+    return tasks
 
 
 @contextlib.contextmanager

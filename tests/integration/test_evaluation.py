@@ -277,10 +277,13 @@ def test_a_uniform_model_prefers_short_options(shared_data):
     assert {name: n["effective"] for name, n in results["n-samples"].items()} == dict.fromkeys(
         tasks, count
     )
-    acc, acc_norm = (
-        {name: values.get(metric) for name, values in results["results"].items()}
-        for metric in ("acc,none", "acc_norm,none")
+    acc, acc_norm, bits, margin = (
+        {name: values.get(f"{metric},none") for name, values in results["results"].items()}
+        for metric in ("acc", "acc_norm", "answer_bits_per_byte", "answer_margin")
     )
+    assert bits == pytest.approx(dict.fromkeys(tasks, math.log2(257)))
+    assert margin == pytest.approx(dict.fromkeys(tasks, 0.0), abs=1e-9)
+    assert "samples" not in results
 
     def rows(name):
         return [json.loads(line) for line in (data / name).read_text().splitlines()[:count]]
@@ -360,7 +363,20 @@ def test_the_hf_backend_gives_the_same_scores(questions, tmp_path):
         )
         assert one.shape == (8, options)
         np.testing.assert_allclose(one, other, atol=1e-3, rtol=1e-5)
-        assert ours["results"][task] == theirs["results"][task]
+        assert ours["results"][task] == pytest.approx(theirs["results"][task], abs=1e-3)
+        right = [i % 4 for i in range(8)] if task == "hellaswag" else [0] * 8
+        texts = [
+            [arguments[1] for arguments in sample["arguments"]] for sample in ours["samples"][task]
+        ]
+        lengths = np.array([[len(text.encode()) for text in row] for row in texts])
+        bits = -one / lengths * np.log2(np.e)
+        is_right = np.arange(options) == np.array(right)[:, None]
+        margins = np.where(is_right, np.inf, bits).min(axis=1) - bits[is_right]
+        values = ours["results"][task]
+        assert values["answer_bits_per_byte,none"] == pytest.approx(bits[is_right].mean())
+        assert values["answer_margin,none"] == pytest.approx(margins.mean())
+        error = np.std(margins, ddof=1) / np.sqrt(8)
+        assert values["answer_margin_stderr,none"] == pytest.approx(error)
 
 
 @pytest.mark.slow

@@ -1,0 +1,79 @@
+"""How probable the right answers of multiple-choice tasks are.
+
+Small models choose hardly better than chance, but give right answers more and more probability long
+before that: bits per byte of the right answer fall smoothly with training (arXiv 2406.08446).
+"""
+
+import math
+import statistics
+from typing import Any, NamedTuple
+
+BITS_METRIC = "answer_bits_per_byte"
+MARGIN_METRIC = "answer_margin"
+
+
+class AnswerBits(NamedTuple):
+    """Bits per byte of a question's right answer, and how many more the best wrong answer has."""
+
+    right: float
+    margin: float
+
+
+def answer_bits(
+    log_likelihoods: list[float], answers: list[str], right: set[int]
+) -> AnswerBits | None:
+    """`answers` are the scored texts, `right` the numbers of the right ones; None without any right
+    or wrong one.
+
+    The bits per byte of an answer are −log₂ p(answer | question) / bytes of the answer in UTF-8. Of
+    several right answers, the most probable per byte counts.
+    """
+    bits = [
+        -log_likelihood / math.log(2) / len(answer.encode())
+        for log_likelihood, answer in zip(log_likelihoods, answers)
+    ]
+    of_right = [value for number, value in enumerate(bits) if number in right]
+    of_wrong = [value for number, value in enumerate(bits) if number not in right]
+    if not of_right or not of_wrong:
+        return None
+    return AnswerBits(min(of_right), min(of_wrong) - min(of_right))
+
+
+def add_answer_bits(results: dict[str, Any], tasks: dict[str, Any]) -> None:
+    """Adds both metrics, means over the questions with standard errors, to results of the harness
+    that have its samples. `tasks` are its tasks by name.
+    """
+    for name, samples in results["samples"].items():
+        task = tasks.get(name)
+        if task is None or task.OUTPUT_TYPE != "multiple_choice":
+            continue
+        questions = {sample["doc_id"]: sample for sample in samples}  # once per filter
+        bits = [_answer_bits_of(sample, task) for sample in questions.values()]
+        bits = [question for question in bits if question is not None]
+        if bits:
+            values = results["results"][name]
+            values |= _mean(BITS_METRIC, [question.right for question in bits])
+            values |= _mean(MARGIN_METRIC, [question.margin for question in bits])
+
+
+def _answer_bits_of(sample: dict[str, Any], task) -> AnswerBits | None:
+    count = len(task.doc_to_choice(sample["doc"]))  # requests beyond have no question
+    answers = [arguments[1] for arguments in sample["arguments"][:count]]
+    log_likelihoods = [responses[0][0] for responses in sample["resps"][:count]]
+    return answer_bits(log_likelihoods, answers, _right_answers(sample["doc"], task))
+
+
+def _right_answers(doc: dict[str, Any], task) -> set[int]:
+    """As the harness finds them, for tasks with several questions and one answer, too."""
+    right = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    if isinstance(right, str):
+        choices = task.doc_to_choice(doc)
+        return {choices.index(right)} if right in choices else set()
+    return set(right) if isinstance(right, list) else {right}
+
+
+def _mean(metric: str, values: list[float]) -> dict[str, float]:
+    error = math.nan
+    if len(values) > 1:
+        error = statistics.stdev(values) / math.sqrt(len(values))
+    return {f"{metric},none": statistics.fmean(values), f"{metric}_stderr,none": error}

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from smallgpt_jax.analysis import record
 from smallgpt_jax.run.config import Config
@@ -77,10 +78,12 @@ def _digest_of_code() -> str:
 
 
 def _key(config: Config) -> str:
-    flat = config.flat()
-    fields = {name: flat[name] for name in flat if name.startswith("model.") or name in _FIELDS}
-    text = json.dumps(fields, sort_keys=True, default=str)
-    custom = "custom" if ":" in "".join(map(str, fields.values())) else ""
+    values: dict[str, Any] = dict(vars(config.model), architecture=type(config.model).__name__)
+    for path in _FIELDS:
+        group, _, field = path.partition(".")
+        values[path] = getattr(getattr(config, group), field)
+    text = json.dumps(values, sort_keys=True, default=str)
+    custom = "custom" if ":" in "".join(map(str, values.values())) else ""
     return custom + hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -1,16 +1,18 @@
 """Checks of a record as a whole, without training: runs against each other."""
 
+import dataclasses
 import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from smallgpt_jax import models
 from smallgpt_jax.analysis.record import Record, Run, grouped
 from smallgpt_jax.comparison import merging
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.custom_code import refuse_training_code
 from smallgpt_jax.verification.problems import (
     CONTRADICTION,
@@ -33,13 +35,14 @@ _OF_LENGTH = ("train.steps", "optimizer.decay_steps")  # differ between horizons
 
 def check_record(record: Record, count: CountOf, trust_custom_code: bool = False) -> list[Problem]:
     """Returns all problems that the record shows without training."""
-    problems = []
+    problems, configs = [], []
     for run in record.runs:
         config = read_config(run, trust_custom_code)
         problems += check_run(run, config, count)
+        configs.append(config)
     for kind, check, label, text in itertools.chain(
         _comparable(record),
-        _same_configs(record),
+        _same_configs(record, configs),
         _branches(record),
         _copies(record),
         _seeds(record),
@@ -59,8 +62,8 @@ def read_config(run: Run, trust_custom_code: bool) -> Config | UserError:
         groups.setdefault(group, {})[field] = value
     try:
         models.refuse_custom_code(groups.get("model", {}), label_of(run), trust_custom_code)
+        refuse_training_code(groups, label_of(run), trust_custom_code)
         config = Config.of(groups)
-        refuse_training_code(config, label_of(run), trust_custom_code)
     except UserError as error:
         return error
     return config
@@ -95,12 +98,15 @@ def _comparable(record: Record) -> Found:
             )
 
 
-def _same_configs(record: Record) -> Found:
+def _same_configs(record: Record, configs: Sequence[Config | UserError]) -> Found:
     """Runs of one name and horizon differ in their seeds only; horizons differ in their length."""
-    for runs in grouped(record.runs, lambda run: run.name).values():
-        by_horizon = {}
-        for run in runs:
-            fields = merging.fixed_fields(run.config)
+    readable = [
+        (run, config) for run, config in zip(record.runs, configs) if isinstance(config, Config)
+    ]
+    for runs in grouped(readable, lambda pair: pair[0].name).values():
+        by_horizon: dict[float, tuple[Run, dict]] = {}
+        for run, config in runs:
+            fields = _fixed_fields(config)
             other, fields_before = by_horizon.setdefault(run.horizon, (run, fields))
             differences = merging.different(fields_before, fields)
             if differences:
@@ -111,6 +117,22 @@ def _same_configs(record: Record) -> Found:
                     f"its config is not that of seed {other.seed} ({differences})",
                 )
         yield from _lengths(by_horizon)
+
+
+def _fixed_fields(config: Config) -> dict[str, Any]:
+    """Returns the fields that may not change when a run is resumed, without the seed and the places
+    of the text.
+    """
+    fields = {}
+    for group in GROUPS.keys() - {"mesh"}:  # meshes differ by rounding only
+        values = getattr(config, group)
+        for field in dataclasses.fields(values):
+            is_fixed = field.metadata.get("fixed_by", "run") is not None
+            is_fixed = is_fixed and not field.metadata.get("in_store")
+            if is_fixed or (group, field.name) == ("train", "steps"):
+                fields[f"{group}.{field.name}"] = getattr(values, field.name)
+    del fields["train.seed"]
+    return fields
 
 
 def _lengths(by_horizon: dict[float, tuple[Run, dict]]) -> Found:

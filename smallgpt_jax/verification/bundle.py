@@ -78,7 +78,10 @@ def open_bundle(folder: Path, trust_custom_code: bool) -> Path:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
             raise UserError(f"{folder / MANIFEST_FILE}: {name!r} is outside the bundle; remove it")
-        content = (folder / name).read_bytes() if (folder / name).is_file() else b""
+        try:
+            content = (folder / name).read_bytes() if (folder / name).is_file() else b""
+        except (OSError, ValueError):  # a name that no file can have
+            content = b""
         if hashlib.sha256(content).hexdigest() != digest:
             raise UserError(f"{folder / name}: is not the file of the bundle; get the bundle again")
     if trust_custom_code and (folder / SOURCES_FOLDER).is_dir():

@@ -10,59 +10,59 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from smallgpt_jax.analysis.record import Point, Run
+from smallgpt_jax.data.config import is_synthetic
+from smallgpt_jax.data.store import METADATA
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
+from smallgpt_jax.storage.json_files import find_mismatch
 from smallgpt_jax.verification.counts import Counts
 from smallgpt_jax.verification.problems import CONTRADICTION, UNKNOWN, Problem, label_of
 
 CountOf = Callable[[Config], Counts]
 RELATIVE = 1e-9  # rounding of float64, with room
-# A loss can only be so far above that of a uniform guess at the start, when nothing is learned.
-MAX_FIRST_EXCESS = 2.0  # nats
+# How far a loss before training can be from that of a uniform guess, in nats.
+MAX_FIRST_GAIN, MAX_FIRST_EXCESS = 1.0, 2.0
 
 
 def check_run(run: Run, config: Config | UserError, count: CountOf) -> list[Problem]:
     """Returns what is wrong in a run. `config` is the run's own, or why it cannot be read."""
-    texts = [*_shape(run), *_curve(run), *_losses(run), *_sessions(run)]
-    problems = [Problem(CONTRADICTION, check, label_of(run), text) for check, text in texts]
+    texts, unknown = [*_curve(run), *_sessions(run)], []
     if isinstance(config, UserError):
-        return [*problems, Problem(UNKNOWN, "config", label_of(run), str(config))]
-    try:
-        counts = count(config)
-    except UserError as error:
-        return [*problems, Problem(UNKNOWN, "counts", label_of(run), str(error))]
-    texts = [*_counts(run, counts), *_flops(run, config, counts)]
-    return problems + [Problem(CONTRADICTION, check, label_of(run), text) for check, text in texts]
+        unknown.append(Problem(UNKNOWN, "config", label_of(run), str(config)))
+    else:
+        texts += [*_shape(run, config), *_losses(run, config)]
+        try:
+            counts = count(config)
+            texts += [*_counts(run, counts), *_flops(run, config, counts)]
+        except UserError as error:
+            unknown.append(Problem(UNKNOWN, "counts", label_of(run), str(error)))
+    return unknown + [Problem(CONTRADICTION, check, label_of(run), text) for check, text in texts]
 
 
 Found = Iterator[tuple[str, str]]  # (name of the check, what is wrong)
 
 
-def _shape(run: Run) -> Found:
-    """Seed, steps and tokens per step against the config."""
-    config = run.config
-    if run.seed != config.get("train.seed", run.seed):
-        yield "seed", f"seed {run.seed} is {config['train.seed']} in its config"
-    inputs = config.get("train.batch_size", 0) * config["model.context_length"]
+def _shape(run: Run, config: Config) -> Found:
+    """Seed, tokens per step and schedule against the config."""
+    if run.seed != config.train.seed:
+        yield "seed", f"seed {run.seed} is {config.train.seed} in its config"
     padding = run.sessions[-1].padding if run.sessions else 0.0
-    if inputs and run.sessions and not _is_close(run.tokens_per_step, inputs * (1 - padding)):
+    expected = _inputs(config) * (1 - padding)
+    if run.sessions and not _is_close(run.tokens_per_step, expected):
         yield (
             "tokens",
-            f"{run.tokens_per_step:,g} tokens per step are {inputs * (1 - padding):,g} by batch "
-            "size, context and padding",
+            f"{run.tokens_per_step:,g} tokens per step are {expected:,g} by batch size, context "
+            "and padding",
         )
-    if padding and config.get("data.packing") == "concat" and not _is_probe(run):
+    if padding and config.data.packing == "concat" and not is_synthetic(config.data):
         yield "tokens", "has padding, which joined documents do not have"
-    vocabulary = run.text.description.get("vocab_size") if run.text else None
-    if vocabulary and vocabulary > config.get("model.vocab_size", vocabulary):
+    vocabulary = run.text.description.get("vocab_size", 0) if run.text else 0
+    if vocabulary > config.model.vocab_size:
         yield "text", f"the tokenizer's {vocabulary} tokens exceed config.model.vocab_size"
-    warmup, end = (config.get(f"optimizer.{field}") for field in ("warmup_steps", "decay_steps"))
-    if warmup is not None and end is not None and not 0 <= warmup < end:
-        yield "schedule", f"the decay ends at step {end}, before the warmup, at step {warmup}"
 
 
-def _is_probe(run: Run) -> bool:
-    return str(run.config.get("data.source", "")).startswith("synthetic:")
+def _inputs(config: Config) -> int:
+    return config.train.batch_size * config.model.context_length
 
 
 def _curve(run: Run) -> Found:
@@ -87,16 +87,16 @@ def _curve(run: Run) -> Found:
     if any(after <= before for before, after in itertools.pairwise(seconds)):
         yield "seconds", "its training time does not grow"
     for point in run.curve:
-        if point.tokens != round(point.step * run.tokens_per_step):
+        if abs(point.tokens - point.step * run.tokens_per_step) > 0.5 + RELATIVE * point.tokens:
             yield "tokens", f"{point.tokens:,} tokens at step {point.step} do not fit the batch"
             break
 
 
-def _losses(run: Run) -> Found:
+def _losses(run: Run, config: Config) -> Found:
     """The loss is a float32 sum over the targets, bits per byte the same number in other units."""
     if not run.curve:
         return
-    is_causal = run.config.get("train.objective", "causal") in ("causal", "prefix")
+    is_causal = config.train.objective in ("causal", "prefix")
     bytes_per_token = _bytes_per_token(run)
     for point in run.curve:
         if point.loss is None:
@@ -114,9 +114,8 @@ def _losses(run: Run) -> Found:
                     f"a loss of {point.loss:.6f} at step {point.step} is {bits:.6f} bits per byte, "
                     f"not {point.bits_per_byte:.6f}",
                 )
-    yield from _first_loss(run)
-    inputs = run.config.get("train.batch_size", 0) * run.config["model.context_length"]
-    most = run.config.get("train.eval_steps", 0) * inputs
+    yield from _first_loss(run.curve[0], config.model.vocab_size)
+    most = config.train.eval_steps * _inputs(config)
     if most and run.curve[-1].targets > most:
         yield (
             "evaluation rows",
@@ -125,35 +124,27 @@ def _losses(run: Run) -> Found:
         )
 
 
-def _first_loss(run: Run) -> Found:
-    first, vocabulary = run.curve[0], run.config.get("model.vocab_size", 0)
-    if first.step > 0 or first.loss is None or not vocabulary:
+def _first_loss(first: Point, vocabulary: int) -> Found:
+    guess = math.log(vocabulary)
+    if first.step > 0 or first.loss is None:
         return
-    if (
-        first.loss < math.log(vocabulary) - 1
-        or first.loss > math.log(vocabulary) + MAX_FIRST_EXCESS
-    ):
-        yield (
-            "first loss",
-            f"{first.loss:.3f} before training; that of a guess is {math.log(vocabulary):.3f}",
-        )
+    if not guess - MAX_FIRST_GAIN <= first.loss <= guess + MAX_FIRST_EXCESS:
+        yield "first loss", f"{first.loss:.3f} before training; that of a guess is {guess:.3f}"
 
 
 def _is_float32_mean(point: Point) -> bool:
     """A mean over n targets times n is the float32 sum from which it was computed."""
-    total = float(np.float32(point.loss * point.targets))
+    with np.errstate(over="ignore"):
+        total = float(np.float32(point.loss * point.targets))
     return total / point.targets == point.loss
 
 
 def _bytes_per_token(run: Run) -> float | None:
-    """Returns None for texts whose bytes the record does not have, such as those of probes."""
-    description = run.text.description if run.text else {}
-    if "mixture" in description:
+    """Returns None for texts whose bytes the record does not have, such as mixtures and probes."""
+    if run.text is None or find_mismatch(run.text.description, METADATA):
         return None
-    split = description.get("splits", {}).get("validation", {})
-    if not split.get("text_bytes") or not split.get("tokens"):
-        return None
-    return split["text_bytes"] / split["tokens"]
+    split = run.text.description["splits"]["validation"]
+    return split["text_bytes"] / split["tokens"] if split["tokens"] else None
 
 
 def _sessions(run: Run) -> Found:
@@ -188,8 +179,7 @@ def _counts(run: Run, counts: Counts) -> Found:
 def _flops(run: Run, config: Config, counts: Counts) -> Found:
     if counts.flops_per_token is None:
         return
-    inputs = config.train.batch_size * config.model.context_length
-    per_step = inputs * counts.flops_per_token + counts.optimizer_flops
+    per_step = _inputs(config) * counts.flops_per_token + counts.optimizer_flops
     for point in run.curve:
         if point.flops is not None and not _is_close(point.flops, point.step * per_step):
             yield (

@@ -41,6 +41,9 @@ from smallgpt_jax.run import trackers, workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training import messages
+from smallgpt_jax.verification.bundle import open_bundle, write_bundle
+from smallgpt_jax.verification.counts import Counts
+from smallgpt_jax.verification.record_checks import check_record
 
 safetensors = pytest.importorskip("safetensors.numpy")
 torch = pytest.importorskip("torch")
@@ -52,7 +55,6 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
 
 # ---------------------------------------------------------------------- valid files
 
@@ -308,6 +310,7 @@ def write_others(folder: Path) -> None:
         (folder / name).mkdir()
     shutil.copy(ROOT / "docs/results/example.json", folder / "record" / "results.json")
     (folder / "record" / "predictions.json").write_text(json.dumps(PREDICTIONS))
+    write_bundle(folder / "record" / "results.json", folder / "bundle")
     cache = ScoreCache(folder / "scores" / "scores.jsonl")
     cache.add_partial("loglikelihood", ("a", "b"), (-2.5, True))
     cache.add_partial("generate_until", ("a", {}), "b")
@@ -421,6 +424,12 @@ def read_record(folder):
     record = merging.merge([(path, records.read(path))], "command")
     assert page.markdown(record, analyse(record))
     assert choosing.text(choosing.choose(path, "flops", 1e15))
+    checked = check_record(records.read(path), lambda config: Counts(1, 1, {}, 1.0, 0))
+    assert all(map(str, checked))
+
+
+def read_bundle(folder):
+    assert open_bundle(folder, False).name == "results.json"
 
 
 def read_scores(folder):
@@ -488,6 +497,7 @@ READERS = {
     "sources/a.parquet": source_reader("a.parquet"),
     "sources/chat.jsonl": source_reader("chat.jsonl", "messages"),
     "record/results.json": read_record,
+    "bundle/manifest.json": read_bundle,
     "record/predictions.json": held_out.read_predictions,
     "scores/scores.jsonl": read_scores,
     "compiled/a.json.gz": read_program,

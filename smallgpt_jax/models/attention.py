@@ -65,6 +65,7 @@ class QKVProjection(Dense):
         if self.use_bias:
             bias_GxJxK = self.param("bias", zeros(*self.axes[1:]), self.features).astype(self.dtype)
         queries_keys_values = []
+        # Of the J columns of a group, all but the last two are queries, then one key, one value.
         for part in (slice(-2), slice(-2, -1), slice(-1, None)):
             kernel_IxHxK = _merge_axes(kernel_IxGxJxK[:, :, part], 1)
             y_BxHxTxK = jnp.einsum("bti,ihk->bhtk", x_BxTxI, kernel_IxHxK)
@@ -177,33 +178,37 @@ class Attention(nn.Module):
         """
         batch, groups, time, head_width = k_BxGxTxK.shape
         heads = q_BxHxTxK.shape[1]
+        # Keys outside the window are never read again: new ones take their slots.
         slots = min(context.cache_length, mask.window or context.cache_length)
+        is_rolling = slots < context.cache_length
         shape = (batch * groups, slots, head_width)
         keys, is_new = cache_variable(self, "keys", shape, k_BxGxTxK.dtype)
         values, _ = cache_variable(self, "values", shape, v_BxGxTxK.dtype)
+        # From here on, G is batch × groups, and R the queries per key–value head.
         q = q_BxHxTxK.reshape(batch * groups, heads // groups, time, head_width)
-        k, v = (x.reshape(batch * groups, time, head_width) for x in (k_BxGxTxK, v_BxGxTxK))
+        k = k_BxGxTxK.reshape(batch * groups, time, head_width)
+        v = v_BxGxTxK.reshape(batch * groups, time, head_width)
         slopes = None if slopes_H is None else np.tile(slopes_H, batch).reshape(batch * groups, -1)
         starts, counts, positions = (
             jnp.repeat(x, groups, axis=0)
             for x in (context.start_B, context.length_B, context.positions(time))
         )
-        is_rolling = slots < context.cache_length
 
         def write(cache, x):
             if is_rolling:
                 return update_rolling_cache(cache.value, x, starts, counts)
             return update_cache(cache.value, x, starts)
 
-        if is_new and mask.prefix_BxT is not None:
-            y = attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, backend="xla")
-        elif is_new:
-            y = _attend_in_chunks(q, CachedKeys(k, v), mask, slopes)
-        if is_new and is_rolling:
-            keys.value, values.value = write(keys, k), write(values, v)
-        elif is_new:
-            room = ((0, 0), (0, slots - time), (0, 0))
-            keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
+        if is_new:  # these are the first tokens
+            if mask.prefix_BxT is None:
+                y = _attend_in_chunks(q, CachedKeys(k, v), mask, slopes)
+            else:
+                y = attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, backend="xla")
+            if is_rolling:
+                keys.value, values.value = write(keys, k), write(values, v)
+            else:
+                room = ((0, 0), (0, slots - time), (0, 0))
+                keys.value, values.value = jnp.pad(k, room), jnp.pad(v, room)
         elif is_rolling and time > 1:
             # Writing to the cache overwrites the oldest positions. Attention is computed first,
             # because the first new tokens attend to these positions.

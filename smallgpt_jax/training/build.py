@@ -79,25 +79,23 @@ def _build(config: Config, mesh: jax.sharding.Mesh) -> Program:
             f"terms have the names of parameters: {', '.join(taken)}; rename the terms"
         )
     trained = {**params, **heads}
+    # Which entries of each parameter are trained; None: all
     masks = trainable.make_masks(params, heads, config.optimizer)
-    objective = dataclasses.replace(
-        objective, weights=trainable.weights_of(masks, params, config.optimizer)
-    )
+    weights = trainable.weights_of(masks, params, config.optimizer)
+    objective = dataclasses.replace(objective, weights=weights)
     scales = transfer_multipliers(config, trained)
-    optimizer = trainable.only(
-        lambda chosen, scales: make_optimizer(chosen, config.optimizer, scales),
-        trained,
-        masks,
-        scales,
-    )
+
+    def make_chosen(chosen, scales):
+        return make_optimizer(chosen, config.optimizer, scales)
+
+    optimizer = trainable.only(make_chosen, trained, masks, scales)
+    replicated = sharding.replicated(mesh)
     stored = trainable.shardings(mesh, params, masks)
     shardings = TrainState(
-        step=sharding.replicated(mesh),
+        step=replicated,
         params=stored,
         opt_state=sharding.optimizer_shardings(mesh, optimizer, trained),
-        model_state=jax.tree.map(
-            lambda _: sharding.replicated(mesh), models.abstract_model_state(model)
-        ),
+        model_state=jax.tree.map(lambda _: replicated, models.abstract_model_state(model)),
         heads=sharding.stored_shardings(mesh, heads),
         ema=stored if config.train.ema else {},
     )

@@ -126,7 +126,7 @@ class Program:
     def lowered_train_step(self) -> jax.stages.Lowered:
         jitted = jax.jit(
             functools.partial(train_step, self),
-            donate_argnums=0,
+            donate_argnums=0,  # the next state takes the memory of this one
             out_shardings=(self.shardings, sharding.replicated(self.mesh)),
         )
         hyperparameters = Hyperparameters(

@@ -55,6 +55,7 @@ def train_step(program, state: TrainState, batch, hyperparameters: Hyperparamete
     config, objective = program.config.train, program.objective
     key = jax.random.fold_in(jax.random.key(hyperparameters.seed), state.step)
     examples = objective.examples(batch, row_keys(jax.random.fold_in(key, _EXAMPLES), batch))
+    # Of all microbatches together: each target has the same weight, in whichever it is.
     loss_function = microbatch_loss(program, key, examples.num_targets, constants)
     sum_microbatches = functools.partial(_sum_microbatches, loss_function, config.microbatches)
     abstract = _abstract_trained(program)
@@ -90,9 +91,11 @@ def train_step(program, state: TrainState, batch, hyperparameters: Hyperparamete
         "grad_norm": grad_norm,
         "learning_rate": hyperparameters.learning_rate,
         "is_finite": is_applied & _all_finite(trained),
+        # of all updates up to this one, those that were not applied
         "skipped": state.step + 1 - _updates_applied(state.opt_state) - is_applied,
         **load_metrics(loads),
     }
+    # A metric of the model would hide one of these.
     if taken := metrics.keys() & sown.keys():
         raise ValueError(
             f"the model sows a metric with a name that is in use: {', '.join(taken)}; rename it"

@@ -136,6 +136,7 @@ class Trainer:
         Raises UserError if the last save fails, and StoppedError after a stop request.
         """
         began, steps = time.monotonic(), self.config.train.steps
+        # The steps are compiled while the state is restored, unless all seem to be done.
         is_trained = max(self.checkpoints.steps(), default=0) >= steps
         compilations = [] if is_trained else self.program.start_compilation()
         state = restore_or_initialize(self.program, self.checkpoints, self.config.train.seed)
@@ -147,7 +148,7 @@ class Trainer:
         if step >= steps and is_evaluated:
             return
         for compilation in compilations or self.program.start_compilation():
-            compilation.result()
+            compilation.result()  # raises what the compiler raised
         self._log_session(step, time.monotonic() - began)
         self._prepare_loop(step)
 
@@ -158,7 +159,7 @@ class Trainer:
         if step and self.config.train.evaluates(step) and not is_evaluated:
             stopped = not self.log_validation_loss(step, state)
         if not stopped:
-            self.profiler.after_step(step, state)
+            self.profiler.after_step(step, state)  # the trace may begin with the first update
             state, step, stopped = train_loop(self, state, step)
             self.profiler.close()
         self._finish(state, step)
@@ -188,7 +189,7 @@ class Trainer:
     def _prepare_loop(self, first_step: int) -> None:
         workers = self.config.data.workers
         batches = read_ahead(self.pipeline.train_batches, first_step, workers)
-        self.batches = map(self.pipeline.to_devices, batches)
+        self.batches = map(self.pipeline.to_devices, batches)  # lazily, one per update
         self.update = self.program.bind(self.config)
         self.logger = self._open_logger(first_step)
 

@@ -17,9 +17,7 @@ _READ_AHEAD = 8  # batches
 
 
 def _shuffled(mixture: Mixture, seed: int) -> grain.MapDataset:
-    """Returns an endless dataset of row numbers. Every pass over the rows of a packing has a new
-    order.
-    """
+    """Returns endless row numbers: every pass over the rows of a packing has a new order."""
     orders = []
     for i, (first, packing) in enumerate(zip(mixture.first_rows, mixture.packings)):
         numbers = grain.MapDataset.range(first, first + packing.num_rows)
@@ -30,9 +28,7 @@ def _shuffled(mixture: Mixture, seed: int) -> grain.MapDataset:
 
 
 def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
-    """Returns an endless dataset. Item i contains the row numbers of the batch of step i + 1,
-    (B,).
-    """
+    """Returns an endless dataset: item i has the row numbers of the batch of step i + 1, (B,)."""
     for packing, weight in zip(mixture.packings, mixture.weights):
         if packing.num_rows < batch_size * weight:
             wanted = batch_size * weight

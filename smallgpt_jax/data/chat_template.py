@@ -141,12 +141,11 @@ class ChatTemplate:
 
 
 def _last_turn(i: int) -> Rendering:
-    """Returns the rendering of a conversation that ends with the answer `i`."""
     return Rendering(i + 1, False, marked=i)
 
 
 def _as_in_transformers(message: Mapping) -> dict:
-    """Returns the message without empty fields, and with its reasoning under both usual names."""
+    """Drops empty fields, and names the reasoning as transformers and as other libraries do."""
     message = {name: value for name, value in message.items() if value is not None}
     for name in _REASONING:
         if name in message:
@@ -155,9 +154,7 @@ def _as_in_transformers(message: Mapping) -> dict:
 
 
 def find_template(field: str, tokenizer_folder: Path) -> str:
-    """Returns the template in the file `field`, config.data.chat_template; if it is "", that of the
-    tokenizer.
-    """
+    """Returns the template in the file `field`, config.data.chat_template, or the tokenizer's."""
     if field:
         where = f"config.data.chat_template={field!r}"
         try:

@@ -62,9 +62,7 @@ class Corpus:
         return {"mixture": mixture}
 
     def fingerprint(self, split: str) -> str:
-        """Returns a hash that covers the sampling weights of all stores and the content of `split`
-        in each store.
-        """
+        """Returns a hash of the content of `split` in all stores, and of their weights."""
         if len(self.stores) == 1:
             return self.stores[0].fingerprint(split)
         fingerprints = [store.fingerprint(split) for store in self.stores]
@@ -103,9 +101,7 @@ class Corpus:
 
 
 def same_text(one: dict, other: dict) -> bool:
-    """Returns whether two `Corpus.description`s describe the same tokens. The sources of the tokens
-    may differ.
-    """
+    """Returns whether two `Corpus.description`s describe the same tokens, from any sources."""
     return _content(one) == _content(other)
 
 
@@ -159,9 +155,7 @@ def prepare(
 
 
 def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus, bool]:
-    """Returns the corpus, and whether its store is new. Prepares a missing store, or resumes its
-    preparation.
-    """
+    """Returns the corpus, and whether its store is new. Resumes an interrupted preparation."""
     if is_synthetic(data):
         raise UserError(
             f"config.data.source={data.source!r}: a probe has no token store, because its "
@@ -193,9 +187,7 @@ def require_room(data, corpus: Corpus | ProbeCorpus, context_length: int) -> Non
 
 
 def _find_long_example(data, tokenizer: Tokenizer, context_length: int) -> str:
-    """Returns the first example of the source that does not fit into the context: its place and
-    length.
-    """
+    """Returns the place and length of the source's first example that is too long."""
     if data.mixture:
         return f"{data.mixture}: an example is too long"
     spec = StoreSpec.of(data)

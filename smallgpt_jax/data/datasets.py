@@ -22,7 +22,7 @@ _CHECKSUM_BYTES = 4
 
 @contextlib.contextmanager
 def _name_source_in_errors(source: str) -> Iterator[None]:
-    """Raises a UserError with the name of the dataset if reading fails in the `with` block."""
+    """Raises a UserError with the dataset's name if reading fails in the `with` block."""
     try:
         yield
     except UserError:
@@ -58,9 +58,7 @@ def _hugging_face_parts(source: str) -> list[Part]:
 
 
 def _tfds_parts(source: str) -> list[Part]:
-    """Returns one `Part` per TFRecord shard of `tfds:NAME`, or a single `Part` for other
-    formats.
-    """
+    """Returns one `Part` per TFRecord shard of `tfds:NAME`; of other formats, a single one."""
     tfds = import_library("tensorflow_datasets", f"config.data.source={source!r}")
     name = source.removeprefix("tfds:")
     with _name_source_in_errors(source):

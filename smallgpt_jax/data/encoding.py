@@ -116,9 +116,7 @@ def _join_documents(
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Returns the token ids of each text. Long texts are encoded in pieces, to limit the memory
-    use.
-    """
+    """Returns the token ids of each text. Long ones are encoded in pieces, to limit the memory."""
     if max(map(len, texts), default=0) <= LONG_TEXT:
         return tokenizer.encode(texts)
     encoded = []

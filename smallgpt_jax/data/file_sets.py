@@ -65,11 +65,10 @@ class _FileSet(Member):
 
     @abc.abstractmethod
     def find(self) -> list[TextFile]:
-        """Returns the files that are read. Raises UserError if there are none."""
+        """Returns the files that are read; raises UserError if there are none."""
 
     @cached_property
     def files(self) -> list[TextFile]:
-        """Returns the files that are read, sorted. Raises UserError if there are none."""
         files = self.find()
         for path in (file.path for file in files):
             if path.suffix.lower() in ARCHIVE_SUFFIXES:
@@ -91,9 +90,7 @@ class _FileSet(Member):
         return [file_part(file, passage) for file in self.files]
 
     def message(self) -> str:
-        """Returns how many files of a folder are read and how many are not, by ending; "" if it is
-        no folder.
-        """
+        """Returns how many files of a folder are read and how many not; "" if it is no folder."""
         if not self.is_folder:
             return ""
         read, other = [], []
@@ -108,13 +105,10 @@ class _FileSet(Member):
         )
 
     def is_hidden(self, path: Path) -> bool:
-        """Returns whether a file of a folder, or one of the folders below it, has a name that begins
-        with a period, such as .git or ._a.txt.
-        """
+        """Returns whether a file or a folder around it, inside the source, is such as .git."""
         return any(name.startswith(".") for name in path.relative_to(self.path).parts)
 
     def is_read(self, path: Path) -> bool:
-        """Returns whether a file of a folder is read."""
         return content_suffix(path) in self.endings and not self.is_hidden(path)
 
     def count_endings(self) -> Counter:
@@ -146,7 +140,7 @@ class LocalFiles(_FileSet):
 
     @cached_property
     def folders(self) -> list[tuple[str, list[str]]]:
-        """Returns all folders that are read, with the names of their files."""
+        """Returns the folders of the source, each with the names of its files."""
         return list(_walk_folders(self.path)) if self.is_folder else []
 
     @cached_property

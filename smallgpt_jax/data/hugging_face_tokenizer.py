@@ -206,7 +206,6 @@ def _encodes_bytes(content: Mapping, vocabulary: Set[str]) -> bool:
 
 
 def _types_of(step: Mapping | None) -> list[str]:
-    """Returns the types of a step, or of the steps in a sequence."""
     if step is None:
         return []
     if step["type"] != "Sequence":
@@ -314,9 +313,7 @@ def _failures_named() -> Iterator[None]:
 
 
 def _without_prefix_space(step: dict | None) -> dict | None:
-    """Returns a normalizer or pre-tokenizer of a tokenizer.json, changed so that it prepends
-    nothing to a text.
-    """
+    """Returns a normalizer or pre-tokenizer, changed so that it prepends nothing to a text."""
     if step is None or step["type"] == "Prepend":
         return None
     if step["type"] == "Replace":

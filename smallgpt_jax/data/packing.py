@@ -209,9 +209,7 @@ class BestFit(_SplitRows):
 
 
 class _RowPieces(NamedTuple):
-    """Pieces sorted by row. A piece is a whole document, or at most context_length tokens of a
-    longer one.
-    """
+    """Pieces sorted by row: whole documents, or at most context_length tokens of longer ones."""
 
     starts: np.ndarray  # (pieces,) int64, the offset of each piece in the split's stream, in tokens
     lengths: np.ndarray  # (pieces,) int64, in tokens

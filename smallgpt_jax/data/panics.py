@@ -26,7 +26,7 @@ def panics_as_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_panic_messages() -> Iterator[None]:
-    """Hides what the library writes to file descriptor 2 when it panics: its own stack."""
+    """Hides the stack that the library writes to file descriptor 2 when it panics."""
     with contextlib.ExitStack() as hidden:
         hidden.enter_context(_HIDING)
         try:

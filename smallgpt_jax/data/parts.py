@@ -46,9 +46,7 @@ Item = str | Skipped
 
 
 class Place(NamedTuple):
-    """A position in a source: after `parts` whole parts, and then `items` items of the next
-    part.
-    """
+    """A position in a source: after `parts` whole parts, and `items` items of the next part."""
 
     parts: int = 0
     items: int = 0

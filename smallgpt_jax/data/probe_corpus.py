@@ -141,9 +141,7 @@ class ProbeCorpus:
         }
 
     def fingerprint(self, split: str) -> str:
-        """Returns a hash of the first examples, which a change of the options or of the probe's
-        code changes.
-        """
+        """Returns a hash of the first examples, as the options and the probe's code make them."""
         rows = self._rows(split, self.length, self.probe.num_inputs(self.length))
         batch = rows.read_rows(np.arange(_FINGERPRINT_ROWS))
         digest = hashlib.blake2b(json.dumps(self.probe.symbols).encode(), digest_size=16)

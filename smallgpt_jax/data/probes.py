@@ -280,9 +280,7 @@ class Addition(Probe):
 
 
 class _StateTracking(Probe):
-    """Elements of a group. The answer at each of them is the product of all up to it, the first one
-    applied first.
-    """
+    """Elements of a group, and at each of them the product of all up to it, the first one first."""
 
     unit = "elements"
     # (G, G): the element that applies the row's element, then the column's
@@ -312,9 +310,7 @@ class Parity(_StateTracking):
 
 
 class S5(_StateTracking):
-    """Permutations of five items, and at each of them the permutation that all up to it make
-    together.
-    """
+    """Permutations of five items, and at each of them the product of all up to it."""
 
     unit = "permutations"
     symbols = tuple(map("".join, itertools.permutations("12345")))

@@ -151,9 +151,7 @@ def encode_answer(answer: Answer, is_chat: bool, tokenizer: Tokenizer) -> list[i
 def encode_pieces(
     pieces: Sequence[_Piece], is_chat: bool, tokenizer: Tokenizer
 ) -> tuple[list[int], list[bool]]:
-    """Returns the ids of the first pieces of an example, and which are answers, without the
-    begin-of-text id.
-    """
+    """Returns the ids of pieces, without begin-of-text, and which of them are answers."""
     ids, is_answer = [], []
     for piece in pieces:
         text = text_of(piece)
@@ -187,7 +185,6 @@ def with_begin(source: str, tokenizer: Tokenizer) -> str:
 
 
 def describe_length(example: Example, tokenizer: Tokenizer) -> str:
-    """Returns the number of tokens of each field."""
     total = len(encode_example(example, tokenizer)[0])
     if example.is_chat:
         return f"the field {_MESSAGES!r} has {total:,} tokens"

@@ -50,9 +50,7 @@ class PythonPackages(Member):
 
     @cached_property
     def files(self) -> list[TextFile]:
-        """Raises UserError if a distribution is missing or differs from the manifest. Reads no
-        Python file.
-        """
+        """Raises UserError if a distribution differs from the manifest. Reads no Python file."""
         pins = {line.split()[0]: line for line in self.manifest.splitlines()}  # "name==version"
         self._require_pinned(pins)
         of_hash = {}
@@ -87,9 +85,7 @@ class PythonPackages(Member):
 
 
 def _files_of(distribution: metadata.Distribution) -> list[TextFile]:
-    """Returns the files that are read, from RECORD. Location: name in site-packages; version: hash
-    of the content.
-    """
+    """Returns the files that are read. Location: name in site-packages; version: hash."""
     record, files = distribution.read_text("RECORD") or "", []
     for name, content_hash, size in csv.reader(record.splitlines()):
         if _is_read(name):
@@ -119,9 +115,7 @@ def _describe(distribution: metadata.Distribution, name: str) -> str:
 
 
 def difference(pin: str, line: str) -> str:
-    """Returns what differs between the installed distribution and the `line` of `MANIFEST`; "" if
-    nothing does.
-    """
+    """Returns how the installed distribution differs from the `line` of `MANIFEST`, or ""."""
     name, version = pin.split("==")
     try:
         installed = metadata.distribution(name)
@@ -152,17 +146,13 @@ def _part_of(file: TextFile) -> Part:
 
 
 def record_hash(content: bytes) -> str:
-    """Returns the hash in the format of RECORD files (packaging.python.org, "Recording installed
-    projects").
-    """
+    """Returns the hash in the format of RECORD files (packaging.python.org)."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode()
     return f"sha256={digest.rstrip('=')}"
 
 
 def make_manifest(constraints: str) -> str:
-    """Returns the manifest for the text of a constraints.txt. All its distributions must be
-    installed.
-    """
+    """`constraints` is the text of a constraints.txt, whose distributions must be installed."""
     pins = [
         line.split("==")
         for line in constraints.splitlines()

@@ -56,9 +56,7 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Returns a hash of the files' paths, sizes and times or generations. Of a dataset, it
-        covers only the name.
-        """
+        """Returns a hash of the files' paths, sizes and versions; of a dataset, of its name."""
         described = [entry for member in self.members for entry in member.identity]
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
@@ -70,13 +68,10 @@ class Source:
 
     @cached_property
     def num_plain_texts(self) -> int:
-        """Returns the number of files that are split into passages."""
         return sum(member.num_plain_texts for member in self.members)
 
     def documents(self, rules: Rules) -> Iterator[str]:
-        """Yields the non-empty texts. Raises UserError for an invalid item, unless `rules` skip or
-        repair it.
-        """
+        """Raises UserError for an invalid item, unless `rules` skip or repair it."""
         for batch in document_batches(self.parts, rules):
             yield from batch.texts
 
@@ -84,9 +79,7 @@ class Source:
         return list(filter(None, (member.message() for member in self.members)))
 
     def enclosing_folder(self, path: Path) -> Path | None:
-        """Returns a folder of the source that contains `path`, or None. Files at `path` could be
-        read as text.
-        """
+        """Returns the folder of the source that `path` is in, whose files are text, or None."""
         folders = (member.enclosing_folder(path) for member in self.members)
         return next((folder for folder in folders if folder), None)
 
@@ -107,9 +100,7 @@ def _parse_name(name: str, endings: tuple[str, ...]) -> Member:
 
 
 def _parse_endings(text_endings: str) -> tuple[str, ...]:
-    """Returns the endings of the files in a folder that are read. An ending of compressed files may
-    follow them.
-    """
+    """Returns the endings of the files in a folder that are read."""
     endings = [ending.strip().lower() for ending in text_endings.split(",")]
     endings = list(filter(None, endings))
     for ending in endings:

@@ -126,9 +126,7 @@ class Split:
 
     @property
     def bytes_per_token(self) -> float:
-        """Returns NaN if the loss is not that of the text: for examples, and if the tokenizer
-        cannot encode all of it.
-        """
+        """Returns NaN for examples, and if the tokenizer cannot encode all of the text."""
         if self.has_answers or not self.encodes_all:
             return math.nan
         return self.text_bytes / self.tokens
@@ -145,9 +143,7 @@ class Split:
 
     @cached_property
     def counted(self) -> np.ndarray | None:
-        """Returns whether the loss counts the token after each token, (tokens,) bool; None: it
-        counts all.
-        """
+        """Returns whether the loss counts the token after each token, (tokens,) bool; None: all."""
         return self._map(COUNTED, bool) if self.has_answers else None
 
     @cached_property
@@ -182,9 +178,7 @@ class Split:
             self.check_ids(sample.astype(np.uint32))
 
     def check_ids(self, ids: np.ndarray) -> None:
-        """Raises UserError if a 32-bit id is not in the vocabulary: its loss would not be
-        finite.
-        """
+        """Raises UserError for a 32-bit id outside the vocabulary: its loss would not be finite."""
         largest = int(np.max(ids.view(np.uint32), initial=0))
         if largest >= self.vocab_size:
             raise UserError(
@@ -341,9 +335,7 @@ def _held_out_message(
 
 
 def unencoded_message(stores: Sequence[dict]) -> str:
-    """Returns how much of the text the tokenizer cannot encode, or "" if it encodes all. `stores`
-    are their metadata.
-    """
+    """Returns how much of the text the tokenizer cannot encode, or "". `stores`: their metadata."""
     share = max(_unencoded_share(metadata, split) for metadata in stores for split in SPLITS)
     if not share:
         return ""

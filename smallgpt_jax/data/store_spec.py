@@ -44,9 +44,7 @@ class StoreSpec:
 
     @classmethod
     def of(cls, data) -> "StoreSpec":
-        """Reads the chat template, if the format needs one: a store has the template itself, not
-        its path.
-        """
+        """A store has the chat template itself, not its path."""
         tokenizer = TokenizerSource(data.tokenizer)
         made_from = {name: getattr(data, name) for name in MADE_FROM}
         if data.format == "messages" and not data.mixture:
@@ -95,9 +93,7 @@ class StoreSpec:
         return self.real_folder.with_name(f"{folder.name}.partial")
 
     def check(self) -> None:
-        """Raises UserError for an invalid source, if the store would be inside of it, and if its
-        folder is not free.
-        """
+        """Raises UserError for an invalid source, or a folder that is not free or is part of it."""
         folder = self.real_folder
         _require_free(folder)
         for part in self.source.parts:
@@ -113,9 +109,7 @@ class StoreSpec:
             )
 
     def open(self) -> TokenStore | None:
-        """Returns None if the store does not exist. Raises UserError if its source or settings
-        differ.
-        """
+        """Returns None if there is no store. Raises UserError if its source or settings differ."""
         if not (self.folder / METADATA_FILE).is_file():
             return None
         return open_store(self.folder, self.made_from)

@@ -75,9 +75,7 @@ def _renderer(process: int) -> "_Renderer":
 
 
 class _Renderer:
-    """The process that renders. It is started when it is needed, and again if a template has ended
-    it.
-    """
+    """The process that renders: started when needed, and again if a template has ended it."""
 
     def __init__(self):
         self._process: subprocess.Popen | None = None

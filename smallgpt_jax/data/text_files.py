@@ -54,9 +54,7 @@ def local_file(path: Path) -> TextFile:
 
 
 def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
-    """Plain text is split into passages of at most `passage` characters. With `is_code`, the file
-    is one document.
-    """
+    """`passage`: the largest length of passages. With `is_code`, the file is one document."""
     path, suffix = file.path, content_suffix(file.path)
 
     def read(rules: Rules):

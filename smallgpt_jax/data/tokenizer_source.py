@@ -45,7 +45,7 @@ class TokenizerSource:
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
-        """Returns those of the tokenizer that `make` returns, without training or downloading it."""
+        """Returns those of the tokenizer that `make` returns, without training or download."""
         if not self.is_trained and self.value != "gpt2":
             return self.make().special_tokens
         end = (END_OF_TEXT, _TRAINED_END if self.is_trained else _GPT2_END)

@@ -46,9 +46,7 @@ class Tokenizer(Protocol):
         return 0
 
     def encode_chat(self, text: str, continues: bool = False) -> list[int]:
-        """Returns the ids of what a chat template writes: the names of special tokens become these
-        tokens. If `continues` is true, the text continues an earlier text.
-        """
+        """Returns ids of what a chat template writes. Names of special tokens become these tokens."""
         ids = []
         for part in self.special_tokens.split(text):
             if part in self.special_tokens.ids:

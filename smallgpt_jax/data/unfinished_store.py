@@ -138,9 +138,7 @@ def read_journal(folder: Path) -> Journal | None:
 def resume_journal(
     folder: Path, identity: dict, parts: list[Part], rules: Rules, log
 ) -> Journal | None:
-    """Returns the journal from whose `latest` entry preparation can resume, or None if it has to
-    start over.
-    """
+    """Returns the journal, whose `latest` entry is the one to resume from; None: start over."""
     journal = read_journal(folder)
     if not journal or not _can_resume(journal, identity):
         return None
@@ -306,9 +304,7 @@ class SplitWriter:
 
 
 def _open_truncated(path: Path, length: int):
-    """Opens a file for appending, truncated to `length` bytes. Raises UserError if it is
-    shorter.
-    """
+    """Opens a file for appending, truncated to `length` bytes."""
     file = path.open("ab")
     if file.tell() < length:
         raise UserError(

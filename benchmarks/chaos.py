@@ -46,7 +46,7 @@ from absl import flags, logging
 from measuring import table
 
 from smallgpt_jax import cli, models
-from smallgpt_jax.run.checkpoint import UNFINISHED_PATTERN, saved_steps
+from smallgpt_jax.run.checkpoint_folder import UNFINISHED_PATTERN, saved_steps
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 from smallgpt_jax.storage import object_storage

@@ -21,7 +21,7 @@ from smallgpt_jax.data import store
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.errors import DivergenceError
-from smallgpt_jax.run.checkpoint import saved_steps
+from smallgpt_jax.run.checkpoint_folder import saved_steps
 from smallgpt_jax.run.completion import is_finished
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.sessions import append_session

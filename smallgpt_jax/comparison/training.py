@@ -16,7 +16,7 @@ from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
 from smallgpt_jax.models import ModelConfig
 from smallgpt_jax.optim.learning_rate import decay_start
-from smallgpt_jax.run.checkpoint import saved_steps
+from smallgpt_jax.run.checkpoint_folder import saved_steps
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, LOCK_FILE
 from smallgpt_jax.run.training_text import check_same_text

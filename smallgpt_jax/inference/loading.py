@@ -21,7 +21,8 @@ from smallgpt_jax.inference.text_model import TextModel
 from smallgpt_jax.models.kernel_check import check_recurrence_kernels
 from smallgpt_jax.models.pgpt import path_weights, with_paths
 from smallgpt_jax.optim import lora
-from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint_folder import find_checkpoint
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER
 from smallgpt_jax.run.training_text import training_format

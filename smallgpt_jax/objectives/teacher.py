@@ -18,7 +18,8 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.flops import forward_operations
 from smallgpt_jax.objectives.objective import Examples, Outputs, Term
-from smallgpt_jax.run.checkpoint import Checkpoints, find_checkpoint
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint_folder import find_checkpoint
 from smallgpt_jax.run.config import TrainConfig
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, TOKENIZER_FOLDER

@@ -1,9 +1,6 @@
 """Orbax checkpoints, written asynchronously and verified by checksums. Only the newest few and
 given steps are kept.
 
-On a local disk, orbax writes a checkpoint to a temporary folder and renames this folder. In object
-storage, orbax writes the file _COMMIT_FILE last; a folder without this file is not a checkpoint.
-
 The checkpoint of step N is the state after N updates. The position in the data is not stored: it
 follows from the step number. Only imported models have a checkpoint of step 0; it has no optimizer
 state.
@@ -22,11 +19,8 @@ were alone, and an `Agreement` of all processes decides whether a checkpoint is 
 
 import functools
 import logging
-import shutil
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -40,20 +34,22 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.devices.agreement import Agreement, exchange
 from smallgpt_jax.errors import LockLostError, UserError
 from smallgpt_jax.formatting import root_cause, short_reason
+from smallgpt_jax.run.checkpoint_folder import (
+    remove_checkpoint,
+    remove_unfinished,
+    saved_steps,
+    unfinished,
+)
 from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.damage import find_changed_array, find_other_shape, is_damage
-from smallgpt_jax.run.names import CHECKPOINT_FOLDER, CONFIG_FILE, DAMAGED_FOLDER
+from smallgpt_jax.run.names import CONFIG_FILE, DAMAGED_FOLDER
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.storage import object_storage
-from smallgpt_jax.storage.atomic import remove_folder, rename, sync_tree
-from smallgpt_jax.storage.cache import local_copy
+from smallgpt_jax.storage.atomic import remove_folder, sync_tree
 from smallgpt_jax.storage.json_files import LOSS, Each, Optional, find_mismatch, integer
 from smallgpt_jax.storage.locks import require_locks
 from smallgpt_jax.storage.object_storage import is_remote
 
-_COMMIT_FILE = "commit_success.txt"
-_UNFINISHED = ".orbax-checkpoint-tmp"  # at the end of the name of a folder that is no checkpoint
-UNFINISHED_PATTERN = f"*{_UNFINISHED}*"
 # Orbax's time-outs use the system's clock, which can be set while a run saves. The watchdog, which
 # does not, limits the time of a save.
 _NO_TIMEOUT = 10**9  # seconds
@@ -215,7 +211,7 @@ class Checkpoints:
 
     def _report_failure(self, error: Exception | None) -> None:
         if distributed.is_primary():
-            _remove_unfinished(self.folder, self._saving)
+            remove_unfinished(self.folder, self._saving)
         newest = f"step {self._steps[-1]}" if self._steps else "none"
         reason = short_reason(root_cause(error)) if error else "another process failed"
         if not self._is_failing:
@@ -395,86 +391,6 @@ def _checkpoint_content(
     check = {name: bit_checksums(tree) for name, tree in items.items()}
     check["unlogged_losses"] = list(unlogged_losses)
     return ocp.args.Composite(**arrays, check=ocp.args.JsonSave(check))
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Returns the sorted steps of the finished checkpoints; [] if the folder does not exist."""
-    paths = ocp.utils.checkpoint_steps_paths(folder)
-    # not copies such as backup_5000
-    return sorted(int(path.name) for path in paths if path.name.isdecimal())
-
-
-def unfinished(folder: Path) -> list[Path]:
-    """Returns the folders of checkpoints that are being written or removed, or were left so."""
-    if not is_remote(folder):
-        return list(folder.glob(UNFINISHED_PATTERN))
-    if not folder.exists():
-        return []
-    finished = set(map(str, saved_steps(folder)))
-    return [
-        path for path in folder.iterdir() if path.name.isdecimal() and path.name not in finished
-    ]
-
-
-def _remove_unfinished(folder: Path, step: int) -> None:
-    # Pending writes may create a removed folder again, so the search must find nothing four times
-    # in a row.
-    names = (str(step), f"{step}{_UNFINISHED}")  # in object storage; on a local disk
-    num_empty = 0
-    for _ in range(50):
-        try:
-            remains = [path for path in unfinished(folder) if path.name in names]
-        except Exception:  # the service cannot be reached
-            return
-        num_empty = 0 if remains else num_empty + 1
-        if num_empty == 4:
-            return
-        for path in remains:
-            remove_folder(path)
-        time.sleep(0.1)
-
-
-def remove_checkpoint(path: Path) -> None:
-    """An interruption leaves an unfinished checkpoint, and not a part of a finished one."""
-    if is_remote(path):
-        (path / _COMMIT_FILE).unlink(missing_ok=True)
-        path.rmtree()
-        return
-    removed = path.with_name(f"{path.name}{_UNFINISHED}-removed")
-    if path.exists():
-        rename(path, removed)
-    shutil.rmtree(removed)
-
-
-def find_checkpoint(workdir: Path, step: int | None = None) -> int:
-    """Returns `step`, by default the newest one. Raises UserError without such a checkpoint."""
-    if not workdir.is_dir():
-        raise UserError(f"{workdir}: no such folder; give the workdir of a run")
-    steps = saved_steps(workdir / CHECKPOINT_FOLDER)
-    if not steps:
-        raise UserError(f"{workdir}: the run has no checkpoint yet; train it first")
-    if step is None:
-        return steps[-1]
-    if step not in steps:
-        raise UserError(
-            f"{workdir}: no checkpoint of step {step}; choose from {', '.join(map(str, steps))}"
-        )
-    return step
-
-
-def copy_checkpoint(source: Path, target: Path) -> None:
-    """Copies the folder of one step. After an interruption, `target` is no checkpoint."""
-    files = local_copy(source)
-    if is_remote(target):
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.copytree(files, folder, dirs_exist_ok=True)
-            (Path(folder) / _COMMIT_FILE).touch()
-            object_storage.upload_folder(Path(folder), target, _COMMIT_FILE)
-        return
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(files, partial)
-    rename(partial, target)
 
 
 @functools.cache

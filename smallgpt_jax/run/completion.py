@@ -4,7 +4,7 @@ from pathlib import Path
 
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import num_validation_targets
-from smallgpt_jax.run.checkpoint import saved_steps
+from smallgpt_jax.run.checkpoint_folder import saved_steps
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.metrics import read_lines_from
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE

@@ -20,7 +20,8 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.devices.agreement import exchange
 from smallgpt_jax.errors import LockHeldError, UserError, WorkdirBusyError
 from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint_folder import saved_steps
 from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.config_file import read_config, read_groups, saved_config, write_config
 from smallgpt_jax.run.names import (

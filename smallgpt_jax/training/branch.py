@@ -14,7 +14,7 @@ from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.optim.learning_rate import decay_start
-from smallgpt_jax.run.checkpoint import copy_checkpoint, saved_steps
+from smallgpt_jax.run.checkpoint_folder import copy_checkpoint, saved_steps
 from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.config_file import saved_config
 from smallgpt_jax.run.metrics import read_lines

@@ -9,7 +9,7 @@ from smallgpt_jax import inference
 from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.devices import compilation_cache, distributed
 from smallgpt_jax.run import curves
-from smallgpt_jax.run.checkpoint import find_checkpoint
+from smallgpt_jax.run.checkpoint_folder import find_checkpoint
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.metrics import read_lines

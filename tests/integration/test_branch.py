@@ -8,7 +8,7 @@ from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed
 
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.checkpoint import saved_steps
+from smallgpt_jax.run.checkpoint_folder import saved_steps
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 from smallgpt_jax.run.sessions import read_sessions

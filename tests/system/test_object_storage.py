@@ -31,7 +31,8 @@ from smallgpt_jax.data.store import open_store
 from smallgpt_jax.devices import compilation_cache
 from smallgpt_jax.errors import LockHeldError, UserError
 from smallgpt_jax.run import spool
-from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint_folder import saved_steps
 from smallgpt_jax.run.names import SESSIONS_FILE
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.state import TrainState

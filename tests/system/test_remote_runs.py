@@ -20,7 +20,8 @@ from run_helpers import assert_equal, read_untimed_metrics, state_of
 from storage_helpers import hold_lock, name_of, short_lease  # noqa: F401
 
 from smallgpt_jax.run import spool
-from smallgpt_jax.run.checkpoint import Checkpoints, saved_steps
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint_folder import saved_steps
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.storage import object_storage

@@ -28,12 +28,8 @@ from process_helpers import run_processes  # noqa: F401
 from smallgpt_jax.devices import agreement
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import find_errno, short_reason
-from smallgpt_jax.run.checkpoint import (
-    Checkpoints,
-    copy_checkpoint,
-    remove_checkpoint,
-    saved_steps,
-)
+from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint_folder import copy_checkpoint, remove_checkpoint, saved_steps
 from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.state import TrainState
 

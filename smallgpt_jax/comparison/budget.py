@@ -58,7 +58,6 @@ def _set_steps(name: str, run: ConfigDict, budget: str, step_cost: float, target
     seconds. Raises UserError if every number of steps misses the target by more than
     BUDGET_TOLERANCE.
     """
-    steps_before = run.train.steps
     steps = max(1, round(target / step_cost))
     error = steps * step_cost / target - 1
     if abs(error) > BUDGET_TOLERANCE:
@@ -71,7 +70,7 @@ def _set_steps(name: str, run: ConfigDict, budget: str, step_cost: float, target
             f"and the budget is {target:,.4g}, so the nearest number of steps, {steps}, misses "
             f"the budget by {error:+.1%} (limit: {BUDGET_TOLERANCE:.0%}); {advice}"
         )
-    run.train.steps = steps
+    steps_before, run.train.steps = run.train.steps, steps
     for field in ("warmup_steps", "decay_steps"):
         if run.optimizer[field] != AT_START:
             run.optimizer[field] = round(run.optimizer[field] * steps / steps_before)
@@ -167,16 +166,17 @@ def config_digest(run: ConfigDict | Config) -> str:
 def steps_per_second(config: ConfigDict | Config) -> float:
     config = Config.of(config)
     program = shared_program(config)
-    state, step = program.initial_state(config.train.seed), program.bind(config)
+    step = program.bind(config)
 
     def zeros(x):
         return jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
 
     batch = jax.tree.map(zeros, program.abstract_batch())
-    steps, started = -2, 0.0  # two warm-up steps
-    while steps <= 0 or time.monotonic() - started < SPEED_SECONDS:
-        if steps == 0:
-            started = time.monotonic()
+    state = program.initial_state(config.train.seed)
+    for _ in range(2):  # the first compiles, the second has the state as steps return it
+        state, _ = jax.block_until_ready(step(state, batch))
+    steps, started = 0, time.monotonic()
+    while not steps or time.monotonic() - started < SPEED_SECONDS:
         state, _ = jax.block_until_ready(step(state, batch))
         steps += 1
     return steps / (time.monotonic() - started)

@@ -37,11 +37,10 @@ def write_predictions(outcomes: Outcomes, losses: Mapping[Path, float], command:
 
     Predictions in a record are kept. Of several processes that call this, one writes.
     """
-    comparison = outcomes.comparison
-    path = comparison.output / PREDICTIONS_FILE
-    # The folder is missing if all other runs are in a record.
-    comparison.output.mkdir(parents=True, exist_ok=True)
-    with file_lock(comparison.output / LOCK_FILE, wait=True):
+    output = outcomes.comparison.output
+    output.mkdir(parents=True, exist_ok=True)  # it is missing if all other runs are in a record
+    with file_lock(output / LOCK_FILE, wait=True):
+        path = output / PREDICTIONS_FILE
         if path.exists():
             return
         if outcomes.record and outcomes.record.predictions:
@@ -54,12 +53,13 @@ def write_predictions(outcomes: Outcomes, losses: Mapping[Path, float], command:
                 flush=True,
             )
             return
-        planned = comparison.runs_at_best(losses)
+        planned = outcomes.comparison.runs_at_best(losses)
         targets = [_target(run) for run in planned if run.is_held_out]
         finished = [outcomes.run(run) for run in planned if not run.is_held_out]
         if targets:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            _write(path, laws.predict(finished, targets, comparison.held_out, now, command))
+            held_out = outcomes.comparison.held_out
+            _write(path, laws.predict(finished, targets, held_out, now, command))
             print(f"{path}: predictions of {len(targets)} held-out runs", flush=True)
 
 

@@ -33,26 +33,22 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
                     _require_mergeable(f"{other_path} and {path}", other, run)
             merged.setdefault((run.name, run.seed, run.horizon), (path, run))
     # As `compare` trains them: seed by seed.
-    runs = tuple(sorted((run for _, run in merged.values()), key=lambda run: run.seed))
+    runs = sorted((run for _, run in merged.values()), key=lambda run: run.seed)
     require_comparable(runs)
     names = list(dict.fromkeys(run.name for run in runs))
-    _, first = records[0]
-    title = first.title
-    if len(records) > 1:
-        title = f"{len(names)} models, from {len(records)} records"
+    each = [record for _, record in records]
+    title = each[0].title if len(each) == 1 else f"{len(names)} models, from {len(each)} records"
+    held_out = [record.held_out for record in each if record.held_out]
+    predictions = [record.predictions for record in each if record.predictions]
     return Record(
         title,
-        " ".join(dict.fromkeys(record.budget for _, record in records)),
-        command,
-        first.reference,
-        runs,
-        _merged_grids([record for _, record in records], names, merged.keys()),
-        next((record.held_out for _, record in records if record.held_out), ""),
-        min(
-            (record.predictions for _, record in records if record.predictions),
-            key=lambda predictions: predictions.time,
-            default=None,
-        ),
+        budget=" ".join(dict.fromkeys(record.budget for record in each)),
+        command=command,
+        reference=each[0].reference,
+        runs=tuple(runs),
+        learning_rates=_merged_grids(each, names, merged.keys()),
+        held_out=held_out[0] if held_out else "",
+        predictions=min(predictions, key=lambda one: one.time, default=None),
     )
 
 
@@ -200,7 +196,9 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
 
 def different(one: dict[str, Any], other: dict[str, Any]) -> str:
     """Returns text about the first three fields that differ, or ""."""
-    fields = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-    texts = [f"{name} {one.get(name)!r} and {other.get(name)!r}" for name in fields[:3]]
-    more = f" and {len(fields) - 3} more" if len(fields) > 3 else ""
-    return ", ".join(texts) + more
+    texts = []
+    for name in {**one, **other}:
+        if one.get(name) != other.get(name):
+            texts.append(f"{name} {one.get(name)!r} and {other.get(name)!r}")
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more

@@ -51,6 +51,8 @@ from smallgpt_jax.storage.json_files import (
 from smallgpt_jax.storage.object_storage import is_remote
 from smallgpt_jax.storage.paths import resolve
 
+# The seed in the name of a workdir, before the multiples of learning rate and steps.
+_SEED = re.compile(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?(-x[\d.e+-]+)?$)")
 # Config fields in which runs of one name may differ.
 _NOT_IN_NAMES = ("train.seed", "data.source", "data.store", "data.tokenizer")
 # The parts of lm-evaluation-harness's results that are read.
@@ -242,12 +244,12 @@ def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | Non
     """Returns the training seconds up to `step`, or None if no speed is logged.
 
     `steps` and `seconds` are the result of `training_seconds`. Interpolates between these steps.
-    After the last one, assumes the last speed.
     """
     if len(steps) < 2:
         return None
     if step <= steps[-1]:
         return float(np.interp(step, steps, seconds))
+    # The run goes on at its last speed.
     seconds_per_step = (seconds[-1] - seconds[-2]) / (steps[-1] - steps[-2])
     return seconds[-1] + (step - steps[-1]) * seconds_per_step
 
@@ -277,11 +279,12 @@ def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     Uses the newest evaluation of the full model, in its own dtype, on all examples: acc_norm if
     present, else acc, and the bits per byte of right answers.
     """
+    # Evaluations of some of pgpt's paths, and those with the flag --dtype, are of other models:
+    # step100-paths….json, step100-float32-….json.
+    other_model = re.compile(rf"step{step}-(paths|float32-|bfloat16-)")
     scores = {}
     for path in sorted(evaluations.glob(f"step{step}-*.json"), key=_modified_at):
-        # Evaluations of some of pgpt's paths, and those with the flag --dtype, are of other models:
-        # step100-paths….json, step100-float32-….json.
-        if re.match(rf"step{step}-(paths|float32-|bfloat16-)", path.name):
+        if other_model.match(path.name):
             continue
         evaluation = read_json_or_none(path, _EVALUATION) or {}
         for task, values in evaluation.get("results", {}).items():
@@ -298,14 +301,15 @@ def examples(evaluations: Path, step: int) -> dict[str, float]:
     `benchmarks` does.
     """
     scores = {}
+    # A later file replaces the scores of an earlier one.
     for path in sorted(evaluations.glob(f"examples-step{step}-*.json"), key=_modified_at):
         evaluation = read_json_or_none(path, _EXAMPLES)
         if not evaluation or not evaluation.get("is_whole", False):
             continue
         file = "/".join(Path(evaluation["examples"]).parts[-2:])
+        count = f"{evaluation['count']:,} examples"
         for metric, values in evaluation["results"].items():
-            label = f"{file} {metric} ({evaluation['count']:,} examples)"
-            scores[label] = values["mean"]
+            scores[f"{file} {metric} ({count})"] = values["mean"]
     return scores
 
 
@@ -355,9 +359,10 @@ def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     config_of_name: dict[str, dict] = {}
     pairs = []
     for folder in workdirs:
-        short = re.sub(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?(-x[\d.e+-]+)?$)", "", resolve(folder).name)
         config = flatten(read_groups(folder)) if (folder / CONFIG_FILE).exists() else {}
-        config = {field: value for field, value in config.items() if field not in _NOT_IN_NAMES}
+        for field in _NOT_IN_NAMES:
+            config.pop(field, None)
+        short = _SEED.sub("", resolve(folder).name)
         name, number = short, 2
         while config_of_name.setdefault(name, config) != config:
             name, number = f"{short} ({number})", number + 1

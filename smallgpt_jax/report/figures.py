@@ -63,17 +63,18 @@ def equal_flops(orders: Sequence[Order], styles: Styles) -> Figure:
 def ranking(contest: Contest, runs: Sequence[Run]) -> Figure:
     """Plots each model's runs, expected loss and its interval, the best on top."""
     finite = [one for one in contest.standings if math.isfinite(one.loss)]
+    from_below = finite[::-1]
     figure = Figure(figsize=(5.2, 1.2 + 0.34 * len(finite)), layout="constrained")
     plot = figure.subplots()
     style_axes(plot, LOSS, "")
-    losses = grouped((run for run in runs if run.is_finished), lambda run: run.name)
-    for height, one in enumerate(reversed(finite)):
+    seeds = grouped((run for run in runs if run.is_finished), lambda run: run.name)
+    for height, one in enumerate(from_below):
         if one.interval:
             plot.hlines(height, one.interval.low, one.interval.high, color=COLORS[5], linewidth=8)
         plot.vlines(one.loss, height - 0.3, height + 0.3, color="black", linewidth=1.5)
-        seeds = [run.loss for run in losses.get(one.name, [])]
-        plot.plot(seeds, [height] * len(seeds), "o", color=COLORS[1], markersize=4, alpha=0.8)
-    plot.set_yticks(range(len(finite)), [one.name for one in reversed(finite)])
+        for run in seeds.get(one.name, []):
+            plot.plot(run.loss, height, "o", color=COLORS[1], markersize=4, alpha=0.8)
+    plot.set_yticks(range(len(finite)), [one.name for one in from_below])
     plot.set_ylim(-0.6, len(finite) - 0.4)
     plot.xaxis.set_major_locator(MaxNLocator(6))
     plot.xaxis.set_major_formatter("{x:.4g}")
@@ -86,19 +87,12 @@ def loss_against_cost(choice: Choice, styles: Styles) -> Figure:
     costs = [point.cost for point in choice.front]
     losses = [point.loss for point in choice.front]
     plot.step(costs, losses, where="post", color="gray", linewidth=1, zorder=1)
-    by_model = grouped(choice.front, lambda point: point.model)
-    for model, points in by_model.items():
+    for model, points in grouped(choice.front, lambda point: point.model).items():
         style = styles[model] | {"linestyle": "", "markersize": 6}
-        plot.plot(
-            [point.cost for point in points],
-            [point.loss for point in points],
-            label=model,
-            **style,
-        )
+        by_cost = {point.cost: point.loss for point in points}
+        plot.plot(*_points(by_cost), label=model, **style)
     if max(costs) > 4 * min(costs):
-        plot.set_xscale("log")
-        plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        plot.xaxis.set_minor_locator(NullLocator())
+        _log_ticks(plot)
     else:
         plot.xaxis.set_major_locator(MaxNLocator(4))
     plot.xaxis.set_major_formatter(lambda value, _: words.limit(value, choice.budget))
@@ -107,41 +101,37 @@ def loss_against_cost(choice: Choice, styles: Styles) -> Figure:
 
 
 # ------------------------------------------------------------------ curves and rates
-def loss_curves(
-    axis: str,
-    curves: Sequence[Curve],
-    styles: Styles,
-) -> Figure:
+def loss_curves(axis: str, curves: Sequence[Curve], styles: Styles) -> Figure:
     """Plots mean losses over seeds with bands of their range."""
     figure, plot = _new_plot(AXES[axis], LOSS)
     for curve in curves:
-        points = [point for point in curve.points if getattr(point, axis) is not None]
-        if not points:
+        losses = {getattr(point, axis): point.loss for point in curve.points}
+        losses.pop(None, None)  # FLOPs that cannot be counted
+        if not losses:
             continue
-        places = [getattr(point, axis) for point in points]
         style = styles[model_of(curve.name)]
-        plot.plot(places, [point.loss.mean for point in points], label=curve.name, **style)
-        low = [point.loss.low for point in points]
-        high = [point.loss.high for point in points]
-        plot.fill_between(places, low, high, color=style["color"], alpha=0.2, linewidth=0)
+        plot.plot(list(losses), [loss.mean for loss in losses.values()], label=curve.name, **style)
+        low = [loss.low for loss in losses.values()]
+        high = [loss.high for loss in losses.values()]
+        plot.fill_between(list(losses), low, high, color=style["color"], alpha=0.2, linewidth=0)
     return _with_legend(figure, plot)
 
 
 def learning_rates(all_rates: Sequence[Rates], styles: Styles) -> Figure:
+    """Plots losses over learning rates. The marker of the best rate is filled."""
     figure, plot = _new_plot("learning rate", LOSS)
     for one in all_rates:
         style = styles[model_of(one.name)]
-        finite = [rate for rate in one.rates if rate.loss is not None and math.isfinite(rate.loss)]
-        places = [rate.multiple * one.learning_rate for rate in finite]
-        losses = [rate.loss for rate in finite]
-        plot.plot(places, losses, label=one.name, markerfacecolor="none", **style)
-        for place, rate in zip(places, finite):
-            if rate.multiple == one.best:
-                plot.plot(place, rate.loss, style["marker"], color=style["color"], markersize=5)
-    plot.set_xscale("log")
-    plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        losses = {}
+        for rate in one.rates:
+            if rate.loss is not None and math.isfinite(rate.loss):
+                losses[rate.multiple * one.learning_rate] = rate.loss
+        plot.plot(*_points(losses), label=one.name, markerfacecolor="none", **style)
+        best = one.best * one.learning_rate if one.best else None
+        if best in losses:
+            plot.plot(best, losses[best], style["marker"], color=style["color"], markersize=5)
+    _log_ticks(plot)
     plot.xaxis.set_major_formatter("{x:g}")
-    plot.xaxis.set_minor_locator(NullLocator())
     return _with_legend(figure, plot)
 
 
@@ -150,44 +140,33 @@ def inside_by_depth(runs: Sequence[Run], styles: Styles) -> Figure:
     figure = Figure(figsize=WIDE, layout="constrained")
     plots = figure.subplots(2, 2).ravel()
     groups = grouped((run for run in runs if run.inside), lambda run: run.name)
-    for name, group in groups.items():
-        style = styles[model_of(name)]
-        for plot, measure in zip(plots, BY_DEPTH):
-            by_block = zip(*(run.inside.blocks for run in group))
-            points = []
-            for number, blocks in enumerate(by_block):
-                values = [getattr(block, measure) for block in blocks]
-                if None not in values:
-                    points.append((number, np.mean(values)))
+    for plot, (measure, label) in zip(plots, BY_DEPTH.items()):
+        for name, group in groups.items():
+            points = _means_by_block(group, measure)
             if points:
-                plot.plot(*zip(*points), label=name, **style)
-    for plot, label in zip(plots, BY_DEPTH.values()):
+                plot.plot(*zip(*points), label=name, **styles[model_of(name)])
         style_axes(plot, "after block", label)
         plot.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     plots[0].legend(fontsize=8, frameon=False)
     return figure
 
 
+def _means_by_block(runs: Sequence[Run], measure: str) -> list[tuple[int, float]]:
+    """Returns (number of a block, mean over the runs) where all runs have the measure."""
+    points = []
+    for number, blocks in enumerate(zip(*(run.inside.blocks for run in runs))):
+        values = [getattr(block, measure) for block in blocks]
+        if None not in values:  # such as the entropy of a block without attention
+            points.append((number, np.mean(values)))
+    return points
+
+
 # ------------------------------------------------------------------ style
 def draw(findings: Findings, runs: Sequence[Run]) -> dict[str, tuple[Figure, str]]:
     """Returns {name: (figure, caption)} of what the findings contain."""
-    figures = {}
-    models = [*(run.model for run in runs), *(one.name for one in findings.rates)]
-    styles = dict(zip(dict.fromkeys(map(model_of, models)), _line_styles()))
-    orders = [order for order in findings.orders if _has_several_budgets(order)]
-    if orders:
-        figures["answer"] = (
-            equal_flops(orders, styles),
-            f"Loss minus that of {findings.reference} at equal training FLOPs. Shaded: where the "
-            "whole difference lies with 95% probability. Between the budgets of runs, losses are "
-            "interpolated.",
-        )
-    elif findings.ranking and len(findings.ranking.standings) > 1:
-        figures["answer"] = (
-            ranking(findings.ranking, runs),
-            "Validation loss after the last step. Dots: seeds. Lines: mean. Bars: 80% interval of "
-            "the mean.",
-        )
+    models = [*(run.model for run in runs), *(model_of(one.name) for one in findings.rates)]
+    styles = dict(zip(dict.fromkeys(models), _line_styles()))
+    figures = _draw_answer(findings, runs, styles)
     for budget in ("decode_ms", "memory"):
         choices = [one for one in findings.choices if one.budget == budget]
         if choices and len(choices[-1].front) > 1:
@@ -196,10 +175,7 @@ def draw(findings: Findings, runs: Sequence[Run]) -> dict[str, tuple[Figure, str
     if findings.curves:
         for axis, label in AXES.items():
             caption = f"Validation loss against {label}. Bands: range over the seeds."
-            figures[f"loss-{axis}"] = (
-                loss_curves(axis, findings.curves, styles),
-                caption,
-            )
+            figures[f"loss-{axis}"] = loss_curves(axis, findings.curves, styles), caption
     if any(len(one.rates) > 1 for one in findings.rates):
         caption = "Loss against the learning rate. Filled: the best rate."
         figures["learning-rates"] = learning_rates(findings.rates, styles), caption
@@ -207,6 +183,27 @@ def draw(findings: Findings, runs: Sequence[Run]) -> dict[str, tuple[Figure, str
         caption = "Measures after each block; means over seeds, paths and heads."
         figures["inside"] = inside_by_depth(runs, styles), caption
     return figures
+
+
+def _draw_answer(
+    findings: Findings, runs: Sequence[Run], styles: Styles
+) -> dict[str, tuple[Figure, str]]:
+    """Returns the figure beside the answers: at equal FLOPs, or of models with one budget each."""
+    orders = [order for order in findings.orders if _has_several_budgets(order)]
+    if orders:
+        caption = (
+            f"Loss minus that of {findings.reference} at equal training FLOPs. Shaded: where the "
+            "whole difference lies with 95% probability. Between the budgets of runs, losses are "
+            "interpolated."
+        )
+        return {"answer": (equal_flops(orders, styles), caption)}
+    if findings.ranking and len(findings.ranking.standings) > 1:
+        caption = (
+            "Validation loss after the last step. Dots: seeds. Lines: mean. Bars: 80% interval of "
+            "the mean."
+        )
+        return {"answer": (ranking(findings.ranking, runs), caption)}
+    return {}
 
 
 def _has_several_budgets(order: Order) -> bool:
@@ -236,6 +233,17 @@ def _log_flops(plot: Axes) -> None:
     plot.xaxis.set_major_locator(LogLocator())
     plot.xaxis.set_major_formatter(lambda value, _: f"1e{round(math.log10(value))}")
     plot.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _log_ticks(plot: Axes) -> None:
+    """A range of less than a decade gets ticks at 1, 2 and 5, too."""
+    plot.set_xscale("log")
+    plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    plot.xaxis.set_minor_locator(NullLocator())
+
+
+def _points(values: Mapping[float, float]) -> tuple[list[float], list[float]]:
+    return list(values), list(values.values())
 
 
 def _with_legend(figure: Figure, plot: Axes) -> Figure:

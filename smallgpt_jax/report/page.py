@@ -77,18 +77,20 @@ class Report(NamedTuple):
 
 def write(folder: Path, record: Record, findings: Findings) -> None:
     """Writes the report into an existing folder."""
-    drawn = {name: Drawn(*one) for name, one in figures.draw(findings, record.runs).items()}
-    for name, one in drawn.items():
-        write_atomically(folder / f"{name}.png", plotting.png(one.figure))
-    content = {**records.content(record), "ranking": ranking_facts(findings)}
-    write_atomically(folder / RESULTS_FILE, json.dumps(content, indent=1) + "\n")
-    write_atomically(folder / "report.md", markdown(record, findings, drawn))
-    shown = _content(record, findings, drawn)
-    write_atomically(folder / "report.html", render("page", "html", **shown))
+    drawn = {}
+    for name, (figure, caption) in figures.draw(findings, record.runs).items():
+        drawn[name] = Drawn(figure, caption)
+        write_atomically(folder / f"{name}.png", plotting.png(figure))
+    results = {**records.content(record), "ranking": ranking_facts(findings)}
+    write_atomically(folder / RESULTS_FILE, json.dumps(results, indent=1) + "\n")
+    content = _content(record, findings, drawn)
+    write_atomically(folder / "report.md", render("report", "markdown", **content))
+    write_atomically(folder / "report.html", render("page", "html", **content))
 
 
-def markdown(record: Record, findings: Findings, drawn: Mapping[str, Drawn] | None = None) -> str:
-    return render("report", "markdown", **_content(record, findings, drawn or {}))
+def markdown(record: Record, findings: Findings) -> str:
+    """Returns report.md without its figures."""
+    return render("report", "markdown", **_content(record, findings, {}))
 
 
 def summary(record: Record, findings: Findings) -> str:
@@ -117,8 +119,11 @@ def title(record: Record) -> str:
     names = list(dict.fromkeys(run.model for run in record.runs))
     if len(names) < 2:
         return record.title
-    others = f" and {len(names) - MAX_NAMES} others" if len(names) > MAX_NAMES else ""
-    return f"{record.title}: {', '.join(names[:MAX_NAMES])}{others}"
+    shown = ", ".join(names[:MAX_NAMES])
+    hidden = len(names) - MAX_NAMES
+    return (
+        f"{record.title}: {shown} and {hidden} others" if hidden > 0 else f"{record.title}: {shown}"
+    )
 
 
 def _ranked_runs(record: Record, findings: Findings) -> list[Run]:

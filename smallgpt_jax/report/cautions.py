@@ -23,7 +23,8 @@ def cautions(findings: Findings, record: Record) -> list[str]:
         *_untried(findings, runs),
         *_short_training(runs),
         *other_work(runs),
-        *_differences_between_runs(findings, runs),
+        *_other_machines(runs),
+        *_other_losses(runs),
     ]
 
 
@@ -34,16 +35,16 @@ def _unfinished(findings: Findings, runs: Sequence[Run]) -> list[str]:
             f"{run.name}, seed {run.seed}, diverged at step {run.steps:,}: its loss counts as "
             "infinite."
         )
-    unfinished = [run for run in runs if not run.is_finished and not run.diverged]
+    unfinished = []
+    for run in runs:
+        if not run.is_finished and not run.diverged:
+            progress = f"step {run.steps_done:,} of {run.steps:,}"
+            unfinished.append(f"{run.label}, seed {run.seed}, at {progress}")
     if unfinished:
-        labels = [
-            f"{run.label}, seed {run.seed}, at step {run.steps_done:,} of {run.steps:,}"
-            for run in unfinished
-        ]
-        lines.append(f"Unfinished: {_few(labels, '; ')}.")
-    imported = list(dict.fromkeys(run.name for run in runs if run.is_imported))
+        lines.append(f"Unfinished: {_few(unfinished, '; ')}.")
+    imported = dict.fromkeys(run.name for run in runs if run.is_imported)
     if imported:
-        lines.append(f"Started from imported models, not from scratch: {_few(imported)}.")
+        lines.append(f"Started from imported models, not from scratch: {_few(list(imported))}.")
     return lines
 
 
@@ -78,13 +79,14 @@ def _untried(findings: Findings, runs: Sequence[Run]) -> list[str]:
         return []
     ratios = [one.tokens_per_parameter for one in findings.untried]
     lengths = words.amounts(Range(min(ratios), max(ratios)))
-    count, total = len(findings.untried), len({run.name for run in runs})
-    which = "" if count == total else f": {_few([one.name for one in findings.untried])}"
-    return [
+    count, total = len(ratios), len({run.name for run in runs})
+    text = (
         f"The longest training is the best one for {count} of {total} sizes of models "
-        f"({lengths} tokens per parameter), so even more tokens may be better at the same "
-        f"FLOPs{which}."
-    ]
+        f"({lengths} tokens per parameter), so even more tokens may be better at the same FLOPs"
+    )
+    if count < total:
+        text += f": {_few([one.name for one in findings.untried])}"
+    return [f"{text}."]
 
 
 def _short_training(runs: Sequence[Run]) -> list[str]:
@@ -100,16 +102,17 @@ def _short_training(runs: Sequence[Run]) -> list[str]:
 
 def other_work(runs: Sequence[Run]) -> list[str]:
     """Returns warnings about what FLOPs do not count."""
-    lines = []
-    unknown = {run.name: run.flops_problem for run in runs if run.flops_problem}
-    for name, problem in unknown.items():
-        lines.append(f"The FLOPs of {name} are unknown: {problem}.")
+    problems = {run.name: run.flops_problem for run in runs if run.flops_problem}
+    lines = [f"The FLOPs of {name} are unknown: {why}." for name, why in problems.items()]
     shares: dict[str, float] = {}
     for run in runs:
         if run.uncounted is not None:
             shares[run.model] = max(run.uncounted, shares.get(run.model, 0.0))
-    if shares and 1 + max(shares.values()) > UNCOUNTED * (1 + min(shares.values())):
-        least, most = min(shares, key=shares.get), max(shares, key=shares.get)
+    if not shares:
+        return lines
+    least, most = min(shares, key=shares.get), max(shares, key=shares.get)
+    # Of two runs at equal FLOPs, this is how much more work one does: 1.12 / 1.03 = 1.09.
+    if (1 + shares[most]) / (1 + shares[least]) > UNCOUNTED:
         lines.append(
             "FLOPs count only matrix products and convolutions. Other arithmetic (norms, softmax, "
             f"recurrences) comes on top: {shares[least]:.0%} in {least} to {shares[most]:.0%} in "
@@ -118,16 +121,21 @@ def other_work(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def _differences_between_runs(findings: Findings, runs: Sequence[Run]) -> list[str]:
-    lines = []
+def _other_machines(runs: Sequence[Run]) -> list[str]:
     machines = grouped((run for run in runs if run.sessions), _machine)
-    if len(machines) > 1:
-        counts = [f"{label} ({words.plural(len(of), 'run')})" for label, of in machines.items()]
-        lines.append(
-            f"Trained on different machines: {_few(counts, '; ')}. Times and speeds are not "
-            "comparable. Machines round differently, which changes a loss as another seed does, so "
-            "a single seed of each tells nothing."
-        )
+    if len(machines) < 2:
+        return []
+    counts = [f"{label} ({words.plural(len(of), 'run')})" for label, of in machines.items()]
+    return [
+        f"Trained on different machines: {_few(counts, '; ')}. Times and speeds are not "
+        "comparable. Machines round differently, which changes a loss as another seed does, so "
+        "a single seed of each tells nothing."
+    ]
+
+
+def _other_losses(runs: Sequence[Run]) -> list[str]:
+    """Returns warnings about losses that are not of the same tokens or objective."""
+    lines = []
     targets = {run.last.targets for run in runs if run.last}
     if targets and max(targets) > 1.01 * min(targets):
         lines.append(
@@ -136,7 +144,9 @@ def _differences_between_runs(findings: Findings, runs: Sequence[Run]) -> list[s
             "config.train.eval_steps."
         )
     objectives = grouped(runs, lambda run: run.config.get("train.objective", "causal"))
-    if len(objectives) > 1 and not any(run.last and run.last.answers for run in runs):
+    # Answers of probes are compared by accuracy.
+    has_answers = any(run.last and run.last.answers for run in runs)
+    if len(objectives) > 1 and not has_answers:
         lines.append(
             f"The runs have different objectives ({', '.join(objectives)}): their losses are not "
             "comparable."
@@ -154,6 +164,8 @@ def _machine(run: Run) -> str:
 
 
 def _few(names: Sequence[str], separator: str = ", ") -> str:
-    shown = separator.join(names[:MAX_NAMES])
-    more = len(names) - MAX_NAMES
-    return f"{shown}{separator}and {words.plural(more, 'other')}" if more > 0 else shown
+    hidden = len(names) - MAX_NAMES
+    shown = list(names[:MAX_NAMES])
+    if hidden > 0:
+        shown.append(f"and {words.plural(hidden, 'other')}")
+    return separator.join(shown)

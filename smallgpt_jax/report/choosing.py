@@ -95,76 +95,85 @@ def _run_of(standing: Standing, record: Record) -> Run | None:
 
 
 def _distinguishing_fields(run: Run, choice: Choice, record: Record) -> tuple[str, ...]:
-    others = [_run_of(standing, record) for standing in choice.contest.standings]
+    """Returns the fields of `model` in which the run differs from another model of the contest."""
+    nearest = [_run_of(standing, record) for standing in choice.contest.standings]
+    others = [other.config for other in nearest if other]
     fields = ["model.architecture", "model.d_model"]
     for field, value in run.config.items():
-        if field.startswith("model.") and any(
-            other.config.get(field) != value for other in others if other
-        ):
+        is_equal = all(other.get(field) == value for other in others)
+        if field.startswith("model.") and not is_equal:
             fields.append(field)
     return tuple(field for field in dict.fromkeys(fields) if field in run.config)
 
 
 # ------------------------------------------------------------------ commands
 def _with_training(answer: Answer, run: Run, record: Record) -> Answer:
-    """Adds a command that trains the run's model again, with the limit of a training budget.
+    """Adds a command that trains the run's model again.
 
     If its workdir is not on this machine: the comparison's command, restricted to the name, if any.
     """
-    if not (as_path("--results", run.workdir) / CONFIG_FILE).is_file():
-        flags = ("--config.compare.seeds=1", f"--config.compare.names={run.name}")
-        command = rerun(record.command, *flags, without=("--results",))
-        return dataclasses.replace(answer, command=command, cost=_cost_of_name(run.name, record))
-    choice = answer.choice
-    overrides = ["--config.train.trunk="] if run.config.get("train.trunk") else []
-    is_training = BUDGETS[choice.budget].is_training and answer.run_cost
-    ratio = choice.compared_at / answer.run_cost if is_training else 1.0
-    if 1 / SAME_BUDGET <= ratio <= SAME_BUDGET:
-        ratio = 1.0
+    if (as_path("--results", run.workdir) / CONFIG_FILE).is_file():
+        ratio = _step_ratio(answer)
+        command = _run_command(run, ratio)
+        return dataclasses.replace(answer, command=command, cost=_cost([run], [ratio]))
+    flags = ("--config.compare.seeds=1", f"--config.compare.names={run.name}")
+    command = rerun(record.command, *flags, without=("--results",))
+    return dataclasses.replace(answer, command=command, cost=_cost_of_name(run.name, record))
+
+
+def _step_ratio(answer: Answer) -> float:
+    """Returns the steps with which a training budget is used up, per step of the nearest run."""
+    if not BUDGETS[answer.choice.budget].is_training or not answer.run_cost:
+        return 1.0
+    ratio = answer.choice.compared_at / answer.run_cost
+    return 1.0 if 1 / SAME_BUDGET <= ratio <= SAME_BUDGET else ratio
+
+
+def _run_command(run: Run, ratio: float) -> str:
+    overrides = []
+    if run.config.get("train.trunk"):  # a branch of a longer run is trained from its first step
+        overrides.append("--config.train.trunk=")
     for field in ("train.steps", "optimizer.warmup_steps", "optimizer.decay_steps"):
         count = run.config.get(field)
-        if ratio != 1 and type(count) is int and count > 0:
+        is_count = type(count) is int and count > 0  # -1: a fraction of another count
+        if ratio != 1 and is_count:
             overrides.append(f"--config.{field}={round(count * ratio)}")
-    command = command_line(
-        "main", f"--config=run:{run.workdir}", *overrides, "--workdir=runs/chosen"
-    )
-    return dataclasses.replace(answer, command=command, cost=_cost([run], [ratio]))
+    return command_line("main", f"--config=run:{run.workdir}", *overrides, "--workdir=runs/chosen")
 
 
 def _with_seeds(answer: Answer, record: Record, results: str) -> Answer:
     """Adds the number of seeds that would tell the first two models apart, and the command that
     trains them, if they are few.
     """
-    first, *others = answer.choice.contest.possible
-    if not others:
+    possible = answer.choice.contest.possible
+    if len(possible) < 2:
         return answer
-    needed = answer.choice.contest.pair(others[0].model, first.model).seeds_needed
-    answer = dataclasses.replace(answer, seeds_needed=needed)
+    first, second, *_ = possible
+    needed = answer.choice.contest.pair(second.model, first.model).seeds_needed
     if needed is None:
         return answer
-    # The middle of a range such as 5 to 80, in which each factor is equally likely.
-    middle = math.ceil(math.sqrt(needed.low * needed.high))
-    if middle > 2 * MAX_SEEDS:  # then MAX_SEEDS would hardly decide
-        return answer
-    seeds = min(middle, MAX_SEEDS)
+    answer = dataclasses.replace(answer, seeds_needed=needed)
     # All sizes of the models: the first one of each has the grid of learning rates.
-    models = [first.model, *(one.model for one in others)]
+    models = {one.model for one in possible}
     runs = [run for run in record.runs if run.model in models]
     present = len({run.seed for run in runs})
-    if seeds <= present:
+    # The middle of a range such as 5 to 80, in which each factor is equally likely: 20.
+    middle = math.ceil(math.sqrt(needed.low * needed.high))
+    seeds = min(middle, MAX_SEEDS)
+    if middle > 2 * MAX_SEEDS or seeds <= present:  # MAX_SEEDS would hardly decide
         return answer
+    names = dict.fromkeys(run.name for run in runs)
     command = rerun(
         record.command,
         "--output=runs/more-seeds",
         f"--results={results}",
-        f"--config.compare.names={','.join(dict.fromkeys(run.name for run in runs))}",
+        f"--config.compare.names={','.join(names)}",
         f"--config.compare.seeds={seeds}",
     )
-    cost = _cost(runs, [_own_share(run) * (seeds - present) / present for run in runs])
-    count = round(len(runs) * (seeds - present) / present)
-    return dataclasses.replace(
-        answer, seeds_command=command, seeds=seeds, seeds_cost=dataclasses.replace(cost, runs=count)
-    )
+    added = (seeds - present) / present  # per seed in the record
+    cost = _cost(runs, [_own_share(run) * added for run in runs])
+    cost = dataclasses.replace(cost, runs=round(len(runs) * added))
+    return dataclasses.replace(answer, seeds_command=command, seeds=seeds, seeds_cost=cost)
 
 
 def _cost_of_name(name: str, record: Record) -> Cost:
@@ -174,8 +183,10 @@ def _cost_of_name(name: str, record: Record) -> Cost:
     shares = [_own_share(run) for run in runs]
     for grid_name, grid in record.learning_rates.items():
         if model_of(grid_name) == model_of(name):
-            longest = [run for run in runs if run.horizon == 1] * len(grid.rates)
-            runs, shares = runs + longest, shares + [1.0] * len(longest)
+            # The command trains a grid of its own, at this size.
+            longest = [run for run in runs if run.horizon == 1]
+            runs += longest * len(grid.rates)
+            shares += [1.0] * (len(runs) - len(shares))
     return _cost(runs, shares)
 
 

@@ -273,18 +273,13 @@ def outcomes(held_out: HeldOut) -> Table:
     head = ("model", "tokens", "predicted (80% interval)", "trained", "error", "inside", "seeds")
     rows = []
     for one in held_out.outcomes:
-        is_inside = one.loss is not None and one.interval.low <= one.loss <= one.interval.high
-        rows.append(
-            (
-                one.model,
-                words.amount(one.tokens),
-                f"{one.predicted:.3f} ({words.interval(one.interval)})",
-                words.loss(one.loss),
-                MISSING if one.loss is None else f"{one.loss - one.predicted:+.3f}",
-                MISSING if one.loss is None else ("yes" if is_inside else "no"),
-                str(one.seeds) if one.seeds else MISSING,
-            )
-        )
+        trained = [MISSING] * 4  # until the run is finished
+        if one.loss is not None:
+            is_inside = one.interval.low <= one.loss <= one.interval.high
+            error = f"{one.loss - one.predicted:+.3f}"
+            trained = [words.loss(one.loss), error, "yes" if is_inside else "no", str(one.seeds)]
+        predicted = f"{one.predicted:.3f} ({words.interval(one.interval)})"
+        rows.append((one.model, words.amount(one.tokens), predicted, *trained))
     return Table(head, tuple(rows)).kept
 
 
@@ -310,8 +305,8 @@ def _label(measure: Measure) -> str:
 def _measure(measure: Measure, name: str) -> str:
     spread = measure.spreads[name]
     if measure.measure.endswith("_bytes"):
-        scaled = (spread.mean / 1e6, spread.low / 1e6, spread.high / 1e6)
-        return words.spread(Spread(*scaled, spread.count), ".4g")
+        megabytes = Spread(spread.mean / 1e6, spread.low / 1e6, spread.high / 1e6, spread.count)
+        return words.spread(megabytes, ".4g")
     if measure.kind in ("answers", "benchmark", "text"):
         return words.spread(spread, ".4f")
     return words.spread(spread, ",.0f" if spread.mean >= 1000 else ".4g")
@@ -369,11 +364,13 @@ def shared_fields(runs: Sequence[Run]) -> Table:
 
 
 def different_fields(runs: Sequence[Run], reference: str) -> Table:
-    """Returns the fields in which a name's runs differ from those of the reference."""
-    first = {run.name: run.config for run in reversed(runs)}
-    base = first.get(reference, runs[0].config)
+    """Returns the fields in which the first run of a name differs from that of the reference."""
+    config_of: dict[str, dict] = {}
+    for run in runs:
+        config_of.setdefault(run.name, run.config)
+    base = config_of.get(reference, runs[0].config)
     rows = []
-    for name, config in reversed(first.items()):
+    for name, config in config_of.items():
         differences = []
         for field in {**base, **config}:
             value = config.get(field)
@@ -395,7 +392,9 @@ def all_runs(runs: Sequence[Run]) -> Table:
         steps = f"{run.steps_done:,}"
         if not run.is_finished:
             steps += f" of {run.steps:,}"
-        last = run.last.loss if run.last else None
-        loss = "diverged" if run.diverged else words.loss(last, 4)
-        rows.append((run.label, str(run.seed), steps, loss, str(len(run.sessions)), run.workdir))
+        loss = words.loss(run.last.loss if run.last else None, 4)
+        if run.diverged:
+            loss = "diverged"
+        starts = str(len(run.sessions))
+        rows.append((run.label, str(run.seed), steps, loss, starts, run.workdir))
     return Table(head, tuple(rows))

@@ -128,9 +128,8 @@ def standing_loss(standing: Standing) -> str:
     if standing.modes:
         modes = [f"{mode.loss:.3f} in {mode.share:.0%}" for mode in standing.modes]
         return f"{standing.loss:.3f} ({enumeration(modes)} of the seeds)"
-    if standing.interval is None:
-        return loss(standing.loss)
-    return f"{loss(standing.loss)} ({interval(standing.interval)})"
+    text = loss(standing.loss)
+    return f"{text} ({interval(standing.interval)})" if standing.interval else text
 
 
 def known(standing: Standing) -> str:
@@ -159,10 +158,11 @@ def seeds_needed(values: Range | None) -> str:
     """Formats the number of seeds per model that would decide."""
     if values is None:
         return MISSING
-    if values.low > MANY_SEEDS:
-        return f"over {MANY_SEEDS:,}"
-    high = f"over {MANY_SEEDS:,}" if values.high > MANY_SEEDS else f"{math.ceil(values.high):,}"
-    low = f"{math.ceil(values.low):,}"
+    many = f"over {MANY_SEEDS:,}"
+    low, high = [
+        many if value > MANY_SEEDS else f"{math.ceil(value):,}"
+        for value in (values.low, values.high)
+    ]
     return low if low == high else f"{low} to {high}"
 
 
@@ -259,11 +259,14 @@ def cost(value) -> str:
 
 def unequal_flops(contest: Contest) -> str:
     """Returns the least and the most FLOPs of models that were not trained at equal ones, or ""."""
-    costs = {one.model: one.cost for one in contest.standings if one.cost}
-    if not costs or max(costs.values()) < UNEQUAL * min(costs.values()):
+    trained = [one for one in contest.standings if one.cost]
+    if not trained:
         return ""
-    least, most = min(costs, key=costs.get), max(costs, key=costs.get)
-    return f"{exponent(costs[least])} ({least}) to {exponent(costs[most])} ({most})"
+    least = min(trained, key=lambda one: one.cost)
+    most = max(trained, key=lambda one: one.cost)
+    if most.cost < UNEQUAL * least.cost:
+        return ""
+    return f"{exponent(least.cost)} ({least.model}) to {exponent(most.cost)} ({most.model})"
 
 
 # ------------------------------------------------------------------ over budgets

@@ -26,7 +26,8 @@ class CompareConfig(ConfigGroup):
     # seconds of training per run, for budget "seconds"
     seconds: float = 0.0
     # number of seeds that each run is trained with: train.seed, train.seed + 1, …
-    seeds: int = 2
+    # With 2, nobody can tell how much losses vary, so there are no compute multipliers
+    seeds: int = 3
     # multiples of each run's learning_rate and final_learning_rate, for example (0.5, 1, 2). Runs
     # with the seed train.seed - 1 are trained at all multiples and choose the best one, which has
     # the lowest validation loss at the end. The seeds of the comparison are trained only at the

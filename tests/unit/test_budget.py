@@ -251,7 +251,8 @@ def test_seconds_are_equal_by_a_stored_speed(tmp_path, monkeypatch):
     monkeypatch.setattr(
         budget, "steps_per_second", lambda run: {"gpt": 3.0, "pgpt": 2.0}[run.model.architecture]
     )
-    config = comparison(compare__budget="seconds", compare__seconds=30.0, compare__names="gpt,pgpt")
+    fields = {"compare__budget": "seconds", "compare__seconds": 30.0, "compare__seeds": 2}
+    config = comparison(compare__names="gpt,pgpt", **fields)
     assert [
         run.config.train.steps for run in recipe.make_comparison(config, tmp_path).runs({})
     ] == [90, 60] * 2

@@ -69,24 +69,35 @@ def choices() -> list[dict]:
     rows = []
     for kind in _KINDS.value:
         said: list[tuple[float, bool]] = []
+        cells_of_kind: list[dict] = []
         for models in MODELS:
             cells = [choices_of(design_of(kind, models, seeds), said) for seeds in SEEDS]
             shown = "  ".join(
                 f"{c['equal']:5.1f}/{c['chosen']:3.0f}/{c['wrong']:4.1f}" for c in cells
             )
             print(f"{kind}, {models} models, equal/chosen/wrong by seeds: {shown}", flush=True)
-            rows += cells
+            cells_of_kind += cells
+        print(f"{kind}, all/chosen/wrong: {totals(cells_of_kind)}", flush=True)
         print(f"{kind}, said/right: {calibration(said)}", flush=True)
+        rows += cells_of_kind
         rows.append({"kind": kind, "calibration": calibration(said)})
     return rows
 
 
+def totals(cells: Sequence[dict]) -> tuple[int, int, int]:
+    """Returns the numbers of records of unequal models, of those with a choice, and of wrong ones."""
+    records = _RECORDS.value * len(cells)
+    chosen, wrong = (sum(cell[field] for cell in cells) for field in ("chosen", "wrong"))
+    return records, round(chosen * _RECORDS.value / 100), round(wrong * _RECORDS.value / 100)
+
+
 def choices_of(design: Design, said: list[tuple[float, bool]]) -> dict:
-    rng = np.random.default_rng([design.models, design.seeds, len(design.kind)])
+    key = [design.models, design.seeds, len(design.kind)]
+    rng, equal_rng = np.random.default_rng(key), np.random.default_rng([*key, 1])
     equal = chosen = wrong = 0
     for number in range(_RECORDS.value):
         correlation = CORRELATIONS[number % 2]
-        is_chosen, *_ = ask(design, 0.0, correlation, rng)
+        is_chosen, *_ = ask(design, 0.0, correlation, equal_rng)
         equal += is_chosen
         spread = spread_of(design.kind, rng)
         is_chosen, is_right, probabilities = ask(design, spread, correlation, rng)

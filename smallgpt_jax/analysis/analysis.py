@@ -18,34 +18,29 @@ from smallgpt_jax.analysis.record import Record
 
 def analyse(record: Record) -> Findings:
     evidence = evidence_of(record)
-    size = largest_common_size(record.runs) if is_scaling(record) else ""
+    several_sizes = is_scaling(record)
+    size = largest_common_size(record.runs) if several_sizes else ""
     model = record.reference.partition("@")[0]
 
     def contest_at(at_size: str) -> Contest | None:
-        return as_trained(evidence, at_size)
-
-    found, lacking = laws.find_laws(record, contest_at) if is_scaling(record) else (None, {})
-    choices = default_choices(evidence)
-    budgets = [
-        one.limit for one in choices if one.budget == "flops" and one.limit == one.compared_at
-    ]
-    ranked = [run for run in record.runs if run.horizon == 1 and (not size or run.size == size)]
-    base = f"{model}@{size}" if size else record.reference
+        return _as_trained(evidence, at_size)
 
     def compare_pairs(values: description.Values) -> tuple[Pair, ...]:
-        return compare_measure(values, base)
+        return _compare_measure(values, f"{model}@{size}" if size else record.reference)
 
+    longest_runs = [run for run in record.runs if run.horizon == 1]
+    ranked = [run for run in longest_runs if not size or run.size == size]
+    choices = default_choices(evidence)
+    flops = [one for one in choices if one.budget == "flops" and one.limit == one.compared_at]
     return Findings(
         setup=description.describe_setup(record),
         reference=model,
-        ranking=as_trained(evidence, size) if is_scaling(record) else as_trained(evidence),
+        ranking=_as_trained(evidence, size if several_sizes else None),
         ranked_size=size,
-        correlation=0.0,
         choices=choices,
         orders=find_orders(evidence, model),
-        multipliers=find_multipliers(evidence, model, budgets),
-        laws=found,
-        laws_refused=lacking,
+        multipliers=find_multipliers(evidence, model, [one.limit for one in flops]),
+        laws=laws.find_laws(record, contest_at) if several_sizes else None,
         held_out=laws.check_predictions(record, contest_at),
         rates=description.describe_rates(record),
         diverged=description.diverged_runs(record),
@@ -55,24 +50,27 @@ def analyse(record: Record) -> Findings:
     )
 
 
-def as_trained(evidence: Evidence, size: str | None = None) -> Contest | None:
-    """Returns the contest of the models' longest runs of a size; None without any, or if their
-    losses cannot be compared.
+def _as_trained(evidence: Evidence, size: str | None) -> Contest | None:
+    """Returns the contest of the models' longest runs of a size, or of all names; None without any,
+    or if their losses cannot be compared.
     """
     candidates = longest(evidence.candidates)
     candidates = [one for one in candidates if size is None or one.first.size == size]
     if not candidates or not are_comparable([run for one in candidates for run in one.runs]):
         return None
-    entries = []
+    models = {one.model for one in candidates}
+    entries: list[Entry] = []
+    entered: set[str] = set()  # models, with those of the same function
     for one in candidates:
-        same = [other for other in candidates if other.model in evidence.equal_to(one.model)]
-        if not any(entry.candidate in same for entry in entries):
-            names = tuple(other.model for other in same)
-            entries.append(Entry(one, one.losses, one.flops, equal_to=names))
+        if one.model in entered:
+            continue
+        equal = tuple(other for other in evidence.equal_to(one.model) if other in models)
+        entered |= {one.model, *equal}
+        entries.append(Entry(one, one.losses, one.flops, equal_to=equal))
     return compete(entries, evidence)
 
 
-def compare_measure(values: description.Values, reference: str) -> tuple[Pair, ...]:
+def _compare_measure(values: description.Values, reference: str) -> tuple[Pair, ...]:
     """Returns the verdicts on a measure, {name: {seed: value}}: each name against the reference.
 
     "lower" and "higher" are of the measure, whichever is better.
@@ -80,9 +78,9 @@ def compare_measure(values: description.Values, reference: str) -> tuple[Pair, .
     names = [name for name in values if name != reference]
     if reference not in values or not names:
         return ()
-    losses = spreads.matrix([values[reference], *(values[name] for name in names)])
-    degrees = spreads.sample_variances(losses)[1]
-    prior = spreads.prior_of([losses], float(degrees.sum() - degrees.max()))
-    estimate = spreads.estimate(losses, prior)
+    rows = spreads.matrix([values[reference], *(values[name] for name in names)])
+    _, degrees = spreads.sample_variances(rows)
+    prior = spreads.prior_of([rows], float(degrees.sum() - degrees.max()))
+    estimate = spreads.estimate(rows, prior)
     pairs = compare_pairs((reference, *names), estimate, draw_losses(estimate))
     return tuple(pair for pair in pairs if pair.other == reference)

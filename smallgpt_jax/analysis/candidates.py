@@ -9,8 +9,8 @@ from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.record import Record, Run, grouped
 
 EQUAL = 1e-3  # nats; models whose losses differ by less with each seed are the same function
-MIN_MODELS = 4  # at a size and length, whose differences have a typical variance of their own
-SAME_ROWS = 1.01  # ratio up to which numbers of validation tokens count as the same rows
+_MIN_MODELS = 4  # at a size and length, whose differences have a typical variance of their own
+_SAME_ROWS = 1.01  # ratio up to which numbers of validation tokens count as the same rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Candidate:
         return self.first.last.flops if self.first.last else None
 
 
-def candidates_of(runs: Sequence[Run]) -> list[Candidate]:
+def _candidates_of(runs: Sequence[Run]) -> list[Candidate]:
     """Returns the candidates of the finished and the diverged runs.
 
     A diverged seed makes the loss of its candidate infinite for every reader: who trains the model
@@ -58,13 +58,16 @@ def _losses(runs: Sequence[Run]) -> dict[int, float]:
 
     Several runs with one order are one sample of it: their mean.
     """
-    by_order = grouped(runs, lambda run: run.order)
-    if len(by_order) == 1:
-        by_order = grouped(runs, lambda run: run.seed)
-    return {order: statistics.fmean(run.loss for run in group) for order, group in by_order.items()}
+    groups = grouped(runs, lambda run: run.order)
+    if len(groups) == 1:
+        groups = grouped(runs, lambda run: run.seed)
+    losses = {}
+    for order, group in groups.items():
+        losses[order] = statistics.fmean(run.loss for run in group)
+    return losses
 
 
-def best_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _best_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Returns of each name and length the candidate at the learning rate with the lowest loss."""
     groups = grouped(candidates, lambda one: (one.first.name, one.first.steps))
     return [min(group, key=lambda one: one.loss) for group in groups.values()]
@@ -88,7 +91,7 @@ class Evidence:
     record: Record
     candidates: tuple[Candidate, ...]
     prior: spreads.Prior  # of all differences
-    priors: dict[tuple[str, int], spreads.Prior]  # of sizes and lengths with MIN_MODELS
+    priors: dict[tuple[str, int], spreads.Prior]  # of sizes and lengths with _MIN_MODELS
     equal: tuple[tuple[str, ...], ...]  # groups of models of one function
 
     def prior_at(self, candidate: Candidate) -> spreads.Prior:
@@ -108,19 +111,16 @@ class Evidence:
 
 
 def evidence_of(record: Record) -> Evidence:
-    candidates = best_rates(candidates_of(record.runs))
+    candidates = _best_rates(_candidates_of(record.runs))
     finite = [one for one in candidates if math.isfinite(one.loss)]
-    blocks = grouped(finite, _block)
-    losses = [spreads.matrix([one.losses for one in block]) for block in blocks.values()]
+    losses = []
+    priors = {}
+    for block, group in grouped(finite, _block).items():
+        losses.append(spreads.matrix([one.losses for one in group]))
+        if len(group) >= _MIN_MODELS:
+            priors[block] = spreads.prior_of(losses[-1:], _degrees_of_freedom(group))
     prior = spreads.prior_of(losses, _degrees_of_freedom(finite))
-    priors = {
-        block: spreads.prior_of([of_block], _degrees_of_freedom(blocks[block]))
-        for block, of_block in zip(blocks, losses)
-        if len(of_block) >= MIN_MODELS
-    }
-    return Evidence(
-        record, tuple(candidates), prior, priors, tuple(map(tuple, equal_models(finite)))
-    )
+    return Evidence(record, tuple(candidates), prior, priors, _equal_models(finite))
 
 
 def _block(candidate: Candidate) -> tuple[str, int]:
@@ -135,9 +135,9 @@ def _degrees_of_freedom(candidates: Sequence[Candidate]) -> int:
     """
     degrees = 0
     for of_size in grouped(candidates, lambda one: one.first.size).values():
-        orders = {name: 0 for name in {one.first.name for one in of_size}}
+        orders: dict[str, int] = {}
         for one in of_size:
-            orders[one.first.name] = max(orders[one.first.name], len(one.losses))
+            orders[one.first.name] = max(orders.get(one.first.name, 0), len(one.losses))
         # The model with the most orders is the one that the others are compared with.
         degrees += sum(count - 1 for count in orders.values()) - (max(orders.values()) - 1)
     return degrees
@@ -147,7 +147,7 @@ def _degrees_of_freedom(candidates: Sequence[Candidate]) -> int:
 def are_comparable(runs: Sequence[Run]) -> bool:
     """Whether the losses are means over the same validation rows, and of the same objective."""
     targets = [run.last.targets for run in runs if run.last]
-    is_same_size = bool(targets) and max(targets) <= SAME_ROWS * min(targets)
+    is_same_size = bool(targets) and max(targets) <= _SAME_ROWS * min(targets)
     return is_same_size and len({_objective(run) for run in runs}) <= 1
 
 
@@ -160,8 +160,8 @@ def _objective(run: Run) -> str:
 
 def is_scaling(record: Record) -> bool:
     """Whether a model was trained at several sizes: its runs are named MODEL@SIZE."""
-    sizes = grouped(record.runs, lambda run: run.model)
-    return any(len({run.size for run in runs}) > 1 for runs in sizes.values())
+    names = {(run.model, run.size) for run in record.runs}
+    return len(names) > len({model for model, _ in names})
 
 
 def largest_common_size(runs: Sequence[Run]) -> str:
@@ -178,7 +178,7 @@ def largest_common_size(runs: Sequence[Run]) -> str:
 
 
 # ------------------------------------------------------------------ equal models
-def equal_models(candidates: Sequence[Candidate]) -> list[list[str]]:
+def _equal_models(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], ...]:
     """Returns the models, those of the same function in one group.
 
     They have equal losses wherever both were trained; or they have equal configs, as lgpt and cgpt
@@ -186,14 +186,14 @@ def equal_models(candidates: Sequence[Candidate]) -> list[list[str]]:
     """
     groups: list[list[str]] = []
     of_model = by_model(candidates)
-    for model, own in of_model.items():
+    for model, of_this in of_model.items():
         for group in groups:
-            if _are_equal(own, of_model[group[0]]):
+            if _are_equal(of_this, of_model[group[0]]):
                 group.append(model)
                 break
         else:
             groups.append([model])
-    return groups
+    return tuple(map(tuple, groups))
 
 
 def _are_equal(some: Sequence[Candidate], others: Sequence[Candidate]) -> bool:
@@ -203,10 +203,10 @@ def _are_equal(some: Sequence[Candidate], others: Sequence[Candidate]) -> bool:
         return False
     if all(_has_equal_losses(one, other) for one, other in pairs):
         return True
-    is_imported = any(run.is_imported for one in (*some, *others) for run in one.runs)
-    return not is_imported and all(
-        _function(one.first) == _function(other.first) for one, other in pairs
-    )
+    runs = [run for one in (*some, *others) for run in one.runs]
+    if any(run.is_imported for run in runs):
+        return False
+    return all(_function(one.first) == _function(other.first) for one, other in pairs)
 
 
 def _setting(candidate: Candidate) -> tuple:

@@ -6,11 +6,11 @@ meet or not.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
-
-import numpy as np
 
 from smallgpt_jax.analysis.budgets import BUDGETS
 from smallgpt_jax.analysis.candidates import (
@@ -18,11 +18,12 @@ from smallgpt_jax.analysis.candidates import (
     Candidate,
     Evidence,
     are_comparable,
+    by_model,
     evidence_of,
     longest,
 )
 from smallgpt_jax.analysis.contest import POSSIBLE, Entry, compete
-from smallgpt_jax.analysis.findings import Choice, Contest, FrontPoint, Range, Refusal
+from smallgpt_jax.analysis.findings import Choice, Contest, FrontPoint
 from smallgpt_jax.analysis.lines import (
     NEAR,
     SAME,
@@ -34,8 +35,8 @@ from smallgpt_jax.analysis.lines import (
 from smallgpt_jax.analysis.record import Record, Run, grouped
 from smallgpt_jax.errors import UserError
 
-DEFAULT_BUDGETS = ("flops", "parameters", "decode_ms", "memory")  # that a report asks about
-MAX_LIMITS = 5  # per budget
+_DEFAULT_BUDGETS = ("flops", "parameters", "decode_ms", "memory")  # that a report asks about
+_MAX_LIMITS = 5  # per budget
 
 
 def choose(record: Record, budget: str, limit: float, batch: int = 1) -> Choice:
@@ -65,7 +66,7 @@ def default_choices(evidence: Evidence) -> tuple[Choice, ...]:
     if len(models) < 2 or not are_comparable(runs):
         return ()
     choices = []
-    for budget in DEFAULT_BUDGETS:
+    for budget in _DEFAULT_BUDGETS:
         asked = Asked(evidence, budget)
         choices += [asked.choice(limit) for limit in asked.limits()]
     return tuple(choices)
@@ -108,74 +109,68 @@ class Asked:
                 f"{min(costs):.3g} or more; use a larger budget"
             )
 
+    @functools.cached_property
+    def costs(self) -> dict[str, list[float]]:
+        """{model: costs of its candidates with a finite loss}, without models that have none."""
+        costs: dict[str, list[float]] = {}
+        for one in self.candidates:
+            cost = self.cost_of(one)
+            if math.isfinite(one.loss) and cost:
+                costs.setdefault(one.model, []).append(cost)
+        return costs
+
     # -------------------------------------------------------------- answers
     def choice(self, limit: float) -> Choice:
-        costs = {}
-        for one in self.candidates:
-            if math.isfinite(one.loss) and self.cost_of(one):
-                costs.setdefault(one.model, []).append(self.cost_of(one))
-        if not costs:
-            return self._answer(limit, None, "no cost", None, None, None)
-        least, most = min(map(min, costs.values())), max(map(max, costs.values()))
-        measured = Range(least, most)
-        if limit * SAME < least:
-            contest = self.contest(least)
-            return self._answer(limit, contest, "nothing within", least, limit / least, measured)
-        if limit > NEAR * most:
-            # The largest budget that two models have.
-            nearest = sorted(map(max, costs.values()))[-2:][0] if self.is_training else most
-            contest = self.contest(nearest)
-            return self._answer(limit, contest, "beyond", nearest, limit / most, measured)
-        contest = self.contest(limit)
-        return self._answer(limit, contest, contest.refusal, limit, None, measured)
-
-    def _answer(
-        self,
-        limit: float,
-        contest: Contest | None,
-        refusal: Refusal | None,
-        compared_at: float | None,
-        factor: float | None,
-        measured: Range | None,
-    ) -> Choice:
-        return Choice(
+        """Returns the answer to a limit. Below all costs and far beyond them nothing is chosen; then
+        the contest is that of the nearest cost.
+        """
+        answer = Choice(
             budget=self.budget,
             limit=limit,
             batch=self.batch,
-            chosen=contest.chosen if contest and compared_at == limit else None,
-            refusal=refusal,
+            chosen=None,
+            refusal="no cost",
+            contest=None,
+            compared_at=None,
+            factor=None,
+            front=self.front(),
+            devices=self.devices(),
+        )
+        if not self.costs:
+            return answer
+        least = min(map(min, self.costs.values()))
+        largest = sorted(map(max, self.costs.values()))  # of each model
+        refusal, compared_at, factor = None, limit, None
+        if limit * SAME < least:
+            refusal, compared_at, factor = "nothing within", least, limit / least
+        elif limit > NEAR * largest[-1]:
+            # The largest training budget that two models have, if there are two.
+            nearest = largest[-2:][0] if self.is_training else largest[-1]
+            refusal, compared_at, factor = "beyond", nearest, limit / largest[-1]
+        contest = self.contest(compared_at)
+        return dataclasses.replace(
+            answer,
+            chosen=contest.chosen if compared_at == limit else None,
+            refusal=refusal or contest.refusal,
             contest=contest,
             compared_at=compared_at,
             factor=factor,
-            measured=measured,
-            front=self.front(),
-            devices=self.devices(),
         )
 
     def contest(self, limit: float) -> Contest:
         """Returns the contest of the models within the limit, each at its best candidate there."""
         if self.is_training:
-            entries = training_entries(lines_of(self.candidates, self.cost), limit)
+            entries = _training_entries(lines_of(self.candidates, self.cost), limit)
         else:
             entries = self._entries_within(limit)
         entries += self._diverged(entries)
-        unmeasured = [one for one in self.candidates if self.cost_of(one) is None]
-        entries += [
-            Entry(min(group, key=lambda one: one.loss), group[0].losses, None)
-            for model, group in grouped(unmeasured, lambda one: one.model).items()
-            if model not in {entry.model for entry in entries}
-        ]
+        entries += self._unmeasured(entries)
         contest = compete(self._without_equals(entries), self.evidence)
-        risky = [
-            one.model
-            for one in contest.standings
-            if one.cost is None and one.probability >= POSSIBLE
-        ]
+        may_be_best = [one for one in contest.standings if one.probability >= POSSIBLE]
+        risky = tuple(one.model for one in may_be_best if one.cost is None)
         if not risky:
             return contest
-        return dataclasses.replace(
-            contest, chosen=None, refusal="not measured", blockers=tuple(risky)
-        )
+        return dataclasses.replace(contest, chosen=None, refusal="not measured", blockers=risky)
 
     def _entries_within(self, limit: float) -> list[Entry]:
         affordable = []
@@ -187,27 +182,40 @@ class Asked:
         return [_cheapest_of_lowest(group) for group in groups.values()]
 
     def _diverged(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Returns an entry for each model that has only diverged candidates."""
-        present = {entry.model for entry in entries}
-        groups = grouped(self.candidates, lambda one: one.model)
+        """Returns an entry for each further model that has only diverged candidates."""
         return [
             Entry(group[0], group[0].losses, self.cost_of(group[0]))
-            for model, group in groups.items()
-            if model not in present and all(math.isinf(one.loss) for one in group)
+            for group in self._further(self.candidates, entries)
+            if all(math.isinf(one.loss) for one in group)
         ]
+
+    def _unmeasured(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Returns an entry for each further model that has candidates without a measured cost."""
+        unmeasured = [one for one in self.candidates if self.cost_of(one) is None]
+        return [
+            Entry(min(group, key=lambda one: one.loss), group[0].losses, None)
+            for group in self._further(unmeasured, entries)
+        ]
+
+    def _further(
+        self, candidates: Sequence[Candidate], entries: Sequence[Entry]
+    ) -> list[list[Candidate]]:
+        """Returns the candidates by model, without the models that have an entry."""
+        entered = {entry.model for entry in entries}
+        return [group for model, group in by_model(candidates).items() if model not in entered]
 
     def _without_equals(self, entries: Sequence[Entry]) -> list[Entry]:
         """Returns one entry per function: as several, it would have more chances to be the best."""
-        groups = grouped(entries, lambda entry: min((entry.model, *self._equals(entry.model))))
+
+        def function(entry: Entry) -> str:
+            return min((entry.model, *self.evidence.equal_to(entry.model)))
+
         kept = []
-        for group in groups.values():
+        for group in grouped(entries, function).values():
             best = _cheapest_of_lowest(group)
             others = tuple(entry.model for entry in group if entry is not best)
             kept.append(dataclasses.replace(best, equal_to=others))
         return kept
-
-    def _equals(self, model: str) -> tuple[str, ...]:
-        return self.evidence.equal_to(model)
 
     def front(self) -> tuple[FrontPoint, ...]:
         """Returns the candidates, cheapest first, with a lower loss than all that cost no more."""
@@ -217,17 +225,8 @@ class Asked:
         for cost, loss, one in sorted(priced, key=lambda row: row[:2]):
             if not front or loss < front[-1].loss:
                 run = one.first
-                front.append(
-                    FrontPoint(
-                        one.model,
-                        run.label,
-                        cost,
-                        loss,
-                        run.parameters,
-                        run.active_parameters,
-                        run.tokens,
-                    )
-                )
+                sizes = (run.parameters, run.active_parameters, run.tokens)
+                front.append(FrontPoint(one.model, run.label, cost, loss, *sizes))
         return tuple(front)
 
     def devices(self) -> tuple[str, ...]:
@@ -249,24 +248,19 @@ class Asked:
         Others: the costs on the front.
         """
         if not self.is_training:
-            return _largest_of_near([point.cost for point in self.front()])[-MAX_LIMITS:]
-        costs: dict[str, list[float]] = {}
-        for one in self.candidates:
-            if math.isfinite(one.loss) and self.cost_of(one):
-                costs.setdefault(one.model, []).append(self.cost_of(one))
-        prices = sorted(cost for group in costs.values() for cost in group)
+            return _largest_of_near([point.cost for point in self.front()])[-_MAX_LIMITS:]
         limits = []
-        for limit in _largest_of_near(prices):
-            near = [m for m, group in costs.items() if any(_is_near(c, limit) for c in group)]
+        for limit in _largest_of_near(list(itertools.chain(*self.costs.values()))):
+            near = [costs for costs in self.costs.values() if _has_near(costs, limit)]
             if len(near) > 1:
                 limits.append(limit)
-        if len(limits) > MAX_LIMITS:
-            limits = _powers_of_ten(costs) or limits
-        return limits[-MAX_LIMITS:]
+        if len(limits) > _MAX_LIMITS:
+            limits = _powers_of_ten(self.costs) or limits
+        return limits[-_MAX_LIMITS:]
 
 
-def _is_near(cost: float, limit: float) -> bool:
-    return limit / NEAR <= cost <= limit
+def _has_near(costs: Sequence[float], limit: float) -> bool:
+    return any(limit / NEAR <= cost <= limit for cost in costs)
 
 
 def _largest_of_near(costs: Sequence[float]) -> list[float]:
@@ -279,11 +273,15 @@ def _largest_of_near(costs: Sequence[float]) -> list[float]:
 
 
 def _powers_of_ten(costs: dict[str, list[float]]) -> list[float]:
+    """Returns the powers of ten with which all models were trained, the largest such cost, and the
+    next power; [] if they have no costs in common.
+    """
     low, high = max(map(min, costs.values())), min(map(max, costs.values()))
     if low >= high:
         return []
-    exponents = np.arange(np.ceil(np.log10(low)), np.floor(np.log10(high)) + 1)
-    return [*(10.0**exponents).tolist(), high, float(10.0 ** np.ceil(np.log10(high)))]
+    first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+    powers = [10.0**exponent for exponent in range(first, last + 1)]
+    return [*powers, high, 10.0 ** math.ceil(math.log10(high))]
 
 
 def _cheapest_of_lowest(entries: Sequence[Entry]) -> Entry:
@@ -296,7 +294,7 @@ def _cheapest_of_lowest(entries: Sequence[Entry]) -> Entry:
 
 
 # ------------------------------------------------------------------ training budgets
-def training_entries(lines: dict[str, Lines], budget: float) -> list[Entry]:
+def _training_entries(lines: dict[str, Lines], budget: float) -> list[Entry]:
     """Returns the models at a training budget; [] if none was trained with so little.
 
     A model that was trained with less stays: its loss bounds the loss at the budget. So does one

@@ -168,7 +168,6 @@ class Choice:
     contest: Contest | None
     compared_at: float | None
     factor: float | None  # limit / nearest measured cost, of "nothing within" and "beyond"
-    measured: Range | None  # costs of the candidates
     front: tuple[FrontPoint, ...]  # over all candidates, cheapest first
     devices: tuple[str, ...]  # of the measurements of this cost, if several
 
@@ -384,12 +383,10 @@ class Findings:
     # fewer than one is finished, or if their losses are not of the same validation rows.
     ranking: Contest | None
     ranked_size: str
-    correlation: float  # of losses of two models with the same order of batches, over the record
     choices: tuple[Choice, ...]  # by budget, in ascending order of the limit
     orders: tuple[Order, ...]  # of each other model and the reference
     multipliers: tuple[Multiplier, ...]  # of each other model, at the budgets of `choices`
     laws: Laws | None  # of several sizes
-    laws_refused: dict[str, str]  # {model: what it lacks}, if there are no laws
     held_out: HeldOut | None
     rates: tuple[Rates, ...]
     diverged: tuple[Diverged, ...]

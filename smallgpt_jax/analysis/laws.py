@@ -5,6 +5,7 @@ used, and how wide its intervals are, is decided by leaving out the largest size
 the error to expect one size further on.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -62,12 +63,11 @@ def targets_of(runs: Sequence[Run]) -> list[Target]:
     targets = []
     for group in grouped(runs, lambda run: (run.name, run.horizon)).values():
         losses = [run.loss for run in group]
-        if all(map(math.isfinite, losses)):
-            first = group[0]
-            mean = math.fsum(losses) / len(losses)
-            targets.append(
-                Target(first.model, first.size, first.parameters, first.tokens, mean, len(losses))
-            )
+        if not all(map(math.isfinite, losses)):
+            continue
+        run, mean = group[0], math.fsum(losses) / len(losses)
+        target = Target(run.model, run.size, run.parameters, run.tokens, mean, len(losses))
+        targets.append(target)
     return targets
 
 
@@ -108,24 +108,26 @@ class _LeftOut(NamedTuple):
 def leave_out_largest(targets: Sequence[Target]) -> _LeftOut:
     """Returns the errors of the forms at the largest size of models that have enough for a law."""
     size = _largest_size(targets)
-    rest = [target for target in targets if target.size != size]
-    errors = []
-    for form in FORMS:
-        misses = _misses(form, rest, [target for target in targets if target.size == size])
-        errors.append((FormError(form, float(np.mean(misses))), misses))
-    errors.sort(key=lambda pair: pair[0].error)
-    return _LeftOut(
-        size, tuple(error for error, _ in errors), float(np.quantile(errors[0][1], INTERVAL))
-    )
+    smaller = [target for target in targets if target.size != size]
+    largest = [target for target in targets if target.size == size]
+    misses = {form: _misses(form, smaller, largest) for form in FORMS}
+    errors = [FormError(form, float(np.mean(of_form))) for form, of_form in misses.items()]
+    errors.sort(key=lambda one: one.error)
+    best = errors[0].form
+    return _LeftOut(size, tuple(errors), float(np.quantile(misses[best], INTERVAL)))
 
 
 def _misses(form: str, fitted: Sequence[Target], left_out: Sequence[Target]) -> list[float]:
-    by_model = grouped(fitted, lambda target: target.model)
-    misses = []
-    for target in left_out:
-        law = fit(form, by_model[target.model])
-        misses.append(abs(predicted_loss(form, law, target) - target.loss))
-    return misses
+    """Returns how far the law of the fitted losses is from each loss that was left out."""
+    fits = _fits(form, fitted)
+    return [
+        abs(predicted_loss(form, fits[target.model], target) - target.loss) for target in left_out
+    ]
+
+
+def _fits(form: str, targets: Sequence[Target]) -> dict[str, dict[str, float]]:
+    """Returns {model: law}."""
+    return {model: fit(form, group) for model, group in grouped(targets, _model).items()}
 
 
 def _largest_size(targets: Sequence[Target]) -> str:
@@ -144,28 +146,21 @@ def predict(
 ) -> Predictions:
     """Returns the predictions of planned runs of a held-out size, from the runs of other sizes."""
     targets = targets_of(runs)
-    by_model = grouped(targets, lambda target: target.model)
-    lacking = {model: missing(by_model.get(model, ())) for model in _models(planned)}
-    usable = [target for target in targets if not lacking.get(target.model, "not planned")]
-    rows = []
-    form = next(iter(FORMS))
+    by_model = grouped(targets, _model)
+    missing_of = {target.model: missing(by_model.get(target.model, ())) for target in planned}
+    not_predicted = {model: what for model, what in missing_of.items() if what}
+    can_be_predicted = missing_of.keys() - not_predicted
+    usable = [target for target in targets if target.model in can_be_predicted]
+    form, rows = next(iter(FORMS)), []
     if usable:
         left_out = leave_out_largest(usable)
         form = left_out.forms[0].form
-        laws = {model: fit(form, group) for model, group in grouped(usable, _model).items()}
+        fits, half = _fits(form, usable), left_out.half_width
         for target in dict.fromkeys(planned):
-            if target.model in laws:
-                loss = predicted_loss(form, laws[target.model], target)
-                rows.append(
-                    Prediction(
-                        target.model,
-                        target.parameters,
-                        target.tokens,
-                        loss,
-                        loss - left_out.half_width,
-                        loss + left_out.half_width,
-                    )
-                )
+            if target.model in fits:
+                loss = predicted_loss(form, fits[target.model], target)
+                where = (target.model, target.parameters, target.tokens)
+                rows.append(Prediction(*where, loss, loss - half, loss + half))
     return Predictions(
         time=time,
         command=command,
@@ -173,7 +168,7 @@ def predict(
         interval=INTERVAL,
         records_sha256=hashlib.sha256(json.dumps(targets).encode()).hexdigest(),
         predictions={"parameters": tuple(rows)},
-        not_predicted={model: lack for model, lack in lacking.items() if lack},
+        not_predicted=not_predicted,
         form=form,
     )
 
@@ -182,40 +177,30 @@ def _model(target: Target) -> str:
     return target.model
 
 
-def _models(targets: Sequence[Target]) -> list[str]:
-    return list(dict.fromkeys(target.model for target in targets))
-
-
 # ------------------------------------------------------------------ findings
-def find_laws(record: Record, contest_at: ContestAt) -> tuple[Laws | None, dict[str, str]]:
-    """Returns the laws of all runs, and {model: what it lacks for one}. None without a law."""
+def find_laws(record: Record, contest_at: ContestAt) -> Laws | None:
+    """Returns the laws of the models with enough sizes and lengths; None if there are none."""
     by_model = grouped(targets_of(record.runs), _model)
-    lacking = {model: missing(targets) for model, targets in by_model.items()}
-    lacking = {model: lack for model, lack in lacking.items() if lack}
-    usable = [
-        target for model, group in by_model.items() if model not in lacking for target in group
-    ]
+    usable: list[Target] = []
+    for targets in by_model.values():
+        usable += [] if missing(targets) else targets
     if not usable or not _largest_size(usable):
-        return None, lacking
+        return None
     left_out = leave_out_largest(usable)
-    form, error = left_out.forms[0].form, left_out.forms[0].error
-    rest = [target for target in usable if target.size != left_out.size]
-    by_law = {}
-    for model, group in grouped(rest, _model).items():
-        longest = _longest([one for one in usable if one.model == model], left_out.size)
-        by_law[model] = predicted_loss(form, fit(form, group), longest)
-    contest = contest_at(left_out.size)
-    laws = [Law(model, fit(form, group)) for model, group in grouped(usable, _model).items()]
-    return (
-        Laws(
-            forms=left_out.forms,
-            size=left_out.size,
-            error=error,
-            laws=tuple(laws),
-            by_law=_decisions(by_law, contest),
-            by_largest_size=_decisions(_losses_at(rest, _largest_size(rest)), contest),
-        ),
-        lacking,
+    form, size = left_out.forms[0].form, left_out.size
+    smaller = [target for target in usable if target.size != size]
+    predicted = {}
+    for model, law in _fits(form, smaller).items():
+        longest = _longest([target for target in usable if target.model == model], size)
+        predicted[model] = predicted_loss(form, law, longest)
+    contest = contest_at(size)
+    return Laws(
+        forms=left_out.forms,
+        size=size,
+        error=left_out.forms[0].error,
+        laws=tuple(Law(model, law) for model, law in _fits(form, usable).items()),
+        by_law=_decisions(predicted, contest),
+        by_largest_size=_decisions(_losses_at(smaller, _largest_size(smaller)), contest),
     )
 
 
@@ -249,41 +234,41 @@ def _verdict(contest: Contest | None, model: str, other: str) -> str:
 
 def check_predictions(record: Record, contest_at: ContestAt) -> HeldOut | None:
     """Returns the predictions of the held-out size beside the trained losses; None without any."""
-    content = record.predictions
-    if content is None:
+    predictions = record.predictions
+    if predictions is None:
         return None
-    trained = [one for one in targets_of(record.runs) if one.size == content.held_out]
-    losses = {(one.model, one.tokens): one for one in trained}
+    targets = targets_of(record.runs)
+    trained = {(one.model, one.tokens): one for one in targets if one.size == predictions.held_out}
     outcomes = []
-    for row in content.predictions.get("parameters", ()):
-        target = losses.get((row.name, row.tokens))
-        outcomes.append(
-            Outcome(
-                row.name,
-                row.tokens,
-                row.loss,
-                Range(row.low, row.high),
-                target.loss if target else None,
-                target.seeds if target else 0,
-            )
-        )
+    for row in predictions.predictions.get("parameters", ()):
+        target = trained.get((row.name, row.tokens))
+        loss, seeds = (target.loss, target.seeds) if target else (None, 0)
+        interval = Range(row.low, row.high)
+        outcomes.append(Outcome(row.name, row.tokens, row.loss, interval, loss, seeds))
+    held_out = HeldOut(
+        size=predictions.held_out,
+        time=predictions.time,
+        form=predictions.form,
+        sha256=predictions.records_sha256,
+        outcomes=tuple(outcomes),
+        error=None,
+        coverage=None,
+        by_law=None,
+        by_largest_size=None,
+    )
     known = [one for one in outcomes if one.loss is not None]
+    if not known:
+        return held_out
     misses = [abs(one.loss - one.predicted) for one in known]
     inside = [one.interval.low <= one.loss <= one.interval.high for one in known]
-    longest = {one.model: one.predicted for one in sorted(outcomes, key=lambda one: one.tokens)}
-    fitted = [one for one in targets_of(record.runs) if one.size != content.held_out]
-    fitted = [one for one in fitted if one.model in longest]
-    contest = contest_at(content.held_out) if known else None
-    return HeldOut(
-        size=content.held_out,
-        time=content.time,
-        form=content.form,
-        sha256=content.records_sha256,
-        outcomes=tuple(outcomes),
-        error=float(np.mean(misses)) if known else None,
-        coverage=float(np.mean(inside)) if known else None,
-        by_law=_decisions(longest, contest) if known else None,
-        by_largest_size=_decisions(_losses_at(fitted, _largest_size(fitted)), contest)
-        if known
-        else None,
+    # Of each model, the prediction for its longest training.
+    predicted = {one.model: one.predicted for one in sorted(outcomes, key=lambda one: one.tokens)}
+    fitted = [one for one in targets if one.size != predictions.held_out and one.model in predicted]
+    contest = contest_at(predictions.held_out)
+    return dataclasses.replace(
+        held_out,
+        error=float(np.mean(misses)),
+        coverage=float(np.mean(inside)),
+        by_law=_decisions(predicted, contest),
+        by_largest_size=_decisions(_losses_at(fitted, _largest_size(fitted)), contest),
     )

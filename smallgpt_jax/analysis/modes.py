@@ -14,14 +14,14 @@ from scipy import special
 
 from smallgpt_jax.analysis.findings import Mode
 
-LEVEL = 0.01  # probability that normally distributed losses are called two modes
-COPYING = 0.5  # nats; gap in the loss of repeats between seeds that copy and those that do not
-ONE_OF_TWENTY, SEVERAL = 0.05, 0.02
-SAMPLES = 20_000
+_LEVEL = 0.01  # probability that normally distributed losses are called two modes
+_COPYING = 0.5  # nats; gap in the loss of repeats between seeds that copy and those that do not
+_ONE_OF_TWENTY, _SEVERAL = 0.05, 0.02  # probabilities, see `split`
+_SAMPLES = 20_000
 
 
 def modes(losses: Sequence[float], repeats: Sequence[float | None]) -> tuple[Mode, ...]:
-    """Returns the two modes of one model's losses, lowest first; () if they are not seen to split.
+    """Returns the two modes of one model's losses, lowest first; () if they do not split visibly.
 
     `repeats` are the losses of repeats of the same runs, which tell who has learned to copy. Where
     they were not logged, the losses split if the largest gap between them is wider than normally
@@ -32,17 +32,21 @@ def modes(losses: Sequence[float], repeats: Sequence[float | None]) -> tuple[Mod
         return ()
     if None in repeats:
         order = sorted(losses)
-        split = _largest_gap(order)
-        is_split = _ratio(np.array([order]))[0] > _critical_ratio(len(order), LEVEL)
+        first_above = _largest_gap(order)
+        is_split = _ratio(np.array([order]))[0] > _critical_ratio(len(order), _LEVEL)
     else:
         order = [loss for _, loss in sorted(zip(repeats, losses))]
-        split = _largest_gap(sorted(repeats))
-        is_split = sorted(repeats)[split] - sorted(repeats)[split - 1] > COPYING
+        repeats = sorted(repeats)
+        first_above = _largest_gap(repeats)
+        is_split = repeats[first_above] - repeats[first_above - 1] > _COPYING
     if not is_split:
         return ()
-    groups = (order[:split], order[split:])
-    found = [Mode(len(group) / len(order), statistics.fmean(group), len(group)) for group in groups]
-    return tuple(sorted(found, key=lambda mode: mode.loss))
+    groups = [order[:first_above], order[first_above:]]
+    # Who copies has the lower loss of repeats, but not always the lower loss.
+    groups.sort(key=statistics.fmean)
+    return tuple(
+        Mode(len(group) / len(order), statistics.fmean(group), len(group)) for group in groups
+    )
 
 
 def _largest_gap(ascending: Sequence[float]) -> int:
@@ -56,30 +60,34 @@ def _ratio(samples: np.ndarray) -> np.ndarray:
     """
     samples = samples - samples.mean(1, keepdims=True)
     gaps = np.diff(samples, axis=1)
-    split = gaps.argmax(1)[:, None] + 1
-    is_low = np.arange(samples.shape[1]) < split
+    first_above = gaps.argmax(1)[:, None] + 1
+    is_low = np.arange(samples.shape[1]) < first_above
     squares = np.zeros(len(samples))
     for group in (is_low, ~is_low):
         means = np.where(group, samples, 0).sum(1) / group.sum(1)
         squares += (np.where(group, samples - means[:, None], 0) ** 2).sum(1)
-    within = np.sqrt(squares / (samples.shape[1] - 2))
+    within = np.sqrt(squares / (samples.shape[1] - 2))  # two means are estimated
     return gaps.max(1) / np.maximum(within, 1e-12)
 
 
 @functools.cache
 def _critical_ratio(count: int, level: float) -> float:
     """Returns the ratio that normally distributed losses exceed with a probability."""
-    samples = np.sort(np.random.default_rng(0).standard_normal((SAMPLES, count)), axis=1)
+    samples = np.sort(np.random.default_rng(0).standard_normal((_SAMPLES, count)), axis=1)
     return float(np.quantile(_ratio(samples), 1 - level))
 
 
 def split(losses: Sequence[np.ndarray]) -> bool:
-    """Whether more of several models' losses over seeds are split than normally distributed ones.
+    """Whether more of several models' losses over seeds split than normally distributed ones do.
 
-    Of the models of one size, a split that happens by chance in one of twenty is seen in so many
-    that this is less probable than SEVERAL. One model with three seeds does not show it.
+    Of these, one sample in twenty splits by chance (_ONE_OF_TWENTY). More are no chance if so many
+    have a probability below _SEVERAL: 4 of 20 have 1.6%. One model with three seeds does not show it.
     """
-    enough = [sample[~np.isnan(sample)] for sample in losses]
-    enough = [np.sort(sample) for sample in enough if np.isfinite(sample).sum() >= 3]
-    seen = sum(_ratio(one[None])[0] > _critical_ratio(len(one), ONE_OF_TWENTY) for one in enough)
-    return bool(special.bdtrc(seen - 1, len(enough), ONE_OF_TWENTY) < SEVERAL) if seen else False
+    samples = [np.sort(of_model[~np.isnan(of_model)]) for of_model in losses]
+    samples = [sample for sample in samples if len(sample) >= 3]
+    count = 0
+    for sample in samples:
+        count += _ratio(sample[None])[0] > _critical_ratio(len(sample), _ONE_OF_TWENTY)
+    if count == 0:
+        return False
+    return bool(special.bdtrc(count - 1, len(samples), _ONE_OF_TWENTY) < _SEVERAL)

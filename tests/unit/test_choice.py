@@ -72,7 +72,6 @@ def test_the_best_model_at_a_budget_between_runs_is_interpolated():
     assert (first.known, first.cost) == ("interpolated", 1.2e7)
     assert first.loss == pytest.approx(math.sqrt(12), abs=1e-3)
     assert first.tokens == pytest.approx(2000)
-    assert answer.measured.low == 6e6
 
 
 def test_a_cheaper_run_with_a_lower_loss_is_the_models_loss():

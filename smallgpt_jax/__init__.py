@@ -109,9 +109,8 @@ sys.modules[__name__].__class__ = _Package
 
 
 def _require_environment() -> None:
-    """Exits with a message if this Python is too old or has no JAX, as outside of the environment
-    that `make` creates.
-    """
+    """Exits with a message if this Python is too old or has no JAX."""
+    # as outside of the environment that `make` creates
     problem = ""
     if sys.version_info < (3, 11):  # noqa: UP036
         problem = f"is Python {sys.version_info[0]}.{sys.version_info[1]}, older than 3.11"

@@ -33,6 +33,7 @@ flags.mark_flag_as_required("results")
 
 
 def main() -> None:
+    # a limit of 0 is given, too
     limits = {name: flag.value for name, flag in _LIMITS.items() if flag.value is not None}
     budget, limit = _one_budget(limits)
     _check_batch(budget, _BATCH.value)

@@ -46,9 +46,7 @@ flags.disclaim_key_flags()
 
 
 def define_config():
-    """Defines --config, whose value is a ConfigDict with all overrides applied, and
-    --trust_custom_code.
-    """
+    """Defines --config, a ConfigDict with all overrides applied, and --trust_custom_code."""
     define_trust()
     return config_flags.DEFINE_config_file(
         "config",
@@ -123,7 +121,8 @@ def _explain(error: Exception) -> None:
         fail(object_storage.request_error_message("object storage", error))
     if not isinstance(error, OSError):
         return
-    is_closed = is_output_closed()  # other causes: full disk, missing permission
+    # a reader that has exited, such as `head`; other causes: full disk, missing permission
+    is_closed = is_output_closed()
     drop_unwritable("stdout")
     if isinstance(error, BrokenPipeError) and is_closed:
         sys.exit(141)
@@ -140,8 +139,7 @@ def _configure_jax() -> None:
 
 
 def _missing_devices(error: Exception) -> str:
-    """Returns a message if JAX has not found the devices that a command needs, else ""."""
-    if "jax" not in sys.modules:
+    if "jax" not in sys.modules:  # an import would take longer than the command
         return ""
     from smallgpt_jax.devices.platform import missing_devices_message
 
@@ -160,7 +158,7 @@ def _require_open_files() -> None:
 
 
 def require_readable_arguments(argv: list[str]) -> None:
-    """Raises UserError for arguments that Python cannot decode, because the locale is not UTF-8."""
+    """Raises UserError for arguments that Python cannot decode, without UTF-8."""
     encoding = sys.getfilesystemencoding()
     for argument in argv:
         if encoding != "utf-8" and not argument.isascii():
@@ -173,6 +171,7 @@ def require_readable_arguments(argv: list[str]) -> None:
 
 def parse(argv: list[str]) -> list[str]:
     """Exits with a one-line message if a flag or the config file has an error."""
+    # before the config file is read, which may have an error
     if {"--help", "-h", "-help", "--h"} & set(argv[1:]):
         app.usage(shorthelp=True, writeto_stdout=True)
         sys.exit(0)
@@ -200,14 +199,10 @@ _RUN_OVERRIDE = re.compile(
 
 
 def quote_run_names(argv: list[str]) -> list[str]:
-    """Returns a copy of `argv` with quotes around each NAME in --config.runs.NAME.… that is not an
-    identifier.
-
-    ml_collections expects such names as Python strings. For the run "lr 0.1", the argument
-    '--config.runs.lr 0.1.model.d_model=8' becomes
-    --config.runs["lr\\U000000200\\U0000002e1"].model.d_model=8.
-    """
-
+    """Returns `argv` with quotes around names of runs that are no identifiers."""
+    # ml_collections expects such names as Python strings. For the run "lr 0.1", the argument
+    # '--config.runs.lr 0.1.model.d_model=8' becomes
+    # --config.runs["lr\U000000200\U0000002e1"].model.d_model=8.
     quoted = []
     for argument in argv:
         if override := _RUN_OVERRIDE.fullmatch(argument):
@@ -220,6 +215,7 @@ def quote_run_names(argv: list[str]) -> list[str]:
 def _subscript(name: str) -> str:
     if name.isidentifier() and not keyword.iskeyword(name):
         return f".{name}"
+    # inside quotes, a name could end them, or contain a dot that separates fields
     escaped = [c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in name]
     return f'["{"".join(escaped)}"]'
 
@@ -233,9 +229,7 @@ def unquote_run_names(text: str) -> str:
 
 
 def _find_config_file(argv: list[str]) -> list[str]:
-    """Returns a copy of `argv` with the recipe of --config replaced by its path; see
-    `find_recipe`.
-    """
+    """Returns `argv` with the recipe of --config replaced by its path; see `find_recipe`."""
     replaced = list(argv)
     for i, argument in enumerate(argv):
         if argument in ("--config", "-config") and i + 1 < len(argv):
@@ -264,6 +258,7 @@ def _error_message(error: Exception) -> str:
         if fields := _fields_named(error.flagname):
             return f"no flag --{error.flagname}; did you mean {fields}?"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # absl puts a summary first and what is wrong with the flag last
     if isinstance(error, flags.Error):
         return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
     if isinstance(error, (KeyError, AttributeError)) and not _error_location(error):
@@ -272,6 +267,7 @@ def _error_message(error: Exception) -> str:
 
 
 def _unknown_field_message(error: Exception) -> str:
+    # the innermost message is the name alone
     name = error
     while isinstance(name, Exception):  # ml_collections wraps errors
         name = name.args[0]
@@ -282,9 +278,7 @@ def _unknown_field_message(error: Exception) -> str:
 
 
 def _fields_named(flag: str) -> str:
-    """Returns what an unknown flag may mean, or "": --steps and --train.steps →
-    "--config.train.steps".
-    """
+    """Returns what an unknown flag may mean, or "": --steps → "--config.train.steps"."""
     if "config" not in flags.FLAGS:
         return ""
     if "." in flag:
@@ -302,11 +296,10 @@ def _fields_named(flag: str) -> str:
 
 
 def _error_location(error: Exception) -> str:
-    """Returns 'FILE, line N: ' for the innermost stack frame in the user's code, or '' if there is
-    none.
-    """
+    """Returns 'FILE, line N: ' for the innermost stack frame in the user's code, or ''."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: "
+    # frames of this module, of libraries and of Python itself are not the user's
     others = (__file__, "/site-packages/", "<frozen")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         is_of_others = any(part in frame.filename for part in others)
@@ -316,7 +309,7 @@ def _error_location(error: Exception) -> str:
 
 
 def fail(message: str, status: int = 1) -> None:
-    """A message may contain what somebody else has written into a file."""
+    # a message may contain what somebody else has written into a file
     lines = map(printable, f"error: {message}".splitlines())
     print("\n".join(lines), file=sys.stderr)
     sys.exit(status)

@@ -149,6 +149,7 @@ def _ask_gate() -> None:
 
 
 def _check_flags() -> None:
+    # --results continues a comparison beside --config, and is merged without it
     chosen = {flag.name for flag in (_CONFIG, _WORKDIRS, _RESULTS) if flag.value is not None}
     if _BUNDLE.value is not None:
         if chosen != {"results"} or len(_RESULTS.value) != 1:

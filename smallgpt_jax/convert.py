@@ -94,6 +94,7 @@ def main() -> None:
     direction = f"--to={_TO.value}" if _TO.value else f"--from={_FROM.value}"
     form = EXPORTS[_TO.value] if _TO.value else IMPORTS[_FROM.value]
     arguments = ("output", "step") if _TO.value else ("input",)
+    # the options of a format are the fields of its class
     fields = [field.name for field in dataclasses.fields(form)]
     options = {}
     for flag in _FORMAT_FLAGS:

@@ -1,6 +1,4 @@
-"""Exceptions that commands print as a message, without a traceback; Ctrl-C while a command imports
-its libraries.
-"""
+"""Exceptions that commands print as a message, without a traceback; Ctrl-C during imports."""
 
 import difflib
 import importlib
@@ -16,6 +14,8 @@ from pathlib import Path
 
 def command_line(module: str, *arguments: str) -> str:
     """Returns a command that also works while this environment is not active."""
+    # "python" if it is this environment's, else the path of this environment's, as short as it can
+    # be without leading out of the working directory
     python = "python"
     if os.path.dirname(shutil.which(python) or "") != os.path.dirname(sys.executable):
         python = os.path.relpath(sys.executable)
@@ -51,18 +51,14 @@ def import_library(name: str, extra: str = "hf"):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean 'x'?" with the known name most similar to `name`; "" if none is
-    similar.
-    """
+    """Returns "; did you mean 'x'?" with the known name most like `name`, or ""."""
     near = difflib.get_close_matches(name, filter(None, known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class UserError(Exception):
-    """An error that a user can cause and fix; commands print the message and exit with status 1.
-
-    In one or two lines, the message says where the error is (flag, field, file, line), what is
-    wrong and what to do.
+    """An error that a user can cause and fix, in one or two lines: where, what is wrong, what to
+    do.
     """
 
     def _render_traceback_(self) -> list[str]:
@@ -90,11 +86,9 @@ class DivergenceError(UserError):
     """The loss, the gradient or a weight of a run is not finite."""
 
 
+# As on any Ctrl-C, a loop over runs that handles Exception ends too.
 class StoppedError(KeyboardInterrupt):
-    """A stop request ended the run; `status` is the exit status of the command.
-
-    As on any Ctrl-C, a loop over runs that handles Exception ends too.
-    """
+    """A stop request ended the run; `status` is the exit status of the command."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -105,10 +99,8 @@ class StoppedError(KeyboardInterrupt):
 
 
 def exit_on_interrupt() -> None:
-    """On Ctrl-C, prints a message and exits with status 130, as `cli` does later. For the seconds
-    of the imports.
-    """
-    # not if the caller ignores Ctrl-C
+    """On Ctrl-C, prints a message and exits with status 130, as `cli` does later."""
+    # imports take seconds; not if the caller ignores Ctrl-C
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 
@@ -120,8 +112,6 @@ def raise_on_interrupt() -> None:
 
 
 def _exit(*_) -> None:
-    """Does not raise, because libraries turn a KeyboardInterrupt in their imports into other
-    errors.
-    """
+    # does not raise: libraries turn a KeyboardInterrupt in their imports into other errors
     os.write(2, b"error: stopped\n")
     os._exit(130)

@@ -121,6 +121,7 @@ _FLAGS = (
 
 
 def main() -> None:
+    # a flag of another form would be ignored
     chosen = [flag.name for flag, _ in _FLAGS if flag.value is not None]
     if len(chosen) != 1:
         raise UserError("give one of --tasks, --examples and --text; see --help")

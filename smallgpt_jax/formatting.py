@@ -23,9 +23,7 @@ def duration(seconds: float) -> str:
 
 
 def millions(count: int) -> str:
-    """Formats a count in millions: 3704321 → '3.70 M'. Counts below 100,000 are written in full:
-    3704 → '3,704'.
-    """
+    """Formats a count: 3704321 → '3.70 M'; below 100,000 in full: 3704 → '3,704'."""
     return f"{count:,}" if count < 100_000 else f"{count / 1e6:,.2f} M"
 
 
@@ -35,9 +33,7 @@ def format_bytes(size: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Returns at most `width` bars. Each shows the mean of a few consecutive values: [9, 5, 2, 1] →
-    '█▅▂▁'.
-    """
+    """Returns at most `width` bars, means of consecutive values: [9, 5, 2, 1] → '█▅▂▁'."""
     count = min(width, len(values))
     ends = [i * len(values) // count for i in range(count + 1)]
     means = [statistics.fmean(values[start:end]) for start, end in itertools.pairwise(ends)]
@@ -54,9 +50,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def short_reason(error: BaseException) -> str:
-    """Returns the operating system's message for an error with an errno, and the first line of any
-    other error.
-    """
+    """Returns the first line of an error, or the operating system's message for its errno."""
     number = find_errno(error)
     if number:
         return os.strerror(number)

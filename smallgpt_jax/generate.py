@@ -79,6 +79,7 @@ def main() -> None:
     model = inference.load(
         _WORKDIR.value, _STEP.value, _PATHS.value, _TRUST.value, _SKIP_BLOCKS.value
     )
+    # an answer as long as the context would drop the question at once
     new_tokens = _MAX_NEW_TOKENS.value
     is_conversation = _INTERACTIVE.value or _CHAT.value
     if new_tokens is None:
@@ -149,9 +150,10 @@ def chat(conversation, settings: dict, as_messages: bool = False) -> None:
         except (EOFError, KeyboardInterrupt) as end:
             if sys.stdin.isatty():
                 print(flush=True)
-            if isinstance(end, KeyboardInterrupt):
+            if isinstance(end, KeyboardInterrupt):  # for the exit status of Ctrl-C
                 raise
             return
+        # a refused line, such as one that is too long, does not end the conversation
         try:
             answer = print_stream(
                 "", conversation.say(line if as_messages else f"{line_end}{line}\n", **settings)

@@ -46,6 +46,7 @@ def main() -> None:
         distributed.initialize(
             _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value
         )
+    # from here on, another process may die while this one waits for it
     with distributed.exit_on_peer_failure():
         train(_CONFIG.value, _WORKDIR.value, exits=True)
         messages.print_final_message(_WORKDIR.value)

@@ -1,6 +1,4 @@
-"""Best-effort standard output and standard error: a command ignores write errors and does not wait
-for readers.
-"""
+"""Best-effort output: a command ignores write errors and does not wait for readers."""
 
 import contextlib
 import io
@@ -18,14 +16,11 @@ _MAX_PENDING = 1 << 20  # bytes that are kept for a slow reader
 
 
 class _BestEffortStream:
-    """Drops text that cannot be written.
-
-    A write to a full pipe or to a paused terminal would block the run. So a thread writes, if the
-    stream is a file.
-    """
+    """Drops text that cannot be written."""
 
     def __init__(self, stream):
         self._stream, self._writer = stream, None
+        # A write to a full pipe or to a paused terminal would block the run. So a thread writes.
         if isinstance(stream, io.TextIOWrapper):  # not, for example, the output of a notebook
             with contextlib.suppress(OSError):  # no file descriptor, or it cannot be written
                 stream.flush()
@@ -78,12 +73,11 @@ class _BackgroundWriter:
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Waits until everything is written, or until the reader has taken nothing for
-        PATIENCE_SECONDS.
-        """
+        """Waits until all is written, or the reader has taken nothing for PATIENCE_SECONDS."""
         with self._changed:
             while self._pending and not self._is_blocked:
                 before = self._num_written
+                # progress, however slow, is waited for
                 self._is_blocked = not self._changed.wait_for(
                     lambda: self._num_written > before, PATIENCE_SECONDS
                 )
@@ -119,9 +113,7 @@ class _BackgroundWriter:
 
 @contextlib.contextmanager
 def best_effort(name: str) -> Iterator[None]:
-    """Ignores write errors of the stream sys.`name`. If a reader does not read, drops all later
-    output.
-    """
+    """Ignores write errors of the stream sys.`name`, and drops all output if nobody reads."""
     stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(stream, _BestEffortStream):
         yield
@@ -136,9 +128,7 @@ def best_effort(name: str) -> Iterator[None]:
 
 
 def drop_unwritable(name: str) -> None:
-    """Python flushes sys.stdout and sys.stderr at exit, and would exit with status 120 if that
-    failed.
-    """
+    # Python flushes both streams at exit, and would exit with status 120 if that failed.
     try:
         getattr(sys, name).flush()
     except OSError:
@@ -156,7 +146,7 @@ def is_output_closed() -> bool:
 
 
 class StatusLine:
-    """One line on standard error, updated in place on a terminal; elsewhere, nothing is written."""
+    """One line on standard error, updated in place on a terminal; elsewhere nothing."""
 
     def __init__(self):
         self.is_on_terminal = sys.stderr.isatty()
@@ -173,8 +163,8 @@ class StatusLine:
 def elapsed_time_shown(
     text: str, seconds: float = 1.0, line_seconds: float = 30.0
 ) -> Iterator[None]:
-    """Shows `text` and the time since the start on standard error: on a terminal in a `StatusLine`,
-    updated every few `seconds`; elsewhere in a new line every `line_seconds`.
+    """Shows `text` and the elapsed time on standard error: on a terminal in one line, every
+    `seconds`; elsewhere in a new line every `line_seconds`.
     """
     line, started, is_done = StatusLine(), time.monotonic(), threading.Event()
 

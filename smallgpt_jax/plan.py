@@ -52,6 +52,7 @@ def main() -> None:
             "--search: cannot be combined with --inference, which shows the largest batch; remove "
             "it"
         )
+    # also during a compilation of minutes, in which Python itself handles no signals
     with preemption.handle_signals("stopped"):
         if _INFERENCE.value:
             result = plan_inference(_CONFIG.value, _TOPOLOGY.value, batch=_BATCH.value)

@@ -1,10 +1,8 @@
 """Messages between the processes of a run, by JAX's coordination service.
 
-Unlike collectives, they need no device. So a thread can exchange them while the devices train, and
-so can processes that differ in their devices or their code.
-
-All processes call `exchange` and create `Agreement`s in the same order. Their numbers are the names
-of the messages.
+Unlike collectives, they need no device: a thread can exchange them while the devices train, and so
+can processes that differ in their devices or code. All processes call `exchange` and create
+`Agreement`s in the same order.
 """
 
 import contextlib
@@ -17,7 +15,7 @@ from jax._src import distributed  # JAX has no public access to the service's ke
 
 POLL_SECONDS = 2.0  # between two looks at whether a process is about to exit
 LEAVING_SECONDS = 5.0  # for which process 0, which runs the service, waits for the others
-_NUMBERS = itertools.count()
+_NUMBERS = itertools.count()  # names of the messages
 
 
 class PeerError(Exception):
@@ -39,10 +37,9 @@ def exchange(text: str) -> list[str]:
 
 
 def leave() -> None:
-    """Prepares the end of this process while others may go on. The service ends with process 0, and
-    would abort the processes that are about to report their own error.
-    """
+    """Prepares the end of this process while others may go on."""
     _send("leaving", "")
+    # The service ends with process 0, and would abort those that are about to report their error.
     if process_index() > 0:
         return
     end = time.monotonic() + LEAVING_SECONDS
@@ -54,17 +51,15 @@ def leave() -> None:
 
 
 class Agreement:
-    """Phases that all processes complete, or none: once a process has failed, no other waits for it
-    (collective; the methods may be called in any thread).
-    """
+    """Phases that all processes complete, or none (collective; in any thread)."""
 
     def __init__(self, num_phases: int):
-        self._name, self._num_phases, self._phase = f"agreement/{next(_NUMBERS)}", num_phases, 0
+        self._name = f"agreement/{next(_NUMBERS)}"
+        self._num_phases = num_phases
+        self._phase = 0
 
     def complete_phase(self) -> None:
-        """Waits until all processes have completed the next phase. Raises PeerError if one has
-        failed.
-        """
+        """Waits until all have completed the next phase. Raises PeerError if one has failed."""
         failures = _exchange(f"{self._name}/{self._phase}", "")
         self._phase += 1
         for process, failure in enumerate(failures):
@@ -95,9 +90,7 @@ def _send(name: str, text: str) -> None:
 
 
 def _receive(name: str, process: int) -> str:
-    """Waits without a limit. Raises PeerError if the other process leaves; if it dies, the service
-    ends this one, too.
-    """
+    """Waits without a limit. Raises PeerError if the other process leaves."""
     client = distributed.global_state.client
     while True:
         try:
@@ -107,6 +100,7 @@ def _receive(name: str, process: int) -> str:
             is_exiting = not threading.main_thread().is_alive()
             if is_exiting or "DEADLINE_EXCEEDED" not in str(error):
                 raise
+        # if it has died instead, the service ends this process, too
         if _has_left(process):
             raise PeerError(f"process {process} has exited")
 

@@ -53,9 +53,7 @@ CHIPS = {
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """Returns the chip of a `jax.Device.device_kind`; None if unknown. The longest matching prefix
-    counts.
-    """
+    """Returns the chip of a `jax.Device.device_kind`; None if unknown."""
     if device_kind in CHIPS:
         return CHIPS[device_kind]
     # "D" or "Laptop GPU" after the name of a GeForce is another GPU, "PCIe" after H100 a variant

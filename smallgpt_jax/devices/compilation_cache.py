@@ -1,8 +1,4 @@
-"""The folder of JAX's persistent compilation cache, which several processes and machines can share.
-
-XLA compiles for the host's instruction set, which JAX's cache keys lack, so each kind of processor
-has a subfolder.
-"""
+"""The folder of JAX's persistent compilation cache, which processes and machines can share."""
 
 import hashlib
 import os
@@ -20,9 +16,7 @@ VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
 
 def configure() -> None:
-    """Keeps a folder that the calling program has set. Sets none if VARIABLE is the empty
-    string.
-    """
+    # keeps a folder that the calling program has set; the empty string means none
     variable = os.environ.get(VARIABLE)
     if variable != "" and jax.config.jax_compilation_cache_dir in (None, variable):
         jax.config.update("jax_compilation_cache_dir", str(folder()))
@@ -36,15 +30,15 @@ def configure() -> None:
 
 def folder() -> Path:
     shared = os.environ.get(VARIABLE)
+    # XLA compiles for the host's instruction set, which JAX's cache keys lack
     root = as_path(VARIABLE, shared) if shared else cache_folder() / "compiled"
     return root / processor_kind()
 
 
 def processor_kind() -> str:
-    """Returns a name that is the same on machines with the same kind of processor, such as
-    x86_64-1f3b09c2.
-    """
+    """Returns a name that is the same on equal processors, such as x86_64-1f3b09c2."""
     fields = processor()
     flags = fields.get("flags", fields.get("Features", ""))
     described = repr((sorted(processor_identity().items()), flags))
-    return f"{platform.machine()}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    return f"{platform.machine()}-{digest[:8]}"

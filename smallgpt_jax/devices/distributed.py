@@ -1,8 +1,6 @@
-"""Functions for multi-process runs: initialization, communication, and handling of failed
-processes.
-
-All processes run the same program on the same config. Only process 0, the primary process, writes
-files and prints. Functions marked "(collective)" must be called by all processes.
+"""Functions for multi-process runs. All processes run the same program on the same config. Only
+process 0, the primary process, writes files and prints. Those marked "(collective)" must be called
+by all.
 """
 
 import contextlib
@@ -40,9 +38,7 @@ _HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process cou
 def initialize(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int
 ) -> None:
-    """Connects this process to the others within `timeout` seconds, and silences the output of all
-    but process 0.
-
+    """Connects this process to the others within `timeout` seconds, and silences all but process 0.
     Call it before JAX initializes its devices. If `coordinator` (HOST:PORT of process 0),
     `num_processes` and `process_id` are None, JAX detects them on TPU VMs and in Slurm steps of
     several tasks; others run one process.
@@ -109,11 +105,10 @@ def initialize(
 
 
 def _claim(coordinator: str, process_id: int) -> None:
-    """Raises UserError if another process of this machine has the same coordinator and id. JAX
-    would abort both of them, and all others of their run.
-    """
+    """Raises UserError if another process of this machine has the same coordinator and id."""
     if sys.platform != "linux":
         return
+    # JAX would abort both of them, and all others of their run.
     # An abstract address belongs to one socket of the machine, and is free once its process ends.
     claim = socket.socket(socket.AF_UNIX)
     try:
@@ -147,9 +142,8 @@ def _require_free_port(coordinator: str) -> None:
 
 @contextlib.contextmanager
 def exit_on_peer_failure() -> Iterator[None]:
-    """Exits with status 1 if another process has died. If an operation hangs, JAX aborts after
-    _HEARTBEAT_TIMEOUT.
-    """
+    """Exits with status 1 if another process has died."""
+    # if an operation hangs, JAX aborts after _HEARTBEAT_TIMEOUT
     try:
         yield
     # JAX raises either of the first two
@@ -168,11 +162,9 @@ def exit_on_peer_failure() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exit_at_once_on_error() -> Iterator[None]:
-    """Ends a process of a run of several as soon as it has printed its error.
-
-    At a regular exit, JAX waits for the other processes for 30 seconds, and then aborts all of
-    them. So their next collective fails at once; see `exit_on_peer_failure`.
-    """
+    """Ends a process of a run of several as soon as it has printed its error."""
+    # At a regular exit, JAX waits for the other processes for 30 seconds, and then aborts all of
+    # them. So their next collective fails at once; see `exit_on_peer_failure`.
     try:
         yield
     except SystemExit as ended:
@@ -208,9 +200,8 @@ def on_tpu_vm() -> bool:
 
 
 def skip_tpu_search() -> None:
-    """Keeps JAX from searching for a TPU, and logging errors, where libtpu is installed only for
-    `plan`.
-    """
+    """Keeps JAX from searching for a TPU where libtpu is installed only for `plan`."""
+    # it would log errors
     others = jax.config.jax_platforms or importlib.util.find_spec("jax_plugins")
     if importlib.util.find_spec("libtpu") and not others and not on_tpu_vm():
         jax.config.update("jax_platforms", "cpu")
@@ -225,9 +216,7 @@ def is_single_process() -> bool:
 
 
 def start_any_process(condition: bool) -> jax.Array:
-    """Computes whether any process has `condition` (collective). On accelerators, only bool() of
-    the result waits.
-    """
+    """Returns whether any has `condition` (collective); on accelerators, only bool() waits."""
     shardings, program = _compiled_any()
     local = np.full(jax.local_device_count(), condition)
     result = program(jax.make_array_from_process_local_data(shardings, local))
@@ -249,9 +238,7 @@ def any_process(condition: bool) -> bool:
 
 
 def run_on_primary(action: Callable[[], _Result]) -> _Result | None:
-    """Runs `action` on process 0 while the others wait (collective). If it raises an error, all
-    processes do.
-    """
+    """Runs `action` on process 0 while the others wait (collective); all raise its error."""
     result = failure = None
     try:
         if is_primary():
@@ -269,10 +256,8 @@ def from_primary(value: _Json) -> _Json:
 
 
 def require_equal(what: str, text: str) -> None:
-    """Raises UserError in all processes if `text`, called `what`, differs between processes
-    (collective). The message contains short texts.
-    """
-    is_short = len(text) < 80
+    """Raises UserError in all processes if `text`, called `what`, differs (collective)."""
+    is_short = len(text) < 80  # shown in the message
     texts = exchange(text if is_short else hashlib.sha256(text.encode()).hexdigest())
     for process, other in enumerate(texts):
         if other != texts[0]:

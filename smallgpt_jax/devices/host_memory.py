@@ -14,20 +14,17 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 
 def configure() -> None:
-    """Makes glibc keep freed memory, if JAX runs on the CPU. Call it before threads exist: they
-    have their own arenas.
-
-    By default, glibc returns a program's temporary memory after each call, and the next training
-    step maps and zeroes it again: 26% of the CPU time of a step of gpt:quickstart with batch size
-    32, 16% at width 256 (two cores of an AMD EPYC, a virtual machine, 2026-11-22). A process that
-    keeps its memory needs about twice as much.
-    """
+    """Makes glibc keep freed memory, if JAX runs on the CPU. Call it before threads exist."""
+    # By default, glibc returns a program's temporary memory after each call, and the next training
+    # step maps and zeroes it again: 26% of the CPU time of a step of gpt:quickstart with batch size
+    # 32, 16% at width 256 (two cores of an AMD EPYC, a virtual machine, 2026-11-22). A process that
+    # keeps its memory needs about twice as much.
     is_set = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if is_set or not _runs_on_cpu():
         return
     with contextlib.suppress(AttributeError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_ARENA_MAX, 1)  # only the main arena can keep blocks above 64 MB
+        mallopt(_M_ARENA_MAX, 1)  # only the main arena, not a thread's, can keep blocks above 64 MB
         mallopt(_M_MMAP_MAX, 0)  # allocate large blocks from the arena
         mallopt(_M_TRIM_THRESHOLD, -1)  # never return the end of the arena
 

@@ -1,6 +1,4 @@
-"""The platform for which the function being traced will be compiled, and the processor of this
-machine.
-"""
+"""The platform for which a function is traced, and the processor of this machine."""
 
 import contextlib
 import functools
@@ -14,17 +12,14 @@ from smallgpt_jax.errors import install_command
 
 
 def platform(mesh=None) -> str:
-    """Returns "cpu", "gpu" or "tpu": of `mesh`, by default the current one, whose devices may be
-    those of another machine; without a mesh, JAX's default.
-    """
+    """Returns "cpu", "gpu" or "tpu": of `mesh`, the current mesh, or else JAX's default."""
+    # the devices of a mesh may be those of another machine
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
     return device.platform if device else jax.default_backend()
 
 
 def missing_devices_message(error: Exception) -> str:
-    """Returns what to do about the error with which JAX ends if it finds no devices of the kind in
-    JAX_PLATFORMS; "" for other errors.
-    """
+    """Returns what to do if JAX finds no devices of JAX_PLATFORMS; "" for other errors."""
     requested = jax.config.jax_platforms
     if not requested or not isinstance(error, RuntimeError | AssertionError):
         return ""
@@ -47,17 +42,14 @@ def step_options(device_platform: str, deterministic: bool) -> dict:
 
 
 def exchange_dtype(dtype: str) -> str:
-    """Gradients are exchanged over `data` in float32 on CPUs: under a shard_map over some mesh
-    axes, XLA's CPU compiler aborts on sums of bfloat16 arrays (jaxlib 0.10.2: "Invalid binary
-    instruction opcode copy").
-    """
+    """Returns the dtype in which gradients are exchanged over `data`."""
+    # Under a shard_map over some mesh axes, XLA's CPU compiler aborts on sums of bfloat16 arrays
+    # (jaxlib 0.10.2: "Invalid binary instruction opcode copy").
     return "float32" if platform() == "cpu" else dtype
 
 
 def faster_dtype() -> str:
-    """On CPUs, returns "bfloat16" only where it was measured to be faster (docs/speed.md); AMX was
-    not measured.
-    """
+    # on CPUs, bfloat16 only where it was measured (docs/speed.md); AMX was not
     flags = processor_flags()
     wins = platform() != "cpu" or ("avx512_bf16" in flags and "amx_bf16" not in flags)
     return "bfloat16" if wins else "float32"
@@ -84,9 +76,7 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def processor_identity() -> dict[str, str]:
-    """Returns what distinguishes the kinds of processors: family, model, stepping, instruction sets
-    and cache sizes, such as {"cpu family": "6", …, "caches": "48K 64K 2048K 491520K"}.
-    """
+    """Returns what distinguishes kinds of processors: family, instruction sets, cache sizes."""
     fields = processor() or {"model name": platform_module.processor()}
     identity = {name: fields[name] for name in _IDENTITY_FIELDS if name in fields}
     flags = fields.get("flags", fields.get("Features", "")).split()
@@ -100,9 +90,7 @@ def processor_identity() -> dict[str, str]:
 
 
 def processor() -> dict[str, str]:
-    """Returns the fields of this machine's first processor in /proc/cpuinfo, or {} on systems
-    without /proc.
-    """
+    """Returns the fields of this machine's first processor; {} on systems without /proc."""
     fields = {}
     with contextlib.suppress(OSError):
         first, *_ = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")

@@ -1,6 +1,4 @@
-"""The device mesh and the shardings of arrays on it. _RULES maps the logical names of axes to mesh
-axes.
-"""
+"""The device mesh and the shardings of arrays on it."""
 
 import contextlib
 import dataclasses
@@ -58,14 +56,12 @@ class MeshConfig(ConfigGroup):
 
 
 def make_mesh(config: MeshConfig, devices=None) -> Mesh:
-    """Raises UserError if the lengths do not multiply to the number of devices, or do not fit a
-    slice of TPUs.
-    """
     devices = jax.devices() if devices is None else devices
     lengths = dataclasses.asdict(config)
     requested = ", ".join(f"{axis}={length}" for axis, length in lengths.items())
     left_over = [axis for axis, length in lengths.items() if length == -1]
-    if len(left_over) > 1 or any(length == 0 or length < -1 for length in lengths.values()):
+    is_invalid = any(length == 0 or length < -1 for length in lengths.values())
+    if is_invalid or len(left_over) > 1:
         raise UserError(
             f"config.mesh: {requested}: lengths must be at least 1; one of them may be -1"
         )
@@ -96,13 +92,12 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
 
 def num_batch_shards(mesh: Mesh | None = None) -> int:
     mesh = mesh or jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in ("data", "fsdp") if axis in _auto_axes(mesh))
+    axes = {"data", "fsdp"} & _auto_axes(mesh)
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def use_mesh(mesh: Mesh):
-    """Returns a context manager in which logical axis names are mapped to `mesh`; trace jitted
-    functions inside it.
-    """
+    """Returns a context that maps logical axis names to `mesh`; trace jitted functions inside."""
     stack = contextlib.ExitStack()
     stack.enter_context(jax.set_mesh(mesh))
     stack.enter_context(nn.logical_axis_rules(_RULES))
@@ -118,9 +113,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def param_shardings(mesh: Mesh, params):
-    """Returns the shardings of weights in computations. The leaves of `params` have a `shape` and
-    logical `axes`.
-    """
+    """Returns the shardings of weights in computations, for leaves with `shape` and `axes`."""
     return jax.tree.map(
         lambda p: NamedSharding(mesh, _divisible_spec(mesh, p.axes, p.shape)), params
     )
@@ -136,22 +129,20 @@ def _stored_spec(mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> Partit
 
 
 def _storage_axis(mesh) -> str:
-    """Returns the mesh axis along which devices divide the train state. Without `fsdp`, this is
-    `data`: otherwise, all of its devices would store and update the same weights (ZeRO: Rajbhandari
-    et al., arXiv 1910.02054).
-    """
+    """Returns the mesh axis along which devices divide the train state."""
+    # Without `fsdp`, all devices of `data` would store and update the same weights (ZeRO:
+    # Rajbhandari et al., arXiv 1910.02054).
     has_data_shards = mesh.shape["data"] > 1 and "data" in _auto_axes(mesh)
     return "data" if mesh.shape["fsdp"] == 1 and has_data_shards else "fsdp"
 
 
 def gather_stored(weights, params, dtype: str):
-    """Gathers weights that are divided along `data`, once for all microbatches. Those that the
-    model only reads cast to its compute dtype are gathered in `dtype`.
-    """
+    """Gathers weights that are divided along `data`, once for all microbatches."""
     mesh = _current_mesh()
     if not mesh or _storage_axis(mesh) != "data":
         return weights
 
+    # weights that the model only reads in its compute dtype are sent in it
     def gather(p, x):
         x = x.astype(dtype) if p.is_cast else x
         return jax.lax.with_sharding_constraint(x, _divisible_spec(mesh, p.axes, p.shape))
@@ -186,13 +177,12 @@ def _divisible_spec(
 def _ruled_axes(
     mesh, names: tuple[str, ...], shape: tuple[int, ...], shards: str = "fsdp"
 ) -> list[str | tuple[str, ...] | None]:
-    """Returns the mesh axes of each axis by _RULES, with `shards` as that of "embed". In place of
-    "embed", it shards an earlier axis in _BEFORE_EMBED that it divides, if `tensor` has length 1.
-    """
+    """Returns the mesh axes of each axis by _RULES, with `shards` as that of "embed"."""
     rules = _RULES if "data" in _auto_axes(mesh) else _RULES_IN_DATA_SHARD
     axes_of = [shards if axes == "fsdp" else axes for axes in nn.logical_to_mesh_axes(names, rules)]
     if "embed" not in names or mesh.shape["tensor"] > 1:
         return axes_of
+    # in place of "embed", an axis before it whose rows are whole (see _BEFORE_EMBED)
     embed = names.index("embed")
     if axes_of[embed] != shards:
         return axes_of
@@ -206,12 +196,11 @@ def _ruled_axes(
 
 
 def replicated_dimensions(mesh: Mesh, params) -> list[str]:
-    """Returns one message per weight axis that is replicated because the mesh does not divide it
-    evenly.
-    """
+    """Returns a message per weight axis that is replicated because it cannot be divided."""
     lines = []
     for p in jax.tree.leaves(params):
-        ruled, actual = _ruled_axes(mesh, p.axes, p.shape), _divisible_spec(mesh, p.axes, p.shape)
+        ruled = _ruled_axes(mesh, p.axes, p.shape)
+        actual = _divisible_spec(mesh, p.axes, p.shape)
         for name, size, axis, actual_axis in zip(p.axes, p.shape, ruled, actual):
             if axis != actual_axis:
                 lines.append(
@@ -222,9 +211,7 @@ def replicated_dimensions(mesh: Mesh, params) -> list[str]:
 
 
 def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, params):
-    """Shards an array like the parameter whose path is a part of its own; others, such as counts,
-    are replicated.
-    """
+    """Shards an array like the parameter whose path it has; others are replicated."""
     by_path = {p.path: p for p in jax.tree.leaves(params)}
 
     def place(path, array):
@@ -240,16 +227,14 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, par
 
 
 def _param_state_sharding(mesh: Mesh, param, shape: tuple[int, ...]) -> NamedSharding:
-    """A dimension as long as the parameter's at the same position is sharded like it. If none is
-    "embed", the first other dimension that can be divided is: the matrices of an optimizer can be
-    larger than the weights.
-    """
+    """Shards dimensions as long as the parameter's at the same position like them."""
     if shape == param.shape:
         return NamedSharding(mesh, _stored_spec(mesh, param.axes, shape))
     names = [None] * len(shape)
     for i, (size, length, name) in enumerate(zip(shape, param.shape, param.axes)):
         if size == length:
             names[i] = name
+    # the first other dimension, because an optimizer's matrices can be larger than the weights
     if "embed" not in names:
         shards = mesh.shape[_storage_axis(mesh)]
         for i, size in enumerate(shape):
@@ -260,24 +245,19 @@ def _param_state_sharding(mesh: Mesh, param, shape: tuple[int, ...]) -> NamedSha
 
 
 def _auto_axes(mesh) -> set[str]:
-    """Returns the mesh axes over which the compiler shards arrays. Inside shard_map, these are the
-    unmapped axes.
-    """
+    """Returns the axes over which the compiler shards: inside shard_map, the unmapped ones."""
     return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto}
 
 
 def _current_mesh():
-    """Returns None if there is nothing to partition: on one device, or inside a shard_map over all
-    axes.
-    """
+    """Returns None without partitions: on one device, or in a shard_map over all axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if mesh.size > 1 and _auto_axes(mesh) else None  # size 0: no mesh
 
 
 def gather_weight(weight, names: tuple[str, ...]):
-    """Without it, the compiler splits products into parts too small to be fast, and exchanges
-    shards between them. A weight that `gather_stored` returned stays as it is.
-    """
+    # Without this, the compiler splits products into parts too small to be fast, and exchanges
+    # shards between them. A weight that `gather_stored` returned stays as it is.
     mesh = _current_mesh()
     if not mesh:
         return weight
@@ -289,18 +269,15 @@ def gather_weight(weight, names: tuple[str, ...]):
 
 
 def _is_partitioned_for_tpus() -> bool:
-    """For GPUs, `fsdp` sums gradients with reduce-scatters, and `look_up` exchanges rows. For TPUs,
-    the compiler splits the products of such gradients into rings of collective-permutes: 10% more
-    cycles (gpt of 2 blocks, v5e:2x4).
-    """
+    # For GPUs, `fsdp` sums gradients with reduce-scatters, and `look_up` exchanges rows. For TPUs,
+    # the compiler splits the products of such gradients into rings of collective-permutes: 10% more
+    # cycles (gpt of 2 blocks, v5e:2x4).
     return platform() == "tpu"
 
 
+# Shards the gradient like `x` at once: otherwise, an all-reduce would send twice as much.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _reshard(x, before: PartitionSpec, after: PartitionSpec):
-    """The gradient is sharded like `x` at once: otherwise, an all-reduce would send twice as
-    much.
-    """
     return jax.lax.with_sharding_constraint(x, after)
 
 
@@ -311,10 +288,9 @@ _reshard.defvjp(
 
 
 def look_up(table_VxD, names: tuple[str, str], indices_BxT, dtype: str):
-    """Returns rows of a table, (B, T, D). Along `fsdp`, each device looks up its columns for the
-    indices of all; then the devices exchange the rows, and their gradients, which are smaller than
-    the whole table and its gradient.
-    """
+    """Returns rows of a table, (B, T, D)."""
+    # Along `fsdp`, each device looks up its columns for the indices of all. Then the devices exchange
+    # the rows and their gradients, which are smaller than the whole table and its gradient.
     mesh = _current_mesh()
     if mesh and mesh.shape["fsdp"] > 1 and not _is_partitioned_for_tpus():
         columns = _divisible_spec(mesh, (None, names[1]), table_VxD.shape)
@@ -339,10 +315,10 @@ def _look_up_columns(table_VxC, indices_bxT, dtype: str):
 
 
 def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str | None = None):
-    """Returns `function` under shard_map, which kernels need, because the compiler cannot partition
-    them. The result is sharded like the first argument, and summed over the devices along the
-    logical axis `summed`.
+    """Returns `function` under shard_map. The result is sharded like the first argument, and summed
+    over the devices along the logical axis `summed`.
     """
+    # the compiler cannot partition kernels
     mesh = _current_mesh()
     if not mesh:
         return function
@@ -377,10 +353,10 @@ def has_data_shards() -> bool:
 
 def sum_over_data_shards(function, params, dtype):
     """Returns `function`(weights, model state, batch) → ((loss, gradients, further sums over rows),
-    model state) under shard_map over `data`. The sums are added once, matrices of floats as
-    `dtype`, and gradients are scattered like the stored weights; otherwise, the compiler would add
-    gradients in every iteration of a loop. The model state must not depend on the rows.
+    model state) under shard_map over `data`. The model state must not depend on the rows.
     """
+    # The sums are added once, matrices of floats as `dtype`, and gradients are scattered like the
+    # stored weights. The compiler would add gradients in every iteration of a loop.
     mesh, everywhere = _current_mesh(), PartitionSpec()
 
     def gradient_spec(p) -> PartitionSpec:
@@ -416,17 +392,13 @@ def sum_over_data_shards(function, params, dtype):
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
-    """Returns the sorted indices of the batch rows on this process's devices; the indices may have
-    gaps.
-    """
+    """Returns the sorted indices of the batch rows on this process's devices, maybe with gaps."""
     slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[rows] for (rows,) in slices]))
 
 
 def global_batch(mesh: Mesh, rows: np.ndarray, batch_size: int, local) -> jax.Array:
-    """Returns the global (batch, …) array; `local` contains this process's rows, and `rows`
-    contains their indices.
-    """
+    """Returns the global (batch, …) array of all processes; `local` has the rows `rows`."""
 
     def shard(index):
         if len(local) == batch_size:

@@ -1,6 +1,4 @@
-"""Diagnoses a trained model: measures it beside its own initialisation, and writes diagnose.json
-and plots.
-"""
+"""Diagnoses a trained model: measures it beside its own initialization; writes JSON and plots."""
 
 import dataclasses
 import json
@@ -23,6 +21,7 @@ from smallgpt_jax.diagnosis.windows import (
     validation_windows,
     windows_of_file,
 )
+from smallgpt_jax.formatting import finite
 from smallgpt_jax.inference.loading import TrainedModel, load_trained, require_next_tokens
 from smallgpt_jax.inference.single_blocks import num_blocks
 from smallgpt_jax.models.variants import Ablation
@@ -98,18 +97,9 @@ def diagnose(
     for name, image in figures.draw(content).items():
         write_atomically(output / name, image)
     # last: where it exists, the plots exist, too
-    serialized = json.dumps(_with_nulls(content), indent=1, allow_nan=False)
+    serialized = json.dumps(finite(content), indent=1, allow_nan=False)
     write_atomically(output / JSON_FILE, serialized + "\n")
     return Diagnosis(content, "\n".join(table_lines(content)), output)
-
-
-def _with_nulls(value):
-    """Returns JSON values with null in place of NaN and infinity."""
-    if isinstance(value, dict):
-        return {key: _with_nulls(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return list(map(_with_nulls, value))
-    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def _diagnose_model(
@@ -119,9 +109,7 @@ def _diagnose_model(
     deep: int,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`texts` are {name: windows}; `deep` is the number of blocks of the untrained model, 0:
-    none.
-    """
+    """`texts` are {name: windows}; `deep` is the number of blocks of the untrained model; 0: none."""
     # bfloat16 would blur what differs between positions
     model = trained.model.clone(config=dataclasses.replace(trained.model.config, dtype="float32"))
     variables = {"params": trained.params, "state": trained.model_state}
@@ -158,9 +146,7 @@ def _num_paths(model: models.LanguageModel) -> int:
 
 
 def _initial_variables(config: Config, model: models.LanguageModel):
-    """Returns those of the run's first step. For a run that started from other weights, random ones
-    all the same.
-    """
+    """Returns those of the run's first step; if it started from other weights, random ones."""
     heads = make_objective(config.train, model).abstract_heads()
     scales = transfer_multipliers(config, {**models.abstract_params(model), **heads})
 
@@ -174,15 +160,14 @@ def _initial_variables(config: Config, model: models.LanguageModel):
 
 
 def _measure_blocks(model: models.LanguageModel, variables, windows_NxT1: np.ndarray) -> list[dict]:
-    """Returns the means over windows of `observe`, with the residual after each block of the model
-    without skips.
-    """
-    inputs_NxT = windows_NxT1[:, :-1]
+    """Returns the means over windows of `observe`, and the residual of the model without skips."""
     without_skips = COLLAPSE["without_skips"]
-    blocks = _mean([observe(model, variables, tokens) for tokens in inputs_NxT])
-    streams = _mean(
-        [observe_streams(model, variables, tokens, without_skips) for tokens in inputs_NxT]
-    )
+    of_windows, of_windows_without_skips = [], []
+    for tokens_T in windows_NxT1[:, :-1]:
+        of_windows.append(observe(model, variables, tokens_T))
+        of_windows_without_skips.append(observe_streams(model, variables, tokens_T, without_skips))
+    blocks = _mean(of_windows)
+    streams = _mean(of_windows_without_skips)
     for block, stream in zip(blocks, streams):
         block["residual_without_skips"] = stream["residual"]
     return blocks
@@ -191,12 +176,7 @@ def _measure_blocks(model: models.LanguageModel, variables, windows_NxT1: np.nda
 def measure_collapse(
     model: models.LanguageModel, seed: int, depth: int, windows_NxT1: np.ndarray
 ) -> dict[str, Any]:
-    """Returns measures by depth of an untrained stack of the model's blocks, {"whole": {measure:
-    (depth,)}, …}.
-
-    Its norms have a negligible ε. Otherwise, activations would vanish without skips, before they
-    become equal.
-    """
+    """Returns {"whole": {measure: (depth,)}, …} of an untrained stack of the model's blocks."""
     c = model.config
     fields = {
         field.name: getattr(c, field.name) for field in dataclasses.fields(models.ModelConfig)
@@ -205,6 +185,7 @@ def measure_collapse(
         "architecture": "gpt",
         "num_layers": depth,
         "tie_embeddings": True,
+        # without skips, activations would vanish before they become equal
         "norm_epsilon": 1e-30,
         "loops": 1,
     }
@@ -212,10 +193,9 @@ def measure_collapse(
     variables = jax.jit(lambda: models.init_variables(untrained, seed))()
     collapse = {}
     for name, ablation in COLLAPSE.items():
-        of_windows = [
-            observe_streams(untrained, variables, tokens, ablation)
-            for tokens in windows_NxT1[:, :-1]
-        ]
+        of_windows = []
+        for tokens_T in windows_NxT1[:, :-1]:
+            of_windows.append(observe_streams(untrained, variables, tokens_T, ablation))
         blocks = _mean(of_windows)
         collapse[name] = {}
         for measure in blocks[0]:
@@ -224,8 +204,7 @@ def measure_collapse(
 
 
 def _mean(trees: Sequence[Any]):
-    """Returns numbers, or lists of numbers for arrays."""
-
+    # numbers, or lists of numbers for arrays, which JSON has
     def mean_of_leaves(*values):
         return np.mean(np.asarray(values, np.float64), axis=0).tolist()
 
@@ -233,9 +212,7 @@ def _mean(trees: Sequence[Any]):
 
 
 def _measure_losses(trained: TrainedModel, windows_NxT1: np.ndarray) -> dict[str, Any]:
-    """Returns mean losses in nats per token, with standard errors over windows; `difference` is to
-    the whole model.
-    """
+    """Returns mean losses in nats per token, with standard errors over windows."""
     variables = {"params": trained.params, "state": trained.model_state}
     # The blocks of path 0 have the numbers 0 … depth − 1, those of path 1 depth … 2·depth − 1.
     count, paths = num_blocks(trained.model), _num_paths(trained.model)
@@ -246,10 +223,13 @@ def _measure_losses(trained: TrainedModel, windows_NxT1: np.ndarray) -> dict[str
 
     whole_NxT = losses_of(number_L >= 0)
 
+    # the error is that of differences within windows: windows differ more than models do
     def compared(losses_NxT) -> dict[str, float]:
         difference, error = losses.mean_and_error((losses_NxT - whole_NxT).mean(axis=1))
         return {"loss": float(losses_NxT.mean()), "difference": difference, "error": error}
 
+    # with the first 0, 1, … blocks of each path
+    after_blocks = [losses_of(number_L % depth < kept) for kept in range(depth + 1)]
     without_block = [losses_of(number_L != block) for block in range(count)]
     # of each window, the loss without the block that it needs least
     least_N = np.min([losses_NxT.mean(axis=1) for losses_NxT in without_block], axis=0)
@@ -262,8 +242,7 @@ def _measure_losses(trained: TrainedModel, windows_NxT1: np.ndarray) -> dict[str
         "in_context_score": score,
         "in_context_score_error": score_error,
         "repeats": losses.loss_of_repeats(whole_NxT, windows_NxT1),
-        # with the first 0, 1, … blocks of each path
-        "after_blocks": [compared(losses_of(number_L % depth < kept)) for kept in range(depth + 1)],
+        "after_blocks": list(map(compared, after_blocks)),
         "without_block": list(map(compared, without_block)),
         "without_best_block_per_window": float(least_N.mean()),
     }
@@ -294,6 +273,7 @@ def _measure_experts(
     tokens_R = np.concatenate([windows[:, :-1].ravel() for windows in texts.values()])
 
     def readable(token: int) -> str:
+        # the model's embedding may have more rows than the tokenizer has ids
         return tokenizer.decode([token]) if token < tokenizer.vocab_size else f"id {token}"
 
     num_experts = model.config.num_experts
@@ -303,7 +283,8 @@ def _measure_experts(
         of_block = {}  # {name: (N, T, K)}
         for name, windows in chosen.items():
             of_block[name] = np.stack([window[block] for window in windows])
-        choices_RxK = np.concatenate([x.reshape(-1, x.shape[-1]) for x in of_block.values()])
+        num_chosen = model.config.experts_per_token
+        choices_RxK = np.concatenate([x.reshape(-1, num_chosen) for x in of_block.values()])
         by_token = []
         for listed in experts.load_by_token(tokens_R, choices_RxK, num_experts):
             by_token.append([[readable(token), fraction] for token, fraction in listed])

@@ -23,12 +23,11 @@ def load_by_token(
 ) -> list[list[tuple[int, float]]]:
     """Returns for each expert the (token, fraction of its occurrences that use the expert) with the
     largest fractions.
-
-    Only tokens with at least _FREQUENT occurrences count.
     """
     tokens, index_R, counts = np.unique(tokens_R, return_inverse=True, return_counts=True)
     uses_UxE = np.zeros((len(tokens), num_experts))  # U different tokens
     np.add.at(uses_UxE, (index_R[:, None], experts_RxK), 1)
+    # the fractions of rare tokens say little
     is_frequent = counts >= _FREQUENT
     tokens = tokens[is_frequent]
     fractions_UxE = uses_UxE[is_frequent] / counts[is_frequent, None]

@@ -16,9 +16,7 @@ _LOGITS = 2**26  # entries that are computed at a time
 
 
 def token_losses(model: LanguageModel, variables, windows_NxT1, kept_L) -> np.ndarray:
-    """Returns −ln p of each next token in nats, (N, T), with the blocks for which `kept_L` is
-    true.
-    """
+    """Returns −ln p of each next token in nats, (N, T), with the blocks that `kept_L` marks."""
     rows = max(1, _LOGITS // (windows_NxT1[0].size * model.config.vocab_size))
     kept_L = np.asarray(kept_L, bool)
     losses = []
@@ -30,6 +28,7 @@ def token_losses(model: LanguageModel, variables, windows_NxT1, kept_L) -> np.nd
 
 @functools.partial(jax.jit, static_argnames="model")
 def _token_losses(model: LanguageModel, variables, windows_BxT1, kept_L):
+    # kept_L is an argument: one program leaves out any block
     def replacement(number, block, x_BxTxD):
         return jnp.where(kept_L[number], block(x_BxTxD), x_BxTxD)
 
@@ -40,10 +39,9 @@ def _token_losses(model: LanguageModel, variables, windows_BxT1, kept_L):
 
 
 def in_context_score(losses_NxT: np.ndarray) -> tuple[float, float]:
-    """Returns the mean and standard error over windows of: loss at the last tenth of the positions
-    − loss around the first tenth (from 5% to 15%). Olsson et al. (arXiv 2209.11895) use positions
-    500 and 50 of 512.
-    """
+    """Returns the mean and standard error over windows of the loss late − early in the window."""
+    # Late is the last tenth of the positions, early a tenth around the first (from 5% to 15%). Olsson
+    # et al. (arXiv 2209.11895) use the positions 500 and 50 of 512.
     time = losses_NxT.shape[1]
     tenth = max(1, time // 10)
     late_N = losses_NxT[:, -tenth:].mean(axis=1)

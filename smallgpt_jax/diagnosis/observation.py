@@ -24,8 +24,8 @@ WHOLE = Ablation()
 
 @functools.partial(jax.jit, static_argnames="model")
 def observe(model: LanguageModel, variables, tokens_T, ablation: Ablation = WHOLE) -> list[dict]:
-    """Returns the measures of each block: {"width": D, "input": {…}, "output": {…}, "attention":
-    {measure: (H,)}}; recurrent blocks have no "attention".
+    """Returns each block's {"width": D, "input": {…}, "output": {…}} and, unless recurrent,
+    "attention".
     """
     blocks = []
     for record in _run(model, variables, tokens_T, ablation):
@@ -80,6 +80,7 @@ def _run(model: LanguageModel, variables, tokens_T, ablation: Ablation) -> list[
         match name:
             case Block() as block, "__call__" if type(block) in (Block, BlockVariant):
                 return apply_block(block, *arguments, ablation)
+            # the call goes on below, so that later blocks get its result
             case Attention(), "attend_with_cache":
                 q, k, _, mask, slopes_H = arguments[:5]
                 records[-1]["attention"] = attention_weights(q, k, mask, slopes_H)
@@ -89,6 +90,7 @@ def _run(model: LanguageModel, variables, tokens_T, ablation: Ablation) -> list[
                 return experts_BxTxK, gates_BxTxK
         return call(*arguments, **keywords)
 
+    # modules stay as they are: the interceptors see their calls in a prefill
     with (
         jax.default_matmul_precision("highest"),
         replaced_blocks(record_block),
@@ -99,8 +101,9 @@ def _run(model: LanguageModel, variables, tokens_T, ablation: Ablation) -> list[
 
 
 def attention_weights(q_1xHxTxK, k_1xGxTxK, mask, slopes_H):
-    """Returns (H, T, T), as the attention to values that are the identity, and the window."""
+    """Returns (H, T, T), and the window."""
     _, groups, time, _ = k_1xGxTxK.shape
+    # the attention to values that are the identity
     values = jnp.broadcast_to(jnp.eye(time, dtype=k_1xGxTxK.dtype), (1, groups, time, time))
     weights_1xHxTxT = attention(q_1xHxTxK, k_1xGxTxK, values, mask, slopes_H, backend="reference")
     return weights_1xHxTxT[0], mask.window

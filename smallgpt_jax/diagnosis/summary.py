@@ -46,9 +46,7 @@ _DIAGNOSIS = {
 
 
 def read_summary(workdir: Path, step: int) -> dict[str, Any] | None:
-    """Returns the summary of a checkpoint's diagnosis on the validation split; None if there is
-    none.
-    """
+    """Returns the summary of a checkpoint's diagnosis on the validation split, or None."""
     content = read_json_or_none(workdir / DIAGNOSIS_FOLDER / JSON_FILE, _DIAGNOSIS)
     return _summarize(content) if content and content["step"] == step else None
 
@@ -57,6 +55,7 @@ def _summarize(content: dict[str, Any]) -> dict[str, Any]:
     """Returns losses, means over paths and heads by depth, and what leaving out one block costs."""
     blocks, losses = content["trained"]["blocks"], content["trained"]["losses"]
     depth = len(blocks) // content["paths"]
+    # with paths, a depth has a block of each: path 0 has blocks 0 … depth − 1, path 1 the next
     increases = [
         entry["difference"] for entry in losses["without_block"] if entry["difference"] is not None
     ]
@@ -78,6 +77,7 @@ def _measures_of(blocks: list[dict]) -> dict[str, float | None]:
     means = {}
     for measure in _STREAM:
         means[measure] = _mean(block["output"][measure] for block in blocks)
+    # recurrent blocks have no attention, and each head of the others has a value
     attentions = [block["attention"] for block in blocks if "attention" in block]
     for measure in _ATTENTION:
         means[measure] = _mean(value for heads in attentions for value in heads[measure])

@@ -29,6 +29,7 @@ def table_lines(content: dict[str, Any]) -> list[str]:
             f"repeats ({repeats['fraction']:.0%} of the targets): {repeats['loss']:.4f}; "
             f"others: {repeats['others']:.4f}"
         )
+    # the gap tells whether the windows need different blocks
     fixed = min(without["loss"] for without in losses["without_block"])
     lines.append(
         f"without the least important block: {fixed:.4f}; with the best choice for each window: "

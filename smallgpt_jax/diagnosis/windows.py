@@ -1,6 +1,4 @@
-"""The texts that a model is observed on: windows of context_length + 1 tokens, none of which
-crosses two documents.
-"""
+"""The texts that a model is observed on, as windows of context_length + 1 tokens."""
 
 from pathlib import Path
 
@@ -18,8 +16,8 @@ WINDOWS = 64  # per text, by default
 def windows_of_file(
     path: Path, tokenizer: Tokenizer, context_length: int, count: int
 ) -> np.ndarray:
-    """Returns at most `count` windows, evenly spaced, (windows, context_length + 1) int32; the file
-    is one document.
+    """Returns at most `count` windows, (windows, context_length + 1) int32; the file is one
+    document.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -37,12 +35,11 @@ def windows_of_file(
 
 
 def validation_windows(config: Config, tokenizer: Tokenizer, count: int) -> dict[str, np.ndarray]:
-    """Returns {text: windows} of the run's validation split: one text, or one per store of a
-    mixture.
-    """
+    """Returns {text: windows} of the run's validation split; a mixture has several texts."""
     advice = "give a text file with --text"
     if is_synthetic(config.data):
         config.data.refuse("source", f"a probe has no text; {advice}")
+    # a diagnosis does not tokenize the training text
     corpus = open_existing(config.data)
     if corpus is None:
         config.data.refuse("source", f"its token store does not exist here; {advice}")
@@ -65,14 +62,14 @@ def validation_windows(config: Config, tokenizer: Tokenizer, count: int) -> dict
 
 
 def cut(stream, starts, ends, length: int, count: int) -> np.ndarray:
-    """Returns at most `count` of the windows that begin `length` tokens apart in each document,
-    evenly spaced.
-    """
+    """Returns at most `count` of the windows that begin `length` tokens apart in each document."""
+    # no window crosses two documents
     firsts = np.concatenate(
         [np.arange(start, end - length, length) for start, end in zip(starts, ends)]
     )
     chosen = firsts[evenly_spaced(len(firsts), count)]
-    return np.stack([stream[first : first + length + 1] for first in chosen]).astype(np.int32)
+    windows = [stream[first : first + length + 1] for first in chosen]
+    return np.stack(windows).astype(np.int32)
 
 
 def evenly_spaced(total: int, count: int) -> np.ndarray:

@@ -122,9 +122,11 @@ class SmallGPT(TemplateLM):
         jobs = list(jobs)
         for i, key in enumerate(keys):
             cached = self.cache_hook.find(kind, key)
-            if cached is not None:
-                total[i] = Score(cached, True) if isinstance(cached, float) else Score(*cached)
-                jobs[i] = ()
+            if cached is None:
+                continue
+            # a rolling log-likelihood is a number alone
+            total[i] = Score(cached, True) if isinstance(cached, float) else Score(*cached)
+            jobs[i] = ()  # nothing to score
         sequences, job_of = [], []
         for job, its_sequences in enumerate(jobs):
             sequences += its_sequences
@@ -171,7 +173,9 @@ class SmallGPT(TemplateLM):
         done = 0
         while done < len(order):
             settings = requests[order[done]].args[1]
-            batch = [i for i in order[done : done + _BATCH_ROWS] if requests[i].args[1] == settings]
+            # equal settings are adjacent in the order
+            batch = order[done : done + _BATCH_ROWS]
+            batch = [i for i in batch if requests[i].args[1] == settings]
             continuations = self._generate(
                 [requests[i].args[0] for i in batch],
                 [contexts[i] for i in batch],

@@ -81,7 +81,8 @@ def anli(text: str) -> list[dict]:
 def wikitext(text: str) -> list[dict]:
     """Returns one row per article; articles begin with a first-level heading, ` = Title = `."""
     starts = [heading.start() for heading in re.finditer(r"^ = [^=\n]+ = *$", text, re.MULTILINE)]
-    return [{"page": text[start:end]} for start, end in zip(starts, [*starts[1:], len(text)])]
+    ends = [*starts[1:], len(text)]
+    return [{"page": text[start:end]} for start, end in zip(starts, ends)]
 
 
 TASKS = {

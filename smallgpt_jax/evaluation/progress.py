@@ -17,7 +17,8 @@ class ScoringProgress:
         now = time.monotonic()
         if done <= 1 or not self._started:
             self._started = self._shown_at = now
-        if done < total and now - self._shown_at < (0.2 if self._line.is_on_terminal else 10):
+        pause = 0.2 if self._line.is_on_terminal else 10
+        if done < total and now - self._shown_at < pause:
             return
         self._shown_at = now
         if done >= total:

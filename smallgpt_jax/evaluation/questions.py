@@ -107,18 +107,21 @@ def choose_labels(
     longest = scorer.model.config.context_length + 1
     sequences = []
     for question in questions:
-        endings = [question.tokens_of(label, tokenizer) for label in labels]
-        sequences += [TokenSequence([*question.prompt, *ids], len(ids)) for ids in endings]
-        if len(question.prompt) + max(map(len, endings)) > longest:
-            raise UserError(
-                f"{question.where}: prompt and label have more than {longest:,} tokens; shorten "
-                "the prompt"
-            )
+        for label in labels:
+            ending = question.tokens_of(label, tokenizer)
+            tokens = [*question.prompt, *ending]
+            if len(tokens) > longest:
+                raise UserError(
+                    f"{question.where}: prompt and label have more than {longest:,} tokens; "
+                    "shorten the prompt"
+                )
+            sequences.append(TokenSequence(tokens, len(ending)))
     scores = np.empty(len(sequences))
     for done, (index, score) in enumerate(scorer.score(sequences), start=1):
         scores[index] = score.log_likelihood
         progress("labels scored", done, len(sequences))
-    return [labels[i] for i in scores.reshape(len(questions), len(labels)).argmax(axis=1)]
+    best = scores.reshape(len(questions), len(labels)).argmax(axis=1)
+    return [labels[i] for i in best]
 
 
 def generate_answers(
@@ -129,7 +132,9 @@ def generate_answers(
 ) -> list[str]:
     """Longest prompts first, in batches."""
     answers = [""] * len(questions)
-    order = sorted(range(len(questions)), key=lambda i: -len(questions[i].prompt))
+    lengths = [len(question.prompt) for question in questions]
+    # prompts of similar lengths have little padding
+    order = sorted(range(len(questions)), key=lambda i: -lengths[i])
     for first in range(0, len(order), _BATCH_ROWS):
         batch = order[first : first + _BATCH_ROWS]
         session = model.session([questions[i].prompt for i in batch])
@@ -153,16 +158,23 @@ def rouge_l(answer: str, generated: str) -> float:
 
     As in the package rouge_score, words are lower case and consist of a–z and 0–9.
     """
-    words = re.findall(r"[a-z0-9]+", answer.lower())
-    generated_words = re.findall(r"[a-z0-9]+", generated.lower())
+    words, generated_words = _words(answer), _words(generated)
     # common[j]: the longest one of the words so far and the first j generated words
     common = [0] * (len(generated_words) + 1)
     for word in words:
         previous = common
         common = [0]
         for j, other in enumerate(generated_words):
-            common.append(previous[j] + 1 if word == other else max(previous[j + 1], common[j]))
-    return 2 * common[-1] / (len(words) + len(generated_words)) if common[-1] else 0.0
+            if word == other:
+                common.append(previous[j] + 1)
+            else:
+                common.append(max(previous[j + 1], common[j]))
+    longest = common[-1]
+    return 2 * longest / (len(words) + len(generated_words)) if longest else 0.0
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
 
 
 GENERATED = {"exact_match": exact_match, "rouge_l": rouge_l}  # of an answer and a generated text
@@ -170,4 +182,6 @@ METRICS = ("accuracy", *GENERATED)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    return float(np.mean(values)), float(np.std(values) / math.sqrt(max(len(values) - 1, 1)))
+    # n − 1, because the mean is estimated from the same values; 1 for a single question
+    error = np.std(values) / math.sqrt(max(len(values) - 1, 1))
+    return float(np.mean(values)), float(error)

@@ -138,7 +138,8 @@ def _log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.Lang
         return model.hidden(tokens_BxT1[:, :-1], context), model.head_weight()
 
     x_BxTxW, head_VxW = model.apply(variables, method=hidden_and_head)
-    x_RxW, targets_R = x_BxTxW.reshape(batch * time, -1), tokens_BxT1[:, 1:].reshape(-1)
+    x_RxW = x_BxTxW.reshape(batch * time, -1)
+    targets_R = tokens_BxT1[:, 1:].reshape(-1)
     # the scored positions first, then batch · time, which is out of range, up to whole chunks
     size = -(-batch * time // _CHUNK) * _CHUNK
     (scored_S,) = jnp.nonzero(scored_BxT.reshape(-1), size=size, fill_value=batch * time)

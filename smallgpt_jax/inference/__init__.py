@@ -1,8 +1,4 @@
-"""Text generation with a trained model.
-
-model = inference.load("runs/pgpt-quickstart")
-print(model.generate("def main(", temperature=0.5))
-"""
+"""Text generation with a trained model: `load(workdir).generate(prompt)`."""
 
 from smallgpt_jax.inference.detokenizer import Detokenizer
 from smallgpt_jax.inference.loading import (

@@ -1,9 +1,4 @@
-"""Decoding with a cache: for each new token, the model computes one position instead of the whole
-text.
-
-`decode_step` is one jitted function for all architectures, for prompts, turns of a conversation and
-single tokens.
-"""
+"""Decoding with a cache: per new token, the model computes one position, not the whole text."""
 
 import dataclasses
 import functools
@@ -27,11 +22,11 @@ _MIN_BUCKET = 16
 
 
 def bucket(length: int, longest: int) -> int:
-    """Returns the padded length of a row of `length` tokens, at most `longest`: 16, 32, 48, 64, 96,
-    128, 192, … One program is compiled per padded length.
-    """
-    # a quarter of the next power of two, so that at most a third of a long row is padding
-    step = max(_MIN_BUCKET, 1 << max(0, (length - 1).bit_length() - 2))
+    """Returns the padded length of a row of `length` tokens, at most `longest`."""
+    # 16, 32, 48, 64, 96, 128, 192, …: one program is compiled per padded length. A step is a quarter
+    # of the next power of two, so that at most a third of a long row is padding.
+    quarter = 1 << max(0, (length - 1).bit_length() - 2)
+    step = max(_MIN_BUCKET, quarter)
     return min(longest, -(-length // step) * step)
 
 
@@ -59,9 +54,7 @@ class NewTokens(NamedTuple):
 
 
 def next_logits(model: models.LanguageModel, weights, cache, tokens_BxT, context: Context):
-    """Returns the logits after the last token, and the collections that the model has changed, such
-    as "cache".
-    """
+    """Returns the logits after the last token, and the changed collections, such as "cache"."""
     return model.apply(
         {**layout.unpack(weights), "cache": cache},
         tokens_BxT,
@@ -71,6 +64,7 @@ def next_logits(model: models.LanguageModel, weights, cache, tokens_BxT, context
     )
 
 
+# `decode_step` is one function for all architectures, for prompts, turns and single tokens.
 _jitted = functools.partial(jax.jit, static_argnames="decoder", donate_argnames="state")
 
 
@@ -78,12 +72,11 @@ _jitted = functools.partial(jax.jit, static_argnames="decoder", donate_argnames=
 def decode_step(
     decoder: Decoder, weights, state: DecodeState, new: NewTokens, sampler: Sampler, prefix_B=None
 ):
-    """Feeds each row's new tokens to the model and samples the next token per row. Samples of rows
-    without new tokens are meaningless.
+    """Feeds each row's new tokens to the model and samples the next token per row.
 
-    `weights` are packed (`layout.pack`). `prefix_B` is the number of tokens per row that see each
-    other (prefix LM), only with a new cache. Returns the state, sampled tokens (B,) int32, and the
-    logits before sampling, (B, vocab_size) float32.
+    `weights` are packed (`layout.pack`). `prefix_B` are the lengths of the prefixes of a prefix LM,
+    with a new cache. Returns the state, sampled tokens (B,) int32, and the logits before sampling,
+    (B, vocab_size) float32. Samples of rows without new tokens are meaningless.
     """
     time = new.ids.shape[1]
     prefix_BxT = None if prefix_B is None else jnp.arange(time)[None] < prefix_B[:, None]
@@ -112,15 +105,13 @@ def decode_step(
 def decode_steps(
     decoder: Decoder, weights, state: DecodeState, new: NewTokens, steps, sampler: Sampler
 ):
-    """Calls `decode_step` `steps` ≤ MAX_STEPS times. A loop on the host would slow a small model by
-    10% or more.
-
-    A row ends when it has sampled `end_of_text`, or at once if its `count_B` is 0. From then on,
-    its cache gets no more tokens, and its samples are meaningless. Returns the state, the sampled
-    tokens (B, MAX_STEPS) int32, of which `steps` columns are valid, and the number of tokens added
-    to the cache per row.
+    """Calls `decode_step` `steps` ≤ MAX_STEPS times. Returns the state, the sampled tokens (B,
+    MAX_STEPS) int32, of which `steps` columns are valid, and the number of tokens added to the
+    cache per row.
     """
 
+    # A row ends when it has sampled end_of_text, or at once if its count is 0. From then on, its
+    # cache gets no more tokens, and its samples are meaningless.
     def step(i, carried):
         state, token_B, sampled_BxN, count_B, added_B = carried
         new_Bx1 = NewTokens(token_B[:, None], new.start_B + added_B, count_B)
@@ -130,12 +121,16 @@ def decode_steps(
             count_B = jnp.where(token_B == decoder.end_of_text, 0, count_B)
         return state, token_B, sampled_BxN.at[:, i].set(token_B), count_B, added_B
 
+    # A loop on the host would slow a small model by 10% or more.
     sampled_BxN = jnp.zeros((len(new.ids), MAX_STEPS), jnp.int32)
     carried = state, new.ids, sampled_BxN, new.count_B, jnp.zeros_like(new.count_B)
     state, _, sampled_BxN, _, added_B = jax.lax.fori_loop(0, steps, step, carried)
     return state, sampled_BxN, added_B
 
 
+# For B rows, the cache has 2·B·Σ(S·G·K) elements of the model's dtype, summed over the blocks: S
+# cached positions (at most the attention window), G key–value heads of width K. The cache of a cgpt
+# has another B·(conv_kernel − 1)·ΣD elements, summed over the convolutions' input widths D.
 def cache_shapes(model: models.LanguageModel, weights, rows: int, cache_length: int):
     return _new_cache.eval_shape(weights, model=model, rows=rows, cache_length=cache_length)
 
@@ -159,12 +154,7 @@ class DecodeSession:
 
     Append new tokens to the lists in `ids`, then call `sample`. When a row becomes longer than the
     model's context, only its newest context_length / 2 tokens are kept, and the cache is computed
-    again. The prefix of a prefix language model is what the rows contain at the first call of
-    `sample`.
-
-    For B rows, the cache has 2·B·Σ(S·G·K) elements of the model's dtype, summed over the blocks: S
-    cached positions (at most the attention window), G key–value heads of width K. The cache of a
-    cgpt has another B·(conv_kernel − 1)·ΣD elements, summed over the convolutions' input widths D.
+    again. A prefix language model's prefix is what the rows contain at the first call of `sample`.
     """
 
     def __init__(
@@ -185,8 +175,8 @@ class DecodeSession:
         self._seed = np.uint32(seed)
         # A row's random stream depends on its initial text, not on its place in the batch. All
         # texts have the same first token.
-        hashes = [zlib.crc32(np.array(row[1:], np.int32).tobytes()) for row in ids]
-        self._stream_B = np.array(hashes, np.uint32)
+        texts = [np.array(row[1:], np.int32) for row in ids]
+        self._stream_B = np.array([zlib.crc32(text.tobytes()) for text in texts], np.uint32)
         if samples is not None:
             self._stream_B += np.array(samples, np.uint32)
         self._cache, self._seen, self._logits = {}, None, None
@@ -219,10 +209,11 @@ class DecodeSession:
         self._cache, self._seen, self._logits = jax.tree.map(repeated, arrays)
 
     def reserve(self, new_tokens: int) -> None:
-        """Grows the cache for `new_tokens` more tokens per row, so that it does not grow during
+        """Makes room for `new_tokens` more per row, so that the cache does not grow during
         sampling.
         """
-        length = bucket(max(map(len, self.ids)) + new_tokens, self._context_length)
+        longest = max(map(len, self.ids))
+        length = bucket(longest + new_tokens, self._context_length)
         if length <= self._decoder.cache_length:
             return
         self._decoder = dataclasses.replace(self._decoder, cache_length=length)
@@ -299,9 +290,7 @@ class DecodeSession:
         return np.asarray(sampled_BxN)[:, :steps]
 
     def resume(self) -> None:
-        """Empties the cache if it contains tokens that are not in `ids`. All rows can then be
-        continued.
-        """
+        """Empties a cache with tokens that are not in `ids`, so that all rows can be continued."""
         if any(len(row) < cached for row, cached in zip(self.ids, self._cached_B)):
             self._empty_cache()
 
@@ -321,9 +310,7 @@ class DecodeSession:
         return Sampler(self._seed, stream_Bx2, sampling)
 
     def _prefix_lengths(self) -> np.ndarray | None:
-        """Returns the number of prefix tokens per row, without dropped ones, for a prefix model
-        without a cache.
-        """
+        """Returns the prefixes' lengths without dropped tokens, for a prefix model without a cache."""
         if self.model.config.attention_mask != "prefix" or self._cache:
             return None
         if self._prefix_B is None:
@@ -344,13 +331,12 @@ class DecodeSession:
         self._cached_B = np.zeros_like(self._cached_B)
 
     def _seen_tokens(self, sampling: Sampling):
-        """Returns the cached tokens of each row, (B, V) bool, or None without a penalty. The next
-        step adds its tokens.
-        """
+        """Returns the cached tokens of each row, (B, V) bool, or None without a penalty."""
         if sampling.repetition_penalty is None:
             return None
         if self._seen is not None:
             return self._seen
+        # of a session that has sampled without a penalty before; the next step adds its tokens
         seen_BxV = np.zeros((len(self.ids), self._decoder.vocab_size), bool)
         for seen_V, row, cached in zip(seen_BxV, self.ids, self._cached_B):
             seen_V[row[:cached]] = True
@@ -360,4 +346,5 @@ class DecodeSession:
 
 
 def _pad(x, longer: jax.ShapeDtypeStruct):
-    return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, longer.shape)])
+    added = [(0, new - old) for old, new in zip(x.shape, longer.shape)]
+    return jnp.pad(x, added)

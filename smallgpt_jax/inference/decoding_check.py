@@ -18,9 +18,7 @@ _REMEDY = (
 
 
 def check_decoding(model: models.LanguageModel, params, model_state=None) -> None:
-    """Raises UserError if the logits of cached decoding differ from those of the full forward pass,
-    both in float32.
-    """
+    """Raises UserError if cached decoding differs from the full forward pass, both in float32."""
     name = name_custom_classes(model.config)
     model_state = model_state or {}
     model = in_float32(model)
@@ -95,9 +93,8 @@ def _largest_difference(
 
 
 def ragged_calls(length: int) -> np.ndarray:
-    """Returns the numbers of new tokens of two rows per call: a prompt, several tokens from its
-    cache, and single tokens, for which one row waits once. (calls, 2) int32.
-    """
+    """Returns the numbers of new tokens of two rows per call, (calls, 2) int32."""
+    # a prompt, several tokens after it, and single tokens, for which one row waits once
     counts_Nx2 = np.array(
         [(length // 2, length // 4), (length // 8, length // 4), (1, 1), (0, 1), (1, 1), (1, 1)],
         np.int32,

@@ -11,11 +11,8 @@ _DECODED_CONTEXT = 16
 
 class Detokenizer:
     """Converts tokens to text, one token at a time. The text ends before end-of-text, and before
-    the first of the strings or tokens in `stop`.
-
-    The last _DECODED_CONTEXT tokens of `before` are decoded together with the new tokens, because
-    some tokenizers drop the leading space of a text's first token. `prompt` is the text that
-    `before` encodes, or its end.
+    the first of the strings or tokens in `stop`. `before` are the tokens before the text; `prompt`
+    is their text, or its end.
     """
 
     def __init__(
@@ -31,6 +28,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if isinstance(text, str) and text]
         self._ends = {tokenizer.end_of_text, *(i for i in stop if isinstance(i, int))}
+        # decoded with the new tokens, since some tokenizers drop a text's leading space
         self._ids = list(before[-_DECODED_CONTEXT:])
         self._before = tokenizer.decode(self._ids)
         if prompt[-1:].isspace() and not self._before[-1:].isspace():

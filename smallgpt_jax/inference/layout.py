@@ -1,18 +1,4 @@
-"""Memory layout of weights for decoding.
-
-`pack` keeps the tree of the training parameters, with three changes that speed up matrix products
-with few rows:
-
-- Each stack of layers or paths becomes a tuple of arrays, because slicing a stack would copy the
-  weights per token.
-- All arrays except vectors and routers are cast to the compute dtype once, instead of for every
-  token.
-- The output head is stored transposed: (W, V) instead of (V, W), for vocabulary size V and input
-  width W. The product of one row with the head then takes 0.68× as long for V = 50,304 and W = 768,
-  and 0.85× as long for V = 8,192 and W = 256 (two-core Intel Xeon, jax 0.10.2, float32,
-  2026-11-22). A column-major physical layout (`jax.experimental.layout`) takes 8 to 20 times as
-  long as (V, W), because XLA's CPU compiler copies the head.
-"""
+"""Memory layout of weights for decoding: products with few rows become faster."""
 
 import math
 
@@ -37,13 +23,20 @@ def _packer(model: models.LanguageModel):
     abstract = models.abstract_variables(model)
 
     def unstack_and_cast(p: models.Parameter, x):
+        # slicing a stack of layers or paths would copy the weights per token
         arrays = _unstack(x, p.module_stacks)
         if not p.is_cast:
             return arrays
+        # once, instead of for every token
         return jax.tree.map(lambda array: array.astype(model.config.dtype), arrays)
 
     def pack_variables(variables):
         params = jax.tree.map(unstack_and_cast, abstract["params"], variables["params"])
+        # The head as (W, V) instead of (V, W), for vocabulary size V and input width W: the product
+        # of one row with it takes 0.68× as long for V = 50,304 and W = 768, and 0.85× as long for V
+        # = 8,192 and W = 256 (two-core Intel Xeon, jax 0.10.2, float32, 2026-11-22). A column-major
+        # physical layout (jax.experimental.layout) takes 8 to 20 times as long as (V, W), because
+        # XLA's CPU compiler copies the head.
         if "head" in params:
             params["head"] = params["head"].T
         state = jax.tree.map(
@@ -58,18 +51,14 @@ def num_bytes(tree) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+# Inside a jitted function, the compiler removes this transposition of the head and the modules'.
 def unpack(packed):
-    """Call it inside a jitted function, where the compiler removes this transposition of the head
-    and the modules'.
-    """
     params = packed["params"]
     if "head" in params:
         params = {**params, "head": params["head"].T}
     return {**packed, "params": params}
 
 
+# with 2 stacks, such as paths of layers, a tuple of tuples
 def _unstack(x, stacks: int):
-    """Returns x itself, a tuple of the slices along its first axis, or with 2 stacks, such as paths
-    of layers, a tuple of tuples.
-    """
     return tuple(_unstack(entry, stacks - 1) for entry in x) if stacks else x

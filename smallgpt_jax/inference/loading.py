@@ -39,10 +39,10 @@ def load(
 ) -> TextModel:
     """Returns the model of a workdir, on the default device.
 
-    `step` is the checkpoint's; None: the newest. `paths` selects paths of a pgpt: "all", "best"
-    (the one with the largest weight), or indices such as "0,1". Without `trust_custom_code`, custom
-    modules must already be imported. `skip_blocks` are the numbers of blocks to leave out (see
-    `single_blocks`), counted in the chosen paths.
+    `step` is the checkpoint's; None: the newest. `paths` selects those of a pgpt: "all", "best"
+    (with the largest weight), or indices such as "0,1". Custom modules must already be imported, or
+    be trusted. `skip_blocks` are numbers of blocks to leave out (see `single_blocks`), in the
+    chosen paths.
     """
     trained = load_trained(folder, step, trust_custom_code)
     trained = trained.with_paths(paths).without_blocks(skip_blocks)
@@ -52,11 +52,10 @@ def load(
 def build_text_model(
     model: models.LanguageModel, params, tokenizer: tokenizers.Tokenizer, model_state=None
 ) -> TextModel:
-    """`params` and `model_state` are in the training layout. Checks the decoding of custom
-    architectures and mixers, and on TPUs the kernels of recurrences.
-    """
+    """Checks custom parts and, on TPUs, recurrences first. `params` are in the training layout."""
     require_next_tokens(model)
-    check_recurrence_kernels(model, sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1]))
+    mesh = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])
+    check_recurrence_kernels(model, mesh)
     weights = layout.pack(model, params, model_state)
     if models.custom_classes(model.config):
         check_decoding(model, params, model_state)
@@ -102,10 +101,9 @@ def load_trained(
     trust_custom_code: bool = False,
     merge_lora: bool = True,
 ) -> TrainedModel:
-    """Returns the model of a workdir in the training layout. See `load` for the arguments.
-
-    Of a run with LoRA, the weights have its matrices merged, or with merge_lora=False are those
-    from before the run.
+    """Returns the model of a workdir in the training layout. See `load` for the arguments. Of a run
+    with LoRA, the weights have its matrices merged; merge_lora=False: they are those from before
+    the run.
     """
     # commands call this earlier; other programs that load a model do not
     distributed.skip_tpu_search()
@@ -170,11 +168,10 @@ def find_chat_template(folder: str | Path) -> ChatTemplate | None:
 
 
 def portable_chat_template(folder: str | Path, tokenizer: tokenizers.Tokenizer) -> str:
-    """Returns the template for other programs, which put no begin-of-text token before what it
-    writes, or "".
-    """
+    """Returns the template for other programs, or ""."""
     path = as_path("--workdir", folder)
     trained = training_format(path)[1]
+    # they put no begin-of-text token before what it writes
     return with_begin(trained, tokenizer) if trained else own_template(path / TOKENIZER_FOLDER)
 
 
@@ -186,12 +183,14 @@ def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]
         )
     if paths == "best":
         return [int(np.argmax(path_weights(params)))]
+    numbers = paths.split(",") if isinstance(paths, str) else paths
     try:
-        indices = [int(index) for index in (paths.split(",") if isinstance(paths, str) else paths)]
+        indices = [int(number) for number in numbers]
     except ValueError:
         indices = []
     is_distinct = len(set(indices)) == len(indices)
-    if not indices or not is_distinct or not set(indices) <= set(range(c.num_paths)):
+    is_known = set(indices) <= set(range(c.num_paths))
+    if not indices or not is_distinct or not is_known:
         raise UserError(
             f"paths={paths!r}: expected all, best, or distinct indices from 0 to "
             f"{c.num_paths - 1}, separated by commas"

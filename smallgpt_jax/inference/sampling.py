@@ -19,9 +19,7 @@ _RULES = {  # {field: (is valid, message if not)}
 
 @flax.struct.dataclass
 class Sampling:
-    """The order is: repetition penalty, temperature, top-k, top-p. Settings that are None are
-    disabled.
-    """
+    """Applied in the order repetition penalty, temperature, top-k, top-p. None disables."""
 
     temperature: float | None = 1.0  # samples from softmax(logits / temperature); None or 0: greedy
     # samples only from the k likeliest tokens; a static shape, so each k is a program of its own
@@ -45,12 +43,10 @@ class Sampling:
 
 @flax.struct.dataclass
 class Sampler:
-    """Settings, and the random stream of each row: `stream_Bx2` has a number of the text and a
-    position. A sample thus does not depend on the other rows of a batch.
-    """
+    """Settings, and what a row's random stream depends on: no other row of the batch."""
 
     seed: jax.Array
-    stream_Bx2: jax.Array
+    stream_Bx2: jax.Array  # a number of the text, and the position
     sampling: Sampling
 
     def ahead(self, positions) -> "Sampler":
@@ -60,7 +56,6 @@ class Sampler:
 
 @jax.jit
 def sample_tokens(logits_BxV, seen_BxV, sampler: Sampler):
-    """Returns one token per row, (B,) int32. See `sample`."""
     key = jax.random.key(sampler.seed)
 
     def row_key(stream_2):
@@ -70,9 +65,7 @@ def sample_tokens(logits_BxV, seen_BxV, sampler: Sampler):
 
 
 def sample(logits_BxV, seen_BxV, sampling: Sampling, key_B):
-    """Returns one token per row, (B,) int32. `seen_BxV` (bool) marks the tokens in each row's
-    context.
-    """
+    """Returns one token per row, (B,) int32. `seen_BxV` (bool): the tokens in each row's context."""
     logits_BxV = filter_logits(logits_BxV, seen_BxV, sampling)
     if sampling.temperature is not None:
         # Gumbel-max: the largest of logits + Gumbel noise is a sample of softmax(logits)
@@ -90,14 +83,11 @@ def greedy(logits_BxV):
 
 
 def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
-    """Returns the logits to sample from. The logits of excluded tokens are −∞.
-
-    The repetition penalty is that of Keskar et al. (arXiv 1909.05858, section 4.1), extended to
-    negative logits. Top-p is that of Holtzman et al. (arXiv 1904.09751, section 3.1).
-    """
+    """Returns the logits to sample from; those of excluded tokens are −∞."""
     if sampling.repetition_penalty is not None:
+        # Keskar et al. (arXiv 1909.05858, section 4.1), who divide all: that would make the token
+        # of a negative logit more likely
         penalty = sampling.repetition_penalty
-        # dividing a negative logit would make its token more likely
         penalized = jnp.where(logits_BxV > 0, logits_BxV / penalty, logits_BxV * penalty)
         logits_BxV = jnp.where(seen_BxV, penalized, logits_BxV)
     if sampling.temperature is None:
@@ -107,21 +97,19 @@ def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
     if sampling.top_k is not None and sampling.top_k < vocab_size:
         largest_BxK, _ = jax.lax.top_k(logits_BxV, sampling.top_k)
         logits_BxV = jnp.where(logits_BxV < largest_BxK[:, -1:], -jnp.inf, logits_BxV)
-    if sampling.top_p is not None:
+    if sampling.top_p is not None:  # Holtzman et al. (arXiv 1904.09751, section 3.1)
         logits_BxV = jnp.where(_is_in_nucleus(logits_BxV, sampling.top_p), logits_BxV, -jnp.inf)
     return logits_BxV
 
 
 def _is_in_nucleus(logits_BxV, top_p):
-    """Returns whether a token is in the smallest set with a total probability of at least `top_p`.
-    Of equally likely tokens, those with lower ids come first.
-    """
+    """Returns which tokens are the fewest with a total probability of at least `top_p`."""
     sorted_BxV = jnp.sort(logits_BxV, axis=1, descending=True)
     probabilities = jax.nn.softmax(sorted_BxV)
     # a token is in the set if those before it have less than top_p: the last one crosses it
     is_chosen_BxV = jnp.cumsum(probabilities, axis=1) - probabilities < top_p
     least_Bx1 = jnp.min(jnp.where(is_chosen_BxV, sorted_BxV, jnp.inf), axis=1, keepdims=True)
-    # of the tokens with the least chosen logit, only as many as the set has
+    # of equally likely tokens, only as many as the set has, those with lower ids first
     num_least_Bx1 = jnp.sum(is_chosen_BxV & (sorted_BxV == least_Bx1), axis=1, keepdims=True)
     is_least_BxV = logits_BxV == least_Bx1
     is_first_BxV = jnp.cumsum(is_least_BxV, axis=1) <= num_least_Bx1

@@ -1,9 +1,8 @@
 """Forward passes in which every block is called by itself, so that blocks can be observed, changed
 or left out.
 
-Training scans over stacked blocks. Decoding calls them one by one, and a prefill computes the same
-function as the forward pass. Blocks have the numbers of these calls, from 0 on: in a pgpt, those of
-path 0 come first; a block that is applied twice has two numbers.
+Blocks have the numbers of these calls, from 0 on: in a pgpt, those of path 0 come first; a block
+that is applied twice has two numbers.
 """
 
 import contextlib
@@ -40,9 +39,8 @@ def replaced_blocks(replacement: Callable):
 
 
 def prefill(model: LanguageModel, variables, tokens_BxT, method="__call__", prefix_BxT=None):
-    """Returns what `model.apply` with `method`, a function of (tokens, context), returns, up to
-    rounding.
-    """
+    """Returns what `model.apply` with `method`, of (tokens, context), returns, up to rounding."""
+    # Training scans over stacked blocks; decoding calls them one by one.
     batch, time = tokens_BxT.shape
     context = Context(
         cache_length=time,
@@ -72,9 +70,7 @@ def num_blocks(model: LanguageModel) -> int:
 
 
 class _WithoutBlocks(LanguageModel):
-    """A model without the blocks that have these numbers: x stays as it is. They need neither time
-    nor a cache.
-    """
+    """A model without the blocks of these numbers, which need neither time nor a cache."""
 
     left_out: tuple[int, ...] = ()
 

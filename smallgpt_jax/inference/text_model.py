@@ -19,9 +19,7 @@ FAST_STEP = 0.02
 
 
 class Settings(TypedDict, total=False):
-    """Keyword arguments of `generate`, `stream`, `generate_batch` and `say`. `Sampling` describes
-    the first four.
-    """
+    """Keyword arguments of all methods that generate. `Sampling` describes the first four."""
 
     temperature: float | None  # by default TEMPERATURE
     top_k: int | None
@@ -81,10 +79,8 @@ class TextModel:
         """Yields the continuation of `prompt` piece by piece, while it is generated.
 
         Generation ends at end-of-text, after `max_new_tokens` tokens, or before the first of the
-        strings or token ids in `stop`. When the context is full, its older half is dropped and the
-        rest is prefilled again. The other settings are temperature, top_k, top_p and
-        repetition_penalty (see `Sampling`). UserError is raised by the call itself, before the
-        iteration begins.
+        strings or token ids in `stop`. A full context loses its older half. The other settings are
+        temperature, top_k, top_p and repetition_penalty (see `Sampling`). Raises UserError at once.
         """
         config = _make_config(max_new_tokens, **settings)
         return self._stream(self._start_session([prompt], seed), prompt, config)
@@ -98,11 +94,8 @@ class TextModel:
         seed: int = 0,
         **settings: Unpack[Settings],
     ) -> list[list[str]]:
-        """Returns one list of `samples` continuations per prompt. See `stream` for the other
-        arguments.
-
-        The first is what `generate` returns, unless rounding changes a token; each has its own
-        random stream.
+        """Returns one list of `samples` continuations per prompt; see `stream`. The first is what
+        `generate` returns, unless rounding changes a token; each has its own random stream.
         """
         config = _make_config(max_new_tokens, **settings)
         if samples < 1:
@@ -116,9 +109,7 @@ class TextModel:
     def complete(
         self, session: DecodeSession, prompts: Sequence[str], config: GenerationConfig
     ) -> list[str]:
-        """Returns one continuation per row of `session`. Row i of the session contains the tokens
-        of `prompts[i]`.
-        """
+        """Returns one continuation per row of `session`, which has the tokens of `prompts`."""
         session.reserve(config.max_new_tokens)
         detokenizers = [
             Detokenizer(self.tokenizer, config.stop, row, prompt)
@@ -151,9 +142,7 @@ class TextModel:
         return Chat(self, template, seed)
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
-        """If `continues` is true, the text continues an earlier text; otherwise it begins a
-        document.
-        """
+        """The text begins a document, or `continues` an earlier text."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -201,9 +190,7 @@ class TextModel:
         config: GenerationConfig,
         max_steps: int = MAX_STEPS,
     ) -> Iterator[str]:
-        """Appends the tokens to the only row, whose text ends with `prompt`. Slow steps run singly,
-        for even output.
-        """
+        """Appends the tokens to the only row, whose text ends with `prompt`."""
         session.reserve(config.max_new_tokens)
         ids = session.ids[0]
         detokenizer = Detokenizer(self.tokenizer, config.stop, ids, prompt)
@@ -211,7 +198,9 @@ class TextModel:
         while left and not detokenizer.is_done:
             started = time.perf_counter()
             tokens = session.sample_steps(config.sampling, min(left, steps))[0].tolist()
-            steps = max_steps if time.perf_counter() - started < FAST_STEP * len(tokens) else 1
+            # slow steps run singly, for even output
+            is_fast = time.perf_counter() - started < FAST_STEP * len(tokens)
+            steps = max_steps if is_fast else 1
             left -= len(tokens)
             for token in tokens:
                 if token != self.tokenizer.end_of_text:
@@ -223,9 +212,7 @@ class TextModel:
 
 
 class Conversation:
-    """A text that grows turn by turn. When it exceeds the context, its newest context_length / 2
-    tokens are kept.
-    """
+    """A text that grows turn by turn, and loses its older half when it exceeds the context."""
 
     def __init__(self, text_model: TextModel, seed: int = 0):
         self._model = text_model
@@ -234,11 +221,7 @@ class Conversation:
     def say(
         self, text: str, max_new_tokens: int = 200, **settings: Unpack[Settings]
     ) -> Iterator[str]:
-        """Appends `text`, or raises UserError, at once; appends the continuation while the caller
-        iterates over it.
-
-        A stop string is not yielded, but becomes part of the conversation.
-        """
+        """Appends `text`, or raises UserError, at once; appends the continuation as it is read."""
         config = _make_config(max_new_tokens, **settings)
         is_empty = self._session.ids[0] == [self._model.tokenizer.begin_of_text]
         ids = self._model.encode(text, continues=not is_empty)
@@ -250,10 +233,10 @@ class Conversation:
             )
         self._session.resume()
         self._session.ids[0] += ids
-        # With stop strings, compute one token per call. A call for several tokens could also cache
-        # tokens after the stop string. The next turn would then have to compute the whole cache
-        # again.
-        return self._model._stream(self._session, text, config, 1 if config.stop else MAX_STEPS)
+        # A stop string is not yielded, but becomes part of the conversation. Several tokens per
+        # call could also cache tokens after it, and the next turn would compute the cache again.
+        max_steps = 1 if config.stop else MAX_STEPS
+        return self._model._stream(self._session, text, config, max_steps)
 
     @property
     def dropped(self) -> int:
@@ -261,10 +244,8 @@ class Conversation:
 
 
 class Chat:
-    """A conversation whose messages a chat template writes, encoded as in fine-tuning.
-
-    When it exceeds the context, its oldest messages are dropped, a question and its answer at a
-    time.
+    """A conversation whose messages a chat template writes, encoded as in fine-tuning. A full
+    context loses its oldest messages, a question and its answer at a time.
     """
 
     def __init__(self, text_model: TextModel, template: ChatTemplate, seed: int = 0):
@@ -275,21 +256,18 @@ class Chat:
     def say(
         self, text: str, max_new_tokens: int = 200, **settings: Unpack[Settings]
     ) -> Iterator[str]:
-        """Appends the question, or raises UserError, at once; appends the answer when the iteration
-        ends. The answer ends before the special token with which the template ends it.
-        """
+        """Appends the question, or raises UserError, at once; the answer when the iteration ends."""
         config = _make_config(max_new_tokens, **settings)
         ids = self._append({"role": "user", "content": text}, max_new_tokens)
         session = self._model.session([ids], self._seed)
+        # the special token with which the template ends an answer
         end = self._template.end_of_turn
         if end is not None:
             config = config._replace(stop=[*config.stop, end])
         return self._remember(self._model._stream(session, text, config))
 
     def _append(self, question: Mapping[str, str], max_new_tokens: int) -> list[int]:
-        """Drops the oldest messages if they leave no room for an answer. Returns the tokens of the
-        conversation, or raises UserError if the question alone exceeds the context.
-        """
+        """Returns the tokens of the conversation, without the oldest messages if room is scarce."""
         context = self._model.model.config.context_length
         room = max(1, context - max_new_tokens)
         messages = [*self.messages, question]
@@ -299,7 +277,8 @@ class Chat:
             messages = messages[2:]
             ids = self._encode(messages)
         # a lone question may take the room of its answer, which then outgrows the context
-        if len(messages) == 1 and len(ids) > context - 1:
+        is_alone = len(messages) == 1
+        if is_alone and len(ids) > context - 1:
             raise UserError(
                 f"text: has {len(ids):,} tokens with what the chat template adds, but the "
                 f"model's context has room for {context - 1:,}; shorten the text"

@@ -11,9 +11,7 @@ GREEDY = Sampling(temperature=None)
 
 
 def time_prefill(session: DecodeSession) -> tuple[np.ndarray, float]:
-    """Returns the token after each prompt, (B, 1) int32, and the seconds from the prompts to these
-    tokens.
-    """
+    """Returns the token after each prompt, (B, 1) int32, and the seconds that this takes."""
     started = time.perf_counter()
     sampled_Bx1 = session.sample_steps(GREEDY, 1)
     return sampled_Bx1, time.perf_counter() - started
@@ -22,9 +20,8 @@ def time_prefill(session: DecodeSession) -> tuple[np.ndarray, float]:
 def time_decoding(
     session: DecodeSession, sampled_Bx1: np.ndarray, steps: int
 ) -> list[tuple[int, float]]:
-    """Returns (steps, seconds) of each call of the compiled program in `steps` decoding steps after
-    `sampled_Bx1`. The session must have no end_of_text, so that no row ends.
-    """
+    """Returns (steps, seconds) per call of the compiled program, in `steps` steps."""
+    # the session must have no end_of_text, so that no row ends
     calls, sampled_BxN = [], sampled_Bx1
     while steps:
         started = time.perf_counter()

@@ -1,6 +1,4 @@
-"""Compiles programs for an estimate. What is read of a compiled program is stored in the cache
-folder, and read again by later estimates of the same program.
-"""
+"""Compiles programs for an estimate, and stores what is read of them in the cache folder."""
 
 import contextlib
 import dataclasses
@@ -110,15 +108,12 @@ def run_compiler(lowered: jax.stages.Lowered, platform: str, options: dict) -> C
 
 
 def read_hlo(compiled: jax.stages.Compiled, dump: Path) -> str | None:
-    """Returns the HLO of a program from the TPU compiler's dump, else from `as_text()`; None if
-    unreadable.
-
-    `as_text()` can fail for TPU v5p and v6e, with a stack trace on standard error (libtpu 0.0.51,
-    jaxlib 0.10.2: "async-update instruction should have 1 operands but sees 3").
-    """
+    """Returns the HLO of a program, from the TPU compiler's dump where there is one, or None."""
     # The dump also contains single-kernel programs, which the compiler uses for autotuning.
     if dumped := next(dump.glob("*.jit_*.after_codegen.txt"), None):
         return dumped.read_text("utf-8")
+    # This can fail for TPU v5p and v6e, with a stack trace on standard error (libtpu 0.0.51, jaxlib
+    # 0.10.2: "async-update instruction should have 1 operands but sees 3").
     try:
         return compiled.as_text()
     except jax.errors.JaxRuntimeError:

@@ -1,6 +1,4 @@
-"""Estimates the memory and speed of training. The programs are compiled for devices that need not
-be attached.
-"""
+"""Estimates the memory and speed of training, for devices that need not be attached."""
 
 import contextlib
 import dataclasses
@@ -154,13 +152,9 @@ def _read_program(module: hlo.HloModule, program: "Program", flops_per_token: fl
 
 
 def evaluation_memory(program: "Program", compiler: Compiler) -> tuple[int | None, int]:
-    """Returns the bytes of an evaluation step's temporaries and the total bytes that evaluation
-    needs.
-
-    The first number is None if the step does not fit into memory. The second number includes the
-    optimizer state, which stays in memory during evaluation.
-    """
+    """Returns the bytes of the temporaries, None if they do not fit, and of all that is needed."""
     state = program.abstract_state
+    # it stays in memory during evaluation
     optimizer_bytes = memory.bytes_on_device((state.opt_state, state.ema))
     try:
         step = compiler.compile(program.lower_eval_step())
@@ -177,17 +171,14 @@ _TOO_LARGE = re.compile(
 
 
 def bytes_needed(error: Exception, argument_bytes: int) -> int:
-    """Returns the bytes that a program needs according to the compiler's out-of-memory error.
-
-    Some error messages count only the temporaries. Then `argument_bytes`, the bytes of the
-    program's arguments, are added. Re-raises other errors.
-    """
+    """Returns the bytes that a program needs by the compiler's error; re-raises other errors."""
     sizes = _TOO_LARGE.search(str(error))
     if not sizes:
         raise error
     total, total_unit, temporaries, temporaries_unit = sizes.groups()
     if total:
         return _bytes(total, total_unit)
+    # this message counts only the temporaries
     return _bytes(temporaries, temporaries_unit) + argument_bytes
 
 
@@ -200,10 +191,11 @@ def _estimate_speed(
 ) -> dict:
     """Returns the known speed fields of an `Estimate`."""
     config, devices = program.config, program.mesh.devices.ravel()
-    chip, gpu = chips.find_chip(devices[0].device_kind), gpus.find_gpu(devices[0].device_kind)
+    first = devices[0]
+    chip, gpu = chips.find_chip(first.device_kind), gpus.find_gpu(first.device_kind)
     speed = {}
     if gpu:
-        on_first_host = [d for d in devices if d.process_index == devices[0].process_index]
+        on_first_host = [d for d in devices if d.process_index == first.process_index]
         roofline = Roofline(module, gpu, gpus_per_host=len(on_first_host))
         clock = roofline.clock()
         speed = dict(
@@ -245,12 +237,7 @@ def largest_batch(
     log: Callable[[str], None],
     progress: _Progress = contextlib.nullcontext,
 ) -> int:
-    """Returns the largest batch size, a multiple of `divisor`, that fits into `hbm` bytes per
-    device.
-
-    Compiles few programs: interpolates the memory linearly between a batch size that fits and one
-    that does not.
-    """
+    """Returns the largest multiple of `divisor` sequences that fits into `hbm` bytes per device."""
     needed: dict[int, int] = {}
 
     def fits(sequences: int) -> bool:
@@ -269,9 +256,12 @@ def largest_batch(
     low, high = 1, 2
     while fits(high):
         low, high = high, 2 * high
+    # interpolates between what fits and what does not, to compile few programs
     while high - low > 1:
         slope = (needed[high] - needed[low]) / (high - low)
-        guess = low + int((hbm - needed[low]) / slope) if slope > 0 else (low + high) // 2
+        guess = (low + high) // 2
+        if slope > 0:
+            guess = low + int((hbm - needed[low]) / slope)
         middle = min(max(guess, low + 1), high - 1)
         if fits(middle):
             low = middle

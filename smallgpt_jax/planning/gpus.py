@@ -1,6 +1,4 @@
-"""GPUs that programs can be compiled for without a GPU, as the compiler and the roofline need
-them.
-"""
+"""GPUs that programs can be compiled for without a GPU, and their properties."""
 
 import dataclasses
 
@@ -24,9 +22,7 @@ PCIE_4, PCIE_5 = 32e9, 64e9  # bytes/s of 16 lanes, per direction
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Published properties of a GPU. Rates are bytes per second; those of links are per
-    direction.
-    """
+    """Published properties. Rates are bytes per second; those of links are per direction."""
 
     kind: str  # JAX's device_kind
     capability: tuple[int, int]
@@ -44,10 +40,9 @@ class Gpu:
 
     @property
     def vector_flops(self) -> float:
-        """Peak FLOP/s of float32 without matrix units; a multiplication and an addition per lane
-        and cycle.
-        """
+        """Peak FLOP/s of float32 without matrix units."""
         lanes, _, _ = _CORES[self.capability]
+        # a multiplication and an addition per lane and cycle
         return 2 * self.cores * lanes * self.hertz
 
 
@@ -71,12 +66,9 @@ def find_gpu(device_kind: str) -> Gpu | None:
 
 
 def target_config(gpu: Gpu) -> str:
-    """Returns the compiler's description of a GPU, a GpuTargetConfigProto as text (openxla/xla,
-    stream_executor/device_description.proto).
-
-    The limits of a block are equal for all GPUs. A block can use all shared memory of a core but 1
-    KiB.
-    """
+    """Returns the compiler's description of a GPU, a GpuTargetConfigProto as text."""
+    # openxla/xla, stream_executor/device_description.proto. The limits of a block are equal for all
+    # GPUs; it can use all shared memory of a core but 1 KiB.
     lanes, shared, threads = _CORES[gpu.capability]
     major, minor = gpu.capability
     # instructions that exist on this capability only, such as Hopper's products (sm_90a)

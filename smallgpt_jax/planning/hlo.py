@@ -1,9 +1,4 @@
-"""Collectives and cycle estimates of a compiled program, parsed from the HLO text of
-`jax.stages.Compiled.as_text()`.
-
-The text is a sequence of computations with one instruction per line. Those in a loop's body count
-per iteration.
-"""
+"""Collectives and cycle estimates of a compiled program, parsed from its HLO text."""
 
 import dataclasses
 import json
@@ -30,7 +25,9 @@ class Array:
         if self.dtype == "pred":
             return math.prod(self.shape)
         bits = re.search(r"\d+", self.dtype)  # of bf16, s4, f8e4m3fn
-        return math.ceil(int(bits[0]) * math.prod(self.shape) / 8) if bits else 0
+        if not bits:
+            return 0
+        return math.ceil(int(bits[0]) * math.prod(self.shape) / 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +54,7 @@ class Instruction:
 
     @property
     def backend_config(self) -> dict:
-        """The settings that the GPU compiler chose for the instruction, as JSON; {} if there are
-        none.
-        """
+        """The settings that the GPU compiler chose for the instruction; {} if there are none."""
         text = self.line.partition("backend_config=")[2]
         return json.JSONDecoder().raw_decode(text)[0] if text else {}
 
@@ -76,28 +71,21 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's cycle estimate for the instruction; 0 for custom kernels and collectives,
-        which have none.
-        """
+        """The compiler's estimate; 0 for custom kernels and collectives, which have none."""
         cycles = re.search(r'"estimated_cycles":"(\d+)"', self.line)
         return int(cycles[1]) if cycles else 0
 
     @property
     def channel(self) -> str:
-        """The channel id, or `line` if there is none. All instructions of an asynchronous
-        collective share the id.
-        """
+        """The channel id, which all parts of an asynchronous collective share, or else `line`."""
         channel = re.search(r"channel_id=(\d+)", self.line)
         return channel[1] if channel else self.line
 
     @property
     def group(self) -> list[int]:
-        """The devices of a collective's first replica group; [] if all devices are one group.
-
-        The texts of the groups (0, 1) and (2, 3) are {{0,1},{2,3}}, [2,2]<=[4] and
-        mesh['x'=2,'y'=2] {'y'}, those of the groups (0, 2) and (1, 3) are {{0,2},{1,3}},
-        [2,2]<=[2,2]T(1,0) and mesh['x'=2,'y'=2] {'x'}.
-        """
+        """The devices of a collective's first replica group; [] if all devices are one group."""
+        # The groups (0, 1) and (2, 3) are {{0,1},{2,3}}, [2,2]<=[4] or mesh['x'=2,'y'=2] {'y'}; the
+        # groups (0, 2) and (1, 3) are {{0,2},{1,3}}, [2,2]<=[2,2]T(1,0) or mesh['x'=2,'y'=2] {'x'}.
         listed = re.search(r"replica_groups=\{\{([\d,]+)\}", self.line)
         if listed:
             return _numbers(listed[1])
@@ -124,9 +112,7 @@ class Instruction:
 
     @property
     def is_reduce_scatter(self) -> bool:
-        """Whether the instruction is a reduce-scatter on a TPU: a fusion of an all-reduce and a
-        slice.
-        """
+        """Whether it is a TPU's reduce-scatter: a fusion of an all-reduce and a slice."""
         return self.opcode == "fusion" and any("all-reduce-scatter" in name for name in self.calls)
 
     @property
@@ -156,6 +142,7 @@ class HloModule:
         self.instructions: dict[str, Instruction] = {}  # names are unique in a module
         partitions = re.match(r"HloModule .*num_partitions=(\d+)", text)
         self.partitions = int(partitions[1]) if partitions else 1
+        # computations with one instruction per line
         for line in text.splitlines():
             if start := _COMPUTATION.match(line):
                 entry, name = start.groups()
@@ -168,9 +155,7 @@ class HloModule:
                 self.instructions[instruction.name] = instruction
 
     def collectives(self) -> dict[str, dict[str, int]]:
-        """Returns {kind: {"count": executions, "bytes": of all results}}, without groups of a
-        single device.
-        """
+        """Returns {kind: {"count": executions, "bytes": of all results}}."""
         # {(channel, shape of the result): {name: collective}}. Instructions inside fusions, which
         # are parts of one asynchronous collective, get the name None, and count once, or not at all
         # beside others with the same key. Those are collectives of their own; the channel does not
@@ -198,16 +183,12 @@ class HloModule:
         return collectives
 
     def _started(self, instruction: Instruction) -> Instruction:
-        """Returns the "-start" instruction of a GPU's "-done" instruction, which does not state the
-        groups itself.
-        """
+        """Returns the "-start" of a GPU's "-done" instruction, which does not state the groups."""
         is_done = instruction.opcode.endswith("-done") and "replica_groups" not in instruction.line
         return self.instructions[instruction.operands[0]] if is_done else instruction
 
     def cycles(self) -> int:
-        """Returns the compiler's cycle estimate, without custom kernels and without waiting for
-        collectives.
-        """
+        """Returns the compiler's estimate, without custom kernels and waiting for collectives."""
         return sum(times * instruction.cycles for times, instruction in self.executed(fused=False))
 
     def kernels(self) -> list[tuple[int, Instruction]]:
@@ -217,12 +198,9 @@ class HloModule:
     def executed(
         self, fused: bool = True, name: str | None = None, times: int = 1
     ) -> Iterator[tuple[int, Instruction]]:
-        """Yields (number of executions, instruction) for each instruction of a computation and of
-        those it calls.
-
-        `name` is the computation's name. The default is the entry of the module. `times` is the
-        number of executions of the computation itself. With `fused`, instructions inside fusions
-        are included.
+        """Yields (number of executions, instruction) for a computation, by default the entry, which
+        itself is executed `times` times, and those that it calls. With `fused`, also for those
+        inside fusions.
         """
         for instruction in self.computations[name or self.entry]:
             yield times, instruction
@@ -235,7 +213,7 @@ class HloModule:
                     yield from self.executed(fused, called, times)
 
     def trip_count(self, loop: Instruction) -> int:
-        """Returns a loop's iterations, from the compiler's annotation or else the constant in its
+        """Returns a loop's iterations, by the compiler's annotation or the constant in its
         condition.
         """
         annotation = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line)

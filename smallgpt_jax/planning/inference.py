@@ -39,9 +39,7 @@ _LARGEST_BATCH = 2**24  # larger compute-bound batches are None
 
 @dataclasses.dataclass(frozen=True)
 class InferenceEstimate:
-    """Of one device. Fields that need its memory, speed or bandwidth are None if that is unknown,
-    as on CPUs.
-    """
+    """Of one device. Fields that need unknown properties of it are None, as on CPUs."""
 
     device_kind: str
     dtype: str
@@ -170,16 +168,14 @@ class DecodingStep:
 
 
 def count(model: models.LanguageModel, weights, tokens: int, length: int) -> float | None:
-    """Returns the FLOPs of the products of one call of the decoder with `tokens` new tokens and a
-    cache of `length`.
-
-    A prefill begins with an empty cache. Positions after the newest token count, as
-    `cached_attention` computes them.
-    """
+    """Returns the FLOPs of the products of a call with `tokens` new tokens and a cache of `length`."""
     # of "blocks", the padding would count
     model = model.clone(config=dataclasses.replace(model.config, grouped_matmul="ragged"))
-    start_B, length_B = jnp.zeros(1, jnp.int32), jnp.full(1, tokens, jnp.int32)
+    start_B = jnp.zeros(1, jnp.int32)
+    length_B = jnp.full(1, tokens, jnp.int32)
     context = Context(cache_length=length, start_B=start_B, length_B=length_B)
+    # A prefill begins with an empty cache. Positions after the newest token count, because
+    # `cached_attention` computes them.
     cache = {} if tokens > 1 else decoder.cache_shapes(model, weights, 1, length)
     tokens_1xT = jax.ShapeDtypeStruct((1, tokens), "int32")
     step = functools.partial(decoder.next_logits, model, context=context)
@@ -190,9 +186,7 @@ def count(model: models.LanguageModel, weights, tokens: int, length: int) -> flo
 
 
 def compiled_bytes(model: models.LanguageModel, device: jax.Device, batch: int) -> int:
-    """Returns the memory of a greedy decoding step of `batch` texts whose caches have room for the
-    whole context.
-    """
+    """Returns the memory of a greedy decoding step of `batch` texts with full caches."""
     mesh = sharding.make_mesh(sharding.MeshConfig(), [device])
     on_mesh = sharding.replicated(mesh)
     length = model.config.context_length

@@ -1,6 +1,4 @@
-"""Time of the custom kernels in a TPU program: mostly, of their matrix products at the chip's peak
-speed.
-"""
+"""Time of the custom kernels in a TPU program: mostly, of their products at peak speed."""
 
 import math
 import re
@@ -42,11 +40,9 @@ _RECURRENCE_KERNELS = {
 
 
 def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
-    """Returns the seconds of the kernel that an HLO line calls; None for an unknown kernel.
-
-    Ignores memory traffic, which takes less time than the products, except in "online-softmax",
-    which reads the scores.
-    """
+    """Returns the seconds of the kernel that an HLO line calls; None for an unknown kernel."""
+    # Ignores memory traffic, which takes less time than the products, except in "online-softmax",
+    # which reads the scores.
     operands = line.partition("operand_layout_constraints=")[2]
     if "ragged-dot-metadata" in line:  # computes the groups of each tile, without matrix products
         return 0.0
@@ -72,12 +68,7 @@ def _shapes(operands: str, min_axes: int = 1) -> list[list[int]]:
 
 
 def _flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) -> float:
-    """Returns the seconds of a kernel of ops/flash_attention.py.
-
-    While the matrix unit computes a block of scores, the vector unit processes the previous block.
-    The slower of the two determines the time. The time of the products that use the scores is
-    added.
-    """
+    """Returns the seconds of a kernel of ops/flash_attention.py."""
     to_scores, with_scores, vector_cycles, vector_cycles_if_short = _FLASH_KERNELS[name]
     if is_short(window):
         vector_cycles = vector_cycles_if_short
@@ -87,7 +78,8 @@ def _flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) 
     # block i of queries sees itself and the blocks before it, as far as the window reaches
     blocks = sum(min(i, reach) + 1 for i in range(positions // length))
     scores = math.prod(rows_and_heads) * blocks * length**2
-    # seconds per score
+    # Seconds per score. While the matrix unit computes a block of scores, the vector unit processes
+    # the previous block: the slower one counts. Then come the products that use the scores.
     matrix_unit = to_scores * 2 * max(width, 128) / chip.flops
     vector_unit = vector_cycles / 1024 / (chip.cores * chip.hertz)
     later_products = with_scores * 2 * max(width, 16) / chip.flops
@@ -95,10 +87,8 @@ def _flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) 
 
 
 def _recurrence_seconds(name: str, operands: str, chip: Chip) -> float:
-    """Returns the seconds of a kernel of ops/recurrence_kernel.py; its operands begin with queries,
-    keys and values.
-    """
-    _, keys, values = _shapes(operands)[:3]
+    """Returns the seconds of a kernel of ops/recurrence_kernel.py."""
+    _, keys, values = _shapes(operands)[:3]  # the first are the queries
     *_, key_width, _ = keys
     *rows_and_heads, value_width, time = values
     per_chunk, per_key_width, per_value_width = _RECURRENCE_KERNELS[name]
@@ -108,12 +98,7 @@ def _recurrence_seconds(name: str, operands: str, chip: Chip) -> float:
 
 
 def _attention_product_flops(name: str, operands: str, positions: int) -> float:
-    """Returns the FLOPs of one matrix product of an attention kernel, as the matrix unit computes
-    it.
-
-    Heads are padded to a width of 128. Splash attention skips a block of (queries × keys) if the
-    mask excludes all of it, and computes all scores of the other blocks.
-    """
+    """Returns the FLOPs of one product of an attention kernel, as the matrix unit computes it."""
     is_splash = name != "online-softmax"
     shapes = _shapes(operands, min_axes=4)
     queries_or_values = shapes[0] if is_splash else shapes[1]  # shapes[0] would be the scores
@@ -121,35 +106,32 @@ def _attention_product_flops(name: str, operands: str, positions: int) -> float:
     # in the other order, so only their product is used.
     *rows_and_heads, width, length = queries_or_values
     head_width = width * length // positions
+    # Splash attention skips a block of (queries × keys) if the mask excludes all of it, and computes
+    # all scores of the other blocks. Heads are padded to a width of 128.
     computed = _computed_blocks(operands) if is_splash else 1
     return 2 * math.prod(rows_and_heads) * computed * positions**2 * max(head_width, 128)
 
 
 def _ragged_dot_flops(line: str, operands: str) -> float:
-    """Returns the FLOPs of the TPU compiler's kernel for `jax.lax.ragged_dot` and its gradients.
-
-    A tile of rows is computed once for each group in it: at most rows / tile + groups − 1 products,
-    which one operand lists.
-    """
+    """Returns the FLOPs of the compiler's kernel for `jax.lax.ragged_dot` and its gradients."""
+    # A tile of rows is computed once for each group in it: at most rows / tile + groups − 1 products,
+    # which one operand lists.
     tile = int(re.search(r'ragged_dot_tiling="(\d+),', line)[1])
     tiles = max(int(length) for length in re.findall(r"s32\[(\d+)\]", operands))
     left, right = _shapes(operands, min_axes=2)
     # Usually, the right operand has three axes: one matrix per group. In the kernel for the
     # matrices' gradient, it has two axes, and as many rows as the left operand.
-    matrix = right[-2] * right[-1] if len(right) > 2 else left[-1] * right[-1]
-    return 2 * tiles * tile * matrix
+    width = right[-2] if len(right) > 2 else left[-1]
+    return 2 * tiles * tile * width * right[-1]
 
 
 def _computed_blocks(operands: str) -> float:
-    """Returns the fraction of the blocks of scores that a splash kernel computes.
-
-    `operands` is HLO text with the types of the operands. The first operand contains n lists of at
-    most m blocks each. List i contains the blocks of keys to compute for the i-th block of queries.
-    In the kernel "dkv", keys and queries change places. The operand's shape is (1, n, m), in "dkv"
-    (1, m, n). Without an attention window, m = n.
-
-    The mask is causal, so the lengths of the lists are min(i + 1, m), for i from 0 to n − 1.
-    """
+    """Returns the fraction of the blocks of scores that a splash kernel computes."""
+    # The first operand contains n lists of at most m blocks each. List i has the blocks of keys to
+    # compute for the i-th block of queries; in the kernel "dkv", keys and queries change places. The
+    # shape is (1, n, m), in "dkv" (1, m, n). Without an attention window, m = n. The mask is causal,
+    # so the lengths of the lists are min(i + 1, m), for i from 0 to n − 1.
     sizes = re.search(r"\bs(?:8|16|32)\[1,(\d+),(\d+)\]", operands).groups()
     longest, blocks = sorted(map(int, sizes))
-    return sum(min(i + 1, longest) for i in range(blocks)) / blocks**2
+    computed = sum(min(i + 1, longest) for i in range(blocks))
+    return computed / blocks**2

@@ -46,21 +46,19 @@ from smallgpt_jax.ops.xla_attention import QUERIES
 def memory_breakdown(
     model: LanguageModel, mesh, state, sequences: float, loss_chunks: int, separate_documents: bool
 ) -> dict[str, float]:
-    """Returns the terms of this module's formula, in bytes per device.
-
-    `sequences` is the number of sequences that a device computes at a time. `state` contains shapes
-    with shardings. The sizes of weights, gradients and moments are computed from it, so they are
-    exact for any optimizer and mesh.
-    """
+    """Returns the terms of this module's formula, in bytes per device, for `sequences` at a time."""
     c = model.config
-    tensor, element = mesh.shape["tensor"], 2 if c.dtype == "bfloat16" else 4
+    tensor = mesh.shape["tensor"]
+    element = 2 if c.dtype == "bfloat16" else 4  # bytes
     positions = sequences * c.context_length
 
     activations = 0.0
     for count, width in other_mixers(model, mesh):
         activations += count * positions * width * element * _saved_widths(c, tensor, qkv=0)
     for layers in attention_layers(model, mesh, separate_documents):
-        qkv = (2 + 2 * c.kv_heads / c.num_heads) * layers.heads * layers.head_width / layers.width
+        # queries and attention outputs, keys and values
+        per_head = 2 + 2 * c.kv_heads / c.num_heads
+        qkv = per_head * layers.heads * layers.head_width / layers.width
         saved = _saved_widths(c, tensor, qkv)
         activations += layers.count * positions * layers.width * element * saved
         if layers.backend == "xla" and c.remat == "none":
@@ -69,6 +67,7 @@ def memory_breakdown(
     if c.remat != "full":
         activations += positions * element * _sum_of_ranks(model) / mesh.shape["path"]
 
+    # the sizes of arrays are exact, for any optimizer and mesh
     weights, average = bytes_on_device(state.trained), bytes_on_device(state.ema)
     # gradients are whole along "data", and weights before their use also along "fsdp"
     whole = {axis: bytes_on_device(state.trained, gathered=axis) for axis in ("data", "fsdp")}
@@ -85,9 +84,8 @@ def memory_breakdown(
 
 
 def _saved_widths(c: ModelConfig, tensor: int, qkv: float) -> float:
-    """Returns the saved activations per position and block, in model widths. `qkv` is the width of
-    queries, keys, values and attention outputs; 0 without attention.
-    """
+    """Returns the saved activations per position and block, in model widths."""
+    # `qkv` is the width of queries, keys, values and attention outputs; 0 without attention.
     # Of a gated MLP, the up-projection and the product are saved, too.
     inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio
     saved = {
@@ -101,15 +99,21 @@ def _saved_widths(c: ModelConfig, tensor: int, qkv: float) -> float:
 def _keys_per_query(c: ModelConfig, layers: AttentionLayers) -> float:
     """Returns the mean number of keys that XLA's attention reads per query."""
     mask = AttentionMask(layers.window, is_causal=c.attention_mask == "causal")
-    length, starts = c.context_length, range(0, c.context_length, QUERIES)
-    chunks = [mask.keys(start, min(start + QUERIES, length), length) for start in starts]
-    return sum(chunk.stop - chunk.start for chunk in chunks) / len(chunks)
+    length = c.context_length
+    counts = []
+    for start in range(0, length, QUERIES):
+        keys = mask.keys(start, min(start + QUERIES, length), length)
+        counts.append(keys.stop - keys.start)
+    return sum(counts) / len(counts)
 
 
 def _sum_of_ranks(model: LanguageModel) -> int:
     """Returns the sum of the ranks of all factored matrices."""
-    first_factors = [p for p in jax.tree.leaves(abstract_params(model)) if p.axes[-1:] == ("rank",)]
-    return sum(math.prod(p.shape[: p.module_stacks]) * p.shape[-1] for p in first_factors)
+    ranks = 0
+    for p in jax.tree.leaves(abstract_params(model)):
+        if p.axes[-1:] == ("rank",):  # a first factor
+            ranks += math.prod(p.shape[: p.module_stacks]) * p.shape[-1]
+    return ranks
 
 
 def bytes_on_device(tree, gathered: str = "") -> int:

@@ -69,9 +69,7 @@ def plan_inference(
     *,
     batch: int = 1,
 ) -> InferenceEstimate:
-    """Estimates the cost of decoding `batch` texts at a time on one device of a topology. See
-    `plan` for the other arguments.
-    """
+    """Estimates decoding of `batch` texts at a time on one device of a topology; see `plan`."""
     with topologies.settings_restored():
         devices = topologies.topology_devices(topology)
         model = models.LanguageModel(_config_on(devices, config, overrides).model)
@@ -128,9 +126,7 @@ def _misfit(program: Program, result: Estimate) -> str:
 
 
 def remedies(program: Program) -> list[str]:
-    """Returns the changes that reduce the memory per device, if this config leaves room for
-    them.
-    """
+    """Returns the changes that reduce the memory per device, if the config has room for them."""
     config, mesh = program.config, program.mesh
     changes = []
     if config.train.batch_size > _batch_divisor(config, mesh.devices.ravel()):

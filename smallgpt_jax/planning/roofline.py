@@ -1,14 +1,5 @@
 """Roofline of a compiled GPU program: an optimistic time for each kernel and collective, and for
 one step.
-
-A kernel takes the longer of two times: that of its matrix products at the peak speed of the matrix
-units, and that of its operands and results at the speed of the memory. Other arithmetic, caches and
-launches take no time. Products in a plain loop, without a library or Triton, and those of float32
-arrays with precision="highest" have the peak speed without matrix units.
-
-A collective sends its bytes around a ring of its devices at the speed of the slowest link, without
-latency. It runs beside the kernels between its start and its end in the schedule; one collective
-runs at a time.
 """
 
 import collections
@@ -69,6 +60,8 @@ class Roofline:
 
     def clock(self, computation: str | None = None) -> Clock:
         """Returns the times of one execution of a computation; by default, of the program."""
+        # A collective runs beside the kernels between its start and its end in the schedule; one
+        # collective runs at a time.
         clock = Clock()
         link_is_free = 0.0  # the time at which the last collective so far ends
         ends = {}  # {name of a collective: the time at which it ends}
@@ -90,9 +83,7 @@ class Roofline:
         return clock
 
     def _called(self, instruction: Instruction) -> Clock | None:
-        """Returns the times of a loop, a call or the longest branch of a conditional; None for a
-        kernel.
-        """
+        """Returns the times of a loop, a call or the longest branch; None for a kernel."""
         if instruction.opcode == "fusion" or not instruction.calls:
             return None
         longest = max(map(self.clock, instruction.calls), key=lambda clock: clock.total)
@@ -101,6 +92,7 @@ class Roofline:
         return longest
 
     def _collective_seconds(self, kind: str, instruction: Instruction) -> float:
+        # around a ring of the devices, at the speed of the slowest link, without latency
         group = instruction.group or list(range(self.module.partitions))
         operand_bytes = sum(array.bytes for array in self._operands(instruction))
         sent = ring_bytes(kind, operand_bytes, len(group))
@@ -136,6 +128,7 @@ class Roofline:
         kind = self._kind(instruction)
         if not kind:
             return 0.0
+        # other arithmetic, caches and launches take no time
         memory_seconds = self._traffic(instruction) / self.gpu.bandwidth
         return max(self._product_seconds(kind, instruction), memory_seconds)
 
@@ -154,6 +147,7 @@ class Roofline:
         dtype = self._operands(product)[0].dtype
         # JAX was asked for precision="highest"
         is_highest = re.search(r"operand_precision\W+(\w+\W+)?highest", product.line, re.IGNORECASE)
+        # products in a plain loop, without a library or Triton, do not use matrix units either
         if kind == PLAIN_PRODUCTS or (dtype == "f32" and is_highest):
             return self.gpu.vector_flops
         return self.gpu.chip.flops * _SPEED.get(dtype, 1)
@@ -179,9 +173,7 @@ class Roofline:
         return arrays
 
     def _traffic(self, instruction: Instruction) -> int:
-        """Returns the bytes that a kernel reads and writes. Of sliced or updated arrays, only the
-        parts count.
-        """
+        """Returns the bytes that a kernel reads and writes; of sliced or updated arrays, the parts."""
         if instruction.opcode == "fusion":
             return self._fusion_traffic(self.module.computations[instruction.calls[0]])
         if instruction.opcode in _SLICES:
@@ -219,9 +211,7 @@ def _by_prefix(names: dict[str, str], text: str) -> str | None:
 
 
 def _collective_stage(instruction: Instruction) -> tuple[str, str]:
-    """Returns the kind of a collective and "start", "done" or, if synchronous, ""; ("", "") for
-    other instructions.
-    """
+    """Returns a collective's kind and "start", "done" or, if synchronous, ""; or ("", "")."""
     kind, _, stage = instruction.opcode.rpartition("-")
     if kind in COLLECTIVES and stage in ("start", "done"):
         return kind, stage
@@ -229,9 +219,7 @@ def _collective_stage(instruction: Instruction) -> tuple[str, str]:
 
 
 def ring_bytes(kind: str, operand_bytes: int, devices: int) -> float:
-    """Returns the bytes that each device sends if data pass around a ring (Patarasuk and Yuan,
-    2009).
-    """
+    """Returns the bytes per device if data pass around a ring (Patarasuk and Yuan, 2009)."""
     share = (devices - 1) / devices
     times = {
         "all-reduce": 2 * share,
@@ -259,9 +247,7 @@ def _contracted_axes(product: Instruction) -> list[int]:
 
 
 def _attention_flops(call: Instruction, queries: Array) -> float:
-    """Returns the FLOPs of one product of cuDNN's attention, which skips scores that the mask
-    excludes.
-    """
+    """Returns the FLOPs of one product of cuDNN's attention, which skips masked scores."""
     settings = call.backend_config["cudnn_fmha_backend_config"]
     batch, heads, time, keys = map(int, settings["intermediate_tensor_shape"]["dimensions"])
     head_width = math.prod(queries.shape) // (batch * heads * time)
@@ -274,9 +260,7 @@ def _attention_flops(call: Instruction, queries: Array) -> float:
 
 
 def _read_bytes(parameter: Instruction, users: dict[str, list[Instruction]]) -> int:
-    """Returns the bytes of a fusion's operand that the fusion reads: of what is only sliced or
-    updated, the parts.
-    """
+    """Returns what a fusion reads of an operand: of one that is only sliced, the slices."""
     read = 0
     for user in users[parameter.name]:
         is_first = user.operands[0] == parameter.name

@@ -42,11 +42,13 @@ def _title(program: Program, result: Estimate) -> str:
 def _parameters(program: Program, result: Estimate) -> list[str]:
     c = program.model.config
     lines = [f"{parameter_count(result.parameters, result.active_parameters)} parameters"]
-    lines += [f"  {part:20} {count:>13,}" for part, count in components(program.model).items()]
+    for component, count in components(program.model).items():
+        lines.append(f"  {component:20} {count:>13,}")
     has_usual_heads = not c.num_kv_heads and not c.head_dim
     is_gpt = c.architecture == "gpt" and set(c.mixers) == {"attention"} and c.mlp == "dense"
     if is_gpt and has_usual_heads:
-        rule = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2 + c.vocab_size * c.d_model
+        blocks = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2
+        rule = blocks + c.vocab_size * c.d_model
         lines.append(
             "  attention, MLP and token embedding: num_layers × (4 + 2 × mlp_ratio) × d_model² "
             f"+ vocab_size × d_model = {rule:,.0f}"

@@ -44,9 +44,7 @@ _CUDNN_VERSION = 10_000 * CUDNN[0] + 100 * CUDNN[1]
 
 @contextlib.contextmanager
 def settings_restored() -> Iterator[None]:
-    """Undoes what `topology_devices` changes, so that a notebook can plan and train. JAX searches
-    for its devices anew, if it had not yet.
-    """
+    """Undoes what `topology_devices` changes, so that a notebook can plan and train."""
     # not public; jax.distributed asks the same
     was_initialized = xla_bridge.backends_are_initialized()
     settings = {name: getattr(jax.config, name) for name in _SETTINGS}
@@ -54,7 +52,7 @@ def settings_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        if not was_initialized:
+        if not was_initialized:  # JAX searches for its devices anew
             clear_backends()
         for name, value in settings.items():
             jax.config.update(name, value)
@@ -79,11 +77,8 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 def topology_devices(topology: str) -> list[jax.Device]:
     """Returns the devices of a topology such as "v5e:4x4", "h100:8", "h200:2x8" (two hosts) or
-    "cpu:8".
-
-    Programs can be compiled for the TPUs and GPUs of a topology, but not run. Raises UserError for
-    an unknown topology, if its compiler is not installed, or if JAX already runs with fewer CPU
-    devices than "cpu:N".
+    "cpu:8", for which programs can be compiled, but not run. Raises UserError for an unknown
+    topology, without its compiler, or if JAX already runs with fewer CPU devices.
     """
     kind, _, shape = topology.partition(":")
     is_cpu = kind == "cpu" and re.fullmatch(r"[1-9]\d*", shape)
@@ -104,13 +99,12 @@ def topology_devices(topology: str) -> list[jax.Device]:
 
 
 def _similar_topologies(text: str) -> list[str]:
-    """Returns the topologies that a text may stand for: "v5e-16" and "v5litepod-16" →
-    ["v5e:4x4"].
-    """
+    """Returns what a text may stand for: "v5e-16" and "v5litepod-16" → ["v5e:4x4"]."""
     kind, _, shape = text.lower().partition(":")
     # "h100-80gb" begins with h100; "a100" is the beginning of a100-40 and a100-80
     longest = max((name for name in GPUS if kind.startswith(name)), key=len, default=None)
-    gpus = [longest] if longest else [name for name in GPUS if kind and name.startswith(kind)]
+    completed = [name for name in GPUS if kind and name.startswith(kind)]
+    gpus = [longest] if longest else completed
     if gpus:
         return [f"{name}:{near}" for name in gpus for near in _similar_shapes(name, shape)]
     # "v5litepod-16" → generation "v5e", rest "-16"
@@ -143,7 +137,8 @@ def _examples() -> list[str]:
 def _similar_shapes(gpu: str, shape: str) -> list[str]:
     """Returns numbers of GPUs as they follow the name of a GPU: "16" → ["2x8"]."""
     numbers = re.findall(r"\d+", shape)
-    hosts, rest = divmod(math.prod(map(int, numbers)) if numbers else 0, _GPUS_PER_HOST)
+    number = math.prod(map(int, numbers)) if numbers else 0
+    hosts, rest = divmod(number, _GPUS_PER_HOST)
     on_one_host = ["1", str(_GPUS_PER_HOST)]
     if GPUS[gpu].network is None:
         return on_one_host

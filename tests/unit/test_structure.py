@@ -76,7 +76,7 @@ def test_functions_and_docstrings_are_short():
 
 
 # Folders whose code does not follow these rules yet.
-EXEMPT = {"analysis", "report"}
+EXEMPT = {"analysis"}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -137,7 +137,8 @@ def test_few_functions_have_more_than_six_arguments():
 
     checked = [tree for name, tree in TREES.items() if name.split(".")[0] not in EXEMPT]
     functions = [node for tree in checked for node in ast.walk(tree) if has_many(node)]
-    assert len(functions) <= 8, [function.name for function in functions]
+    # `compare`, and three whose signatures transformers fixes
+    assert len(functions) <= 4, [function.name for function in functions]
 
 
 def test_few_modules_are_directly_in_the_package():

@@ -86,7 +86,7 @@ def sized(config: ConfigDict, size: Size) -> None:
     # As in the records that the rules come from. A longer run can start from a decayed one's trunk.
     config.optimizer.update(FOLLOW_STEPS, schedule="wsd", decay_fraction=0.2, final_fraction=0.0)
     config.train.steps = config.train.batch_size = AT_START
-    config.train.microbatches = 1
+    config.train.microbatches = 0
     config.train.log_every = 25
     config.train.eval_every = config.train.checkpoint_every = 500
     config.train.eval_steps = 64

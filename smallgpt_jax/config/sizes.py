@@ -105,9 +105,11 @@ def learning_rate(block_parameters: float, batch: float) -> float:
 
 
 def weight_decay(block_parameters: float, batch: float, tokens_per_parameter: float) -> float:
-    """B/(rate · decay · D) is constant (Wang and Aitchison, arXiv 2405.13698; nanochat)."""
-    scale = _batch_scale(block_parameters, batch)
-    return _REFERENCE_DECAY * scale * TOKENS_PER_PARAMETER / tokens_per_parameter
+    """B/(rate · decay · D) is constant (Wang and Aitchison, arXiv 2405.13698; nanochat), but short
+    runs get twice the usual decay at most.
+    """
+    scale = _batch_scale(block_parameters, batch) * TOKENS_PER_PARAMETER / tokens_per_parameter
+    return _REFERENCE_DECAY * min(scale, 2.0)
 
 
 def _batch_scale(block_parameters: float, batch: float) -> float:

@@ -1,8 +1,9 @@
 """Estimates the memory and speed of a recipe on given hardware, by compiling the recipe for it."""
 
 import functools
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from smallgpt_jax.planning.inference import InferenceEstimate, estimate_inferenc
 from smallgpt_jax.planning.table import format_plan
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.microbatches import fewest_that_fit, possible_numbers
 from smallgpt_jax.training.program import Program
 
 
@@ -53,6 +55,8 @@ def plan(
         devices = topologies.topology_devices(topology)
         config = _config_on(devices, config, overrides)
         progress = functools.partial(_compilation_shown, topology)
+        if not config.train.microbatches and not search:
+            config = _with_microbatches(config, devices, progress)
         if search:
             batch_size = _find_largest_batch(config, topology, devices)
             config = config.replace(train={"batch_size": batch_size})
@@ -111,9 +115,24 @@ def _find_largest_batch(config: Config, topology: str, devices: list[jax.Device]
     )
 
 
+def _with_microbatches(config: Config, devices: list[jax.Device], progress: Callable) -> Config:
+    """Returns a config with the fewest microbatches that fit, or the most if none fit."""
+    chip = chips.find_chip(devices[0].device_kind)
+
+    def needed(microbatches: int) -> float:
+        trial = config.replace(train={"microbatches": microbatches})
+        return estimate(build_program(trial, devices), progress).peak_bytes
+
+    numbers = possible_numbers(config, sharding.make_mesh(config.mesh, devices))
+    limit = chip.hbm if chip else math.inf
+    sizes = fewest_that_fit(numbers, needed, limit)
+    fitting = [number for number, size in sizes.items() if size <= limit]
+    return config.replace(train={"microbatches": min(fitting, default=max(sizes))})
+
+
 def _batch_divisor(config: Config, devices) -> int:
     shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh, devices))
-    return shards * config.train.microbatches
+    return shards * max(1, config.train.microbatches)
 
 
 def _misfit(program: Program, result: Estimate) -> str:

@@ -37,7 +37,8 @@ class TrainConfig(ConfigGroup):
     steps: int = free(19_073, **NOT_COMPILED)
     # sequences per step, over all devices
     batch_size: int = 512
-    # each batch is split into this many parts, computed one after another, also in evaluation
+    # each batch is split into this many parts, computed one after another, also in evaluation; 0:
+    # the fewest that fit into the memory of a device; a resumed run keeps its number
     microbatches: int = free(8)  # a change also changes the dropout masks
     # parts of each sequence, whose logits are computed one after another; must divide
     # context_length
@@ -122,7 +123,6 @@ class TrainConfig(ConfigGroup):
         self.validate_range(
             "steps",
             "batch_size",
-            "microbatches",
             "loss_chunks",
             "log_every",
             "eval_every",
@@ -134,6 +134,7 @@ class TrainConfig(ConfigGroup):
             least=1,
         )
         self.validate_range(
+            "microbatches",
             "eval_steps",
             "profile_from",
             "z_loss",
@@ -230,6 +231,8 @@ def _keep_start_values(groups: dict[str, dict], saved: Config) -> None:
             # a step of the old teacher says nothing of another one
             if is_unset and (field != "teacher_step" or is_same_teacher):
                 groups[name][field] = getattr(getattr(saved, name), field)
+    if groups["train"].get("microbatches") == 0:
+        groups["train"]["microbatches"] = saved.train.microbatches
 
 
 def _set_attention_mask(model: dict, objective: str) -> None:

@@ -22,7 +22,7 @@ from smallgpt_jax.training.program import Program
 
 def build_program(config: ConfigDict | Config, devices=None) -> Program:
     """Raises UserError for an invalid config."""
-    config = Config.of(config)
+    config = _with_known_microbatches(Config.of(config))
     mesh = sharding.make_mesh(config.mesh, devices)
     check_config(config, mesh)
     return _build(config.compiled_part(), mesh)
@@ -30,10 +30,15 @@ def build_program(config: ConfigDict | Config, devices=None) -> Program:
 
 def shared_program(config: ConfigDict | Config, devices=None) -> Program:
     """Returns a recent program whose config has an equal compiled part, or a new one."""
-    config = Config.of(config)
+    config = _with_known_microbatches(Config.of(config))
     mesh = sharding.make_mesh(config.mesh, devices)
     check_config(config, mesh)
     return RECENT_PROGRAMS.get(config.compiled_part(), mesh)
+
+
+def _with_known_microbatches(config: Config) -> Config:
+    """Training and `plan` replace 0 by the number that fits; other estimates assume one."""
+    return config if config.train.microbatches else config.replace(train={"microbatches": 1})
 
 
 @dataclasses.dataclass

@@ -50,7 +50,7 @@ def check_config(config: Config, mesh: jax.sharding.Mesh) -> None:
         train.refuse(
             "ema", "must be 0 with config.optimizer.lora_rank, which does not train the weights"
         )
-    divisor = batch_shards * train.microbatches
+    divisor = batch_shards * max(1, train.microbatches)
     if train.batch_size % divisor:
         train.refuse(
             "batch_size",

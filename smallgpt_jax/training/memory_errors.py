@@ -15,12 +15,12 @@ def memory_errors_explained(config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise UserError(_message(config, error)) from None
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Excludes TPU vmem and smem, because a smaller batch does not reduce their use."""
     text = str(error)
     return (

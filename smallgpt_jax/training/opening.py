@@ -19,6 +19,7 @@ from smallgpt_jax.run.workdir import check_workdir, config_in_workdir
 from smallgpt_jax.training.branch import Branch, open_branch
 from smallgpt_jax.training.build import shared_program
 from smallgpt_jax.training.checks import check_processes, require_mask_token
+from smallgpt_jax.training.microbatches import with_microbatches
 from smallgpt_jax.training.program import Program
 
 
@@ -33,6 +34,7 @@ def check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch
 
     branch = distributed.run_on_primary(check)
     distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
+    config = with_microbatches(config)
     program = shared_program(config)
     if program.teacher:  # it has the step of its newest checkpoint, if the config gives none
         config = config.replace(train={"teacher_step": program.teacher.step})

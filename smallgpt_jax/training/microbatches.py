@@ -1,0 +1,126 @@
+"""The fewest microbatches with which the training step fits into the memory of a device, for
+config.train.microbatches=0. The compiler tells how much memory a step needs.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+
+from smallgpt_jax.devices import distributed, host_memory, sharding
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import format_bytes
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.training.build import shared_program
+from smallgpt_jax.training.memory_errors import is_out_of_memory
+
+# On CPUs, the process keeps its memory, and then needs about twice as much (devices/host_memory.py).
+_OF_HOST = 0.5
+
+
+def with_microbatches(config: Config, log: Callable[[str], None] = print) -> Config:
+    """Returns a config whose number of microbatches is known. Compiles a few programs at most; the
+    chosen one is shared. Raises UserError if none fits.
+    """
+    if config.train.microbatches:
+        return config
+    mesh = sharding.make_mesh(config.mesh)
+    limit = distributed.from_primary(memory_limit(mesh.devices.flat[0])) or math.inf
+
+    def needed(microbatches: int) -> float:
+        return _step_bytes(config.replace(train={"microbatches": microbatches}))
+
+    numbers = possible_numbers(config, mesh)
+    sizes = fewest_that_fit(numbers, needed, limit)
+    number = fitting_number(sizes, limit)
+    if number > 1:
+        log(microbatches_message(sizes, limit))
+    return config.replace(train={"microbatches": number})
+
+
+def possible_numbers(config: Config, mesh: jax.sharding.Mesh) -> list[int]:
+    rows = max(1, config.train.batch_size // sharding.num_batch_shards(mesh))  # of a device
+    return [number for number in range(1, rows + 1) if rows % number == 0]
+
+
+def fewest_that_fit(
+    numbers: Sequence[int], needed: Callable[[int], float], limit: float
+) -> dict[int, float]:
+    """Returns {number: bytes} of the numbers that were tried: the first that fits, and the one
+    before, which does not. `needed` is called seldom: it is nearly a + b/number.
+    """
+    sizes = {}
+    low, high = -1, len(numbers)  # indices of numbers that are too few, and that are enough
+    index = 0
+    while low < index < high:
+        number = numbers[index]
+        sizes[number] = needed(number)
+        if sizes[number] <= limit:
+            high = index
+        else:
+            low = index
+        index = _next_index(numbers, sizes, (low, high), limit)
+    return sizes
+
+
+def _next_index(
+    numbers: Sequence[int], sizes: dict[int, float], bounds: tuple[int, int], limit: float
+) -> int:
+    low, high = bounds
+    if high - low <= 1:
+        return high
+    few = numbers[low]
+    if high == len(numbers):  # as if all memory were divided among the microbatches
+        guess = few * sizes[few] / limit
+    else:
+        many = numbers[high]
+        slope = (sizes[few] - sizes[many]) / (1 / few - 1 / many)
+        constant = sizes[few] - slope / few
+        guess = slope / (limit - constant) if limit > constant else math.inf
+    between = range(low + 1, high)
+    return next((i for i in between if numbers[i] >= guess), between[-1])
+
+
+def fitting_number(sizes: dict[int, float], limit: float) -> int:
+    """Raises UserError if no number of microbatches fits."""
+    fitting = [number for number, size in sizes.items() if size <= limit]
+    if fitting:
+        return min(fitting)
+    raise UserError(
+        f"config.train.microbatches=0: with {max(sizes)} microbatches, the most, a device needs "
+        f"{_shown(min(sizes.values()))} and has {format_bytes(limit)}; set "
+        "config.model.remat='full', increase config.mesh.fsdp, or choose a smaller model"
+    )
+
+
+def microbatches_message(sizes: dict[int, float], limit: float) -> str:
+    number = fitting_number(sizes, limit)
+    fewer = max((other for other in sizes if other < number), default=None)
+    comparison = f"; {fewer} would need {_shown(sizes[fewer])}" if fewer else ""
+    return (
+        f"{number} microbatches per step, the fewest that fit: {format_bytes(sizes[number])} of "
+        f"{format_bytes(limit)} per device{comparison}"
+    )
+
+
+def _shown(size: float) -> str:
+    return format_bytes(size) if size < math.inf else "more"
+
+
+def memory_limit(device: jax.Device) -> float | None:
+    """Returns the bytes that programs can use of a device, or None if unknown."""
+    if device.platform == "cpu":
+        available = host_memory.available_bytes()
+        return available and _OF_HOST * available / jax.local_device_count()
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def _step_bytes(config: Config) -> float:
+    try:
+        memory = shared_program(config).compiled_train_step.memory_analysis()
+    except jax.errors.JaxRuntimeError as error:  # the TPU compiler refuses what does not fit
+        if not is_out_of_memory(error):
+            raise
+        return math.inf
+    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return total + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -1,0 +1,61 @@
+"""Tests of the number of microbatches that fits into the memory of a device."""
+
+import math
+import random
+
+import pytest
+from conftest import load_config
+
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.training import microbatches
+from smallgpt_jax.training.build import shared_program
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_fewest_that_fit(seed):
+    """As if all numbers were tried, but with few trials. Memory is only nearly a + b/number."""
+    rng = random.Random(seed)
+    rows = rng.choice([1, 8, 24, 96, 256])
+    numbers = [number for number in range(1, rows + 1) if rows % number == 0]
+    constant, divided = rng.uniform(0, 8), rng.uniform(1, 200)
+    needed = {number: constant + rng.uniform(0.95, 1.05) * divided / number for number in numbers}
+    fitting = [number for number in numbers if needed[number] <= 10]
+    sizes = microbatches.fewest_that_fit(numbers, needed.__getitem__, limit=10)
+    assert len(sizes) <= 6
+    if not fitting:
+        with pytest.raises(UserError, match="microbatches, the most, a device needs"):
+            microbatches.fitting_number(sizes, 10)
+        return
+    number = microbatches.fitting_number(sizes, 10)
+    assert needed[number] <= 10
+    fewer = numbers[: numbers.index(number)]
+    assert not fewer or sizes[fewer[-1]] > 10
+
+
+def step_bytes(config: Config) -> int:
+    memory = shared_program(config).compiled_train_step.memory_analysis()
+    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return total + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+@pytest.mark.slow
+def test_a_step_on_a_small_device(monkeypatch):
+    """The chosen number fits, and the next smaller one does not; a resumed run keeps it."""
+    fields = {"train__batch_size": 128, "train__microbatches": 0}
+    config = Config.of(load_config("gpt", **fields))
+    one, most = (step_bytes(config.replace(train={"microbatches": number})) for number in (1, 16))
+    limit = most + (one - most) / 6
+    monkeypatch.setattr(microbatches, "memory_limit", lambda device: limit)
+    lines = []
+    chosen = microbatches.with_microbatches(config, lines.append)
+    number = chosen.train.microbatches
+    assert (
+        step_bytes(chosen)
+        <= limit
+        < step_bytes(chosen.replace(train={"microbatches": number // 2}))
+    )
+    (line,) = lines
+    assert line.startswith(f"{number} microbatches per step, the fewest that fit: ")
+    monkeypatch.setattr(microbatches, "memory_limit", lambda device: math.inf)
+    assert Config.of(load_config("gpt", **fields), chosen).train.microbatches == number

@@ -70,8 +70,8 @@ class Corpus:
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def bytes_per_token(self, split: str) -> float:
-        of_stores = [part.bytes_per_token for part in self._splits(split)]
-        return float(np.dot(self.weights, of_stores))
+        values = [of_store.bytes_per_token for of_store in self._splits(split)]
+        return float(np.dot(self.weights, values))
 
     def _splits(self, name: str) -> list[Split]:
         return [getattr(store, name) for store in self.stores]
@@ -91,7 +91,7 @@ class Corpus:
         arguments = (split, packing, separate, context_length)
         if arguments not in self._packed:
             pack = PACKINGS[packing]
-            packed = [pack(part, context_length, separate) for part in self._splits(split)]
+            packed = [pack(of_store, context_length, separate) for of_store in self._splits(split)]
             self._packed[arguments] = Mixture(packed, self.weights)
         return self._packed[arguments]
 

@@ -87,7 +87,7 @@ def load(folder: Path) -> Tokenizer:
     if TOKENIZER_JSON in files:
         try:
             theirs = hugging_face_tokenizer.read_files(files[TOKENIZER_JSON])
-        except UserError:
+        except UserError:  # such as a library that is not installed, or a damaged file
             if not tokenizer:
                 raise
             return tokenizer

@@ -93,7 +93,7 @@ class Journal:
     earlier: Entry | None = None
 
     def add(self, entry: Entry) -> None:
-        if entry.place.parts > self.latest.place.parts:
+        if entry.place.parts > self.latest.place.parts:  # in a new part of the source
             self.earlier = self.latest
         self.latest = entry
 

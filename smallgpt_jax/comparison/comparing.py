@@ -121,7 +121,7 @@ class TrainedComparison:
     def __init__(self, config: ConfigDict, output: Path, results: Sequence[str], command: str):
         """Raises UserError for what would fail later: configs, texts, workdirs and records."""
         configs = [Config.of(run) for run in recipe.resolve_runs(config).values()]
-        for run in configs:
+        for run in configs:  # before `make_comparison`, which builds their models
             import_training_code(run)
         self.config, self.compare, self.command = config, config.compare, command
         self.sources = texts.parse_texts(config.compare.texts)
@@ -129,6 +129,7 @@ class TrainedComparison:
         for name, corpus in corpora.items():
             for run in configs:
                 if run.data.format == "text":
+                    # Refuses a text that is too short for the contexts.
                     texts.TextSample(corpus, run, config.compare.contexts, name)
         comparison = recipe.make_comparison(config, output)
         text = corpora[texts.OWN_TEXT]

@@ -74,7 +74,7 @@ def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
     configs = {name: run.config for name, run in longest.items()}
     speeds = _speeds(configs, outcomes.comparison.output, topology)
     costs = [_cost(name, runs, longest[name].config, speeds[name]) for name, runs in groups.items()]
-    most = max(configs.values(), key=_tokens, default=None)
+    most = max(configs.values(), key=_tokens, default=None)  # None: all runs are finished
     corpus_tokens, repeats = None, None
     if most and not is_synthetic(most.data):  # the rows of a probe are generated
         corpus_tokens, repeats = _reading(outcomes.text, most)

@@ -168,11 +168,12 @@ def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
 
     Fields that are newer than the run have their defaults. Values are as JSON stores them.
     """
+    # The content of the text is compared by its fingerprints, wherever it is.
     others = {"train.seed", "data.store", "data.mixture"}
     others |= {f"data.{name}" for name in DataConfig.field_names(in_store=True)}
     for name, group in GROUPS.items():
         others |= {f"{name}.{field}" for field in group.field_names(fixed_by=None)}
-    others.discard("train.steps")
+    others.discard("train.steps")  # may change on resumption, but then it is another run
     return {
         field: value
         for field, value in sorted(_completed(config).items())

@@ -126,6 +126,7 @@ def read_recorded(comparison: Comparison, paths: Sequence[Path], text: Corpus) -
         is_planned = run.name in comparison.models and run.horizon in comparison.horizons
         if is_planned and (run.is_finished or run.diverged):
             _require_same(run, comparison, text)
+            # The record has all evaluations, so the mean can be over another number of them.
             runs.append(dataclasses.replace(run, averaged=comparison.averaged))
     return dataclasses.replace(record, runs=tuple(runs))
 

@@ -63,6 +63,7 @@ class Comparison:
 
         `losses` maps the folders of finished runs to their losses, inf for a diverged one.
         """
+        # The held-out runs come last, because the losses of all others predict theirs.
         at_best = self.runs_at_best(losses)
         held_out = [run for run in at_best if run.is_held_out]
         others = [run for run in at_best if not run.is_held_out]

@@ -109,7 +109,7 @@ class Queue:
             is_new = loss is None
             if is_new:
                 free_programs(run.config.model, self.compiled)
-                number = list(dict.fromkeys(run.folder for run in planned)).index(run.folder) + 1
+                number = [one.folder for one in planned].index(run.folder) + 1
                 total = len(self.outcomes.comparison.expected_runs(self.losses))
                 print(f"\n[{number}/{total}] {describe(run)}", flush=True)
                 loss = self._train(run)

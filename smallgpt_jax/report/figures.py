@@ -44,6 +44,7 @@ def equal_flops(orders: Sequence[Order], styles: Styles) -> Figure:
         plot.fill_between(order.budgets, low, high, color=style["color"], alpha=0.07, linewidth=0)
         ends += order.differences
     _log_flops(plot)
+    # A difference to a diverged model is infinite.
     finite = [value for value in ends if math.isfinite(value)]
     if finite:  # wide bands of few seeds are cut off
         margin = 0.2 * max(np.ptp(finite), 0.1)

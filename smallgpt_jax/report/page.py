@@ -100,6 +100,7 @@ def summary(record: Record, findings: Findings) -> str:
 
 def _content(record: Record, findings: Findings, drawn: Mapping[str, Drawn]) -> dict[str, Any]:
     ranked = _ranked_runs(record, findings)
+    # The reference is a model; tables of runs need its name at the ranked size.
     bases = [run.name for run in ranked if run.model == findings.reference]
     return {
         "title": title(record),

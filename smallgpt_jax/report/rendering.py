@@ -61,6 +61,7 @@ def render(template: str, skin: str, **content: Any) -> str:
     """Returns a template (templates/TEMPLATE.j2) as "html", "markdown" or "text"."""
     environment = _environment(skin)
     text = environment.get_template(f"{template}.j2").render(**content).strip() + "\n"
+    # Macros begin and end with empty lines, which add up between them.
     return text if skin == "html" else re.sub(r"\n\s*\n\s*\n+", "\n\n", text)
 
 

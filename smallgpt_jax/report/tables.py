@@ -62,6 +62,7 @@ def _answer(choice: Choice) -> tuple[str, ...]:
     if not words.is_direct(choice):
         return (limit, words.choice(choice), *[MISSING] * 3)
     possible = choice.contest.possible
+    # What a wrong choice costs, and the seeds against it, exist only between known losses.
     is_open = len(possible) > 1 and words.has_probabilities(choice.contest)
     return (
         limit,
@@ -117,6 +118,7 @@ def front(choice: Choice) -> Table:
     def distance(point) -> float:
         return abs(math.log(point.cost / choice.limit))
 
+    # The front has many points; those far from the budget answer another question.
     near = sorted(choice.front, key=distance)[:MAX_FRONT]
     rows = []
     for point in sorted(near, key=lambda point: point.cost):
@@ -358,7 +360,7 @@ def shared_fields(runs: Sequence[Run]) -> Table:
     rows = []
     for field in SHARED_FIELDS:
         values = {repr(run.config.get(field)) for run in runs}
-        if len(values) == 1 and field in runs[0].config:
+        if len(values) == 1 and field in runs[0].config:  # else `different_fields` lists it
             rows.append((field, _value(runs[0].config[field])))
     return Table(("field", "value"), tuple(rows))
 

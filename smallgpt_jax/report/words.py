@@ -59,6 +59,7 @@ def amount(value: float | None) -> str:
     """Formats a count with three digits: 45264 as "45.3 k", 9.4e6 as "9.4 M"."""
     if value is None:
         return MISSING
+    # 999,700 has three digits as "1 M", not as "1e+03 k".
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= 0.9995 * size:
             return f"{value / size:.3g} {unit}"
@@ -150,7 +151,7 @@ def names(standing: Standing) -> str:
 def difference(pair: Pair) -> str:
     if not math.isfinite(pair.difference):
         return MISSING
-    text = f"{pair.difference + 0.0:+.4f}"
+    text = f"{pair.difference + 0.0:+.4f}"  # + 0.0: no "-0.0000" of a negative zero
     return text if pair.interval is None else f"{text} ({interval(pair.interval, '+.4f')})"
 
 
@@ -300,6 +301,7 @@ def by_budget(findings: Findings) -> list[tuple[str, list[Choice]]]:
     those of the ranking.
     """
     groups = grouped(findings.choices, lambda one: one.budget)
+    # With one budget, the ranking has the same models, and their verdicts.
     if len(direct_choices(findings)) < 2:
         groups.pop("flops", None)
     return list(groups.items())

@@ -11,12 +11,15 @@ from typing import Any
 from smallgpt_jax import models
 from smallgpt_jax.analysis.record import Record, Run, grouped
 from smallgpt_jax.comparison import merging
+from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.custom_code import refuse_training_code
+from smallgpt_jax.storage.json_files import find_mismatch
 from smallgpt_jax.verification.problems import (
     CONTRADICTION,
     SUSPICION,
+    UNKNOWN,
     Problem,
     label_of,
 )
@@ -75,6 +78,11 @@ Found = Iterator[tuple[str, str, str, str]]  # (kind, check, label of the run, t
 
 def _comparable(record: Record) -> Found:
     """One text and one set of evaluation rows for all runs."""
+    for run in record.runs:
+        mismatch = run.text and find_mismatch(run.text.description, DESCRIPTION, "text.description")
+        if mismatch:
+            yield UNKNOWN, "text", label_of(run), mismatch
+            return
     try:
         merging.require_comparable(record.runs)
     except UserError as error:

@@ -25,6 +25,8 @@ from smallgpt_jax.storage.paths import as_path
 
 MAX_FIELDS = 10  # of the config that are printed
 MAX_SEEDS = 20  # per model, for which a command is given
+CHOSEN = "runs/chosen"  # output of the command that trains the chosen model
+MORE_SEEDS = "runs/more-seeds"  # output of the command that trains them
 SAME_BUDGET = 1.01  # ratio of costs up to which a run is trained again with its own steps
 
 
@@ -50,6 +52,7 @@ class Answer:
     seeds_command: str = ""  # that trains such seeds, if they are few
     seeds: int = 0  # per model, after `seeds_command`
     seeds_cost: Cost | None = None  # of `seeds_command`
+    merge_command: str = ""  # that adds these seeds to the record, for another choice
 
     def __str__(self) -> str:
         return text(self)
@@ -116,7 +119,12 @@ def _with_training(answer: Answer, run: Run, record: Record) -> Answer:
         ratio = _step_ratio(answer)
         command = _run_command(run, ratio)
         return dataclasses.replace(answer, command=command, cost=_cost([run], [ratio]))
-    flags = ("--config.compare.seeds=1", f"--config.compare.names={run.name}")
+    # A folder of its own: that of the comparison may have a report on all models.
+    flags = (
+        f"--output={CHOSEN}",
+        "--config.compare.seeds=1",
+        f"--config.compare.names={run.name}",
+    )
     command = rerun(record.command, *flags, without=("--results",))
     return dataclasses.replace(answer, command=command, cost=_cost_of_name(run.name, record))
 
@@ -138,7 +146,7 @@ def _run_command(run: Run, ratio: float) -> str:
         is_count = type(count) is int and count > 0  # -1: a fraction of another count
         if ratio != 1 and is_count:
             overrides.append(f"--config.{field}={round(count * ratio)}")
-    return command_line("main", f"--config=run:{run.workdir}", *overrides, "--workdir=runs/chosen")
+    return command_line("main", f"--config=run:{run.workdir}", *overrides, f"--workdir={CHOSEN}")
 
 
 def _with_seeds(answer: Answer, record: Record, results: str) -> Answer:
@@ -165,7 +173,7 @@ def _with_seeds(answer: Answer, record: Record, results: str) -> Answer:
     names = dict.fromkeys(run.name for run in runs)
     command = rerun(
         record.command,
-        "--output=runs/more-seeds",
+        f"--output={MORE_SEEDS}",
         f"--results={results}",
         f"--config.compare.names={','.join(names)}",
         f"--config.compare.seeds={seeds}",
@@ -173,7 +181,19 @@ def _with_seeds(answer: Answer, record: Record, results: str) -> Answer:
     added = (seeds - present) / present  # per seed in the record
     cost = _cost(runs, [_own_share(run) * added for run in runs])
     cost = dataclasses.replace(cost, runs=round(len(runs) * added))
-    return dataclasses.replace(answer, seeds_command=command, seeds=seeds, seeds_cost=cost)
+    # A report on these models alone estimates their spread from fewer runs.
+    merge_command = command_line(
+        "compare",
+        f"--results={results},{MORE_SEEDS}/{records.RESULTS_FILE}",
+        "--output=runs/merged",
+    )
+    return dataclasses.replace(
+        answer,
+        seeds_command=command,
+        seeds=seeds,
+        seeds_cost=cost,
+        merge_command=merge_command if command else "",
+    )
 
 
 def _cost_of_name(name: str, record: Record) -> Cost:

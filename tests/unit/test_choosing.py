@@ -36,7 +36,8 @@ def test_the_command_trains_the_nearest_run_again(tmp_path):
     answer = choosing.choose(path, "flops", 2e6)
     assert (answer.choice.chosen, answer.run) == ("llama", "llama")
     assert answer.command.endswith(
-        f"{COMMAND[6:]} --config.compare.seeds=1 --config.compare.names=llama"
+        "--config=configs/compare/paper.py --output=runs/chosen --config.compare.seeds=1 "
+        "--config.compare.names=llama"
     )
     assert answer.config["model.norm"] == "rms" and "model.norm" in answer.differences
 
@@ -62,6 +63,8 @@ def test_more_seeds_are_offered_where_few_may_decide(tmp_path):
         "--output=runs/more-seeds",
     ):
         assert flag in answer.seeds_command
+    merged = f"--results={path},runs/more-seeds/results.json --output=runs/merged"
+    assert answer.merge_command.endswith(merged) and answer.merge_command in str(answer)
     runs = 2 * (answer.seeds - 3)  # three of each are in the record
     assert answer.seeds_cost == choosing.Cost(runs, runs * 2e6, runs * 2.0)
     assert f"{runs} runs, about {runs * 2 / 10:.1f}e7 FLOPs" in " ".join(str(answer).split())

@@ -186,7 +186,9 @@ class Digest:
             self.end_part(part)
 
     def add(self, item: Item) -> None:
-        kind, text = ("text", item) if isinstance(item, str) else ("skipped", item.reason)
+        kind, text = "text", item
+        if isinstance(item, Skipped):
+            kind, text = "skipped", item.reason
         # With the length: "a" and "bc" are other items than "ab" and "c".
         self._items.update(f"{kind} {len(text)} ".encode())
         self._items.update(text.encode())

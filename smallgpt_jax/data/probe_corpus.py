@@ -72,7 +72,8 @@ class _ExampleRows:
 
     def _lengths(self, rows_B: np.ndarray) -> np.ndarray:
         choices = self.length + 1 - self.min_length
-        return self.min_length + RandomNumbers(rows_B, _LENGTHS_STREAM).integers(choices, 1)[:, 0]
+        longer_Bx1 = RandomNumbers(rows_B, _LENGTHS_STREAM).integers(choices, 1)
+        return self.min_length + longer_Bx1[:, 0]
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
         tokens_BxT1 = np.zeros((len(rows_B), self.context_length + 1), np.int32)

@@ -35,7 +35,8 @@ class SpecialTokens:
     @cached_property
     def _pattern(self) -> re.Pattern:
         longest_first = sorted(self.ids, key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        names = "|".join(map(re.escape, longest_first))
+        return re.compile(f"({names or '(?!)'})")  # (?!) matches nothing
 
     def split(self, text: str) -> list[str]:
         """Returns the names in `text` and the texts between them, which can be empty."""

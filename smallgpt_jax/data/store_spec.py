@@ -77,7 +77,9 @@ class StoreSpec:
     @property
     def real_folder(self) -> Path:
         """Returns where `folder` points if it is a link."""
-        return self.folder if is_remote(self.folder) else Path(os.path.realpath(self.folder))
+        if is_remote(self.folder):
+            return self.folder
+        return Path(os.path.realpath(self.folder))
 
     @property
     def partial(self) -> Path:

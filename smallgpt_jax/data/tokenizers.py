@@ -48,13 +48,14 @@ class Tokenizer(Protocol):
     def encode_chat(self, text: str, continues: bool = False) -> list[int]:
         """Returns ids of what a chat template writes. Names of special tokens become these tokens."""
         ids = []
-        for part in self.special_tokens.split(text):
-            if part in self.special_tokens.ids:
-                ids.append(self.special_tokens.ids[part])
-            elif part and (ids or continues):
-                ids += self.encode_continuation(part).tolist()
-            elif part:
-                ids += self.encode([part])[0].tolist()
+        id_of = self.special_tokens.ids
+        for piece in self.special_tokens.split(text):
+            if piece in id_of:
+                ids.append(id_of[piece])
+            elif piece and (ids or continues):
+                ids += self.encode_continuation(piece).tolist()
+            elif piece:
+                ids += self.encode([piece])[0].tolist()
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -164,8 +165,10 @@ class SentencePiece(Tokenizer):
         # Most models prepend a space to each text (add_dummy_prefix) and drop leading spaces
         # (remove_extra_whitespaces). Neither may happen in the middle of a text.
         ids = self._without_prefix.encode(text)
-        if text[:1].isspace() and ids == self._without_prefix.encode(text.lstrip()):
-            ids = self._with_prefix.encode(text)  # the space at its beginning was dropped
+        if text[:1].isspace():
+            drops_space = ids == self._without_prefix.encode(text.lstrip())
+            if drops_space:
+                ids = self._with_prefix.encode(text)
         return np.array(ids, np.int32)
 
     @functools.cached_property

@@ -1,6 +1,6 @@
 """How often decisions of `compare` and `choose` are wrong, on records of made-up models.
 
-    python experiments/decisions.py                      # all tables; about ten minutes of one core
+    python experiments/decisions.py                      # all tables; about half an hour of one core
     python experiments/decisions.py --records=1000 --table=choices --kinds=normal
 
 docs/comparison.md has the results. A choice is asked at a random budget of each record:
@@ -30,12 +30,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # without an installation
 
 from experiments import made_up
 from experiments.made_up import KINDS, Design
+from smallgpt_jax.analysis import contest
 from smallgpt_jax.analysis.candidates import evidence_of
 from smallgpt_jax.analysis.choice import Asked
 from smallgpt_jax.analysis.equal_flops import find_multipliers, find_orders
 
 _RECORDS = flags.DEFINE_integer("records", 200, "Records per cell of a table.")
 _KINDS = flags.DEFINE_list("kinds", list(KINDS), "Kinds of records.")
+_DRAWS = flags.DEFINE_integer("draws", contest.DRAWS, "Possible worlds per answer.")
 _TABLES = flags.DEFINE_list("table", ["choices", "budgets"], "choices, budgets or both.")
 MODELS, SEEDS = (2, 4, 8), (2, 3, 5, 10)
 CORRELATIONS = (0.0, 0.8)
@@ -45,6 +47,7 @@ TYPICAL = {"20× spreads": 4.5 * made_up.DEVIATION, "bimodal": 0.14}
 
 
 def main(_) -> None:
+    contest.DRAWS = _DRAWS.value
     result = {}
     for table in _TABLES.value:
         started = time.monotonic()
@@ -121,13 +124,13 @@ def ask(
     budget = math.exp(rng.uniform(math.log(min(costs)), math.log(1.2 * max(costs))))
     losses = made_up.best_at(models, budget, range(design.sizes))
     best = models[int(losses.argmin())].name
-    contest = Asked(evidence_of(record), "flops").contest(budget)
+    answer = Asked(evidence_of(record), "flops").contest(budget)
     said = [
         (one.probability, one.model == best)
-        for one in contest.standings
+        for one in answer.standings
         if one.probability >= BINS[0] and one.known in ("trained", "interpolated")
     ]
-    return contest.chosen is not None, contest.chosen == best, said
+    return answer.chosen is not None, answer.chosen == best, said
 
 
 def calibration(said: Sequence[tuple[float, bool]]) -> list[tuple[float, float, int]]:

@@ -183,11 +183,11 @@ class Asked:
 
     def _diverged(self, entries: Sequence[Entry]) -> list[Entry]:
         """Returns an entry for each further model that has only diverged candidates."""
-        return [
-            Entry(group[0], group[0].losses, self.cost_of(group[0]))
-            for group in self._further(self.candidates, entries)
-            if all(math.isinf(one.loss) for one in group)
-        ]
+        diverged = []
+        for group in self._further(self.candidates, entries):
+            if all(math.isinf(one.loss) for one in group):
+                diverged.append(Entry(group[0], group[0].losses, self.cost_of(group[0])))
+        return diverged
 
     def _unmeasured(self, entries: Sequence[Entry]) -> list[Entry]:
         """Returns an entry for each further model that has candidates without a measured cost."""
@@ -302,24 +302,24 @@ def _training_entries(lines: dict[str, Lines], budget: float) -> list[Entry]:
     sizes and lengths were trained, is judged where they were trained in the same way as the first
     model.
     """
-    bounds = {model: _bound(own, budget) for model, own in lines.items()}
+    bounds = {model: _bound(of_model, budget) for model, of_model in lines.items()}
     trained = {model: entry for model, entry in bounds.items() if entry}
     if not trained:
         return []
     first = min(trained.values(), key=lambda entry: entry.loss)
     entries = [first]
-    for model, own in lines.items():
+    for model, rival in lines.items():
         if model != first.model:
-            entry = _with_potential(trained.get(model), own, first, lines[first.model], budget)
+            entry = _with_potential(trained.get(model), rival, first, lines[first.model], budget)
             entries += [entry] if entry else []
     return entries
 
 
-def _bound(own: Lines, budget: float) -> Entry | None:
+def _bound(lines: Lines, budget: float) -> Entry | None:
     """Returns a model at the lowest loss that it has reached with at most a budget."""
-    readings = own.at(budget)
+    readings = lines.at(budget)
     reading = min(readings.values(), key=lambda one: one.loss, default=None)
-    point = own.within(budget)
+    point = lines.within(budget)
     if reading and (point is None or reading.loss <= point.candidate.loss):
         size = {"parameters": reading.parameters, "tokens": reading.tokens}
         return Entry(
@@ -333,14 +333,14 @@ def _bound(own: Lines, budget: float) -> Entry | None:
 
 
 def _with_potential(
-    entry: Entry | None, own: Lines, first: Entry, base: Lines, budget: float
+    entry: Entry | None, rival: Lines, first: Entry, base: Lines, budget: float
 ) -> Entry | None:
     """Returns a model with what it may gain from what was not tried; None if nothing is known.
 
     At the budget nearest to that of the first one's loss at which both have a line in common, the
     model differs from the first one by d. So at the budget, it may have the first one's loss + d.
     """
-    common = nearest_common(own, base, first.cost)
+    common = nearest_common(rival, base, first.cost)
     potentials = [math.inf if entry is None else entry.loss]
     if common:
         reading, base_reading = common
@@ -350,11 +350,11 @@ def _with_potential(
                 reading.nearest, reading.losses, reading.budget, "dearer", noise=reading.noise
             )
     if entry is None:
-        point = own.above(budget)
+        point = rival.above(budget)
         return point and Entry(point.candidate, point.candidate.losses, point.cost, "dearer")
     if entry.known == "cheaper":
-        point = own.within(budget)
-        steepness = own.steepness(point)
+        point = rival.within(budget)
+        steepness = rival.steepness(point)
         steepness = STEEPEST if steepness is None else max(0.0, steepness)
         potentials.append(entry.loss * (point.cost / budget) ** steepness)
     return dataclasses.replace(entry, untried=entry.loss - min(potentials))

@@ -30,12 +30,12 @@ from smallgpt_jax.analysis.modes import modes
 from smallgpt_jax.analysis.spreads import Difference, Estimate, Prior
 
 DRAWS = 4000
-QUANTILES = 32  # values at which the uncertain variance of a mean is represented
+_QUANTILES = 32  # values at which the uncertain variance of a mean is represented
 # Spreads of the models' expected losses that are considered, in typical errors of a mean.
-MODEL_SPREADS = (1, 2, 4, 8, 16, 64)
-MIN_DEGREES = 2  # degrees of freedom of a record's differences from which a model can be chosen
-POWER = 0.8  # probability that the seeds that are needed reveal the difference
-MAX_SEEDS = 10_000
+_MODEL_SPREADS = (1, 2, 4, 8, 16, 64)
+_MIN_DEGREES = 2  # degrees of freedom of a record's differences from which a model can be chosen
+_POWER = 0.8  # probability that the seeds that are needed reveal the difference
+_MAX_SEEDS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +79,9 @@ def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:
     draws = draw_losses(estimate, untried)
     shares = np.bincount(draws.argmin(1), minlength=len(finite)) / len(draws)
     chosen, refusal, blockers = _decide(finite, order, shares, prior)
-    standings = []
-    for index in order:
-        interval = _interval(estimate, index)
-        standings.append(_standing(finite[index], estimate.means[index], interval, shares[index]))
+    standings = [
+        _standing(finite[i], estimate.means[i], _interval(estimate, i), shares[i]) for i in order
+    ]
     models = [finite[index].model for index in order]
     pairs = compare_pairs(models, estimate.of(order), draws[:, order])
     pairs += [
@@ -106,25 +105,26 @@ def _decide(
 ) -> tuple[str | None, str | None, tuple[str, ...]]:
     """Returns the chosen model, or None; why none is chosen; and the models that may be better."""
     first, *others = order
-    model = entries[first].model
     if not others:
-        return model, None, ()
+        return entries[first].model, None, ()
     others.sort(key=lambda index: -shares[index])
     rivals = [index for index in others if shares[index] >= POSSIBLE] or others[:1]
     blockers = tuple(entries[index].model for index in rivals)
-    if prior.pooled < MIN_DEGREES:
+    if prior.pooled < _MIN_DEGREES:
         return None, "few seeds", blockers
     if shares[first] >= CERTAIN:
-        return model, None, ()
-    why = {"cheaper": "more training", "dearer": "dearer"}
-    return None, why.get(entries[rivals[0]].known, "uncertain"), blockers
+        return entries[first].model, None, ()
+    refusals = {"cheaper": "more training", "dearer": "dearer"}
+    return None, refusals.get(entries[rivals[0]].known, "uncertain"), blockers
 
 
 def _standing(entry: Entry, loss: float, interval: Range | None, probability: float) -> Standing:
-    run, losses = entry.candidate.first, list(entry.losses.values())
-    is_trained = entry.losses == entry.candidate.losses
+    run = entry.candidate.first
+    losses = list(entry.losses.values())
     repeats = [run.final("loss_of_repeats") for run in entry.candidate.runs]
-    split = modes(losses, repeats if is_trained and len(repeats) == len(losses) else [None])
+    if entry.losses != entry.candidate.losses or len(repeats) != len(losses):
+        repeats = [None]  # they are not of these losses
+    split = modes(losses, repeats)
     is_unknown = entry.known == "dearer"
     parameters = entry.parameters or run.parameters  # interpolated between sizes, as the loss is
     return Standing(
@@ -167,12 +167,12 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
     means = estimate.means - untried
     own, degrees = estimate.own_variances
     errors = own / estimate.counts
-    taus = np.array(MODEL_SPREADS) * math.sqrt(np.median(errors))
+    taus = np.array(_MODEL_SPREADS) * math.sqrt(np.median(errors))
     # Mean of all models, for each τ, weighted by how well each loss determines it. (τ, models)
     weights = 1 / (taus[:, None] ** 2 + errors)
     totals = weights.sum(1)
     centers = (weights * means).sum(1) / totals
-    # Density of each measured loss, for each τ and possible variance. (τ, models, QUANTILES)
+    # Density of each measured loss, for each τ and possible variance. (τ, models, _QUANTILES)
     variances = _possible_variances(errors, degrees)
     total = taus[:, None, None] ** 2 + variances
     logs = -0.5 * ((means[:, None] - centers[:, None, None]) ** 2 / total + np.log(total))
@@ -195,9 +195,9 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
 
 def _possible_variances(estimates: np.ndarray, degrees: np.ndarray) -> np.ndarray:
     """Returns equally probable variances behind estimates s² with d degrees of freedom, shape
-    (estimates, QUANTILES): d·s² / χ²(d).
+    (estimates, _QUANTILES): d·s² / χ²(d).
     """
-    probabilities = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    probabilities = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     degrees = np.maximum(degrees, 1e-3)[:, None]  # 0 if the spread is unknown: then any is possible
     chi_squared = 2 * special.gammaincinv(degrees / 2, probabilities)
     return estimates[:, None] * degrees / np.maximum(chi_squared, 1e-12)
@@ -240,9 +240,9 @@ def seeds_needed(difference: Difference) -> Range:
     rng = np.random.default_rng(0)
     ratios = difference.degrees / np.maximum(rng.chisquare(difference.degrees, DRAWS), 1e-12)
     deltas = difference.mean + difference.error * np.sqrt(ratios) * rng.standard_normal(DRAWS)
-    level, power = special.ndtri(1 - LEVEL / 2), special.ndtri(POWER)
+    level, power = special.ndtri(1 - LEVEL / 2), special.ndtri(_POWER)
     needed = (level + power) ** 2 * difference.variance * ratios / np.maximum(deltas**2, 1e-300)
-    needed = np.clip(needed + level**2 / 2, 2, MAX_SEEDS)
+    needed = np.clip(needed + level**2 / 2, 2, _MAX_SEEDS)
     low, high = np.quantile(needed, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2])
     return Range(float(low), float(high))
 

@@ -200,12 +200,10 @@ def _curve(name: str, runs: Sequence[Run]) -> Curve:
         at_step = [points_of_run[step] for points_of_run in by_step]
         losses = spread_of([point.loss for point in at_step])
         if losses:
-            axes = [_mean([getattr(point, axis) for point in at_step]) for axis in _AXES]
-            points.append(CurvePoint(*axes, loss=losses))
+            tokens = _mean([point.tokens for point in at_step])
+            flops = _mean([point.flops for point in at_step])
+            points.append(CurvePoint(tokens, flops, losses))
     return Curve(name, tuple(points))
-
-
-_AXES = ("tokens", "flops")
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

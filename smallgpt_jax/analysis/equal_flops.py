@@ -65,23 +65,23 @@ def find_orders(evidence: Evidence, reference: str) -> tuple[Order, ...]:
     if base is None:
         return ()
     return tuple(
-        _order(model, reference, compare_at_nodes(own, base, evidence))
-        for model, own in lines.items()
+        _order(model, reference, compare_at_nodes(rival, base, evidence))
+        for model, rival in lines.items()
         if model != reference and model not in evidence.equal_to(reference)
     )
 
 
-def compare_at_nodes(own: Lines, base: Lines, evidence: Evidence) -> list[Node]:
+def compare_at_nodes(rival: Lines, base: Lines, evidence: Evidence) -> list[Node]:
     """Returns the differences at the budgets with which either was trained, as far as both have a
     common line there.
     """
     budgets: list[float] = []
-    for point in sorted((*own.points, *base.points), key=lambda point: point.cost):
+    for point in sorted((*rival.points, *base.points), key=lambda point: point.cost):
         if not budgets or point.cost > SAME * budgets[-1]:
             budgets.append(point.cost)
     nodes = []
     for budget in budgets:
-        readings = best_common(own, base, budget)
+        readings = best_common(rival, base, budget)
         if readings and evidence.prior.pooled > 0:
             size = readings[0].nearest.first.size
             nodes.append(Node(budget, size, compare(*readings, evidence)))
@@ -153,35 +153,35 @@ def find_multipliers(
     if base is None:
         return ()
     return tuple(
-        multiplier(own, base, budget, evidence)
-        for model, own in lines.items()
+        multiplier(rival, base, budget, evidence)
+        for model, rival in lines.items()
         if model != reference and model not in evidence.equal_to(reference)
         for budget in budgets
     )
 
 
-def multiplier(own: Lines, base: Lines, budget: float, evidence: Evidence) -> Multiplier:
-    """Returns FLOPs of `base` / FLOPs of `own` at the loss that `base` reaches with the budget.
+def multiplier(rival: Lines, base: Lines, budget: float, evidence: Evidence) -> Multiplier:
+    """Returns FLOPs of `base` / FLOPs of `rival` at the loss that `base` reaches with the budget.
 
-    On a common line, `own` reaches this loss with another budget. There the losses
-    differ by zero ± e, the error of a paired difference. Along the line of `own`, the loss falls by
+    On a common line, `rival` reaches this loss with another budget. There the losses
+    differ by zero ± e, the error of a paired difference. Along the line of `rival`, the loss falls by
     its slope per logarithm of the budget, so the logarithm of the multiplier has the error e / slope:
     with e = 0.02 and a slope of 0.4, ±5%.
     """
-    model, reference = (one.points[0].candidate.model for one in (own, base))
+    model, reference = (one.points[0].candidate.model for one in (rival, base))
 
     def refuse(reason: str) -> Multiplier:
         return Multiplier(model, reference, budget, None, None, reason)
 
-    if min(map(_most_budgets, (own, base))) < 2:
+    if min(map(_most_budgets, (rival, base))) < 2:
         return refuse("one budget")
     if evidence.prior.pooled == 0 or evidence.most_seeds < MIN_SEEDS:
         return refuse("few seeds")
-    key = _common_key(own, base, budget)
+    key = _common_key(rival, base, budget)
     if key is None:
         return refuse("gap")
     base_reading = base.at(budget)[key]
-    crossing = _crossing(own.lines[key], base_reading.loss)
+    crossing = _crossing(rival.lines[key], base_reading.loss)
     if isinstance(crossing, str):
         return refuse(crossing)
     reading = interpolate(crossing.before, crossing.after, crossing.budget)
@@ -199,15 +199,15 @@ def _most_budgets(lines: Lines) -> int:
     return max(len(line) for line in lines.lines.values())
 
 
-def _common_key(own: Lines, base: Lines, budget: float) -> Key | None:
+def _common_key(rival: Lines, base: Lines, budget: float) -> Key | None:
     """Returns the line that is best for both models at the budget.
 
-    If `own` is not known there, it is the line that is best for `base`. Where it is known, choosing
+    If `rival` is not known there, it is the line that is best for `base`. Where it is known, choosing
     by the loss of `base` alone would prefer the line on which `base` had luck.
     """
-    losses, base_losses = own.losses_at(budget), base.losses_at(budget)
+    losses, base_losses = rival.losses_at(budget), base.losses_at(budget)
     common = {key: loss + losses[key] for key, loss in base_losses.items() if key in losses}
-    possible = common or {key: loss for key, loss in base_losses.items() if key in own.lines}
+    possible = common or {key: loss for key, loss in base_losses.items() if key in rival.lines}
     return min(possible, key=possible.get, default=None)
 
 
@@ -248,10 +248,10 @@ def find_untried(evidence: Evidence) -> tuple[Untried, ...]:
     lines = _lines(evidence)
     untried = []
     for one in longest(evidence.candidates):
-        own = lines.get(one.model)
-        if own is None or not math.isfinite(one.loss) or one.flops is None:
+        of_model = lines.get(one.model)
+        if of_model is None or not math.isfinite(one.loss) or one.flops is None:
             continue
-        others = [reading.loss for reading in own.at(one.flops).values()]
+        others = of_model.losses_at(one.flops).values()
         if one.loss <= min(others, default=one.loss):
             run = one.first
             untried.append(Untried(run.name, run.tokens, run.tokens / run.active_parameters))

@@ -125,9 +125,12 @@ def best_common(one: Lines, other: Lines, budget: float) -> tuple[Reading, Readi
 
 def nearest_common(one: Lines, other: Lines, budget: float) -> tuple[Reading, Reading] | None:
     """Returns both models at the nearest budget at which they have a common line."""
-    budgets = [budget, *(point.cost for point in (*one.points, *other.points))]
-    budgets.sort(key=lambda near: abs(math.log(near / budget)))
-    return next(filter(None, (best_common(one, other, near) for near in budgets)), None)
+    costs = [point.cost for point in (*one.points, *other.points)]
+    for near in sorted([budget, *costs], key=lambda cost: abs(math.log(cost / budget))):
+        pair = best_common(one, other, near)
+        if pair:
+            return pair
+    return None
 
 
 def _lines(points: Sequence[Point]) -> dict[Key, list[Point]]:
@@ -139,10 +142,9 @@ def _lines(points: Sequence[Point]) -> dict[Key, list[Point]]:
 def _ratio_groups(candidates: Sequence[Candidate]) -> dict[tuple[str, int], int]:
     """Returns {(name, steps): number of the group} of about the same tokens per parameter."""
     sizes = grouped(candidates, lambda one: one.first.size)
-    typical = {
-        size: statistics.median(one.first.active_parameters for one in group)
-        for size, group in sizes.items()
-    }
+    typical: dict[str, float] = {}  # parameters by size
+    for size, group in sizes.items():
+        typical[size] = statistics.median(one.first.active_parameters for one in group)
 
     def ratio(candidate: Candidate) -> float:
         return candidate.first.tokens / typical[candidate.first.size]

@@ -7,6 +7,7 @@ that of the record's other pairs of models.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -38,11 +39,11 @@ class Prior:
         doi:10.2202/1544-6115.1027, section 3): a variance of 4 with 2 degrees and a prior of 1 with
         4 give (2·4 + 4·1) / 6 = 2 with 6 degrees. Without a sample, the widest one counts.
         """
-        own, prior = np.asarray(degrees, float), min(self.degrees, self.pooled)
-        total = prior + own
-        mean = (prior * self.variance * noise + own * variances) / np.maximum(total, 1e-9)
+        degrees, prior = np.asarray(degrees, float), min(self.degrees, self.pooled)
+        total = prior + degrees
+        mean = (prior * self.variance * noise + degrees * variances) / np.maximum(total, 1e-9)
         capped = np.minimum(total, self.pooled)
-        is_known = own > 0
+        is_known = degrees > 0
         if is_known.any():
             mean = np.where(is_known, mean, mean[is_known].max())
             capped = np.where(is_known, capped, capped[is_known].min())
@@ -90,7 +91,10 @@ def matrix(losses: Sequence[Mapping[int, float]]) -> np.ndarray:
     model has no run.
     """
     orders = sorted(set().union(*losses))
-    return np.array([[row.get(order, math.nan) for order in orders] for row in losses], float)
+    array = np.full((len(losses), len(orders)), math.nan)
+    for row, of_model in zip(array, losses):
+        row[:] = [of_model.get(order, math.nan) for order in orders]
+    return array
 
 
 def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -116,16 +120,17 @@ def prior_of(blocks: Sequence[np.ndarray], pooled: float) -> Prior:
     variances, degrees = [np.empty(0)], [np.empty(0)]
     for losses in blocks:
         one, other = np.triu_indices(len(losses), 1)
-        own, own_degrees = sample_variances(losses[one] - losses[other])
-        variances.append(own[own_degrees > 0])
-        degrees.append(own_degrees[own_degrees > 0])
-    prior = fit_prior(np.concatenate(variances), np.concatenate(degrees), pooled)
-    weights = np.concatenate(degrees)
-    if not len(weights) or (
-        weights.max() > 1 and not split([row for one in blocks for row in one])
-    ):
+        of_pairs, degrees_of_pairs = sample_variances(losses[one] - losses[other])
+        variances.append(of_pairs[degrees_of_pairs > 0])
+        degrees.append(degrees_of_pairs[degrees_of_pairs > 0])
+    all_variances, all_degrees = np.concatenate(variances), np.concatenate(degrees)
+    prior = fit_prior(all_variances, all_degrees, pooled)
+    if not len(all_degrees):
         return prior
-    mean = float((np.concatenate(variances) * weights).sum() / weights.sum())
+    has_three_seeds = all_degrees.max() > 1
+    if has_three_seeds and not split(list(itertools.chain(*blocks))):
+        return prior
+    mean = float((all_variances * all_degrees).sum() / all_degrees.sum())
     return dataclasses.replace(prior, least=mean)
 
 

@@ -40,7 +40,7 @@ def draw(best: dict[str, list[Run]], path: Path) -> None:
         axes.annotate(f"{mean:.2f}", (mean, row), (14, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(best)), best)
     axes.invert_yaxis()
-    axes.margins(x=0.1)
+    axes.margins(x=0.12)
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("validation loss, nats per token (left is better); blue: the paper's models")
     axes.spines[["top", "right"]].set_visible(False)

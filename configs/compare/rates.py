@@ -33,7 +33,15 @@ MIXERS = {"hybrid": 1.0, "conv": 2.0, "delta": 2.0, "canon": 1.0, "mamba": 4.0, 
 MULTIPLES = (0.5, 1.0, 2.0)
 AT_LARGER_SIZE = ("pgpt", "gpt", "llama", "moe")
 # Model → the multiple of the chosen rate that was best here at 0.2M (docs/results/rates.json).
-BEST = {"gpt": 2.0, "llama": 2.0, "cgpt": 0.5, "conv": 0.5, "delta": 0.5, "canon": 0.5}
+BEST = {
+    "gpt": 2.0,
+    "llama": 2.0,
+    "cgpt": 0.5,
+    "conv": 0.5,
+    "delta": 0.5,
+    "mamba": 0.5,
+    "x0": 2.0,
+}
 # Preset → size, tokens per parameter of gpt, seeds.
 PRESETS = {"tiny": ("20k", 1, 1), "0.2M": ("0.2M", 20, 2), "0.47M": ("0.47M", 20, 1)}
 

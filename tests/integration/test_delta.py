@@ -108,7 +108,7 @@ def test_copies_of_rows_and_finished_rows():
     session.repeat(2, greedy)
     for lengths in ((6, 7, 4, 4), (7, 7, 4, 4), (9, 7, 4, 5)):  # copies of row 0, then of row 1
         session.ids = [tokens[i // 2, :length].tolist() for i, length in enumerate(lengths)]
-        before = session._cached.copy()
+        before = session._cached_B.copy()
         _, found = session.sample_with_logits(greedy)
         for i, length in enumerate(lengths):
             if length > before[i]:

@@ -7,17 +7,21 @@ hardware.
 
 TPU topologies need no TPU, but the TPU compiler (pip install -c constraints.txt -e '.[plan]'). GPU
 topologies need no GPU, but the GPU compiler (extra plan-gpu). --search finds the largest batch size
-that fits. --inference estimates decoding on one of the devices instead of training. The exit status
+that fits. --price shows hours and cost of the training, --hours finds the size that takes so long.
+--inference estimates decoding on one of the devices instead of training. The exit status
 is 1 if training or evaluation does not fit into the memory of the devices.
 """
 
 import dataclasses
 import json
+import sys
 
 from absl import flags
+from ml_collections import config_flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, command_line, config_arguments
+from smallgpt_jax.planning.hours import cost_message, plan_for_hours
 from smallgpt_jax.planning.inference import format_inference
 from smallgpt_jax.planning.plan import plan, plan_inference
 from smallgpt_jax.planning.topologies import GPUS
@@ -40,10 +44,31 @@ _INFERENCE = flags.DEFINE_bool(
 _BATCH = flags.DEFINE_integer(
     "batch", 1, "With --inference: texts that are decoded together.", lower_bound=1
 )
+_PRICE = flags.DEFINE_float(
+    "price",
+    None,
+    "Also show the hours and the cost of the training, at this price per device and hour.",
+    lower_bound=0.0,
+)
+_HOURS = flags.DEFINE_float(
+    "hours",
+    None,
+    "Find the size of the recipe whose training takes about these hours.",
+    lower_bound=0.01,
+)
 _JSON = flags.DEFINE_bool(
     "json", False, "Print the estimate as one JSON object, without the table."
 )
 flags.mark_flags_as_required(["config", "topology"])
+
+
+def _recipe() -> str:
+    """Returns the recipe of --config, without its size. Raises UserError for what --hours ignores."""
+    ignored = [argument for argument in config_arguments() if argument.startswith("--config.")]
+    if ignored or _SEARCH.value or _INFERENCE.value:
+        flag = ignored[0] if ignored else "--search" if _SEARCH.value else "--inference"
+        raise UserError(f"--hours: cannot be combined with {flag}; remove it")
+    return config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")[0]
 
 
 def main() -> None:
@@ -59,8 +84,17 @@ def main() -> None:
             table = format_inference(result, _CONFIG.value.model.architecture)
             print(json.dumps(dataclasses.asdict(result)) if _JSON.value else table)
             return
-        planned = plan(_CONFIG.value, _TOPOLOGY.value, search=_SEARCH.value)
+        if _HOURS.value is not None:
+            recipe, planned = plan_for_hours(_recipe(), _TOPOLOGY.value, _HOURS.value)
+        else:
+            recipe = ""
+            planned = plan(_CONFIG.value, _TOPOLOGY.value, search=_SEARCH.value)
         print(json.dumps(dataclasses.asdict(planned.estimate)) if _JSON.value else planned)
+        if not _JSON.value and (recipe or _PRICE.value is not None):
+            print(f"\n{cost_message(planned, _PRICE.value)}")
+        if recipe:
+            command = command_line("main", f"--config={recipe}", "--workdir=runs/sized")
+            print(f"To train it: {command}", file=sys.stderr if _JSON.value else sys.stdout)
         planned.require_fit()
 
 

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import jax
 
 from smallgpt_jax import models
+from smallgpt_jax.config.group import AUTO
 from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.devices import chips, sharding
+from smallgpt_jax.devices.platform import faster_dtype
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.output import elapsed_time_shown
 from smallgpt_jax.planning import topologies
@@ -27,6 +29,7 @@ class Plan(NamedTuple):
     estimate: Estimate
     table: str
     problem: str  # why it does not fit, and what to change; "" if it fits
+    steps: int  # of the whole training
 
     def __str__(self) -> str:
         return self.table
@@ -63,7 +66,7 @@ def plan(
         program = build_program(config, devices)
         result = estimate(program, progress)
         problem = "" if result.fits else _misfit(program, result)
-        return Plan(result, format_plan(program, result), problem)
+        return Plan(result, format_plan(program, result), problem, config.train.steps)
 
 
 def plan_inference(
@@ -86,9 +89,12 @@ def _config_on(
     config: str | Mapping[str, Any],
     overrides: Mapping[str, Any] | None,
 ) -> Config:
-    # dtype "auto" depends on the devices of the mesh
-    with jax.set_mesh(jax.sharding.Mesh(devices, ("device",))):
-        return Config.of(load_config(config, overrides))
+    loaded = load_config(config, overrides)
+    if loaded.get("model", {}).get("dtype") == AUTO:
+        # The rest of the config is computed by programs, which cannot run on absent devices.
+        with jax.set_mesh(jax.sharding.Mesh(devices, ("device",))):
+            loaded.model.dtype = faster_dtype()
+    return Config.of(loaded)
 
 
 def _compilation_shown(topology: str, name: str):

@@ -1,0 +1,63 @@
+"""Hours and money of a whole training, and the size of model that some hours pay for."""
+
+from typing import NamedTuple
+
+from smallgpt_jax.devices import chips
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.planning import topologies
+from smallgpt_jax.planning.plan import Plan, plan
+
+_TRIALS = 4  # plans; each compiles the step of another size
+_CLOSE = 0.05  # relative error of the hours at which the search ends
+_FIRST_MFU = 0.3
+
+
+class SizedPlan(NamedTuple):
+    recipe: str  # with its size, such as "configs/llama.py:2.1e19"
+    plan: Plan
+
+
+def training_hours(planned: Plan) -> float | None:
+    """Returns None if the time of a step is unknown, as on CPUs."""
+    seconds = planned.estimate.estimated_step_seconds
+    return seconds and planned.steps * seconds / 3600
+
+
+def cost_message(planned: Plan, price: float | None) -> str:
+    """`price` is that of a device and hour."""
+    steps, devices = planned.steps, planned.estimate.devices
+    hours = training_hours(planned)
+    if hours is None:
+        return f"{steps:,} steps: hours not known, because the time of a step is not"
+    message = f"{steps:,} steps: {hours:,.3g} hours on {devices} device{'s' if devices > 1 else ''}"
+    if price is not None:
+        message += f", {price * devices * hours:,.2f} at {price:g} per device and hour"
+    return f"{message} (estimated, without evaluation and saving; expected loss: not known)"
+
+
+def plan_for_hours(recipe: str, topology: str, hours: float) -> SizedPlan:
+    """Returns the plan of the size of a recipe whose training takes about this time. Raises
+    UserError if the speed of the topology is unknown.
+    """
+    flops = _FIRST_MFU * _peak_flops(topology) * 3600 * hours
+    for trial in range(1, _TRIALS + 1):
+        sized = f"{recipe}:{flops:.3g}".replace("e+", "e")
+        planned = plan(sized, topology)
+        estimated = training_hours(planned)
+        if estimated is None:
+            raise UserError(f"--topology={topology}: the time of a step is not known for --hours")
+        # A larger model fits into no more memory.
+        is_close = abs(estimated / hours - 1) < _CLOSE
+        if is_close or planned.problem or trial == _TRIALS:
+            break
+        flops *= hours / estimated
+    return SizedPlan(sized, planned)
+
+
+def _peak_flops(topology: str) -> float:
+    with topologies.settings_restored():
+        devices = topologies.topology_devices(topology)
+        chip = chips.find_chip(devices[0].device_kind)
+    if not chip:
+        raise UserError(f"--topology={topology}: --hours needs TPUs or GPUs, whose speed is known")
+    return chip.flops * len(devices)

@@ -1,0 +1,42 @@
+"""Tests of the hours and the cost of a training, and of the size that hours pay for."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from smallgpt_jax.devices import chips
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.planning import hours, topologies
+
+
+def planned(steps: int, seconds: float | None, devices: int = 8) -> SimpleNamespace:
+    estimate = SimpleNamespace(estimated_step_seconds=seconds, devices=devices)
+    return SimpleNamespace(estimate=estimate, steps=steps, problem="")
+
+
+def test_the_cost_of_a_training():
+    assert hours.training_hours(planned(7200, 0.5)) == 1.0
+    message = hours.cost_message(planned(7200, 0.5), price=2.5)
+    assert message.startswith("7,200 steps: 1 hours on 8 devices, 20.00 at 2.5 per device and hour")
+    assert "not known" in hours.cost_message(planned(7200, None), price=2.5)
+
+
+def test_the_size_for_some_hours(monkeypatch):
+    """A chip that reaches half of its peak speed: 8 · 98.5e12 FLOP/s for 10 hours are 2.8e19."""
+    tried = []
+
+    def fake_plan(recipe, topology):
+        flops = float(recipe.partition(":")[2])
+        tried.append(flops)
+        return planned(1000, flops / (8 * 197e12 * 0.5) / 1000)
+
+    monkeypatch.setattr(hours, "plan", fake_plan)
+    monkeypatch.setattr(
+        topologies, "topology_devices", lambda name: [SimpleNamespace(device_kind=name)] * 8
+    )
+    monkeypatch.setattr(chips, "find_chip", chips.CHIPS.get)
+    sized = hours.plan_for_hours("configs/gpt.py", "TPU v5e", 10)
+    assert sized.recipe == "configs/gpt.py:2.84e19" and len(tried) == 2
+    assert hours.training_hours(sized.plan) == pytest.approx(10, rel=0.05)
+    with pytest.raises(UserError, match="needs TPUs or GPUs"):
+        hours.plan_for_hours("configs/gpt.py", "cpu:8", 10)

@@ -62,13 +62,13 @@ _JSON = flags.DEFINE_bool(
 flags.mark_flags_as_required(["config", "topology"])
 
 
-def _recipe() -> str:
-    """Returns the recipe of --config, without its size. Raises UserError for what --hours ignores."""
+def _recipe_alone(file: str, others: dict[str, bool]) -> str:
+    """Returns the recipe without its size. Raises UserError for what --hours would ignore."""
     ignored = [argument for argument in config_arguments() if argument.startswith("--config.")]
-    if ignored or _SEARCH.value or _INFERENCE.value:
-        flag = ignored[0] if ignored else "--search" if _SEARCH.value else "--inference"
-        raise UserError(f"--hours: cannot be combined with {flag}; remove it")
-    return config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")[0]
+    ignored += [name for name, value in others.items() if value]
+    if ignored:
+        raise UserError(f"--hours: cannot be combined with {ignored[0]}; remove it")
+    return file.partition(":")[0]
 
 
 def main() -> None:
@@ -85,7 +85,9 @@ def main() -> None:
             print(json.dumps(dataclasses.asdict(result)) if _JSON.value else table)
             return
         if _HOURS.value is not None:
-            recipe, planned = plan_for_hours(_recipe(), _TOPOLOGY.value, _HOURS.value)
+            file = config_flags.get_config_filename(flags.FLAGS["config"])
+            recipe = _recipe_alone(file, {"--search": _SEARCH.value})
+            recipe, planned = plan_for_hours(recipe, _TOPOLOGY.value, _HOURS.value)
         else:
             recipe = ""
             planned = plan(_CONFIG.value, _TOPOLOGY.value, search=_SEARCH.value)

@@ -51,6 +51,12 @@ _RESULTS = flags.DEFINE_list(
     "With --config, the runs in them are not trained again.",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the comparison, created if missing.")
+_LOGGED = flags.DEFINE_string(
+    "logged",
+    None,
+    "CSV file with the columns model,step,val_loss: losses that the paper's authors logged (524,288 "
+    "tokens per step), which are added to the plot of loss against tokens.",
+)
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run",
     False,
@@ -121,6 +127,7 @@ def main() -> None:
         workdirs=_WORKDIRS.value,
         results=results,
         command=command,
+        logged=_LOGGED.value,
         trust_custom_code=flags.FLAGS.trust_custom_code,
     )
     print(f"\n{report}\n{as_path('--output', _OUTPUT.value) / 'report.html'}")

@@ -95,8 +95,9 @@ class Asked:
 
     def cost_of(self, candidate: Candidate) -> float | None:
         """Returns the median over the runs that have measured it."""
-        costs = [cost for run in candidate.runs if (cost := self.cost(run))]
-        return statistics.median(costs) if costs else None
+        costs = [self.cost(run) for run in candidate.runs]
+        measured = [cost for cost in costs if cost]
+        return statistics.median(measured) if measured else None
 
     def require_a_step(self, limit: float) -> None:
         costs = []

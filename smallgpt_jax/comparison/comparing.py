@@ -28,7 +28,7 @@ from smallgpt_jax.diagnosis.summary import read_summary
 from smallgpt_jax.diagnosis.windows import WINDOWS
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import inference_cost, texts
-from smallgpt_jax.report import page
+from smallgpt_jax.report import figures, page
 from smallgpt_jax.report.page import Report
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
@@ -36,7 +36,7 @@ from smallgpt_jax.run.custom_code import import_training_code
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, match
-from smallgpt_jax.storage.paths import as_path, resolve
+from smallgpt_jax.storage.paths import as_path, local_path, resolve
 
 BUDGETS = {
     "tokens": "All runs are trained on as many tokens as {reference}'s recipe.",
@@ -58,6 +58,7 @@ def compare(
     workdirs: Sequence[str] | None = None,
     results: Sequence[str] = (),
     command: str = "",
+    logged: str | None = None,
     trust_custom_code: bool = False,
 ) -> Report:
     """Returns a comparison's record and findings, and writes them into the folder `output`; print()
@@ -66,19 +67,20 @@ def compare(
     With `config`, the recipe of a comparison or its fields, trains the runs that are missing there;
     `overrides` are further values, such as {"compare.seeds": 3}, and finished runs of `results`,
     paths of results.json, are taken over. Else merges `results`, or reports on `workdirs`, of which
-    the first is the reference. `command` repeats the comparison. Raises UserError, and StoppedError
-    after a stop request.
+    the first is the reference. `command` repeats the comparison. `logged` is a CSV file of losses
+    that the paper's authors logged. Raises UserError, and StoppedError after a stop request.
     """
     folder = as_path("--output", str(output))
+    curves = figures.read_logged(local_path("--logged", logged)) if logged else {}
     if config is not None:
         comparison = TrainedComparison(_loaded(config, overrides), folder, results, command)
-        comparison.train(lambda record: _report(record, folder))
-        return _report(comparison.record(), folder)
+        comparison.train(lambda record: _report(record, folder, curves))
+        return _report(comparison.record(), folder, curves)
     if workdirs is not None:
         record = _record_of_workdirs(workdirs, folder, command, trust_custom_code)
     else:
         record = _merged_record(results, folder, command)
-    return _report(record, folder)
+    return _report(record, folder, curves)
 
 
 def plan_comparison(
@@ -105,12 +107,12 @@ def _loaded(config: str | Mapping[str, Any], overrides: Mapping[str, Any] | None
     return load_config(config, overrides)
 
 
-def _report(record: Record, folder: Path) -> Report:
+def _report(record: Record, folder: Path, logged: figures.LoggedCurves) -> Report:
     findings = analyse(record)
     folder.mkdir(parents=True, exist_ok=True)
     # Several processes may write the report.
     with file_lock(folder / LOCK_FILE, wait=True):
-        page.write(folder, record, findings)
+        page.write(folder, record, findings, logged)
     return Report(record, findings)
 
 

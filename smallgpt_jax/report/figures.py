@@ -1,8 +1,10 @@
 """The figures of a report."""
 
+import csv
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,11 +13,13 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocato
 
 from smallgpt_jax.analysis.findings import Choice, Contest, Curve, Findings, Order, Rates
 from smallgpt_jax.analysis.record import Run, grouped, model_of
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.report import words
 from smallgpt_jax.run.plotting import COLORS, style_axes
 
 SIZE, WIDE = (5.2, 3.9), (8.4, 6.0)  # inches
 LOSS = "validation loss, nats per token"
+PAPER_TOKENS_PER_STEP = 524_288  # of the paper's authors (arXiv 2404.14462, released code)
 BY_DEPTH = {
     "token_similarity": "mean cosine of all tokens",
     "effective_rank": "effective rank of the activations",
@@ -28,6 +32,7 @@ _MARKERS = "os^Dv"
 
 
 Styles = Mapping[str, dict]  # {model: style of its lines}, the same in all figures
+LoggedCurves = dict[str, list[tuple[int, float]]]  # {model: [(tokens, validation loss)]}
 
 
 # ------------------------------------------------------------------ answers
@@ -102,7 +107,7 @@ def loss_against_cost(choice: Choice, styles: Styles) -> Figure:
 
 
 # ------------------------------------------------------------------ curves and rates
-def loss_curves(axis: str, curves: Sequence[Curve], styles: Styles) -> Figure:
+def loss_curves(axis: str, curves: Sequence[Curve], styles: Styles, logged: LoggedCurves) -> Figure:
     """Plots mean losses over seeds with bands of their range."""
     figure, plot = _new_plot(AXES[axis], LOSS)
     for curve in curves:
@@ -115,6 +120,10 @@ def loss_curves(axis: str, curves: Sequence[Curve], styles: Styles) -> Figure:
         low = [loss.low for loss in losses.values()]
         high = [loss.high for loss in losses.values()]
         plot.fill_between(list(losses), low, high, color=style["color"], alpha=0.2, linewidth=0)
+    for model, points in logged.items():
+        color = styles[model]["color"] if model in styles else "0.5"
+        label = f"{model}, as logged by the paper's authors"
+        plot.plot(*zip(*points), label=label, color=color, linestyle=":", linewidth=1)
     return _with_legend(figure, plot)
 
 
@@ -163,8 +172,31 @@ def _means_by_block(runs: Sequence[Run], measure: str) -> list[tuple[int, float]
 
 
 # ------------------------------------------------------------------ style
-def draw(findings: Findings, runs: Sequence[Run]) -> dict[str, tuple[Figure, str]]:
-    """Returns {name: (figure, caption)} of what the findings contain."""
+def read_logged(path: Path) -> LoggedCurves:
+    """Reads a CSV file with the columns model,step,val_loss, of steps of PAPER_TOKENS_PER_STEP
+    tokens. Raises UserError if it is no such table, or has no rows.
+    """
+    curves: LoggedCurves = {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                tokens = int(row["step"]) * PAPER_TOKENS_PER_STEP
+                curves.setdefault(row["model"], []).append((tokens, float(row["val_loss"])))
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise UserError(
+            f"--logged={path}: not a CSV file with the columns model,step,val_loss ({error})"
+        ) from None
+    if not curves:
+        raise UserError(
+            f"--logged={path}: the table has no rows; expected the columns model,step,val_loss"
+        )
+    return curves
+
+
+def draw(
+    findings: Findings, runs: Sequence[Run], logged: LoggedCurves
+) -> dict[str, tuple[Figure, str]]:
+    """Returns {name: (figure, caption)} of what the findings contain, and of `logged` losses."""
     models = [*(run.model for run in runs), *(model_of(one.name) for one in findings.rates)]
     styles = dict(zip(dict.fromkeys(models), _line_styles()))
     figures = _draw_answer(findings, runs, styles)
@@ -176,7 +208,8 @@ def draw(findings: Findings, runs: Sequence[Run]) -> dict[str, tuple[Figure, str
     if findings.curves:
         for axis, label in AXES.items():
             caption = f"Validation loss against {label}. Bands: range over the seeds."
-            figures[f"loss-{axis}"] = loss_curves(axis, findings.curves, styles), caption
+            further = logged if axis == "tokens" else {}
+            figures[f"loss-{axis}"] = loss_curves(axis, findings.curves, styles, further), caption
     if any(len(one.rates) > 1 for one in findings.rates):
         caption = "Loss against the learning rate. Filled: the best rate."
         figures["learning-rates"] = learning_rates(findings.rates, styles), caption

@@ -75,10 +75,12 @@ class Report(NamedTuple):
         return summary(self.record, self.findings)
 
 
-def write(folder: Path, record: Record, findings: Findings) -> None:
-    """Writes the report into an existing folder."""
+def write(
+    folder: Path, record: Record, findings: Findings, logged: figures.LoggedCurves | None = None
+) -> None:
+    """Writes the report into an existing folder. `logged` are losses of `figures.read_logged`."""
     drawn = {}
-    for name, (figure, caption) in figures.draw(findings, record.runs).items():
+    for name, (figure, caption) in figures.draw(findings, record.runs, logged or {}).items():
         drawn[name] = Drawn(figure, caption)
         write_atomically(folder / f"{name}.png", plotting.png(figure))
     results = {**records.content(record), "ranking": ranking_facts(findings)}

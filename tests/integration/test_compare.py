@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from comparison_helpers import FakeTrain, run, saved, untrained_run
-from conftest import call, load_config
+from conftest import ROOT, call, load_config
 
 from smallgpt_jax import models
 from smallgpt_jax.evaluation import inference_cost
@@ -404,6 +404,11 @@ PAPER = "--config=configs/compare/paper.py:tiny"
             ["--workdirs=a", "--config.compare.learning_rates=1,2"],
             "--config.compare.learning_rates: cannot override a field without --config",
             2,
+        ),
+        (
+            ["--workdirs=HERE", f"--logged={ROOT / 'README.md'}"],
+            "not a CSV file with the columns model,step,val_loss",
+            1,
         ),
     ],
 )

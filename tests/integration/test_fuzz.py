@@ -36,7 +36,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data
 from smallgpt_jax.evaluation.score_cache import ScoreCache
 from smallgpt_jax.planning import compilation
-from smallgpt_jax.report import choosing, page
+from smallgpt_jax.report import choosing, figures, page
 from smallgpt_jax.run import trackers, workdir
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.state import TrainState
@@ -306,7 +306,7 @@ PREDICTIONS = {
 
 
 def write_others(folder: Path) -> None:
-    for name in ("record", "scores", "compiled", "benchmark"):
+    for name in ("record", "scores", "compiled", "logged", "benchmark"):
         (folder / name).mkdir()
     shutil.copy(ROOT / "docs/results/example.json", folder / "record" / "results.json")
     (folder / "record" / "predictions.json").write_text(json.dumps(PREDICTIONS))
@@ -316,6 +316,7 @@ def write_others(folder: Path) -> None:
     cache.add_partial("generate_until", ("a", {}), "b")
     program = compilation.CompiledProgram(10, 5, 2, 1, "HloModule a")
     compilation.store(folder / "compiled" / "a.json.gz", program)
+    (folder / "logged" / "a.csv").write_text("model,step,val_loss\ngpt,1,5.5\ngpt,2,5.0\n")
     question = {"premise": "a", "choice1": "b", "choice2": "c", "question": "cause", "label": 0}
     (folder / "benchmark" / "copa_val.jsonl").write_text(json.dumps(question) + "\n")
 
@@ -443,6 +444,10 @@ def read_program(folder):
     assert program is None or isinstance(program, compilation.CompiledProgram)
 
 
+def read_logged(folder):
+    assert all(figures.read_logged(folder / "a.csv").values())
+
+
 def read_benchmark(folder):
     local_data.task_config("copa", {}, folder)
 
@@ -501,6 +506,7 @@ READERS = {
     "record/predictions.json": held_out.read_predictions,
     "scores/scores.jsonl": read_scores,
     "compiled/a.json.gz": read_program,
+    "logged/a.csv": read_logged,
     "benchmark/copa_val.jsonl": read_benchmark,
 }
 

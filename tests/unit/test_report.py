@@ -41,8 +41,10 @@ from smallgpt_jax.analysis.findings import (
     Standing,
     Untried,
 )
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.report import choosing, page, words
 from smallgpt_jax.report.cautions import cautions
+from smallgpt_jax.report.figures import read_logged
 from smallgpt_jax.report.rendering import Table
 
 NASTY = "<b>|*a*`[x](http://y)\x1b[31m\nb"  # the name of a model
@@ -446,6 +448,16 @@ def test_the_files_of_a_report(tmp_path):
     )  # on phones, each cell shows its column's head
     content = json.loads((tmp_path / "results.json").read_text())
     assert content["ranking"]["chosen"] == NASTY and len(content["runs"]) == 3
+
+
+def test_logged_curves(tmp_path):
+    path = tmp_path / "logged.csv"
+    path.write_text("model,step,val_loss\ngpt,1,5.0\ngpt,2,4.0\n")
+    assert read_logged(path) == {"gpt": [(524288, 5.0), (1048576, 4.0)]}
+    for text in ("model,step\n", "model,step,val_loss\n", "model,step,val_loss\ngpt,x,1\n"):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"^--logged=.*model,step,val_loss"):
+            read_logged(path)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def cluster(num_processes: int) -> list[str]:
         str(ROOT / "launch" / "local_cluster.sh"),
         f"--processes={num_processes}",
         "--",
+        f"--join_timeout={SECONDS_TO_END // 2}",  # one may be killed before the others join it
     ]
 
 
@@ -122,7 +123,7 @@ class Run:
 
     def finish(self) -> None:
         if self.process.wait():
-            raise RuntimeError(f"{self.workdir}: the run failed:\n{self.output()[-2000:]}")
+            raise RuntimeError(f"{self.workdir}: the run failed:\n{self.output()[-8000:]}")
 
     def kill(self) -> str | None:
         """Kills the process, or some of several. Returns the phase that the run was in, or None if
@@ -136,7 +137,13 @@ class Run:
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        status = self.process.wait(SECONDS_TO_END)
+        try:
+            status = self.process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(
+                f"{self.workdir}: still running {SECONDS_TO_END} s after {len(victims)} of "
+                f"{self._num_processes} processes were killed:\n{self.output()[-8000:]}"
+            ) from None
         if status == 0 or not victims:
             self.finish()
             return None
@@ -147,14 +154,13 @@ class Run:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         while self.process.poll() is None:
             with contextlib.suppress(OSError):  # some have just ended
-                pids = children.read_text("utf-8").split()
-                found = [
+                processes = [
                     int(pid)
-                    for pid in pids
+                    for pid in children.read_text("utf-8").split()
                     if b"--process_id" in Path(f"/proc/{pid}/cmdline").read_bytes()
                 ]
-                if found:
-                    return found
+                if len(processes) == self._num_processes:
+                    return processes
             time.sleep(0.01)
         return []
 

@@ -45,7 +45,7 @@ class RunVerdict:
     run: str
     verdict: str
     text: str
-    steps: int  # that were trained again
+    steps: int  # that were to be trained again
     of: int  # steps of the run
     machine: str  # how this machine differs from that of the record; "": in nothing recorded
     comparisons: tuple[Comparison, ...] = ()
@@ -103,12 +103,13 @@ class Verification:
     def _summary(self) -> str:
         if not self.drawn:
             return "no run was trained again; set --sample"
+        trained = sum(bool(run.comparisons) for run in self.verdicts)
         wrong = max(1, self.runs // 10)
-        chance = chance_to_pass(self.runs, wrong, len(self.verdicts))
+        chance = chance_to_pass(self.runs, wrong, trained)
         return (
-            f"{len(self.verdicts)} of {self.runs} runs were trained again, drawn with "
-            f"--nonce={self.sample.nonce}; if {wrong} of them were wrong, the draw would have "
-            f"missed them with a probability of {chance:.0%}"
+            f"{trained} of {self.runs} runs were trained again, drawn with "
+            f"--nonce={self.sample.nonce}; if {wrong} of the {self.runs} were wrong, the draw would "
+            f"have missed them with a probability of {chance:.0%}"
         )
 
     def content(self) -> dict[str, Any]:

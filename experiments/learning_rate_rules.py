@@ -37,19 +37,23 @@ def step_law(parameters: float, tokens: float) -> float:
 
 def ladders() -> dict[str, tuple[models.ModelConfig, Losses]]:
     """Returns {model@size: its config and its losses}."""
-    found = {}
+    ladders = {}
     for record in ("scaling", "mixers"):
         content = json.loads((RECORDS / f"{record}.json").read_text())
         runs = {run["name"]: run["config"] for run in content["runs"]}
         for name in SMALLEST[record]:
             rates = content["learning_rates"][name]["rates"]
             losses = {rate["learning_rate"]: rate["loss"] for rate in rates}
-            found[name] = _model(runs[name]), losses
-    for run in json.loads((RECORDS / "rates.json").read_text())["runs"]:
+            ladders[name] = _model(runs[name]), losses
+    runs = json.loads((RECORDS / "rates.json").read_text())["runs"]
+    first_seed = min(run["seed"] for run in runs)  # which has all rates
+    for run in runs:
+        if run["seed"] != first_seed:
+            continue
         name = run["name"].rpartition("-")[0]  # such as gpt@0.2M-0.5x
-        _, losses = found.setdefault(name, (_model(run["config"]), {}))
+        _, losses = ladders.setdefault(name, (_model(run["config"]), {}))
         losses[run["config"]["optimizer.learning_rate"]] = run["curve"][-1]["loss"]
-    return {name: ladder for name, ladder in found.items() if len(ladder[1]) > 1}
+    return {name: ladder for name, ladder in ladders.items() if len(ladder[1]) > 1}
 
 
 SMALLEST = {

@@ -35,6 +35,7 @@ NOT_COMPILED = {
         "weight_decay",
     },
     "train": {
+        "size",
         "steps",
         "seed",
         "log_every",

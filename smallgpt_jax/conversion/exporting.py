@@ -157,7 +157,7 @@ class PeftExport:
                 "--to=hf"
             )
         base = inference.load_trained(workdir, trained.step, merge_lora=False)
-        with atomic_folder(output) as folder:
+        with atomic_folder(output, last="adapter_config.json") as folder:
             name = peft_adapter.write(
                 folder, trained.model, base.params, trained.params, config.optimizer.lora_rank
             )

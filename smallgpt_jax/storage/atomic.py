@@ -14,9 +14,6 @@ from smallgpt_jax.storage.locks import require_locks
 from smallgpt_jax.storage.object_storage import is_remote
 from smallgpt_jax.storage.temporary import temporary_folder
 
-# The last file that `atomic_folder` uploads: a folder without it is neither a workdir nor an
-# exported model.
-_LAST_FILE = "config.json"
 _UPLOAD_PREFIX = "smallgpt_jax-upload-"  # of temporary folders whose files are uploaded
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -87,19 +84,20 @@ def sync_tree(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path, last: str = "config.json") -> Iterator[Path]:
     """Yields an empty temporary folder that is renamed to `folder` on success and removed on error.
 
     `folder` must be missing or empty. Missing parent folders are created, and removed again on
     error. If `folder` is in object storage, the temporary folder is local. Its files are uploaded
-    on success, _LAST_FILE last.
+    on success, the file `last` after all others: a folder without it is neither a workdir nor an
+    exported model.
     """
     with _temporary_path(folder) as partial:
         partial.mkdir()
         yield partial
         if is_remote(folder):
             with removed_on_error(folder):
-                object_storage.upload_folder(partial, folder, _LAST_FILE)
+                object_storage.upload_folder(partial, folder, last)
         else:
             rename(partial, folder)
 

@@ -37,7 +37,7 @@ from smallgpt_jax.run.names import SESSIONS_FILE
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.storage import object_lock, object_storage, temporary
-from smallgpt_jax.storage.atomic import write_atomically
+from smallgpt_jax.storage.atomic import atomic_folder, write_atomically
 from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.locks import file_lock
 
@@ -285,6 +285,18 @@ def test_failed_requests_are_not_missing_files(bucket, monkeypatch):
         "error: object storage: request failed (Forbidden); check the name of the bucket, your "
         "permissions and your credentials (gcloud auth application-default login)\n",
     )
+
+
+@pytest.mark.slow
+def test_a_folder_is_uploaded_with_the_file_that_completes_it(bucket):
+    """That of an adapter is not config.json."""
+    with atomic_folder(bucket / "adapter", last="adapter_config.json") as folder:
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (folder / name).write_text("{}")
+    assert sorted(path.name for path in (bucket / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
 
 
 def test_a_missing_bucket_is_named(emulated_storage):

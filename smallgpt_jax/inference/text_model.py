@@ -34,16 +34,20 @@ class GenerationConfig(NamedTuple):
     sampling: Sampling
 
 
-def _make_config(
-    max_new_tokens: int,
-    temperature: float | None = TEMPERATURE,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    repetition_penalty: float | None = None,
-    stop: Sequence[str | int] = (),
-) -> GenerationConfig:
-    """Raises UserError for invalid settings."""
-    sampling = Sampling(temperature, top_k, top_p, repetition_penalty).validated()
+def _make_config(method: str, max_new_tokens: int, settings: Settings) -> GenerationConfig:
+    """Raises UserError for invalid settings, and TypeError, which names the method that the user has
+    called, for unknown ones.
+    """
+    unknown = settings.keys() - Settings.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"{method}() got an unexpected keyword argument {min(unknown)!r}")
+    sampling = Sampling(
+        settings.get("temperature", TEMPERATURE),
+        settings.get("top_k"),
+        settings.get("top_p"),
+        settings.get("repetition_penalty"),
+    ).validated()
+    stop = settings.get("stop", ())
     if isinstance(stop, str):
         raise UserError(f"stop={stop!r}: expected a list of texts")
     if max_new_tokens < 0:
@@ -66,7 +70,8 @@ class TextModel:
         **settings: Unpack[Settings],
     ) -> str:
         """Returns the continuation of `prompt`. See `stream` for the arguments."""
-        return self.generate_batch([prompt], max_new_tokens, seed=seed, **settings)[0][0]
+        config = _make_config("TextModel.generate", max_new_tokens, settings)
+        return self._generate_batch([prompt], config, 1, seed)[0][0]
 
     def stream(
         self,
@@ -82,7 +87,7 @@ class TextModel:
         strings or token ids in `stop`. A full context loses its older half. The other settings are
         temperature, top_k, top_p and repetition_penalty (see `Sampling`). Raises UserError at once.
         """
-        config = _make_config(max_new_tokens, **settings)
+        config = _make_config("TextModel.stream", max_new_tokens, settings)
         return self._stream(self._start_session([prompt], seed), prompt, config)
 
     def generate_batch(
@@ -97,9 +102,14 @@ class TextModel:
         """Returns one list of `samples` continuations per prompt; see `stream`. The first is what
         `generate` returns, unless rounding changes a token; each has its own random stream.
         """
-        config = _make_config(max_new_tokens, **settings)
+        config = _make_config("TextModel.generate_batch", max_new_tokens, settings)
         if samples < 1:
             raise UserError(f"samples={samples}: must be at least 1")
+        return self._generate_batch(prompts, config, samples, seed)
+
+    def _generate_batch(
+        self, prompts: Sequence[str], config: GenerationConfig, samples: int, seed: int
+    ) -> list[list[str]]:
         session = self._start_session(prompts, seed)
         session.repeat(samples, config.sampling)
         repeated = [prompt for prompt in prompts for _ in range(samples)]
@@ -222,7 +232,7 @@ class Conversation:
         self, text: str, max_new_tokens: int = 200, **settings: Unpack[Settings]
     ) -> Iterator[str]:
         """Appends `text`, or raises UserError, at once; appends the continuation as it is read."""
-        config = _make_config(max_new_tokens, **settings)
+        config = _make_config("Conversation.say", max_new_tokens, settings)
         is_empty = self._session.ids[0] == [self._model.tokenizer.begin_of_text]
         ids = self._model.encode(text, continues=not is_empty)
         half = max(1, self._model.model.config.context_length // 2)
@@ -257,7 +267,7 @@ class Chat:
         self, text: str, max_new_tokens: int = 200, **settings: Unpack[Settings]
     ) -> Iterator[str]:
         """Appends the question, or raises UserError, at once; the answer when the iteration ends."""
-        config = _make_config(max_new_tokens, **settings)
+        config = _make_config("Chat.say", max_new_tokens, settings)
         ids = self._append({"role": "user", "content": text}, max_new_tokens)
         session = self._model.session([ids], self._seed)
         # the special token with which the template ends an answer

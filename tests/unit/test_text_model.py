@@ -85,7 +85,7 @@ def test_python_and_the_command_have_the_same_default_temperature(model, generat
 
 def test_methods_refuse_unknown_settings(model):
     for method in (model.generate, model.stream, model.generate_batch, model.conversation().say):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'max_tokens'"):
+        with pytest.raises(TypeError, match=rf"\.{method.__name__}\(\) got .* 'max_tokens'"):
             method("the", max_tokens=3)
 
 

@@ -30,9 +30,10 @@ measurements.
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from smallgpt_jax import cli
 from smallgpt_jax.output import best_effort
@@ -93,21 +94,57 @@ _BUNDLE = flags.DEFINE_string(
 )
 
 
+# What the command does → the flags that may say with which runs, and the message for others.
+_SOURCES = {
+    "bundle": ([{"results"}], "--bundle: needs one --results, and no --config or --workdirs"),
+    "verify": ([set()], "--verify: cannot be combined with --config, --workdirs or --results"),
+    "against": ([{"config"}], "--against: needs --config, and no --workdirs or --results"),
+    "compare": (
+        [{"config"}, {"workdirs"}, {"results"}, {"config", "results"}],
+        "give either --config (a comparison to train), --workdirs (existing runs) or "
+        "--results (results to merge); --results may be combined with --config",
+    ),
+}
+# (flag, what it belongs to)
+_OPTIONS = (
+    (_SAMPLE, ("verify",)),
+    (_FRACTION, ("verify",)),
+    (_NONCE, ("verify",)),
+    (_ONLY, ("verify", "against")),
+    (_LOGGED, ("compare",)),
+    (_DRY_RUN, ("compare",)),
+    (_TOPOLOGY, ("compare",)),
+)
+
+
 @best_effort("stdout")
 def main() -> None:
     from smallgpt_jax.comparison import comparing, dry_run, recipe
 
-    _check_flags()
-    if _VERIFY.value is not None:
-        _verify()
-    if _AGAINST.value is not None:
-        _ask_gate()
-    if _BUNDLE.value is not None:
-        from smallgpt_jax.verification.bundle import write_bundle
-
-        print(write_bundle(_RESULTS.value[0], _BUNDLE.value))
-        return
+    purposes = [flag.name for flag in (_BUNDLE, _VERIFY, _AGAINST) if flag.value is not None]
+    sources = {flag.name for flag in (_CONFIG, _WORKDIRS, _RESULTS) if flag.value is not None}
+    purpose = _one_purpose(purposes, sources)
+    for flag, of in _OPTIONS:
+        if flag.present and purpose not in of:
+            needed = " or ".join(f"--{name}" for name in of if name != "compare")
+            advice = f"needs {needed}" if needed else f"cannot be combined with --{purpose}"
+            cli.fail(f"--{flag.name}: {advice}", status=2)
     config, results = _CONFIG.value, _RESULTS.value or ()
+    trust = flags.FLAGS.trust_custom_code
+    if purpose == "bundle":
+        _write_bundle(results, _BUNDLE.value)
+        return
+    if _OUTPUT.value is None:
+        cli.fail("--output must be given; see --help", status=2)
+    if purpose == "verify":
+        choice = (_SAMPLE.value, _FRACTION.value, _ONLY.value, _NONCE.value)
+        _verify(_VERIFY.value, _OUTPUT.value, choice, trust)
+    if purpose == "against":
+        _ask_gate(config, _AGAINST.value, _OUTPUT.value, _ONLY.value)
+    if _DRY_RUN.value and config is None:
+        cli.fail("--dry_run: needs --config, a comparison to train", status=2)
+    if _TOPOLOGY.value and not _DRY_RUN.value:
+        cli.fail("--topology: needs --dry_run", status=2)
     if config is not None:
         overrides = config_flags.get_override_values(flags.FLAGS["config"])
         for line in recipe.ignored_overrides(config, overrides):
@@ -128,62 +165,48 @@ def main() -> None:
         results=results,
         command=command,
         logged=_LOGGED.value,
-        trust_custom_code=flags.FLAGS.trust_custom_code,
+        trust_custom_code=trust,
     )
     print(f"\n{report}\n{as_path('--output', _OUTPUT.value) / 'report.html'}")
 
 
-def _verify() -> None:
-    """Exits with the status of the verdict."""
+def _one_purpose(purposes: Sequence[str], sources: set[str]) -> str:
+    """Returns a key of _SOURCES. Exits with status 2 if the flags do not fit together."""
+    if len(purposes) > 1:
+        cli.fail(f"--{purposes[0]}: cannot be combined with --{purposes[1]}", status=2)
+    purpose = purposes[0] if purposes else "compare"
+    possible, message = _SOURCES[purpose]
+    if sources not in possible:
+        cli.fail(message, status=2)
+    return purpose
+
+
+def _write_bundle(results: Sequence[str], folder: str) -> None:
+    from smallgpt_jax.verification.bundle import write_bundle
+
+    if len(results) != 1:
+        cli.fail(_SOURCES["bundle"][1], status=2)
+    print(write_bundle(results[0], folder))
+
+
+def _verify(record: str, output: str, choice: tuple, trust_custom_code: bool) -> None:
+    """Exits with the status of the verdict. `choice` are the fields of a sample."""
     from smallgpt_jax.verification.sample import Sample
     from smallgpt_jax.verification.verification import verify
 
-    sample = Sample(_SAMPLE.value, _FRACTION.value, _ONLY.value, _NONCE.value)
-    trust = flags.FLAGS.trust_custom_code
-    verification = verify(_VERIFY.value, _OUTPUT.value, sample, trust_custom_code=trust)
+    verification = verify(record, output, Sample(*choice), trust_custom_code=trust_custom_code)
     print(f"\n{verification}")
     sys.exit(verification.status)
 
 
-def _ask_gate() -> None:
+def _ask_gate(candidate: ConfigDict, against: str, output: str, only: str) -> None:
     """Exits with the status of the answer."""
     from smallgpt_jax.verification import gate
 
-    reference = "" if _ONLY.value == "*" else _ONLY.value
-    question = gate.ask_gate(_CONFIG.value, _AGAINST.value, _OUTPUT.value, reference=reference)
+    reference = "" if only == "*" else only
+    question = gate.ask_gate(candidate, against, output, reference=reference)
     print(f"\n{question}")
     sys.exit(gate.STATUS[question.verdict])
-
-
-def _check_flags() -> None:
-    # --results continues a comparison beside --config, and is merged without it
-    chosen = {flag.name for flag in (_CONFIG, _WORKDIRS, _RESULTS) if flag.value is not None}
-    if _BUNDLE.value is not None:
-        if chosen != {"results"} or len(_RESULTS.value) != 1:
-            cli.fail("--bundle: needs one --results, and no --config or --workdirs", status=2)
-        return
-    if _OUTPUT.value is None:
-        cli.fail("--output must be given; see --help", status=2)
-    if _VERIFY.value is not None:
-        if chosen:
-            cli.fail(
-                "--verify: cannot be combined with --config, --workdirs or --results", status=2
-            )
-        return
-    if _AGAINST.value is not None:
-        if chosen != {"config"}:
-            cli.fail("--against: needs --config, and no --workdirs or --results", status=2)
-        return
-    if len(chosen) != 1 and chosen != {"config", "results"}:
-        cli.fail(
-            "give either --config (a comparison to train), --workdirs (existing runs) or "
-            "--results (results to merge); --results may be combined with --config",
-            status=2,
-        )
-    if _DRY_RUN.value and _CONFIG.value is None:
-        cli.fail("--dry_run: needs --config, a comparison to train", status=2)
-    if _TOPOLOGY.value and not _DRY_RUN.value:
-        cli.fail("--topology: needs --dry_run", status=2)
 
 
 def _repeating_command() -> str:

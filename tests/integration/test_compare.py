@@ -387,6 +387,10 @@ PAPER = "--config=configs/compare/paper.py:tiny"
         (["--workdirs=HERE", "--results=x"], "give either --config", 2),
         (["--workdirs=HERE", "--dry_run"], "--dry_run: needs --config", 2),
         ([PAPER, "--topology=h100:1"], "--topology: needs --dry_run", 2),
+        (["--workdirs=HERE", "--sample=2"], "--sample: needs --verify", 2),
+        ([PAPER, "--only=gpt"], "--only: needs --verify or --against", 2),
+        (["--verify=a", "--dry_run"], "--dry_run: cannot be combined with --verify", 2),
+        (["--verify=a", "--against=b"], "--verify: cannot be combined with --against", 2),
         (
             [PAPER, "--config.compare.names=gpt", "--config.compare.texts=x=/none.txt"],
             "/none.txt",

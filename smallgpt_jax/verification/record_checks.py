@@ -44,17 +44,10 @@ def check_record(record: Record, count: CountOf, trust_custom_code: bool = False
         config = read_config(run, trust_custom_code)
         problems += check_run(run, config, count)
         configs.append(config)
-    for kind, check, label, text in itertools.chain(
-        _comparable(record),
-        _same_configs(record, configs),
-        _branches(record),
-        _copies(record),
-        _seeds(record),
-        _grids(record),
-        _budget(record),
-        _predictions(record),
-    ):
-        problems.append(Problem(kind, check, label, text))
+    problems += _comparable(record)
+    problems += _same_configs(record, configs)
+    for check in (_branches, _copies, _seeds, _grids, _budget, _predictions):
+        problems += check(record)
     return list(dict.fromkeys(problems))
 
 
@@ -73,23 +66,20 @@ def read_config(run: Run, trust_custom_code: bool) -> Config | UserError:
     return config
 
 
-Found = Iterator[tuple[str, str, str, str]]  # (kind, check, label of the run, text)
-
-
-def _comparable(record: Record) -> Found:
+def _comparable(record: Record) -> Iterator[Problem]:
     """One text and one set of evaluation rows for all runs."""
     for run in record.runs:
         mismatch = run.text and find_mismatch(run.text.description, DESCRIPTION, "text.description")
         if mismatch:
-            yield UNKNOWN, "text", label_of(run), mismatch
+            yield Problem(UNKNOWN, "text", label_of(run), mismatch)
             return
     try:
         merging.require_comparable(record.runs)
     except UserError as error:
-        yield CONTRADICTION, "text", "", str(error)
+        yield Problem(CONTRADICTION, "text", "", str(error))
     averages = {run.averaged for run in record.runs}
     if len(averages) > 1:
-        yield (
+        yield Problem(
             CONTRADICTION,
             "evaluation rows",
             "",
@@ -99,7 +89,7 @@ def _comparable(record: Record) -> Found:
         targets = {run.last.targets for run in runs if run.last and run.is_finished}
         if len(targets) > 1:
             counts = " and ".join(f"{count:,}" for count in sorted(targets))
-            yield (
+            yield Problem(
                 CONTRADICTION,
                 "evaluation rows",
                 "",
@@ -107,7 +97,7 @@ def _comparable(record: Record) -> Found:
             )
 
 
-def _same_configs(record: Record, configs: Sequence[Config | UserError]) -> Found:
+def _same_configs(record: Record, configs: Sequence[Config | UserError]) -> Iterator[Problem]:
     """Runs of one name and horizon differ in their seeds only; horizons differ in their length."""
     readable = [
         (run, config) for run, config in zip(record.runs, configs) if isinstance(config, Config)
@@ -119,7 +109,7 @@ def _same_configs(record: Record, configs: Sequence[Config | UserError]) -> Foun
             other, fields_before = by_horizon.setdefault(run.horizon, (run, fields))
             differences = merging.different(fields_before, fields)
             if differences:
-                yield (
+                yield Problem(
                     CONTRADICTION,
                     "configs",
                     label_of(run),
@@ -144,14 +134,14 @@ def _fixed_fields(config: Config) -> dict[str, Any]:
     return fields
 
 
-def _lengths(by_horizon: dict[float, tuple[Run, dict]]) -> Found:
+def _lengths(by_horizon: dict[float, tuple[Run, dict]]) -> Iterator[Problem]:
     if 1.0 not in by_horizon:
         return
     _, longest = by_horizon[1.0]
     for horizon, (run, fields) in by_horizon.items():
         for name in _OF_LENGTH:
             if abs(fields[name] - horizon * longest[name]) > 0.5:
-                yield (
+                yield Problem(
                     CONTRADICTION,
                     "schedule",
                     label_of(run),
@@ -159,7 +149,7 @@ def _lengths(by_horizon: dict[float, tuple[Run, dict]]) -> Found:
                 )
 
 
-def _branches(record: Record) -> Found:
+def _branches(record: Record) -> Iterator[Problem]:
     """The steps that a shorter run has copied from a longer one have the same losses in both."""
     longest = {(run.name, run.seed): run for run in record.runs if run.horizon == 1}
     for run in record.runs:
@@ -170,7 +160,7 @@ def _branches(record: Record) -> Found:
         for point in run.curve:
             is_copied = point.step <= run.copied_steps and point.step in losses
             if is_copied and point.loss != losses[point.step]:
-                yield (
+                yield Problem(
                     CONTRADICTION,
                     "horizons",
                     label_of(run),
@@ -179,32 +169,25 @@ def _branches(record: Record) -> Found:
                 )
 
 
-def _copies(record: Record) -> Found:
+def _copies(record: Record) -> Iterator[Problem]:
     """Curves of different seeds that are equal, or nearer to each other than seeds are."""
-    distances = []
+    distances: list[tuple[str, int, int, float]] = []  # (name, seed, other seed, distance)
     for name, runs in grouped(record.runs, lambda run: run.name).items():
-        losses: dict[int, dict] = defaultdict(dict)
-        for run in runs:
-            losses[run.seed].update({(run.horizon, p.step): p.loss for p in run.curve if p.loss})
-        for one, other in itertools.combinations(list(losses)[:MAX_SEEDS], 2):
-            common = losses[one].keys() & losses[other].keys()
-            if not common:
-                continue
-            deviations = [losses[one][key] - losses[other][key] for key in common]
+        for one, other, deviations in _pairs_of_seeds(runs):
             if not any(deviations):
                 text = f"its losses are those of seed {one}"
-                yield CONTRADICTION, "copied curve", f"{name}, seed {other}", text
-            elif len(common) >= MIN_POINTS:
+                yield Problem(CONTRADICTION, "copied curve", f"{name}, seed {other}", text)
+            elif len(deviations) >= MIN_POINTS:
                 distance = math.sqrt(statistics.fmean(x * x for x in deviations))
-                distances.append((distance, name, one, other))
+                distances.append((name, one, other, distance))
     if len(distances) < 3:
         return
-    usual = statistics.median(distance for distance, *_ in distances)
-    for distance, name, one, other in distances:
-        own = [d for d, same, *_ in distances if same == name]
-        reference = statistics.median(own) if len(own) >= 3 else usual
+    usual = statistics.median(distance for *_, distance in distances)
+    for name, one, other, distance in distances:
+        of_name = [value for same, *_, value in distances if same == name]
+        reference = statistics.median(of_name) if len(of_name) >= 3 else usual
         if distance < COPY_RATIO * reference:
-            yield (
+            yield Problem(
                 SUSPICION,
                 "copied curve",
                 f"{name}, seed {other}",
@@ -213,7 +196,18 @@ def _copies(record: Record) -> Found:
             )
 
 
-def _seeds(record: Record) -> Found:
+def _pairs_of_seeds(runs: Sequence[Run]) -> Iterator[tuple[int, int, list[float]]]:
+    """Yields (seed, other seed, differences of their losses at common steps)."""
+    losses: dict[int, dict] = defaultdict(dict)
+    for run in runs:
+        losses[run.seed].update({(run.horizon, p.step): p.loss for p in run.curve if p.loss})
+    for one, other in itertools.combinations(list(losses)[:MAX_SEEDS], 2):
+        common = losses[one].keys() & losses[other].keys()
+        if common:
+            yield one, other, [losses[one][key] - losses[other][key] for key in common]
+
+
+def _seeds(record: Record) -> Iterator[Problem]:
     """A comparison trains consecutive seeds, the same for all names. Others may have been
     chosen.
     """
@@ -224,16 +218,18 @@ def _seeds(record: Record) -> Found:
         gaps = [before + 1 for before, after in itertools.pairwise(seeds) if after > before + 1]
         if gaps:
             listed = ", ".join(map(str, gaps[:5]))
-            yield SUSPICION, "seeds", name, f"seeds are left out, such as {listed}; ask for them"
+            yield Problem(
+                SUSPICION, "seeds", name, f"seeds are left out, such as {listed}; ask for them"
+            )
     if "smallgpt_jax.compare" not in record.command or "--results" in record.command:
         return
     firsts = {seeds[0] for seeds in seeds_of.values()}
     if len(firsts) > 1:
         listed = " and ".join(map(str, sorted(firsts)))
-        yield SUSPICION, "seeds", "", f"the names start at different seeds ({listed})"
+        yield Problem(SUSPICION, "seeds", "", f"the names start at different seeds ({listed})")
 
 
-def _grids(record: Record) -> Found:
+def _grids(record: Record) -> Iterator[Problem]:
     """The learning rate of a name is the best of its grid."""
     for name, grid in record.learning_rates.items():
         if grid.best is None:
@@ -241,7 +237,7 @@ def _grids(record: Record) -> Found:
         best = grid.best * grid.learning_rate
         for run in record.runs:
             if run.name == name and not math.isclose(run.learning_rate, best, rel_tol=1e-9):
-                yield (
+                yield Problem(
                     CONTRADICTION,
                     "learning rate",
                     label_of(run),
@@ -249,7 +245,7 @@ def _grids(record: Record) -> Found:
                 )
 
 
-def _budget(record: Record) -> Found:
+def _budget(record: Record) -> Iterator[Problem]:
     for sentence, (field, tolerance) in BUDGET_TOLERANCES.items():
         if not record.budget.startswith(sentence):
             continue
@@ -260,7 +256,7 @@ def _budget(record: Record) -> Found:
         }
         if ends and max(ends.values()) > (1 + tolerance) * min(ends.values()):
             most = max(ends, key=lambda label: ends[label])
-            yield (
+            yield Problem(
                 CONTRADICTION,
                 "budget",
                 most,
@@ -269,7 +265,7 @@ def _budget(record: Record) -> Found:
             )
 
 
-def _predictions(record: Record) -> Found:
+def _predictions(record: Record) -> Iterator[Problem]:
     """Predictions are made before the held-out runs start."""
     predictions = record.predictions
     if predictions is None:
@@ -277,7 +273,7 @@ def _predictions(record: Record) -> Found:
     for run in record.runs:
         starts = [session.time for session in run.sessions if session.first_step == 0]
         if run.size == predictions.held_out and starts and min(starts) < predictions.time:
-            yield (
+            yield Problem(
                 CONTRADICTION,
                 "predictions",
                 label_of(run),

@@ -39,10 +39,10 @@ def check_run(run: Run, config: Config | UserError, count: CountOf) -> list[Prob
     return unknown + [Problem(CONTRADICTION, check, label_of(run), text) for check, text in texts]
 
 
-Found = Iterator[tuple[str, str]]  # (name of the check, what is wrong)
+Contradictions = Iterator[tuple[str, str]]  # (name of the check, what is wrong)
 
 
-def _shape(run: Run, config: Config) -> Found:
+def _shape(run: Run, config: Config) -> Contradictions:
     """Seed, tokens per step and schedule against the config."""
     if run.seed != config.train.seed:
         yield "seed", f"seed {run.seed} is {config.train.seed} in its config"
@@ -65,7 +65,7 @@ def _inputs(config: Config) -> int:
     return config.train.batch_size * config.model.context_length
 
 
-def _curve(run: Run) -> Found:
+def _curve(run: Run) -> Contradictions:
     """Order and totals of the evaluations."""
     steps = [point.step for point in run.curve]
     if any(after <= before for before, after in itertools.pairwise(steps)):
@@ -92,7 +92,7 @@ def _curve(run: Run) -> Found:
             break
 
 
-def _losses(run: Run, config: Config) -> Found:
+def _losses(run: Run, config: Config) -> Contradictions:
     """The loss is a float32 sum over the targets, bits per byte the same number in other units."""
     if not run.curve:
         return
@@ -124,7 +124,7 @@ def _losses(run: Run, config: Config) -> Found:
         )
 
 
-def _first_loss(first: Point, vocabulary: int) -> Found:
+def _first_loss(first: Point, vocabulary: int) -> Contradictions:
     guess = math.log(vocabulary)
     if first.step > 0 or first.loss is None:
         return
@@ -147,7 +147,7 @@ def _bytes_per_token(run: Run) -> float | None:
     return split["text_bytes"] / split["tokens"] if split["tokens"] else None
 
 
-def _sessions(run: Run) -> Found:
+def _sessions(run: Run) -> Contradictions:
     times = [session.time for session in run.sessions]
     if times != sorted(times):
         yield "sessions", "its sessions are not in the order of their times"
@@ -155,7 +155,7 @@ def _sessions(run: Run) -> Found:
         yield "sessions", "one of its sessions starts after its last step"
 
 
-def _counts(run: Run, counts: Counts) -> Found:
+def _counts(run: Run, counts: Counts) -> Contradictions:
     if sum(run.components.values()) != run.parameters:
         yield "parameters", f"the components of its {run.parameters:,} parameters have another sum"
     if run.parameters != counts.parameters or run.components != counts.components:
@@ -176,7 +176,7 @@ def _counts(run: Run, counts: Counts) -> Found:
         )
 
 
-def _flops(run: Run, config: Config, counts: Counts) -> Found:
+def _flops(run: Run, config: Config, counts: Counts) -> Contradictions:
     if counts.flops_per_token is None:
         return
     per_step = _inputs(config) * counts.flops_per_token + counts.optimizer_flops

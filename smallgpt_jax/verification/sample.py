@@ -32,17 +32,21 @@ class Sample:
     def with_nonce(self) -> "Sample":
         return self if self.nonce else dataclasses.replace(self, nonce=secrets.token_hex(8))
 
+    def candidates(self, runs: Sequence[Run]) -> list[Run]:
+        """Returns the runs that may be drawn."""
+        return [
+            run
+            for run in runs
+            if run.is_finished and run.curve and fnmatch.fnmatchcase(run.name, self.names)
+        ]
+
     def draw(self, runs: Sequence[Run], record_sha256: str, first: Sequence[str]) -> list[Run]:
         """Returns the drawn runs; those whose labels or names are in `first` come before the
         others.
         """
         if not self.size:
             return []
-        candidates = [
-            run
-            for run in runs
-            if run.is_finished and run.curve and fnmatch.fnmatchcase(run.name, self.names)
-        ]
+        candidates = self.candidates(runs)
         if not candidates:
             raise UserError(f"--only={self.names}: the record has no finished run of such a name")
 

@@ -160,7 +160,7 @@ def verify(
         digest,
         sample,
         tuple(map(label_of, drawn)),
-        sum(run.is_finished for run in record.runs),
+        len(sample.candidates(record.runs)),
         tuple(problems),
         (),
     )

@@ -23,7 +23,7 @@ TOKENS_PER_PARAMETER = 20
 Losses = dict[float, float]  # learning rate → loss
 
 
-def olmo(parameters: float, tokens: float) -> float:
+def olmo(parameters: float) -> float:
     """OLMo-core's model ladder (github.com/allenai/OLMo-core): half the rate of Porian et al.
     (arXiv 2406.19146), for parameters without embeddings.
     """
@@ -98,7 +98,7 @@ def table() -> list[str]:
         total = models.num_active_parameters(models.LanguageModel(model))
         for rate in (
             sizing.usual_rate(model, BATCH),
-            olmo(parameters, TOKENS_PER_PARAMETER * total),
+            olmo(parameters),
             step_law(parameters, TOKENS_PER_PARAMETER * total),
         ):
             cells += [f"{rate:.2g}", excess(losses, rate)]

@@ -5,8 +5,8 @@
 Prints four tables:
 
 - equal models: the share in which a difference is ever told, with a look after each seed
-- unequal models: the share that is told within 20 seeds, and the mean number of seeds, beside a
-  t-test with a fixed number of seeds
+- unequal models: the share of pairs that are decided within 20 seeds, and the mean number of
+  seeds, beside a t-test with a fixed number of seeds
 - searches of 100 questions that change nothing but the seed: the share that ever gets "better"
 - widths of the intervals beside those of the t distribution
 """

@@ -2,9 +2,9 @@
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper
 
-Trains the four quickstart recipes on the same number of tokens, with three seeds each, and
-writes runs/paper/report.html. Takes about 45 to 90 minutes on two CPU cores. To use another budget
-(flops, parameters or seconds), set it on the command line:
+Trains the four quickstart recipes on the same number of tokens, with three seeds each, and writes
+runs/paper/report.html. With two seeds, this took half an hour to an hour on two CPU cores. To use
+another budget (flops, parameters or seconds), set it on the command line:
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --config.compare.budget=flops --output=runs/flops
 

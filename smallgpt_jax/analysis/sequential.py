@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 # Effects are mixed with a normal distribution of this precision: large effects, of about 3 standard
-# deviations, are told soonest, as experiments/sequential.py shows.
+# deviations, need the fewest seeds (experiments/sequential.py).
 PRECISION = 0.1
 
 

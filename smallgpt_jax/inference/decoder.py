@@ -32,7 +32,7 @@ def bucket(length: int, longest: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """What a decoding program is compiled for, besides the shapes of its arrays."""
+    """The static part of a decoding program; array shapes are the other part of its cache key."""
 
     model: models.LanguageModel
     vocab_size: int  # of the tokenizer; the embedding may have more rows
@@ -41,7 +41,7 @@ class Decoder:
 
 
 class DecodeState(NamedTuple):
-    """What a step donates and returns."""
+    """The arrays that a decoding step updates in place (donated)."""
 
     cache: Any  # {}: the step creates a cache
     seen_BxV: Any  # bool, the tokens in each row's context; None without a repetition penalty

@@ -32,7 +32,7 @@ SAME_BUDGET = 1.01  # ratio of costs up to which a run is trained again with its
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a command trains; None where a run has not counted or logged it."""
+    """The price of a command; None if a run has not counted its FLOPs or logged its speed."""
 
     runs: int
     flops: float | None

@@ -62,7 +62,7 @@ def _answer(choice: Choice) -> tuple[str, ...]:
     if not words.is_direct(choice):
         return (limit, words.choice(choice), *[MISSING] * 3)
     possible = choice.contest.possible
-    # What a wrong choice costs, and the seeds against it, exist only between known losses.
+    # The loss at stake and the seeds to decide need known losses.
     is_open = len(possible) > 1 and words.has_probabilities(choice.contest)
     return (
         limit,

@@ -1,7 +1,7 @@
 """How probable the right answers of multiple-choice tasks are.
 
-Small models choose hardly better than chance, but give right answers more and more probability long
-before that: bits per byte of the right answer fall smoothly with training (arXiv 2406.08446).
+Accuracies of small models are near chance. The probability of the right answer is a measure without
+a threshold, in bits per byte, so that answers of different lengths can be averaged.
 """
 
 import math

@@ -67,7 +67,12 @@ def epochs_messages(config: Config, pipeline: DataPipeline) -> list[str]:
     times = epochs(config, pipeline, steps)
     if times is None:
         return []
-    amount = f"{times:.0%} of the training text" if times < 1 else f"the text {times:.1f} times"
+    if times < 0.01:
+        amount = "under 1% of the training text"
+    elif times < 1:
+        amount = f"{times:.0%} of the training text"
+    else:
+        amount = f"the text {times:.1f} times"
     if times <= MANY_EPOCHS or config.data.format != "text":
         return [f"{steps:,} steps read {amount}"]
     return [

@@ -64,6 +64,11 @@ class Ledger:
     secret: str  # from which all seeds follow; drawn once
     questions: tuple[Question, ...] = ()
 
+    def with_question(self, question: Question) -> "Ledger":
+        """Returns the ledger with the question in place of the one of its number, or added."""
+        others = self.questions[: question.number - 1], self.questions[question.number :]
+        return dataclasses.replace(self, questions=(*others[0], question, *others[1]))
+
     def seed(self, question: Question, index: int) -> int:
         text = f"{self.secret} {question.number} {index}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
@@ -92,9 +97,10 @@ def ask_gate(
     base = read_config(_run_named(record, name), trust_custom_code=False)
     if isinstance(base, UserError):
         raise base
-    own = Config.of(load_config(candidate))
-    import_training_code(own)
-    config = comparable(own, base)
+    config = Config.of(load_config(candidate))
+    import_training_code(config)
+    config = comparable(config, base)
+    train = train_pair or train_on_new_rows
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(folder / LOCK_FILE, wait=True):  # questions are asked one after another
         ledger = _open_ledger(folder, hashlib.sha256(path.read_bytes()).hexdigest(), name)
@@ -104,15 +110,9 @@ def ask_gate(
             index = len(question.differences)
             seed = {"train": {"seed": ledger.seed(question, index)}, "data": {"seed": -1}}
             runs = folder / "runs" / f"question{question.number}-{index}"
-            train = train_pair or train_on_new_rows
             losses = train(config.replace(**seed), base.replace(**seed), runs)
             question = decide(question, losses[0] - losses[1], most_seeds)
-            ledger = dataclasses.replace(
-                ledger,
-                questions=tuple(
-                    question if one.number == question.number else one for one in ledger.questions
-                ),
-            )
+            ledger = ledger.with_question(question)
             _write(ledger, folder)
     return question
 
@@ -196,7 +196,7 @@ def _find_question(ledger: Ledger, config: Config) -> tuple[Ledger, Question]:
             return ledger, question
     number = len(ledger.questions) + 1
     question = Question(number, digest, sequential.level_of_question(number, LEVEL))
-    return dataclasses.replace(ledger, questions=(*ledger.questions, question)), question
+    return ledger.with_question(question), question
 
 
 def _write(ledger: Ledger, folder: Path) -> None:

@@ -77,6 +77,11 @@ def main() -> None:
             "--search: cannot be combined with --inference, which shows the largest batch; remove "
             "it"
         )
+    for flag in (_HOURS, _PRICE):
+        if _INFERENCE.value and flag.value is not None:
+            raise UserError(
+                f"--{flag.name}: is about training; it cannot be combined with --inference"
+            )
     # also during a compilation of minutes, in which Python itself handles no signals
     with preemption.handle_signals("stopped"):
         if _INFERENCE.value:
@@ -92,11 +97,12 @@ def main() -> None:
             recipe = ""
             planned = plan(_CONFIG.value, _TOPOLOGY.value, search=_SEARCH.value)
         print(json.dumps(dataclasses.asdict(planned.estimate)) if _JSON.value else planned)
-        if not _JSON.value and (recipe or _PRICE.value is not None):
-            print(f"\n{cost_message(planned, _PRICE.value)}")
+        beside = sys.stderr if _JSON.value else sys.stdout  # standard output is one JSON object
+        if recipe or _PRICE.value is not None:
+            print(f"\n{cost_message(planned, _PRICE.value)}", file=beside)
         if recipe:
             command = command_line("main", f"--config={recipe}", "--workdir=runs/sized")
-            print(f"To train it: {command}", file=sys.stderr if _JSON.value else sys.stdout)
+            print(f"To train it: {command}", file=beside)
         planned.require_fit()
 
 

@@ -66,8 +66,8 @@ class Ledger:
 
     def with_question(self, question: Question) -> "Ledger":
         """Returns the ledger with the question in place of the one of its number, or added."""
-        others = self.questions[: question.number - 1], self.questions[question.number :]
-        return dataclasses.replace(self, questions=(*others[0], question, *others[1]))
+        before, after = self.questions[: question.number - 1], self.questions[question.number :]
+        return dataclasses.replace(self, questions=(*before, question, *after))
 
     def seed(self, question: Question, index: int) -> int:
         text = f"{self.secret} {question.number} {index}"

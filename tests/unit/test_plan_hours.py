@@ -1,8 +1,10 @@
 """Tests of the hours and the cost of a training, and of the size that hours pay for."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
+from conftest import call
 
 from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
@@ -40,3 +42,16 @@ def test_the_size_for_some_hours(monkeypatch):
     assert hours.training_hours(sized.plan) == pytest.approx(10, rel=0.05)
     with pytest.raises(UserError, match="needs TPUs or GPUs"):
         hours.plan_for_hours("configs/gpt.py", "cpu:8", 10)
+
+
+@pytest.mark.parametrize("flag", ["--hours=10", "--price=2"])
+def test_hours_and_prices_are_of_training(flag):
+    done = call("plan", "--config=configs/gpt.py:tiny", "--topology=cpu:1", "--inference", flag)
+    name = flag.partition("=")[0]
+    assert done.returncode == 1 and f"{name}: is about training" in done.stderr
+
+
+def test_a_price_stays_beside_the_json():
+    done = call("plan", "--config=configs/gpt.py:tiny", "--topology=cpu:1", "--json", "--price=2")
+    assert done.returncode == 0 and json.loads(done.stdout)["devices"] == 1
+    assert "hours not known" in done.stderr

@@ -13,13 +13,14 @@ import jax
 from smallgpt_jax.analysis.record import Point, Record, Run, TrainingText
 from smallgpt_jax.comparison import merging
 from smallgpt_jax.data.corpus import Corpus, load_or_prepare
-from smallgpt_jax.devices.platform import platform, processor_flags
+from smallgpt_jax.devices.platform import platform, processor_flags, processor_identity
 from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.run.completion import is_finished
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import METRICS_FILE
+from smallgpt_jax.run.provenance import package_versions
 from smallgpt_jax.run.training_text import identity_of
 from smallgpt_jax.training import trainer
 from smallgpt_jax.verification.bands import Comparison, Curve, compare_curves
@@ -28,6 +29,20 @@ RUNS_FOLDER = "runs"
 LOSS_CHUNKS = (1, 2, 4, 8, 16)
 MAX_CHUNK_VARIANTS = 2
 OTHER_INSTRUCTIONS = "--xla_cpu_max_isa=AVX2"
+
+
+def machine_differences(run: Run) -> str:
+    """Returns how versions and processor differ from those of the record's last session."""
+    if not run.sessions:
+        return "versions and processor are not recorded"
+    session, versions = run.sessions[-1], package_versions()
+    names = [name for name in session.versions if session.versions[name] != versions.get(name)]
+    texts = [f"{name} {versions.get(name)}, recorded {session.versions[name]}" for name in names]
+    if not session.processor:
+        texts.append(f"another processor, perhaps: only the name {session.device!r} is recorded")
+    elif session.processor != processor_identity():
+        texts.append("another processor")
+    return "; ".join(texts)
 
 
 def steps_to_train(run: Run, fraction: float) -> int:
@@ -154,7 +169,8 @@ def compare_run(
             seeds.append({point.step: point.loss for point in other.curve if point.loss})
     is_equal = all(trained[step] == losses[step] for step in losses.keys() & trained.keys())
     variants = {} if is_equal else train_variants(config, folder, corpus, trust)
-    return compare_curves(losses, trained, list(variants.values()), seeds)
+    is_other_machine = machine_differences(run) != ""
+    return compare_curves(losses, trained, list(variants.values()), seeds, is_other_machine)
 
 
 def _require_same_rows(recorded: Mapping[int, Point], folder: Path) -> None:

@@ -203,7 +203,7 @@ def _verify_run(run: Run, record: Record, folder: Path, fraction: float, trust: 
     from smallgpt_jax.verification import retraining
 
     steps = retraining.steps_to_train(run, fraction)
-    machine = _differences(run)
+    machine = retraining.machine_differences(run)
 
     def verdict(kind: str, text: str, comparisons: Sequence[Comparison] = ()) -> RunVerdict:
         return RunVerdict(label_of(run), kind, text, steps, run.steps, machine, tuple(comparisons))
@@ -249,17 +249,3 @@ def judge(comparisons: Sequence[Comparison]) -> tuple[str, str]:
         f"{HOW[how]} (recorded {last.recorded:.6f}, here {last.trained:.6f}, "
         f"± {last.allowed or 0:.2g})"
     )
-
-
-def _differences(run: Run) -> str:
-    """Returns how versions and processor differ from those of the record's last session."""
-    if not run.sessions:
-        return "versions and processor are not recorded"
-    session, versions = run.sessions[-1], package_versions()
-    names = [name for name in session.versions if session.versions[name] != versions.get(name)]
-    texts = [f"{name} {versions.get(name)}, recorded {session.versions[name]}" for name in names]
-    if not session.processor:
-        texts.append(f"another processor, perhaps: only the name {session.device!r} is recorded")
-    elif session.processor != processor_identity():
-        texts.append("another processor")
-    return "; ".join(texts)

@@ -347,8 +347,9 @@ def test_how_likely_wrong_runs_are_missed():
 
 
 # ------------------------------------------------------------------ bands
-def how(recorded, trained, variants=(), seeds=()) -> list[str]:
-    return [row.how for row in compare_curves(recorded, trained, variants, seeds)]
+def how(recorded, trained, variants=(), seeds=(), is_other_machine=False) -> list[str]:
+    rows = compare_curves(recorded, trained, variants, seeds, is_other_machine)
+    return [row.how for row in rows]
 
 
 def test_equal_losses_need_no_band():
@@ -365,6 +366,15 @@ def test_the_band_is_that_of_the_variants_so_far():
     assert how({1: 5.0, 2: 4.05}, trained, variants) == [BITS, BAND]
     assert how({1: 5.001, 2: 4.05}, trained, variants) == [OUTSIDE, BAND]
     assert how({1: 5.0, 2: 4.5}, trained, variants) == [BITS, OUTSIDE]
+
+
+def test_another_machine_rounds_more_than_the_variants():
+    """A run of llama at 45k parameters, recorded on an AMD EPYC, with variants on an Intel Xeon."""
+    recorded, trained = {55: 5.3704142570495605}, {55: 5.370358943939209}
+    variants = [{55: 5.370358943939209 + x} for x in (-7e-6, 4e-6, 5e-6, -3e-6)]
+    assert how(recorded, trained, variants) == [OUTSIDE]
+    assert how(recorded, trained, variants, is_other_machine=True) == [BAND]
+    assert how({55: 5.3710}, trained, variants, is_other_machine=True) == [OUTSIDE]
 
 
 def test_a_run_that_rounding_changes_as_much_as_a_seed_is_compared_as_a_seed():

@@ -126,9 +126,9 @@ def variant_fields(config: Config) -> list[dict[str, int]]:
         for chunks in LOSS_CHUNKS
         if chunks != config.train.loss_chunks and config.model.context_length % chunks == 0
     ][:MAX_CHUNK_VARIANTS]
-    half = 2 * config.train.microbatches
-    if not config.model.dropout and config.train.batch_size % (half * jax.device_count()) == 0:
-        fields.append({"microbatches": half})
+    doubled = 2 * config.train.microbatches
+    if not config.model.dropout and config.train.batch_size % (doubled * jax.device_count()) == 0:
+        fields.append({"microbatches": doubled})
     return fields
 
 

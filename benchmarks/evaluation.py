@@ -21,7 +21,7 @@ from smallgpt_jax import cli, models
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
-from smallgpt_jax.evaluation import run
+from smallgpt_jax.evaluation import lm_eval_tasks
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.inference import TrainedModel
 
@@ -62,7 +62,7 @@ def main() -> None:
     scorer = RecordingScorer(model, params)
 
     def language_model():
-        from smallgpt_jax.evaluation.harness import (
+        from smallgpt_jax.evaluation.lm_eval_model import (
             SmallGPT,
         )  # imported here, so that the import is timed
 
@@ -71,7 +71,7 @@ def main() -> None:
 
     def evaluate():
         with tempfile.TemporaryDirectory() as cache:
-            run.evaluate(
+            lm_eval_tasks.evaluate(
                 language_model,
                 [_TASK.value],
                 Path(_DATA_DIR.value),

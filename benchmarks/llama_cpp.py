@@ -37,7 +37,7 @@ from measuring import PAUSE, generate, in_turn, table, table_row
 
 from configs import llama
 from smallgpt_jax import cli, models
-from smallgpt_jax.conversion import gguf_file
+from smallgpt_jax.conversion import gguf_export
 from smallgpt_jax.data.special_tokens import END_OF_TEXT
 from smallgpt_jax.data.tokenizers import gpt2_bytes
 from smallgpt_jax.errors import UserError, install_command
@@ -211,7 +211,7 @@ def main() -> None:
     vocab_size = model.config.vocab_size
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        gguf_file.write(
+        gguf_export.write(
             path, "random", TrainedModel(model, params, {}, NumberedTokens(vocab_size), 0)
         )
         rows = measure(

@@ -29,7 +29,7 @@ from absl import flags
 
 from smallgpt_jax import cli
 from smallgpt_jax.conversion.exporting import EXPORTS, export
-from smallgpt_jax.conversion.gguf_file import DTYPES
+from smallgpt_jax.conversion.gguf_export import DTYPES
 from smallgpt_jax.conversion.importing import IMPORTS, import_
 from smallgpt_jax.errors import UserError, command_line
 

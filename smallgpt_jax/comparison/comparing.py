@@ -20,9 +20,9 @@ from smallgpt_jax.analysis.record import RESULTS_FILE, Record, model_of
 from smallgpt_jax.comparison import dry_run, held_out, merging, recipe
 from smallgpt_jax.comparison.dry_run import Forecast
 from smallgpt_jax.comparison.outcomes import Outcomes, read_recorded
+from smallgpt_jax.comparison.queue import Queue, check_existing
 from smallgpt_jax.comparison.run_reader import name_workdirs, read_run
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, PlannedRun
-from smallgpt_jax.comparison.training import Queue, check_existing
 from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.diagnosis.summary import read_summary
 from smallgpt_jax.diagnosis.windows import WINDOWS

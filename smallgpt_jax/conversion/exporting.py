@@ -7,7 +7,7 @@ from typing import Protocol
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import (
-    gguf_file,
+    gguf_export,
     hub,
     hugging_face,
     low_rank,
@@ -122,7 +122,7 @@ class HuggingFaceExport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufExport:
-    dtype: str = "float32"  # of matrices, one of gguf_file.DTYPES
+    dtype: str = "float32"  # of matrices, one of gguf_export.DTYPES
 
     paths = "all"
 
@@ -130,11 +130,11 @@ class GgufExport:
         return new_file("--output", name, ".gguf")
 
     def write(self, workdir: Path, output: Path, trained: inference.TrainedModel, name: str) -> str:
-        if self.dtype not in gguf_file.DTYPES:
-            raise UserError(f"--dtype={self.dtype}: must be one of {', '.join(gguf_file.DTYPES)}")
+        if self.dtype not in gguf_export.DTYPES:
+            raise UserError(f"--dtype={self.dtype}: must be one of {', '.join(gguf_export.DTYPES)}")
         template = inference.find_chat_template(workdir)
         with atomic_file(output) as path:
-            return gguf_file.write(path, output.stem, trained, self.dtype, template)
+            return gguf_export.write(path, output.stem, trained, self.dtype, template)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

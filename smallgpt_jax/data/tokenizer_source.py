@@ -2,27 +2,21 @@
 
 import dataclasses
 import hashlib
-import io
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-
-import sentencepiece
 
 from smallgpt_jax.data import hugging_face_tokenizer, tokenizer_folder
 from smallgpt_jax.data.config import SYMBOLS
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES
+from smallgpt_jax.data.sentencepiece_training import TRAINED_END, train_sentencepiece
 from smallgpt_jax.data.special_tokens import END_OF_TEXT, SpecialTokens
 from smallgpt_jax.data.tokenizer_folder import GPT2_FILES, GPT2_SHA256, TOKENIZER_FILES
-from smallgpt_jax.data.tokenizers import GPT2, Bytes, SentencePiece, Tokenizer
+from smallgpt_jax.data.tokenizers import GPT2, Bytes, Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.paths import local_path
 
-# SentencePiece is trained on at most this much text; more text hardly changes the vocabulary.
-MAX_TRAINING_CHARACTERS = 50_000_000
-_MAX_LINE_CHARACTERS = 4096  # longer lines are split, because SentencePiece would ignore them
-_TRAINED_END, _GPT2_END = 1, 50256  # ids of end-of-text
+_GPT2_END = 50256  # id of end-of-text
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 
 
@@ -48,7 +42,7 @@ class TokenizerSource:
         """Returns those of the tokenizer that `make` returns, without training or download."""
         if not self.is_trained and self.value != "gpt2":
             return self.make().special_tokens
-        end = (END_OF_TEXT, _TRAINED_END if self.is_trained else _GPT2_END)
+        end = (END_OF_TEXT, TRAINED_END if self.is_trained else _GPT2_END)
         return SpecialTokens.of_marks(end, end)
 
     @cached_property
@@ -99,61 +93,6 @@ class TokenizerSource:
             f"config.data.tokenizer={self.value!r}: expected sentencepiece:SIZE, gpt2, bytes, or "
             "an existing file or folder"
         )
-
-
-def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
-    """Returns a byte-pair model that preserves whitespace and encodes unseen characters as bytes.
-
-    If the texts are too short for `size` pieces, the model has fewer pieces.
-    """
-    unreadable = []  # errors of `texts`, which SentencePiece turns into a RuntimeError
-
-    def lines() -> Iterator[str]:
-        read = 0  # characters
-        try:
-            for text in texts:
-                for line in text.split("\n"):
-                    for start in range(0, len(line), _MAX_LINE_CHARACTERS):
-                        yield line[start : start + _MAX_LINE_CHARACTERS]
-                read += len(text)
-                if read > MAX_TRAINING_CHARACTERS:
-                    return
-        except UserError as error:
-            unreadable.append(error)
-            raise
-
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(),
-            model_writer=model,
-            vocab_size=size,
-            model_type="bpe",
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            hard_vocab_limit=False,
-            max_sentence_length=4 * _MAX_LINE_CHARACTERS,  # bytes
-            unk_id=0,
-            eos_id=_TRAINED_END,
-            eos_piece=END_OF_TEXT,
-            bos_id=-1,
-            pad_id=-1,
-            num_threads=os.cpu_count(),
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        if unreadable:
-            raise unreadable[0] from None
-        # "Internal: src/trainer.cc(12) [condition] why" → "why"
-        why = str(error).split("]")[-1].strip() or "it is empty"
-        raise UserError(
-            f"config.data.tokenizer='sentencepiece:{size}': cannot be trained on this text "
-            f"({why}); use more text"
-        ) from None
-    return SentencePiece(model.getvalue())
 
 
 def _download(name: str) -> bytes:

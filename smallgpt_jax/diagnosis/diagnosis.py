@@ -26,7 +26,7 @@ from smallgpt_jax.inference.loading import TrainedModel, load_trained, require_n
 from smallgpt_jax.inference.single_blocks import num_blocks
 from smallgpt_jax.models.variants import Ablation
 from smallgpt_jax.objectives.objective import make_objective
-from smallgpt_jax.optim.transfer import scale_initial
+from smallgpt_jax.optim.mup import scale_initial
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.custom_code import refuse_training_code

@@ -11,7 +11,7 @@ from pathlib import Path
 from smallgpt_jax import inference
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError, install_command
-from smallgpt_jax.evaluation import report, run
+from smallgpt_jax.evaluation import lm_eval_tasks, report
 from smallgpt_jax.evaluation.answers import BITS_METRIC, MARGIN_METRIC
 from smallgpt_jax.evaluation.model_options import ModelOptions, join_name_parts
 from smallgpt_jax.evaluation.progress import ScoringProgress
@@ -39,7 +39,7 @@ class Benchmarks:
     ) -> tuple[str, dict, str]:
         """Returns the name of the files to write, the results, and a table of them."""
         try:
-            from smallgpt_jax.evaluation.harness import SmallGPT
+            from smallgpt_jax.evaluation.lm_eval_model import SmallGPT
         except ImportError:
             raise UserError(
                 f"lm-evaluation-harness is not installed; run {install_command('eval')}"
@@ -61,7 +61,7 @@ class Benchmarks:
             built.append(lm)
             return lm
 
-        results = run.evaluate(
+        results = lm_eval_tasks.evaluate(
             build,
             self.tasks,
             data_dir,

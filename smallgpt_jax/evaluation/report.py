@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from smallgpt_jax.evaluation.run import PAPER
+from smallgpt_jax.evaluation.lm_eval_tasks import PAPER
 from smallgpt_jax.formatting import escape_markdown
 
 # Accuracy of choosing one of a question's options at random, per task of PAPER.

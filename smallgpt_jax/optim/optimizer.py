@@ -9,7 +9,7 @@ from smallgpt_jax.config.lookup import find_named
 from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.muon import muon
-from smallgpt_jax.optim.transfer import with_multipliers
+from smallgpt_jax.optim.mup import with_multipliers
 
 # {name: function (tree of `models.Parameter`, config) → transformation of gradients into updates}.
 # The transformation's state may contain arrays of any shapes; `sharding.optimizer_shardings` shards

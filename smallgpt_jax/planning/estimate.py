@@ -13,7 +13,7 @@ from smallgpt_jax import models
 from smallgpt_jax.devices import chips, sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import flops
-from smallgpt_jax.planning import gpus, hlo, kernels, memory
+from smallgpt_jax.planning import gpus, hlo, kernels, memory_formula
 from smallgpt_jax.planning.compilation import Compiler
 from smallgpt_jax.planning.determinism import unordered_operations
 from smallgpt_jax.planning.roofline import Roofline
@@ -79,7 +79,7 @@ def estimate(program: "Program", progress: _Progress = contextlib.nullcontext) -
         with progress("training step"):
             step = compiler.compile(program.lowered_train_step)
     except jax.errors.JaxRuntimeError as error:
-        state_bytes = memory.bytes_on_device(program.abstract_state)
+        state_bytes = memory_formula.bytes_on_device(program.abstract_state)
         return Estimate(
             **known,
             argument_bytes=state_bytes,
@@ -120,11 +120,11 @@ def _properties(program: "Program") -> dict:
     if cost.flops is not None:
         flops_per_step = cost.flops * tokens + flops.update_flops(state.trained, program.optimizer)
     sequences = train.batch_size / (sharding.num_batch_shards(mesh) * train.microbatches)
-    account = memory.memory_breakdown(
+    account = memory_formula.memory_breakdown(
         model, mesh, state, sequences, train.loss_chunks, config.data.separate_documents
     )
     if program.teacher:
-        account["teacher"] = memory.bytes_on_device(program.teacher.abstract_constants)
+        account["teacher"] = memory_formula.bytes_on_device(program.teacher.abstract_constants)
     device_kind = mesh.devices.flat[0].device_kind
     chip = chips.find_chip(device_kind)
     return dict(
@@ -155,11 +155,13 @@ def evaluation_memory(program: "Program", compiler: Compiler) -> tuple[int | Non
     """Returns the bytes of the temporaries, None if they do not fit, and of all that is needed."""
     state = program.abstract_state
     # it stays in memory during evaluation
-    optimizer_bytes = memory.bytes_on_device((state.opt_state, state.ema))
+    optimizer_bytes = memory_formula.bytes_on_device((state.opt_state, state.ema))
     try:
         step = compiler.compile(program.lower_eval_step())
     except jax.errors.JaxRuntimeError as error:
-        return None, bytes_needed(error, memory.bytes_on_device(state.params)) + optimizer_bytes
+        return None, bytes_needed(
+            error, memory_formula.bytes_on_device(state.params)
+        ) + optimizer_bytes
     return step.temp_bytes, step.total_bytes + optimizer_bytes
 
 

@@ -57,7 +57,7 @@ def _parameters(program: Program, result: Estimate) -> list[str]:
 
 
 def _memory(result: Estimate) -> list[str]:
-    """Compares the compiler's figures per device with the formula of planning/memory.py."""
+    """Compares the compiler's figures per device with the formula of planning/memory_formula.py."""
     formula, total = result.account, sum(result.account.values())
     arguments = [name for name in ("weights", "moments", "average", "teacher") if name in formula]
     state = sum(formula[name] for name in arguments)

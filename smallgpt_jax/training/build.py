@@ -12,8 +12,8 @@ from smallgpt_jax.objectives.future_tokens import find_future_head, future_terms
 from smallgpt_jax.objectives.objective import Objective, find_objective, make_objective
 from smallgpt_jax.objectives.teacher import Teacher, open_teacher
 from smallgpt_jax.optim import trainable
+from smallgpt_jax.optim.mup import base_config, multipliers
 from smallgpt_jax.optim.optimizer import find_optimizer, make_optimizer
-from smallgpt_jax.optim.transfer import base_config, multipliers
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training.checks import check_config

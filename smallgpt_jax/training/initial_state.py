@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from smallgpt_jax.models import init_variables
-from smallgpt_jax.optim.transfer import scale_initial
+from smallgpt_jax.optim.mup import scale_initial
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.state import TrainState
 

@@ -22,9 +22,8 @@ from run_helpers import SMALL
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation import local_data
-from smallgpt_jax.evaluation import run as evaluation
-from smallgpt_jax.evaluation.harness import SmallGPT
+from smallgpt_jax.evaluation import lm_eval_tasks, local_data
+from smallgpt_jax.evaluation.lm_eval_model import SmallGPT
 from smallgpt_jax.evaluation.score_cache import ScoreCache
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence
 from smallgpt_jax.inference import TrainedModel
@@ -271,7 +270,7 @@ def test_a_uniform_model_prefers_short_options(shared_data):
     """
     data, count = shared_data / "eval", 100
     tasks = ["winogrande", "commonsense_qa", "piqa", "copa", "arc_easy"]
-    results = evaluation.evaluate(
+    results = lm_eval_tasks.evaluate(
         Uniform, tasks, data, limit=count, log_samples=False, bootstrap_iters=0
     )
     assert {name: n["effective"] for name, n in results["n-samples"].items()} == dict.fromkeys(
@@ -340,7 +339,7 @@ def test_the_hf_backend_gives_the_same_scores(questions, tmp_path):
     params = init(model)
     hugging_face.export_folder(tmp_path, model, params, tokenizer)
     ours, theirs = (
-        evaluation.evaluate(
+        lm_eval_tasks.evaluate(
             make, ["hellaswag", "piqa"], questions, log_samples=True, bootstrap_iters=0
         )
         for make in (
@@ -403,7 +402,7 @@ def test_an_interrupted_evaluation_resumes(gpt, questions, tmp_path):
                 raise Interrupted
 
         try:
-            return evaluation.evaluate(
+            return lm_eval_tasks.evaluate(
                 lambda: harness_model(
                     *gpt, progress=progress, batch_tokens=256, devices=jax.devices()[:1]
                 ),
@@ -529,7 +528,7 @@ EXAMPLE_ROWS = {
     "commonsense_qa": QUESTION,
 }
 task_manager = functools.cache(
-    evaluation.task_manager
+    lm_eval_tasks.task_manager
 )  # cached, since it reads the descriptions of tasks
 
 
@@ -557,10 +556,10 @@ def test_refuses_wrong_tasks_before_anything_is_computed(tasks, message, tmp_pat
         manager, "__file__", str(Path(manager.__file__).parent / "super_glue" / "manager.py")
     )
     monkeypatch.setattr(
-        evaluation,
+        lm_eval_tasks,
         "task_manager",
         lambda names: task_manager(
-            ("all",) if not set(names) <= evaluation.FOLDERS.keys() else tuple(names)
+            ("all",) if not set(names) <= lm_eval_tasks.FOLDERS.keys() else tuple(names)
         ),
     )
     for name, task in local_data.TASKS.items():
@@ -568,7 +567,7 @@ def test_refuses_wrong_tasks_before_anything_is_computed(tasks, message, tmp_pat
             for file in task.files:
                 (tmp_path / file).write_text("{" if name == "copa" else EXAMPLE_ROWS.get(name, ""))
     with pytest.raises(UserError, match=message):
-        evaluation.evaluate(never, tasks, tmp_path)
+        lm_eval_tasks.evaluate(never, tasks, tmp_path)
 
 
 def test_texts_that_the_tokenizer_cannot_encode(gpt):

@@ -10,7 +10,7 @@ import pytest
 from conftest import build, call, init, spaced_tokenizer
 from gguf_helpers import BLOCK, small_gpt2, small_sentencepiece
 
-from smallgpt_jax.conversion import gguf_file, tokenizer_files
+from smallgpt_jax.conversion import gguf_export, tokenizer_files
 from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.data.tokenizers import Bytes, Symbols
 from smallgpt_jax.errors import UserError
@@ -34,7 +34,7 @@ def read_file(path, model, params, tokenizer=None, dtype="float32", template=Non
     of a field.
     """
     gguf = pytest.importorskip("gguf", reason="needs gguf (extra gguf)")
-    gguf_file.write(path, "a model", trained(model, params, tokenizer), dtype, template)
+    gguf_export.write(path, "a model", trained(model, params, tokenizer), dtype, template)
     reader = gguf.GGUFReader(path)
     return {tensor.name: tensor for tensor in reader.tensors}, lambda name: reader.fields[
         name
@@ -271,7 +271,7 @@ def test_refuses_other_blocks(fields, listed, tmp_path):
     """All fields at once, so that nobody changes one after the other."""
     model = build("gpt", **{**BLOCK, **fields})
     with pytest.raises(UserError) as refusal:
-        gguf_file.write(tmp_path / "file", "name", trained(model))
+        gguf_export.write(tmp_path / "file", "name", trained(model))
     assert str(refusal.value) == (
         "--to=gguf: this gpt cannot be a GGUF file, models with the block of Llama or Qwen3 can "
         f"(config.model: {listed}); use --to=hf"
@@ -281,7 +281,7 @@ def test_refuses_other_blocks(fields, listed, tmp_path):
 def test_refuses_other_architectures(tmp_path):
     model = build("pgpt", num_layers=2)
     with pytest.raises(UserError, match=r"this pgpt cannot .*architecture='pgpt' instead of 'gpt'"):
-        gguf_file.write(tmp_path / "file", "name", trained(model))
+        gguf_export.write(tmp_path / "file", "name", trained(model))
 
 
 def test_refuses_other_tokenizers(tmp_path):
@@ -289,7 +289,7 @@ def test_refuses_other_tokenizers(tmp_path):
         UserError,
         match="of the kind 'symbols', supported are bytes, gpt2, sentencepiece; use --to=hf",
     ):
-        gguf_file.write(
+        gguf_export.write(
             tmp_path / "file", "name", trained(build("gpt", **BLOCK), None, Symbols(["a"]))
         )
 
@@ -321,7 +321,7 @@ def test_refuses_sentencepiece_models_that_llama_cpp_lacks(tokenizer, message, t
     pytest.importorskip("gguf", reason="needs gguf (extra gguf)")
     with pytest.raises(UserError, match=message):
         model = build("gpt", **BLOCK | {"vocab_size": 512})
-        gguf_file.write(tmp_path / "file", "name", trained(model, None, tokenizer()))
+        gguf_export.write(tmp_path / "file", "name", trained(model, None, tokenizer()))
     assert not any(tmp_path.iterdir())
 
 
@@ -345,14 +345,14 @@ def test_refuses_weights_that_the_file_cannot_hold(weight, dtype, message, tmp_p
     params = {**params, "head": np.array(params["head"])}
     params["head"][3, 4] = weight
     with pytest.raises(UserError, match=message):
-        gguf_file.write(tmp_path / "file", "name", trained(model, params), dtype)
+        gguf_export.write(tmp_path / "file", "name", trained(model, params), dtype)
     assert not any(tmp_path.iterdir())
 
 
 def test_without_gguf(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"gguf is not installed; run pip install .*\[gguf\]"):
-        gguf_file.write(tmp_path / "file", "name", trained(build("gpt", **BLOCK)))
+        gguf_export.write(tmp_path / "file", "name", trained(build("gpt", **BLOCK)))
 
 
 @pytest.fixture(scope="module")
@@ -446,7 +446,7 @@ def test_a_failed_export_leaves_nothing(run_folder, tmp_path, monkeypatch):
         path.write_bytes(b"part of a file")
         raise UserError("a bad weight")
 
-    monkeypatch.setattr(gguf_file, "write", fail)
+    monkeypatch.setattr(gguf_export, "write", fail)
     result = call(
         "convert", "--to=gguf", f"--workdir={run_folder}", f"--output={tmp_path}/new/m.gguf"
     )

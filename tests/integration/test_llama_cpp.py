@@ -12,7 +12,7 @@ import pytest
 from conftest import build, forward, init
 from gguf_helpers import BLOCK, small_gpt2, small_sentencepiece
 
-from smallgpt_jax.conversion import gguf_file
+from smallgpt_jax.conversion import gguf_export
 from smallgpt_jax.data.tokenizer_folder import TRIAL_TEXTS
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.inference import TrainedModel, layout
@@ -47,7 +47,7 @@ def pair(request, tmp_path_factory):
     model, tokenizer = build("gpt", **{**BLOCK, "context_length": 256, **fields}), make_tokenizer()
     params = lively(model, tokenizer)
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    gguf_file.write(path, "small", TrainedModel(model, params, {}, tokenizer, 0))
+    gguf_export.write(path, "small", TrainedModel(model, params, {}, tokenizer, 0))
     settings = llama_cpp.CommonParams()
     settings.model.path = str(path)
     settings.n_ctx, settings.n_parallel = 256, 1

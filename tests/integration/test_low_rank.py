@@ -21,7 +21,7 @@ from smallgpt_jax.conversion import low_rank
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import attention, layers, parameters, structure
 from smallgpt_jax.models.flops import train_flops_per_token
-from smallgpt_jax.planning import memory
+from smallgpt_jax.planning import memory_formula
 from smallgpt_jax.training.build import build_program
 
 
@@ -169,9 +169,9 @@ def test_memory_estimate():
         factored.model, factored.mesh, False
     )
     activations = [
-        memory.memory_breakdown(program.model, program.mesh, program.abstract_state, 4, 8, False)[
-            "activations"
-        ]
+        memory_formula.memory_breakdown(
+            program.model, program.mesh, program.abstract_state, 4, 8, False
+        )["activations"]
         for program in (full, factored)
     ]
     ranks = [

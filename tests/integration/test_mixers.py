@@ -25,7 +25,7 @@ from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.initializers import INIT_STD
 from smallgpt_jax.models.layers import Dense
 from smallgpt_jax.models.mixers import MIXERS
-from smallgpt_jax.planning import memory
+from smallgpt_jax.planning import memory_formula
 from smallgpt_jax.training.build import build_program
 
 PATTERN = ("previous", "attention")
@@ -205,7 +205,7 @@ def test_memory_of_a_pattern():
         program = build_program(
             load_config("gpt", model__mixers=pattern, **MODEL_SIZES), jax.devices()[:1]
         )
-        activations[pattern] = memory.memory_breakdown(
+        activations[pattern] = memory_formula.memory_breakdown(
             program.model, program.mesh, program.abstract_state, 2, 1, False
         )["activations"]
     positions = 2 * SIZES["context_length"]

@@ -20,7 +20,7 @@ from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.models.flops import train_flops_per_token
-from smallgpt_jax.planning import memory
+from smallgpt_jax.planning import memory_formula
 from smallgpt_jax.run.state import TrainState
 
 torch = pytest.importorskip("torch")
@@ -334,7 +334,7 @@ def test_texts_begin_as_in_transformers(llama_with_begin, tmp_path):
 @pytest.mark.slow
 def test_scores_begin_as_in_transformers(llama_with_begin):
     api = pytest.importorskip("lm_eval.api.instance")
-    from smallgpt_jax.evaluation.harness import SmallGPT
+    from smallgpt_jax.evaluation.lm_eval_model import SmallGPT
     from smallgpt_jax.evaluation.scoring import Scorer
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -595,7 +595,9 @@ def test_wide_heads_in_memory_and_flops():
     activations, flops = [], []
     for head_dim in (16, 32):
         model = build("gpt", **BLOCK | dict(head_dim=head_dim))
-        activations.append(memory.memory_breakdown(model, mesh, state, 1, 1, False)["activations"])
+        activations.append(
+            memory_formula.memory_breakdown(model, mesh, state, 1, 1, False)["activations"]
+        )
         flops.append(train_flops_per_token(model))
     layers, positions, width, float32 = 2, 32, 4 * 16, 4
     assert activations[1] - activations[0] == layers * positions * 4 * width * float32

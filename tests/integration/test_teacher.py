@@ -25,7 +25,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import layers, parameters
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.flops import train_flops_per_token
-from smallgpt_jax.planning import memory
+from smallgpt_jax.planning import memory_formula
 from smallgpt_jax.planning.estimate import estimate
 from smallgpt_jax.run.workdir import ImportedModel, write_imported
 from smallgpt_jax.training.build import build_program
@@ -256,7 +256,7 @@ def test_cost(teacher):
     assert (
         found.account["teacher"]
         == size
-        == memory.bytes_on_device(program.teacher.abstract_constants)
+        == memory_formula.bytes_on_device(program.teacher.abstract_constants)
     )
     terms = program.objective.terms.values()
     assert train_flops_per_token(program.model, terms) == found.flops_per_token

@@ -24,7 +24,7 @@ from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.planning import compilation, estimate, hlo, kernels, memory, topologies
+from smallgpt_jax.planning import compilation, estimate, hlo, kernels, memory_formula, topologies
 from smallgpt_jax.planning.compilation import Compiler
 from smallgpt_jax.planning.table import format_plan
 from smallgpt_jax.training import messages
@@ -192,7 +192,7 @@ def test_activation_memory_matches_the_formula(fields, kept):
         **fields,
     )
     program = build_program(config, jax.devices()[:8])
-    found = memory.memory_breakdown(
+    found = memory_formula.memory_breakdown(
         program.model, program.mesh, program.abstract_state, 4, 8, False
     )
     # CPUs use XLA's attention. For every chunk of 128 queries, it saves the attention weights of

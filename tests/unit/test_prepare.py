@@ -20,7 +20,15 @@ import pytest
 from conftest import call, load_config
 from data_helpers import files_of, prepare_store, write_jsonl
 
-from smallgpt_jax.data import encoding, parts, prepare, store, tokenizer_source, unfinished_store
+from smallgpt_jax.data import (
+    encoding,
+    parts,
+    prepare,
+    sentencepiece_training,
+    store,
+    tokenizer_source,
+    unfinished_store,
+)
 from smallgpt_jax.data.corpus import Corpus, open_mixture, open_or_prepare
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
@@ -417,7 +425,7 @@ def test_retrains_the_tokenizer_when_its_text_changed(
     only later texts have changed, the tokenizer is kept, and preparation resumes.
     """
     edit(shards / "b.jsonl", lambda lines: [*lines[:49], *lines[50:]])
-    monkeypatch.setattr(tokenizer_source, "MAX_TRAINING_CHARACTERS", max_characters)
+    monkeypatch.setattr(sentencepiece_training, "MAX_TRAINING_CHARACTERS", max_characters)
     with interrupted(monkeypatch, after=100):
         prepare_store(tmp_path / "store", shards, tokenizer="sentencepiece:400", workers=1)
     edit(shards / "c.jsonl", lambda lines: [line.replace("text ", "word ") for line in lines])

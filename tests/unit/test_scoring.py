@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation import local_data, report
-from smallgpt_jax.evaluation import run as evaluation
+from smallgpt_jax.evaluation import lm_eval_tasks, local_data, report
 from smallgpt_jax.evaluation.scoring import split_into_sequences, static_lengths
 
 EXAMPLES = {
@@ -102,4 +101,4 @@ def test_data_that_cannot_be_loaded():
     with pytest.raises(
         UserError, match=r"cannot load the data of 'piqa' \(no network\); .*--data_dir"
     ):
-        evaluation.load_tasks(["piqa"], Offline(), None)
+        lm_eval_tasks.load_tasks(["piqa"], Offline(), None)

@@ -164,7 +164,7 @@ def test_a_text_between_prompt_and_content_is_no_part_of_the_answer(tokenizer, t
 @pytest.mark.slow
 def test_the_harness_gets_texts_without_the_end(tokenizer, model):
     api = pytest.importorskip("lm_eval.api.instance")
-    from smallgpt_jax.evaluation.harness import SmallGPT
+    from smallgpt_jax.evaluation.lm_eval_model import SmallGPT
 
     end = ChatTemplate(CHATML, tokenizer.special_tokens).end_of_turn
     settings = {"until": ["!"], "max_gen_toks": 8}

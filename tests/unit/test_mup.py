@@ -11,7 +11,7 @@ import pytest
 from conftest import ARCHITECTURES, init, load_config
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.optim.transfer import Multipliers, scale_initial
+from smallgpt_jax.optim.mup import Multipliers, scale_initial
 from smallgpt_jax.training.build import build_program
 
 TRANSFER = dict(model__d_model=128, optimizer__base_width=32, optimizer__base_depth=1)

@@ -13,7 +13,7 @@ import pytest
 from conftest import load_config
 
 from smallgpt_jax import models
-from smallgpt_jax.comparison import held_out, training
+from smallgpt_jax.comparison import held_out, queue
 from smallgpt_jax.comparison.runs import Comparison
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
 from smallgpt_jax.run.config import Config
@@ -31,11 +31,11 @@ class World:
         self.finished: dict[str, float] = {}
         self.events: list[str] = []
         self._losses, self._errors = losses or {}, errors or {}
-        monkeypatch.setattr(training.trainer, "train", self._train)
-        monkeypatch.setattr(training, "check_existing", lambda *_: None)
-        monkeypatch.setattr(training, "with_available_trunk", lambda run: run.config)
-        monkeypatch.setattr(training, "file_lock", self._wait)
-        monkeypatch.setattr(training.gc, "collect", lambda: None)
+        monkeypatch.setattr(queue.trainer, "train", self._train)
+        monkeypatch.setattr(queue, "check_existing", lambda *_: None)
+        monkeypatch.setattr(queue, "with_available_trunk", lambda run: run.config)
+        monkeypatch.setattr(queue, "file_lock", self._wait)
+        monkeypatch.setattr(queue.gc, "collect", lambda: None)
         monkeypatch.setattr(held_out, "require_enough_runs", lambda comparison: None)
         monkeypatch.setattr(held_out, "write_predictions", self._predict)
 
@@ -64,15 +64,15 @@ class World:
     def run(self, run):
         return SimpleNamespace(loss=self.finished[run.folder.name])
 
-    def train(self) -> training.Queue:
+    def train(self) -> queue.Queue:
         """Trains all runs, as one process."""
-        queue = training.Queue(
+        runs = queue.Queue(
             self,
             measure_run=lambda run: self.events.append(f"measures {run.folder.name}"),
             after_run=lambda: None,
         )
-        queue.train()
-        return queue
+        runs.train()
+        return runs
 
 
 @pytest.fixture(scope="module")
@@ -192,5 +192,5 @@ def test_programs_of_a_few_models_are_kept(monkeypatch):
     monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(width))
     for width in (16, 32, 48, 64, 16, 64, 32, 80, 16, 80):
         config = load_config("gpt", model__d_model=width).model
-        training.free_programs(models.build(**config).config, compiled)
+        queue.free_programs(models.build(**config).config, compiled)
     assert cleared == [80]

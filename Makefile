@@ -22,6 +22,7 @@ quickstart: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check --quiet .
+	$(VENV)/bin/ty check --python $(VENV) --error-on-warning
 	$(VENV)/bin/python -m pytest
 
 # Without the tests that take longer than about a second.

@@ -118,6 +118,7 @@ setup(
             "tokenizers",
             "torch",
             "transformers",
+            "ty",
         ],
     },
 )

@@ -220,7 +220,7 @@ def _record_of_workdirs(
         "Separately trained runs, each with its own config." if len(runs) > 1 else "A single run.",
         command,
         first,
-        tuple(merging.require_comparable(runs)),
+        merging.require_comparable(tuple(runs)),
     )
 
 

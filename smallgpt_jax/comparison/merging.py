@@ -71,7 +71,7 @@ def _merged_grids(records: Sequence[Record], names: Sequence[str], keys) -> dict
     return {name: grids[name] for name in (*names, *grids) if name in grids}
 
 
-def require_comparable(runs: Sequence[Run]) -> Sequence[Run]:
+def require_comparable(runs: tuple[Run, ...]) -> tuple[Run, ...]:
     """Returns the runs. Raises UserError if one is listed twice, or if training texts or texts of
     one name differ.
     """

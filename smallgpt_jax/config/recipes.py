@@ -42,6 +42,7 @@ def _read_recipe(value: str) -> ConfigDict:
     make_importable()
     path, colon, argument = find_recipe(value).partition(":")
     spec = importlib.util.spec_from_file_location(f"{Path(path).stem}_recipe", path)
+    assert spec and spec.loader  # the path is that of a Python file
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
     return recipe.get_config(argument) if colon else recipe.get_config()

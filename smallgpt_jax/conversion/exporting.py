@@ -21,7 +21,9 @@ from smallgpt_jax.storage.paths import as_path, new_file, new_folder
 
 
 class Export(Protocol):
-    paths: str | Sequence[int]  # of a pgpt
+    @property
+    def paths(self) -> str | Sequence[int]:  # of a pgpt
+        ...
 
     def new_output(self, name: str | Path) -> Path:
         """Raises UserError if the output cannot be written."""

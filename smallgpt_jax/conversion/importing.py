@@ -16,7 +16,8 @@ from smallgpt_jax.storage.paths import as_path, local_path, new_folder, resolve
 
 
 class Import(Protocol):
-    NAME: str
+    @property
+    def NAME(self) -> str: ...
 
     def read(self, source: str, trust_custom_code: bool) -> tuple[ImportedModel, dict[str, Any]]:
         """Returns the model, and what origin.json says of it."""
@@ -43,6 +44,7 @@ def import_(
     folder = new_folder("--workdir", workdir)
     imported, facts = form.read(source, trust_custom_code)
     model, tokenizer = imported.model, imported.tokenizer
+    assert tokenizer is not None  # `read` chooses one if the source has none
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
             f"--input={source}: the tokenizer has {tokenizer.vocab_size:,} entries, but the model "

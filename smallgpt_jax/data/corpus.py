@@ -114,8 +114,10 @@ def open_existing(data, spec: StoreSpec | None = None) -> Corpus | ProbeCorpus |
     """Returns None if the token store does not exist. Raises UserError if its source or settings
     differ from `data`.
     """
-    if is_synthetic(data):
-        return ProbeCorpus.of(data)
+    return ProbeCorpus.of(data) if is_synthetic(data) else _open_stores(data, spec)
+
+
+def _open_stores(data, spec: StoreSpec | None) -> Corpus | None:
     if data.mixture:
         return open_mixture(data.mixture)
     store = (spec or StoreSpec.of(data)).open()
@@ -162,7 +164,7 @@ def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus
             "examples are made during training; start the training"
         )
     spec = StoreSpec.of(data)
-    if corpus := open_existing(data, spec):
+    if corpus := _open_stores(data, spec):
         return corpus, False
     return Corpus((prepare_store(spec, workers, log),)), True
 
@@ -191,7 +193,7 @@ def _find_long_example(data, tokenizer: Tokenizer, context_length: int) -> str:
     if data.mixture:
         return f"{data.mixture}: an example is too long"
     spec = StoreSpec.of(data)
-    for example in spec.source.documents(spec.rules):
+    for example in spec.source.examples(spec.rules):
         if len(encode_example(example, tokenizer)[0]) > context_length:
             return f"{example.where}: {describe_length(example, tokenizer)}"
     return f"{spec.folder}: an example is too long"  # the source has changed since
@@ -275,4 +277,4 @@ def _document_hashes(split: Split, of_lengths: np.ndarray) -> Iterator[bytes]:
     for start, length in zip(starts[has_length].tolist(), lengths[has_length].tolist()):
         ids = split.stream[start : start + length]
         ids = ids.astype(np.uint32)  # the dtype of the stores can differ
-        yield hashlib.blake2b(ids, digest_size=16).digest()
+        yield hashlib.blake2b(ids.data, digest_size=16).digest()

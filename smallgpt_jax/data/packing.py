@@ -31,10 +31,20 @@ class Batch(NamedTuple):
 class _Packing(Protocol):
     """An epoch reads each row once."""
 
-    num_rows: int
-    padding: float  # fraction of the input tokens that are padding
-    cut_documents: float  # fraction of the documents that are split over several rows
-    summary: str  # for the message at the start of a run
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def padding(self) -> float:
+        """The fraction of the input tokens that are padding."""
+
+    @property
+    def cut_documents(self) -> float:
+        """The fraction of the documents that are split over several rows."""
+
+    @property
+    def summary(self) -> str:
+        """The message at the start of a run."""
 
     def read_rows(self, rows_B: np.ndarray) -> Batch:
         """Returns the rows with the numbers `rows_B`."""

@@ -13,6 +13,7 @@ import numpy as np
 from smallgpt_jax.data import batches
 from smallgpt_jax.data.corpus import Corpus, load_or_prepare, require_room
 from smallgpt_jax.data.packing import Batch, Mixture
+from smallgpt_jax.data.probe_corpus import ProbeCorpus
 from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError
 
@@ -21,7 +22,7 @@ from smallgpt_jax.errors import UserError
 class DataPipeline:
     """The data of a run. A training batch depends only on the seed and the step."""
 
-    corpus: Corpus
+    corpus: Corpus | ProbeCorpus
     train: Mixture
     tokens_per_step: float  # without padding
     train_batches: Any  # item i: this process's rows of the batch for step i + 1
@@ -52,7 +53,12 @@ class DataPipeline:
 
 
 def open_pipeline(
-    mesh: jax.sharding.Mesh, data, model, train, seed: int, corpus: Corpus | None = None
+    mesh: jax.sharding.Mesh,
+    data,
+    model,
+    train,
+    seed: int,
+    corpus: Corpus | ProbeCorpus | None = None,
 ) -> DataPipeline:
     """`seed` is that of the order of the batches. `corpus` is that of `data`; None opens it.
 
@@ -104,5 +110,5 @@ def num_validation_targets(corpus: Corpus, data, model, train) -> int:
     return sum(int(np.sum(batch.loss_mask_BxT)) for batch in evaluation)
 
 
-def _pack(corpus: Corpus, split: str, data, model) -> Mixture:
+def _pack(corpus: Corpus | ProbeCorpus, split: str, data, model) -> Mixture:
     return corpus.pack(split, data.packing, data.separate_documents, model.context_length)

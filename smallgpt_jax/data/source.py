@@ -18,6 +18,7 @@ from smallgpt_jax.data.config import SYNTHETIC
 from smallgpt_jax.data.datasets import DATASETS, Dataset
 from smallgpt_jax.data.file_sets import STANDARD_LIBRARY, LocalFiles, RemoteFiles, StandardLibrary
 from smallgpt_jax.data.parts import Member, Part, Rules, document_batches
+from smallgpt_jax.data.prompts import Example
 from smallgpt_jax.data.python_packages import PYTHON_PACKAGES, PythonPackages
 from smallgpt_jax.data.text_files import ARCHIVE_SUFFIXES, COMPRESSED_SUFFIXES, ROW_SUFFIXES
 from smallgpt_jax.errors import UserError
@@ -74,6 +75,12 @@ class Source:
         """Raises UserError for an invalid item, unless `rules` skip or repair it."""
         for batch in document_batches(self.parts, rules):
             yield from batch.texts
+
+    def examples(self, rules: Rules) -> Iterator[Example]:
+        """The documents of a format other than "text"."""
+        for document in self.documents(rules):
+            assert isinstance(document, Example)
+            yield document
 
     def messages(self) -> list[str]:
         return list(filter(None, (member.message() for member in self.members)))

@@ -92,7 +92,7 @@ class Benchmarks:
             self.gen_kwargs,
         )
         config = trained.model.config
-        is_one_path = model.paths != "all" and config.num_paths == 1
+        is_one_path = model.paths != "all" and getattr(config, "num_paths", 0) == 1
         shown = "pgpt, one path" if is_one_path else config.architecture
         return name[:200], results, report.results_table(results, shown)
 

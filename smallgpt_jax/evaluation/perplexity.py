@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ def _read_texts(source: str | Path, data: DataConfig, tokenizer: Tokenizer) -> l
 
 
 @contextlib.contextmanager
-def _advise(text_field: str) -> Iterator[None]:
+def _advise(text_field: str) -> Generator[None]:
     """Replaces advice to set fields of the config, which this command does not have."""
     try:
         yield

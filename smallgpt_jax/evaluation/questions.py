@@ -65,7 +65,7 @@ def read_questions(
             f"--examples={path}: expected JSON lines with the fields of config.data.format={form!r}"
         )
     questions = []
-    for example in source.documents(rules):
+    for example in source.examples(rules):
         if limit is not None and 1 <= limit <= len(questions):
             break
         prompt = encode_prompt(example, tokenizer)

@@ -30,7 +30,7 @@ class TokenSequence(NamedTuple):
     it.
     """
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | np.ndarray
     scored: int
 
 
@@ -221,7 +221,7 @@ def split_into_sequences(
 
 
 def split_with_stride(
-    tokens: Sequence[int], context_length: int, stride: int
+    tokens: Sequence[int] | np.ndarray, context_length: int, stride: int
 ) -> Iterator[TokenSequence]:
     """Yields windows of context_length + 1 tokens that begin `stride` tokens apart; each token of
     tokens[1:] is scored exactly once.

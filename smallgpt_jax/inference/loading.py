@@ -19,7 +19,7 @@ from smallgpt_jax.inference.decoding_check import check_decoding
 from smallgpt_jax.inference.single_blocks import without_blocks
 from smallgpt_jax.inference.text_model import TextModel
 from smallgpt_jax.models.kernel_check import check_recurrence_kernels
-from smallgpt_jax.models.pgpt import path_weights, with_paths
+from smallgpt_jax.models.pgpt import PGPTConfig, path_weights, with_paths
 from smallgpt_jax.optim import lora
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.checkpoint_folder import find_checkpoint
@@ -83,9 +83,9 @@ class TrainedModel(NamedTuple):
         if paths == "all":
             return self
         indices = select_paths(self.model, self.params, paths)
-        config, params, model_state = with_paths(
-            self.model.config, self.params, self.model_state, indices
-        )
+        config = self.model.config
+        assert isinstance(config, PGPTConfig)  # others have no paths to select
+        config, params, model_state = with_paths(config, self.params, self.model_state, indices)
         model = models.LanguageModel(config)
         return self._replace(model=model, params=params, model_state=model_state)
 
@@ -177,7 +177,7 @@ def portable_chat_template(folder: str | Path, tokenizer: tokenizers.Tokenizer) 
 
 def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]) -> list[int]:
     c = model.config
-    if c.architecture != "pgpt":
+    if c.architecture != "pgpt" or not isinstance(c, PGPTConfig):
         raise UserError(
             f"paths={paths!r}: only pgpt has paths, this model is a {c.architecture}; use 'all'"
         )

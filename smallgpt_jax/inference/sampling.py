@@ -2,9 +2,9 @@
 
 import math
 
-import flax
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from smallgpt_jax.errors import UserError
 
@@ -17,13 +17,13 @@ _RULES = {  # {field: (is valid, message if not)}
 }
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Sampling:
     """Applied in the order repetition penalty, temperature, top-k, top-p. None disables."""
 
     temperature: float | None = 1.0  # samples from softmax(logits / temperature); None or 0: greedy
     # samples only from the k likeliest tokens; a static shape, so each k is a program of its own
-    top_k: int | None = flax.struct.field(pytree_node=False, default=None)
+    top_k: int | None = struct.field(pytree_node=False, default=None)
     top_p: float | None = None  # samples only from the fewest tokens with this total probability
     # above 1: tokens in the context become less likely; 1: no penalty
     repetition_penalty: float | None = None
@@ -41,7 +41,7 @@ class Sampling:
         )
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Sampler:
     """Settings, and what a row's random stream depends on: no other row of the batch."""
 

@@ -260,7 +260,7 @@ class Chat:
 
     def __init__(self, text_model: TextModel, template: ChatTemplate, seed: int = 0):
         self._model, self._template, self._seed = text_model, template, seed
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[Mapping[str, str]] = []
         self.dropped = 0  # tokens
 
     def say(

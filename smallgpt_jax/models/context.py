@@ -2,22 +2,22 @@
 cache.
 """
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Context:
     """In training and evaluation, a row is one text from position 0 on, or several texts with
     `segment_ids_BxT`. In decoding, it is a text's new tokens, padded at the end; the collection
     "cache" stores the earlier ones.
     """
 
-    train: bool = flax.struct.field(pytree_node=False, default=False)  # applies dropout
+    train: bool = struct.field(pytree_node=False, default=False)  # applies dropout
     # The number of positions that a new cache can hold; None in training and evaluation.
-    cache_length: int | None = flax.struct.field(pytree_node=False, default=None)
+    cache_length: int | None = struct.field(pytree_node=False, default=None)
     start_B: jax.Array | None = None  # in decoding, the position of each row's first new token
     # in decoding, the number of new tokens per row, without padding
     length_B: jax.Array | None = None
@@ -40,6 +40,7 @@ class Context:
         """Returns the position of each token within its text, (B or 1, time)."""
         places_1xT = jnp.arange(time)[None]
         if self.decode:
+            assert self.start_B is not None
             return self.start_B[:, None] + places_1xT
         if self.segment_ids_BxT is None:
             return places_1xT

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-import flax
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 
 class Block(NamedTuple):
@@ -20,7 +20,7 @@ class Block(NamedTuple):
         return queries_Tx1 - keys_1xS
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class AttentionMask:
     """A causal or bidirectional mask with a window, borders between texts, or bidirectional
     prefixes.
@@ -28,13 +28,13 @@ class AttentionMask:
 
     # The length of the attention window in positions, including the query's own position; 0:
     # unlimited. A bidirectional mask allows as many later positions as earlier ones.
-    window: int = flax.struct.field(pytree_node=False, default=0)
+    window: int = struct.field(pytree_node=False, default=0)
     # positions with equal ids belong to one text; None: a row is one text
     segment_ids_BxT: jax.Array | None = None
     # bool; the positions of a text's prefix see each other, whatever the window (prefix LM). None:
     # no prefixes
     prefix_BxT: jax.Array | None = None
-    is_causal: bool = flax.struct.field(pytree_node=False, default=True)
+    is_causal: bool = struct.field(pytree_node=False, default=True)
 
     def allowed(self, block: Block):
         """Returns (B or 1, T, S) bools."""

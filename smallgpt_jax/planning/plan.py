@@ -56,17 +56,17 @@ def plan(
     """
     with topologies.settings_restored():
         devices = topologies.topology_devices(topology)
-        config = _config_on(devices, config, overrides)
+        planned = _config_on(devices, config, overrides)
         progress = functools.partial(_compilation_shown, topology)
-        if not config.train.microbatches and not search:
-            config = _with_microbatches(config, devices, progress)
+        if not planned.train.microbatches and not search:
+            planned = _with_microbatches(planned, devices, progress)
         if search:
-            batch_size = _find_largest_batch(config, topology, devices)
-            config = config.replace(train={"batch_size": batch_size})
-        program = build_program(config, devices)
+            batch_size = _find_largest_batch(planned, topology, devices)
+            planned = planned.replace(train={"batch_size": batch_size})
+        program = build_program(planned, devices)
         result = estimate(program, progress)
         problem = "" if result.fits else _misfit(program, result)
-        return Plan(result, format_plan(program, result), problem, config.train.steps)
+        return Plan(result, format_plan(program, result), problem, planned.train.steps)
 
 
 def plan_inference(
@@ -143,6 +143,7 @@ def _batch_divisor(config: Config, devices) -> int:
 
 def _misfit(program: Program, result: Estimate) -> str:
     step = "training" if result.needed_bytes == result.peak_bytes else "evaluation"
+    assert result.hbm_bytes is not None  # on devices of unknown memory, everything fits
     needed, available = result.peak_bytes / chips.GiB, result.hbm_bytes / chips.GiB
     return (
         f"does not fit: the {step} step needs {needed:.2f} GiB, the chip has {available:.3g} GiB; "

@@ -14,7 +14,7 @@ from typing import Any
 from smallgpt_jax.analysis import choice as choices
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.budgets import BUDGETS
-from smallgpt_jax.analysis.findings import Choice, Range, Standing
+from smallgpt_jax.analysis.findings import Choice, Contest, Range, Standing
 from smallgpt_jax.analysis.record import Record, Run, model_of
 from smallgpt_jax.errors import UserError, command_line, suggestion
 from smallgpt_jax.formatting import finite
@@ -86,9 +86,10 @@ def _with_commands(choice: Choice, record: Record, results: str) -> Answer:
         run=run.label,
         run_cost=BUDGETS[choice.budget].cost(run, choice.batch),
         config=run.config,
-        differences=_distinguishing_fields(run, choice, record),
+        differences=_distinguishing_fields(run, choice.contest, record),
     )
-    return _with_seeds(_with_training(answer, run, record), record, results)
+    answer = _with_training(answer, run, record)
+    return _with_seeds(answer, choice.contest, record, results)
 
 
 def _run_of(standing: Standing, record: Record) -> Run | None:
@@ -97,9 +98,9 @@ def _run_of(standing: Standing, record: Record) -> Run | None:
     return min(runs, key=lambda run: abs(run.steps - standing.steps), default=None)
 
 
-def _distinguishing_fields(run: Run, choice: Choice, record: Record) -> tuple[str, ...]:
+def _distinguishing_fields(run: Run, contest: Contest, record: Record) -> tuple[str, ...]:
     """Returns the fields of `model` in which the run differs from another model of the contest."""
-    nearest = [_run_of(standing, record) for standing in choice.contest.standings]
+    nearest = [_run_of(standing, record) for standing in contest.standings]
     others = [other.config for other in nearest if other]
     fields = ["model.architecture", "model.d_model"]
     for field, value in run.config.items():
@@ -131,9 +132,10 @@ def _with_training(answer: Answer, run: Run, record: Record) -> Answer:
 
 def _step_ratio(answer: Answer) -> float:
     """Returns the steps with which a training budget is used up, per step of the nearest run."""
-    if not BUDGETS[answer.choice.budget].is_training or not answer.run_cost:
+    budget, limit = answer.choice.budget, answer.choice.compared_at
+    if not BUDGETS[budget].is_training or limit is None or not answer.run_cost:
         return 1.0
-    ratio = answer.choice.compared_at / answer.run_cost
+    ratio = limit / answer.run_cost
     return 1.0 if 1 / SAME_BUDGET <= ratio <= SAME_BUDGET else ratio
 
 
@@ -149,15 +151,15 @@ def _run_command(run: Run, ratio: float) -> str:
     return command_line("main", f"--config=run:{run.workdir}", *overrides, f"--workdir={CHOSEN}")
 
 
-def _with_seeds(answer: Answer, record: Record, results: str) -> Answer:
+def _with_seeds(answer: Answer, contest: Contest, record: Record, results: str) -> Answer:
     """Adds the number of seeds that would tell the first two models apart, and the command that
     trains them, if they are few.
     """
-    possible = answer.choice.contest.possible
+    possible = contest.possible
     if len(possible) < 2:
         return answer
     first, second, *_ = possible
-    needed = answer.choice.contest.pair(second.model, first.model).seeds_needed
+    needed = contest.pair(second.model, first.model).seeds_needed
     if needed is None:
         return answer
     answer = dataclasses.replace(answer, seeds_needed=needed)

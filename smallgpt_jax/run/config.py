@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Self
 
+from ml_collections import ConfigDict
+
 from smallgpt_jax import models
 from smallgpt_jax.config.group import (
     AT_START,
@@ -176,9 +178,9 @@ class Config:
     train: TrainConfig
 
     @classmethod
-    def of(cls, config: Mapping | Self, saved: Self | None = None) -> Self:
+    def of(cls, config: "Mapping | ConfigDict | Config", saved: "Config | None" = None) -> "Config":
         """`saved`: of the run that is resumed. Raises UserError for invalid fields and values."""
-        if isinstance(config, cls):
+        if isinstance(config, Config):
             return config
         if "compare" in config:
             raise UserError(
@@ -193,13 +195,17 @@ class Config:
         if saved:
             _keep_start_values(groups, saved)
         groups = with_sizes(groups, saved.to_dict() if saved else None)
-        typed = {
-            name: group.from_fields(groups[name])
-            for name, group in GROUPS.items()
-            if name != "model"
-        }
-        typed["optimizer"] = typed["optimizer"].started(typed["train"].steps)
-        return cls(model=models.make_config(**groups["model"]), **typed)
+        data = DataConfig.from_fields(groups["data"])
+        mesh = MeshConfig.from_fields(groups["mesh"])
+        optimizer = OptimizerConfig.from_fields(groups["optimizer"])
+        train = TrainConfig.from_fields(groups["train"])
+        return cls(
+            optimizer=optimizer.started(train.steps),
+            model=models.make_config(**groups["model"]),
+            data=data,
+            mesh=mesh,
+            train=train,
+        )
 
     @property
     def data_seed(self) -> int:

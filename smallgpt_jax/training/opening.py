@@ -10,6 +10,7 @@ from smallgpt_jax import models
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.data.pipeline import open_pipeline as open_data
+from smallgpt_jax.data.probe_corpus import ProbeCorpus
 from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.models.causality_check import check_causality
 from smallgpt_jax.models.kernel_check import check_attention_kernels, check_recurrence_kernels
@@ -52,7 +53,7 @@ def check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch
 
 
 def open_pipeline(
-    config: ConfigDict | Config, program: Program, corpus: Corpus | None = None
+    config: ConfigDict | Config, program: Program, corpus: Corpus | ProbeCorpus | None = None
 ) -> DataPipeline:
     """Raises UserError if the text does not suit the model."""
     config = Config.of(config)

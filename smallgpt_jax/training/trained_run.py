@@ -84,4 +84,4 @@ def train(
     compilation_cache.configure()
     with open_trainer(load_config(config, overrides), workdir, exits=exits) as trainer:
         trainer.run()
-    return TrainedRun(workdir)
+    return TrainedRun(as_path("--workdir", workdir))

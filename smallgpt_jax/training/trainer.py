@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from smallgpt_jax.data.batches import read_ahead
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import DataPipeline
+from smallgpt_jax.data.probe_corpus import ProbeCorpus
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.output import best_effort
@@ -46,7 +47,7 @@ from smallgpt_jax.training.watchdog import Watchdog
 def train(
     config: ConfigDict | Config,
     workdir: str | Path,
-    corpus: Corpus | None = None,
+    corpus: Corpus | ProbeCorpus | None = None,
     exits: bool = True,
 ) -> None:
     """Trains the model of `config` in `workdir`. See `open_trainer`."""
@@ -58,7 +59,7 @@ def train(
 def open_trainer(
     config: ConfigDict | Config,
     workdir: str | Path,
-    corpus: Corpus | None = None,
+    corpus: Corpus | ProbeCorpus | None = None,
     exits: bool = True,
 ) -> Iterator["Trainer"]:
     """Yields the trainer of a new or existing run, whose workdir is locked until the exit. `corpus`

@@ -2,10 +2,12 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,10 @@ def test_every_public_name():
     typed = next(node for node in tree.body if isinstance(node, ast.If))
     for_checkers = {node.names[0].asname: node.module for node in typed.body}
     assert for_checkers.keys() == set(smallgpt_jax.__all__)
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ty"]["src"]["include"]
     for name, module in for_checkers.items():
+        file = importlib.util.find_spec(module).origin
+        assert Path(file).relative_to(ROOT).as_posix() in checked
         assert getattr(smallgpt_jax, name) is getattr(importlib.import_module(module), name)
         assert inspect.getdoc(getattr(smallgpt_jax, name))
     for name in FUNCTIONS:

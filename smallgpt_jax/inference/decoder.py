@@ -236,7 +236,7 @@ class DecodeSession:
         if max(map(len, self.ids)) > self._context_length:
             self._drop_oldest()
         if self._logits is None and not any(self._new_ids()):
-            self._empty_cache()
+            self._empty_cache()  # so that all tokens are new, and give the logits again
         new_ids = self._new_ids()
         count_B = np.array([len(row) for row in new_ids], np.int32)
         sampler = self._sampler(count_B, sampling)
@@ -264,16 +264,19 @@ class DecodeSession:
         """Returns N sampled tokens per row, (B, N) int32, with N ≤ min(max_steps, MAX_STEPS), and N
         = 1 after a prompt.
 
-        To continue a row, append all N tokens to the row's list. Tokens from end-of-text on may be
-        left out. If other tokens are left out, call `resume`. Without this call, the row is
-        finished (see `sample`).
+        To continue a row, append its N tokens to its list in `ids`; those from end-of-text on may
+        be left out. A row that leaves out other tokens is finished (see `sample`), unless `resume`
+        is called.
         """
         new_ids = self._new_ids()
         count_B = np.array([len(row) for row in new_ids], np.int32)
-        longest = max((len(row) for row, new in zip(self.ids, new_ids) if new), default=0)
+        # rows without new tokens are finished, so they do not grow
+        longest = max((len(row) for row, count in zip(self.ids, count_B) if count), default=0)
         # the last step may fill the context, and samples the token after it
         steps = min(max_steps, MAX_STEPS, self._context_length + 1 - longest)
-        if not self._cache or max(count_B) != 1 or steps < 1:
+        # prompts, turns, a full context and rows without any new token take one step of `sample`
+        is_single_token = bool(self._cache) and max(count_B) == 1
+        if not is_single_token or steps < 1:
             return np.asarray(self.sample(sampling))[:, None]
         self.reserve(steps - 1)
         ids_B = np.array([row[0] if row else 0 for row in new_ids], np.int32)
@@ -336,7 +339,7 @@ class DecodeSession:
             return None
         if self._seen is not None:
             return self._seen
-        # of a session that has sampled without a penalty before; the next step adds its tokens
+        # the session has sampled without a penalty so far; the next step adds its new tokens
         seen_BxV = np.zeros((len(self.ids), self._decoder.vocab_size), bool)
         for seen_V, row, cached in zip(seen_BxV, self.ids, self._cached_B):
             seen_V[row[:cached]] = True

@@ -61,7 +61,7 @@ def _largest_difference(
     context = Context(prefix_BxT=prefix(time))
     forward = jax.jit(lambda variables: model.apply(variables, tokens_2xT, context))
     expected_2xTxV = np.asarray(forward(variables))
-    if not np.isfinite(expected_2xTxV).all():  # of a run that has diverged
+    if not np.isfinite(expected_2xTxV).all():  # a diverged run: there is nothing to compare
         return 0.0, 0.0, True
 
     @jax.jit

@@ -22,9 +22,13 @@ def _packer(model: models.LanguageModel):
     """Returns the function that `pack` compiles."""
     abstract = models.abstract_variables(model)
 
+    def unstack(p: models.Parameter, x):
+        # Training stacks the weights of equal layers, and of a pgpt's parallel paths, along leading
+        # axes. Slicing such a stack would copy the weights per token.
+        return _unstack(x, p.module_stacks)
+
     def unstack_and_cast(p: models.Parameter, x):
-        # slicing a stack of layers or paths would copy the weights per token
-        arrays = _unstack(x, p.module_stacks)
+        arrays = unstack(p, x)
         if not p.is_cast:
             return arrays
         # once, instead of for every token
@@ -39,9 +43,7 @@ def _packer(model: models.LanguageModel):
         # XLA's CPU compiler copies the head.
         if "head" in params:
             params["head"] = params["head"].T
-        state = jax.tree.map(
-            lambda p, x: _unstack(x, p.module_stacks), abstract["state"], variables["state"]
-        )
+        state = jax.tree.map(unstack, abstract["state"], variables["state"])
         return {"params": params, "state": state}
 
     return pack_variables
@@ -59,6 +61,6 @@ def unpack(packed):
     return {**packed, "params": params}
 
 
-# with 2 stacks, such as paths of layers, a tuple of tuples
-def _unstack(x, stacks: int):
-    return tuple(_unstack(entry, stacks - 1) for entry in x) if stacks else x
+# (P, L, …) with num_stacks=2, for paths of layers, becomes a tuple of P tuples of L arrays
+def _unstack(x, num_stacks: int):
+    return tuple(_unstack(entry, num_stacks - 1) for entry in x) if num_stacks else x

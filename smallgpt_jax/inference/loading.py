@@ -116,7 +116,7 @@ def load_trained(
     model = models.LanguageModel(config.model)
     abstract_params = models.abstract_params(model)
     step = find_checkpoint(folder, step)
-    # step 0 is the checkpoint of an imported model, without pairs of matrices
+    # step 0 is the checkpoint of an imported model, before LoRA adds its matrices
     is_adapted = step > 0 and config.optimizer.lora_rank > 0
     adapters = {}
     if is_adapted:

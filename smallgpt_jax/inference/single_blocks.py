@@ -78,6 +78,7 @@ class _WithoutBlocks(LanguageModel):
         if self.is_initializing():
             return super().hidden(tokens_BxT, context)
         if not context.decode:
+            # scans over stacked blocks, of which none can be left out; a prefill calls each
             if context.segment_ids_BxT is not None:
                 raise ValueError("several documents in a row: a prefill has one text per row")
             return prefill(

@@ -35,8 +35,8 @@ class GenerationConfig(NamedTuple):
 
 
 def _make_config(method: str, max_new_tokens: int, settings: Settings) -> GenerationConfig:
-    """Raises UserError for invalid settings, and TypeError, which names the method that the user has
-    called, for unknown ones.
+    """Raises UserError for invalid settings. `method` is what the user has called, for the
+    TypeError of an unknown keyword.
     """
     unknown = settings.keys() - Settings.__annotations__.keys()
     if unknown:
@@ -287,8 +287,7 @@ class Chat:
             messages = messages[2:]
             ids = self._encode(messages)
         # a lone question may take the room of its answer, which then outgrows the context
-        is_alone = len(messages) == 1
-        if is_alone and len(ids) > context - 1:
+        if len(messages) == 1 and len(ids) > context - 1:
             raise UserError(
                 f"text: has {len(ids):,} tokens with what the chat template adds, but the "
                 f"model's context has room for {context - 1:,}; shorten the text"

@@ -20,7 +20,7 @@ def time_prefill(session: DecodeSession) -> tuple[np.ndarray, float]:
 def time_decoding(
     session: DecodeSession, sampled_Bx1: np.ndarray, steps: int
 ) -> list[tuple[int, float]]:
-    """Returns (steps, seconds) per call of the compiled program, in `steps` steps."""
+    """Samples `steps` tokens per row, and returns (steps, seconds) of each call that this takes."""
     # the session must have no end_of_text, so that no row ends
     calls, sampled_BxN = [], sampled_Bx1
     while steps:

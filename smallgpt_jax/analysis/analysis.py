@@ -43,7 +43,6 @@ def analyse(record: Record) -> Findings:
         laws=laws.find_laws(record, contest_at) if several_sizes else None,
         held_out=laws.check_predictions(record, contest_at),
         rates=description.describe_rates(record),
-        diverged=description.diverged_runs(record),
         untried=find_untried(evidence),
         measures=description.describe_measures(ranked, compare_pairs),
         curves=description.describe_curves(ranked),

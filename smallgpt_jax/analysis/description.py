@@ -10,21 +10,20 @@ from smallgpt_jax.analysis.findings import (
     Corpus,
     Curve,
     CurvePoint,
-    Diverged,
     Measure,
     Pair,
     Range,
-    Rate,
     Rates,
     Setup,
     Spread,
 )
-from smallgpt_jax.analysis.record import Grid, Inference, Record, Run, grouped
+from smallgpt_jax.analysis.record import Grid, Record, Run, grouped
 
 LIBRARIES = ("jax", "python")  # in `Setup.software`
-STREAM = ("token_similarity", "neighbour_similarity", "effective_rank")  # after the last block
-ATTENTION = ("entropy", "first_weight")  # means over the blocks
-_LOSSES = (
+# Fields of a diagnosis: of the activations after a block, of a block's attention, of the whole model.
+_ACTIVATIONS = ("token_similarity", "neighbour_similarity", "effective_rank")
+_ATTENTION = ("entropy", "first_weight")
+_WHOLE_MODEL = (
     "loss_of_repeats",
     "loss_of_others",
     "in_context_score",
@@ -116,11 +115,6 @@ def _hours(runs: Sequence[Run]) -> float | None:
     return seconds / 3600
 
 
-def diverged_runs(record: Record) -> tuple[Diverged, ...]:
-    diverged = [run for run in record.runs if run.diverged]
-    return tuple(Diverged(run.label, run.seed, run.steps_done) for run in diverged)
-
-
 # ------------------------------------------------------------------ learning rates
 def describe_rates(record: Record) -> tuple[Rates, ...]:
     return tuple(_rates(name, grid, record.runs) for name, grid in record.learning_rates.items())
@@ -134,20 +128,11 @@ def _rates(name: str, grid: Grid, runs: Sequence[Run]) -> Rates:
     finite = [loss for loss in grid.losses.values() if loss is not None and loss < math.inf]
     best_loss = min(finite, default=math.nan)
     bound = best_loss + PLAUSIBLE * math.sqrt(2) * (spread or 0.0)
-    rates = []
+    plausible = []
     for multiple, loss in grid.losses.items():
-        is_plausible = loss is not None and loss <= bound
-        rates.append(Rate(multiple, loss, int(loss is not None), is_plausible))
-    best = None if grid.has_diverged else grid.best
-    return Rates(
-        name=name,
-        learning_rate=grid.learning_rate,
-        seed=grid.seed,
-        rates=tuple(rates),
-        best=best,
-        edge=grid.edge if best else "",
-        minimum=minimum_of(grid),
-    )
+        if loss is not None and loss <= bound:
+            plausible.append(multiple)
+    return Rates(name, grid, tuple(plausible), minimum_of(grid))
 
 
 def _seed_deviation(name: str, runs: Sequence[Run]) -> float | None:
@@ -256,46 +241,43 @@ def _speed(run: Run) -> dict[str, float | None]:
     return {"tokens_per_second": run.tokens_per_second, "seconds": seconds}
 
 
-def _memory(run: Run) -> dict[str, float | None]:
-    return {"memory_bytes": run.memory_bytes}
-
-
 def _inside(run: Run) -> dict[str, float | None]:
-    if run.inside is None or not run.inside.blocks:
+    """Returns one number per measure of the run's diagnosis (`Run.inside`); {} without one."""
+    diagnosis = run.inside
+    if diagnosis is None or not diagnosis.blocks:
         return {}
-    last = run.inside.blocks[-1]
-    values = {measure: getattr(last, measure) for measure in STREAM}
-    for measure in ATTENTION:
-        blocks = [getattr(block, measure) for block in run.inside.blocks]
-        values[measure] = _mean([value for value in blocks if value is not None])
-    return {**values, **{measure: getattr(run.inside, measure) for measure in _LOSSES}}
+    # All blocks write to one stream of activations: after the last one, it has what all have done.
+    values = {field: getattr(diagnosis.blocks[-1], field) for field in _ACTIVATIONS}
+    # Each block has its own attention. None: a block without attention.
+    for field in _ATTENTION:
+        of_blocks = [getattr(block, field) for block in diagnosis.blocks]
+        values[field] = _mean([value for value in of_blocks if value is not None])
+    return {**values, **{field: getattr(diagnosis, field) for field in _WHOLE_MODEL}}
 
 
 def _inference(run: Run) -> dict[str, float | None]:
-    values: dict[str, float | None] = {"weight_bytes": run.weight_bytes}
-    if run.inference is None:
+    inference = run.inference
+    if inference is None:
         return {}
-    values["cache_bytes_per_token"] = run.inference.cache_bytes_per_token
-    values["cache_bytes"] = run.inference.cache_bytes
-    prefill = run.inference.prefill_ms
-    values["prefill_ms"] = prefill.median if prefill else None
-    return {**values, **_decoding(run.inference)}
-
-
-def _decoding(inference: Inference) -> dict[str, float]:
-    return {
-        f"step_ms, batch {row.batch}, {row.cache} cache": row.step_ms.median
-        for row in inference.decoding
+    values = {
+        "weight_bytes": run.weight_bytes,
+        "cache_bytes_per_token": inference.cache_bytes_per_token,
+        "cache_bytes": inference.cache_bytes,
+        "prefill_ms": inference.prefill_ms and inference.prefill_ms.median,
     }
+    for row in inference.decoding:
+        values[f"step_ms, batch {row.batch}, {row.cache} cache"] = row.step_ms.median
+    return values
 
 
-_TESTED = ("benchmark", "inside", "answers")
+_TESTED = ("benchmark", "inside", "answers")  # kinds whose differences are tested
+# (kind, run → {measure: value}), in the order of the report
 _MEASURES = (
     ("answers", lambda run: run.last.answers),
     ("text", _text_losses),
     ("benchmark", lambda run: run.benchmarks),
     ("inference", _inference),
     ("speed", _speed),
-    ("memory", _memory),
+    ("memory", lambda run: {"memory_bytes": run.memory_bytes}),
     ("inside", _inside),
 )

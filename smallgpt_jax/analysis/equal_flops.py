@@ -21,7 +21,6 @@ from smallgpt_jax.analysis.findings import (
     Order,
     Range,
     Segment,
-    Untried,
 )
 from smallgpt_jax.analysis.lines import (
     MAX_GAP,
@@ -241,12 +240,12 @@ def _crossing(line: Sequence[Point], loss: float) -> _Crossing | str:
 
 
 # ------------------------------------------------------------------ what was not tried
-def find_untried(evidence: Evidence) -> tuple[Untried, ...]:
-    """Returns the names whose longest training is the best of their model at its budget, so that
-    more tokens might be better than a larger size.
+def find_untried(evidence: Evidence) -> dict[str, float]:
+    """Returns {name: tokens per parameter} where the longest training is the best of its model at
+    its FLOPs, so that more tokens might be better than a larger size.
     """
     lines = _lines(evidence)
-    untried = []
+    untried = {}
     for one in longest(evidence.candidates):
         of_model = lines.get(one.model)
         if of_model is None or not math.isfinite(one.loss) or one.flops is None:
@@ -254,5 +253,5 @@ def find_untried(evidence: Evidence) -> tuple[Untried, ...]:
         others = of_model.losses_at(one.flops).values()
         if one.loss <= min(others, default=one.loss):
             run = one.first
-            untried.append(Untried(run.name, run.tokens, run.tokens / run.active_parameters))
-    return tuple(untried)
+            untried[run.name] = run.tokens / run.active_parameters
+    return untried

@@ -6,6 +6,8 @@ Losses are nats per token, costs are in the units of their budget (`budgets.BUDG
 import dataclasses
 from typing import Literal
 
+from smallgpt_jax.analysis.record import Grid
+
 INTERVAL = 0.8  # probability of the intervals of losses, multipliers, laws and numbers of seeds
 LEVEL = 0.05  # probability of a false verdict
 CERTAIN = 1 - LEVEL / 2  # probability of being better from which a model is chosen
@@ -218,18 +220,6 @@ class Multiplier:
 
 
 # ------------------------------------------------------------------ laws
-@dataclasses.dataclass(frozen=True)
-class FormError:
-    """How well a form of law predicts the largest size from the smaller ones."""
-
-    form: str  # key of `laws.FORMS`
-    error: float  # mean absolute error over models and lengths
-
-
-@dataclasses.dataclass(frozen=True)
-class Law:
-    model: str
-    constants: dict[str, float]  # of the chosen form: {term: coefficient}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,55 +259,39 @@ class HeldOut:
 
 @dataclasses.dataclass(frozen=True)
 class Laws:
-    forms: tuple[FormError, ...]  # best first; the first one is used
+    """How well laws of the smaller sizes predict the largest one."""
+
+    # {key of `laws.FORMS`: mean absolute error over models and lengths}, best first
+    forms: dict[str, float]
     size: str  # the largest size, which was left out
-    error: float  # of the first form
-    laws: tuple[Law, ...]
     by_law: Decisions  # of the left-out size
     by_largest_size: Decisions  # the order at the largest of the other sizes
+
+    @property
+    def error(self) -> float:
+        """The error of the best form, which is used."""
+        return next(iter(self.forms.values()))
 
 
 # ------------------------------------------------------------------ learning rates and setup
 @dataclasses.dataclass(frozen=True)
-class Rate:
-    multiple: float  # of the model's own learning rate
-    loss: float | None  # mean over seeds; inf if it has diverged, None if it is not trained
-    seeds: int
-    is_plausible: bool  # whether it may be the best, given the spread over seeds
-
-
-@dataclasses.dataclass(frozen=True)
 class Rates:
-    """The learning rates that were tried for one name."""
+    """The learning rates that were tried for one name, as multiples of its own."""
 
     name: str
-    learning_rate: float  # the name's own
-    seed: int | None  # of a grid
-    rates: tuple[Rate, ...]  # in ascending order
-    best: float | None  # multiple with the lowest loss; None if unfinished or all have diverged
-    edge: Literal["lowest", "highest", ""]  # where the best multiple is in the grid
+    grid: Grid
+    plausible: tuple[float, ...]  # multiples that may be the best, given the spread over seeds
     minimum: float | None  # multiple at the minimum of the parabola in ln(rate)
 
     @property
-    def plausible(self) -> list[float]:
-        """The multiples that may be the best."""
-        return [rate.multiple for rate in self.rates if rate.is_plausible]
+    def best(self) -> float | None:
+        """The multiple with the lowest loss; None if unfinished or if all have diverged."""
+        return None if self.grid.has_diverged else self.grid.best
 
-
-@dataclasses.dataclass(frozen=True)
-class Diverged:
-    name: str
-    seed: int
-    steps: int  # that it had done
-
-
-@dataclasses.dataclass(frozen=True)
-class Untried:
-    """A size whose longest training is its best at a budget that allows more."""
-
-    name: str
-    tokens: float
-    tokens_per_parameter: float
+    @property
+    def edge(self) -> str:
+        """`Grid.edge` of the best multiple."""
+        return "" if self.grid.has_diverged else self.grid.edge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,7 +363,7 @@ class Findings:
     laws: Laws | None  # of several sizes
     held_out: HeldOut | None
     rates: tuple[Rates, ...]
-    diverged: tuple[Diverged, ...]
-    untried: tuple[Untried, ...]
+    # {name whose longest training is the best of its model at its FLOPs: tokens per parameter}
+    untried: dict[str, float]
     measures: tuple[Measure, ...]
     curves: tuple[Curve, ...]

@@ -19,9 +19,7 @@ from smallgpt_jax.analysis.findings import (
     INTERVAL,
     Contest,
     Decisions,
-    FormError,
     HeldOut,
-    Law,
     Laws,
     Outcome,
     Range,
@@ -101,8 +99,12 @@ def _terms(form: str, targets: Sequence[Target]) -> np.ndarray:
 
 class _LeftOut(NamedTuple):
     size: str
-    forms: tuple[FormError, ...]  # best first
-    half_width: float  # of the first form, at which its intervals contain INTERVAL of the losses
+    errors: dict[str, float]  # mean absolute ones by form, best first
+    half_width: float  # of the best form, at which its intervals contain INTERVAL of the losses
+
+    @property
+    def best(self) -> str:
+        return next(iter(self.errors))
 
 
 def leave_out_largest(targets: Sequence[Target]) -> _LeftOut:
@@ -111,10 +113,9 @@ def leave_out_largest(targets: Sequence[Target]) -> _LeftOut:
     smaller = [target for target in targets if target.size != size]
     largest = [target for target in targets if target.size == size]
     misses = {form: _misses(form, smaller, largest) for form in FORMS}
-    errors = [FormError(form, float(np.mean(of_form))) for form, of_form in misses.items()]
-    errors.sort(key=lambda one: one.error)
-    best = errors[0].form
-    return _LeftOut(size, tuple(errors), float(np.quantile(misses[best], INTERVAL)))
+    by_error = sorted(FORMS, key=lambda form: np.mean(misses[form]))
+    errors = {form: float(np.mean(misses[form])) for form in by_error}
+    return _LeftOut(size, errors, float(np.quantile(misses[by_error[0]], INTERVAL)))
 
 
 def _misses(form: str, fitted: Sequence[Target], left_out: Sequence[Target]) -> list[float]:
@@ -154,7 +155,7 @@ def predict(
     form, rows = next(iter(FORMS)), []
     if usable:
         left_out = leave_out_largest(usable)
-        form = left_out.forms[0].form
+        form = left_out.best
         fits, half = _fits(form, usable), left_out.half_width
         for target in dict.fromkeys(planned):
             if target.model in fits:
@@ -187,7 +188,7 @@ def find_laws(record: Record, contest_at: ContestAt) -> Laws | None:
     if not usable or not _largest_size(usable):
         return None
     left_out = leave_out_largest(usable)
-    form, size = left_out.forms[0].form, left_out.size
+    form, size = left_out.best, left_out.size
     smaller = [target for target in usable if target.size != size]
     predicted = {}
     for model, law in _fits(form, smaller).items():
@@ -195,10 +196,8 @@ def find_laws(record: Record, contest_at: ContestAt) -> Laws | None:
         predicted[model] = predicted_loss(form, law, longest)
     contest = contest_at(size)
     return Laws(
-        forms=left_out.forms,
+        forms=left_out.errors,
         size=size,
-        error=left_out.forms[0].error,
-        laws=tuple(Law(model, law) for model, law in _fits(form, usable).items()),
         by_law=_decisions(predicted, contest),
         by_largest_size=_decisions(_losses_at(smaller, _largest_size(smaller)), contest),
     )

@@ -18,7 +18,7 @@ def cautions(findings: Findings, record: Record) -> list[str]:
     if not runs:
         return ["The comparison has no runs."]
     return [
-        *_unfinished(findings, runs),
+        *_unfinished(runs),
         *_learning_rates(findings),
         *_untried(findings, runs),
         *_short_training(runs),
@@ -28,16 +28,16 @@ def cautions(findings: Findings, record: Record) -> list[str]:
     ]
 
 
-def _unfinished(findings: Findings, runs: Sequence[Run]) -> list[str]:
+def _unfinished(runs: Sequence[Run]) -> list[str]:
     lines = []
-    for run in findings.diverged:
-        lines.append(
-            f"{run.name}, seed {run.seed}, diverged at step {run.steps:,}: its loss counts as "
-            "infinite."
-        )
     unfinished = []
     for run in runs:
-        if not run.is_finished and not run.diverged:
+        if run.diverged:
+            lines.append(
+                f"{run.label}, seed {run.seed}, diverged at step {run.steps_done:,}: its loss "
+                "counts as infinite."
+            )
+        elif not run.is_finished:
             progress = f"step {run.steps_done:,} of {run.steps:,}"
             unfinished.append(f"{run.label}, seed {run.seed}, at {progress}")
     if unfinished:
@@ -64,7 +64,7 @@ def _learning_rates(findings: Findings) -> list[str]:
             "Which learning rate is best is within the spread over seeds, so the models may be "
             f"better at another one: {_few(unsure)}."
         )
-    biased = [one.name for one in findings.rates if one.seed in findings.setup.seeds]
+    biased = [one.name for one in findings.rates if one.grid.seed in findings.setup.seeds]
     if biased:
         lines.append(
             "The seed that chose the learning rate is also in the mean, which is therefore too low: "
@@ -77,7 +77,7 @@ def _untried(findings: Findings, runs: Sequence[Run]) -> list[str]:
     """Returns that longer training of some sizes may be better: there, the longest is the best."""
     if not findings.untried:
         return []
-    ratios = [one.tokens_per_parameter for one in findings.untried]
+    ratios = findings.untried.values()
     lengths = words.amounts(Range(min(ratios), max(ratios)))
     count, total = len(ratios), len({run.name for run in runs})
     text = (
@@ -85,7 +85,7 @@ def _untried(findings: Findings, runs: Sequence[Run]) -> list[str]:
         f"({lengths} tokens per parameter), so even more tokens may be better at the same FLOPs"
     )
     if count < total:
-        text += f": {_few([one.name for one in findings.untried])}"
+        text += f": {_few(list(findings.untried))}"
     return [f"{text}."]
 
 

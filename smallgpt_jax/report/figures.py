@@ -133,11 +133,11 @@ def learning_rates(all_rates: Sequence[Rates], styles: Styles) -> Figure:
     for one in all_rates:
         style = styles[model_of(one.name)]
         losses = {}
-        for rate in one.rates:
-            if rate.loss is not None and math.isfinite(rate.loss):
-                losses[rate.multiple * one.learning_rate] = rate.loss
+        for multiple, loss in one.grid.losses.items():
+            if loss is not None and math.isfinite(loss):
+                losses[multiple * one.grid.learning_rate] = loss
         plot.plot(*_points(losses), label=one.name, markerfacecolor="none", **style)
-        best = one.best * one.learning_rate if one.best else None
+        best = one.best * one.grid.learning_rate if one.best else None
         if best in losses:
             plot.plot(best, losses[best], style["marker"], color=style["color"], markersize=5)
     _log_ticks(plot)
@@ -210,7 +210,7 @@ def draw(
             caption = f"Validation loss against {label}. Bands: range over the seeds."
             further = logged if axis == "tokens" else {}
             figures[f"loss-{axis}"] = loss_curves(axis, findings.curves, styles, further), caption
-    if any(len(one.rates) > 1 for one in findings.rates):
+    if any(len(one.grid.rates) > 1 for one in findings.rates):
         caption = "Loss against the learning rate. Filled: the best rate."
         figures["learning-rates"] = learning_rates(findings.rates, styles), caption
     if any(run.inside for run in runs):

@@ -243,23 +243,22 @@ def orders(findings: Findings) -> Table:
 
 # ------------------------------------------------------------------ learning rates
 def rates(all_rates: Sequence[Rates]) -> Table:
-    tried = itertools.chain(*(one.rates for one in all_rates))
-    multiples = sorted({rate.multiple for rate in tried})
+    multiples = sorted(set().union(*(one.grid.losses for one in all_rates)))
     columns = [f"× {multiple:g}" for multiple in multiples]
     head = ("run", "own rate", *columns, "best", "may be best", "minimum")
     rows = []
     for one in all_rates:
-        losses = {rate.multiple: words.loss(rate.loss) for rate in one.rates}
+        losses, own_rate = one.grid.losses, one.grid.learning_rate
         plausible = [f"× {multiple:g}" for multiple in one.plausible]
-        best = MISSING if one.best is None else f"{one.best * one.learning_rate:.3g}"
+        best = MISSING if one.best is None else f"{one.best * own_rate:.3g}"
         rows.append(
             (
                 one.name,
-                f"{one.learning_rate:.3g}",
-                *(losses.get(multiple, MISSING) for multiple in multiples),
+                f"{own_rate:.3g}",
+                *(words.loss(losses.get(multiple)) for multiple in multiples),
                 f"{best}, the {one.edge} tried" if one.edge else best,
                 ", ".join(plausible) or MISSING,
-                MISSING if one.minimum is None else f"{one.minimum * one.learning_rate:.3g}",
+                MISSING if one.minimum is None else f"{one.minimum * own_rate:.3g}",
             )
         )
     return Table(head, tuple(rows)).kept
@@ -267,7 +266,7 @@ def rates(all_rates: Sequence[Rates]) -> Table:
 
 # ------------------------------------------------------------------ laws
 def law_forms(laws: Laws) -> Table:
-    rows = [(form.form, f"{form.error:.3f}") for form in laws.forms]
+    rows = [(form, f"{error:.3f}") for form, error in laws.forms.items()]
     return Table(("form", f"mean error at {laws.size}, nats"), tuple(rows), (0,))
 
 

@@ -40,8 +40,8 @@ LIMITED = {
     "memory": "of weights and cache",
     "training_memory": "of memory per device in training",
 }
-# How to measure a missing cost.
-MEASURING = {
+# {budget: how to get a cost that was not measured}
+_HOW_TO_MEASURE = {
     "flops": "ask for --seconds",
     "seconds": "train again with a smaller config.train.log_every",
     "decode_ms": "rerun the comparison with --config.compare.decoding=true",
@@ -218,12 +218,14 @@ def has_probabilities(contest: Contest) -> bool:
 
 
 def refusal(answer: Choice) -> str:
-    """Returns a sentence about why no model is chosen."""
+    """Returns a sentence about why no model is chosen; "" if several may be the best, because a
+    sentence about these follows.
+    """
     blockers = answer.contest.blockers if answer.contest else ()
     others = enumeration(blockers, "or") if blockers else "a model"
     unmeasured = f"{BUDGETS[answer.budget]} were not measured"
-    if answer.budget in MEASURING:
-        unmeasured += f"; {MEASURING[answer.budget]}"
+    if answer.budget in _HOW_TO_MEASURE:
+        unmeasured += f"; {_HOW_TO_MEASURE[answer.budget]}"
     match answer.refusal:
         case "few seeds":
             return "There are too few seeds to know how much the losses vary; train more."
@@ -237,12 +239,14 @@ def refusal(answer: Choice) -> str:
             return f"{others} may be the best, but its {unmeasured}."
         case "no cost":
             return f"The {unmeasured}."
-        case "nothing within":
+        case (
+            "nothing within"
+        ):  # factor = budget / least cost: 0.25 of it, so it takes 4 times as much
             return f"Every model needs at least {1 / answer.factor:.3g} times as much."
-        case "beyond":
+        case "beyond":  # factor = budget / largest cost
             factor = f"{answer.factor:.3g}"
             return f"It is {factor} times as much as any model was trained or measured with."
-    return ""  # the models that may be the best say it
+    return ""
 
 
 def stake(contest: Contest) -> str:
@@ -301,7 +305,6 @@ def by_budget(findings: Findings) -> list[tuple[str, list[Choice]]]:
     those of the ranking.
     """
     groups = grouped(findings.choices, lambda one: one.budget)
-    # With one budget, the ranking has the same models, and their verdicts.
     if len(direct_choices(findings)) < 2:
         groups.pop("flops", None)
     return list(groups.items())

@@ -18,12 +18,9 @@ from smallgpt_jax.analysis.findings import (
     Curve,
     CurvePoint,
     Decisions,
-    Diverged,
     Findings,
-    FormError,
     FrontPoint,
     HeldOut,
-    Law,
     Laws,
     Measure,
     Mode,
@@ -32,15 +29,14 @@ from smallgpt_jax.analysis.findings import (
     Outcome,
     Pair,
     Range,
-    Rate,
     Rates,
     Refusal,
     Segment,
     Setup,
     Spread,
     Standing,
-    Untried,
 )
+from smallgpt_jax.analysis.record import Grid, GridRate
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.report import choosing, page, words
 from smallgpt_jax.report.cautions import cautions
@@ -144,12 +140,21 @@ def findings(**fields) -> Findings:
         "laws": None,
         "held_out": None,
         "rates": (),
-        "diverged": (),
-        "untried": (),
+        "untried": {},
         "measures": (),
         "curves": (),
     }
     return Findings(**{**defaults, **fields})
+
+
+def rates(name: str, own_rate: float, losses: dict[float, float], seed: int = 0, **fields) -> Rates:
+    """Returns the findings on a grid, {multiple: loss}."""
+    grid_rates = []
+    for multiple, loss in losses.items():
+        diverged = math.isinf(loss)
+        grid_rates.append(GridRate(multiple, None if diverged else loss, diverged))
+    grid = Grid(seed, own_rate, tuple(grid_rates))
+    return Rates(name, grid, **{"plausible": (), "minimum": None, **fields})
 
 
 RUNS = [run(model, seed, 3.0) for seed in (1, 2) for model in ("moe", "llama", "gpt")]
@@ -287,14 +292,7 @@ def test_chapters_are_those_of_the_findings():
                 Multiplier("moe", "gpt", 1e13, None, None, "not reached"),
             ),
             orders=(Order("moe", "gpt", (Segment(4e10, 1e13, "moe"),), (), (), (), ()),),
-            laws=Laws(
-                (FormError("interaction", 0.08), FormError("power", 0.22)),
-                "0.47M",
-                0.08,
-                (Law("moe", {"1": 1.0}),),
-                decisions,
-                Decisions(13, 13),
-            ),
+            laws=Laws({"interaction": 0.08, "power": 0.22}, "0.47M", decisions, Decisions(13, 13)),
             held_out=HeldOut(
                 "0.47M",
                 "2026-11-23T18:30:00",
@@ -306,17 +304,7 @@ def test_chapters_are_those_of_the_findings():
                 decisions,
                 Decisions(13, 13),
             ),
-            rates=(
-                Rates(
-                    "moe",
-                    0.008,
-                    0,
-                    (Rate(0.5, 4.2, 1, True), Rate(1.0, math.inf, 1, False)),
-                    0.5,
-                    "lowest",
-                    None,
-                ),
-            ),
+            rates=(rates("moe", 0.008, {0.5: 4.2, 1.0: math.inf}, plausible=(0.5,)),),
             measures=(
                 Measure(
                     "speed",
@@ -348,19 +336,19 @@ def test_chapters_are_those_of_the_findings():
 
 def test_cautions_name_what_limits_the_answers():
     found = findings(
-        diverged=(Diverged("pgpt", 2, 12),),
-        untried=(Untried("gpt@1M", 4e6, 20.0),),
-        rates=(Rates("gpt", 0.01, 1, (Rate(1.0, 3.0, 1, True),), 1.0, "highest", None),),
+        untried={"gpt@1M": 20.0},
+        rates=(rates("gpt", 0.01, {0.5: 3.1, 1.0: 3.0}, seed=1),),
     )
+    diverged = run("pgpt@1M", 2, 3.0, diverged=True, steps_done=12, horizon=0.5)
     unfinished = dataclasses.replace(RUNS[0], is_finished=False, steps_done=1)
     other = dataclasses.replace(RUNS[1], uncounted=0.5, curve=RUNS[1].curve[:1])
-    text = " ".join(cautions(found, record(unfinished, other)))
+    text = " ".join(cautions(found, record(unfinished, other, diverged)))
     for expected in (
-        "pgpt, seed 2, diverged at step 12",
+        "pgpt@1M × 0.5, seed 2, diverged at step 12",
         "Unfinished: moe, seed 1, at step 1 of 2.",
         "The best learning rate is the highest that was tried",
         "The seed that chose the learning rate is also in the mean",
-        "is the best one for 1 of 2 sizes of models (20 tokens per parameter), so even more",
+        "is the best one for 1 of 3 sizes of models (20 tokens per parameter), so even more",
         "No run has more than 2 tokens per parameter",
         "Other arithmetic (norms, softmax, recurrences) comes on top: 0% in moe to 50% in llama",
     ):
@@ -415,7 +403,6 @@ def test_the_files_of_a_report(tmp_path):
     curve = Curve("gpt", tuple(CurvePoint(t, t, Spread(3.0, 2.9, 3.1, 2)) for t in (1.0, 2.0)))
     budgets = (1e12, 1e13)
     order = Order("moe", "gpt", (), budgets, (-0.1, 0.0), (-0.2, -0.1), (0.0, 0.1))
-    rates = Rates("gpt", 0.01, 0, (Rate(1.0, 3.0, 1, True), Rate(2.0, 3.1, 1, False)), 1.0, "", 1.0)
     front = (
         FrontPoint("moe", "moe", 1.0, 3.0, 1, 1, 1.0),
         FrontPoint("gpt", "gpt", 9.0, 2.0, 1, 1, 1.0),
@@ -424,7 +411,7 @@ def test_the_files_of_a_report(tmp_path):
         nasty(),
         curves=(curve,),
         orders=(order,),
-        rates=(rates,),
+        rates=(rates("gpt", 0.01, {0.5: 3.2, 1.0: 3.0, 2.0: 3.1}, minimum=1.0),),
         choices=(choice(), choice("decode_ms", 5.0, front=front)),
     )
     runs = [run(NASTY, 1, 2.9, inside=INSIDE), run("gpt", 1, 3.0), run("moe", 1, 3.0)]

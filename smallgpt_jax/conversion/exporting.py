@@ -99,20 +99,21 @@ class HuggingFaceExport:
         return new_folder("--output", name)
 
     def write(self, workdir: Path, output: Path, trained: inference.TrainedModel, name: str) -> str:
-        model, params, model_state, tokenizer, step = trained
+        model, params, model_state, run_tokenizer, step = trained
         form = hugging_face.find_format(model.config)
-        paths = self.paths if isinstance(self.paths, str) else ",".join(map(str, self.paths))
+        pgpt_paths = self.paths if isinstance(self.paths, str) else ",".join(map(str, self.paths))
         card = model_card.format_model_card(
             name,
             model,
-            model_card.training_facts(workdir, step, paths),
+            model_card.training_facts(workdir, step, pgpt_paths),
             has_code=bool(form.CODE),
-            adds_begin=tokenizer.begin_of_text != tokenizer.end_of_text,
+            # transformers writes a begin-of-text token before each text, but no end-of-text token
+            adds_begin=run_tokenizer.begin_of_text != run_tokenizer.end_of_text,
         )
+        tokenizer, template = None, ""
         if self.tokenizer:
+            tokenizer = run_tokenizer
             template = inference.portable_chat_template(workdir, tokenizer)
-        else:
-            tokenizer, template = None, ""
         with atomic_folder(output) as folder:
             hugging_face.export_folder(folder, model, params, tokenizer, model_state, template)
             (folder / "README.md").write_text(card, "utf-8", errors="backslashreplace")

@@ -55,12 +55,12 @@ def write(
         _add_chat_template(writer, chat_template, tokenizer)
     ours = tensors.from_params(model, trained.params)
     num_wider = 0
-    for name, x in _llama_cpp_tensors(gguf, config, ours, tokenizer.vocab_size).items():
+    for tensor_name, x in _llama_cpp_tensors(gguf, config, ours, tokenizer.vocab_size).items():
         stored = dtype if x.ndim > 1 else "float32"
         if stored == "q8_0" and x.shape[-1] % _Q8_BLOCK:
             stored = "float16"
             num_wider += 1
-        _add_tensor(gguf, writer, name, x, stored)
+        _add_tensor(gguf, writer, tensor_name, x, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -161,16 +161,15 @@ def _add_tensor(gguf, writer, name: str, x: np.ndarray, dtype: str) -> None:
 
 
 def _add_byte_pairs(writer, tokenizer: Tokenizer) -> None:
-    """A file must have a merge. One of two end-of-text tokens never applies, because merging begins
-    with characters.
-    """
     ids, merges = byte_pairs(tokenizer)
+    # A file must have a merge. This one never applies, because merging begins with characters.
+    merges = merges or [f"{END_OF_TEXT} {END_OF_TEXT}"]
     tokens = sorted(ids, key=ids.get)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([_CONTROL if token == END_OF_TEXT else _NORMAL for token in tokens])
-    writer.add_token_merges(merges or [f"{END_OF_TEXT} {END_OF_TEXT}"])
+    writer.add_token_merges(merges)
 
 
 def _add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
@@ -186,8 +185,9 @@ def _add_sentencepiece(writer, tokenizer: Tokenizer) -> None:
         "normalizes characters": rules.precompiled_charsmap,
         "removes spaces (remove_extra_whitespaces)": rules.remove_extra_whitespaces,
         "has treat_whitespace_as_suffix": trainer.treat_whitespace_as_suffix,
+        # llama.cpp would find other pieces first
         "has user-defined pieces": any(piece.type == _USER_DEFINED for piece in spec.pieces),
-    }  # llama.cpp finds other pieces first
+    }
     for what, applies in unsupported.items():
         if applies:
             raise UserError(

@@ -45,13 +45,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise UserError(f"{path}: {error}") from None
     require_fit(config, {name: x.shape for name, x in theirs.items()}, path)
     model = models.LanguageModel(config)
-    names = {name: _gpt_variations_name(name, model.config) for name in tensors.shapes(model)}
-    our_names = {their_name: name for name, their_name in names.items()}
-    renamed = {}
+    their_names = {name: _gpt_variations_name(name, config) for name in tensors.shapes(model)}
+    our_names = {their_name: name for name, their_name in their_names.items()}
+    ours = {}
     for their_name, x in theirs.items():
-        name = our_names.get(their_name, their_name)
-        renamed[name] = _to_our_layout(name, x, num_heads)
-    params = tensors.to_params(model, renamed, lambda name: names.get(name, name), str(path))
+        name = our_names.get(their_name, their_name)  # `to_params` refuses what has no name of ours
+        ours[name] = _to_our_layout(name, x, num_heads)
+    params = tensors.to_params(model, ours, lambda name: their_names.get(name, name), str(path))
     facts = {}
     for name in ("step", "val_loss"):
         if isinstance(saved.get(name), int | float):

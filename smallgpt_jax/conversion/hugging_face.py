@@ -121,9 +121,7 @@ def export_folder(
         )
         for name, content in files.items():
             (folder / name).write_text(content, "utf-8")
-        tokenizer_folder.save(
-            tokenizer, folder
-        )  # the original tokenizer files, which read_folder reads
+        tokenizer_folder.save(tokenizer, folder)  # the original files, which read_folder reads
         save_template(chat_template, folder)
 
 
@@ -208,17 +206,18 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
             "--tokenizer"
         ) from None
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        _name_other_steps(tokenizer, folder)
+        _warn_of_replaced_steps(tokenizer, folder)
     return tokenizer
 
 
-def _name_other_steps(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
-    """Prints if transformers replaces the steps that split a text by those of a class."""
+def _warn_of_replaced_steps(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
+    """Prints if transformers would split texts by other steps than those in the tokenizer.json."""
     settings = read_json_or_none(folder / "tokenizer_config.json", OBJECT) or {}
     config = read_json_or_none(folder / "config.json", OBJECT) or {}
     name = settings.get("tokenizer_class") or _DEFAULT_CLASSES.get(config.get("model_type"))
     name = str(name).removesuffix("Fast")
     steps = tokenizer.step_types()
+    # a LlamaTokenizer on bytes, as of Llama 3, keeps its steps
     is_replaced = name in _STEPS and not (name == "LlamaTokenizer" and "ByteLevel" in steps)
     if is_replaced and _STEPS[name] != steps:
         print(

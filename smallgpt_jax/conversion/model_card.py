@@ -133,7 +133,7 @@ def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[s
     ]
     if config.model.rank_ratio:
         facts.append(("rank ratio", f"{config.model.rank_ratio:g}"))
-    if paths != "all":  # their loss is another
+    if paths != "all":  # the validation loss is that of all paths
         return facts
     evaluations = [
         line

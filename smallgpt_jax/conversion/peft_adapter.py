@@ -34,11 +34,11 @@ def write(folder: Path, model: models.LanguageModel, base, tuned, rank: int) -> 
         if delta.ndim != 2 or not np.any(delta):
             continue
         b, a = low_rank.factor(delta.T if is_transposed else delta, rank)  # delta ≈ b·a
-        further = (0, rank - len(a))  # if a side of delta is below the rank, the rest is 0
+        padding = (0, rank - len(a))  # a matrix with a side below the rank has fewer factors
         module = name.removesuffix(".weight")
         target_modules.append(module)
-        factors[f"base_model.model.{module}.lora_A.weight"] = np.pad(a, (further, (0, 0)))
-        factors[f"base_model.model.{module}.lora_B.weight"] = np.pad(b, ((0, 0), further))
+        factors[f"base_model.model.{module}.lora_A.weight"] = np.pad(a, (padding, (0, 0)))
+        factors[f"base_model.model.{module}.lora_B.weight"] = np.pad(b, ((0, 0), padding))
     import_library("safetensors.numpy").save_file(
         factors, folder / "adapter_model.safetensors", metadata={"format": "pt"}
     )

@@ -150,13 +150,15 @@ def _subtree_slots(
     config, tree, path: tuple[str, ...], index: tuple[int, ...], name: str
 ) -> Iterator[_TensorSlot]:
     """Yields the slots at `path`. `index` selects a layer or path along each leading axis."""
+    # Does the next axis stack modules? In "blocks", it is `layers` in all parameters; in a path of a
+    # pgpt only in those of its blocks, which come further down, and not in those of its dense layer.
     axis = len(index)
     stack_names = {p.axes[axis] if axis < p.module_stacks else None for p in jax.tree.leaves(tree)}
     is_stack = len(stack_names) == 1 and None not in stack_names
     # A number after "_" becomes a part of its own: blocks_1 → blocks.1.
     name = re.sub(r"_(?=\d)", ".", name)
     if is_stack:
-        for number, stack, stack_path, i in _stacked_modules(config, tree, path, len(index)):
+        for number, stack, stack_path, i in _stacked_modules(config, tree, path, axis):
             yield from _children(config, stack, stack_path, (*index, i), f"{name}.{number}")
     else:  # a parameter or module, or stacks that begin further down in the tree
         yield from _children(config, tree, path, index, name)

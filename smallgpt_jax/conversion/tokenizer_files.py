@@ -192,7 +192,9 @@ def _user_defined(tokenizer: Tokenizer) -> list[int]:
 
 
 def _probes_of_pieces(tokenizer: Tokenizer) -> list[str]:
-    """Returns texts with the pieces that SentencePiece's users have defined."""
+    """Returns texts with each user-defined piece: between others, at both ends, and overlapping
+    with its own first or last character.
+    """
     if tokenizer.kind != "sentencepiece":
         return []
     pieces = sentencepiece_spec(tokenizer).pieces

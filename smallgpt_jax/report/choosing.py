@@ -20,12 +20,14 @@ from smallgpt_jax.errors import UserError, command_line, suggestion
 from smallgpt_jax.formatting import finite
 from smallgpt_jax.report import tables, words
 from smallgpt_jax.report.rendering import render
+from smallgpt_jax.report.sized_command import sized_command
 from smallgpt_jax.run.names import CONFIG_FILE
 from smallgpt_jax.storage.paths import as_path
 
 MAX_FIELDS = 10  # of the config that are printed
 MAX_SEEDS = 20  # per model, for which a command is given
 CHOSEN = "runs/chosen"  # output of the command that trains the chosen model
+CHOSEN_SIZE = "runs/chosen-size"  # workdir of `sized_command`
 MORE_SEEDS = "runs/more-seeds"  # output of the command that trains them
 SAME_BUDGET = 1.01  # ratio of costs up to which a run is trained again with its own steps
 
@@ -48,6 +50,7 @@ class Answer:
     differences: tuple[str, ...] = ()  # its fields of `model` in which others of the contest differ
     command: str = ""  # that trains this model with the budget
     cost: Cost | None = None  # of `command`
+    sized_command: str = ""  # that trains its architecture at the size that suits a budget of FLOPs
     seeds_needed: Range | None = None  # per model, to tell the first two that may be the best apart
     seeds_command: str = ""  # that trains such seeds, if they are few
     seeds: int = 0  # per model, after `seeds_command`
@@ -89,6 +92,9 @@ def _with_commands(choice: Choice, record: Record, results: str) -> Answer:
         differences=_distinguishing_fields(run, choice.contest, record),
     )
     answer = _with_training(answer, run, record)
+    if choice.budget == "flops" and choice.compared_at == choice.limit:
+        command = sized_command(run, choice.limit, CHOSEN_SIZE)
+        answer = dataclasses.replace(answer, sized_command=command)
     return _with_seeds(answer, choice.contest, record, results)
 
 

@@ -2,8 +2,10 @@
 flags.
 """
 
+import ast
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 
@@ -13,8 +15,13 @@ from conftest import ROOT, call
 
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.record import Inference
+from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models import LanguageModel
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.report import choosing, tables
+from smallgpt_jax.report.sized_command import sized_command
+from smallgpt_jax.run.config import Config
 
 COMMAND = "python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper"
 RMS = {"model__norm": "rms"}
@@ -161,7 +168,31 @@ def test_the_command(tmp_path):
         assert (done.returncode, message in done.stderr) == (status, True), done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "delta", "cgpt"])
+def test_the_sized_command_trains_the_architecture_with_the_budget(name):
+    """delta has no recipe of its own. FLOPs are counted as training counts them."""
+    record = "mixers" if name == "delta" else "scaling"
+    runs = records.read(ROOT / "docs" / "results" / f"{record}.json").runs
+    run = next(run for run in runs if run.model == name)
+    recipe, *flags, workdir = shlex.split(sized_command(run, 3e12, "runs/here"))[3:]
+    assert workdir == "--workdir=runs/here"
+    overrides = {}
+    for flag in flags:
+        field, value = flag.removeprefix("--config.").split("=", 1)
+        overrides[field] = ast.literal_eval(value) if value[0] in "-(0123456789" else value
+    trained = Config.of(load_config(recipe.removeprefix("--config="), overrides))
+
+    for field in ("architecture", "position", "mixers", "norm", "mlp", "tie_embeddings"):
+        value = getattr(trained.model, field)
+        of_run = run.config[f"model.{field}"]
+        assert value == (tuple(of_run) if isinstance(of_run, list) else of_run)
+    assert trained.data.source == "python_packages"
+    tokens = trained.train.steps * trained.train.batch_size * trained.model.context_length
+    flops = tokens * train_flops_per_token(LanguageModel(trained.model))
+    assert flops == pytest.approx(3e12, rel=0.03)
+    assert sized_command(run, 2e6, "runs/here") == ""  # no model is so small
+
+
 def test_choose_starts_without_jax_and_matplotlib():
     code = (
         "import sys, smallgpt_jax.choose; print(sorted({'jax', 'matplotlib'} & set(sys.modules)))"

@@ -1,5 +1,7 @@
 """`analyse`: everything that a record says, computed once."""
 
+import functools
+
 from smallgpt_jax.analysis import description, laws, spreads
 from smallgpt_jax.analysis.candidates import (
     Evidence,
@@ -13,21 +15,17 @@ from smallgpt_jax.analysis.choice import default_choices
 from smallgpt_jax.analysis.contest import Entry, compare_pairs, compete, draw_losses
 from smallgpt_jax.analysis.equal_flops import find_multipliers, find_orders, find_untried
 from smallgpt_jax.analysis.findings import Contest, Findings, Pair
-from smallgpt_jax.analysis.record import Record
+from smallgpt_jax.analysis.record import Record, model_of
 
 
 def analyse(record: Record) -> Findings:
     evidence = evidence_of(record)
     several_sizes = is_scaling(record)
     size = largest_common_size(record.runs) if several_sizes else ""
-    model = record.reference.partition("@")[0]
-
-    def contest_at(at_size: str) -> Contest | None:
-        return _as_trained(evidence, at_size)
-
-    def compare_pairs(values: description.Values) -> tuple[Pair, ...]:
-        return _compare_measure(values, f"{model}@{size}" if size else record.reference)
-
+    model = model_of(record.reference)
+    reference_name = f"{model}@{size}" if size else record.reference
+    contest_at = functools.partial(_as_trained, evidence)
+    compare_measure = functools.partial(_compare_measure, reference=reference_name)
     longest_runs = [run for run in record.runs if run.horizon == 1]
     ranked = [run for run in longest_runs if not size or run.size == size]
     choices = default_choices(evidence)
@@ -44,14 +42,14 @@ def analyse(record: Record) -> Findings:
         held_out=laws.check_predictions(record, contest_at),
         rates=description.describe_rates(record),
         untried=find_untried(evidence),
-        measures=description.describe_measures(ranked, compare_pairs),
+        measures=description.describe_measures(ranked, compare_measure),
         curves=description.describe_curves(ranked),
     )
 
 
 def _as_trained(evidence: Evidence, size: str | None) -> Contest | None:
-    """Returns the contest of the models' longest runs of a size, or of all names; None without any,
-    or if their losses cannot be compared.
+    """Returns the contest of the longest runs of a size, or, without a size, of all names; None if
+    there are none, or if their losses cannot be compared.
     """
     candidates = longest(evidence.candidates)
     candidates = [one for one in candidates if size is None or one.first.size == size]
@@ -59,12 +57,12 @@ def _as_trained(evidence: Evidence, size: str | None) -> Contest | None:
         return None
     models = {one.model for one in candidates}
     entries: list[Entry] = []
-    entered: set[str] = set()  # models, with those of the same function
+    entered: set[str] = set()
     for one in candidates:
         if one.model in entered:
             continue
         equal = tuple(other for other in evidence.equal_to(one.model) if other in models)
-        entered |= {one.model, *equal}
+        entered |= {one.model, *equal}  # several models of one function have one entry
         entries.append(Entry(one, one.losses, one.flops, equal_to=equal))
     return compete(entries, evidence)
 

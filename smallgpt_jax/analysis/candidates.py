@@ -9,7 +9,7 @@ from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.record import Record, Run, grouped
 
 EQUAL = 1e-3  # nats; models whose losses differ by less with each seed are the same function
-_MIN_MODELS = 4  # at a size and length, whose differences have a typical variance of their own
+_MIN_MODELS = 4  # of a size and length, from which its differences have their own typical variance
 _SAME_ROWS = 1.01  # ratio up to which numbers of validation tokens count as the same rows
 
 
@@ -98,7 +98,7 @@ class Evidence:
         """Returns the prior of the differences at the candidate's size and length: losses vary more
         at some than at others. That of the record where few models were trained.
         """
-        return self.priors.get(_block(candidate), self.prior)
+        return self.priors.get(_size_and_steps(candidate), self.prior)
 
     @property
     def most_seeds(self) -> int:
@@ -115,23 +115,23 @@ def evidence_of(record: Record) -> Evidence:
     finite = [one for one in candidates if math.isfinite(one.loss)]
     losses = []
     priors = {}
-    for block, group in grouped(finite, _block).items():
+    for setting, group in grouped(finite, _size_and_steps).items():
         losses.append(spreads.matrix([one.losses for one in group]))
         if len(group) >= _MIN_MODELS:
-            priors[block] = spreads.prior_of(losses[-1:], _degrees_of_freedom(group))
+            priors[setting] = spreads.prior_of(losses[-1:], _degrees_of_freedom(group))
     prior = spreads.prior_of(losses, _degrees_of_freedom(finite))
     return Evidence(record, tuple(candidates), prior, priors, _equal_models(finite))
 
 
-def _block(candidate: Candidate) -> tuple[str, int]:
+def _size_and_steps(candidate: Candidate) -> tuple[str, int]:
     return candidate.first.size, candidate.first.steps
 
 
 def _degrees_of_freedom(candidates: Sequence[Candidate]) -> int:
-    """Returns those of the differences between models, all together.
+    """Returns the independent degrees of freedom of all differences between models.
 
-    Of m models with n orders at a size, they are (m − 1)(n − 1). Lengths do not count: they share
-    their first steps.
+    They are (m − 1)(n − 1) for m models with n orders of batches at a size. Lengths do not count:
+    they share their first steps.
     """
     degrees = 0
     for of_size in grouped(candidates, lambda one: one.first.size).values():
@@ -179,7 +179,7 @@ def largest_common_size(runs: Sequence[Run]) -> str:
 
 # ------------------------------------------------------------------ equal models
 def _equal_models(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], ...]:
-    """Returns the models, those of the same function in one group.
+    """Returns groups of models that compute the same function; most have one member.
 
     They have equal losses wherever both were trained; or they have equal configs, as lgpt and cgpt
     with convolutions over one position have, and started from random weights.

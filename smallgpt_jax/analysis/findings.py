@@ -241,6 +241,10 @@ class Outcome:
     loss: float | None  # mean over seeds; None until it is trained
     seeds: int
 
+    @property
+    def is_inside(self) -> bool:
+        return self.interval.low <= self.loss <= self.interval.high
+
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
@@ -248,29 +252,24 @@ class HeldOut:
 
     size: str
     time: str  # of the prediction
-    form: str
     sha256: str  # of the losses that were fitted
     outcomes: tuple[Outcome, ...]
-    error: float | None  # mean absolute one
-    coverage: float | None  # share of the outcomes inside their intervals
-    by_law: Decisions | None
-    by_largest_size: Decisions | None  # the order at the largest size that was fitted
+    # None until a predicted run is finished.
+    error: float | None = None  # mean absolute one
+    coverage: float | None = None  # share of the losses inside their intervals
+    by_law: Decisions | None = None
+    by_largest_size: Decisions | None = None  # the order at the largest size that was fitted
 
 
 @dataclasses.dataclass(frozen=True)
 class Laws:
     """How well laws of the smaller sizes predict the largest one."""
 
-    # {key of `laws.FORMS`: mean absolute error over models and lengths}, best first
-    forms: dict[str, float]
+    form: str  # key of `laws.FORMS`, the one with the least error
     size: str  # the largest size, which was left out
+    error: float  # mean absolute one over models and lengths
     by_law: Decisions  # of the left-out size
     by_largest_size: Decisions  # the order at the largest of the other sizes
-
-    @property
-    def error(self) -> float:
-        """The error of the best form, which is used."""
-        return next(iter(self.forms.values()))
 
 
 # ------------------------------------------------------------------ learning rates and setup

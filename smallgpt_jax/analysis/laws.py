@@ -99,23 +99,20 @@ def _terms(form: str, targets: Sequence[Target]) -> np.ndarray:
 
 class _LeftOut(NamedTuple):
     size: str
-    errors: dict[str, float]  # mean absolute ones by form, best first
-    half_width: float  # of the best form, at which its intervals contain INTERVAL of the losses
-
-    @property
-    def best(self) -> str:
-        return next(iter(self.errors))
+    form: str  # with the least error
+    error: float  # mean absolute one
+    half_width: float  # at which the intervals of this form contain INTERVAL of the losses
 
 
-def leave_out_largest(targets: Sequence[Target]) -> _LeftOut:
-    """Returns the errors of the forms at the largest size of models that have enough for a law."""
+def _leave_out_largest(targets: Sequence[Target]) -> _LeftOut:
+    """Returns the best form of law at the largest size of models that have enough for a law."""
     size = _largest_size(targets)
     smaller = [target for target in targets if target.size != size]
     largest = [target for target in targets if target.size == size]
     misses = {form: _misses(form, smaller, largest) for form in FORMS}
-    by_error = sorted(FORMS, key=lambda form: np.mean(misses[form]))
-    errors = {form: float(np.mean(misses[form])) for form in by_error}
-    return _LeftOut(size, errors, float(np.quantile(misses[by_error[0]], INTERVAL)))
+    form = min(FORMS, key=lambda form: np.mean(misses[form]))
+    error, half_width = np.mean(misses[form]), np.quantile(misses[form], INTERVAL)
+    return _LeftOut(size, form, float(error), float(half_width))
 
 
 def _misses(form: str, fitted: Sequence[Target], left_out: Sequence[Target]) -> list[float]:
@@ -154,8 +151,8 @@ def predict(
     usable = [target for target in targets if target.model in can_be_predicted]
     form, rows = next(iter(FORMS)), []
     if usable:
-        left_out = leave_out_largest(usable)
-        form = left_out.best
+        left_out = _leave_out_largest(usable)
+        form = left_out.form
         fits, half = _fits(form, usable), left_out.half_width
         for target in dict.fromkeys(planned):
             if target.model in fits:
@@ -180,15 +177,17 @@ def _model(target: Target) -> str:
 
 # ------------------------------------------------------------------ findings
 def find_laws(record: Record, contest_at: ContestAt) -> Laws | None:
-    """Returns the laws of the models with enough sizes and lengths; None if there are none."""
+    """Returns how well laws predict, of the models with enough sizes and lengths; None if there
+    are none.
+    """
     by_model = grouped(targets_of(record.runs), _model)
     usable: list[Target] = []
     for targets in by_model.values():
         usable += [] if missing(targets) else targets
     if not usable or not _largest_size(usable):
         return None
-    left_out = leave_out_largest(usable)
-    form, size = left_out.best, left_out.size
+    left_out = _leave_out_largest(usable)
+    form, size = left_out.form, left_out.size
     smaller = [target for target in usable if target.size != size]
     predicted = {}
     for model, law in _fits(form, smaller).items():
@@ -196,8 +195,9 @@ def find_laws(record: Record, contest_at: ContestAt) -> Laws | None:
         predicted[model] = predicted_loss(form, law, longest)
     contest = contest_at(size)
     return Laws(
-        forms=left_out.errors,
+        form=form,
         size=size,
+        error=left_out.error,
         by_law=_decisions(predicted, contest),
         by_largest_size=_decisions(_losses_at(smaller, _largest_size(smaller)), contest),
     )
@@ -238,28 +238,19 @@ def check_predictions(record: Record, contest_at: ContestAt) -> HeldOut | None:
         return None
     targets = targets_of(record.runs)
     trained = {(one.model, one.tokens): one for one in targets if one.size == predictions.held_out}
-    outcomes = []
+    outcomes: list[Outcome] = []
     for row in predictions.predictions.get("parameters", ()):
         target = trained.get((row.name, row.tokens))
         loss, seeds = (target.loss, target.seeds) if target else (None, 0)
         interval = Range(row.low, row.high)
         outcomes.append(Outcome(row.name, row.tokens, row.loss, interval, loss, seeds))
     held_out = HeldOut(
-        size=predictions.held_out,
-        time=predictions.time,
-        form=predictions.form,
-        sha256=predictions.records_sha256,
-        outcomes=tuple(outcomes),
-        error=None,
-        coverage=None,
-        by_law=None,
-        by_largest_size=None,
+        predictions.held_out, predictions.time, predictions.records_sha256, tuple(outcomes)
     )
     known = [one for one in outcomes if one.loss is not None]
     if not known:
         return held_out
     misses = [abs(one.loss - one.predicted) for one in known]
-    inside = [one.interval.low <= one.loss <= one.interval.high for one in known]
     # Of each model, the prediction for its longest training.
     predicted = {one.model: one.predicted for one in sorted(outcomes, key=lambda one: one.tokens)}
     fitted = [one for one in targets if one.size != predictions.held_out and one.model in predicted]
@@ -267,7 +258,7 @@ def check_predictions(record: Record, contest_at: ContestAt) -> HeldOut | None:
     return dataclasses.replace(
         held_out,
         error=float(np.mean(misses)),
-        coverage=float(np.mean(inside)),
+        coverage=float(np.mean([one.is_inside for one in known])),
         by_law=_decisions(predicted, contest),
         by_largest_size=_decisions(_losses_at(fitted, _largest_size(fitted)), contest),
     )

@@ -108,17 +108,17 @@ def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return squares.sum(1) / np.maximum(counts - 1, 1), np.maximum(counts - 1, 0)
 
 
-def prior_of(blocks: Sequence[np.ndarray], pooled: float) -> Prior:
-    """Returns the prior of the differences in several arrays of losses (models, orders), such as
-    one per size and length.
+def prior_of(all_losses: Sequence[np.ndarray], pooled: float) -> Prior:
+    """Returns the prior of the differences in several arrays of losses (models, orders), one per
+    size and length.
 
     `pooled` are the independent degrees of freedom: lengths of one run are not independent.
 
     A small variance may be luck: where losses split into modes, all seeds of a model may be in one,
-    and of two seeds nobody can tell. There, no variance is taken to be below the mean one.
+    and two seeds cannot tell. There, no variance is taken to be below the mean one.
     """
     variances, degrees = [np.empty(0)], [np.empty(0)]
-    for losses in blocks:
+    for losses in all_losses:
         one, other = np.triu_indices(len(losses), 1)
         of_pairs, degrees_of_pairs = sample_variances(losses[one] - losses[other])
         variances.append(of_pairs[degrees_of_pairs > 0])
@@ -128,7 +128,7 @@ def prior_of(blocks: Sequence[np.ndarray], pooled: float) -> Prior:
     if not len(all_degrees):
         return prior
     has_three_seeds = all_degrees.max() > 1
-    if has_three_seeds and not split(list(itertools.chain(*blocks))):
+    if has_three_seeds and not split(list(itertools.chain(*all_losses))):
         return prior
     mean = float((all_variances * all_degrees).sum() / all_degrees.sum())
     return dataclasses.replace(prior, least=mean)

@@ -11,7 +11,6 @@ from smallgpt_jax.analysis.findings import (
     Contest,
     Findings,
     HeldOut,
-    Laws,
     Measure,
     Pair,
     Rates,
@@ -265,9 +264,6 @@ def rates(all_rates: Sequence[Rates]) -> Table:
 
 
 # ------------------------------------------------------------------ laws
-def law_forms(laws: Laws) -> Table:
-    rows = [(form, f"{error:.3f}") for form, error in laws.forms.items()]
-    return Table(("form", f"mean error at {laws.size}, nats"), tuple(rows), (0,))
 
 
 def outcomes(held_out: HeldOut) -> Table:
@@ -276,9 +272,9 @@ def outcomes(held_out: HeldOut) -> Table:
     for one in held_out.outcomes:
         trained = [MISSING] * 4  # until the run is finished
         if one.loss is not None:
-            is_inside = one.interval.low <= one.loss <= one.interval.high
             error = f"{one.loss - one.predicted:+.3f}"
-            trained = [words.loss(one.loss), error, "yes" if is_inside else "no", str(one.seeds)]
+            inside = "yes" if one.is_inside else "no"
+            trained = [words.loss(one.loss), error, inside, str(one.seeds)]
         predicted = f"{one.predicted:.3f} ({words.interval(one.interval)})"
         rows.append((one.model, words.amount(one.tokens), predicted, *trained))
     return Table(head, tuple(rows)).kept

@@ -292,11 +292,10 @@ def test_chapters_are_those_of_the_findings():
                 Multiplier("moe", "gpt", 1e13, None, None, "not reached"),
             ),
             orders=(Order("moe", "gpt", (Segment(4e10, 1e13, "moe"),), (), (), (), ()),),
-            laws=Laws({"interaction": 0.08, "power": 0.22}, "0.47M", decisions, Decisions(13, 13)),
+            laws=Laws("size and tokens", "0.47M", 0.08, decisions, Decisions(13, 13)),
             held_out=HeldOut(
                 "0.47M",
                 "2026-11-23T18:30:00",
-                "power",
                 "d3e9aa",
                 (outcome,),
                 0.2,
@@ -331,7 +330,7 @@ def test_chapters_are_those_of_the_findings():
     assert "| moe | 9.4 M | 2.500 (2.400 to 2.600) | 2.700 | +0.200 | no | 3 |" in text
     assert "| moe | 0.008 | 4.200 | diverged | 0.004, the lowest tried | × 0.5 |" in text
     assert "| moe | 1,200 (1,100 to 1,300) |" in text
-    assert "the laws have 12 in the right order" in text
+    assert "(form: size and tokens) miss" in text and "have 12 in the right order" in text
 
 
 def test_cautions_name_what_limits_the_answers():

@@ -25,6 +25,7 @@ _PUBLIC = {
     "train": "training.trained_run",
     "TrainedRun": "training.trained_run",
     "prepare": "data.corpus",
+    "prepare_shard": "data.corpus",
     "load": "inference",
     "evaluate": "evaluation.evaluation",
     "Benchmarks": "evaluation.benchmarks",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the names are public
     from smallgpt_jax.conversion.importing import RunImport as RunImport
     from smallgpt_jax.conversion.importing import import_ as import_
     from smallgpt_jax.data.corpus import prepare as prepare
+    from smallgpt_jax.data.corpus import prepare_shard as prepare_shard
     from smallgpt_jax.diagnosis.diagnosis import diagnose as diagnose
     from smallgpt_jax.errors import StoppedError as StoppedError
     from smallgpt_jax.errors import UserError as UserError

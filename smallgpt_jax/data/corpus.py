@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from smallgpt_jax.data.packing import PACKINGS, Mixture
 from smallgpt_jax.data.prepare import prepare_store
 from smallgpt_jax.data.probe_corpus import ProbeCorpus
 from smallgpt_jax.data.prompts import describe_length, encode_example
+from smallgpt_jax.data.shards import parse_shard, write_shard
 from smallgpt_jax.data.store import (
     METADATA,
     Split,
@@ -154,6 +156,25 @@ def prepare(
     """
     data = DataConfig.from_fields(load_config(config, overrides).get("data", {}))
     return open_or_prepare(data, workers)
+
+
+def prepare_shard(
+    config: str | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    shard: str,
+    workers: int | None = None,
+) -> tuple[Path, bool]:
+    """Tokenizes a shard of the text of a config, such as "3/16": the third of 16.
+
+    Returns its folder, beside config.data.store, and whether it is new. When all shards exist,
+    `prepare` joins them; the store equals the one that a single machine makes. Rerun the same call
+    to resume. Raises UserError.
+    """
+    data = DataConfig.from_fields(load_config(config, overrides).get("data", {}))
+    if is_synthetic(data) or data.mixture:
+        raise UserError("--shard: needs text to tokenize, not a probe or a mixture of stores")
+    return write_shard(StoreSpec.of(data), parse_shard(shard), workers)
 
 
 def open_or_prepare(data, workers: int | None = None, log=print) -> tuple[Corpus, bool]:

@@ -44,17 +44,27 @@ def _hugging_face_parts(source: str) -> list[Part]:
     name, *config = source.removeprefix("hf:").split(":", 1)
     with _name_source_in_errors(source):
         stream = datasets.load_dataset(name, *config, split="train", streaming=True)
+    rows_per_shard = _count_rows(stream) / stream.num_shards
 
     def read(shard: int, rules: Rules):
         with _name_source_in_errors(source):
             rows = stream.shard(num_shards=stream.num_shards, index=shard)
             for number, row in enumerate(rows, 1):
-                yield extract_document(row, f"{source}, shard {shard}, row {number}", rules), 0.0
+                # The card gives the rows of all shards together, if any.
+                fraction = min(number / rows_per_shard, 1.0) if rows_per_shard else None
+                item = extract_document(row, f"{source}, shard {shard}, row {number}", rules)
+                yield item, fraction
 
     return [
         Part(f"{source}, shard {shard}", 0, functools.partial(read, shard), has_fields=True)
         for shard in range(stream.num_shards)
     ]
+
+
+def _count_rows(stream) -> int:
+    """Returns the number of rows that the dataset's card gives; 0: none."""
+    splits = stream.info.splits or {}
+    return getattr(splits.get("train"), "num_examples", 0) or 0
 
 
 def _tfds_parts(source: str) -> list[Part]:

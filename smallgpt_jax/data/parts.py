@@ -9,6 +9,7 @@ import abc
 import dataclasses
 import hashlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,30 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Shard:
+    """One of `count` successive ranges of a source, of about equal size. `number`: from 1."""
+
+    number: int = 1
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def number_of(self, done: float) -> int:
+        """Returns the number of the shard of an item, up to whose end the fraction `done` of the
+        source is read.
+        """
+        # Rounding: 7/25·25 is above 7, but files that end with a shard must not begin the next one.
+        return max(1, math.ceil(done * self.count - 1e-9))
+
+    def fraction_read(self, done: float) -> float:
+        return min(max(done * self.count - (self.number - 1), 0.0), 1.0)
+
+
+WHOLE = Shard()
+
+
+@dataclasses.dataclass(frozen=True)
 class Rules:
     text_field: str
     invalid_utf8: str  # "refuse" | "replace"
@@ -90,12 +115,12 @@ class Rules:
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One file or shard. `read` yields its items, always in the same order, with the fraction read
-    so far, 0 to 1.
+    so far, 0 to 1; None: unknown.
     """
 
     name: str
     size: int  # bytes; 0 if unknown
-    read: Callable[[Rules], Iterator[tuple[Item, float]]]
+    read: Callable[[Rules], Iterator[tuple[Item, float | None]]]
     version: tuple = ()  # changes when the items change; () if changes cannot be detected
     # whether items are rows that may have a prompt and a completion, or messages
     has_fields: bool = False
@@ -171,7 +196,7 @@ class DocumentBatch(NamedTuple):
     texts: list[str]
     skipped: Counter  # reason → number of skipped items
     place: Place
-    done: float  # fraction of the source that has been read, 0 to 1
+    done: float  # fraction of the shard that has been read, 0 to 1
     digest: str  # digest of the source up to `place`
 
 
@@ -213,20 +238,56 @@ def digest_before(parts: list[Part], rules: Rules, place: Place) -> str:
     return digest.hexdigest()
 
 
+def _weights(parts: Sequence[Part]) -> list[int]:
+    """Returns the weights of the parts in the progress, and in the division into shards."""
+    sizes = [part.size for part in parts]
+    return sizes if any(sizes) else [1] * len(parts)
+
+
+def find_start(parts: list[Part], rules: Rules, shard: Shard) -> tuple[Place, str]:
+    """Returns the place of a shard's first item, and the digest of the source before it.
+
+    Reads only the part in which the shard begins.
+    """
+    weights = _weights(parts)
+    total, before, digest = sum(weights), 0, Digest()
+    if shard.number == 1:
+        return Place(), digest.hexdigest()
+    for number, part in enumerate(parts):
+        end = before + weights[number]
+        if shard.number_of(end / total) >= shard.number:
+            for count, (item, fraction) in enumerate(part.read(rules)):
+                done = end if fraction is None else before + weights[number] * fraction
+                if shard.number_of(done / total) >= shard.number:
+                    return Place(number, count), digest.hexdigest()
+                digest.add(item)
+        digest.end_part(part)
+        before = end
+    return Place(len(parts)), digest.hexdigest()
+
+
 def document_batches(
     parts: list[Part],
     rules: Rules,
     start: Place = Place(0, 0),  # noqa: B008
+    shard: Shard = WHOLE,
 ) -> Iterator[DocumentBatch]:
-    """Yields the documents from `start` on, in batches of about BATCH_CHARACTERS characters."""
-    sizes = [part.size for part in parts]
-    weights = sizes if any(sizes) else [1] * len(parts)  # of the parts in the progress
-    before = sum(weights[: start.parts])  # weight of the parts that have been read
+    """Yields the documents from `start` to the end of `shard`, in batches of about BATCH_CHARACTERS
+    characters.
+    """
+    weights = _weights(parts)
+    total, before = sum(weights), sum(weights[: start.parts])
     digest = Digest(parts[: start.parts])
     texts, skipped, characters = [], Counter(), 0
     for number, part in enumerate(parts[start.parts :], start.parts):
         items_before = start.items if number == start.parts else 0
+        end = before + weights[number]
         for count, (item, fraction) in enumerate(part.read(rules), 1):
+            done = end if fraction is None else before + weights[number] * fraction
+            if shard.number_of(done / total) > shard.number:
+                place = Place(number, count - 1)
+                yield DocumentBatch(texts, skipped, place, 1.0, digest.hexdigest())
+                return
             digest.add(item)
             if count <= items_before:  # the digest covers these items, too
                 continue
@@ -236,10 +297,15 @@ def document_batches(
             else:
                 skipped[item.reason if item else "empty"] += 1
             if characters >= BATCH_CHARACTERS:
-                done = (before + weights[number] * fraction) / sum(weights)
-                place = Place(number, count)
-                yield DocumentBatch(texts, skipped, place, done, digest.hexdigest())
+                read = before if fraction is None else done
+                yield DocumentBatch(
+                    texts,
+                    skipped,
+                    Place(number, count),
+                    shard.fraction_read(read / total),
+                    digest.hexdigest(),
+                )
                 texts, skipped, characters = [], Counter(), 0
         digest.end_part(part)
-        before += weights[number]
+        before = end
     yield DocumentBatch(texts, skipped, Place(len(parts)), 1.0, digest.hexdigest())

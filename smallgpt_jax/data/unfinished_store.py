@@ -69,7 +69,7 @@ class Entry(NamedTuple):
     plain_text: dict
 
 
-_START = Entry(
+START = Entry(
     Place(),
     Digest().hexdigest(),
     0.0,
@@ -82,11 +82,11 @@ _START = Entry(
 @dataclasses.dataclass
 class Journal:
     # keys: "format", "made_from" (settings), "texts" (hash of the source), "tokenizer" (hash of
-    # files), "split_by_file"
+    # files), "split_by_file"; of a shard, "shard": its number, the count, and the place of its start
     identity: dict
     # where the tokenizer's training text ends; None: at the end of the source
     tokenizer_text_end: Place | None
-    latest: Entry = _START
+    latest: Entry = START
     # `latest` was recorded while one part of the source was being read. `earlier` is the last entry
     # before that part. If that part has changed, preparation resumes from `earlier` instead of
     # `latest`.
@@ -246,12 +246,12 @@ def _count_passages(texts: Sequence[str], journal: Journal) -> dict:
     }
 
 
-def require_documents(journal: Journal) -> None:
-    made_from, splits = journal.identity["made_from"], journal.latest.splits
+def require_documents(made_from: dict, latest: Entry) -> None:
+    splits = latest.splits
     where = f"config.data.source={made_from['source']!r}"
     total = sum(counts["documents"] for counts in splits.values())
     if not total:
-        skipped = format_skipped(journal.latest.skipped)
+        skipped = format_skipped(latest.skipped)
         reasons = f" (skipped: {skipped})" if skipped else ""
         raise UserError(f"{where}: contains no text{reasons}")
     for name, counts in splits.items():

@@ -26,11 +26,13 @@ from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.analysis import analyse
 from smallgpt_jax.comparison import budget, held_out, merging, run_reader
 from smallgpt_jax.conversion import gpt_variations, hugging_face, model_card
-from smallgpt_jax.data import store, tokenizer_folder, tokenizers, unfinished_store
+from smallgpt_jax.data import shards, store, tokenizer_folder, tokenizers, unfinished_store
 from smallgpt_jax.data.chat_template import ChatTemplate, find_template
+from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import Corpus, same_text
-from smallgpt_jax.data.parts import Rules
+from smallgpt_jax.data.parts import Rules, Shard
 from smallgpt_jax.data.source import Source
+from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import local_data
@@ -175,6 +177,7 @@ def write_run(folder: Path) -> None:
     examples = [{"prompt": f"question {i}", "completion": "answer"} for i in range(50)]
     (folder / "a.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
     prepare_store(folder / "examples", folder / "a.jsonl", format="completion")
+    write_shard(folder / "shard", source)
     config = load_config(
         "gpt", data__source=str(source), data__store=str(made.folder), model__num_layers=1
     )
@@ -198,6 +201,15 @@ def write_run(folder: Path) -> None:
     entry = unfinished_store.Entry(place, "digest", 0.5, {"empty": 1}, counts, files)
     (folder / "journal").mkdir()
     unfinished_store.Journal(identity, None, entry, entry).write(folder / "journal")
+
+
+def write_shard(folder: Path, source: Path) -> None:
+    data = DataConfig(
+        store=str(folder / "store"), source=str(source), tokenizer="bytes", validation_fraction=0.1
+    )
+    made, _ = shards.write_shard(StoreSpec.of(data), Shard(), log=lambda _: None)
+    record = made / "shard.json"
+    record.write_text(record.read_text().replace(str(source), "a.txt"))
 
 
 def write_tokenizers(folder: Path) -> None:
@@ -357,6 +369,12 @@ def read_store(folder):
             rows.read_rows(np.arange(min(rows.num_rows, 100)))
 
 
+def read_shard(folder):
+    """A shard of which the store consists, because of which the join reads no text."""
+    shutil.rmtree(folder / "store", ignore_errors=True)
+    prepare_store(folder / "store", "a.txt", validation_fraction=0.1)
+
+
 def read_examples(folder):
     corpus = Corpus((store.open_store(folder),), (1.0,))
     for split in store.SPLITS:
@@ -470,6 +488,7 @@ READERS = {
     "store/train.documents.bin": read_store,
     "examples/train.counted.bin": read_examples,
     "journal/journal.json": read_journal,
+    "shard/store.shards/1-of-1/shard.json": read_shard,
     "checkpoint/checkpoints/7/check/metadata": read_checkpoint,
     "checkpoint/checkpoints/7/_CHECKPOINT_METADATA": read_checkpoint,
     "checkpoint/checkpoints/7/params/_METADATA": read_checkpoint,

@@ -91,6 +91,18 @@ def test_a_store_prepared_in_object_storage_has_the_same_bytes(texts, bucket, tm
     assert other.returncode == 1 and "was made with source=" in other.stderr
 
 
+def test_shards_in_object_storage(texts, bucket, tmp_path):
+    remote, local = texts
+    fields = data_fields(f"{remote}/*.jsonl.gz,{remote}/b.parquet", bucket / "store")
+    for shard in ("2/2", "1/2"):
+        made = call("prepare", *fields, f"--shard={shard}")
+        assert made.stdout.splitlines()[-1].startswith(f"new: {bucket}/store.shards/"), made.stderr
+    assert call("prepare", *fields).returncode == 0
+    assert call("prepare", *data_fields(local, tmp_path / "store")).returncode == 0
+    joined, expected = files_of(local_copy(bucket / "store")), files_of(tmp_path / "store")
+    assert joined.pop("metadata.json") and expected.pop("metadata.json") and joined == expected
+
+
 def test_failed_reads_are_not_damage(texts, bucket, monkeypatch):
     """A file is called damaged if its content is invalid, but not if reading it fails."""
     config = load_config(

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import os
 import platform as platform_module
+import re
 import traceback
 from pathlib import Path
 
@@ -86,6 +88,10 @@ def processor_identity() -> dict[str, str]:
         caches = sorted(_CACHES.glob("index*"))
         sizes = [(cache / "size").read_text("utf-8").strip() for cache in caches]
         identity["caches"] = " ".join(sizes)
+    # XLA then uses fewer of the instruction sets, which changes bits as another processor does
+    limits = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
+    if limits:
+        identity["xla_cpu_max_isa"] = limits[-1]
     return identity
 
 

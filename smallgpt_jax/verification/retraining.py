@@ -32,7 +32,7 @@ OTHER_INSTRUCTIONS = "--xla_cpu_max_isa=AVX2"
 
 
 def machine_differences(run: Run) -> str:
-    """Returns how versions and processor differ from those of the record's last session."""
+    """Returns how versions, processor and devices differ from those of the record's last session."""
     if not run.sessions:
         return "versions and processor are not recorded"
     session, versions = run.sessions[-1], package_versions()
@@ -42,6 +42,8 @@ def machine_differences(run: Run) -> str:
         texts.append(f"another processor, perhaps: only the name {session.device!r} is recorded")
     elif session.processor != processor_identity():
         texts.append("another processor")
+    if session.devices != jax.device_count():
+        texts.append(f"{jax.device_count()} devices, recorded {session.devices}")
     return "; ".join(texts)
 
 

@@ -6,17 +6,21 @@ import copy
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
 from conftest import ROOT
 
 from smallgpt_jax.analysis import record as records
+from smallgpt_jax.devices.platform import processor_identity
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.provenance import package_versions
 from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, compare_curves
 from smallgpt_jax.verification.bundle import open_bundle, write_bundle
 from smallgpt_jax.verification.counts import Counts
 from smallgpt_jax.verification.problems import CONTRADICTION, SUSPICION
 from smallgpt_jax.verification.record_checks import check_record
+from smallgpt_jax.verification.retraining import machine_differences
 from smallgpt_jax.verification.sample import Sample, chance_to_pass
 
 NAMES = ("gpt@45k", "llama@45k")
@@ -375,6 +379,21 @@ def test_another_machine_rounds_more_than_the_variants():
     assert how(recorded, trained, variants) == [OUTSIDE]
     assert how(recorded, trained, variants, is_other_machine=True) == [BAND]
     assert how({55: 5.3710}, trained, variants, is_other_machine=True) == [OUTSIDE]
+
+
+def test_what_makes_another_machine(honest, monkeypatch):
+    content = copy.deepcopy(run_of(honest, 1337))
+    content["sessions"][-1] |= {
+        "versions": package_versions(),
+        "processor": processor_identity(),
+        "devices": jax.device_count(),
+    }
+    assert machine_differences(records.parse(records.Run, content)) == ""
+    content["sessions"][-1]["devices"] = 3
+    assert machine_differences(records.parse(records.Run, content)).endswith("recorded 3")
+    content["sessions"][-1]["devices"] = jax.device_count()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2")
+    assert machine_differences(records.parse(records.Run, content)) == "another processor"
 
 
 def test_a_run_that_rounding_changes_as_much_as_a_seed_is_compared_as_a_seed():

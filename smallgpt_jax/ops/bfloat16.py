@@ -37,11 +37,10 @@ def dot(a, b):
 
 
 def _barrier(x):
-    """XLA's bfloat16 products need row-major operands; the reshape makes `x` row-major even if it
-    is a transposed array. Without the barriers, XLA folds transpositions into the product later,
-    and the program fails ("Unsupported element type for DotThunk"). They are on the bits, because
-    XLA computes a bfloat16 barrier and what reads it in float32.
-    """
+    # XLA's bfloat16 products need row-major operands; the reshape makes `x` row-major even if it is
+    # a transposed array. Without the barrier, XLA folds transpositions into the product later, and
+    # the program fails ("Unsupported element type for DotThunk"). It is on the bits, because XLA
+    # computes a bfloat16 barrier and what reads it in float32.
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
     bits = jax.lax.optimization_barrier(bits[..., None]).reshape(x.shape)
     return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)

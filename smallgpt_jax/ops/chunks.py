@@ -169,11 +169,11 @@ def _scan(kept, erased, added, state, reverse: bool):
     def next_chunk(state, chunk):
         kept, erased, added = chunk
 
-        def after(state, added):
-            after = kept[..., None, None] * state + added
-            return after if erased is None else after - erased @ state
+        def next_state(state, added):
+            kept_and_added = kept[..., None, None] * state + added
+            return kept_and_added if erased is None else kept_and_added - erased @ state
 
-        return jax.tree.map(after, state, added), state
+        return jax.tree.map(next_state, state, added), state
 
     last, states = jax.lax.scan(next_chunk, state, (kept, erased, added), reverse=reverse)
     return states, last

@@ -35,31 +35,25 @@ def is_short(window: int) -> bool:
 
 
 def block_length(time: int, window: int) -> int:
-    """Short blocks have fewer scores outside the window; in long blocks, a score takes less
-    time.
-    """
+    # Short blocks have fewer scores outside the window; in long blocks, a score takes less time.
     return math.gcd(time, _SHORT_BLOCK if is_short(window) else _BLOCK)
 
 
 def fits(per_group: int, head_width: int, time: int, dtype: str) -> bool:
-    """Returns whether a whole head fits into the 16 MiB of a core's memory that a kernel may use by
-    default: blocks of scores need 5 MiB, and each byte of queries at most 18 for gradients: a
-    float32 sum, and 7 arguments and results, each twice, as one copy is moved while the other is
-    used.
-    """
-    # Heads narrower than 16 are padded to 16.
+    """Returns whether a whole head fits into the 16 MiB of a core's memory that a kernel may use."""
+    # Blocks of scores need 5 MiB, and each byte of queries at most 18 for gradients: a float32 sum,
+    # and 7 arguments and results, each twice, as one copy is moved while the other is used. Heads
+    # narrower than 16 are padded to 16.
     bytes_of_queries = per_group * max(head_width, 16) * time * jnp.dtype(dtype).itemsize
     return bytes_of_queries <= _MAX_BYTES
 
 
 def blocks_in_reach(time: int, window: int) -> int:
-    """Keys that are d blocks before a query are at least d · length − (length − 1) positions before
-    it.
-    """
     length = block_length(time, window)
     if not window:
         return time // length
-    # ⌈(window − 1) / length⌉: 1 for windows up to 257 and blocks of 256
+    # Keys d blocks before a query are at least d · length − (length − 1) positions before it, so
+    # d ≤ ⌈(window − 1) / length⌉: 1 for windows up to 257 and blocks of 256.
     return (window + length - 2) // length
 
 
@@ -72,6 +66,7 @@ def flash_attention(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window: int, interpret: boo
 
 
 def _dot(a, b, contract: tuple[int, int]):
+    """Sums over an axis of `a` and one of `b`: (1, 0) gives a·b, (0, 0) aᵀ·b, and (1, 1) a·bᵀ."""
     dimensions = ((contract[:1], contract[1:]), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
@@ -80,10 +75,10 @@ def _scores(k_KxS, q_KxC, blocks_apart, window: int):
     """Returns masked (S, C) scores; `blocks_apart` is an int, or a positive traced integer."""
     scores_SxC = _dot(k_KxS, q_KxC, (0, 0))
     length = q_KxC.shape[1]
-    is_known = isinstance(blocks_apart, int)
-    is_diagonal = is_known and blocks_apart == 0
-    is_inside = not window or (is_known and (blocks_apart + 1) * length <= window)
-    if is_inside and not is_diagonal:
+    is_static = isinstance(blocks_apart, int)
+    is_diagonal = is_static and blocks_apart == 0
+    is_inside = not window or (is_static and (blocks_apart + 1) * length <= window)
+    if is_inside and not is_diagonal:  # the whole block is allowed
         return scores_SxC
     key, query = (jax.lax.broadcasted_iota(jnp.int32, scores_SxC.shape, axis) for axis in (0, 1))
     distance = query - key + blocks_apart * length
@@ -93,22 +88,22 @@ def _scores(k_KxS, q_KxC, blocks_apart, window: int):
     return jnp.where(allowed, scores_SxC, -1e30)
 
 
-def _for_each_block(time: int, window: int, body, later: bool = False):
-    """Calls body(i, n), with n blocks in reach before i (`later`: after it); n is an int if the
-    window is short.
+def _for_each_block(time: int, window: int, body, count_after: bool = False):
+    """Calls body(i, n), with n blocks in reach before block i, or after it with `count_after`; n is
+    an int if the window is short.
     """
     blocks = time // block_length(time, window)
     reach = blocks_in_reach(time, window)
 
     def neighbors(i):
-        return blocks - 1 - i if later else i
+        return blocks - 1 - i if count_after else i
 
     if not is_short(window):
         jax.lax.fori_loop(0, blocks, lambda i, _: body(i, jnp.minimum(neighbors(i), reach)), None)
         return
     # Blocks from `start` to `stop` have `reach` neighbors; those at the edge of the row have fewer.
     edge = min(reach, blocks)
-    start, stop = (0, blocks - edge) if later else (edge, blocks)
+    start, stop = (0, blocks - edge) if count_after else (edge, blocks)
     for i in range(start):
         body(i, neighbors(i))
     jax.lax.fori_loop(start, stop, lambda i, _: body(i, reach), None)
@@ -139,15 +134,15 @@ def _forward_kernel(q_KxT, k_KxT, v_KxT, y_KxT, log_sums_1xT, *, window: int):
             sums_1xC += jnp.sum(weights_SxC, axis=0, keepdims=True)
         return new_largest_1xC, sums_1xC, y
 
-    def outputs_of_queries(query_block, previous):
+    def outputs_of_queries(query_block, blocks_before):
         zeros_1xC = jnp.zeros((1, length), jnp.float32)
         carry = zeros_1xC - 1e30, zeros_1xC, jnp.zeros((width, length), jnp.float32)
         if is_short(window):
-            carry = add_keys(query_block, range(previous + 1), carry)
+            carry = add_keys(query_block, range(blocks_before + 1), carry)
         else:
             carry = jax.lax.fori_loop(
                 1,
-                previous + 1,
+                blocks_before + 1,
                 lambda apart, carry: add_keys(query_block, [apart], carry),
                 add_keys(query_block, [0], carry),
             )
@@ -167,13 +162,18 @@ class _GradientInputs(NamedTuple):
     v_KxT: jax.Array
     dy_RxKxT: jax.Array
     log_sums_Rx1xT: jax.Array
-    products_Rx1xT: jax.Array  # sums of y·dy over the head width (Dao, section 3.1.2)
+    y_dy_Rx1xT: jax.Array  # sums of y·dy over the head width (D of Dao, section 3.1.2)
 
 
 def _gradient_kernel(
     inputs: _GradientInputs, dq_RxKxT, dk_KxT, dv_KxT, dq_sums_RxKxT, *, window: int
 ):
-    q_RxKxT, k_KxT, v_KxT, dy_RxKxT, log_sums_Rx1xT, products_Rx1xT = inputs
+    """For each block of keys, goes over the R query heads and the blocks of queries that read it.
+
+    dk and dv are summed in registers, dq over the blocks of keys in `dq_sums_RxKxT`. Queries come
+    divided by √K, so dq is the gradient by these.
+    """
+    q_RxKxT, k_KxT, v_KxT, dy_RxKxT, log_sums_Rx1xT, y_dy_Rx1xT = inputs
     per_group, width, time = q_RxKxT.shape
     length = block_length(time, window)
     dq_sums_RxKxT[...] = jnp.zeros(dq_sums_RxKxT.shape, jnp.float32)
@@ -187,30 +187,30 @@ def _gradient_kernel(
         weights_SxC = jnp.exp(
             _scores(k, q, blocks_apart, window) - log_sums_Rx1xT[head, :, queries]
         )
-        d_scores_SxC = weights_SxC * (_dot(v, dy, (0, 0)) - products_Rx1xT[head, :, queries])
+        # Of a softmax, with v·dy, the gradients by the weights, and y·dy, their weighted mean.
+        d_scores_SxC = weights_SxC * (_dot(v, dy, (0, 0)) - y_dy_Rx1xT[head, :, queries])
         d_scores_SxC = d_scores_SxC.astype(q.dtype)
         dq_sums_RxKxT[head, :, queries] += _dot(k, d_scores_SxC, (1, 0))
         dk = dk + _dot(q, d_scores_SxC, (1, 1))
         dv = dv + _dot(dy, weights_SxC.astype(dy.dtype), (1, 1))
         return dk, dv
 
-    def gradients_of_keys(key_block, later):
+    def gradients_of_keys(key_block, blocks_after):
         def add_head(head, carry):
             add = functools.partial(add_block, head, key_block)
             if not is_short(window):
-                return jax.lax.fori_loop(1, later + 1, add, add(0, carry))
-            for blocks_apart in range(later + 1):
+                return jax.lax.fori_loop(1, blocks_after + 1, add, add(0, carry))
+            for blocks_apart in range(blocks_after + 1):
                 carry = add(blocks_apart, carry)
             return carry
 
         zeros_KxS = jnp.zeros((width, length), jnp.float32)
         dk, dv = jax.lax.fori_loop(0, per_group, add_head, (zeros_KxS, zeros_KxS))
         keys = pl.ds(key_block * length, length)
-        dk, dv = dk.astype(dk_KxT.dtype), dv.astype(dv_KxT.dtype)
-        dk_KxT[:, keys] = dk
-        dv_KxT[:, keys] = dv
+        dk_KxT[:, keys] = dk.astype(dk_KxT.dtype)
+        dv_KxT[:, keys] = dv.astype(dv_KxT.dtype)
 
-    _for_each_block(time, window, gradients_of_keys, later=True)
+    _for_each_block(time, window, gradients_of_keys, count_after=True)
     dq_RxKxT[...] = dq_sums_RxKxT[...].astype(dq_RxKxT.dtype)
 
 
@@ -249,8 +249,8 @@ def _backward(window: int, interpret: bool, saved, dy_BxHxKxT):
     batch, heads, width, time = q_BxHxKxT.shape
     groups = k_BxGxKxT.shape[1]
     per_group = heads // groups
-    products_BxHxKxT = y_BxHxKxT.astype(jnp.float32) * dy_BxHxKxT.astype(jnp.float32)
-    products_BxHx1xT = jnp.sum(products_BxHxKxT, axis=2, keepdims=True)
+    y_dy_BxHxKxT = y_BxHxKxT.astype(jnp.float32) * dy_BxHxKxT.astype(jnp.float32)
+    y_dy_BxHx1xT = jnp.sum(y_dy_BxHxKxT, axis=2, keepdims=True)
 
     def spec(*block):
         return pl.BlockSpec((None, *block, time), lambda batch, group: (batch, group, 0, 0))
@@ -259,7 +259,7 @@ def _backward(window: int, interpret: bool, saved, dy_BxHxKxT):
     sums = spec(per_group, 1)
     keys = spec(None, width)
     inputs = _GradientInputs(
-        q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, dy_BxHxKxT, log_sums_BxHx1xT, products_BxHx1xT
+        q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, dy_BxHxKxT, log_sums_BxHx1xT, y_dy_BxHx1xT
     )
     return pl.pallas_call(
         functools.partial(_gradient_kernel, window=window),

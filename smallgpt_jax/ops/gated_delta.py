@@ -39,10 +39,9 @@ _SMALL = 16  # products of smaller matrices cost more on CPUs than the zeros in 
 
 
 def gated_delta(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend: str = "auto"):
-    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. Logarithms of decays
-    are log α. Where `begins_BxT`, (B or 1, T), a new text begins, which does not see the state. A
-    token with log α = 0 and β = 0, such as padding, does not change the state. With the `backend`
-    "xla", no kernel is used.
+    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. Where `begins_BxT`,
+    (B or 1, T), a new text begins, which does not see the state. Padding has a log decay of 0 and
+    β = 0, which keeps the state. The `backend` "xla" uses no kernel.
     """
     inputs = inputs.map(lambda x: x.astype(jnp.float32))
     _, time, _, key_width = inputs.q_BxTxGxK.shape

@@ -8,18 +8,17 @@ from smallgpt_jax.ops import bfloat16
 
 
 def matmul(x_BxTxI, w_IxO, decode: bool):
-    """On CPUs, x becomes a matrix, because XLA turns three-dimensional products into slow loops; on
-    TPUs, that would keep XLA from fusing the product with the activation. On CPUs, the gradient of
-    a tall `w` is computed as a wide matrix, which is faster (docs/speed.md); the barrier keeps XLA
-    from removing the transposition.
-    """
     if platform() != "cpu":
         return jnp.dot(x_BxTxI, w_IxO)
     inputs, outputs = w_IxO.shape
+    # XLA's CPU backend turns three-dimensional products into slow loops. On TPUs, a matrix would
+    # keep XLA from fusing the product with the activation.
     x_RxI = x_BxTxI.reshape(-1, inputs)
     if bfloat16.applies(w_IxO.dtype) and not decode:
         y_RxO = bfloat16.product(x_RxI, w_IxO).astype(jnp.bfloat16)
     elif inputs > outputs and not decode:
+        # The gradient of a tall `w` is then a wide matrix, which is faster (docs/speed.md). The
+        # barrier keeps XLA from removing the transposition.
         contract_last = (((1,), (1,)), ((), ()))
         y_RxO = jax.lax.dot_general(x_RxI, jax.lax.optimization_barrier(w_IxO.T), contract_last)
     else:

@@ -275,6 +275,10 @@ def _heads_at(positions, inputs: _Arrays) -> _Arrays:
 
 
 def _forward_kernel(inputs: _Arrays, state, y, states, last, carried):
+    """Writes y, the states before each chunk, and the last state. `carried`, (heads, V, K), is the
+    state between chunks, which the steps of the grid hand on.
+    """
+
     @pl.when(pl.program_id(2) == 0)
     def _():
         carried[...] = state[...]
@@ -354,7 +358,7 @@ _GRADIENT = _Pass(
 )
 
 
-def _call(over: _Pass, inputs, outputs, arrays: _Arrays, interpret: bool):
+def _call(kernel_pass: _Pass, inputs, outputs, arrays: _Arrays, interpret: bool):
     """Returns the outputs, of shapes `outputs`. A step of the grid gets the heads of a group, or
     what they share. `inputs` contain `arrays`.
     """
@@ -374,7 +378,7 @@ def _call(over: _Pass, inputs, outputs, arrays: _Arrays, interpret: bool):
             lengths = x.shape[2:]
 
         def index(b, h, t):
-            t = blocks - 1 - t if over.is_reversed else t
+            t = blocks - 1 - t if kernel_pass.is_reversed else t
             after_head = {"positions": (0, t), "chunks": (t, 0, 0), "state": (0, 0)}[kind]
             return b, h if is_split else 0, *after_head
 
@@ -382,11 +386,11 @@ def _call(over: _Pass, inputs, outputs, arrays: _Arrays, interpret: bool):
 
     rule = "gated_delta" if arrays.gates_BxHxRxT.shape[2] == 4 else "state_space"
     return pl.pallas_call(
-        over.kernel,
-        name=f"{rule}_{over.name}",
+        kernel_pass.kernel,
+        name=f"{rule}_{kernel_pass.name}",
         grid=(batch, heads // group, blocks),
-        in_specs=jax.tree.map(spec, over.inputs, inputs),
-        out_specs=jax.tree.map(spec, over.outputs, outputs),
+        in_specs=jax.tree.map(spec, kernel_pass.inputs, inputs),
+        out_specs=jax.tree.map(spec, kernel_pass.outputs, outputs),
         out_shape=outputs,
         scratch_shapes=[pltpu.VMEM((group, width_v, arrays.k_BxGxKxT.shape[2]), jnp.float32)],
         compiler_params=pltpu.CompilerParams(

@@ -1,12 +1,13 @@
 """The state space recurrence of Mamba-2 (Dao & Gu, arXiv 2405.21060), in chunks, in float32.
 
-Each head has a state, (N, P), which decays and to which a token adds the product of its key and its
+Each head has a state, (K, V), which decays and to which a token adds the product of its key and its
 value:
 
-    h_t = a_t·h_(t−1) + b_t·v_tᵀ        y_t = h_tᵀ·c_t
+    h_t = a_t·h_(t−1) + k_t·v_tᵀ        y_t = h_tᵀ·q_t
 
-(equation 2, with a scalar a_t, and v_t = Δ_t·x_t). Inside a chunk, y is a product with a matrix of
-decays (section 6, "SSD"); the states between chunks are computed one after another.
+(equation 2, with a scalar a_t; its B is our k, its C our q, and v_t = Δ_t·x_t). Inside a chunk, y is
+a product with a matrix of decays (section 6, "SSD"); the states between chunks are computed one
+after another.
 
 Shapes: B batch, T time, H heads, G = 1 or H heads of keys and queries, K state size, V value width;
 N chunks of C positions.
@@ -27,10 +28,9 @@ from smallgpt_jax.ops.chunks import (
 
 
 def state_space(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend: str = "auto"):
-    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. Queries are c, keys
-    b, and logarithms of decays log a. Where `begins_BxT`, (B or 1, T), a new text begins, which
-    does not see the state. A token with log a = 0 and v = 0, such as padding, does not change the
-    state. With the `backend` "xla", no kernel is used.
+    """Returns y, (B, T, H, V), and the last state, (B, H, K, V), both float32. Where `begins_BxT`,
+    (B or 1, T), a new text begins, which does not see the state. Padding has a log decay of 0 and
+    v = 0, which keeps the state. The `backend` "xla" uses no kernel.
     """
     inputs = inputs.map(lambda x: x.astype(jnp.float32))
     _, time, _, value_width = inputs.v_BxTxHxV.shape
@@ -45,12 +45,12 @@ def state_space(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend:
 
 def _one_token(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
     """Equation 2."""
-    c_BxGxK, b_BxGxK, v_BxHxV, log_decay_BxH, _ = inputs.map(lambda x: x[:, 0])
+    q_BxGxK, k_BxGxK, v_BxHxV, log_decay_BxH, _ = inputs.map(lambda x: x[:, 0])
     kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(log_decay_BxH))
     kept_state_BxHxKxV = kept_BxH[:, :, None, None] * state_BxHxKxV
-    added_BxHxKxV = b_BxGxK[..., None] * v_BxHxV[:, :, None]
+    added_BxHxKxV = k_BxGxK[..., None] * v_BxHxV[:, :, None]
     state_BxHxKxV = kept_state_BxHxKxV + added_BxHxKxV
-    y_BxHxV = jnp.sum(c_BxGxK[..., None] * state_BxHxKxV, axis=2)
+    y_BxHxV = jnp.sum(q_BxGxK[..., None] * state_BxHxKxV, axis=2)
     return y_BxHxV[:, None], state_BxHxKxV
 
 
@@ -58,15 +58,15 @@ def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
     """As `state_space`, of float32 arrays."""
     time = inputs.v_BxTxHxV.shape[1]
     length = chunk_length(time)
-    c, b, v, log_decay, _ = inputs.map(lambda x: in_chunks(x, length))  # (N, B, H or G, C, …)
+    q, k, v, log_decay, _ = inputs.map(lambda x: in_chunks(x, length))  # (N, B, H or G, C, …)
     begins_NxBx1xC = in_chunks(begins_BxT[:, :, None], length)
     decays, kept, until_end = decays_in_chunk(log_decay, begins_NxBx1xC)  # Γ, γ, ω
     # (i, j): how much of the value of token j token i reads
-    scores = decays * (c @ jnp.swapaxes(b, -1, -2))
+    scores = decays * (q @ jnp.swapaxes(k, -1, -2))
     y_NxBxHxCxV = scores @ v
-    added_NxBxHxKxV = jnp.swapaxes(until_end[..., None] * b, -1, -2) @ v
+    added_NxBxHxKxV = jnp.swapaxes(until_end[..., None] * k, -1, -2) @ v
     states_NxBxHxKxV, state_BxHxKxV = states_before_chunks(
         kept[..., -1], None, added_NxBxHxKxV, state_BxHxKxV
     )
-    y_NxBxHxCxV = y_NxBxHxCxV + kept[..., None] * (c @ states_NxBxHxKxV)
+    y_NxBxHxCxV = y_NxBxHxCxV + kept[..., None] * (q @ states_NxBxHxKxV)
     return joined(y_NxBxHxCxV, time), state_BxHxKxV

@@ -110,8 +110,8 @@ def masked_batches(
     batch_size: int,
     rows: slice | np.ndarray = slice(None),
 ) -> grain.MapDataset:
-    """Returns batches with loss masks and row numbers. The last batch is filled with rows that its
-    loss mask excludes.
+    """Returns this process's `rows` of batches with loss masks and row numbers. The last batch is
+    filled with rows that its loss mask excludes.
     """
 
     def read(first: int) -> Batch:

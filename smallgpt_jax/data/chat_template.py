@@ -98,13 +98,15 @@ class ChatTemplate:
             raise ValueError(f"message {i + 1} is not written as it is, in one place")
         content_end = len(text) - len(after)
         up_to_end = text[:content_end]
-        content = len(os.path.commonprefix([up_to_end, before]))  # noqa: RUF071 (of characters)
-        start = len(prompt) if up_to_end.startswith(prompt) else content
+        # The content begins where the two texts part. The answer begins after the generation prompt:
+        # what the template writes between them, such as an empty reasoning, is learned, too.
+        content_start = len(os.path.commonprefix([up_to_end, before]))  # noqa: RUF071 (of characters)
+        start = len(prompt) if up_to_end.startswith(prompt) else content_start
         # The last turn shows how a turn ends. Some templates end earlier turns in another way.
         ending = self._ending(texts[_last_turn(i)])
         return start, Answer(
-            before=text[start:content],
-            content=text[max(start, content) : content_end],
+            before=text[start:content_start],
+            content=text[max(start, content_start) : content_end],
             end=ending if after.startswith(ending) else "",
         )
 

@@ -61,7 +61,7 @@ class HuggingFaceTokenizer:
         self.unknown = self._find_unknown(content["model"])
         encodes_all = _encodes_bytes(content, vocabulary.keys())
         self._drops = self.unknown is None and not encodes_all
-        self._named = _named_tokens(self._files)
+        self._variables = _template_variables(self._files)  # such as {"eos_token": "</s>"}
         self.special_tokens = self._find_special_tokens()
         self.end_of_text_token = self._find_end_of_text()
         self.end_of_text = self._tokenizer.token_to_id(self.end_of_text_token)
@@ -71,6 +71,7 @@ class HuggingFaceTokenizer:
 
     def _try_out(self) -> None:
         """Raises ValueError if a text can be encoded as a mark, which separates documents."""
+        # raises for a damaged tokenizer
         self._tokenizer.decode(self._tokenizer.encode(_TRIAL, add_special_tokens=False).ids)
         marks = {
             self.end_of_text_token: self.end_of_text,
@@ -93,17 +94,18 @@ class HuggingFaceTokenizer:
         return tokenizer
 
     def _find_special_tokens(self) -> SpecialTokens:
-        ids, allowed = {}, set()
+        ids, allowed_in_messages = {}, set()
         for i, token in self._tokenizer.get_added_tokens_decoder().items():
+            # spaces that are a token, as in models for code, are text and not a name
             if token.content.strip():
                 ids[token.content] = i
             if not token.special:
-                allowed.add(token.content)
-        return SpecialTokens(ids, self._named, frozenset(allowed))
+                allowed_in_messages.add(token.content)
+        return SpecialTokens(ids, self._variables, frozenset(allowed_in_messages))
 
     def _find_end_of_text(self) -> str:
-        if "eos_token" in self._named:
-            token = self._named["eos_token"]
+        if "eos_token" in self._variables:
+            token = self._variables["eos_token"]
             if self._tokenizer.token_to_id(token) is None:
                 raise ValueError(f"eos_token={token!r} is not in the vocabulary")
             return token
@@ -147,7 +149,7 @@ class HuggingFaceTokenizer:
         return np.array(encoding.ids, np.int32)
 
     def encode_chat(self, text: str, continues: bool = False) -> list[int]:
-        """As transformers does, but that a text which continues another begins without a space."""
+        """As transformers, except that no space is put before a text that continues another."""
         first = self.special_tokens.split(text)[0] if continues else ""
         ids = self.encode_continuation(first).tolist() if first else []
         with _failures_named():
@@ -214,9 +216,9 @@ def _types_of(step: Mapping | None) -> list[str]:
     return list(itertools.chain.from_iterable(map(_types_of, steps)))
 
 
-def _named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Returns the tokens that SETTINGS_FILES name, as transformers reads them: {"eos_token": …}.
-    Raises ValueError for other values than tokens.
+def _template_variables(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Returns the values of VARIABLES that SETTINGS_FILES have, as transformers reads them. Raises
+    ValueError for other values than tokens.
     """
     settings = [parse_json(files.get(name, b"{}"), OBJECT) for name in SETTINGS_FILES]
     merged, tokens = merge_settings(*settings), {}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from smallgpt_jax.formatting import short_reason
 
-_HIDING = threading.Lock()  # one thread at a time replaces file descriptor 2
+_DESCRIPTOR_LOCK = threading.Lock()  # one thread at a time replaces file descriptor 2
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def panics_as_errors() -> Iterator[None]:
 def no_panic_messages() -> Iterator[None]:
     """Hides the stack that the library writes to file descriptor 2 when it panics."""
     with contextlib.ExitStack() as hidden:
-        hidden.enter_context(_HIDING)
+        hidden.enter_context(_DESCRIPTOR_LOCK)
         try:
             standard_error = os.dup(2)
         except OSError:  # it is closed

@@ -219,7 +219,8 @@ class Boolean(Probe):
         text = np.concatenate([1 + points, marks, 1 + values], axis=2)
         is_answer = [False]  # of end-of-text
         for i in range(length):
-            is_answer += [False] * (variables + 1) + [2 * i >= length - 1]
+            is_in_second_half = 2 * i >= length - 1
+            is_answer += [False] * (variables + 1) + [is_in_second_half]
         return _next_tokens(_join(text.reshape(len(text), -1)), is_answer)
 
 

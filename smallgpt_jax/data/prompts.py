@@ -161,8 +161,8 @@ def encode_pieces(
             ids += tokenizer.encode_continuation(text).tolist()
         else:
             ids += tokenizer.encode([text])[0].tolist()
-        new = len(ids) - len(is_answer)
-        is_answer += [isinstance(piece, Answer)] * new
+        num_added = len(ids) - len(is_answer)
+        is_answer += [isinstance(piece, Answer)] * num_added
     if is_chat and ids[:1] == [tokenizer.begin_of_text]:  # the template has written it
         return ids[1:], is_answer[1:]
     return ids, is_answer

@@ -24,7 +24,7 @@ class SpecialTokens:
     # Of a chat template: "eos_token" → "</s>".
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Names that a message may contain, such as "<think>": its author means the token.
-    allowed: frozenset[str] = frozenset()
+    allowed_in_messages: frozenset[str] = frozenset()
 
     @classmethod
     def of_marks(cls, begin: tuple[str, int], end: tuple[str, int]) -> "SpecialTokens":
@@ -52,5 +52,5 @@ class SpecialTokens:
 
     def reserved_in(self, text: str) -> str:
         """Returns a name in `text` that no message may contain, or ""."""
-        names = (name for name in self.ids if name not in self.allowed)
+        names = (name for name in self.ids if name not in self.allowed_in_messages)
         return next((name for name in names if name in text), "")

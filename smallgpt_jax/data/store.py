@@ -60,7 +60,7 @@ MADE_FROM = {
 }
 # Fields that were added later, with their defaults; these do not change the names of stores in the
 # cache.
-ADDED = (("format", "text"), ("chat_template", ""))
+LATER_FIELDS = (("format", "text"), ("chat_template", ""))
 # What the tokenizer cannot encode: tokens that stand for unknown characters, and characters without
 # a token.
 UNENCODED = ("unknown", "dropped")
@@ -241,7 +241,7 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
         )
     if mismatch := find_mismatch(metadata, METADATA):
         raise UserError(f"{path}: {mismatch}; {_FIX}")
-    stored = {**dict(ADDED), **metadata["made_from"]}
+    stored = {**dict(LATER_FIELDS), **metadata["made_from"]}
     before, now = [], []
     for field, value in (made_from or {}).items():
         if value != stored[field]:

@@ -13,7 +13,7 @@ from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.parts import Rules
 from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.store import (
-    ADDED,
+    LATER_FIELDS,
     MADE_FROM,
     METADATA_FILE,
     STORE_FILES,
@@ -123,7 +123,7 @@ class StoreSpec:
         return [
             self.made_from[name]
             for name in DataConfig.field_names(in_store=True, **marks)
-            if (name, self.made_from[name]) not in ADDED
+            if (name, self.made_from[name]) not in LATER_FIELDS
         ]
 
     def _cached(self, identity: list) -> Path:

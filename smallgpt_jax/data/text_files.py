@@ -53,8 +53,8 @@ def local_file(path: Path) -> TextFile:
     return TextFile(path, str(path.resolve()), stat.st_size, stat.st_mtime_ns)
 
 
-def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
-    """`passage`: the largest length of passages. With `is_code`, the file is one document."""
+def file_part(file: TextFile, max_passage: int, is_code: bool = False) -> Part:
+    """`max_passage`: the most characters per passage. With `is_code`, the file is one document."""
     path, suffix = file.path, content_suffix(file.path)
 
     def read(rules: Rules):
@@ -76,12 +76,12 @@ def file_part(file: TextFile, passage: int, is_code: bool = False) -> Part:
                 items = [Skipped("not UTF-8 (whole file)")]
             else:
                 pieces = _decode_utf8(_read_pieces(content), path, rules.decoding_errors)
-                items = _read_passages(pieces, str(path), passage, rules.split_by_file)
+                items = _read_passages(pieces, str(path), max_passage, rules.split_by_file)
             size = max(file.size, 1)
             for item in items:
                 yield item, min(raw.tell() / size, 1.0)  # of a compressed file, as it is stored
 
-    version = (file.location, file.version, passage)
+    version = (file.location, file.version, max_passage)
     return Part(str(path), file.size, read, version, has_fields=suffix in _JSON_SUFFIXES)
 
 

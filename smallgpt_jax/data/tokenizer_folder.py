@@ -121,6 +121,7 @@ def _read_native(folder: Path, files: Mapping[str, Path]) -> Tokenizer | None:
         return Symbols(read_json(folder / SYMBOLS_FILE, [_SYMBOL], "restore it"))
     if kind == HuggingFaceTokenizer.kind:
         return None
+    # in folders that `save` has not written, a tokenizer.json tells more than the other files
     has_json = TOKENIZER_JSON in files
     if SENTENCEPIECE_FILE in files and (kind or not has_json):
         return read_sentencepiece(files[SENTENCEPIECE_FILE])
@@ -153,7 +154,7 @@ def _encode_equally(one: Tokenizer, other: Tokenizer) -> bool:
         if getattr(one, field) != getattr(other, field):
             return False
     special = other.special_tokens
-    reserved = special.ids.keys() - special.allowed
+    reserved = special.ids.keys() - special.allowed_in_messages
     if not reserved <= one.special_tokens.ids.keys():
         return False
     texts = [*TRIAL_TEXTS, *(f"a{name} {name}b" for name in special.ids)]

@@ -102,11 +102,11 @@ class Symbols(Tokenizer):
 
     def _id(self, symbol: str) -> int:
         if symbol not in self._ids:
-            known = " ".join(self._symbols[:20])
+            listed = " ".join(self._symbols[:20])
             if len(self._symbols) > 20:
-                known += " …"
+                listed += " …"
             raise UserError(
-                f"{symbol!r}: not a symbol of this probe; use {known}, separated by spaces"
+                f"{symbol!r}: not a symbol of this probe; use {listed}, separated by spaces"
             )
         return self._ids[symbol]
 

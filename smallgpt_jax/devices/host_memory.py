@@ -39,12 +39,12 @@ def _runs_on_cpu() -> bool:
 
 def available_bytes() -> int | None:
     """Returns the memory that programs can still get, also in a container; None if unknown."""
-    known = []
+    limits = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable:"))
-        known.append(1024 * int(line.split()[1]))
+        limits.append(1024 * int(line.split()[1]))
     with contextlib.suppress(OSError, ValueError):  # "max" without a limit
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text("utf-8"))
-        known.append(limit - int(Path("/sys/fs/cgroup/memory.current").read_text("utf-8")))
-    return max(0, min(known)) if known else None
+        limits.append(limit - int(Path("/sys/fs/cgroup/memory.current").read_text("utf-8")))
+    return max(0, min(limits)) if limits else None

@@ -177,12 +177,12 @@ def _divisible_spec(
 def _ruled_axes(
     mesh, names: tuple[str, ...], shape: tuple[int, ...], shards: str = "fsdp"
 ) -> list[str | tuple[str, ...] | None]:
-    """Returns the mesh axes of each axis by _RULES, with `shards` as that of "embed"."""
+    """Returns the mesh axes of each logical axis by _RULES, with `shards` as that of "embed"."""
     rules = _RULES if "data" in _auto_axes(mesh) else _RULES_IN_DATA_SHARD
     axes_of = [shards if axes == "fsdp" else axes for axes in nn.logical_to_mesh_axes(names, rules)]
     if "embed" not in names or mesh.shape["tensor"] > 1:
         return axes_of
-    # in place of "embed", an axis before it whose rows are whole (see _BEFORE_EMBED)
+    # divide an axis before "embed" in its place, so that rows stay whole (see _BEFORE_EMBED)
     embed = names.index("embed")
     if axes_of[embed] != shards:
         return axes_of
@@ -227,18 +227,21 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, par
 
 
 def _param_state_sharding(mesh: Mesh, param, shape: tuple[int, ...]) -> NamedSharding:
-    """Shards dimensions as long as the parameter's at the same position like them."""
+    """Shards each dimension of an optimizer's array like that of the parameter, if both are equally
+    long.
+    """
     if shape == param.shape:
         return NamedSharding(mesh, _stored_spec(mesh, param.axes, shape))
     names = [None] * len(shape)
-    for i, (size, length, name) in enumerate(zip(shape, param.shape, param.axes)):
-        if size == length:
+    for i, (size, param_size, name) in enumerate(zip(shape, param.shape, param.axes)):
+        if size == param_size:
             names[i] = name
-    # the first other dimension, because an optimizer's matrices can be larger than the weights
+    # An optimizer's matrices can be larger than the weights, so none may be replicated: without
+    # "embed", which is divided along the storage axis, the first divisible dimension takes its place.
     if "embed" not in names:
-        shards = mesh.shape[_storage_axis(mesh)]
+        num_shards = mesh.shape[_storage_axis(mesh)]
         for i, size in enumerate(shape):
-            if names[i] is None and size % shards == 0:
+            if names[i] is None and size % num_shards == 0:
                 names[i] = "embed"
                 break
     return NamedSharding(mesh, _stored_spec(mesh, tuple(names), shape))
@@ -314,22 +317,27 @@ def _look_up_columns(table_VxC, indices_bxT, dtype: str):
     return jax.lax.all_to_all(columns_BxTxC, "fsdp", split_axis=0, concat_axis=2, tiled=True)
 
 
-def per_device(function, names: tuple[tuple[str | None, ...], ...], summed: str | None = None):
-    """Returns `function` under shard_map. The result is sharded like the first argument, and summed
-    over the devices along the logical axis `summed`.
+def per_device(
+    function, names_of_arguments: tuple[tuple[str | None, ...], ...], summed: str | None = None
+):
+    """Returns `function` under shard_map, for kernels, which the compiler cannot partition.
+
+    Each argument has the names of its logical axes. The result is sharded like the first argument,
+    and summed over the devices that divide the logical axis `summed`.
     """
-    # the compiler cannot partition kernels
     mesh = _current_mesh()
     if not mesh:
         return function
 
     def mapped(*arguments):
-        specs = tuple(_divisible_spec(mesh, axes, x.shape) for axes, x in zip(names, arguments))
-        summed_axes = set()
-        for axes, spec in zip(names, specs):
-            for name, axis in zip(axes, spec):
-                if name == summed and axis is not None:
-                    summed_axes.add(axis)
+        specs = tuple(
+            _divisible_spec(mesh, names, x.shape) for names, x in zip(names_of_arguments, arguments)
+        )
+        summed_axes = set()  # of the mesh
+        for names, spec in zip(names_of_arguments, specs):
+            for name, mesh_axis in zip(names, spec):
+                if name == summed and mesh_axis is not None:
+                    summed_axes.add(mesh_axis)
 
         def on_one_device(*shards):
             y = function(*shards)

@@ -43,7 +43,7 @@ def docstring(path: Path) -> str | None:
 
 def first_sentence(text: str) -> str:
     paragraph = " ".join(text.split("\n\n")[0].split())
-    return re.split(r"(?<=[a-z)\]`0-9][.:])\s", paragraph)[0].rstrip(".:")
+    return re.split(r"(?<=[\w)\]`]\.)\s", paragraph)[0].rstrip(".:")
 
 
 def with_modules(page: str) -> str:

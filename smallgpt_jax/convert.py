@@ -116,12 +116,12 @@ def main() -> None:
             f"{shlex.quote(f'--workdir={_WORKDIR.value}')} --config.data.source=..."
         )
         return
-    if options.get("tokenizer", "skip") != "skip":
-        raise UserError(
-            f"--tokenizer={_TOKENIZER.value}: an export contains the run's tokenizer; use "
-            "--tokenizer=skip to export without it"
-        )
     if "tokenizer" in options:
+        if _TOKENIZER.value != "skip":
+            raise UserError(
+                f"--tokenizer={_TOKENIZER.value}: an export contains the run's tokenizer; use "
+                "--tokenizer=skip to export without it"
+            )
         options["tokenizer"] = False
     summary = export(
         _WORKDIR.value,

@@ -42,7 +42,7 @@ class _BestEffortStream:
                 self._stream.flush()
 
     def close_writer(self) -> bool:
-        """Returns False if the reader does not take the pending text."""
+        """Returns whether all text is written; not if the reader does not take it."""
         return self._writer is None or self._writer.close()
 
     def __getattr__(self, name: str):
@@ -123,11 +123,13 @@ def best_effort(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        setattr(sys, name, stream if wrapped.close_writer() else open(os.devnull, "w"))  # noqa: SIM115
+        is_read = wrapped.close_writer()
+        setattr(sys, name, stream if is_read else open(os.devnull, "w"))  # noqa: SIM115
         drop_unwritable(name)
 
 
 def drop_unwritable(name: str) -> None:
+    """Replaces the stream sys.`name` by one that drops everything, if it cannot be written."""
     # Python flushes both streams at exit, and would exit with status 120 if that failed.
     try:
         getattr(sys, name).flush()

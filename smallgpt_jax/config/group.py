@@ -123,17 +123,17 @@ class ConfigGroup:
         values.
         """
         field_types(cls)  # a declaration may be wrong
-        known = {field.name: field for field in dataclasses.fields(cls)}
+        declared = {field.name: field for field in dataclasses.fields(cls)}
         owner = f"{fields['architecture']} " if "architecture" in fields else ""
         for name, value in fields.items():
-            if name not in known:
+            if name not in declared:
                 reason = f"{owner}has no such field" if owner else "no such field"
-                advice = suggestion(name, known) or "; remove it"
+                advice = suggestion(name, declared) or "; remove it"
                 raise UserError(
                     f"config.{cls.GROUP}.{printable(name[:100])}={short_repr(value)}: "
                     f"{reason}{advice}"
                 )
-        for name, field in known.items():
+        for name, field in declared.items():
             if field.default is dataclasses.MISSING and name not in fields:
                 raise UserError(
                     f"config.{cls.GROUP}.{name}: {owner}needs a value for this field; set it"
@@ -184,8 +184,8 @@ class ConfigGroup:
         """A config.json can contain values of any type."""
         for name, declared in field_types(type(self)).items():
             value, kind = getattr(self, name), _kind(declared)
-            is_number_for_bool = isinstance(value, bool) and kind is not bool  # True is an int
-            if not isinstance(value, kind) or is_number_for_bool:
+            is_bool_for_number = isinstance(value, bool) and kind is not bool  # True is an int
+            if not isinstance(value, kind) or is_bool_for_number:
                 self.refuse(name, f"must be {_TYPE_NAMES.get(declared, declared)}")
 
     def validate_choice(self, field: str, allowed: Iterable[str]) -> None:

@@ -79,13 +79,14 @@ def find_recipe(value: str) -> str:
     shipped = _recipes_in(FOLDER)
     if name in shipped:
         return f"{shipped[name]}{colon}{argument}"
+    # misspelt: what is near may be written as "compare/paper" or, of the user's own, "configs/my.py"
+    spelling_of = {recipe.rpartition("/")[2]: recipe for recipe in shipped}
     is_path = name.endswith(".py")
-    known = {Path(shipped_name).name: shipped_name for shipped_name in shipped}
-    if is_path:
-        known |= {path.stem: str(path) for path in _recipes_in(Path("configs")).values()}
-    near = difflib.get_close_matches(Path(name).stem, known, n=1)
+    if is_path:  # without ".py", the user's own recipes are not found
+        spelling_of |= {path.stem: str(path) for path in _recipes_in(Path("configs")).values()}
+    near = difflib.get_close_matches(Path(name).stem, spelling_of, n=1)
     kind = "file" if is_path else "recipe or file"
-    hint = f"; did you mean {known[near[0]]}{colon}{argument}?" if near else ""
+    hint = f"; did you mean {spelling_of[near[0]]}{colon}{argument}?" if near else ""
     raise UserError(f"--config: no {kind} {name!r}{hint}")
 
 

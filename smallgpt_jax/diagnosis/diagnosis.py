@@ -37,11 +37,12 @@ from smallgpt_jax.training.build import transfer_multipliers
 
 _MEASURED = 8  # windows on which activations and attention are measured; losses: on all windows
 DEEP = 24  # blocks of the untrained model whose collapse is measured
+_WITHOUT_SKIPS = Ablation(skips=0.0)
 # Ablations of an untrained model whose collapse is measured (Dong et al., arXiv 2103.03404, section
 # 4).
 COLLAPSE = {
     "whole": WHOLE,
-    "without_skips": Ablation(skips=0.0),
+    "without_skips": _WITHOUT_SKIPS,
     "attention_alone": Ablation(skips=0.0, mlps=0.0),
 }
 
@@ -160,15 +161,16 @@ def _initial_variables(config: Config, model: models.LanguageModel):
 
 
 def _measure_blocks(model: models.LanguageModel, variables, windows_NxT1: np.ndarray) -> list[dict]:
-    """Returns the means over windows of `observe`, and the residual of the model without skips."""
-    without_skips = COLLAPSE["without_skips"]
+    """Returns the means over windows of `observe`, and how far the tokens would be from equal (the
+    residual to rank one, see `measures`) without skip connections.
+    """
     of_windows, of_windows_without_skips = [], []
     for tokens_T in windows_NxT1[:, :-1]:
         of_windows.append(observe(model, variables, tokens_T))
-        of_windows_without_skips.append(observe_streams(model, variables, tokens_T, without_skips))
+        streams = observe_streams(model, variables, tokens_T, _WITHOUT_SKIPS)
+        of_windows_without_skips.append(streams)
     blocks = _mean(of_windows)
-    streams = _mean(of_windows_without_skips)
-    for block, stream in zip(blocks, streams):
+    for block, stream in zip(blocks, _mean(of_windows_without_skips)):
         block["residual_without_skips"] = stream["residual"]
     return blocks
 
@@ -221,7 +223,7 @@ def _measure_losses(trained: TrainedModel, windows_NxT1: np.ndarray) -> dict[str
     def losses_of(kept_L: np.ndarray) -> np.ndarray:
         return losses.token_losses(trained.model, variables, windows_NxT1, kept_L)
 
-    whole_NxT = losses_of(number_L >= 0)
+    whole_NxT = losses_of(np.ones(count, bool))
 
     # the error is that of differences within windows: windows differ more than models do
     def compared(losses_NxT) -> dict[str, float]:

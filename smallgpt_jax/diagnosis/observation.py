@@ -23,12 +23,12 @@ WHOLE = Ablation()
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def observe(model: LanguageModel, variables, tokens_T, ablation: Ablation = WHOLE) -> list[dict]:
-    """Returns each block's {"width": D, "input": {…}, "output": {…}} and, unless recurrent,
-    "attention".
+def observe(model: LanguageModel, variables, tokens_T) -> list[dict]:
+    """Returns all measures of each block: {"width": D, "input": {…}, "output": {…}} and, unless
+    recurrent, "attention".
     """
     blocks = []
-    for record in _run(model, variables, tokens_T, ablation):
+    for record in _run(model, variables, tokens_T, WHOLE):
         block = {
             "width": record["input"].shape[1],
             "input": _measure_stream(record["input"]),
@@ -41,10 +41,10 @@ def observe(model: LanguageModel, variables, tokens_T, ablation: Ablation = WHOL
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def observe_streams(
-    model: LanguageModel, variables, tokens_T, ablation: Ablation = WHOLE
-) -> list[dict]:
-    """Returns measures of each block's output that take little time."""
+def observe_streams(model: LanguageModel, variables, tokens_T, ablation: Ablation) -> list[dict]:
+    """Returns two measures of each block's output, with neither attention matrices nor the singular
+    values of `observe`, which would take most of the time of a deep model.
+    """
     blocks = []
     for record in _run(model, variables, tokens_T, ablation):
         y_TxD = record["output"]
@@ -90,7 +90,6 @@ def _run(model: LanguageModel, variables, tokens_T, ablation: Ablation) -> list[
                 return experts_BxTxK, gates_BxTxK
         return call(*arguments, **keywords)
 
-    # modules stay as they are: the interceptors see their calls in a prefill
     with (
         jax.default_matmul_precision("highest"),
         replaced_blocks(record_block),

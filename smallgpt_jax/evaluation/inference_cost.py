@@ -46,7 +46,10 @@ def inference_cost(text_model: inference.TextModel, log=print) -> dict[str, Any]
     memory.
     """
     context = text_model.model.config.context_length
-    cache_bytes = [decoder.num_cache_bytes(text_model.model, length) for length in (1, 2, context)]
+
+    def cache_bytes(length: int) -> int:
+        return decoder.num_cache_bytes(text_model.model, length)
+
     prefill_ms = _quartiles(lambda: time_prefills(text_model))
     log(f"prefill of {context:,} tokens: {_describe(prefill_ms)}")
     decoding = []
@@ -62,8 +65,9 @@ def inference_cost(text_model: inference.TextModel, log=print) -> dict[str, Any]
         "device": device_name(jax.devices()[0]),
         "dtype": text_model.model.config.dtype,
         "context_length": context,
-        "cache_bytes": cache_bytes[2],
-        "cache_bytes_per_token": cache_bytes[1] - cache_bytes[0],
+        "cache_bytes": cache_bytes(context),
+        # a difference, because recurrent states and convolutions do not grow with the text
+        "cache_bytes_per_token": cache_bytes(2) - cache_bytes(1),
         "prefill_ms": prefill_ms,
         "decoding": decoding,
     }

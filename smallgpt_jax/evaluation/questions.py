@@ -139,6 +139,7 @@ def generate_answers(
         batch = order[first : first + _BATCH_ROWS]
         session = model.session([questions[i].prompt for i in batch])
         prompts = [questions[i].text for i in batch]
+        # the token that ends an empty answer ends every answer
         ends = {questions[i].tokens_of("", model.tokenizer)[-1] for i in batch}
         config = GenerationConfig(max_new_tokens, sorted(ends), Sampling(temperature=None))
         texts = model.complete(session, prompts, config)

@@ -191,7 +191,7 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
     # one more static length.
     best: list[tuple[float, list[int]]] = [(0, [])] + [(math.inf, [])] * len(candidates)
     for _ in range(_STATIC_LENGTHS):
-        longer = []
+        with_one_more = []
         for end, solution in enumerate(best):
             for start in range(end):
                 # all sequences from candidate `start` on are padded to the longest of them
@@ -200,8 +200,8 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
                 positions += (before[end] - before[start]) * length
                 if positions < solution[0]:
                     solution = positions, [*lengths, length]
-            longer.append(solution)
-        best = longer
+            with_one_more.append(solution)
+        best = with_one_more
     return best[-1][1]
 
 

@@ -1,5 +1,5 @@
-"""Orbax checkpoints, written asynchronously and verified by checksums. Only the newest few and
-given steps are kept.
+"""Saves orbax checkpoints asynchronously, and restores the newest one that is not damaged, as its
+checksums show. Only the newest few and given steps are kept.
 
 The checkpoint of step N is the state after N updates. The position in the data is not stored: it
 follows from the step number. Only imported models have a checkpoint of step 0; it has no optimizer
@@ -273,16 +273,16 @@ class Checkpoints:
             error = failure
             reason = short_reason(root_cause(failure))
         # A process that could read its shards must also know that another one could not.
-        of_machine = exchange(reason if error and not is_damage(error) else "")
-        if any(of_machine):
+        machine_errors = exchange(reason if error and not is_damage(error) else "")
+        if any(machine_errors):
             raise UserError(
-                f"{self.folder / str(step)}: cannot be read ({max(of_machine)}); nothing was "
+                f"{self.folder / str(step)}: cannot be read ({max(machine_errors)}); nothing was "
                 "changed. If this persists, move the folder away to resume from the previous "
                 "checkpoint"
             ) from error
-        of_content = exchange(reason)
-        if any(of_content):
-            return {}, max(of_content)
+        damages = exchange(reason)
+        if any(damages):
+            return {}, max(damages)
         changed = find_changed_array(saved)
         if changed:
             return {}, f"checksum of {changed} differs"

@@ -39,7 +39,7 @@ class RunClock:
         finally:
             self._seconds[phase] += time.monotonic() - began
             self.phase = outer_phase
-            if phase != "data_wait":
+            if phase != "data_wait":  # the step that follows counts
                 self.progress += 1
 
     def wait_for(self, batches: Iterable) -> Iterator:

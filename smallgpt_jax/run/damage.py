@@ -1,4 +1,5 @@
-"""What counts as damage to a checkpoint: what its bytes show.
+"""What counts as damage to a checkpoint: what its bytes show. checkpoint.py then restores an older
+one.
 
 Every other error comes from the machine: the checkpoint may be sound, and must not be moved away.
 """

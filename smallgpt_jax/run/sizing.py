@@ -56,18 +56,18 @@ def _open_fields(group: str, fields: Mapping[str, Any]) -> list[str]:
 @functools.lru_cache(maxsize=16)
 def _fitted(fields: str, size: Size) -> ModelConfig:
     """Returns the model of a size. `fields` are the group `model` as JSON."""
-    given = json.loads(fields)
-    if AT_START not in given.values():
-        return make_config(**given)
+    model_fields = json.loads(fields)
+    if AT_START not in model_fields.values():
+        return make_config(**model_fields)
     parameters = size.estimated_parameters
-    model = fit_shape(given, parameters)
+    model = fit_shape(model_fields, parameters)
     for _ in range(3 if size.flops else 0):
         # FLOPs per token are not 6 per parameter in small models, where attention and head count.
         ratio = _tokens_of_budget(model, size) / (size.tokens_per_parameter * parameters)
         if abs(ratio - 1) < _NEAR_BUDGET:
             break
         parameters *= math.sqrt(ratio)
-        model = fit_shape(given, parameters)
+        model = fit_shape(model_fields, parameters)
     return model
 
 

@@ -1,4 +1,4 @@
-"""The train state."""
+"""The train state: step, parameters, optimizer state, model state, moving average."""
 
 from typing import Any, NamedTuple
 

@@ -63,8 +63,8 @@ class Tracker:
             self._add(line)
 
     def _add(self, line: dict) -> None:
-        # Trackers accept only increasing steps, so an evaluation repeated after its step is sent
-        # with the next one.
+        # Trackers ignore rows of earlier steps. If the row of step 100 is sent, and a resumed run
+        # evaluates step 100 again, the evaluation goes into the row of step 101.
         step = max(line["step"], self._next_step)
         if self._row and step != self._row_step:
             self._send()

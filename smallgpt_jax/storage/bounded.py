@@ -1,4 +1,4 @@
-"""Reads of files that may come from somebody else, bounded before the work is done."""
+"""Reads files that may come from somebody else, and not more than a number of bytes."""
 
 from pathlib import Path
 

@@ -84,23 +84,22 @@ def file_system():
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     storage = fsspec.filesystem("gcs", finalize_on_close=True)
 
+    # gcsfs's own isdir returns False if the request fails; orbax would then ignore a checkpoint.
     def isdir(path: str) -> bool:
         try:
             return storage.info(path)["type"] == "directory"
         except FileNotFoundError:
             return False
 
+    # All writes pass through here, also those of orbax. A process that has lost its lock must not
+    # write.
     async def request(method: str, *args, **options):
         if method not in ("GET", "HEAD"):
             await asyncio.to_thread(writer.require_locks)
         return await send(method, *args, **options)
 
-    # gcsfs's own isdir returns False if the request fails; orbax would then ignore a checkpoint.
     storage.isdir = isdir
-    # All writes pass through here, also those of orbax. A process that has lost its lock must not
-    # write.
-    send = storage._request
-    storage._request = request
+    send, storage._request = storage._request, request
     return storage
 
 

@@ -113,39 +113,40 @@ def byte_pairs(tokenizer: Tokenizer) -> tuple[dict[str, int], list[str]]:
 
 
 def _sentencepiece_tokenizer(library, tokenizer: Tokenizer):
-    from sentencepiece import sentencepiece_model_pb2
-
     spec = sentencepiece_spec(tokenizer)
     rules = spec.normalizer_spec
-    defined = _user_defined(tokenizer)
+    user_defined = _user_defined(tokenizer)
     names = [piece.piece for piece in spec.pieces]
     if rules.add_dummy_prefix:
-        for i in defined:
+        for i in user_defined:
             names[i] += _NO_SPACE
-    byte_fallback = spec.trainer_spec.byte_fallback
-    if spec.trainer_spec.model_type == sentencepiece_model_pb2.TrainerSpec.UNIGRAM:
-        vocabulary = [(name, piece.score) for name, piece in zip(names, spec.pieces)]
-        model = library.models.Unigram(
-            vocabulary, unk_id=tokenizer.unknown, byte_fallback=byte_fallback
-        )
-    else:
-        normal = sentencepiece_model_pb2.ModelProto.SentencePiece.NORMAL
-        mergeable = {piece.piece: piece.score for piece in spec.pieces if piece.type == normal}
-        model = library.models.BPE(
-            {name: i for i, name in enumerate(names)},
-            _merges(mergeable),
-            unk_token=names[tokenizer.unknown],
-            fuse_unk=True,
-            byte_fallback=byte_fallback,
-        )
-    converted = library.Tokenizer(model)
-    converted.normalizer = _normalizer(library, rules, bool(defined))
-    for i in defined:
+    converted = library.Tokenizer(_sentencepiece_model(library, spec, names, tokenizer.unknown))
+    converted.normalizer = _normalizer(library, rules, bool(user_defined))
+    for i in user_defined:
         # Others, such as two spaces, are in no normalized text.
         if converted.normalizer.normalize_str(names[i]) == spec.pieces[i].piece:
             converted.add_tokens([library.AddedToken(names[i], special=False, normalized=True)])
-    converted.decoder = _decoder(library, rules, bool(defined))
+    converted.decoder = _decoder(library, rules, bool(user_defined))
     return converted, names[tokenizer.end_of_text]
+
+
+def _sentencepiece_model(library, spec, names: list[str], unknown: int):
+    """`names` are those of the pieces, `unknown` is the id of the piece for unknown characters."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    byte_fallback = spec.trainer_spec.byte_fallback
+    if spec.trainer_spec.model_type == sentencepiece_model_pb2.TrainerSpec.UNIGRAM:
+        vocabulary = [(name, piece.score) for name, piece in zip(names, spec.pieces)]
+        return library.models.Unigram(vocabulary, unk_id=unknown, byte_fallback=byte_fallback)
+    normal = sentencepiece_model_pb2.ModelProto.SentencePiece.NORMAL
+    mergeable = {piece.piece: piece.score for piece in spec.pieces if piece.type == normal}
+    return library.models.BPE(
+        {name: i for i, name in enumerate(names)},
+        _merges(mergeable),
+        unk_token=names[unknown],
+        fuse_unk=True,
+        byte_fallback=byte_fallback,
+    )
 
 
 def _normalizer(library, rules, has_user_defined: bool):

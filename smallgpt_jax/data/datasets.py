@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from smallgpt_jax.data.parts import Member, Part, Rules, extract_text
 from smallgpt_jax.data.prompts import extract_document
-from smallgpt_jax.data.text_files import import_library, name_file_in_errors, open_binary
+from smallgpt_jax.data.text_files import import_data_library, name_file_in_errors, open_binary
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.tensorboardx import without_torch
@@ -40,7 +40,7 @@ def _name_source_in_errors(source: str) -> Iterator[None]:
 
 def _hugging_face_parts(source: str) -> list[Part]:
     """Returns one streamed `Part` per shard of the training split of `hf:NAME[:CONFIG]`."""
-    datasets = import_library("datasets", f"config.data.source={source!r}")
+    datasets = import_data_library("datasets", f"config.data.source={source!r}")
     name, *config = source.removeprefix("hf:").split(":", 1)
     with _name_source_in_errors(source):
         stream = datasets.load_dataset(name, *config, split="train", streaming=True)
@@ -69,7 +69,7 @@ def _count_rows(stream) -> int:
 
 def _tfds_parts(source: str) -> list[Part]:
     """Returns one `Part` per TFRecord shard of `tfds:NAME`; of other formats, a single one."""
-    tfds = import_library("tensorflow_datasets", f"config.data.source={source!r}")
+    tfds = import_data_library("tensorflow_datasets", f"config.data.source={source!r}")
     name = source.removeprefix("tfds:")
     with _name_source_in_errors(source):
         builder = tfds.builder(name)
@@ -162,6 +162,6 @@ class Dataset(Member):
     def identity(self) -> list[str]:
         return [self.name]
 
-    def parts(self, passage: int) -> list[Part]:
+    def parts(self, max_passage: int) -> list[Part]:
         prefix = f"{self.name.partition(':')[0]}:"
         return DATASETS[prefix](self.name)

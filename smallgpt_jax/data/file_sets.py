@@ -86,8 +86,8 @@ class _FileSet(Member):
     def identity(self) -> list:
         return [(file.location, file.size, file.version) for file in self.files]
 
-    def parts(self, passage: int) -> list[Part]:
-        return [file_part(file, passage) for file in self.files]
+    def parts(self, max_passage: int) -> list[Part]:
+        return [file_part(file, max_passage) for file in self.files]
 
     def message(self) -> str:
         """Returns how many files of a folder are read and how many not; "" if it is no folder."""
@@ -230,8 +230,8 @@ class StandardLibrary(LocalFiles):
     def identity(self) -> list:
         return [(self.name, sys.version)]
 
-    def parts(self, passage: int) -> list[Part]:
-        return [file_part(file, passage, is_code=True) for file in self.files]
+    def parts(self, max_passage: int) -> list[Part]:
+        return [file_part(file, max_passage, is_code=True) for file in self.files]
 
 
 def _walk_folders(root: Path) -> Iterator[tuple[str, list[str]]]:

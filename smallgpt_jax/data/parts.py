@@ -142,8 +142,8 @@ class Member(abc.ABC):
         return sum(file.size for file in self.files)
 
     @abc.abstractmethod
-    def parts(self, passage: int) -> list[Part]:
-        """Returns the parts; plain text is split into passages of at most `passage` characters."""
+    def parts(self, max_passage: int) -> list[Part]:
+        """Returns the parts; plain text is split into passages of at most `max_passage` characters."""
 
     def message(self) -> str:
         return ""

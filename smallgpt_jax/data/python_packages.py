@@ -80,7 +80,7 @@ class PythonPackages(Member):
         """Needs no installed distribution: a finished store remains usable when they change."""
         return [(self.name, hashlib.sha256(self.manifest.encode()).hexdigest())]
 
-    def parts(self, passage: int) -> list[Part]:
+    def parts(self, max_passage: int) -> list[Part]:
         return list(map(_part_of, self.files))
 
 

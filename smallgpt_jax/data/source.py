@@ -64,8 +64,8 @@ class Source:
     @cached_property
     def parts(self) -> list[Part]:
         least, most = _PASSAGE_CHARACTERS
-        passage = min(max(self.num_bytes // 100, least), most)
-        return [part for member in self.members for part in member.parts(passage)]
+        max_passage = min(max(self.num_bytes // 100, least), most)
+        return [part for member in self.members for part in member.parts(max_passage)]
 
     @cached_property
     def num_plain_texts(self) -> int:

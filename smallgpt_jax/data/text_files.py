@@ -96,7 +96,7 @@ def _decompress(path: Path, raw) -> io.BufferedIOBase:
     if suffix == ".bz2":
         return bz2.open(raw)
     if suffix == ".zst":
-        pyarrow = import_library("pyarrow", str(path))
+        pyarrow = import_data_library("pyarrow", str(path))
         return io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"))
     # The readline of a raw file reads single bytes.
     return io.BufferedReader(raw) if isinstance(raw, io.RawIOBase) else raw
@@ -252,8 +252,8 @@ def _parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: R
 
 
 def _read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
-    parquet = import_library("pyarrow.parquet", str(path))
-    types = import_library("pyarrow.types", str(path))
+    parquet = import_data_library("pyarrow.parquet", str(path))
+    types = import_data_library("pyarrow.types", str(path))
     file = parquet.ParquetFile(open_binary(path) if is_remote(path) else path)
     columns = file.schema_arrow.names
     if rules.text_field not in columns:
@@ -314,7 +314,7 @@ def _parquet_text(value, where: str, columns: list[str], rules: Rules) -> Item:
     return extract_text(value.as_py(), where, columns, rules)
 
 
-def import_library(name: str, what: str):
+def import_data_library(name: str, what: str):
     """Raises UserError if the library, which `what` needs, is not installed."""
     try:
         return importlib.import_module(name)

@@ -163,36 +163,37 @@ def scatter_gradients(gradients, params):
 
 
 def _divisible_spec(
-    mesh, names: tuple[str, ...], shape: tuple[int, ...], shards: str = "fsdp"
+    mesh, names: tuple[str, ...], shape: tuple[int, ...], embed_axis: str = "fsdp"
 ) -> PartitionSpec:
     """An axis is replicated if its length is not divisible by the number of shards."""
     divided = []
-    for axes, size in zip(_ruled_axes(mesh, names, shape, shards), shape):
+    for axes, size in zip(_ruled_axes(mesh, names, shape, embed_axis), shape):
         # axes: None, "tensor" or ("data", "fsdp")
-        length = math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes))
-        divided.append(axes if size % length == 0 else None)
+        num_shards = math.prod(mesh.shape[axis] for axis in jax.tree.leaves(axes))
+        divided.append(axes if size % num_shards == 0 else None)
     return PartitionSpec(*divided)
 
 
 def _ruled_axes(
-    mesh, names: tuple[str, ...], shape: tuple[int, ...], shards: str = "fsdp"
+    mesh, names: tuple[str, ...], shape: tuple[int, ...], embed_axis: str = "fsdp"
 ) -> list[str | tuple[str, ...] | None]:
-    """Returns the mesh axes of each logical axis by _RULES, with `shards` as that of "embed"."""
+    """Returns the mesh axes of each logical axis by _RULES, with `embed_axis` as that of "embed"."""
     rules = _RULES if "data" in _auto_axes(mesh) else _RULES_IN_DATA_SHARD
-    axes_of = [shards if axes == "fsdp" else axes for axes in nn.logical_to_mesh_axes(names, rules)]
+    ruled = nn.logical_to_mesh_axes(names, rules)
+    mesh_axes = [embed_axis if axes == "fsdp" else axes for axes in ruled]
     if "embed" not in names or mesh.shape["tensor"] > 1:
-        return axes_of
-    # divide an axis before "embed" in its place, so that rows stay whole (see _BEFORE_EMBED)
+        return mesh_axes
     embed = names.index("embed")
-    if axes_of[embed] != shards:
-        return axes_of
-    looks_up_columns = shards == "fsdp" and platform(mesh) != "tpu"  # see `look_up`
+    if mesh_axes[embed] != embed_axis:
+        return mesh_axes
+    # divide an axis before "embed" in its place, so that rows stay whole (see _BEFORE_EMBED)
+    looks_up_columns = embed_axis == "fsdp" and platform(mesh) != "tpu"  # see `look_up`
     before_embed = _BEFORE_EMBED - {"vocab"} if looks_up_columns else _BEFORE_EMBED
     for i in range(embed):
-        if names[i] in before_embed and shape[i] % mesh.shape[shards] == 0:
-            axes_of[embed], axes_of[i] = None, shards
+        if names[i] in before_embed and shape[i] % mesh.shape[embed_axis] == 0:
+            mesh_axes[embed], mesh_axes[i] = None, embed_axis
             break
-    return axes_of
+    return mesh_axes
 
 
 def replicated_dimensions(mesh: Mesh, params) -> list[str]:
@@ -385,10 +386,10 @@ def sum_over_data_shards(function, params, dtype):
 
     def mapped(*arguments):
         with nn.logical_axis_rules(_RULES_IN_DATA_SHARD):
-            (loss, gradients, further), model_state = function(*arguments)
+            (loss, gradients, sums), model_state = function(*arguments)
             loss = total(loss)
             gradients = jax.tree.map(total, gradients, gradient_specs)
-            return (loss, gradients, jax.tree.map(total, further)), model_state
+            return (loss, gradients, jax.tree.map(total, sums)), model_state
 
     return jax.shard_map(
         mapped,

@@ -65,5 +65,6 @@ def loss_of_repeats(losses_NxT: np.ndarray, windows_NxT1: np.ndarray) -> dict[st
 
 
 def mean_and_error(values_N: np.ndarray) -> tuple[float, float]:
+    # the spread of one value is unknown
     error = values_N.std(ddof=1) / np.sqrt(len(values_N)) if len(values_N) > 1 else np.nan
     return float(values_N.mean()), float(error)

@@ -76,8 +76,8 @@ def _run(model: LanguageModel, variables, tokens_T, ablation: Ablation) -> list[
         return y_BxTxD
 
     def intercept(call, arguments, keywords, method):
-        name = method.module, method.method_name
-        match name:
+        match method.module, method.method_name:
+            # other classes compute in their own way, so nothing can be ablated in them
             case Block() as block, "__call__" if type(block) in (Block, BlockVariant):
                 return apply_block(block, *arguments, ablation)
             # the call goes on below, so that later blocks get its result

@@ -241,11 +241,11 @@ class DecodeSession:
         count_B = np.array([len(row) for row in new_ids], np.int32)
         sampler = self._sampler(count_B, sampling)
         seen_BxV = self._seen_tokens(sampling)
-        longest = max(map(len, new_ids))
-        if longest == 0:
+        most_new = int(count_B.max())
+        if most_new == 0:
             return sample_tokens(self._logits, seen_BxV, sampler), self._logits
         self.reserve(0)
-        time = 1 if longest == 1 else bucket(longest, self._context_length)
+        time = 1 if most_new == 1 else bucket(most_new, self._context_length)
         ids_BxT = np.zeros((len(new_ids), time), np.int32)
         for padded, row in zip(ids_BxT, new_ids):
             padded[: len(row)] = row

@@ -184,10 +184,11 @@ def _stacked_modules(
     `tree` is usually one stack. If blocks have different attention windows, it contains several;
     see models/stacks.py.
     """
-    if not all(child.isdigit() for child in tree):
+    if not all(child.isdigit() for child in tree):  # one stack, of modules such as attention, mlp
         for i in range(jax.tree.leaves(tree)[0].shape[axis]):
             yield i, tree, path, i
         return
+    # several stacks, named 0, 1, …
     length = sum(jax.tree.leaves(stack)[0].shape[axis] for stack in tree.values())
     # path[-1] is stage_0, stage_1, … in an lgpt or cgpt, whose stages have equally many blocks
     stage = re.search(r"_(\d+)$", path[-1])

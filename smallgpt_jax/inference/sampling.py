@@ -105,9 +105,9 @@ def filter_logits(logits_BxV, seen_BxV, sampling: Sampling):
 def _is_in_nucleus(logits_BxV, top_p):
     """Returns which tokens are the fewest with a total probability of at least `top_p`."""
     sorted_BxV = jnp.sort(logits_BxV, axis=1, descending=True)
-    probabilities = jax.nn.softmax(sorted_BxV)
+    p_BxV = jax.nn.softmax(sorted_BxV)
     # a token is in the set if those before it have less than top_p: the last one crosses it
-    is_chosen_BxV = jnp.cumsum(probabilities, axis=1) - probabilities < top_p
+    is_chosen_BxV = jnp.cumsum(p_BxV, axis=1) - p_BxV < top_p
     least_Bx1 = jnp.min(jnp.where(is_chosen_BxV, sorted_BxV, jnp.inf), axis=1, keepdims=True)
     # of equally likely tokens, only as many as the set has, those with lower ids first
     num_least_Bx1 = jnp.sum(is_chosen_BxV & (sorted_BxV == least_Bx1), axis=1, keepdims=True)

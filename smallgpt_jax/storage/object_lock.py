@@ -70,12 +70,12 @@ class Lease:
         self._is_released = False
 
     def acquire(self, wait: bool) -> None:
-        replaced = 0  # generation of the object to replace; 0: none, so it must not exist
-        while not self._write(replaced):
-            replaced = self._wait_until_free(wait)
+        old_generation = 0  # generation of the object to replace; 0: none, so it must not exist
+        while not self._write(old_generation):
+            old_generation = self._wait_until_free(wait)
 
-    def _write(self, replaced: int, **request) -> bool:
-        """Writes the object if its generation is `replaced`; returns whether the lock is held."""
+    def _write(self, old_generation: int, **request) -> bool:
+        """Writes the object unless its generation is another; returns whether the lock is held."""
         from google.api_core.exceptions import PreconditionFailed
 
         while True:
@@ -83,7 +83,7 @@ class Lease:
             began = now()  # before the request: others measure the lease from when it arrives
             try:
                 blob.upload_from_string(
-                    f"{self._holder}\n{self._id}\n", if_generation_match=replaced, **request
+                    f"{self._holder}\n{self._id}\n", if_generation_match=old_generation, **request
                 )
             except PreconditionFailed:
                 blob, (_, holder_id) = self._read(**request)
@@ -91,7 +91,7 @@ class Lease:
                     return False
                 # An earlier write of this process has succeeded, but its answer was lost. It is not
                 # known when; others may have seen it long ago. So write again.
-                replaced = blob.generation
+                old_generation = blob.generation
                 continue
             self.generation, self._renewed_at = blob.generation, began
             return True

@@ -263,14 +263,14 @@ class Writer:
             file_system().pipe_file(str(path), content)
             return
         for _ in range(_WRITE_ATTEMPTS):
-            replaced = self._generations.pop(str(path), None)
-            if replaced is None:
+            old_generation = self._generations.pop(str(path), None)
+            if old_generation is None:
                 # In this order: read the generation, then make sure that the locks are still held.
-                replaced = _generation_of(path)
+                old_generation = _generation_of(path)
                 for lease in list(self.leases):
                     lease.renew()
             self.require_locks()
-            generation = _replace(path, content, replaced)
+            generation = _replace(path, content, old_generation)
             if generation:
                 self._generations[str(path)] = generation
                 return
@@ -287,14 +287,14 @@ def _generation_of(path: Path) -> int:
     return blob.generation if blob else 0
 
 
-def _replace(path: Path, content: bytes, replaced: int) -> int | None:
-    """Returns the new generation, or None if the object's generation is not `replaced`."""
+def _replace(path: Path, content: bytes, old_generation: int) -> int | None:
+    """Returns the new generation, or None if the object's generation is not `old_generation`."""
     from google.api_core.exceptions import PreconditionFailed
 
     bucket, name = bucket_of(path)
     blob = bucket.blob(name)
     try:
-        blob.upload_from_string(content, if_generation_match=replaced, retry=retry_policy())
+        blob.upload_from_string(content, if_generation_match=old_generation, retry=retry_policy())
     except PreconditionFailed:
         return None
     return blob.generation

@@ -45,16 +45,50 @@ _EXPECTED = {"int()": "an integer", "to float": "a number", "boolean": "true or 
 flags.disclaim_key_flags()
 
 
+class _RecipeParser(flags.ArgumentParser):
+    def __init__(self, parser: flags.ArgumentParser):
+        self._parser = parser
+
+    def parse(self, argument):
+        config = self._parser.parse(argument)
+        if isinstance(config, ConfigDict) and "model" in config:
+            _add_fields(config.model)
+        return config
+
+
+def _add_fields(model: ConfigDict) -> None:
+    """Adds the fields that flags set and the recipe lacks, if the architecture declares them."""
+    values = {}  # of the flags, which are parsed later: only what the config has can be set
+    for argument, following in zip(sys.argv, [*sys.argv[1:], ""]):
+        if flag := re.fullmatch(r"--?(?:no)?config\.model\.(\w+)(=.*)?", argument, re.DOTALL):
+            name, value = flag.groups()
+            values[name] = following if value is None else value[1:]
+    lacking = [name for name in values if name not in model]
+    if not lacking:
+        return
+    from smallgpt_jax.models import find_architecture  # here, because it imports JAX
+
+    architecture = find_architecture(values.get("architecture", model.architecture))
+    declared = architecture.Config.config_dict()
+    with model.unlocked():
+        for name in lacking:
+            if name in declared:
+                model[name] = declared.get_ref(name)
+
+
 def define_config():
     """Defines --config, a ConfigDict with all overrides applied, and --trust_custom_code."""
     define_trust()
-    return config_flags.DEFINE_config_file(
+    config = config_flags.DEFINE_config_file(
         "config",
         None,
         "A recipe: its name or path, such as gpt, gpt:SIZE or configs/gpt.py:SIZE. Override any "
         "field with --config.group.field=value; configs/base.py documents the fields. run:WORKDIR "
         "is the config of an existing run.",
     )
+    flag = flags.FLAGS["config"]
+    flag.parser = _RecipeParser(flag.parser)
+    return config
 
 
 def define_trust():

@@ -3,15 +3,19 @@ package.
 """
 
 import importlib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smallgpt_jax.errors import UserError, suggestion
 
 
-def find_named(name: str, table: Mapping[str, Any], where: str):
+def find_named(
+    name: str, table: Mapping[str, Any], where: str, arguments: Sequence[str] | None = None
+):
     """Returns the entry of `table`, or the function or class `package.module:name`, whose module is
-    imported. UserErrors begin with `where`.
+    imported. UserErrors begin with `where`. `arguments` are those of a function of the user's; None:
+    they are not checked.
     """
     module, attribute = split_name(name)
     if not module:
@@ -22,7 +26,7 @@ def find_named(name: str, table: Mapping[str, Any], where: str):
             )
         return table[name]
     try:
-        return getattr(importlib.import_module(module), attribute)
+        named = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise UserError(
             f"{where}: no module {error.name!r}; run the command in the folder that contains it, "
@@ -31,6 +35,20 @@ def find_named(name: str, table: Mapping[str, Any], where: str):
     except AttributeError:
         raise UserError(
             f"{where}: the module {module} has no {attribute!r}; expected package.module:name"
+        ) from None
+    if arguments is not None:
+        require_arguments(named, arguments, where)
+    return named
+
+
+def require_arguments(function, arguments: Sequence[str], where: str) -> None:
+    """Raises UserError if `function` cannot be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        raise UserError(
+            f"{where}: must be callable with {len(arguments)} arguments "
+            f"({', '.join(arguments)}); see docs/your-own.md"
         ) from None
 
 

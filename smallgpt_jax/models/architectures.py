@@ -15,13 +15,11 @@ from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.models.cgpt import CGPT
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.gpt import GPT
-from smallgpt_jax.models.layers import MLPS, NORMS
+from smallgpt_jax.models.layers import find_mlp, find_norm
 from smallgpt_jax.models.lgpt import LGPT
 from smallgpt_jax.models.mixers import find_mixer, refuse_unread_fields
 from smallgpt_jax.models.pgpt import PGPT
 from smallgpt_jax.models.stacks import REMAT
-
-_CHOICES = {"norm": NORMS, "mlp": MLPS, "remat": REMAT}  # config field → table of allowed values
 
 ARCHITECTURES = {"gpt": GPT, "pgpt": PGPT, "lgpt": LGPT, "cgpt": CGPT}
 
@@ -51,8 +49,9 @@ def make_config(**fields) -> ModelConfig:
     config = config_class.from_fields(fields)
     if config.dtype == AUTO:
         config = config.replace(dtype=faster_dtype())
-    for field, table in _CHOICES.items():
-        config.validate_choice(field, table)
+    config.validate_choice("remat", REMAT)
+    find_norm(config.norm)
+    find_mlp(config.mlp)
     for name in config.mixers:
         find_mixer(name)
     refuse_unread_fields(config)

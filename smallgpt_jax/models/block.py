@@ -4,7 +4,7 @@ import flax.linen as nn
 
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.models.layers import MLPS, norm
+from smallgpt_jax.models.layers import make_mlp, norm
 from smallgpt_jax.models.mixers import make_mixer
 
 
@@ -16,7 +16,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
-        mixer, mlp = make_mixer(c), MLPS[c.mlp](c, name="mlp")
+        mixer, mlp = make_mixer(c), make_mlp(c)
         mixer_norm, mlp_norm = norm(c, f"{mixer.name}_norm"), norm(c, "mlp_norm")
         dropout = nn.Dropout(c.dropout, deterministic=not context.train)
 

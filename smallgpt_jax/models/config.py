@@ -86,7 +86,7 @@ class ModelConfig(ConfigGroup):
     mamba_expand: int = 2
     # "conv": taps of the convolution, the positions that a token of one block sees
     conv_taps: int = 3
-    # norm in blocks and before the head: "layer" | "rms"
+    # norm in blocks and before the head: "layer" | "rms" | package.module:Class
     norm: str = "layer"
     # "pre": x + f(norm(x)) | "post": norm(x + f(x)) | "deepnorm": norm(α·x + f(x))
     norm_position: str = "pre"
@@ -116,7 +116,7 @@ class ModelConfig(ConfigGroup):
     # ε of all norms, which is added to the variance
     norm_epsilon: float = 1e-5
     # "dense": act(x·W_up)·W_down | "gated": (act(x·W_gate) ⊙ x·W_up)·W_down | "moe": mixture of
-    # such experts
+    # such experts | package.module:Class
     mlp: str = "dense"
     # (width of the MLP's inner layer) / d_model. With "moe": (width of one expert) / d_model
     mlp_ratio: float = 4.0

@@ -5,18 +5,20 @@ key–value heads, K head width, F MLP width, L layers, V vocabulary. Weights ar
 products are computed in `config.dtype`. Weights without logical axes, as of flax's nn.Dense, are
 replicated.
 
-An entry of NORMS is a function (config, name) → module. An entry of MLPS is a module class with a
-field `config`, called with (B, T, D) activations and a `Context`.
+An entry of NORMS is a function (config, name) → module, which is called with activations. An entry
+of MLPS is a module class with a field `config`, called with (B, T, D) activations and a `Context`.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import flax.linen as nn
 
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.custom_code import find_module
 from smallgpt_jax.models.initializers import (
     INIT_STD,
     deepnorm_gain,
@@ -128,8 +130,12 @@ def rms_norm(config: ModelConfig, name: str | None) -> nn.RMSNorm:
 NORMS = {"layer": layer_norm, "rms": rms_norm}
 
 
+def find_norm(name: str) -> Callable[..., nn.Module]:
+    return find_module("norm", name, NORMS, arguments=("x",))
+
+
 def norm(config: ModelConfig, name: str | None = None) -> nn.Module:
-    return NORMS[config.norm](config, name)
+    return find_norm(config.norm)(config, name=name)
 
 
 class MLP(nn.Module):
@@ -200,3 +206,11 @@ class MixtureOfExperts(nn.Module):
 
 
 MLPS = {"dense": MLP, "gated": GatedMLP, "moe": MixtureOfExperts}
+
+
+def find_mlp(name: str) -> type[nn.Module]:
+    return find_module("mlp", name, MLPS)
+
+
+def make_mlp(config: ModelConfig) -> nn.Module:
+    return find_mlp(config.mlp)(config, name="mlp")

@@ -4,16 +4,14 @@ They are called with (B, T, D) activations and a `Context`. docs/your-own.md des
 separate documents.
 """
 
-import dataclasses
-
 import flax.linen as nn
 
-from smallgpt_jax.config.lookup import find_named
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.attention_variants import AttentionVariant, is_variant
 from smallgpt_jax.models.config import ModelConfig
+from smallgpt_jax.models.custom_code import find_module
 from smallgpt_jax.models.gated_convolution import GatedConvolution
 from smallgpt_jax.models.gated_delta import GatedDeltaNet
 from smallgpt_jax.models.mamba import Mamba2
@@ -33,19 +31,12 @@ _WITHOUT_ATTENTION = {
 
 
 def find_mixer(name: str) -> type[nn.Module]:
-    where = f"config.model.mixers={short_repr(name)}"
     if "," in str(name):
-        raise UserError(f"{where}: not one name; quote each name, as in {tuple(name.split(','))!r}")
-    mixer = find_named(name, MIXERS, where)
-    is_module = isinstance(mixer, type) and issubclass(mixer, nn.Module)
-    if not is_module or "config" not in {field.name for field in dataclasses.fields(mixer)}:
         raise UserError(
-            f"{where}: must be a Linen module with a field config; see docs/your-own.md"
+            f"config.model.mixers={short_repr(name)}: not one name; quote each name, as in "
+            f"{tuple(name.split(','))!r}"
         )
-    if mixer.__module__.startswith("smallgpt_jax.") and mixer not in MIXERS.values():
-        # A whole block or trunk has mixers of its own, without an end.
-        raise UserError(f"{where}: is no mixer; use one of {', '.join(MIXERS)}")
-    return mixer
+    return find_module("mixers", name, MIXERS)
 
 
 def refuse_unread_fields(config: ModelConfig) -> None:

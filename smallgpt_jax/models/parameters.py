@@ -17,7 +17,7 @@ from smallgpt_jax.models.architectures import find_architecture
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.custom_code import custom_classes
 from smallgpt_jax.models.language_model import LanguageModel
-from smallgpt_jax.models.layers import MLPS, NORMS
+from smallgpt_jax.models.layers import find_mlp, find_norm
 from smallgpt_jax.models.mixers import find_mixer
 from smallgpt_jax.ops.activations import ACTIVATIONS
 
@@ -111,8 +111,8 @@ def named_parts(config: ModelConfig) -> tuple:
     return (
         find_architecture(config.architecture),
         *map(find_mixer, config.mixers),
-        NORMS[config.norm],
-        MLPS[config.mlp],
+        find_norm(config.norm),
+        find_mlp(config.mlp),
         ACTIVATIONS[config.activation],
     )
 

@@ -12,7 +12,7 @@ from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.convolution import ShortConvolution, at_taps
 from smallgpt_jax.models.initializers import ones, zeros
-from smallgpt_jax.models.layers import MLPS, norm
+from smallgpt_jax.models.layers import make_mlp, norm
 from smallgpt_jax.models.mixers import make_mixer
 
 
@@ -44,7 +44,7 @@ class Ablation(NamedTuple):
 def apply_block(block: nn.Module, x_BxTxD, context: Context, ablation: Ablation | None = None):
     """Returns the output of a `Block` or `BlockVariant`; call it in a compact method of the block."""
     c = block.config
-    mixer, mlp = make_mixer(c), MLPS[c.mlp](c, name="mlp")
+    mixer, mlp = make_mixer(c), make_mlp(c)
     dropout = nn.Dropout(c.dropout, deterministic=not context.train)
     scales = block.param("residual_scales", ones("branch"), (2,)) if c.residual_scales else None
 

@@ -22,7 +22,7 @@ from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.flops import counted_config
 from smallgpt_jax.models.initializers import INIT_STD, normal, residual_std
 from smallgpt_jax.models.language_model import embed
-from smallgpt_jax.models.layers import MLPS, Dense, norm, rms_norm
+from smallgpt_jax.models.layers import Dense, make_mlp, norm, rms_norm
 from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.objectives.examples import Examples
 from smallgpt_jax.objectives.objective import Outputs, Term, forward_products
@@ -226,7 +226,7 @@ class PseudoSequenceDecoder(nn.Module):
         y_RxNxW += CrossAttention(c, name="cross_attention")(
             norm(c, "cross_attention_norm")(y_RxNxW), pseudo_RxPxW
         )
-        y_RxNxW += MLPS[c.mlp](c, name="mlp")(norm(c, "mlp_norm")(y_RxNxW), EVALUATION)
+        y_RxNxW += make_mlp(c)(norm(c, "mlp_norm")(y_RxNxW), EVALUATION)
         return norm(c, "final_norm")(y_RxNxW)
 
 

@@ -198,7 +198,8 @@ OBJECTIVES = {"causal": _causal, "prefix": _prefix, "masked": _masked}
 
 
 def find_objective(name: str):
-    return find_named(name, OBJECTIVES, f"config.train.objective={short_repr(name)}")
+    where = f"config.train.objective={short_repr(name)}"
+    return find_named(name, OBJECTIVES, where, ("train", "model"))
 
 
 def make_objective(train: TrainConfig, model: LanguageModel, **terms: Term) -> Objective:

@@ -12,7 +12,7 @@ from smallgpt_jax.optim.config import OptimizerConfig
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
     where = f"config.optimizer.schedule={short_repr(config.schedule)}"
-    after_warmup = find_named(config.schedule, SCHEDULES, where)(config)
+    after_warmup = find_named(config.schedule, SCHEDULES, where, ("config",))(config)
     warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
     return optax.join_schedules([warmup, after_warmup], [config.warmup_steps])
 

@@ -22,7 +22,8 @@ OPTIMIZERS = {
 
 
 def find_optimizer(name: str):
-    return find_named(name, OPTIMIZERS, f"config.optimizer.name={short_repr(name)}")
+    where = f"config.optimizer.name={short_repr(name)}"
+    return find_named(name, OPTIMIZERS, where, ("params", "config"))
 
 
 def make_optimizer(

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, forward, init, load_config
+from conftest import ROOT, call, forward, init, load_config
 from random_models import check_decoding
 
+from configs.compare.base import differences
 from smallgpt_jax import inference, models
 from smallgpt_jax.comparison import recipe, run_reader
 from smallgpt_jax.data.packing import Batch
@@ -69,13 +70,17 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
     config.model.update(**SIZES, passes=3)
     config.mesh.update(data=2, fsdp=2, tensor=2)
     config.train.update(steps=2, eval_every=2, eval_steps=1, checkpoint_every=2, log_every=1)
-    train(config, str(tmp_path))
+    differing = differences(config, load_config("gpt"))
+    assert differing["model"].keys() >= {"architecture", "passes", "input_scale"}
+    overrides = [
+        f"--config.{group}.{field}={value}"
+        for group, fields in differing.items()
+        for field, value in fields.items()
+    ]
+    trained = call("main", "--config=gpt:tiny", f"--workdir={tmp_path}", *overrides)
+    assert trained.returncode == 0, trained.stderr
     saved = json.loads((tmp_path / "config.json").read_text())["model"]
-    assert (saved["architecture"], saved["passes"], saved["input_scale"]) == (
-        "my_models.twice:Twice",
-        3,
-        0.5,
-    )
+    assert {field: saved[field] for field in differing["model"]} == differing["model"]
 
     model = inference.load(tmp_path)  # `load` also compares decoding with the full forward pass
     assert len(model.generate("a", max_new_tokens=5, temperature=0.0)) == 5
@@ -105,9 +110,20 @@ def test_refuses_wrong_fields():
         models.build(**{**own_config("my_models.twice:Twice").model, "passses": 2})
     with pytest.raises(UserError, match=r"config.model.passes: .* needs a value"):
         models.build(**own_config("my_models.twice:Twice").model)
+    flags = ["--config=gpt:tiny", "--config.model.architecture=my_models.twice:Twice"]
+    for flag, message in (
+        ("--config.model.passses=2", "no config field 'passses'; configs/base.py documents"),
+        ("--config.model.passes=two", "--config.model.passes=two: expected an integer"),
+    ):
+        result = call("main", *flags, flag, "--workdir=unused")
+        assert (result.returncode, result.stderr[: len(message) + 7]) == (2, f"error: {message}")
 
 
 MEAN, RECURRENCE = "my_models.average:RunningMean", "my_models.recurrent:Recurrence"
+LAYERS = {
+    "model__mlp": "my_models.layers:Bilinear",
+    "model__norm": "my_models.layers:DynamicTanh",
+}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +131,7 @@ MEAN, RECURRENCE = "my_models.average:RunningMean", "my_models.recurrent:Recurre
     [
         ("my_models.parallel_block:Parallel", {"model__mlp": "gated", "model__remat": "full"}),
         ("my_models.parallel_block:Parallel", {"model__mixers": (MEAN,)}),
-        ("gpt", {"model__mixers": (MEAN,), "model__scan_layers": False}),
+        ("gpt", {"model__mixers": (MEAN,), "model__scan_layers": False, **LAYERS}),
         ("my_models.recurrent:Recurrent", {"model__mixers": (RECURRENCE,), "model__taps": 3}),
     ],
 )
@@ -358,10 +374,15 @@ def test_a_schedule_an_optimizer_and_an_objective(text_file, tmp_path, monkeypat
     [
         ("optimizer__schedule", "my_models.training:saw", "has no 'saw'; expected package.module"),
         ("train__objective", "my_modls.training:calm", "no module 'my_modls'"),
+        ("train__objective", "my_models.training:sawtooth", "with 2 arguments (train, model)"),
+        ("optimizer__name", "my_models.training:sawtooth", "with 2 arguments (params, config)"),
+        ("model__mlp", "my_models.layers:DynamicTanh", "3 arguments (self, x, context)"),
+        ("model__norm", "my_models.training:sign", "must be a Linen module with a field config"),
     ],
 )
-def test_refuses_names_without_a_function(field, value, message):
+def test_refuses_names_that_do_not_fit(field, value, message):
     with pytest.raises(
-        UserError, match=rf"config.{field.replace('__', '.')}='{value}': .*{message}"
+        UserError,
+        match=rf"config.{field.replace('__', '.')}='{value}': .*{re.escape(message)}",
     ):
         build_program(own_config("gpt", **{field: value}))

@@ -25,7 +25,9 @@ def analyse(record: Record) -> Findings:
     model = model_of(record.reference)
     reference_name = f"{model}@{size}" if size else record.reference
     contest_at = functools.partial(_as_trained, evidence)
-    compare_measure = functools.partial(_compare_measure, reference=reference_name)
+    compare_measure = functools.partial(
+        _compare_measure, reference=reference_name, pair_level=evidence.pair_level
+    )
     longest_runs = [run for run in record.runs if run.horizon == 1]
     ranked = [run for run in longest_runs if not size or run.size == size]
     choices = default_choices(evidence)
@@ -67,7 +69,9 @@ def _as_trained(evidence: Evidence, size: str | None) -> Contest | None:
     return compete(entries, evidence)
 
 
-def _compare_measure(values: description.Values, reference: str) -> tuple[Pair, ...]:
+def _compare_measure(
+    values: description.Values, reference: str, pair_level: float | None
+) -> tuple[Pair, ...]:
     """Returns the verdicts on a measure, {name: {seed: value}}: each name against the reference.
 
     "lower" and "higher" are of the measure, whichever is better.
@@ -76,8 +80,6 @@ def _compare_measure(values: description.Values, reference: str) -> tuple[Pair, 
     if reference not in values or not names:
         return ()
     rows = spreads.matrix([values[reference], *(values[name] for name in names)])
-    _, degrees = spreads.sample_variances(rows)
-    prior = spreads.prior_of([rows], float(degrees.sum() - degrees.max()))
-    estimate = spreads.estimate(rows, prior)
-    pairs = compare_pairs((reference, *names), estimate, draw_losses(estimate))
+    estimate = spreads.estimate_alone(rows)
+    pairs = compare_pairs((reference, *names), estimate, draw_losses(estimate), pair_level)
     return tuple(pair for pair in pairs if pair.other == reference)

@@ -3,10 +3,11 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from smallgpt_jax.analysis import spreads
-from smallgpt_jax.analysis.record import Record, Run, grouped
+from smallgpt_jax.analysis.findings import LEVEL
+from smallgpt_jax.analysis.record import Record, Run, grouped, size_of
 
 EQUAL = 1e-3  # nats; models whose losses differ by less with each seed are the same function
 _MIN_MODELS = 4  # of a size and length, from which its differences have their own typical variance
@@ -101,6 +102,15 @@ class Evidence:
         return self.priors.get(_size_and_steps(candidate), self.prior)
 
     @property
+    def pair_level(self) -> float | None:
+        """The level of a verdict on two models that holds after each round of seeds; None if the
+        number of seeds was fixed.
+        """
+        if not self.record.seeds_as_needed:
+            return None
+        return level_of_pair(run.name for run in self.record.runs)
+
+    @property
     def most_seeds(self) -> int:
         return max((len(one.losses) for one in self.candidates), default=0)
 
@@ -117,7 +127,8 @@ def evidence_of(record: Record) -> Evidence:
     priors = {}
     for setting, group in grouped(finite, _size_and_steps).items():
         losses.append(spreads.matrix([one.losses for one in group]))
-        if len(group) >= _MIN_MODELS:
+        # Rounds of seeds are decided by the losses of their size and length alone.
+        if len(group) >= _MIN_MODELS or record.seeds_as_needed:
             priors[setting] = spreads.prior_of(losses[-1:], _degrees_of_freedom(group))
     prior = spreads.prior_of(losses, _degrees_of_freedom(finite))
     return Evidence(record, tuple(candidates), prior, priors, _equal_models(finite))
@@ -141,6 +152,12 @@ def _degrees_of_freedom(candidates: Sequence[Candidate]) -> int:
         # The model with the most orders is the one that the others are compared with.
         degrees += sum(count - 1 for count in orders.values()) - (max(orders.values()) - 1)
     return degrees
+
+
+def level_of_pair(names: Iterable[str]) -> float:
+    """Returns LEVEL, divided among all pairs of names of one size (Bonferroni)."""
+    sizes = grouped(dict.fromkeys(names), size_of).values()
+    return LEVEL / max(1, sum(math.comb(len(of_size), 2) for of_size in sizes))
 
 
 # ------------------------------------------------------------------ what can be compared

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import special
 
-from smallgpt_jax.analysis import spreads
+from smallgpt_jax.analysis import sequential, spreads
 from smallgpt_jax.analysis.candidates import Candidate, Evidence
 from smallgpt_jax.analysis.findings import (
     CERTAIN,
@@ -83,7 +83,13 @@ def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:
         _standing(finite[i], estimate.means[i], _interval(estimate, i), shares[i]) for i in order
     ]
     models = [finite[index].model for index in order]
-    pairs = compare_pairs(models, estimate.of(order), draws[:, order])
+    level = evidence.pair_level
+    tried = dataclasses.replace(estimate, paired=estimate.paired - untried[:, None] + untried)
+    pairs = compare_pairs(models, tried.of(order), draws[:, order], level)
+    if level and chosen:
+        rivals = [pair.model for pair in pairs if pair.other == chosen and not pair.is_told]
+        if rivals:  # the chosen model is the first, so it is `other` in its pairs
+            chosen, refusal, blockers = None, "uncertain", tuple(rivals)
     pairs += [
         Pair(worse.model, better.model, 0, math.inf, None, 0.0, "higher", None)
         for worse, better in itertools.product(diverged, finite)
@@ -204,18 +210,46 @@ def _possible_variances(estimates: np.ndarray, degrees: np.ndarray) -> np.ndarra
 
 
 # ------------------------------------------------------------------ pairs
-def compare_pairs(models: Sequence[str], estimate: Estimate, draws: np.ndarray) -> list[Pair]:
-    """Returns the verdicts on all pairs, from the possible worlds of `draw_losses`."""
-    return [
-        _pair((models[one], models[other]), estimate.difference(one, other), draws[:, [one, other]])
-        for other, one in itertools.combinations(range(len(models)), 2)
-    ]
+def compare_pairs(
+    models: Sequence[str],
+    estimate: Estimate,
+    draws: np.ndarray,
+    pair_level: float | None = None,
+) -> list[Pair]:
+    """Returns the verdicts on all pairs, from the possible worlds of `draw_losses`; with
+    `Evidence.pair_level`, from sequential tests.
+    """
+    pairs = []
+    for other, one in itertools.combinations(range(len(models)), 2):
+        names, difference = (models[one], models[other]), estimate.difference(one, other)
+        differences = draws[:, one] - draws[:, other]
+        if difference.degrees == 0:  # no model has two seeds
+            unknown = ("cannot tell", None)
+            pair = Pair(*names, difference.orders, difference.mean, None, 0.5, *unknown)
+        elif pair_level:
+            pair = _pair_at_all_looks(names, difference, differences, pair_level)
+        else:
+            pair = _pair(names, difference, differences)
+        pairs.append(pair)
+    return pairs
 
 
-def _pair(models: tuple[str, str], difference: Difference, draws: np.ndarray) -> Pair:
-    if difference.degrees == 0:  # no model has two seeds
-        return Pair(*models, difference.orders, difference.mean, None, 0.5, "cannot tell", None)
-    differences = draws[:, 0] - draws[:, 1]
+def _pair_at_all_looks(
+    models: tuple[str, str], difference: Difference, differences: np.ndarray, level: float
+) -> Pair:
+    half = difference.half_width_at_all_looks(level)
+    verdict = "cannot tell"
+    if abs(difference.paired) > half:
+        verdict = "lower" if difference.paired < 0 else "higher"
+    interval = None
+    if math.isfinite(half):
+        interval = Range(difference.paired - half, difference.paired + half)
+    needed = seeds_needed(difference, level) if verdict == "cannot tell" else None
+    probability = float((differences < 0).mean())
+    return Pair(*models, difference.orders, difference.mean, interval, probability, verdict, needed)
+
+
+def _pair(models: tuple[str, str], difference: Difference, differences: np.ndarray) -> Pair:
     probability = float((differences < 0).mean())
     verdict = "cannot tell"
     if max(probability, 1 - probability) >= CERTAIN:
@@ -226,8 +260,9 @@ def _pair(models: tuple[str, str], difference: Difference, draws: np.ndarray) ->
     return Pair(*models, difference.orders, difference.mean, interval, probability, verdict, needed)
 
 
-def seeds_needed(difference: Difference) -> Range:
-    """Returns how many seeds per model would decide, with 80% power at a level of 5%.
+def seeds_needed(difference: Difference, pair_level: float | None = None) -> Range:
+    """Returns how many seeds per model would decide, with 80% power at a level of 5%; with
+    `pair_level`, at which number a sequential test is expected to.
 
     A difference δ of two models whose runs of one order differ with the variance σ² needs
 
@@ -240,9 +275,13 @@ def seeds_needed(difference: Difference) -> Range:
     rng = np.random.default_rng(0)
     ratios = difference.degrees / np.maximum(rng.chisquare(difference.degrees, DRAWS), 1e-12)
     deltas = difference.mean + difference.error * np.sqrt(ratios) * rng.standard_normal(DRAWS)
-    level, power = special.ndtri(1 - LEVEL / 2), special.ndtri(_POWER)
-    needed = (level + power) ** 2 * difference.variance * ratios / np.maximum(deltas**2, 1e-300)
-    needed = np.clip(needed + level**2 / 2, 2, _MAX_SEEDS)
+    variances = difference.variance * ratios
+    if pair_level:
+        needed = sequential.seeds_of_effects(deltas**2 / variances, pair_level)
+    else:
+        level, power = special.ndtri(1 - LEVEL / 2), special.ndtri(_POWER)
+        needed = (level + power) ** 2 * variances / np.maximum(deltas**2, 1e-300) + level**2 / 2
+    needed = np.clip(needed, 2, _MAX_SEEDS)
     low, high = np.quantile(needed, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2])
     return Range(float(low), float(high))
 

@@ -64,7 +64,7 @@ def find_orders(evidence: Evidence, reference: str) -> tuple[Order, ...]:
     if base is None:
         return ()
     return tuple(
-        _order(model, reference, compare_at_nodes(rival, base, evidence))
+        _order(model, reference, compare_at_nodes(rival, base, evidence), evidence)
         for model, rival in lines.items()
         if model != reference and model not in evidence.equal_to(reference)
     )
@@ -93,13 +93,18 @@ def compare(one: Reading, other: Reading, evidence: Evidence) -> Difference:
     return spreads.estimate(losses, prior, [one.noise, other.noise]).difference(0, 1)
 
 
-def _order(model: str, reference: str, nodes: Sequence[Node]) -> Order:
+def _order(model: str, reference: str, nodes: Sequence[Node], evidence: Evidence) -> Order:
     """The verdicts hold over all n nodes together, with the probability 1 - LEVEL: at each, the
     error is LEVEL / n (Bonferroni).
     """
     level = LEVEL / max(1, len(nodes))
-    halves = [node.difference.half_width(1 - level) for node in nodes]
-    means = [node.difference.mean for node in nodes]
+    differences = [node.difference for node in nodes]
+    if evidence.record.seeds_as_needed:
+        halves = [difference.half_width_at_all_looks(level) for difference in differences]
+        means = [difference.paired for difference in differences]
+    else:
+        halves = [difference.half_width(1 - level) for difference in differences]
+        means = [difference.mean for difference in differences]
     verdicts = []
     for mean, half in zip(means, halves):
         better = model if mean < 0 else reference

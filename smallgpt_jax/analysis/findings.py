@@ -86,6 +86,10 @@ class Pair:
     verdict: Literal["lower", "higher", "cannot tell"]  # of `model`, from CERTAIN on
     seeds_needed: Range | None  # INTERVAL of the seeds per model that would decide; None if decided
 
+    @property
+    def is_told(self) -> bool:
+        return self.verdict != "cannot tell"
+
 
 # Why no model is chosen.
 Refusal = Literal[
@@ -320,6 +324,7 @@ class Setup:
     software: tuple[str, ...]  # "jax 0.10.2", …
     dates: tuple[str, str] | None  # first and last start of a run
     rows: int  # validation tokens
+    seeds_as_needed: bool = False  # seeds were added where verdicts needed them
 
 
 # ------------------------------------------------------------------ measurements

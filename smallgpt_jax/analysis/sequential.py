@@ -12,6 +12,8 @@ the standard deviation unknown (Lai, 1976, doi:10.1214/aos/1176343406; Wang & Ra
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 # Effects are mixed with a normal distribution of this precision: large effects, of about 3 standard
 # deviations, need the fewest seeds (experiments/sequential.py).
 PRECISION = 0.1
@@ -48,14 +50,44 @@ def interval(
     if count < 2:
         return -math.inf, math.inf
     mean = math.fsum(differences) / count
-    deviations = math.fsum((x - mean) ** 2 for x in differences)
+    variance = math.fsum((x - mean) ** 2 for x in differences) / (count - 1)
+    half = half_width(count, variance, count - 1, level, precision)
+    return mean - half, mean + half
+
+
+def half_width(
+    count: int, variance: float, degrees: float, level: float, precision: float = PRECISION
+) -> float:
+    """Returns half the width of `interval` around the mean of `count` differences, inf without a
+    limit.
+
+    `variance` has more degrees of freedom than count − 1 if it was drawn towards those of other
+    pairs (`spreads.Prior`): the deviation is then not unknown, but has their distribution.
+    """
+    if count < 1 or degrees <= 0:
+        return math.inf
     # squares / left at the limits, see `evidence`
-    ratio = (math.sqrt((count + precision) / precision) / level) ** (2 / count)
+    ratio = (math.sqrt((count + precision) / precision) / level) ** (2 / (degrees + 1))
     slack = 1 - ratio * precision / (count + precision)
     if slack <= 0:
-        return -math.inf, math.inf
-    half = math.sqrt((ratio - 1) * deviations / (count * slack))
-    return mean - half, mean + half
+        return math.inf
+    return math.sqrt((ratio - 1) * degrees * variance / (count * slack))
+
+
+def seeds_of_effects(squares: np.ndarray, level: float, precision: float = PRECISION) -> np.ndarray:
+    """Returns after how many seeds the evidence for an effect is about 1/level, from squares of
+    effects in standard deviations.
+
+    The evidence for n differences with the mean effect x is √(p/(n + p)) · (1 + x²)^(n/2), without
+    what the mixture leaves: (1 + x²·p/(n + p)).
+    """
+    seeds = np.full(np.shape(squares), 2.0)
+    for _ in range(20):  # converges: the right side grows with ln(n)
+        left = precision / (seeds + precision)
+        needed = math.log(1 / level) - 0.5 * np.log(left)
+        growth = 0.5 * np.log((1 + squares) / (1 + squares * left))
+        seeds = np.maximum(needed / np.maximum(growth, 1e-9), 2.0)
+    return seeds
 
 
 def level_of_question(number: int, level: float = 0.05) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy import special  # not scipy.stats, whose import takes longer than an answer of `choose`
 
+from smallgpt_jax.analysis import sequential
 from smallgpt_jax.analysis.modes import split
 
 ROUNDING = 1e-4  # nats; smaller deviations are not told apart
@@ -182,6 +183,7 @@ class Difference:
     degrees: float  # 0 if the spread is unknown
     orders: int  # that both models have read
     variance: float  # of the difference of two runs of one order
+    paired: float = math.nan  # mean over the orders that both have read
 
     def half_width(self, probability: float) -> float:
         """Returns half the width of the interval that contains the difference with a probability;
@@ -190,6 +192,12 @@ class Difference:
         if self.degrees == 0:
             return math.inf
         return float(special.stdtrit(self.degrees, (1 + probability) / 2)) * self.error
+
+    def half_width_at_all_looks(self, level: float) -> float:
+        """Returns half the width of the interval around `paired` that contains the difference after
+        all rounds of seeds together, except with the probability `level`.
+        """
+        return sequential.half_width(self.orders, self.variance, self.degrees, level)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +212,7 @@ class Estimate:
     variances: np.ndarray  # of the difference of two runs of one order; 0 on the diagonal
     degrees: np.ndarray  # of freedom of `variances`; 0 if the spread is unknown
     orders: np.ndarray  # that both have read
+    paired: np.ndarray  # mean difference over these; NaN without any
 
     def of(self, models: Sequence[int]) -> "Estimate":
         """Returns the estimate of some models, in their order."""
@@ -215,6 +224,7 @@ class Estimate:
             self.variances[pairs],
             self.degrees[pairs],
             self.orders[pairs],
+            self.paired[pairs],
         )
 
     def difference(self, one: int, other: int) -> Difference:
@@ -225,6 +235,7 @@ class Estimate:
             float(self.degrees[one, other]),
             int(self.orders[one, other]),
             float(self.variances[one, other]),
+            float(self.paired[one, other]),
         )
 
     @property
@@ -268,7 +279,10 @@ def estimate(losses: np.ndarray, prior: Prior, noise: Sequence[float] = ()) -> E
     known = ~np.isnan(losses)
     models = len(losses)
     one, other = (index.ravel() for index in np.indices((models, models)))
-    variances, degrees = sample_variances(losses[one] - losses[other])
+    differences = losses[one] - losses[other]
+    variances, degrees = sample_variances(differences)
+    orders = known.astype(int) @ known.T
+    sums = np.nansum(differences, axis=1).reshape(models, models)
     is_pair = one != other
     noises = np.array(noise or [1.0] * models)
     noise_of_pair = (noises[one] + noises[other]) / 2
@@ -284,5 +298,13 @@ def estimate(losses: np.ndarray, prior: Prior, noise: Sequence[float] = ()) -> E
         deviations=deviations,
         variances=all_variances.reshape(models, models),
         degrees=all_degrees.reshape(models, models),
-        orders=known.astype(int) @ known.T,
+        orders=orders,
+        paired=np.where(orders > 0, sums / np.maximum(orders, 1), math.nan),
     )
+
+
+def estimate_alone(losses: np.ndarray) -> Estimate:
+    """Returns the estimate of losses with no others to tell how much they vary."""
+    _, degrees = sample_variances(losses)
+    # The model with the most orders is the one that the others are compared with.
+    return estimate(losses, prior_of([losses], float(degrees.sum() - degrees.max())))

@@ -188,6 +188,7 @@ class TrainedComparison:
             comparison.grids(self.losses),
             comparison.held_out,
             held_out.read_predictions(comparison.output) if comparison.held_out else None,
+            seeds_as_needed=comparison.rounds is not None,
         )
 
 

@@ -28,6 +28,13 @@ class CompareConfig(ConfigGroup):
     # number of seeds that each run is trained with: train.seed, train.seed + 1, …
     # With 2, nobody can tell how much losses vary, so there are no compute multipliers
     seeds: int = 3
+    # seeds are added, up to this number per name, to names whose difference cannot be told and at
+    # which more than `stake` nats are at stake. Verdicts then hold after each seed that is added
+    # (docs/comparison.md). 0: each name has `seeds`
+    most_seeds: int = 0
+    # with most_seeds: nats that it may cost, on average, to take the better of two models by the
+    # seeds so far; with less at stake, they get no further seeds
+    stake: float = 0.01
     # multiples of each run's learning_rate and final_learning_rate, for example (0.5, 1, 2). Runs
     # with the seed train.seed - 1 are trained at all multiples and choose the best one, which has
     # the lowest validation loss at the end. The seeds of the comparison are trained only at the
@@ -65,6 +72,11 @@ class CompareConfig(ConfigGroup):
     def validate(self) -> None:
         self.validate_choice("budget", BUDGETS)
         self.validate_range("seeds", "averaged_evaluations", least=1)
+        self.validate_range("stake")
+        if self.most_seeds and self.most_seeds <= self.seeds:
+            self.refuse("most_seeds", f"must be above config.compare.seeds={self.seeds}, or 0")
+        if self.most_seeds and self.seeds < 2:
+            self.refuse("seeds", "must be at least 2 with config.compare.most_seeds")
         if self.budget == "seconds" and not 0 < self.seconds < math.inf:
             self.refuse("seconds", "must be above 0 with budget 'seconds'")
         if self.budget != "seconds" and self.seconds:

@@ -1,7 +1,7 @@
 """What a comparison will cost, before it is trained."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -44,48 +44,63 @@ class Forecast:
     corpus_tokens: int | None
     device: str
     is_roofline: bool  # the seconds are those of a roofline, not of a measured speed
+    most_costs: tuple[Cost, ...] = ()  # with all seeds that may be added; () if none are
 
     @property
     def seconds(self) -> float | None:
-        seconds = [cost.seconds for cost in self.costs]
-        return None if None in seconds else sum(seconds)
+        return _total(self.costs, "seconds")
 
     @property
     def flops(self) -> float | None:
-        flops = [cost.flops for cost in self.costs]
-        return None if None in flops else sum(flops)
+        return _total(self.costs, "flops")
 
     def __str__(self) -> str:
         return format_forecast(self)
 
 
+def _total(costs: Sequence[Cost], field: str) -> float | None:
+    values = [getattr(cost, field) for cost in costs]
+    return None if None in values else sum(values)
+
+
 def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
-    """Returns the cost of the runs that are not finished, assuming that no grid is extended.
+    """Returns the cost of the runs that are not finished, assuming that no grid is extended; beside
+    it, the cost if as many seeds are added as may be.
 
     The seconds are those at the speed measured on this machine, or at the roofline of `topology`.
     """
     losses = outcomes.losses()
     planned = outcomes.comparison.expected_runs(losses)
     missing = [run for run in planned if run.folder not in losses]
-    groups = grouped(missing, lambda run: run.name)
-    longest = {
-        name: max(runs, key=lambda run: run.config.train.steps) for name, runs in groups.items()
-    }
-    configs = {name: run.config for name, run in longest.items()}
+    at_most = outcomes.comparison.most_runs(losses) if outcomes.comparison.rounds else []
+    may_miss = [run for run in at_most if run.folder not in losses]
+    configs = {}
+    for name, runs in grouped([*missing, *may_miss], lambda run: run.name).items():
+        configs[name] = max(runs, key=lambda run: run.config.train.steps).config
     speeds = _speeds(configs, outcomes.comparison.output, topology)
-    costs = [_cost(name, runs, longest[name].config, speeds[name]) for name, runs in groups.items()]
     most = max(configs.values(), key=_tokens, default=None)  # None: all runs are finished
     corpus_tokens, repeats = None, None
     if most and not is_synthetic(most.data):  # the rows of a probe are generated
         corpus_tokens, repeats = _reading(outcomes.text, most)
     return Forecast(
-        tuple(costs),
+        _costs(missing, configs, speeds),
         len(planned) - len(missing),
         repeats,
         corpus_tokens,
         topology or f"{jax.device_count()} × {device_name(jax.devices()[0])}",
         bool(topology),
+        _costs(may_miss, configs, speeds),
     )
+
+
+def _costs(
+    runs: Sequence[PlannedRun],
+    configs: Mapping[str, Config],
+    speeds: Mapping[str, float | None],
+) -> tuple[Cost, ...]:
+    """Returns the costs by name. `configs` are those of the longest runs."""
+    groups = grouped(runs, lambda run: run.name)
+    return tuple(_cost(name, of, configs[name], speeds[name]) for name, of in groups.items())
 
 
 def _cost(name: str, runs: Sequence[PlannedRun], config: Config, speed: float | None) -> Cost:
@@ -160,6 +175,8 @@ def format_forecast(result: Forecast) -> str:
     lines = [*aligned_rows(rows), "", f"{runs} runs to train{finished}."]
     if result.flops is not None:
         lines.append(f"{result.flops:.3g} training FLOPs.")
+    if result.most_costs:
+        lines.append(_most_text(result.most_costs))
     if result.corpus_tokens is not None:
         lines.append(_corpus_text(result))
     basis = "at the roofline of" if result.is_roofline else "at the speed measured on"
@@ -171,6 +188,17 @@ def format_forecast(result: Forecast) -> str:
             "another; compilation, evaluation and measurements come on top."
         )
     return "\n".join(lines)
+
+
+def _most_text(costs: Sequence[Cost]) -> str:
+    """Returns what the comparison costs with all seeds of config.compare.most_seeds."""
+    texts = [f"{sum(cost.runs for cost in costs)} runs"]
+    flops, seconds = _total(costs, "flops"), _total(costs, "seconds")
+    if flops is not None:
+        texts.append(f"{flops:.3g} FLOPs")
+    if seconds is not None:
+        texts.append(f"{duration(seconds)} of training")
+    return f"These are the least; with the seeds that may be added, at most {', '.join(texts)}."
 
 
 def _corpus_text(result: Forecast) -> str:

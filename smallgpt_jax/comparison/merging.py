@@ -49,6 +49,7 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
         learning_rates=_merged_grids(each, names, merged.keys()),
         held_out=held_out[0] if held_out else "",
         predictions=min(predictions, key=lambda one: one.time, default=None),
+        seeds_as_needed=any(record.seeds_as_needed for record in each),
     )
 
 

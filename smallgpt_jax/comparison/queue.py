@@ -92,12 +92,15 @@ class Queue:
 
     def _awaited(self, missing: Sequence[PlannedRun]) -> Path | None:
         """Returns a run of another process that others depend on: one of a grid, a trunk of a run
-        that no process is training, and any run whose loss is needed for predictions.
+        that no process is training, and any run whose loss is needed for predictions or for the
+        next round of seeds.
         """
         trunks = {run.trunk for run in missing if run.folder not in self.busy}
         for run in missing:
             is_predicting = self.outcomes.comparison.held_out and not run.is_held_out
-            if run.folder in self.busy and (run.in_grid or run.folder in trunks or is_predicting):
+            is_in_round = self.outcomes.comparison.rounds and run.trunk is None
+            others_depend = run.in_grid or run.folder in trunks or is_predicting or is_in_round
+            if run.folder in self.busy and others_depend:
                 return run.folder
         return None
 

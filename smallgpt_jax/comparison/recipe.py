@@ -3,14 +3,16 @@
 import copy
 import functools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from smallgpt_jax import models
+from smallgpt_jax.analysis.candidates import level_of_pair
 from smallgpt_jax.analysis.record import size_of
+from smallgpt_jax.analysis.rounds import Rounds
 from smallgpt_jax.comparison import budget
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened
@@ -44,7 +46,14 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
         horizons,
         compare.held_out,
         compare.train_held_out,
+        _rounds(compare, models_by_name),
     )
+
+
+def _rounds(compare: CompareConfig, names: Iterable[str]) -> Rounds | None:
+    if not compare.most_seeds:
+        return None
+    return Rounds(compare.seeds, compare.most_seeds, compare.stake, level_of_pair(names))
 
 
 def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:

@@ -3,15 +3,16 @@ its grid.
 
 Runs named MODEL@SIZE train one model at several sizes. They share a grid, which is trained at the
 first size. With horizons, the shorter runs of a name branch off its longest one
-(training/branch.py).
+(training/branch.py). With rounds of seeds, the losses of a round decide which runs the next one has.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from smallgpt_jax.analysis.record import Grid, model_of, size_of
+from smallgpt_jax.analysis.record import Grid, grouped, model_of, size_of
+from smallgpt_jax.analysis.rounds import Rounds, next_seeds
 from smallgpt_jax.comparison import learning_rates
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.optim.learning_rate import decay_start
@@ -36,13 +37,14 @@ class PlannedRun(NamedTuple):
 class Comparison:
     output: Path
     models: dict[str, Config]  # {name: config}, each with the steps that the budget allows
-    seeds: range
+    seeds: range  # of the first round
     multiples: tuple[float, ...]  # of each model's own learning rate; empty: no grid
     max_added: int  # maximum number of learning rates that are added to a model's grid
     averaged: int = 1  # number of last evaluations over which the loss of a run is the mean
     horizons: tuple[float, ...] = (1.0,)  # of each run, except those of grids
     held_out: str = ""  # SIZE of the runs that are trained last
     train_held_out: bool = True
+    rounds: Rounds | None = None  # None: no seeds are added
 
     @property
     def grid_seed(self) -> int:
@@ -81,26 +83,97 @@ class Comparison:
 
         A model is left out while its grid is unfinished, and if it has diverged at every multiple.
         """
-        return self._runs_at(self._multiples(losses))
+        multiples = self._multiples(losses)
+        return self._runs_at(multiples, self._num_seeds(losses, multiples))
 
     def expected_runs(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
         """Returns `runs`, and with learning rates that are not known yet, the other runs, too,
-        assuming that no grid is extended further.
+        assuming that no grid is extended further, and no seeds are added.
         """
-        runs = self._runs_at(self._multiples(losses, unknown=1.0))
+        return self._expected(losses, self._num_seeds(losses, self._multiples(losses)))
+
+    def most_runs(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
+        """Returns `expected_runs`, with as many seeds as may be added."""
+        counts = self._num_seeds(losses, self._multiples(losses), at_most=True)
+        return self._expected(losses, counts)
+
+    def _expected(
+        self, losses: Mapping[Path, float], counts: Mapping[str, int]
+    ) -> list[PlannedRun]:
+        runs = self._runs_at(self._multiples(losses, unknown=1.0), counts)
         if not self.train_held_out:
             runs = [run for run in runs if not run.is_held_out]
         return [*self._grid_runs(losses), *runs]
 
-    def _runs_at(self, multiples: Mapping[str, float | None]) -> list[PlannedRun]:
-        """Returns the runs of each seed at {model: multiple of its learning rate}."""
+    def _runs_at(
+        self, multiples: Mapping[str, float | None], counts: Mapping[str, int]
+    ) -> list[PlannedRun]:
+        """Returns the runs of each seed at {model: multiple of its learning rate}, with {name:
+        number of seeds}.
+        """
         runs = []
-        for seed in self.seeds:
+        for index in range(max(counts.values(), default=0)):
             for name in self.models:
                 multiple = multiples.get(model_of(name))
-                if multiple:
-                    runs += _with_shorter_runs(self._run(name, seed, multiple), self.horizons)
+                if multiple and index < counts[name]:
+                    run = self._run(name, self.seeds[0] + index, multiple)
+                    runs += _with_shorter_runs(run, self.horizons)
         return runs
+
+    def _num_seeds(
+        self,
+        losses: Mapping[Path, float],
+        multiples: Mapping[str, float | None],
+        at_most: bool = False,
+    ) -> dict[str, int]:
+        """Returns {name: number of seeds}, as far as the known losses determine them, or as many as
+        may be added.
+
+        Rounds are gone through from the first one, and the next one counts only when all losses of
+        a round are known. So the plan does not depend on the order in which runs finish, nor on
+        the process that makes it, nor on when that process was started.
+        """
+        counts = dict.fromkeys(self.models, len(self.seeds))
+        if self.rounds is None:
+            return counts
+        for names in grouped(self.models, size_of).values():
+            while True:
+                of_size = self._losses_of_seeds(names, losses, multiples, counts)
+                if of_size is None:
+                    if at_most:
+                        counts |= dict.fromkeys(names, self.rounds.most)
+                    break
+                following = next_seeds(of_size, self.rounds)
+                if all(counts[name] == number for name, number in following.items()):
+                    break
+                counts |= following
+        return counts
+
+    def _losses_of_seeds(
+        self,
+        names: Sequence[str],
+        losses: Mapping[Path, float],
+        multiples: Mapping[str, float | None],
+        counts: Mapping[str, int],
+    ) -> dict[str, list[float]] | None:
+        """Returns {name: losses of its seeds}, without models that diverged at all learning rates;
+        None if a loss is not known yet.
+        """
+        of_names = {}
+        for name in names:
+            if model_of(name) not in multiples:  # has diverged at all learning rates
+                continue
+            multiple = multiples[model_of(name)]
+            if multiple is None:
+                return None
+            of_name = []
+            for index in range(counts[name]):
+                seed = self.seeds[0] + index
+                of_name.append(losses.get(run_folder(self.output, name, seed, multiple)))
+            if None in of_name:
+                return None
+            of_names[name] = of_name
+        return of_names
 
     def _multiples(
         self, losses: Mapping[Path, float], unknown: float | None = None

@@ -222,7 +222,7 @@ def test_a_dry_run_says_what_is_missing(compare, tmp_path):
     """Two of four runs of 8 steps are finished. Nothing is trained, and no report is written."""
     compare("out", "--config.compare.seeds=1", "--config.compare.names=gpt,pgpt")
     (tmp_path / "out" / "report.md").unlink()
-    arguments = ("--config.compare.names=gpt,pgpt", "--dry_run")
+    arguments = ("--config.compare.names=gpt,pgpt", "--dry_run", "--config.compare.most_seeds=5")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("smallgpt_jax.comparison.budget.steps_per_second", lambda run: 2.0)
         done, fake = compare("out", *arguments)
@@ -240,6 +240,7 @@ def test_a_dry_run_says_what_is_missing(compare, tmp_path):
     ]
     assert "2 runs to train, 2 more are finished." in done.stdout
     assert "8s of training at the speed measured on" in done.stdout
+    assert "with the seeds that may be added, at most 8 runs" in done.stdout
     assert "nothing is repeated" in done.stdout
     assert not (tmp_path / "out" / "report.md").exists()
 

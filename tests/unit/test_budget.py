@@ -375,6 +375,7 @@ def test_overrides_of_runs_whose_names_have_dots_and_spaces(given, read):
         (dict(compare__budget="seconds"), "config.compare.seconds=0.0: must be above 0"),
         (dict(compare__seconds=3.0), "needs config.compare.budget='seconds'"),
         (dict(compare__seeds=0), "config.compare.seeds=0: must be at least 1"),
+        (dict(compare__most_seeds=2), "config.compare.most_seeds=2: must be above config.comp"),
         (dict(compare__names=""), "the comparison has no runs"),
         (dict(compare__names="gtp"), "no run 'gtp'; choose from cgpt, gpt"),
         (dict(compare__reference="x"), "config.compare.reference='x': must be one of cgpt, gpt"),

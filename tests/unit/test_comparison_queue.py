@@ -13,6 +13,7 @@ import pytest
 from conftest import load_config
 
 from smallgpt_jax import models
+from smallgpt_jax.analysis.rounds import Rounds
 from smallgpt_jax.comparison import held_out, queue
 from smallgpt_jax.comparison.runs import Comparison
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
@@ -120,6 +121,75 @@ def test_a_model_that_diverges_at_all_rates_is_left_out(monkeypatch, config):
     assert len(plan.expected_runs(queue.losses)) == 5  # two of each grid, and one of gpt
 
 
+# ------------------------------------------------------------------ rounds of seeds
+ROUNDS = Rounds(first=2, most=5, stake=0.01, pair_level=0.05)
+CLOSE = {
+    f"{name}-seed{seed}": loss
+    for name, losses in {"a": (3.0, 3.1, 3.0, 3.2, 3.1), "b": (3.1, 3.0, 3.1, 3.1, 3.15)}.items()
+    for seed, loss in enumerate(losses, 1)
+}
+
+
+def in_rounds(config, names=("a", "b"), **fields) -> Comparison:
+    return comparison(config, names, seeds=range(1, 3), rounds=ROUNDS, **fields)
+
+
+def test_seeds_are_added_to_close_models_only(monkeypatch, config):
+    plan = in_rounds(config, ("a", "b", "bad"))
+    bad = {f"bad-seed{seed}": 9 + loss / 10 for seed, loss in enumerate((3, 1, 2, 4, 2), 1)}
+    world = World(monkeypatch, plan, {**CLOSE, **bad})
+    queue = world.train()
+    assert trained(world)[:6] == [
+        "a-seed1",
+        "b-seed1",
+        "bad-seed1",
+        "a-seed2",
+        "b-seed2",
+        "bad-seed2",
+    ]
+    assert {"a-seed5", "b-seed5"} <= set(trained(world)) and "bad-seed5" not in trained(world)
+    assert len(plan.expected_runs({})) == 6 and len(plan.most_runs({})) == 15
+    assert plan.most_runs(queue.losses) == plan.expected_runs(queue.losses)
+
+
+@pytest.mark.parametrize("killed_at", ["a-seed1", "b-seed2", "a-seed3", "b-seed4", "b-seed5"])
+def test_a_killed_comparison_goes_on_to_the_same_seeds(monkeypatch, config, killed_at):
+    plan = in_rounds(config)
+    whole = World(monkeypatch, plan, CLOSE)
+    whole.train()
+    world = World(monkeypatch, plan, CLOSE, {killed_at: KeyboardInterrupt()})
+    with pytest.raises(KeyboardInterrupt):
+        world.train()
+    world._errors.clear()
+    world.train()
+    assert trained(world) == trained(whole)
+
+
+def test_a_round_waits_for_the_runs_of_other_processes(monkeypatch, config):
+    errors = {"b-seed2": WorkdirBusyError("busy", "process 7")}
+    world = World(monkeypatch, in_rounds(config), CLOSE, errors)
+    world.train()
+    waited = world.events.index("waits for b-seed2")
+    assert waited < world.events.index("a-seed3") and "b-seed5" in world.events
+
+
+def test_a_run_that_fails_ends_the_rounds_of_its_size(monkeypatch, config):
+    plan = in_rounds(config, ("a@1", "b@1", "a@2", "b@2"))
+    names = {run.name: run.folder.name for run in plan.runs({})}
+    failing = names["b@1"].replace("seed1", "seed2")
+    by_folder = {}
+    for name, loss in CLOSE.items():
+        model, seed = name.split("-")
+        by_folder[names[f"{model}@2"].rpartition("-")[0] + f"-{seed}"] = loss
+    world = World(monkeypatch, plan, by_folder, {failing: UserError("does not fit")})
+    with pytest.raises(UserError, match="does not fit"):
+        world.train()
+    finished = trained(world)
+    assert not [name for name in finished if name.startswith(names["a@1"][:-1] + "3")]
+    assert [name for name in finished if name.startswith(names["a@2"][:-1] + "5")]
+
+
+# ------------------------------------------------------------------ horizons, failures, processes
 def test_shorter_runs_follow_their_trunk(monkeypatch, config):
     plan = comparison(config, horizons=(0.25, 0.5, 1.0))
     world = World(monkeypatch, plan)

@@ -32,6 +32,7 @@ def estimate(means, errors, degrees=1e6) -> Estimate:
         (squares[:, None] + squares) * ~np.eye(len(means), dtype=bool),
         np.full(shape, float(degrees)),
         np.ones(shape, int),
+        means[:, None] - means,
     )
 
 

@@ -161,10 +161,10 @@ class PeftExport:
             )
         base = inference.load_trained(workdir, trained.step, merge_lora=False)
         with atomic_folder(output, last="adapter_config.json") as folder:
-            name = peft_adapter.write(
+            class_name = peft_adapter.write(
                 folder, trained.model, base.params, trained.params, config.optimizer.lora_rank
             )
-        return f"an adapter of a {name}"
+        return f"an adapter of a {class_name}"
 
 
 EXPORTS: dict[str, type[Export]] = {

@@ -108,6 +108,7 @@ def from_hugging_face(
         our_name = ours[full_name]
         if our_name.startswith("trunk.") and x.ndim == 2:
             x = x.T
+        # tensors of other shapes stay as they are; `tensors.to_params` refuses them by name
         if ".qkv." in our_name and x.ndim and len(x) % (3 * config.num_heads) == 0:
             x = heads_first(x, config.num_heads)
         renamed[our_name] = x

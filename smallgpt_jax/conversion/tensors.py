@@ -141,6 +141,7 @@ def _tensor_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
         if name != "trunk":
             slots += _subtree_slots(model.config, tree, (name,), (), name)
             continue
+        # a trunk with nothing but stacked blocks is no stack itself, so begin with its children
         for child, subtree in tree.items():
             slots += _subtree_slots(model.config, subtree, (name, child), (), f"{name}.{child}")
     return tuple(slots)

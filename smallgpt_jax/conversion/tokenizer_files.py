@@ -159,7 +159,7 @@ def _normalizer(library, rules, has_user_defined: bool):
             library.normalizers.Strip(),
             library.normalizers.Replace(library.Regex(" {2,}"), " "),
         ]
-    if rules.add_dummy_prefix and has_user_defined:
+    if rules.add_dummy_prefix and has_user_defined:  # no space before their names, see _NO_SPACE
         steps += [
             library.normalizers.Replace(library.Regex(_BEGINNING), SPACE),
             library.normalizers.Replace(_NO_SPACE, ""),

@@ -83,6 +83,7 @@ def load(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise UserError(f"{folder}: tokenizer folder is missing")
     files = {path.name: path for path in folder.iterdir()}
+    is_foreign = _KIND_FILE not in files  # not written by `save`
     tokenizer = _read_native(folder, files)
     if TOKENIZER_JSON in files:
         try:
@@ -94,7 +95,7 @@ def load(folder: Path) -> Tokenizer:
         # Our own class is faster, and has more forms of export.
         if tokenizer and _encode_equally(tokenizer, theirs):
             return tokenizer
-        if _KIND_FILE not in files:
+        if is_foreign:
             _require_added_tokens(theirs, folder)
         return theirs
     if not tokenizer:
@@ -103,7 +104,7 @@ def load(folder: Path) -> Tokenizer:
             "tokenizer.model (SentencePiece), or vocab.json and merges.txt, or encoder.json and "
             "vocab.bpe (GPT-2)"
         )
-    if _KIND_FILE not in files:
+    if is_foreign:
         _require_complete(tokenizer, folder)
     return tokenizer
 

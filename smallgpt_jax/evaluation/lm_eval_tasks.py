@@ -72,6 +72,7 @@ def evaluate(
         lm.set_cache_hook(ScoreCache(cache))
         with contextlib.redirect_stdout(io.StringIO()):  # hides the harness's prints
             try:
+                # with samples, which `add_answer_bits` needs
                 results = lm_eval.simple_evaluate(
                     lm, tasks=loaded, task_manager=manager, log_samples=True, **settings
                 )

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import NoReturn
 
 import absl.logging
 import jax
@@ -246,22 +247,26 @@ class Checkpoints:
                 saved.get("ema", {}),
             )
         if damaged:
-            newest = self.folder / str(self._steps[-1])
-            other = max(exchange(find_other_shape(newest / "params", abstract.params)))
-            if other:
-                raise UserError(self._other_model(newest, other))
-            listed = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
-            raise UserError(
-                f"{self.folder}: all checkpoints are damaged ({listed}).\nNothing was changed; "
-                "use another --workdir to start from scratch"
-            )
+            self._refuse_all(damaged, abstract)
         return None
+
+    def _refuse_all(self, damaged: dict[int, str], abstract: TrainState) -> NoReturn:
+        # if the model in config.json was edited, sound checkpoints cannot be read as its arrays
+        newest = self.folder / str(self._steps[-1])
+        other = max(exchange(find_other_shape(newest / "params", abstract.params)))
+        if other:
+            raise UserError(self._other_model(newest, other))
+        listed = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
+        raise UserError(
+            f"{self.folder}: all checkpoints are damaged ({listed}).\nNothing was changed; use "
+            "another --workdir to start from scratch"
+        )
 
     def _read_or_explain(self, step: int, abstract: TrainState) -> tuple[dict, str]:
         """Returns (items, ""), or ({}, why the checkpoint is damaged). Raises UserError for errors
         of the machine. All processes do the same.
         """
-        if step == 0:
+        if step == 0:  # an imported model, which has nothing else
             abstract = abstract._replace(opt_state=None, heads={}, ema={})
         error = None
         reason = ""

@@ -94,7 +94,8 @@ _BUNDLE = flags.DEFINE_string(
 )
 
 
-# What the command does → the flags that may say with which runs, and the message for others.
+# Purpose of the command → the sets of source flags (--config, --workdirs, --results) that it takes,
+# and the message about any other set.
 _SOURCES = {
     "bundle": ([{"results"}], "--bundle: needs one --results, and no --config or --workdirs"),
     "verify": ([set()], "--verify: cannot be combined with --config, --workdirs or --results"),
@@ -171,12 +172,16 @@ def main() -> None:
 
 
 def _one_purpose(purposes: Sequence[str], sources: set[str]) -> str:
-    """Returns a key of _SOURCES. Exits with status 2 if the flags do not fit together."""
+    """Returns a key of _SOURCES. Exits with status 2 if the flags do not fit together.
+
+    `purposes` are the names of the purpose flags that the user has set, `sources` those of the
+    source flags, such as {"config", "results"}.
+    """
     if len(purposes) > 1:
         cli.fail(f"--{purposes[0]}: cannot be combined with --{purposes[1]}", status=2)
     purpose = purposes[0] if purposes else "compare"
-    possible, message = _SOURCES[purpose]
-    if sources not in possible:
+    allowed_sets, message = _SOURCES[purpose]
+    if sources not in allowed_sets:
         cli.fail(message, status=2)
     return purpose
 

@@ -179,15 +179,18 @@ class TrainedComparison:
         count = len(set(map(model_of, names)))
         equal = "" if self.compare.budget == "own" else f" at equal {self.compare.budget}"
         comparison = self.outcomes.comparison
+        predictions = None
+        if comparison.held_out:
+            predictions = held_out.read_predictions(comparison.output)
         return Record(
-            f"{count} model{'' if count == 1 else 's'}{equal}",
-            BUDGETS[self.compare.budget].format(**self.compare),
-            self.command,
-            self.compare.reference,
-            merging.require_comparable(self.outcomes.runs(self.losses)),
-            comparison.grids(self.losses),
-            comparison.held_out,
-            held_out.read_predictions(comparison.output) if comparison.held_out else None,
+            title=f"{count} model{'' if count == 1 else 's'}{equal}",
+            budget=BUDGETS[self.compare.budget].format(**self.compare),
+            command=self.command,
+            reference=self.compare.reference,
+            runs=merging.require_comparable(self.outcomes.runs(self.losses)),
+            learning_rates=comparison.grids(self.losses),
+            held_out=comparison.held_out,
+            predictions=predictions,
             seeds_as_needed=comparison.rounds is not None,
         )
 
@@ -199,7 +202,6 @@ def observe(folder: Path) -> None:
     steps = read_config(folder).train.steps
     if read_summary(folder, steps):
         return
-
     try:
         diagnosis.diagnose(folder, step=steps, windows=WINDOWS, deep=0)
     except UserError as error:  # a custom architecture, or a masked model

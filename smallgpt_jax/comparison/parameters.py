@@ -71,51 +71,58 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     is therefore kept.
     """
     start, heads = config.model.d_model, config.model.num_heads
+    numbers = [heads]  # of heads, in the order in which they are tried
+    if not config.model.get("head_dim"):
+        numbers = sorted(range(1, 2 * heads + 1), key=lambda n: abs(n - heads))
     # The number of parameters grows at most quadratically and at least linearly with the width.
     widest = math.ceil(start * max(2, 2 * target / num_parameters(config)))
-    fields = config.model.to_dict()
-
-    def valid_widths(num_heads: int) -> list[int]:
-        return [
-            width
-            for width in range(num_heads, widest, num_heads)
-            if (num_heads == heads or 1 / 2 < width / num_heads / (start / heads) < 2)
-            and is_valid_model({**fields, "d_model": width, "num_heads": num_heads})
-        ]
-
-    numbers = (
-        [heads]
-        if config.model.get("head_dim")
-        else sorted(range(1, 2 * heads + 1), key=lambda n: abs(n - heads))
-    )
-    widths_of = {num_heads: valid_widths(num_heads) for num_heads in numbers}
-    num_heads_of = {
-        width: num_heads for num_heads in reversed(numbers) for width in widths_of[num_heads]
-    }
+    widths_of = {num_heads: _valid_widths(config, num_heads, widest) for num_heads in numbers}
+    num_heads_of: dict[int, int] = {}  # by width: the first number of heads that allows it
+    for num_heads in numbers:
+        for width in widths_of[num_heads]:
+            num_heads_of.setdefault(width, num_heads)
 
     # Counting parameters takes seconds for deep models. The number of heads does not change the
     # count, so each width is counted only once. The count grows with the width, so one search over
     # the widths covers all numbers of heads.
     @functools.cache
     def count(width: int) -> int:
-        return num_parameters(resize(config, width, num_heads_of[width]))
+        return num_parameters(_resize(config, width, num_heads_of[width]))
 
     widths = sorted(num_heads_of)
     lowest, highest = (1 - PARAMETER_TOLERANCE) * target, (1 + PARAMETER_TOLERANCE) * target
-    first = first_at_least(widths, start, lowest, count)
-    last = first_at_least(widths, start, highest, count)
+    first = _first_at_least(widths, start, lowest, count)
+    last = _first_at_least(widths, start, highest, count)
     if count(widths[last]) > highest:
         last -= 1
     near = widths[first : last + 1]  # within the tolerance, for any number of heads
+    candidates = widths
     for num_heads in numbers:
-        candidates = [width for width in widths_of[num_heads] if width in near]
-        if candidates:
+        near_widths = [width for width in widths_of[num_heads] if width in near]
+        if near_widths:
+            candidates = near_widths
             break
-    width = nearest_width(candidates or widths, start, target, count)
-    return resize(config, width, num_heads_of[width])
+    width = _nearest_width(candidates, start, target, count)
+    return _resize(config, width, num_heads_of[width])
 
 
-def first_at_least(
+def _valid_widths(config: ConfigDict, num_heads: int, widest: int) -> list[int]:
+    """Returns the widths below `widest` that divide into `num_heads` heads, of less than twice and
+    more than half the head width of the config.
+    """
+    head_width = config.model.d_model / config.model.num_heads
+    fields = config.model.to_dict()
+    widths = []
+    for width in range(num_heads, widest, num_heads):
+        is_similar = 1 / 2 < width / num_heads / head_width < 2
+        if num_heads != config.model.num_heads and not is_similar:
+            continue
+        if _is_valid_model({**fields, "d_model": width, "num_heads": num_heads}):
+            widths.append(width)
+    return widths
+
+
+def _first_at_least(
     widths: list[int], start: int, target: float, count: Callable[[int], int]
 ) -> int:
     """Returns the index of the first width with at least `target` parameters, or the last index if
@@ -131,18 +138,18 @@ def first_at_least(
     return low
 
 
-def nearest_width(widths: list[int], start: int, target: int, count: Callable[[int], int]) -> int:
-    i = first_at_least(widths, start, target, count)
+def _nearest_width(widths: list[int], start: int, target: int, count: Callable[[int], int]) -> int:
+    i = _first_at_least(widths, start, target, count)
     return min(widths[max(0, i - 1) : i + 1], key=lambda width: abs(count(width) - target))
 
 
-def resize(config: ConfigDict, d_model: int, num_heads: int) -> ConfigDict:
+def _resize(config: ConfigDict, d_model: int, num_heads: int) -> ConfigDict:
     config = config.copy_and_resolve_references()
     config.model.update(d_model=d_model, num_heads=num_heads)
     return config
 
 
-def is_valid_model(fields: dict) -> bool:
+def _is_valid_model(fields: dict) -> bool:
     try:
         models.build(**fields)
     except UserError:

@@ -1,4 +1,7 @@
-"""Trains the runs of a comparison. Several processes divide the runs among themselves."""
+"""Decides which run of a comparison is trained next, and trains and measures it, until all are done.
+
+Several processes with the same comparison divide the runs among themselves.
+"""
 
 import dataclasses
 import gc
@@ -51,22 +54,23 @@ class Queue:
         held_out.require_enough_runs(comparison)
         # The seeds of a model are not trained one after another.
         RECENT_PROGRAMS.limit = max(RECENT_PROGRAMS.limit, len(comparison.models))
-        self._train_size(is_held_out=False)
+        self._train_runs(is_held_out=False)
         if comparison.held_out and not self.failures:
             held_out.write_predictions(self.outcomes, self.losses, command)
-            self._train_size(is_held_out=True)
+            self._train_runs(is_held_out=True)
         if self.failures:
             folder, why = next(iter(self.failures.items()))
             count = len(self.failures)
             more = f" ({count - 1} more above)" if count > 1 else ""
             raise UserError(f"{folder}: could not be trained: {why}{more}")
 
-    def _train_size(self, is_held_out: bool) -> None:
-        """Trains the held-out runs, or the others.
+    def _train_runs(self, is_held_out: bool) -> None:
+        """Trains the held-out runs, or the others: always the first missing one that is ready.
 
         Skips runs that another process is training, but waits for those that others depend on.
         """
         while True:
+            # Planned anew after each run, because the losses of grids determine further runs.
             planned = self.outcomes.comparison.runs(self.losses)
             missing = [
                 run
@@ -75,10 +79,10 @@ class Queue:
                 and run.folder not in self.losses
                 and run.folder not in self.failures
             ]
-            ready = [run for run in missing if self._is_ready(run)]
+            next_run = next(filter(self._is_ready, missing), None)
             awaited = self._awaited(missing)
-            if ready:
-                self._finish(ready[0], planned)
+            if next_run:
+                self._finish(next_run, planned)
             elif awaited:
                 print(f"waiting for {awaited}, which another process is training", flush=True)
                 with file_lock(awaited / LOCK_FILE, wait=True):

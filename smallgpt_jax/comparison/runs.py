@@ -1,5 +1,5 @@
-"""The runs of a comparison: each model is trained with several seeds, at the best learning rate of
-its grid.
+"""The runs of a comparison, and their order: each model is trained with several seeds, at the best
+learning rate of its grid. `queue.Queue` decides which of them is trained next.
 
 Runs named MODEL@SIZE train one model at several sizes. They share a grid, which is trained at the
 first size. With horizons, the shorter runs of a name branch off its longest one
@@ -25,8 +25,8 @@ class PlannedRun(NamedTuple):
     name: str
     config: Config
     folder: Path
-    multiple: float = 1.0  # of the model's own learning rate
-    in_grid: bool = False  # True: the run only serves to choose the learning rate
+    multiple: float = 1.0  # its learning rate / that of the name's config
+    in_grid: bool = False  # True: the run only serves to choose the learning rate, and is no result
     horizon: float = 1.0  # multiple of the model's number of steps
     trunk: Path | None = None  # folder of the longer run whose checkpoint this run starts from
     # True: the losses of the other runs predict its loss before it starts.
@@ -209,14 +209,11 @@ class Comparison:
         config = self.models[name].replace(train={"seed": seed})
         if multiple != 1:
             config = learning_rates.scale(config, multiple)
-        return PlannedRun(
-            name,
-            config,
-            run_folder(self.output, name, seed, multiple),
-            multiple,
-            in_grid,
-            is_held_out=name in self.held_out_names and not in_grid,
-        )
+        folder = run_folder(self.output, name, seed, multiple)
+        # Grids come first even where a model has only the held-out size: they have another seed, and
+        # their losses predict nothing.
+        is_held_out = name in self.held_out_names and not in_grid
+        return PlannedRun(name, config, folder, multiple, in_grid, is_held_out=is_held_out)
 
 
 def _with_shorter_runs(run: PlannedRun, horizons: tuple[float, ...]) -> list[PlannedRun]:

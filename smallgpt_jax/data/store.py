@@ -241,17 +241,8 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
         )
     if mismatch := find_mismatch(metadata, METADATA):
         raise UserError(f"{path}: {mismatch}; {_FIX}")
-    stored = {**dict(LATER_FIELDS), **metadata["made_from"]}
-    before, now = [], []
-    for field, value in (made_from or {}).items():
-        if value != stored[field]:
-            before.append(f"{field}={stored[field]!r}")
-            now.append(f"{field}={value!r}")
-    if now:
-        raise UserError(
-            f"config.data.store={str(folder)!r}: was made with {', '.join(before)}, but this "
-            f"config has {', '.join(now)}; choose another folder, or use the same settings"
-        )
+    settings = {**dict(LATER_FIELDS), **metadata["made_from"]}
+    _require_settings(folder, settings, made_from or {})
     local = local_copy(folder)
     splits = {}
     for name in SPLITS:
@@ -266,11 +257,24 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
             dtype=metadata["dtype"],
             begin_of_text=metadata["begin_of_text"],
             vocab_size=metadata["vocab_size"],
-            has_answers=stored["format"] != "text",
+            has_answers=settings["format"] != "text",
             encodes_all=not _unencoded_share(metadata, name),
         )
         splits[name].check_files()
     return TokenStore(folder, metadata, **splits)
+
+
+def _require_settings(folder: Path, settings: dict, made_from: dict) -> None:
+    before, now = [], []
+    for field, value in made_from.items():
+        if value != settings[field]:
+            before.append(f"{field}={settings[field]!r}")
+            now.append(f"{field}={value!r}")
+    if now:
+        raise UserError(
+            f"config.data.store={str(folder)!r}: was made with {', '.join(before)}, but this "
+            f"config has {', '.join(now)}; choose another folder, or use the same settings"
+        )
 
 
 def _unencoded_share(metadata: dict, split: str) -> float:

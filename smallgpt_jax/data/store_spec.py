@@ -138,6 +138,7 @@ def _require_free(folder: Path) -> None:
     """
     if is_remote(folder):
         require_bucket("config.data.store", folder)
+        # () is the name of an object in the place of the folder
         names = {path.relative_to(folder).parts[:1] for path in list_files(folder)}
         is_free = names <= {(name,) for name in STORE_FILES}
     elif (folder / METADATA_FILE).is_file() or not os.path.lexists(folder):

@@ -43,22 +43,7 @@ def initialize(
     `num_processes` and `process_id` are None, JAX detects them on TPU VMs and in Slurm steps of
     several tasks; others run one process.
     """
-    flags = {
-        "--coordinator": coordinator,
-        "--num_processes": num_processes,
-        "--process_id": process_id,
-    }
-    missing = [flag for flag, value in flags.items() if value is None]
-    if 0 < len(missing) < 3:
-        raise UserError(
-            f"{' and '.join(missing)}: missing; a multi-process run needs --coordinator, "
-            "--num_processes and --process_id"
-        )
-    if not missing and not 0 <= process_id < num_processes:
-        raise UserError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
-    if coordinator and not re.fullmatch(r".+:\d+", coordinator):
-        raise UserError(f"--coordinator={coordinator}: expected HOST:PORT")
-    if missing and not (_in_slurm_step() or on_tpu_vm()):
+    if not _has_other_processes(coordinator, num_processes, process_id):
         return
 
     def give_up():
@@ -102,6 +87,28 @@ def initialize(
     faulthandler.disable()
     if not is_primary():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _has_other_processes(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> bool:
+    """Raises UserError for flags that do not fit together."""
+    flags = {
+        "--coordinator": coordinator,
+        "--num_processes": num_processes,
+        "--process_id": process_id,
+    }
+    missing = [flag for flag, value in flags.items() if value is None]
+    if 0 < len(missing) < 3:
+        raise UserError(
+            f"{' and '.join(missing)}: missing; a multi-process run needs --coordinator, "
+            "--num_processes and --process_id"
+        )
+    if not missing and not 0 <= process_id < num_processes:
+        raise UserError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
+    if coordinator and not re.fullmatch(r".+:\d+", coordinator):
+        raise UserError(f"--coordinator={coordinator}: expected HOST:PORT")
+    return not missing or _in_slurm_step() or on_tpu_vm()
 
 
 def _claim(coordinator: str, process_id: int) -> None:

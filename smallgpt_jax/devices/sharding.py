@@ -412,6 +412,7 @@ def global_batch(mesh: Mesh, rows: np.ndarray, batch_size: int, local) -> jax.Ar
     def shard(index):
         if len(local) == batch_size:
             return local[index]
-        return local[np.searchsorted(rows, np.arange(batch_size)[index[0]])]
+        rows_of_shard = np.arange(batch_size)[index[0]]
+        return local[np.searchsorted(rows, rows_of_shard)]
 
     return jax.make_array_from_callback((batch_size, *local.shape[1:]), batch_sharding(mesh), shard)

@@ -97,7 +97,12 @@ def _read_texts(source: str | Path, data: DataConfig, tokenizer: Tokenizer) -> l
     """Returns the texts of a source, one per file that is not empty. The text_field and the
     text_endings are those of `data`. Raises UserError if there are none, or for an invalid file.
     """
-    rules = Rules(data.text_field, "refuse", "refuse", data.max_document_bytes)
+    rules = Rules(
+        data.text_field,
+        invalid_utf8="refuse",
+        invalid_items="refuse",
+        max_document_bytes=data.max_document_bytes,
+    )
     texts = []
     with _advise(data.text_field):
         for member in Source(str(source), data.text_endings).members:
@@ -150,8 +155,9 @@ def _score_texts(
     text_of_window = []
     for number, text in enumerate(texts):
         for tokens in text.documents:
-            windows += split_with_stride(tokens, context_length, stride)
-        text_of_window += [number] * (len(windows) - len(text_of_window))
+            windows_of_document = list(split_with_stride(tokens, context_length, stride))
+            windows += windows_of_document
+            text_of_window += [number] * len(windows_of_document)
     nats = [0.0] * len(texts)
     progress = ScoringProgress()
     progress("windows", 0, len(windows))

@@ -54,7 +54,14 @@ def read_questions(
     invalid file, and for prompts that leave no room for an answer.
     """
     template = ChatTemplate(chat_template, tokenizer.special_tokens) if chat_template else None
-    rules = Rules("text", "refuse", "refuse", 10**8, form, template)
+    rules = Rules(
+        text_field="text",
+        invalid_utf8="refuse",
+        invalid_items="refuse",
+        max_document_bytes=10**8,
+        format=form,
+        chat_template=template,
+    )
     source = Source(path)
     try:
         has_fields = all(part.has_fields for part in source.parts)

@@ -9,6 +9,7 @@ that of the last stage.
 """
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,11 +61,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> dict:
-    def count(pattern: str) -> int:
-        """Returns the number of modules whose names match."""
-        matches = filter(None, (re.match(pattern, name) for name in theirs))
-        return len({match[0] for match in matches})
-
     try:
         vocab_size, width = theirs["transformer.wte.weight"].shape
         context_length, _ = theirs["transformer.wpe.weight"].shape
@@ -77,7 +73,8 @@ def _model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> 
             "MLP tensor)"
         ) from None
     num_layers = sum(name.endswith(".ln_1.weight") for name in theirs)
-    shared_fields = dict(
+    return dict(
+        _architecture_fields(theirs, num_layers, num_taps),
         vocab_size=vocab_size,
         context_length=context_length,
         d_model=width,
@@ -92,13 +89,19 @@ def _model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> 
         dtype="float32",
         scan_layers=False,
     )
+
+
+def _architecture_fields(theirs: Collection[str], num_layers: int, num_taps: int) -> dict:
+    """Returns the architecture and its own fields, by the names of the tensors."""
+
+    def count(pattern: str) -> int:
+        """Returns the number of modules whose names match."""
+        matches = filter(None, (re.match(pattern, name) for name in theirs))
+        return len({match[0] for match in matches})
+
     if "transformer.wt" in theirs:
-        return dict(
-            shared_fields,
-            architecture="pgpt",
-            num_paths=count(r"transformer\.lin_\d+"),
-            path_weights="learned",
-        )
+        num_paths = count(r"transformer\.lin_\d+")
+        return dict(architecture="pgpt", num_paths=num_paths, path_weights="learned")
     # An lgpt is one list of blocks and of the dense layers that follow each stage of blocks: the
     # number of the first dense layer, a module without children, is the number of blocks before.
     dense_layers = [name for name in theirs if re.fullmatch(r"transformer\.h\.\d+\.weight", name)]
@@ -106,13 +109,13 @@ def _model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> 
     if dense_layers:
         num_compressions = len(dense_layers)
         blocks_per_stage = min(int(name.split(".")[2]) for name in dense_layers)
-        fields = dict(shared_fields, architecture="lgpt")
+        fields = dict(architecture="lgpt")
     elif num_convolutions:
         num_compressions = num_convolutions
         blocks_per_stage = count(r"transformer\.h\.0\.blocks\.\d+")
-        fields = dict(shared_fields, architecture="cgpt", conv_kernel=num_taps)
+        fields = dict(architecture="cgpt", conv_kernel=num_taps)
     else:
-        return dict(shared_fields, architecture="gpt")
+        return dict(architecture="gpt")
     return dict(
         fields,
         blocks_per_stage=blocks_per_stage,

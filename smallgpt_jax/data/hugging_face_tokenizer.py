@@ -60,7 +60,7 @@ class HuggingFaceTokenizer:
         content = json.loads(files[TOKENIZER_JSON])
         self.unknown = self._find_unknown(content["model"])
         encodes_all = _encodes_bytes(content, vocabulary.keys())
-        self._drops = self.unknown is None and not encodes_all
+        self._drops_characters = self.unknown is None and not encodes_all
         self._variables = _template_variables(self._files)  # such as {"eos_token": "</s>"}
         self.special_tokens = self._find_special_tokens()
         self.end_of_text_token = self._find_end_of_text()
@@ -177,7 +177,7 @@ class HuggingFaceTokenizer:
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def count_dropped(self, text: str) -> int:
-        if not self._drops:
+        if not self._drops_characters:
             return 0
         is_encoded = np.zeros(len(text), bool)
         with _failures_named():

@@ -174,7 +174,7 @@ def find_mismatch(value, schema, field: str = "") -> str | None:
         return _find_mismatch_in_array(value, schema[0], field)
     if isinstance(schema, Each | dict):
         return _find_mismatch_in_object(value, schema, field)
-    # first without messages, which take most of the time
+    # a tuple of choices: first without messages, which take most of the time
     if any(isinstance(choice, Kind) and choice.accepts(value) for choice in schema):
         return None
     for choice in schema:

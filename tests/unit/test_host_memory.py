@@ -4,8 +4,11 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from smallgpt_jax.devices import distributed, host_memory
 
 # A command whose threads allocate, write and free 200 MB one after another. Prints by how many MB
 # this increases the memory of the process, and how many threads got new pages.
@@ -69,3 +72,24 @@ def test_freed_memory_is_kept_on_cpus():
     for variables in ({"JAX_PLATFORMS": "cuda"}, {"JAX_PLATFORMS": "cpu", "MALLOC_TOP_PAD_": "0"}):
         kept, new_blocks = kept_megabytes_and_new_blocks(**variables)
         assert kept < 20 and new_blocks == 4
+
+
+@pytest.mark.parametrize(
+    ("plugin", "devices", "keeps"),
+    [
+        ("xla_cuda12", [], True),  # of the extra `plan-gpu`
+        ("xla_cuda13", ["/dev/nvidia0"], False),
+        ("xla_other", [], False),
+    ],
+)
+def test_a_plugin_without_its_gpu_does_not_count(plugin, devices, keeps, tmp_path, monkeypatch):
+    (tmp_path / "jax_plugins" / plugin).mkdir(parents=True)
+    (tmp_path / "jax_plugins" / plugin / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
+    no_platforms = SimpleNamespace(config=SimpleNamespace(jax_platforms=None))
+    monkeypatch.setattr(host_memory, "jax", no_platforms)
+    monkeypatch.setattr(distributed, "on_tpu_vm", lambda: False)
+    monkeypatch.setattr(host_memory.glob, "glob", lambda pattern: devices)
+    assert host_memory.keeps_freed_memory() == keeps

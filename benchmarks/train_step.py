@@ -4,12 +4,17 @@
     python benchmarks/train_step.py
     python benchmarks/train_step.py --architectures=gpt,pgpt --sizes=256 --rounds=10 --dtypes=float32,bfloat16
     python benchmarks/train_step.py --config=configs/gpt.py:quickstart --sizes=recipe --peer=none
+    python benchmarks/train_step.py --ledger
+
+--ledger measures gpt at the quickstart's size and at width 256, in float32 and bfloat16, on an idle
+CPU, and appends machine, versions and ratios to docs/results/speed.jsonl, from which
+`python docs/tables.py` fills docs/speed.md.
 
 The peer is `transformers`' GPT-2 of the same sizes, with exact GELU and an untied head as our gpt,
 but with biases. It runs eagerly and with `torch.compile`, both with PyTorch's fused attention
 (SDPA) and fused AdamW; in bfloat16, with autocast. Each peer runs in a process of its own, because
-our commands change how their process allocates memory (smallgpt_jax/devices/host_memory.py). A peer
-that takes longer than --peer_seconds is left out.
+our commands change how their process allocates memory (smallgpt_jax/devices/host_memory.py), and is
+stopped (SIGSTOP) while others run. A peer that takes longer than --peer_seconds is left out.
 
 All models train on one device, with the same AdamW, gradient clipping and batch of random tokens.
 They are timed in turn: in each round, each runs --steps steps without waiting between steps. The
@@ -31,27 +36,32 @@ Columns of the table:
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import math
 import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import statistics
 import sys
 import time
 from importlib import metadata
+from typing import NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves GPU memory for PyTorch
 
 import jax
 import numpy as np
+import speed_ledger
 from absl import flags
 from measuring import PAUSE, Training, require_known, table, table_row
 from ml_collections import ConfigDict
 
 from smallgpt_jax import cli, models
-from smallgpt_jax.devices import chips
+from smallgpt_jax.config.recipes import load_config
+from smallgpt_jax.devices import chips, host_memory
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.planning.gpus import find_gpu
@@ -77,6 +87,8 @@ PLAIN_GPT = dict(
     attention_windows=(),
 )
 WARM_UP_STEPS = 2
+# What --ledger measures: (recipe, size, batch size, steps per round).
+LEDGER_SETTINGS = (("gpt:quickstart", "recipe", 8, 50), ("gpt", "256", 16, 5))
 
 _CONFIG = cli.define_config()
 _ARCHITECTURES = flags.DEFINE_list(
@@ -115,6 +127,16 @@ _BATCH_SIZE = flags.DEFINE_integer(
 )
 _STEPS = flags.DEFINE_integer("steps", 20, "Steps per round.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds.", lower_bound=1)
+_LEDGER = flags.DEFINE_bool(
+    "ledger", False, "Measure what docs/speed.md has, and append it to docs/results/speed.jsonl."
+)
+
+
+class Setting(NamedTuple):
+    """Models of one size, and how many of their steps make a round."""
+
+    configs: list[ConfigDict]
+    steps: int
 
 
 def recipes() -> list[ConfigDict]:
@@ -125,7 +147,7 @@ def recipes() -> list[ConfigDict]:
     return [importlib.import_module(f"configs.{name}").get_config() for name in names]
 
 
-def resized(recipe: ConfigDict, size: str, dtype: str | None) -> ConfigDict:
+def resized(recipe: ConfigDict, size: str, dtype: str | None, batch_size: int | None) -> ConfigDict:
     """Returns a copy of the recipe for one device and a constant learning rate. `size` is one of
     SIZES.
     """
@@ -136,7 +158,7 @@ def resized(recipe: ConfigDict, size: str, dtype: str | None) -> ConfigDict:
             config.model.vocab_size, config.model.context_length = 8192, 256
             config.model.dtype = "float32"
         config.model.dtype = dtype or config.model.dtype
-        config.train.batch_size = _BATCH_SIZE.value or (32 if size == "recipe" else 16)
+        config.train.batch_size = batch_size or (32 if size == "recipe" else 16)
         config.train.microbatches = 1
         config.mesh.update(data=1, fsdp=1, tensor=1, path=1)
         config.optimizer.update(
@@ -202,6 +224,21 @@ class PeerProcess:
         self.parameters, self.flops_per_token, self.first_loss, self.compile_seconds = (
             self.receive()
         )
+        self.stop()
+
+    def stop(self) -> None:
+        """Stops all threads of the process, so that none disturbs the others' rounds."""
+        if self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGSTOP)
+
+    def proceed(self) -> None:
+        if self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        # A stopped process would not end by SIGTERM, for which Python would wait at its end.
+        self.process.kill()
+        self.process.join()
 
     def receive(self):
         """Returns the peer's next answer. Raises TimeoutError after --peer_seconds."""
@@ -217,9 +254,13 @@ class PeerProcess:
 
     def run(self, steps: int) -> float:
         self.connection.send(steps)
-        return self.receive()[0]
+        try:
+            return self.receive()[0]
+        finally:
+            self.stop()
 
     def memory_bytes(self) -> int | None:
+        self.proceed()
         self.connection.send(0)
         return self.receive()[1]
 
@@ -328,16 +369,14 @@ def check_peer(configs: list[ConfigDict]) -> None:
     """Raises UserError if `transformers`' GPT-2 cannot be run with these configs on this machine.
     Compiles nothing.
     """
-    try:
-        import torch
-        import transformers  # noqa: F401
-    except ImportError:
+    # Not imported here, but in the processes of the peers: its threads could disturb ours.
+    if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         raise UserError(
             f"PyTorch or transformers is not installed; run {install_command('bench')}, or use "
             "--peer=none"
-        ) from None
+        )
     backend = jax.default_backend()
-    if backend != "cpu" and not (backend == "gpu" and torch.cuda.is_available()):
+    if backend != "cpu" and not (backend == "gpu" and _pytorch_finds_gpu()):
         raise UserError(
             f"PyTorch cannot use the {jax.devices()[0].device_kind}; run with --peer=none"
         )
@@ -350,15 +389,24 @@ def check_peer(configs: list[ConfigDict]) -> None:
         )
 
 
-def measure(configs: list[ConfigDict]) -> list[dict]:
+def _pytorch_finds_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def measure(configs: list[ConfigDict], steps: int) -> list[dict]:
     """Returns one row of results per model and peer. The models have the same sizes."""
     c, batch = configs[0].model, configs[0].train.batch_size
     contenders = {config.model.architecture: CompiledModel(config) for config in configs}
     tokens_BxT1 = np.asarray(contenders[c.architecture].training.batch.tokens_BxT1)
-    for name, is_compiled in PEERS.items() if _PEER.value != "none" else ():
-        with left_out(name, contenders):
-            contenders[name] = PeerProcess(configs[0], tokens_BxT1, is_compiled)
-    seconds, losses = time_in_turn(contenders)
+    with contextlib.ExitStack() as peers:
+        for name, is_compiled in PEERS.items() if _PEER.value != "none" else ():
+            with left_out(name, contenders):
+                contenders[name] = PeerProcess(configs[0], tokens_BxT1, is_compiled)
+                peers.callback(contenders[name].close)
+        seconds, losses = time_in_turn(contenders, steps)
+        memory_bytes = {name: contender.memory_bytes() for name, contender in contenders.items()}
     chip = chips.find_chip(jax.devices()[0].device_kind)
     best_peer = min(
         PEERS.keys() & contenders, key=lambda name: statistics.median(seconds[name]), default=None
@@ -370,7 +418,7 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
                 f"{name}: the loss does not fall: {contender.first_loss} at the first step, "
                 f"{losses[name]} at the last"
             )
-        speeds = [_STEPS.value * batch * c.context_length / s for s in seconds[name]]
+        speeds = [steps * batch * c.context_length / s for s in seconds[name]]
         speed = statistics.median(speeds)
         roofline = (
             contender.roofline_seconds and batch * c.context_length / contender.roofline_seconds
@@ -396,7 +444,7 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
                 "mfu": chip and speed * contender.flops_per_token / chip.flops,
                 "roofline_tokens_per_second": roofline,
                 "of_roofline": roofline and speed / roofline,
-                "memory_bytes": contender.memory_bytes(),
+                "memory_bytes": memory_bytes[name],
                 "best_peer": best_peer,
                 "ratio": statistics.median(ratios) if ratios else None,
                 "ratio_of_rounds": ratios,
@@ -408,7 +456,7 @@ def measure(configs: list[ConfigDict]) -> list[dict]:
     return rows
 
 
-def time_in_turn(contenders: dict) -> tuple[dict[str, list[float]], dict[str, float]]:
+def time_in_turn(contenders: dict, steps: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Returns {name: seconds of each round} and {name: last loss}. Removes peers that time out from
     `contenders`.
     """
@@ -416,9 +464,11 @@ def time_in_turn(contenders: dict) -> tuple[dict[str, list[float]], dict[str, fl
     for round_ in range(_ROUNDS.value + 1):  # the first round is a warm-up
         for name, contender in list(contenders.items()):
             time.sleep(PAUSE)
+            if name in PEERS:
+                contender.proceed()
             started = time.perf_counter()
             with left_out(name, contenders):
-                losses[name] = contender.run(_STEPS.value if round_ else WARM_UP_STEPS)
+                losses[name] = contender.run(steps if round_ else WARM_UP_STEPS)
             if round_:
                 seconds[name].append(time.perf_counter() - started)
     return seconds, losses
@@ -475,38 +525,88 @@ def cells(row: dict) -> tuple:
     )
 
 
+def chosen_settings() -> list[Setting]:
+    sizes = _SIZES.value or (list(CPU_SIZES) if jax.default_backend() == "cpu" else ["recipe"])
+    require_known("--sizes", sizes, SIZES)
+    require_known("--dtypes", _DTYPES.value or (), DTYPES)
+    settings = []
+    for size in sizes:
+        for dtype in _DTYPES.value or [None]:
+            configs = [resized(recipe, size, dtype, _BATCH_SIZE.value) for recipe in recipes()]
+            settings.append(Setting(configs, _STEPS.value))
+    return settings
+
+
+def ledger_settings() -> list[Setting]:
+    """Returns the same settings on all machines; raises UserError where they make no sense."""
+    if jax.default_backend() != "cpu":
+        raise UserError("--ledger: has the speeds of CPUs; set JAX_PLATFORMS=cpu")
+    names = ("config", "architectures", "sizes", "dtypes", "batch_size", "steps")
+    if others := [name for name in names if flags.FLAGS[name].present]:
+        raise UserError(f"--ledger: has settings of its own; leave out --{others[0]}")
+    if not host_memory.keeps_freed_memory():
+        raise UserError("--ledger: freed memory is not kept; unset MALLOC_* and GLIBC_TUNABLES")
+    settings = []
+    for recipe, size, batch_size, steps in LEDGER_SETTINGS:
+        config = ConfigDict(load_config(recipe, None))
+        for dtype in DTYPES:
+            settings.append(Setting([resized(config, size, dtype, batch_size)], steps))
+    return settings
+
+
+def ledger_row(rows: list[dict]) -> dict:
+    """Returns what the ledger keeps of a model and its peers."""
+    row = next(row for row in rows if row["model"] not in PEERS)
+    kept = ("blocks", "width", "batch", "context", "dtype", "tokens_per_second", "ratio")
+    return {
+        **{name: row[name] for name in kept},
+        "ratio_range": [min(row["ratio_of_rounds"]), max(row["ratio_of_rounds"])],
+        "peers": {
+            peer["model"]: peer["tokens_per_second"] for peer in rows if peer["model"] in PEERS
+        },
+    }
+
+
 def main() -> None:
     # With the cache, programs of earlier runs would not be compiled again, and the compilation
     # times would be wrong.
     jax.config.update("jax_enable_compilation_cache", False)
-    sizes = _SIZES.value or (list(CPU_SIZES) if jax.default_backend() == "cpu" else ["recipe"])
-    require_known("--sizes", sizes, SIZES)
-    require_known("--dtypes", _DTYPES.value or (), DTYPES)
-    measured = [
-        [resized(recipe, size, dtype) for recipe in recipes()]
-        for size in sizes
-        for dtype in _DTYPES.value or [None]
-    ]
+    settings = ledger_settings() if _LEDGER.value else chosen_settings()
     if _PEER.value != "none":
-        check_peer(measured[0])
-    rows = [row for configs in measured for row in measure(configs)]
-    print(table(HEAD, map(cells, rows)))
+        check_peer(settings[0].configs)
+    elif _LEDGER.value:
+        raise UserError("--ledger: needs the peer; leave out --peer=none")
     libraries = ["jax", "flax"] + ([] if _PEER.value == "none" else ["torch", "transformers"])
-    print(
-        json.dumps(
-            {
-                "device": chips.device_name(jax.devices()[0]),
-                "cores": os.cpu_count(),
-                "machine": platform.machine(),
-                "versions": {
-                    "python": platform.python_version(),
-                    **{name: metadata.version(name) for name in libraries},
-                },
-                "steps": _STEPS.value,
-                "rows": rows,
-            }
-        )
-    )
+    versions = {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in libraries},
+    }
+    if _LEDGER.value:
+        load, stolen = speed_ledger.require_idle(), speed_ledger.stolen_seconds()
+        machine = speed_ledger.describe_machine()
+    tables = [measure(setting.configs, setting.steps) for setting in settings]
+    rows = [row for rows_of_setting in tables for row in rows_of_setting]
+    print(table(HEAD, map(cells, rows)))
+    if _LEDGER.value:
+        stolen_at_end = speed_ledger.stolen_seconds()
+        entry = {
+            "machine": machine,
+            "versions": versions,
+            "load": load,
+            "stolen_seconds": None if stolen is None else stolen_at_end - stolen,
+            "rounds": _ROUNDS.value,
+            "rows": list(map(ledger_row, tables)),
+        }
+        speed_ledger.append(entry)
+    result = {
+        "device": chips.device_name(jax.devices()[0]),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "versions": versions,
+        "steps": settings[0].steps,
+        "rows": rows,
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

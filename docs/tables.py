@@ -11,6 +11,9 @@ block:
 
     <!-- report: {"record": "paper", "heading": "Is every model at its best learning rate?"} -->
 
+A comment `<!-- speeds: ratios -->`, or `machines`, is above a table of the measurements in
+docs/results/speed.jsonl.
+
 `record` may be several, as in "scaling+mixers", which are merged. `heading` is missing for blocks
 above the first heading. `table` or `paragraph` is the number of the
 block under it (default: table 1). `columns` selects columns of a table by their names.
@@ -63,6 +66,9 @@ RESULTS = DOCS / "results"
 BLOCK = re.compile(
     r"^(?P<comment><!-- report: (?P<spec>.*) -->\n)(?P<content>(?:.+\n)*)", re.MULTILINE
 )
+SPEEDS = re.compile(
+    r"^(?P<comment><!-- speeds: (?P<name>\w+) -->\n)(?P<content>(?:.+\n)*)", re.MULTILINE
+)
 VALUE = re.compile(r"(?P<value>[\w.,@%+−-]+)(?P<comment><!-- = (?P<expression>.+?) -->)")
 GIVEN = re.compile(r"<!-- given: (?P<numbers>.+?) -->", re.DOTALL)
 NO_RECORD = re.compile(r"^<!-- no record: .* -->\n(?:.+\n)*", re.MULTILINE)
@@ -75,6 +81,7 @@ _NO_CLAIMS = re.compile(
 # The folders of an absolute path: /home/me/runs/gpt → gpt. A URL has none.
 FOLDERS = re.compile(r"(?<![\w.:/~*-])/(?:[\w.+~@-]+/)+")
 LINE_LENGTH = 120
+DASH = "–"  # unknown
 MAX_POINTS = 12  # of a curve
 
 
@@ -97,7 +104,12 @@ def render(page: Path) -> str:
             message = f"{type(error).__name__}: {error}"
             raise UserError(f"{page}: {match['comment']}: {message}") from None
 
-    return VALUE.sub(value, BLOCK.sub(block, page.read_text()))
+    def speed_table(match: re.Match) -> str:
+        lines = (results / "speed.jsonl").read_text("utf-8").splitlines()
+        make_table = _SPEED_TABLES[match["name"]]
+        return match["comment"] + make_table(list(map(json.loads, lines))) + "\n"
+
+    return VALUE.sub(value, SPEEDS.sub(speed_table, BLOCK.sub(block, page.read_text())))
 
 
 # ------------------------------------------------------------------ blocks
@@ -160,6 +172,70 @@ def select_columns(table: str, columns: list[str]) -> str:
             raise UserError(f"no column {column!r}; choose from {', '.join(plain)}")
     numbers = [plain.index(column) for column in columns]
     return "\n".join("|" + "|".join(row[i] for i in numbers) + "|" for row in rows)
+
+
+# ------------------------------------------------------------------ speeds
+def _ratios(ledger: list[dict]) -> str:
+    """Returns the ratios to the faster of the peers: of medians of machines, and of rounds."""
+    sizes: dict[tuple, list[dict]] = {}
+    for entry in ledger:
+        for row in entry["rows"]:
+            size = (row["blocks"], row["width"], row["batch"], row["context"], row["dtype"])
+            sizes.setdefault(size, []).append(row)
+    lines = [
+        "| blocks × width, tokens per step | dtype | measurements | median | lowest and highest "
+        "median | of all rounds |",
+        "|---|---|---|---|---|---|",
+    ]
+    # float32 before bfloat16
+    ordered = sorted(sizes, key=lambda size: (*size[:-1], size[-1] != "float32"))
+    for size in ordered:
+        blocks, width, batch, context, dtype = size
+        medians = [row["ratio"] for row in sizes[size]]
+        rounds = [ratio for row in sizes[size] for ratio in row["ratio_range"]]
+        lines.append(
+            f"| {blocks} × {width}, {batch} × {context} | {dtype} | {len(medians)} "
+            f"| {statistics.median(medians):.2f} | {min(medians):.2f} to {max(medians):.2f} "
+            f"| {min(rounds):.2f} to {max(rounds):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def _machines(ledger: list[dict]) -> str:
+    """Returns a line per measurement, with tokens per second at the quickstart's size."""
+    lines = [
+        "| date | processor | cores | caches | GFLOP/s, one core and all | gpt, tokens/s "
+        "| PyTorch, tokens/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for entry in ledger:
+        machine = entry["machine"]
+        speed, of_peer = None, None
+        for row in entry["rows"]:
+            if (row["width"], row["dtype"]) == (128, "float32"):
+                speed, of_peer = row["tokens_per_second"], max(row["peers"].values())
+        lines.append(
+            f"| {entry['date']} | {_processor(machine)} | {machine['cores']} "
+            f"| {', '.join(machine['caches'].values()) or DASH} "
+            f"| {_rounded(machine['gflops_of_one_core'])}, {_rounded(machine['gflops'])} "
+            f"| {_rounded(speed)} | {_rounded(of_peer)} |"
+        )
+    return "\n".join(lines)
+
+
+def _processor(machine: dict) -> str:
+    numbers = [machine[name] for name in ("family", "model", "stepping")]
+    if None in numbers:
+        return machine["processor"]
+    family, model, stepping = numbers
+    return f"{machine['processor']}, family {family}, model {model}, stepping {stepping}"
+
+
+def _rounded(number: float | None) -> str:
+    return DASH if number is None else f"{number:,.0f}"
+
+
+_SPEED_TABLES = {"ratios": _ratios, "machines": _machines}
 
 
 # ------------------------------------------------------------------ values

@@ -17,7 +17,7 @@ from smallgpt_jax.errors import UserError
 PAGES = [
     path
     for path in sorted((ROOT / "docs").glob("*.md"))
-    if tables.BLOCK.search(path.read_text()) or tables.VALUE.search(path.read_text())
+    if any(form.search(path.read_text()) for form in (tables.BLOCK, tables.VALUE, tables.SPEEDS))
 ]
 # Pages on which every number comes from a record, or is listed with where it comes from.
 FOUNDED = [ROOT / "docs" / "results.md"]

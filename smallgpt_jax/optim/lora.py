@@ -60,13 +60,13 @@ def abstract_pairs(params, rank: int, pattern: str):
     return jax.eval_shape(lambda: nn.unbox(init(params, rank, pattern, jax.random.key(0))))
 
 
-def merge(abstract, params, pairs, scale: float):
-    """Returns `params` with W + scale·A·B, in float32, for each W with a pair. `abstract` is a tree
-    of `Parameter`.
+def merge(params, weights, pairs, scale: float):
+    """Returns `weights` with W + scale·A·B, in float32, for each W with a pair. `params` is the
+    tree of `Parameter` of these weights.
     """
-    weights = flax.traverse_util.flatten_dict(params)
+    weights = flax.traverse_util.flatten_dict(weights)
     factors = flax.traverse_util.flatten_dict(pairs)
-    for p in jax.tree.leaves(abstract):
+    for p in jax.tree.leaves(params):
         if (*p.path, "a") in factors:
             weights[p.path] += scale * _product(p, factors[*p.path, "a"], factors[*p.path, "b"])
     return flax.traverse_util.unflatten_dict(weights)

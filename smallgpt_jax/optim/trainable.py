@@ -94,21 +94,19 @@ def shardings(mesh: jax.sharding.Mesh, params, masks):
     )
 
 
-def weights_of(masks, params, config: OptimizerConfig) -> Callable:
-    """Returns the function trained parameters → the model's: frozen ones without gradient, LoRA's
-    pairs merged.
+def weights_to_apply(trained, masks, params, config: OptimizerConfig):
+    """Returns the weights to apply the model with: frozen ones without gradient, LoRA merged.
+
+    `trained` has the model's weights, those of `params` (a tree of `Parameter`), and heads: terms'
+    or LoRA's pairs. `masks` are those of `make_masks`.
     """
-
-    def weights(trained):
-        if masks is None:
-            return trained
-        weights = jax.tree.map(_freeze, trained, {name: masks[name] for name in trained})
-        if not config.lora_rank:
-            return weights
-        of_model = {name: weights[name] for name in params}
-        return lora.merge(params, of_model, weights[lora.NAME], config.lora_scale)
-
-    return weights
+    if masks is None:
+        return trained
+    weights = jax.tree.map(_freeze, trained, {name: masks[name] for name in trained})
+    if not config.lora_rank:
+        return weights
+    model_weights = {name: weights[name] for name in params}
+    return lora.merge(params, model_weights, weights[lora.NAME], config.lora_scale)
 
 
 def _freeze(x, mask: np.ndarray):
@@ -133,7 +131,7 @@ def only(make: Callable, params, masks, multipliers) -> optax.GradientTransforma
         return optimizer.init(_prune(trained, masks))
 
     def update(gradients, state, trained=None, **further):
-        # `weights_of` has made the gradients of frozen slices 0
+        # `weights_to_apply` has made the gradients of frozen slices 0.
         updates, state = optimizer.update(
             _prune(gradients, masks), state, _prune(trained, masks), **further
         )

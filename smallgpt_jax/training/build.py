@@ -86,14 +86,16 @@ def _build(config: Config, mesh: jax.sharding.Mesh) -> Program:
     trained = {**params, **heads}
     # Which entries of each parameter are trained; None: all
     masks = trainable.make_masks(params, heads, config.optimizer)
-    weights = trainable.weights_of(masks, params, config.optimizer)
+    weights = functools.partial(
+        trainable.weights_to_apply, masks=masks, params=params, config=config.optimizer
+    )
     objective = dataclasses.replace(objective, weights=weights)
     scales = transfer_multipliers(config, trained)
 
-    def make_chosen(chosen, scales):
-        return make_optimizer(chosen, config.optimizer, scales)
+    def make_for(selected, scales):
+        return make_optimizer(selected, config.optimizer, scales)
 
-    optimizer = trainable.only(make_chosen, trained, masks, scales)
+    optimizer = trainable.only(make_for, trained, masks, scales)
     replicated = sharding.replicated(mesh)
     stored = trainable.shardings(mesh, params, masks)
     shardings = TrainState(

@@ -68,11 +68,12 @@ def _next_index(
 ) -> int:
     low, high = bounds
     if high - low <= 1:
-        return high
+        return high  # nothing is left between them
+    # The guess is the number at which the size meets the limit.
     few = numbers[low]
     if high == len(numbers):  # as if all memory were divided among the microbatches
         guess = few * sizes[few] / limit
-    else:
+    else:  # size = constant + slope / number, through the sizes at both bounds
         many = numbers[high]
         slope = (sizes[few] - sizes[many]) / (1 / few - 1 / many)
         constant = sizes[few] - slope / few

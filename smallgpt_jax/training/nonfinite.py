@@ -22,12 +22,11 @@ class NonFiniteGuard:
         newest_checkpoint: Callable[[], int | None],
         log: Callable[[str], None] = print,
     ):
-        self._skips, self._max = on_nonfinite == "skip", max_nonfinite
-        self._row_numbers_at, self._newest_checkpoint, self._log = (
-            row_numbers_at,
-            newest_checkpoint,
-            log,
-        )
+        self._skips = on_nonfinite == "skip"
+        self._max = max_nonfinite
+        self._row_numbers_at = row_numbers_at
+        self._newest_checkpoint = newest_checkpoint
+        self._log = log
         self._consecutive = 0
 
     def check(self, metrics: StepMetrics) -> None:

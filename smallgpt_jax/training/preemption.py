@@ -55,8 +55,10 @@ class StopRequest:
             128 + (self.signal or signal.SIGTERM),
         )
 
-    def _is_met(self, number: int) -> bool:
-        """Returns whether the run ends by itself, with a save."""
+    def _waits_for_save(self, number: int) -> bool:
+        """Returns whether a signal is a first request, which it records, or a repetition of it: then
+        the run saves and ends by itself.
+        """
         if self.signal is None and self.can_save:
             self.signal, self._signal_time = number, time.monotonic()
             start = "\n" if sys.stderr.isatty() else ""  # after the progress and "^C"
@@ -64,11 +66,10 @@ class StopRequest:
             return True
         return self.signal == number and time.monotonic() < self._signal_time + REPEAT_SECONDS
 
-    def _handle(self, number: int) -> None:
-        """Runs in a separate thread, because library calls can block the main thread for
-        minutes.
-        """
-        if (number == signal.SIGINT and not self.exits) or self._is_met(number):
+    def _handle_in_thread(self, number: int) -> None:
+        if number == signal.SIGINT and not self.exits:
+            return  # `_interrupt` handles it
+        if self._waits_for_save(number):
             return
         again = "second request: " if self.signal else ""
         # The main thread goes on, and must not print after the message.
@@ -77,32 +78,37 @@ class StopRequest:
             os._exit(128 + number)
 
     def _interrupt(self, number: int, _) -> None:
-        """Runs in the main thread."""
-        if not self.exits and not self._is_met(number):
+        """Handles Ctrl-C in a notebook, where KeyboardInterrupt must be raised in the main thread."""
+        if not self.exits and not self._waits_for_save(number):
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def handle_signals(unsaved: str = _UNSAVED, exits: bool = True) -> Iterator[StopRequest]:
-    """Records SIGTERM and Ctrl-C, without the handlers of libraries; outside the main thread,
-    records nothing. `exits`: see `StopRequest`.
+    """Yields the request that SIGTERM and Ctrl-C set, in place of the handlers that libraries have
+    installed. Outside the main thread, which alone may set handlers, nothing sets it. `exits`: see
+    `StopRequest`.
     """
     stop = StopRequest(unsaved, exits)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
+    # Python calls a handler in the main thread, which a library call can block for minutes. But at
+    # once, it writes the signal's number to a socket (`set_wakeup_fd`), from which a thread reads.
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
 
     def listen():
-        while numbers := ours.recv(16):
+        while numbers := reader.recv(16):
             for number in numbers:
                 if number in _SIGNALS:
-                    stop._handle(number)
+                    stop._handle_in_thread(number)
 
+    # Without a handler, no number is written and SIGTERM ends the process; this one leaves SIGTERM
+    # to the thread.
     handlers = {signal.SIGTERM: lambda *_: None, signal.SIGINT: stop._interrupt}
     before = {number: signal.signal(number, handlers[number]) for number in _SIGNALS}
-    descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
     try:
@@ -111,6 +117,6 @@ def handle_signals(unsaved: str = _UNSAVED, exits: bool = True) -> Iterator[Stop
         signal.set_wakeup_fd(descriptor)
         for number, handler in before.items():
             signal.signal(number, handler)
-        theirs.close()  # ends the listening thread
+        writer.close()  # ends the listening thread
         thread.join()
-        ours.close()
+        reader.close()

@@ -49,6 +49,7 @@ def eval_step(program, trained, model_state, batch) -> EvaluationSums:
     """Returns the sums over a batch. `program`: see step.py; `trained`: `TrainState.evaluated`."""
     config, objective = program.config, program.objective
     has_answers, has_repeats = is_synthetic(config.data), config.train.eval_repeats
+    params = objective.weights(gather_weights(program, trained))
 
     def add_microbatch(sums: EvaluationSums, examples: Examples):
         outputs = forward(program.model, params, model_state, examples)
@@ -68,7 +69,6 @@ def eval_step(program, trained, model_state, batch) -> EvaluationSums:
         )
         return jax.tree.map(jnp.add, sums, of_microbatch), None
 
-    params = objective.weights(gather_weights(program, trained))
     examples = objective.examples(batch, row_keys(jax.random.key(0), batch))
     microbatches = split_microbatches(examples, config.train.microbatches)
     no_answers = Answers(*[jnp.int32(0)] * 3) if has_answers else None

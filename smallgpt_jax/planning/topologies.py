@@ -99,32 +99,39 @@ def topology_devices(topology: str) -> list[jax.Device]:
 
 
 def _similar_topologies(text: str) -> list[str]:
-    """Returns what a text may stand for: "v5e-16" and "v5litepod-16" → ["v5e:4x4"]."""
-    kind, _, shape = text.lower().partition(":")
+    """Returns the topologies that an unknown or refused one may stand for."""
+    return _similar_gpus(text.lower()) or _similar_tpus(text.lower()) or _examples()
+
+
+def _similar_gpus(text: str) -> list[str]:
+    kind, _, shape = text.partition(":")
     # "h100-80gb" begins with h100; "a100" is the beginning of a100-40 and a100-80
-    longest = max((name for name in GPUS if kind.startswith(name)), key=len, default=None)
-    completed = [name for name in GPUS if kind and name.startswith(kind)]
-    gpus = [longest] if longest else completed
-    if gpus:
-        return [f"{name}:{near}" for name in gpus for near in _similar_shapes(name, shape)]
+    beginnings = [name for name in GPUS if kind.startswith(name)]
+    names = [max(beginnings, key=len)] if beginnings else []
+    if kind and not names:
+        names = [name for name in GPUS if name.startswith(kind)]
+    return [f"{name}:{near}" for name in names for near in _similar_shapes(name, shape)]
+
+
+def _similar_tpus(text: str) -> list[str]:
+    """Returns slices with as many chips: "v5e-16" and "v5litepod-16" → ["v5e:4x4"]."""
     # "v5litepod-16" → generation "v5e", rest "-16"
-    tpu = re.sub("lite(pod)?", "e", text.lower())
-    named = re.search("|".join(_TPU_SLICES), tpu)
+    text = re.sub("lite(pod)?", "e", text)
+    named = re.search("|".join(_TPU_SLICES), text)
     if not named:
-        return _examples()
-    generation, rest = named[0], tpu[named.end() :]
+        return []
+    generation, rest = named[0], text[named.end() :]
     sides = re.findall(r"\d+", rest)
     number = math.prod(map(int, sides)) if sides else 0
     if rest.startswith("-"):
         # Google Cloud's names, such as "v4-8", count cores
         number //= CHIPS[f"TPU {generation}"].cores
-    slices = _TPU_SLICES[generation]
-    equal = [
-        shape
-        for shape in slices
-        if math.prod(map(int, shape.split("x"))) == number and rest != f":{shape}"
-    ]
-    return [f"{generation}:{shape}" for shape in equal or slices]
+    equal = []
+    for shape in _TPU_SLICES[generation]:
+        is_refused = rest == f":{shape}"  # the compiler has just refused this slice
+        if math.prod(map(int, shape.split("x"))) == number and not is_refused:
+            equal.append(shape)
+    return [f"{generation}:{shape}" for shape in equal or _TPU_SLICES[generation]]
 
 
 def _examples() -> list[str]:

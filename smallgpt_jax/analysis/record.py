@@ -79,7 +79,9 @@ class Point:
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
     targets: Count  # tokens over which `loss` is the mean
-    answers: dict[str, float] = dataclasses.field(default_factory=dict)  # measures of a probe
+    answers: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # of a probe, or of eval_examples
     loss_of_repeats: float | None = None  # on tokens that end a repeat; None if it was not logged
 
 

@@ -14,7 +14,6 @@ from smallgpt_jax.analysis import record
 from smallgpt_jax.analysis.record import Inference, Inside, Point, Run, Session, TextLoss
 from smallgpt_jax.diagnosis.summary import read_summary
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation.answers import BITS_METRIC
 from smallgpt_jax.evaluation.inference_cost import INFERENCE_FILE
 from smallgpt_jax.evaluation.texts import TEXTS_FILE
 from smallgpt_jax.inference import layout
@@ -27,7 +26,7 @@ from smallgpt_jax.optim.optimizer import find_optimizer
 from smallgpt_jax.run.config import Config, flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.custom_code import refuse_training_code
-from smallgpt_jax.run.metrics import LOSS_OF_REPEATS, answers_in, read_lines
+from smallgpt_jax.run.metrics import ANSWER_BITS, LOSS_OF_REPEATS, answers_in, read_lines
 from smallgpt_jax.run.names import (
     CONFIG_FILE,
     EVALUATION_FOLDER,
@@ -290,7 +289,7 @@ def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
         for task, values in evaluation.get("results", {}).items():
             metrics = _finite_metrics(values)
             accuracy = "acc_norm" if "acc_norm" in metrics else "acc"
-            for metric in (accuracy, BITS_METRIC):
+            for metric in (accuracy, ANSWER_BITS):
                 if metric in metrics and not _is_limited(evaluation, task):
                     scores[f"{task} {metric}{_settings(evaluation, task)}"] = metrics[metric]
     return scores

@@ -1,42 +1,11 @@
-"""How probable the right answers of multiple-choice tasks are.
-
-Accuracies of small models are near chance. The probability of the right answer is a measure without
-a threshold, in bits per byte, so that answers of different lengths can be averaged.
-"""
+"""How probable the right answers of the harness's multiple-choice tasks are."""
 
 import math
 import statistics
-from typing import Any, NamedTuple
+from typing import Any
 
-BITS_METRIC = "answer_bits_per_byte"
-MARGIN_METRIC = "answer_margin"
-
-
-class AnswerBits(NamedTuple):
-    """Bits per byte of a question's right answer, and how many more the best wrong answer has."""
-
-    right: float
-    margin: float
-
-
-def answer_bits(
-    log_likelihoods: list[float], answers: list[str], right: set[int]
-) -> AnswerBits | None:
-    """`answers` are the scored texts, `right` the numbers of the right ones; None without any right
-    or wrong one.
-
-    The bits per byte of an answer are −log₂ p(answer | question) / bytes of the answer in UTF-8. Of
-    several right answers, the most probable per byte counts.
-    """
-    bits = [
-        -log_likelihood / math.log(2) / len(answer.encode())
-        for log_likelihood, answer in zip(log_likelihoods, answers)
-    ]
-    of_right = [value for number, value in enumerate(bits) if number in right]
-    of_wrong = [value for number, value in enumerate(bits) if number not in right]
-    if not of_right or not of_wrong:
-        return None
-    return AnswerBits(min(of_right), min(of_wrong) - min(of_right))
+from smallgpt_jax.data.questions import AnswerBits, answer_bits
+from smallgpt_jax.run.metrics import ANSWER_BITS, ANSWER_MARGIN
 
 
 def add_answer_bits(results: dict[str, Any], tasks: dict[str, Any]) -> None:
@@ -52,8 +21,8 @@ def add_answer_bits(results: dict[str, Any], tasks: dict[str, Any]) -> None:
         bits = [question for question in bits if question is not None]
         if bits:
             values = results["results"][name]
-            values |= _mean(BITS_METRIC, [question.right for question in bits])
-            values |= _mean(MARGIN_METRIC, [question.margin for question in bits])
+            values |= _mean(ANSWER_BITS, [question.right for question in bits])
+            values |= _mean(ANSWER_MARGIN, [question.margin for question in bits])
 
 
 def _answer_bits_of(sample: dict[str, Any], task) -> AnswerBits | None:

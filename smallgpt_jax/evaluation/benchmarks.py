@@ -12,17 +12,17 @@ from smallgpt_jax import inference
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.evaluation import lm_eval_tasks, report
-from smallgpt_jax.evaluation.answers import BITS_METRIC, MARGIN_METRIC
 from smallgpt_jax.evaluation.model_options import ModelOptions, join_name_parts
 from smallgpt_jax.evaluation.progress import ScoringProgress
 from smallgpt_jax.run.checksums import bit_checksums
+from smallgpt_jax.run.metrics import ANSWER_BITS, ANSWER_MARGIN
 from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.paths import local_path
 
 _SCORING_VERSION = 3  # part of the cache key; increase it when a code change affects the scores
 SEED = 1234
 # Metrics that divide by bytes or words of a text, which the model must have seen as a whole.
-PER_TEXT = ("bits_per_byte", "byte_perplexity", "word_perplexity", BITS_METRIC, MARGIN_METRIC)
+PER_TEXT = ("bits_per_byte", "byte_perplexity", "word_perplexity", ANSWER_BITS, ANSWER_MARGIN)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,11 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from smallgpt_jax import inference
+from smallgpt_jax.data.questions import Question, find_labels, label_bits, read_questions
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import report
 from smallgpt_jax.evaluation.model_options import ModelOptions, join_name_parts
@@ -14,14 +15,12 @@ from smallgpt_jax.evaluation.progress import ScoringProgress
 from smallgpt_jax.evaluation.questions import (
     GENERATED,
     METRICS,
-    Question,
-    choose_labels,
     exact_match,
-    find_labels,
     generate_answers,
     mean_and_error,
-    read_questions,
+    score_labels,
 )
+from smallgpt_jax.run.metrics import ANSWER_BITS, ANSWER_MARGIN
 from smallgpt_jax.run.training_text import training_format
 
 
@@ -52,13 +51,11 @@ class ExampleFile:
             trained.model.config.context_length,
             limit,
         )
-        answers = self.answer(questions, trained, model)
-        values, results = {}, {}
-        for metric in METRICS:
-            if metric in self.metrics:
-                values[metric] = _measure(metric, questions, answers)
-                mean, error = mean_and_error(values[metric])
-                results[metric] = {"mean": mean, "standard_error": error}
+        answers, values = self.answer(questions, trained, model)
+        results = {}
+        for metric, of_questions in values.items():
+            mean, error = mean_and_error(of_questions)
+            results[metric] = {"mean": mean, "standard_error": error}
         record = {
             "step": trained.step,
             "examples": str(self.path),
@@ -70,7 +67,10 @@ class ExampleFile:
         if log_samples:
             record["samples"] = []
             for i, question in enumerate(questions):
-                sample = {"where": question.where, "answer": question.answer}
+                sample: dict[str, str | float] = {
+                    "where": question.where,
+                    "answer": question.answer,
+                }
                 sample |= {name: column[i] for name, column in (answers | values).items()}
                 record["samples"].append(sample)
         name = join_name_parts(
@@ -85,25 +85,32 @@ class ExampleFile:
 
     def answer(
         self, questions: Sequence[Question], trained: inference.TrainedModel, model: ModelOptions
-    ) -> dict[str, list[str]]:
-        """Returns the model's answers as the metrics need them: the most likely "label", and the
-        generated "text".
+    ) -> tuple[dict[str, list[str]], dict[str, list[float]]]:
+        """Returns the model's answers as the metrics need them, the most likely "label" and the
+        generated "text", and the values of all metrics.
         """
-        answers, progress = {}, ScoringProgress()
+        answers, values, progress = {}, {}, ScoringProgress()
         if "accuracy" in self.metrics:
-            answers["label"] = choose_labels(
-                model.scorer(trained),
-                trained.tokenizer,
-                questions,
-                self.labels or find_labels(questions),
-                progress,
+            labels = self.labels or find_labels(questions)
+            scores_QxL = score_labels(
+                model.scorer(trained), trained.tokenizer, questions, labels, progress
             )
+            answers["label"] = [labels[best] for best in scores_QxL.argmax(axis=1)]
+            values["accuracy"] = _measure(exact_match, questions, answers["label"])
+            bits = label_bits(scores_QxL.tolist(), questions, labels)
+            known = [of_question for of_question in bits if of_question is not None]
+            if len(known) == len(questions):  # each answer is one of the labels
+                values[ANSWER_BITS] = [of_question.right for of_question in known]
+                values[ANSWER_MARGIN] = [of_question.margin for of_question in known]
         if GENERATED.keys() & set(self.metrics):
             text_model = inference.build_text_model(
                 trained.model, trained.params, trained.tokenizer, trained.model_state
             )
             answers["text"] = generate_answers(text_model, questions, self.max_new_tokens, progress)
-        return answers
+            for metric, function in GENERATED.items():
+                if metric in self.metrics:
+                    values[metric] = _measure(function, questions, answers["text"])
+        return answers, values
 
     def fingerprint(self) -> str:
         """Returns a name for the settings that a file name does not contain."""
@@ -112,10 +119,6 @@ class ExampleFile:
 
 
 def _measure(
-    metric: str, questions: Sequence[Question], answers: dict[str, list[str]]
+    function: Callable[[str, str], float], questions: Sequence[Question], answers: Sequence[str]
 ) -> list[float]:
-    if metric == "accuracy":
-        function, column = exact_match, answers["label"]
-    else:
-        function, column = GENERATED[metric], answers["text"]
-    return [function(question.answer, answer) for question, answer in zip(questions, column)]
+    return [function(question.answer, answer) for question, answer in zip(questions, answers)]

@@ -1,4 +1,4 @@
-"""Questions with known answers: the label of the highest likelihood, exact match, ROUGE-L.
+"""Answers of a model to questions: likelihoods of labels, exact match, ROUGE-L.
 
 A prompt is encoded as in training. An answer is generated greedily, up to the token that ends it in
 training.
@@ -7,128 +7,40 @@ training.
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from smallgpt_jax.data.chat_template import Answer, ChatTemplate
-from smallgpt_jax.data.parts import Rules
-from smallgpt_jax.data.prompts import encode_answer, encode_prompt, text_of
-from smallgpt_jax.data.source import Source
+from smallgpt_jax.data.questions import Question, label_sequences
 from smallgpt_jax.data.tokenizers import Tokenizer
-from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.inference import TextModel
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.inference.text_model import GenerationConfig
 
-_MAX_LABELS = 20
 _BATCH_ROWS = 32  # texts generated per batch
 
 
-class Question(NamedTuple):
-    where: str
-    prompt: list[int]  # tokens, beginning with begin-of-text
-    text: str  # of the prompt
-    turn: Answer  # the right answer, and what the chat template writes around it
-    is_chat: bool
-
-    @property
-    def answer(self) -> str:
-        return self.turn.content
-
-    def tokens_of(self, answer: str, tokenizer: Tokenizer) -> list[int]:
-        """Returns the ids of an answer, up to the one that ends it."""
-        return encode_answer(self.turn._replace(content=answer), self.is_chat, tokenizer)
-
-
-def read_questions(
-    path: str,
-    tokenizer: Tokenizer,
-    form: str,
-    chat_template: str,
-    context_length: int,
-    limit: float | None,
-) -> list[Question]:
-    """`limit` is a number of questions or, below 1, a fraction of them. Raises UserError for an
-    invalid file, and for prompts that leave no room for an answer.
-    """
-    template = ChatTemplate(chat_template, tokenizer.special_tokens) if chat_template else None
-    rules = Rules(
-        text_field="text",
-        invalid_utf8="refuse",
-        invalid_items="refuse",
-        max_document_bytes=10**8,
-        format=form,
-        chat_template=template,
-    )
-    source = Source(path)
-    try:
-        has_fields = all(part.has_fields for part in source.parts)
-    except UserError as error:  # it names the field that a run's text comes from
-        raise UserError(str(error).replace("config.data.source", "--examples")) from None
-    if not has_fields:
-        raise UserError(
-            f"--examples={path}: expected JSON lines with the fields of config.data.format={form!r}"
-        )
-    questions = []
-    for example in source.examples(rules):
-        if limit is not None and 1 <= limit <= len(questions):
-            break
-        prompt = encode_prompt(example, tokenizer)
-        if len(prompt) >= context_length:
-            raise UserError(
-                f"{example.where}: the prompt has {len(prompt):,} tokens, but the model's context "
-                f"of {context_length:,} needs room for an answer; shorten it"
-            )
-        text = "".join(map(text_of, example.pieces[:-1]))
-        questions.append(Question(example.where, prompt, text, example.answer, example.is_chat))
-    if not questions:
-        raise UserError(f"--examples={path}: has no examples")
-    if limit is not None and limit < 1:
-        return questions[: max(1, round(limit * len(questions)))]
-    return questions
-
-
-def find_labels(questions: Sequence[Question]) -> list[str]:
-    """Returns the different answers. Raises UserError if there are too many to be labels."""
-    labels = sorted({question.answer for question in questions})
-    if not 2 <= len(labels) <= _MAX_LABELS:
-        raise UserError(
-            f"--metrics=accuracy: the file has {len(labels)} different answers; name the labels "
-            "with --label, or use --metrics=exact_match"
-        )
-    return labels
-
-
-def choose_labels(
+def score_labels(
     scorer: Scorer,
     tokenizer: Tokenizer,
     questions: Sequence[Question],
     labels: Sequence[str],
     progress: Callable[[str, int, int], Any],
-) -> list[str]:
-    """Returns the label with the highest likelihood, including that of the token which ends it, for
-    each question.
+) -> np.ndarray:
+    """Returns the log-likelihood of each label, including that of the token which ends it, for each
+    question: (questions, labels).
     """
-    longest = scorer.model.config.context_length + 1
-    sequences = []
-    for question in questions:
-        for label in labels:
-            ending = question.tokens_of(label, tokenizer)
-            tokens = [*question.prompt, *ending]
-            if len(tokens) > longest:
-                raise UserError(
-                    f"{question.where}: prompt and label have more than {longest:,} tokens; "
-                    "shorten the prompt"
-                )
-            sequences.append(TokenSequence(tokens, len(ending)))
+    context_length = scorer.model.config.context_length
+    sequences = [
+        TokenSequence(tokens, scored)
+        for tokens, scored in label_sequences(questions, labels, tokenizer, context_length)
+    ]
     scores = np.empty(len(sequences))
     for done, (index, score) in enumerate(scorer.score(sequences), start=1):
         scores[index] = score.log_likelihood
         progress("labels scored", done, len(sequences))
-    best = scores.reshape(len(questions), len(labels)).argmax(axis=1)
-    return [labels[i] for i in best]
+    return scores.reshape(len(questions), len(labels))
 
 
 def generate_answers(

@@ -46,6 +46,20 @@ def cross_entropy(
     return _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, options)
 
 
+def row_cross_entropy(
+    x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int, options: LossOptions = _NO_OPTIONS
+):
+    """Returns the sums of `cross_entropy` of each row, (B,), for evaluation."""
+
+    def add_chunk(totals_B, chunk):
+        losses_R = _chunk_losses(chunk, head_VxW, options)
+        _, _, weights_BxC = chunk
+        return totals_B + jnp.sum(weights_BxC * losses_R.reshape(weights_BxC.shape), axis=1), None
+
+    in_chunks = tuple(_in_chunks(array, chunks) for array in (x_BxTxW, targets_BxT, weights_BxT))
+    return jax.lax.scan(add_chunk, jnp.zeros(len(x_BxTxW)), in_chunks)[0]
+
+
 def cap(logits, softcap: float):
     """Returns c·tanh(z/c) of logits z (Gemma 2, arXiv 2408.00118, section 2), or the logits if c =
     `softcap` is 0.
@@ -77,14 +91,20 @@ def _rows(x_BxCxW):
 
 
 def _chunk_loss(chunk, head_VxW, options: LossOptions):
-    x_BxCxW, _, weights_BxC = chunk
+    _, _, weights_BxC = chunk
+    return jnp.sum(weights_BxC.reshape(-1) * _chunk_losses(chunk, head_VxW, options))
+
+
+def _chunk_losses(chunk, head_VxW, options: LossOptions):
+    """Returns the loss at each position, without weights, (R,)."""
+    x_BxCxW, _, _ = chunk
     logits_RxV = cap(_logits(_rows(x_BxCxW), head_VxW), options.softcap)
     log_sums_R = jax.nn.logsumexp(logits_RxV, axis=1)
     target_logits_R = cap(_target_logits(chunk, head_VxW), options.softcap)
     losses_R = log_sums_R - target_logits_R
     if options.z_loss:
         losses_R += options.z_loss * jnp.square(log_sums_R)
-    return jnp.sum(weights_BxC.reshape(-1) * losses_R)
+    return losses_R
 
 
 def _logits(x_RxW, head_VxW):

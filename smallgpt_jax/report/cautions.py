@@ -145,7 +145,7 @@ def _other_losses(runs: Sequence[Run]) -> list[str]:
         )
     objectives = grouped(runs, lambda run: run.config.get("train.objective", "causal"))
     # Answers of probes are compared by accuracy.
-    has_answers = any(run.last and run.last.answers for run in runs)
+    has_answers = any(run.last and "exact_match" in run.last.answers for run in runs)
     if len(objectives) > 1 and not has_answers:
         lines.append(
             f"The runs have different objectives ({', '.join(objectives)}): their losses are not "

@@ -27,7 +27,10 @@ MEASURE_CHAPTERS = (
         ("answers",),
         "Exact match: fraction of the validation examples without a wrong answer. Accuracy: "
         "fraction of right answers. Both after the last step. An answer is the most probable token "
-        "after the inputs, among which are the right earlier answers.",
+        "after the inputs, among which are the right earlier answers. With "
+        "config.train.eval_examples: bits per byte of the right answers (lower is better), how many "
+        "more the best wrong answers have, and accuracy, the fraction whose right answer is the "
+        "most probable one.",
     ),
     (
         "Do they hold on other texts and longer contexts?",

@@ -91,6 +91,9 @@ class TrainConfig(ConfigGroup):
     # the pair last occurred in the row: it falls when a model learns to copy. Takes a second pass
     # over the logits
     eval_repeats: bool = free(False)
+    # JSON lines with multiple-choice examples, in the format of `evaluate --examples`; "": none.
+    # Evaluations also log accuracy, answer_bits_per_byte and answer_margin (docs/evaluation.md)
+    eval_examples: str = free("", **NOT_COMPILED)
     # steps between checkpoints; the last step is always saved
     checkpoint_every: int = free(1000, **NOT_COMPILED)
     # number of newest checkpoints to keep

@@ -10,7 +10,7 @@ import numpy as np
 
 from smallgpt_jax.formatting import duration
 from smallgpt_jax.run.clock import RunClock
-from smallgpt_jax.run.metrics import EXACT_MATCH, LOSS_OF_REPEATS, MetricsWriter
+from smallgpt_jax.run.metrics import ANSWER_BITS, EXACT_MATCH, LOSS_OF_REPEATS, MetricsWriter
 from smallgpt_jax.run.progress import RunProgress
 
 
@@ -134,6 +134,8 @@ def evaluation_message(nats: float, bits_per_byte: float, measures: Mapping[str,
     texts = [f"validation loss {nats:.4f}", *answers]
     if not answers and not math.isnan(bits_per_byte):
         texts.append(f"{bits_per_byte:.4f} bits per byte")
+    if ANSWER_BITS in measures:
+        texts.append(f"answers {measures[ANSWER_BITS]:.4f} bits per byte")
     if LOSS_OF_REPEATS in measures:
         texts.append(f"loss of repeats {measures[LOSS_OF_REPEATS]:.4f}")
     return ", ".join(texts)

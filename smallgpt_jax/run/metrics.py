@@ -33,6 +33,9 @@ _LOGGED = (NULL, NUMBER)  # null: not finite
 # The measures of a probe's answers: fraction of the examples without a wrong answer, and fraction
 # of right answers. At a further length, their names end with it: exact_match_at_32.
 _ANSWERS = EXACT_MATCH, ACCURACY = "exact_match", "accuracy"
+# Of multiple-choice questions: bits per byte of the right answer, and how many more the best wrong
+# one has (data/questions.py).
+ANSWER_BITS, ANSWER_MARGIN = "answer_bits_per_byte", "answer_margin"
 LOSS_OF_REPEATS = "loss_of_repeats"  # mean over the targets that copying predicts, in nats
 _SPEED = Kind("a speed", lambda value: NUMBER.accepts(value) and value > 1e-9)
 
@@ -65,11 +68,13 @@ _EVAL_LINE = {
 
 
 def answers_in(line: dict) -> dict[str, float]:
-    """Returns the measures of a probe's answers in an evaluation's line; {} for text."""
+    """Returns the measures of answers in an evaluation's line: of a probe, or of
+    config.train.eval_examples.
+    """
     return {
         name: value
         for name, value in line.items()
-        if name.startswith(_ANSWERS) and NUMBER.accepts(value)
+        if name.startswith((*_ANSWERS, ANSWER_BITS, ANSWER_MARGIN)) and NUMBER.accepts(value)
     }
 
 

@@ -50,7 +50,11 @@ def read_identity(workdir: Path) -> dict[str, Any]:
 def training_format(workdir: Path) -> tuple[str, str]:
     """Returns config.data.format and the chat template of "messages", or else ("text", "")."""
     path = workdir / STORE_FILE
-    description = read_json(path, DESCRIPTION, "restore it") if path.exists() else {}
+    return format_of(read_json(path, DESCRIPTION, "restore it") if path.exists() else {})
+
+
+def format_of(description: dict[str, Any]) -> tuple[str, str]:
+    """`training_format` of a `Corpus.description`."""
     for store in description.get("mixture", [description]):
         made_from = store.get("made_from", {})
         if made_from.get("format", "text") != "text":

@@ -38,6 +38,8 @@ def check_config(config: Config, mesh: jax.sharding.Mesh) -> None:
     learning_rate_schedule(config.optimizer)
     if train.objective != "causal" and is_synthetic(config.data):
         train.refuse("objective", "must be 'causal' with a probe, whose answers are next tokens")
+    if train.eval_examples and (train.objective == "masked" or is_synthetic(config.data)):
+        train.refuse("eval_examples", "needs text, and a model that predicts the next token")
     if train.objective != "causal" and config.data.format != "text":
         _check_tuning(train, config.data)
     if train.future_tokens and (config.optimizer.base_width or config.optimizer.base_depth):

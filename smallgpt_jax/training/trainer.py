@@ -33,6 +33,7 @@ from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.workdir import open_workdir
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training import messages, preemption
+from smallgpt_jax.training.eval_examples import EvalExamples, open_examples
 from smallgpt_jax.training.initial_state import restore_or_initialize
 from smallgpt_jax.training.loop import train_loop
 from smallgpt_jax.training.memory_errors import memory_errors_explained
@@ -75,6 +76,7 @@ def open_trainer(
         config, branch, program = check_run(config, folder)
         progress = RunProgress(config.train.steps)
         pipeline = open_pipeline(config, program, corpus)
+        examples = open_examples(config, program, pipeline.corpus)
         if branch:
             distributed.run_on_primary(lambda: branch.check_text(pipeline.corpus))
         with open_workdir(folder, config, pipeline.corpus):
@@ -86,7 +88,7 @@ def open_trainer(
                 open_spool(folder, (METRICS_FILE, TRACKER_FILE), progress.message) as spool,
                 Watchdog(clock, config.train.stall_seconds),
             ):
-                yield Trainer(config, program, pipeline, spool, progress, stop, clock)
+                yield Trainer(config, program, pipeline, spool, progress, stop, clock, examples)
 
 
 @contextlib.contextmanager
@@ -112,6 +114,7 @@ class Trainer:
     progress: RunProgress
     stop: StopRequest
     clock: RunClock
+    examples: EvalExamples | None = None
 
     def __post_init__(self):
         train, log = self.config.train, self.progress.message
@@ -172,8 +175,13 @@ class Trainer:
         eval_step = functools.partial(self.program.evaluate, state.evaluated, state.model_state)
         with self.clock.during("evaluate"):
             evaluation = evaluate_all(eval_step, self.pipeline, self.stop.is_requested_anywhere)
-        if evaluation is None:
-            return False
+            if evaluation is None:
+                return False
+            if self.examples:
+                measures = self.examples.measure(state, self.stop.is_requested_anywhere)
+                if measures is None:
+                    return False
+                evaluation.measures.update(measures)
         self.logger.log_evaluation(step, *evaluation)
         return True
 

@@ -426,8 +426,8 @@ def test_a_comparison_reads_what_evaluate_writes_about_the_whole_model(text_file
             *flags,
         )
         assert result.returncode == 0, result.stderr
-    ((name, accuracy),) = run_reader.examples(folder / "evaluations", config.train.steps).items()
-    assert name == f"{tmp_path.name}/a.jsonl accuracy (3 examples)"
+    read = run_reader.examples(folder / "evaluations", config.train.steps)
+    accuracy = read[f"{tmp_path.name}/a.jsonl accuracy (3 examples)"]
     assert f"| accuracy | 3 | {accuracy:.4f} ±" in result.stdout
     # The function returns and writes the same.
     file = smallgpt_jax.ExampleFile(tmp_path / "a.jsonl", metrics=["accuracy"])

@@ -1,5 +1,6 @@
 """Loss, perplexity and bits per byte of texts: `evaluate --text`."""
 
+import itertools
 import json
 import math
 
@@ -9,8 +10,10 @@ from conftest import call, init, load_config, save_run, spaced_tokenizer
 from run_helpers import SMALL, losses_in
 
 from smallgpt_jax import UserError, models
+from smallgpt_jax.comparison import run_reader
 from smallgpt_jax.data.encoding import is_validation
 from smallgpt_jax.evaluation.evaluation import evaluate
+from smallgpt_jax.evaluation.example_file import ExampleFile
 from smallgpt_jax.evaluation.perplexity import TextFiles, encode_text, measures
 from smallgpt_jax.evaluation.report import texts_table
 from smallgpt_jax.evaluation.scoring import split_with_stride
@@ -87,9 +90,10 @@ def test_perplexity_is_that_of_transformers(architecture, stride, text_file, tmp
 
 
 @pytest.mark.slow
-def test_bits_per_byte_are_those_of_validation(tmp_path):
-    """Each document fills a row, with its mark, so that both score the same tokens in the same
-    rows.
+def test_measures_in_training_are_those_of_evaluate(tmp_path):
+    """The bits per byte of texts, and all measures of multiple-choice examples, which the run
+    computes on eight devices in two microbatches. Each document fills a row, with its mark, so that
+    both score the same tokens in the same rows.
     """
     random = np.random.default_rng(0)
     texts = ["".join(random.choice(list("abcd "), TIME - 1)) for _ in range(200)]
@@ -103,9 +107,20 @@ def test_bits_per_byte_are_those_of_validation(tmp_path):
         data__validation_fraction=0.3,
         data__packing="concat",
         model__dtype="float32",
+        mesh__data=2,
+        mesh__fsdp=2,
+        mesh__tensor=2,
+        train__microbatches=2,
         train__steps=1,
         train__eval_steps=0,
+        train__eval_examples=str(tmp_path / "examples.jsonl"),
     )
+    with pytest.raises(UserError, match=r"config\.train\.eval_examples='.*': no such file"):
+        trainer.train(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    answers = itertools.islice(itertools.cycle([" a", " bb", " c d"]), 11)
+    rows = [{"prompt": text[:9], "completion": label} for text, label in zip(texts, answers)]
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     trainer.train(config, str(tmp_path / "run"))
     validation = [text for text in texts if is_validation(text, 0.3)]
     # The last row of validation lacks its last target.
@@ -115,6 +130,13 @@ def test_bits_per_byte_are_those_of_validation(tmp_path):
     logged = losses_in(tmp_path / "run", "eval", "bits_per_byte")[1]
     assert results["total"]["documents"] == len(validation) - 1 > 40
     assert results["total"]["bits_per_byte"] == pytest.approx(logged, rel=1e-5)
+    file = ExampleFile(tmp_path / "examples.jsonl", metrics=["accuracy"])
+    results, _, _ = evaluate(tmp_path / "run", file)
+    assert list(results["results"]) == ["accuracy", "answer_bits_per_byte", "answer_margin"]
+    (last,) = run_reader.read_run("run", tmp_path / "run").curve
+    assert last.answers == pytest.approx(
+        {name: values["mean"] for name, values in results["results"].items()}, rel=1e-4
+    )
 
 
 @pytest.mark.slow

@@ -9,15 +9,14 @@ import pytest
 from conftest import build, forward, init
 
 from smallgpt_jax.data.chat_template import ChatTemplate
+from smallgpt_jax.data.questions import find_labels, label_bits, read_questions
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.questions import (
-    choose_labels,
     exact_match,
-    find_labels,
     generate_answers,
-    read_questions,
     rouge_l,
+    score_labels,
 )
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.inference import build_text_model
@@ -95,9 +94,16 @@ def test_the_label_with_the_highest_likelihood_is_chosen(model, tmp_path):
         log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         return log_p[np.arange(len(tokens) - 1), tokens[1:]][len(prompt.encode()) :].sum()
 
-    expected = [max(labels, key=lambda label: likelihood(row["prompt"], label)) for row in rows]
     scorer = Scorer(*model, devices=jax.devices()[:1])
-    assert choose_labels(scorer, Bytes(), questions, labels, silent) == expected
+    scores = score_labels(scorer, Bytes(), questions, labels, silent)
+    expected = [[likelihood(row["prompt"], label) for label in labels] for row in rows]
+    assert scores == pytest.approx(np.array(expected), rel=1e-4)
+    bits = -np.array(expected) / np.log(2) / 2  # a label has two bytes
+    for row, of_question, of_labels in zip(rows, label_bits(scores, questions, labels), bits):
+        right = labels.index(row["completion"])
+        assert of_question.right == pytest.approx(of_labels[right], rel=1e-4)
+        margin = np.delete(of_labels, right).min() - of_labels[right]
+        assert of_question.margin == pytest.approx(margin, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -15,13 +15,13 @@ from smallgpt_jax.conversion import hugging_face
 from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.data.parts import Rules, Skipped
 from smallgpt_jax.data.prompts import encode_example, extract_document
+from smallgpt_jax.data.questions import read_questions
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.questions import (
-    choose_labels,
     exact_match,
     generate_answers,
-    read_questions,
+    score_labels,
 )
 from smallgpt_jax.evaluation.scoring import Scorer
 from smallgpt_jax.inference import TrainedModel, build_text_model
@@ -141,8 +141,8 @@ def test_evaluation_scores_the_end_and_stops_there(tokenizer, model, questions, 
 
     monkeypatch.setattr(Scorer, "score", record)
     labels = ["no", "yes"]
-    chosen = choose_labels(Scorer(*model), tokenizer, questions, labels, print)
-    assert chosen == ["yes"] * 3
+    scores = score_labels(Scorer(*model), tokenizer, questions, labels, print)
+    assert scores.argmax(axis=1).tolist() == [1] * 3
     endings = [tokenizer.decode(s.tokens[-s.scored :]) for s in scored]
     assert endings == ["no<|im_end|>", "yes<|im_end|>"] * 3
     text_model = build_text_model(*model, tokenizer)

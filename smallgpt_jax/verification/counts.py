@@ -22,6 +22,8 @@ _FIELDS = (
     "train.future_head",
     "train.pseudo_length",
 )
+# Larger ones would be traced for minutes or fill the memory, which a stranger's record must not do.
+_MOST_COUNTED = {"context_length": 2**18, "d_model": 2**17, "head_dim": 2**17}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,9 @@ def _key(config: Config) -> str:
 def _count(config: Config) -> Counts:
     from smallgpt_jax.comparison.run_reader import count  # here: it takes seconds to import
 
+    for field, most in _MOST_COUNTED.items():
+        if getattr(config.model, field) > most:
+            config.model.refuse(field, f"models are counted up to {most:,}")
     counts = count(config)
     return Counts(
         sum(counts.components.values()),

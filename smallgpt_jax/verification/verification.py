@@ -155,7 +155,6 @@ def verify(
     sample = _resumed(sample or Sample(), folder, digest)
     suspected = [problem.run for problem in problems]
     drawn = sample.draw(record.runs, digest, suspected)
-    folder.mkdir(parents=True, exist_ok=True)
     verification = Verification(
         digest,
         sample,
@@ -164,7 +163,11 @@ def verify(
         tuple(problems),
         (),
     )
-    _write(verification, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(verification, folder)
+    except OSError as error:
+        raise UserError(f"--output={folder}: {error.strerror}; choose another folder") from None
     for number, run in enumerate(drawn, 1):
         print(f"\n[{number}/{len(drawn)}] {label_of(run)}", flush=True)
         verdict = _verify_run(run, record, folder, sample.fraction, trust_custom_code)

@@ -17,9 +17,9 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.provenance import package_versions
 from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, compare_curves
 from smallgpt_jax.verification.bundle import open_bundle, write_bundle
-from smallgpt_jax.verification.counts import Counts
+from smallgpt_jax.verification.counts import Counter, Counts
 from smallgpt_jax.verification.problems import CONTRADICTION, SUSPICION
-from smallgpt_jax.verification.record_checks import check_record
+from smallgpt_jax.verification.record_checks import check_record, read_config
 from smallgpt_jax.verification.retraining import machine_differences
 from smallgpt_jax.verification.sample import Sample, chance_to_pass
 
@@ -310,6 +310,14 @@ def test_tampering_that_only_training_can_find(honest, tamper):
 # ------------------------------------------------------------------ sample
 def make_runs(honest) -> tuple:
     return records.parse(records.Record, honest).runs
+
+
+def test_models_that_would_fill_the_memory_are_not_counted(honest, tmp_path):
+    content = copy.deepcopy(run_of(honest, 1337))
+    content["config"]["model.d_model"] = 2**30
+    config = read_config(records.parse(records.Run, content), False)
+    with pytest.raises(UserError, match="d_model=1073741824: models are counted up to 131,072"):
+        Counter(tmp_path)(config)
 
 
 def test_the_draw_follows_from_the_record_and_the_nonce(honest):

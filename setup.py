@@ -46,6 +46,7 @@ setup(
         "smallgpt_jax": ["py.typed"],
         "smallgpt_jax.data": ["python_packages.txt"],
         "smallgpt_jax.report": ["templates/*"],
+        "smallgpt_jax.training": ["loss_bands.json"],
     },
     package_dir={
         "": "."

@@ -120,6 +120,9 @@ class TrainConfig(ConfigGroup):
     # the same bits; they are slower (docs/gpu.md). Without it, kernels add with atomics, and are
     # chosen by a measurement. On CPUs and TPUs, it changes nothing: orders are fixed there
     deterministic: bool = free(False)
+    # say once if the first losses are outside of the band of other seeds of this recipe, where the
+    # package has one (docs/reliability.md)
+    check_loss: bool = free(True, **NOT_COMPILED)
     # if no step finishes for this time, the run ends with status 124; 0: no limit. Starting, saving
     # and evaluating may each take four times as long
     stall_seconds: float = free(1800.0, **NOT_COMPILED)

@@ -18,6 +18,7 @@ class StepMetrics(NamedTuple):
     step: int
     arrays: dict  # on the devices
     is_finite: bool  # whether the loss, the gradient and the updated weights are finite
+    loss: float
 
     def read(self) -> dict[str, float | dict[str, list]]:
         """Returns numbers, and per-layer metrics as {path of the module: nested lists}."""
@@ -73,7 +74,7 @@ class Logger:
         self.losses.append(float(loss))
         self._clock.progress += 1
         others = {name: array for name, array in metrics.items() if name != "is_finite"}
-        return StepMetrics(step, others, bool(is_finite))
+        return StepMetrics(step, others, bool(is_finite), self.losses[-1])
 
     def log(self, metrics: StepMetrics) -> None:
         step = metrics.step

@@ -29,7 +29,7 @@ def train_loop(trainer, state, first_step: int) -> tuple[Any, int, bool]:
         trainer.profiler.after_step(step, state)
         trainer.stop.can_save = True
         if (previous := trainer.logger.exchange(step, metrics)) is not None:
-            trainer.guard.check(previous)
+            trainer.check(previous)
             trainer.logger.log(previous)
 
         stopped = trainer.stop.is_requested_anywhere()
@@ -37,7 +37,7 @@ def train_loop(trainer, state, first_step: int) -> tuple[Any, int, bool]:
         evaluates = not stopped and config.evaluates(step)
         if saves or evaluates:
             current = trainer.logger.take()
-            trainer.guard.check(current)
+            trainer.check(current)
             trainer.logger.log(current)
         if saves:
             with trainer.clock.during("save"):

@@ -22,9 +22,9 @@ from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.completion import is_evaluated
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.curves import save_curves
-from smallgpt_jax.run.logger import Logger
+from smallgpt_jax.run.logger import Logger, StepMetrics
 from smallgpt_jax.run.metrics import MetricsWriter
-from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE, TRACKER_FILE
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE, ORIGIN_FILE, TRACKER_FILE
 from smallgpt_jax.run.profiler import Profiler
 from smallgpt_jax.run.progress import RunProgress
 from smallgpt_jax.run.sessions import append_session
@@ -36,6 +36,7 @@ from smallgpt_jax.training import messages, preemption
 from smallgpt_jax.training.eval_examples import EvalExamples, open_examples
 from smallgpt_jax.training.initial_state import restore_or_initialize
 from smallgpt_jax.training.loop import train_loop
+from smallgpt_jax.training.loss_band import LossBand, LossWatch, find_band
 from smallgpt_jax.training.memory_errors import memory_errors_explained
 from smallgpt_jax.training.nonfinite import NonFiniteGuard
 from smallgpt_jax.training.opening import check_run, open_pipeline
@@ -132,6 +133,7 @@ class Trainer:
             self.checkpoints.latest_finished,
             log,
         )
+        self.loss_watch = LossWatch(self._find_loss_band(), log)
         self.profiler = Profiler(self.spool, train.profile_from, train.profile_steps, log)
 
     def run(self) -> None:
@@ -170,6 +172,11 @@ class Trainer:
         if stopped:
             self.stop.raise_stopped(step)
 
+    def check(self, metrics: StepMetrics) -> None:
+        """Raises DivergenceError if the run must end."""
+        self.guard.check(metrics)
+        self.loss_watch.check(metrics)
+
     def log_validation_loss(self, step: int, state: TrainState) -> bool:
         """On a stop request, returns False without logging."""
         eval_step = functools.partial(self.program.evaluate, state.evaluated, state.model_state)
@@ -184,6 +191,12 @@ class Trainer:
                 evaluation.measures.update(measures)
         self.logger.log_evaluation(step, *evaluation)
         return True
+
+    def _find_loss_band(self) -> LossBand | None:
+        is_imported = (self.spool.workdir / ORIGIN_FILE).exists()
+        if not self.config.train.check_loss or is_imported or not distributed.is_primary():
+            return None
+        return find_band(self.config, self.pipeline.corpus.description)
 
     def _is_evaluated(self, step: int) -> bool:
         done = is_evaluated(self.spool.workdir, self.config, self.pipeline.corpus, step)

@@ -28,7 +28,9 @@ from smallgpt_jax.run import metrics
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.workdir import check_workdir
+from smallgpt_jax.training import trainer
 from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.loss_band import LossBand, Point
 from smallgpt_jax.training.messages import print_final_message
 from smallgpt_jax.training.program import Program
 from smallgpt_jax.training.trainer import train
@@ -132,10 +134,12 @@ def test_unwritable_standard_output_does_not_end_a_run(text_file, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys):
+def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys, monkeypatch):
     """A run that diverges counts and logs the updates that it skipped, and keeps its finite
-    checkpoints.
+    checkpoints. Its first losses are outside of a band that its recipe is made to have.
     """
+    band = LossBand("gpt:other", (Point(1, 1, "mean", 1.0, 0.01, 9), Point(2, 2, "mean", 1, 0, 9)))
+    monkeypatch.setattr(trainer, "find_band", lambda config, text: band)
     config = config_for(
         text_file,
         optimizer__learning_rate=1e30,
@@ -156,7 +160,9 @@ def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys):
     )
     step, newest = map(int, message.groups())
     assert newest == step - 1
-    assert capsys.readouterr().out.count("Update skipped") == 2
+    output = capsys.readouterr().out
+    assert output.count("Update skipped") == 2
+    assert output.count("of other seeds of gpt:other") == 1  # says it once
     # Skipped updates do not change the state.
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state_of(tmp_path, newest)))
     losses = list(losses_in(tmp_path).values())

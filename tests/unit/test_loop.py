@@ -39,13 +39,14 @@ class Run:
             bad_steps,
         )
         self._pending = None
-        self.guard = NonFiniteGuard(
+        guard = NonFiniteGuard(
             on_nonfinite,
             max_nonfinite,
             lambda step: [step],
             lambda: None,
             log=lambda line: self.events.append("skip"),
         )
+        self.check = guard.check
 
     def loop(self, steps: int, eval_every: int, checkpoint_every: int, first_step: int = 0):
         batches = iter(range(first_step + 1, 1000))
@@ -73,9 +74,8 @@ class Run:
         step, self._pending = self._pending, None
         self.events.append(f"read {step}")
         loss = math.nan if step in self._bad_steps else 1.0
-        return StepMetrics(
-            step, {"loss": loss, "grad_norm": 1.0, "skipped": 1.0}, step not in self._bad_steps
-        )
+        arrays = {"loss": loss, "grad_norm": 1.0, "skipped": 1.0}
+        return StepMetrics(step, arrays, step not in self._bad_steps, loss)
 
     def log(self, metrics):
         self.events.append(f"log {metrics.step}")

@@ -435,7 +435,7 @@ def test_a_slow_reader_gets_everything():
 def test_divergence_message(on_nonfinite, values, message):
     guard = NonFiniteGuard(on_nonfinite, 3, lambda step: [7, step], lambda: 2)
     with pytest.raises(DivergenceError) as error:
-        guard.check(StepMetrics(3, {"loss": values[0], "grad_norm": values[1]}, False))
+        guard.check(StepMetrics(3, {"loss": values[0], "grad_norm": values[1]}, False, values[0]))
     assert str(error.value) == message
 
 

@@ -11,7 +11,7 @@ from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import training_text
-from smallgpt_jax.run.config import GROUPS, Config
+from smallgpt_jax.run.config import GROUPS, Config, unflatten
 from smallgpt_jax.storage.json_files import find_mismatch
 
 # The config fields that determine the validation rows.
@@ -184,10 +184,7 @@ def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields with defaults for those that are missing, as JSON stores them."""
-    groups: dict[str, dict] = {}
-    for path, value in config.items():
-        group, _, field = path.partition(".")
-        groups.setdefault(group, {})[field] = value
+    groups = unflatten(config)
     try:
         models.refuse_custom_code(groups["model"], Path(), trust=False)
         config = Config.of(groups).flat()

@@ -28,13 +28,14 @@ _MAX_SIZE = 2**31 - 1  # sizes are int32 in JAX
 
 def usual_heads(d_model: int) -> int:
     """Returns two heads below width 64 and four below 128; then heads of about width 32, from width
-    512 on of 64. Their width is even, as rope needs, and their number too, if possible.
+    512 on of 64. Their width is even, as rope needs, if possible.
     """
     limits = {64: 2, 128: 4, 512: d_model / 32}
     usual = next((heads for limit, heads in limits.items() if d_model < limit), d_model / 64)
 
     def cost(heads: int) -> float:
         width = d_model // heads
+        # An odd width costs more than any distance to the usual number, because rope refuses it.
         return abs(math.log(heads / usual)) + heads % 2 + 4 * (width % 2) + (width % 8 > 0) / 2
 
     return min((heads for heads in range(1, d_model + 1) if d_model % heads == 0), key=cost)

@@ -129,7 +129,7 @@ def _recurrence_errors(
         inputs = [q, k, v, -jax.nn.softplus(decay - 3)]
         if is_delta:
             inputs.append(jax.nn.sigmoid(beta))
-        begins_1xT = jnp.arange(time)[None] == 700
+        begins_1xT = jnp.arange(time)[None] == 700  # the border of the texts, inside a chunk
         return _relative_errors(
             lambda *inputs: in_kernel(RecurrenceInputs(*inputs), begins_1xT, state),
             lambda *inputs: in_plain_jax(RecurrenceInputs(*inputs), begins_1xT, state),

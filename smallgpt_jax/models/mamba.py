@@ -19,12 +19,13 @@ _LEAST_RATE = 1.0  # initial decay rates are uniform in (1, 16), as in the paper
 
 
 class Mamba2(RecurrentMixer):
-    """The block of section 7, figure 6, with one group: all heads share B and C, (B, T, 1, N). Its
-    cache has B·H·N·P float32 elements, and B·3·(H·P + 2·N) in `dtype`.
+    """The block of section 7, figure 6, with one group: all heads share keys k and queries q, (B, T,
+    1, N), the paper's B and C. Its cache has B·H·N·P float32 elements, and B·3·(H·P + 2·N) in
+    `dtype`.
 
-    Values v (the paper's x), B and C pass a convolution and SiLU. With Δ = softplus(x·w + dt_bias),
-    the state decays by a = exp(−Δ·exp(A_log)) and adds B·(Δ·v)ᵀ; D·v is added to what C reads. The
-    norm follows the gate. With a `rank_ratio`, the matrices of B, C and Δ are full.
+    Values v (the paper's x), k and q pass a convolution and SiLU. With Δ = softplus(x·w + dt_bias),
+    the state decays by a = exp(−Δ·exp(A_log)) and adds k·(Δ·v)ᵀ; D·v is added to what q reads. The
+    norm follows the gate. With a `rank_ratio`, the matrices of k, q and Δ are full.
     """
 
     @nn.compact
@@ -36,17 +37,17 @@ class Mamba2(RecurrentMixer):
         convolution = ShortConvolution(TAPS, "heads", name="convolution")
         v_BxTxI = convolution(v_BxTxHxP.reshape(batch, time, -1), context)
         v_BxTxHxP = nn.silu(v_BxTxI).reshape(shape)
-        b_BxTxN = self.narrow("key", c.mamba_state, "state", x_BxTxD, context)
-        c_BxTxN = self.narrow("query", c.mamba_state, "state", x_BxTxD, context)
-        bc_BxTxJ = jnp.concatenate([b_BxTxN, c_BxTxN], axis=-1)
+        k_BxTxN = self.narrow("key", c.mamba_state, "state", x_BxTxD, context)
+        q_BxTxN = self.narrow("query", c.mamba_state, "state", x_BxTxD, context)
+        kq_BxTxJ = jnp.concatenate([k_BxTxN, q_BxTxN], axis=-1)
         convolution = ShortConvolution(TAPS, "state", name="key_query_convolution")
-        bc_BxTxJ = nn.silu(convolution(bc_BxTxJ, context))
-        b_BxTx1xN, c_BxTx1xN = jnp.split(bc_BxTxJ[:, :, None], 2, axis=-1)
+        kq_BxTxJ = nn.silu(convolution(kq_BxTxJ, context))
+        k_BxTx1xN, q_BxTx1xN = jnp.split(kq_BxTxJ[:, :, None], 2, axis=-1)
         steps_BxTxH = self.step_sizes(self.narrow("step", c.num_heads, "heads", x_BxTxD, context))
         steps_BxTxH = zero_at_padding(steps_BxTxH, context)
         inputs = RecurrenceInputs(
-            c_BxTx1xN,
-            b_BxTx1xN,
+            q_BxTx1xN,
+            k_BxTx1xN,
             steps_BxTxH[..., None] * v_BxTxHxP,
             -self.decay_rates(_LEAST_RATE) * steps_BxTxH,
         )

@@ -95,35 +95,35 @@ class _Count:
 
 
 class _Search:
-    """The shapes that the given fields allow."""
+    """The shapes that the fields allow that are not AT_START."""
 
     def __init__(self, fields: Mapping[str, Any]):
         self.fields = fields
-        self.given = {name: value for name, value in fields.items() if value != AT_START}
+        self.set_fields = {name: value for name, value in fields.items() if value != AT_START}
         self.rule = find_architecture(fields.get("architecture")).Config.shape
         experts = 1
-        kind = self.given.get("mlp", "dense")
+        kind = self.set_fields.get("mlp", "dense")
         if kind == "moe":
-            kind = self.given.get("expert_mlp", "dense")
-            experts = self.given["experts_per_token"] + self.given["num_shared_experts"]
+            kind = self.set_fields.get("expert_mlp", "dense")
+            experts = self.set_fields["experts_per_token"] + self.set_fields["num_shared_experts"]
         self.mlp_matrices = experts * (3 if kind == "gated" else 2)
         # All MLPs have the parameters of two matrices of width 4·d_model.
-        self.usual_ratio = self.given.get("mlp_ratio", 8 / self.mlp_matrices)
+        self.usual_ratio = self.set_fields.get("mlp_ratio", 8 / self.mlp_matrices)
 
     def config(self, shape: _Shape) -> ModelConfig:
         """Raises UserError if there is no such model."""
-        known = {
+        chosen = {
             "d_model": shape.d_model,
             "num_layers": shape.num_layers,
             "mlp_ratio": shape.mlp_width / shape.d_model,
-            **self.given,
+            **self.set_fields,
         }
         follows = {
             name: value
-            for name, value in self.rule(known).items()
-            if name in self.fields and name not in known
+            for name, value in self.rule(chosen).items()
+            if name in self.fields and name not in chosen
         }
-        return make_config(**{**self.fields, **follows, **known})
+        return make_config(**{**self.fields, **follows, **chosen})
 
     def best(self, count: _Count, parameters: float) -> tuple[_Shape, ModelConfig]:
         """Returns the best valid shape by an approximate count. Raises UserError if there is none."""
@@ -144,11 +144,11 @@ class _Search:
                 yield _Shape(d, layers, self._mlp_width(count, parameters, d, layers))
 
     def _options(self, field: str, usual):
-        return (self.given[field],) if field in self.given else usual
+        return (self.set_fields[field],) if field in self.set_fields else usual
 
     def _mlp_width(self, count: _Count, parameters: float, d: int, layers: int) -> int:
         usual = self.usual_ratio * d
-        if "mlp_ratio" in self.given:
+        if "mlp_ratio" in self.set_fields:
             return round(usual)
         width = count.fitting_mlp(parameters, d, layers) or usual
         unit = 1 if d < 128 else 8 if d < 512 else 64

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from ml_collections import ConfigDict
 
@@ -280,3 +280,12 @@ def flatten(groups: Mapping[str, Mapping]) -> dict:
         for group, fields in groups.items()
         for field, value in fields.items()
     }
+
+
+def unflatten(fields: Mapping[str, Any]) -> dict[str, dict]:
+    """Returns {group: {field: value}} of {"group.field": value}."""
+    groups: dict[str, dict] = {}
+    for path, value in fields.items():
+        group, _, field = path.partition(".")
+        groups.setdefault(group, {})[field] = value
+    return groups

@@ -80,7 +80,11 @@ def _allowed(
     spread: float | None,
     num_steps: int,
 ) -> tuple[float | None, str]:
-    """Returns the largest difference that rounding explains, and whether as BAND or SEED."""
+    """Returns the largest difference of a loss to the mean of `values` that rounding explains, and
+    whether as BAND or SEED; None if it was not measured.
+
+    `rounding` and `spread` are standard deviations: over `values`, and over the losses `of_seeds`.
+    """
     if len(values) < 2:
         return None, NO_BAND
     degrees, how = len(values) - 1, BAND
@@ -91,6 +95,8 @@ def _allowed(
             / (degrees + len(of_seeds) - 1)
         )
         degrees, how = degrees + len(of_seeds) - 1, SEED
+    # A prediction interval: two-sided, at LEVEL for all steps together (Bonferroni). The recorded
+    # loss varies as one value does, and the mean of n values by 1/n of this variance.
     quantile = special.stdtrit(degrees, 1 - (1 - LEVEL) / 2 / num_steps)
     allowed = quantile * rounding * math.sqrt(1 + 1 / len(values))
     return float(allowed) + RESOLUTION * abs(values[0]), how

@@ -162,6 +162,7 @@ def _module_files(module: str) -> dict[str, bytes]:
         )
     if module.startswith("smallgpt_jax"):
         return {}
+    # Of a.b in root/a/b.py or root/a/b/__init__.py, all of root/a is bundled.
     origin, depth = Path(spec.origin), module.count(".")
     if origin.name == "__init__.py":
         depth += 1

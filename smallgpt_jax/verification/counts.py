@@ -85,6 +85,7 @@ def _key(config: Config) -> str:
         group, _, field = path.partition(".")
         values[path] = getattr(getattr(config, group), field)
     text = json.dumps(values, sort_keys=True, default=str)
+    # "module:name": the code behind a name may change, so `save` leaves these counts out.
     custom = "custom" if ":" in "".join(map(str, values.values())) else ""
     return custom + hashlib.sha256(text.encode()).hexdigest()
 

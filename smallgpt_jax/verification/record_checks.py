@@ -1,19 +1,17 @@
 """Checks of a record as a whole, without training: runs against each other."""
 
-import dataclasses
 import itertools
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from smallgpt_jax import models
 from smallgpt_jax.analysis.record import Record, Run, grouped
 from smallgpt_jax.comparison import merging
 from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.config import GROUPS, Config
+from smallgpt_jax.run.config import Config, unflatten
 from smallgpt_jax.run.custom_code import refuse_training_code
 from smallgpt_jax.storage.json_files import find_mismatch
 from smallgpt_jax.verification.problems import (
@@ -53,17 +51,13 @@ def check_record(record: Record, count: CountOf, trust_custom_code: bool = False
 
 def read_config(run: Run, trust_custom_code: bool) -> Config | UserError:
     """Returns the config of a run, or why it cannot be used here."""
-    groups: dict[str, dict] = {}
-    for path, value in run.config.items():
-        group, _, field = path.partition(".")
-        groups.setdefault(group, {})[field] = value
+    groups = unflatten(run.config)
     try:
         models.refuse_custom_code(groups.get("model", {}), label_of(run), trust_custom_code)
         refuse_training_code(groups, label_of(run), trust_custom_code)
-        config = Config.of(groups)
+        return Config.of(groups)
     except UserError as error:
         return error
-    return config
 
 
 def _comparable(record: Record) -> Iterator[Problem]:
@@ -105,7 +99,7 @@ def _same_configs(record: Record, configs: Sequence[Config | UserError]) -> Iter
     for runs in grouped(readable, lambda pair: pair[0].name).values():
         by_horizon: dict[float, tuple[Run, dict]] = {}
         for run, config in runs:
-            fields = _fixed_fields(config)
+            fields = merging.fixed_fields(config.flat())
             other, fields_before = by_horizon.setdefault(run.horizon, (run, fields))
             differences = merging.different(fields_before, fields)
             if differences:
@@ -116,22 +110,6 @@ def _same_configs(record: Record, configs: Sequence[Config | UserError]) -> Iter
                     f"its config is not that of seed {other.seed} ({differences})",
                 )
         yield from _lengths(by_horizon)
-
-
-def _fixed_fields(config: Config) -> dict[str, Any]:
-    """Returns the fields that may not change when a run is resumed, without the seed and the places
-    of the text.
-    """
-    fields = {}
-    for group in GROUPS.keys() - {"mesh"}:  # meshes differ by rounding only
-        values = getattr(config, group)
-        for field in dataclasses.fields(values):
-            is_fixed = field.metadata.get("fixed_by", "run") is not None
-            is_fixed = is_fixed and not field.metadata.get("in_store")
-            if is_fixed or (group, field.name) == ("train", "steps"):
-                fields[f"{group}.{field.name}"] = getattr(values, field.name)
-    del fields["train.seed"]
-    return fields
 
 
 def _lengths(by_horizon: dict[float, tuple[Run, dict]]) -> Iterator[Problem]:
@@ -184,7 +162,7 @@ def _copies(record: Record) -> Iterator[Problem]:
         return
     usual = statistics.median(distance for *_, distance in distances)
     for name, one, other, distance in distances:
-        of_name = [value for same, *_, value in distances if same == name]
+        of_name = [value for other_name, *_, value in distances if other_name == name]
         reference = statistics.median(of_name) if len(of_name) >= 3 else usual
         if distance < COPY_RATIO * reference:
             yield Problem(

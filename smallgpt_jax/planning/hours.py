@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import duration
 from smallgpt_jax.planning import topologies
 from smallgpt_jax.planning.plan import Plan, plan
 
@@ -29,9 +30,12 @@ def cost_message(planned: Plan, price: float | None) -> str:
     hours = training_hours(planned)
     if hours is None:
         return f"{steps:,} steps: hours not known, because the time of a step is not"
-    message = f"{steps:,} steps: {hours:,.3g} hours on {devices} device{'s' if devices > 1 else ''}"
+    time = duration(3600 * hours) if hours > 1 / 3600 else "less than a second"
+    message = f"{steps:,} steps: {time} on {devices} device{'s' if devices > 1 else ''}"
     if price is not None:
-        message += f", {price * devices * hours:,.2f} at {price:g} per device and hour"
+        money = price * devices * hours
+        amount = f"{money:,.2f}" if money >= 0.01 else "less than 0.01"
+        message += f", {amount} at {price:g} per device and hour"
     return f"{message} (estimated, without evaluation and saving; expected loss: not known)"
 
 

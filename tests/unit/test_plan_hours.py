@@ -19,7 +19,9 @@ def planned(steps: int, seconds: float | None, devices: int = 8) -> SimpleNamesp
 def test_the_cost_of_a_training():
     assert hours.training_hours(planned(7200, 0.5)) == 1.0
     message = hours.cost_message(planned(7200, 0.5), price=2.5)
-    assert message.startswith("7,200 steps: 1 hours on 8 devices, 20.00 at 2.5 per device and hour")
+    assert message.startswith("7,200 steps: 1h 00m on 8 devices, 20.00 at 2.5 per device and hour")
+    message = hours.cost_message(planned(100, 1e-3), price=2.5)
+    assert "less than a second on 8 devices, less than 0.01 at 2.5" in message
     assert "not known" in hours.cost_message(planned(7200, None), price=2.5)
 
 

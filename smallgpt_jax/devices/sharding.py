@@ -228,9 +228,7 @@ def optimizer_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, par
 
 
 def _param_state_sharding(mesh: Mesh, param, shape: tuple[int, ...]) -> NamedSharding:
-    """Shards each dimension of an optimizer's array like that of the parameter, if both are equally
-    long.
-    """
+    """Shards an optimizer's array like its parameter in the dimensions that are equally long."""
     if shape == param.shape:
         return NamedSharding(mesh, _stored_spec(mesh, param.axes, shape))
     names = [None] * len(shape)
@@ -318,12 +316,10 @@ def _look_up_columns(table_VxC, indices_bxT, dtype: str):
     return jax.lax.all_to_all(columns_BxTxC, "fsdp", split_axis=0, concat_axis=2, tiled=True)
 
 
-def per_device(
-    function, names_of_arguments: tuple[tuple[str | None, ...], ...], summed: str | None = None
-):
+def per_device(function, axes: tuple[tuple[str | None, ...], ...], summed: str | None = None):
     """Returns `function` under shard_map, for kernels, which the compiler cannot partition.
 
-    Each argument has the names of its logical axes. The result is sharded like the first argument,
+    `axes` names the logical axes of each argument. The result is sharded like the first argument,
     and summed over the devices that divide the logical axis `summed`.
     """
     mesh = _current_mesh()
@@ -331,14 +327,12 @@ def per_device(
         return function
 
     def mapped(*arguments):
-        specs = tuple(
-            _divisible_spec(mesh, names, x.shape) for names, x in zip(names_of_arguments, arguments)
-        )
+        specs = tuple(_divisible_spec(mesh, names, x.shape) for names, x in zip(axes, arguments))
         summed_axes = set()  # of the mesh
-        for names, spec in zip(names_of_arguments, specs):
-            for name, mesh_axis in zip(names, spec):
-                if name == summed and mesh_axis is not None:
-                    summed_axes.add(mesh_axis)
+        for names, spec in zip(axes, specs):
+            divided = {name: mesh_axis for name, mesh_axis in zip(names, spec) if mesh_axis}
+            if summed in divided:
+                summed_axes.add(divided[summed])
 
         def on_one_device(*shards):
             y = function(*shards)

@@ -11,10 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from smallgpt_jax.analysis.findings import Choice, Contest, Curve, Findings, Order, Rates
+from smallgpt_jax.analysis.findings import Contest, Curve, Findings, Order, Rates
 from smallgpt_jax.analysis.record import Run, grouped, model_of
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.report import words
 from smallgpt_jax.run.plotting import COLORS, style_axes
 
 SIZE, WIDE = (5.2, 3.9), (8.4, 6.0)  # inches
@@ -85,25 +84,6 @@ def ranking(contest: Contest, runs: Sequence[Run]) -> Figure:
     plot.xaxis.set_major_locator(MaxNLocator(6))
     plot.xaxis.set_major_formatter("{x:.4g}")
     return figure
-
-
-def loss_against_cost(choice: Choice, styles: Styles) -> Figure:
-    """Plots the Pareto front of trained models over a cost."""
-    figure, plot = _new_plot(words.BUDGETS[choice.budget], LOSS)
-    costs = [point.cost for point in choice.front]
-    losses = [point.loss for point in choice.front]
-    plot.step(costs, losses, where="post", color="gray", linewidth=1, zorder=1)
-    for model, points in grouped(choice.front, lambda point: point.model).items():
-        style = styles[model] | {"linestyle": "", "markersize": 6}
-        by_cost = {point.cost: point.loss for point in points}
-        plot.plot(*_points(by_cost), label=model, **style)
-    if max(costs) > 4 * min(costs):
-        _log_ticks(plot)
-    else:
-        plot.xaxis.set_major_locator(MaxNLocator(4))
-    plot.xaxis.set_major_formatter(lambda value, _: words.limit(value, choice.budget))
-    plot.margins(x=0.1)
-    return _with_legend(figure, plot)
 
 
 # ------------------------------------------------------------------ curves and rates
@@ -200,11 +180,6 @@ def draw(
     models = [*(run.model for run in runs), *(model_of(one.name) for one in findings.rates)]
     styles = dict(zip(dict.fromkeys(models), _line_styles()))
     figures = _draw_answer(findings, runs, styles)
-    for budget in ("decode_ms", "memory"):
-        choices = [one for one in findings.choices if one.budget == budget]
-        if choices and len(choices[-1].front) > 1:
-            caption = f"The lowest loss that was trained for a limit of {words.BUDGETS[budget]}."
-            figures[f"loss-{budget}"] = loss_against_cost(choices[-1], styles), caption
     if findings.curves:
         for axis, label in AXES.items():
             caption = f"Validation loss against {label}. Bands: range over the seeds."

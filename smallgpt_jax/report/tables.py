@@ -30,17 +30,6 @@ MEASURES = {
     "seconds": "seconds",
     "memory_bytes": "MB per device",
 }
-SHARED_FIELDS = (
-    "data.source",
-    "data.tokenizer",
-    "data.packing",
-    "model.context_length",
-    "train.batch_size",
-    "train.steps",
-    "train.eval_steps",
-    "optimizer.learning_rate",
-    "optimizer.decay_steps",
-)
 
 
 # ------------------------------------------------------------------ choices
@@ -349,15 +338,6 @@ def components(runs: Sequence[Run]) -> Table:
             columns.setdefault(kind, {})[run.name] = f"{count:,}"
     totals = {run.name: f"{run.parameters:,}" for run in runs}
     return _by_model({**columns, "total": totals}, totals)
-
-
-def shared_fields(runs: Sequence[Run]) -> Table:
-    rows = []
-    for field in SHARED_FIELDS:
-        values = {repr(run.config.get(field)) for run in runs}
-        if len(values) == 1 and field in runs[0].config:  # else `different_fields` lists it
-            rows.append((field, _value(runs[0].config[field])))
-    return Table(("field", "value"), tuple(rows))
 
 
 def different_fields(runs: Sequence[Run], reference: str) -> Table:

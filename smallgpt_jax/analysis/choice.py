@@ -298,10 +298,8 @@ def _cheapest_of_lowest(entries: Sequence[Entry]) -> Entry:
 def _training_entries(lines: dict[str, Lines], budget: float) -> list[Entry]:
     """Returns the models at a training budget; [] if none was trained with so little.
 
-    A model that was trained with less stays: its loss bounds the loss at the budget. So does one
-    that was trained with more only. What they may reach with the budget, and models of which fewer
-    sizes and lengths were trained, is judged where they were trained in the same way as the first
-    model.
+    Models that were trained only with less or only with more stay in the contest, with what they
+    may reach at the budget (`_with_potential`).
     """
     bounds = {model: _bound(of_model, budget) for model, of_model in lines.items()}
     trained = {model: entry for model, entry in bounds.items() if entry}
@@ -338,9 +336,11 @@ def _with_potential(
 ) -> Entry | None:
     """Returns a model with what it may gain from what was not tried; None if nothing is known.
 
-    At the budget nearest to that of the first one's loss at which both have a line in common, the
-    model differs from the first one by d. So at the budget, it may have the first one's loss + d.
+    `entry` is what it has reached within the budget, None for a model that was trained only with
+    more. `rival` are its lines, `base` those of `first`, the best model.
     """
+    # At the budget nearest to the first one's at which both have a line in common, the model
+    # differs from the first one by d. So at the budget, it may have the first one's loss + d.
     common = nearest_common(rival, base, first.cost)
     potentials = [math.inf if entry is None else entry.loss]
     if common:
@@ -353,7 +353,7 @@ def _with_potential(
     if entry is None:
         point = rival.above(budget)
         return point and Entry(point.candidate, point.candidate.losses, point.cost, "dearer")
-    if entry.known == "cheaper":
+    if entry.known == "cheaper":  # with all of the budget, its loss may go on falling as before
         point = rival.within(budget)
         steepness = rival.steepness(point)
         steepness = STEEPEST if steepness is None else max(0.0, steepness)

@@ -263,15 +263,12 @@ def _pair(models: tuple[str, str], difference: Difference, differences: np.ndarr
 def seeds_needed(difference: Difference, pair_level: float | None = None) -> Range:
     """Returns how many seeds per model would decide, with 80% power at a level of 5%; with
     `pair_level`, at which number a sequential test is expected to.
-
-    A difference δ of two models whose runs of one order differ with the variance σ² needs
-
-        n = (1.96 + 0.84)² · σ²/δ² + 1.96²/2
-
-    seeds: 7.85 · (0.02/0.02)² + 1.9 = 10 (Student's t for the normal distribution costs the second
-    term: Guenther, 1981, doi:10.2307/2683297). A few seeds determine neither σ nor δ, so n is a
-    range: INTERVAL of its values over the σ and δ that agree with the losses.
     """
+    # A difference δ of two models whose runs of one order differ with the variance σ² needs
+    #     n = (1.96 + 0.84)² · σ²/δ² + 1.96²/2
+    # seeds: 7.85 · (0.02/0.02)² + 1.9 = 10 (Student's t for the normal distribution costs the second
+    # term: Guenther, 1981, doi:10.2307/2683297). A few seeds determine neither σ nor δ, so n is a
+    # range: INTERVAL of its values over the σ and δ that agree with the losses.
     rng = np.random.default_rng(0)
     ratios = difference.degrees / np.maximum(rng.chisquare(difference.degrees, DRAWS), 1e-12)
     deltas = difference.mean + difference.error * np.sqrt(ratios) * rng.standard_normal(DRAWS)

@@ -165,13 +165,7 @@ def find_multipliers(
 
 
 def multiplier(rival: Lines, base: Lines, budget: float, evidence: Evidence) -> Multiplier:
-    """Returns FLOPs of `base` / FLOPs of `rival` at the loss that `base` reaches with the budget.
-
-    On a common line, `rival` reaches this loss with another budget. There the losses
-    differ by zero ± e, the error of a paired difference. Along the line of `rival`, the loss falls by
-    its slope per logarithm of the budget, so the logarithm of the multiplier has the error e / slope:
-    with e = 0.02 and a slope of 0.4, ±5%.
-    """
+    """Returns FLOPs of `base` / FLOPs of `rival` at the loss that `base` reaches with the budget."""
     model, reference = (one.points[0].candidate.model for one in (rival, base))
 
     def refuse(reason: str) -> Multiplier:
@@ -191,6 +185,10 @@ def multiplier(rival: Lines, base: Lines, budget: float, evidence: Evidence) -> 
     reading = interpolate(crossing.before, crossing.after, crossing.budget)
     if reading is None:
         return refuse("gap")
+    # On a common line, `rival` reaches this loss with another budget. There the losses differ by
+    # zero ± e, the error of a paired difference. Along the line of `rival`, the loss falls by its
+    # slope per logarithm of the budget, so the logarithm of the multiplier has the error e / slope:
+    # with e = 0.02 and a slope of 0.4, ±5%.
     difference = compare(reading, base_reading, evidence)
     slope = crossing.exponent * reading.loss  # nats per logarithm of the budget
     center = math.log(budget / crossing.budget) - difference.mean / slope
@@ -225,11 +223,9 @@ class _Crossing(NamedTuple):
 
 
 def _crossing(line: Sequence[Point], loss: float) -> _Crossing | str:
-    """Returns where a line first reaches a loss, or why it does not.
-
-    The first and the last two points are extended to NEAR times their budgets. Otherwise, at the
-    end of a line only the models would have a multiplier whose losses are low by luck.
-    """
+    """Returns where a line first reaches a loss, or why it does not."""
+    # The first and the last two points are extended to NEAR times their budgets. Otherwise, at the
+    # end of a line only the models would have a multiplier whose losses are low by luck.
     for before, after in itertools.pairwise(line):
         high, low = before.candidate.loss, after.candidate.loss
         if high <= low or after.cost <= SAME * before.cost:

@@ -172,12 +172,7 @@ def _read(line: Sequence[Point], budget: float) -> Reading | None:
 
 
 def interpolate(before: Point, after: Point, budget: float) -> Reading | None:
-    """Returns None if the two candidates have no order of batches in common.
-
-    The noise of two sizes is independent, so it partly cancels: halfway, (a + b) / 2 has half the
-    variance of a. Two lengths of one size share the start of their training, hence most of their
-    noise, which is taken as equal.
-    """
+    """Returns None if the two candidates have no order of batches in common."""
     # The share of the way: a budget of 2 between costs of 1 and 4 is half of it.
     share = math.log(budget / before.cost) / math.log(after.cost / before.cost)
 
@@ -190,7 +185,11 @@ def interpolate(before: Point, after: Point, budget: float) -> Reading | None:
         return None
     candidates = (before.candidate, after.candidate)
     first, second = before.candidate.first, after.candidate.first
+    # The noise of two sizes is independent, so it partly cancels: halfway, (a + b) / 2 has half the
+    # variance of a. Two lengths of one size share the start of their training, hence most of their
+    # noise, which is taken as equal.
     is_one_size = first.name == second.name
+    noise = 1.0 if is_one_size else share**2 + (1 - share) ** 2
     return Reading(
         budget,
         losses,
@@ -198,5 +197,5 @@ def interpolate(before: Point, after: Point, budget: float) -> Reading | None:
         "interpolated",
         between(first.parameters, second.parameters),
         between(first.tokens, second.tokens),
-        1.0 if is_one_size else share**2 + (1 - share) ** 2,
+        noise,
     )

@@ -33,19 +33,17 @@ class Prior:
         self, variances: np.ndarray, degrees: np.ndarray, noise: np.ndarray | float = 1.0
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the variances, drawn towards the typical one, and their degrees of freedom.
-
         `noise` are the expected variances, in those of trained runs (see `Reading.noise`).
-
-        The mean of both, weighted by degrees of freedom (limma: Smyth, 2004,
-        doi:10.2202/1544-6115.1027, section 3): a variance of 4 with 2 degrees and a prior of 1 with
-        4 give (2·4 + 4·1) / 6 = 2 with 6 degrees. Without a sample, the widest one counts.
         """
         degrees, prior = np.asarray(degrees, float), min(self.degrees, self.pooled)
         total = prior + degrees
+        # The mean of both, weighted by degrees of freedom (limma: Smyth, 2004,
+        # doi:10.2202/1544-6115.1027, section 3): a variance of 4 with 2 degrees and a prior of 1
+        # with 4 give (2·4 + 4·1) / 6 = 2 with 6 degrees.
         mean = (prior * self.variance * noise + degrees * variances) / np.maximum(total, 1e-9)
         capped = np.minimum(total, self.pooled)
         is_known = degrees > 0
-        if is_known.any():
+        if is_known.any():  # without a sample, the widest one counts
             mean = np.where(is_known, mean, mean[is_known].max())
             capped = np.where(is_known, capped, capped[is_known].min())
         return np.maximum(mean, np.maximum(self.least * noise, ROUNDING**2)), capped
@@ -54,17 +52,15 @@ class Prior:
 def fit_prior(
     variances: Sequence[float], degrees: Sequence[float], pooled: float | None = None
 ) -> Prior:
-    """Returns the prior that explains how much sample variances differ (Smyth, 2004, section 6.2).
-
-    The logarithm of a sample variance with d degrees of freedom has the variance trigamma(d/2) if
-    all true variances are equal. What the logarithms vary more than that is how much the true
-    variances differ: trigamma(degrees/2).
-    """
+    """Returns the prior that explains how much sample variances differ (Smyth, 2004, section 6.2)."""
     variances = np.maximum(np.asarray(variances, float), ROUNDING**2)
     degrees = np.asarray(degrees, float)
     pooled = float(degrees.sum()) if pooled is None else pooled
     if len(variances) < 2:
         return Prior(float(variances.sum()), 0.0, pooled)
+    # The logarithm of a sample variance with d degrees of freedom has the variance trigamma(d/2) if
+    # all true variances are equal. What the logarithms vary more than that is how much the true
+    # variances differ: trigamma(degrees/2).
     half = degrees / 2
     logs = np.log(variances) - special.digamma(half) + np.log(half)
     excess = logs.var(ddof=1) - special.polygamma(1, half).mean()
@@ -114,9 +110,6 @@ def prior_of(all_losses: Sequence[np.ndarray], pooled: float) -> Prior:
     size and length.
 
     `pooled` are the independent degrees of freedom: lengths of one run are not independent.
-
-    A small variance may be luck: where losses split into modes, all seeds of a model may be in one,
-    and two seeds cannot tell. There, no variance is taken to be below the mean one.
     """
     variances, degrees = [np.empty(0)], [np.empty(0)]
     for losses in all_losses:
@@ -131,6 +124,8 @@ def prior_of(all_losses: Sequence[np.ndarray], pooled: float) -> Prior:
     has_three_seeds = all_degrees.max() > 1
     if has_three_seeds and not split(list(itertools.chain(*all_losses))):
         return prior
+    # A small variance may be luck: where losses split into modes, all seeds of a model may be in
+    # one, and two seeds cannot tell. There, no variance is taken to be below the mean one.
     mean = float((all_variances * all_degrees).sum() / all_degrees.sum())
     return dataclasses.replace(prior, least=mean)
 
@@ -156,12 +151,11 @@ def expected_losses(losses: np.ndarray, correlated: float) -> np.ndarray:
 
     If all have, it is the mean. Otherwise, the mean without the effects of the orders: of two good
     models with ten orders and one with two bad ones of these, the third is not worse for it.
-
-    The effect of an order is the mean residual of the k models that have read it, drawn to zero by
-    its reliability kρ / (1 − ρ + kρ), with the correlation ρ (best linear prediction: Robinson,
-    1991, doi:10.1214/ss/1177011926): with ρ = 0, orders have no effect. Effects and means are
-    computed in turn until they agree.
     """
+    # The effect of an order is the mean residual of the k models that have read it, drawn to zero
+    # by its reliability kρ / (1 − ρ + kρ), with the correlation ρ (best linear prediction: Robinson,
+    # 1991, doi:10.1214/ss/1177011926): with ρ = 0, orders have no effect. Effects and means are
+    # computed in turn until they agree.
     known = ~np.isnan(losses)
     readers = known.sum(0)
     reliability = readers * correlated / (1 - correlated + readers * correlated)
@@ -249,12 +243,11 @@ class Estimate:
     @property
     def own_variances(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns each model's own part v of the variances V of its differences, so that
-        V(a − b) = v(a) + v(b), and its degrees of freedom.
-
-        By least squares of the relative errors (V − v(a) − v(b)) / (v(a) + v(b)), repeated with the
-        last parts in the denominator; a part is at least a quarter of the model's smallest V. With
-        three models and V of 2, 5, 5 for a − b, a − c, b − c, the parts are 1, 1, 4.
+        V(a − b) = v(a) + v(b), and its degrees of freedom: of V = 2, 5, 5 for a − b, a − c, b − c,
+        the parts are 1, 1, 4.
         """
+        # By least squares of the relative errors (V − v(a) − v(b)) / (v(a) + v(b)), repeated with
+        # the last parts in the denominator; a part is at least a quarter of the model's smallest V.
         models = len(self.means)
         if models == 1:
             return self.deviations**2, np.zeros(1)

@@ -33,15 +33,7 @@ def uses_muon(p: Parameter) -> bool:
 
 def _scale_by_muon(params) -> optax.GradientTransformation:
     """Returns the transformation of gradients g into Muon's updates, without decay and learning
-    rate.
-
-    1. Momentum m ← β·m + (1 − β)·g; Nesterov's U = β·m + (1 − β)·g, both terms corrected for bias.
-    2. Five Newton–Schulz steps from U/‖U‖ (Jordan et al., github.com/KellerJordan/Muon).
-    3. 0.2·√max(fan_in, fan_out) gives the RMS of AdamW's updates, so that AdamW's learning rates
-       and weight decay fit (Liu et al., arXiv 2502.16982, section 2.2).
-
-    Layers, paths, experts, queries, keys and values are separate matrices. optax.MaskedNode
-    replaces other parameters.
+    rate. Layers, paths, experts, queries, keys and values are separate matrices.
     """
 
     def matrix_axes(updates):
@@ -50,13 +42,15 @@ def _scale_by_muon(params) -> optax.GradientTransformation:
 
         return jax.tree.map(of_parameter, params, updates)
 
+    # The RMS of AdamW's updates, so that AdamW's learning rates and weight decay fit (Liu et al.,
+    # arXiv 2502.16982, section 2.2).
     def scale(x, axes: optax.contrib.MuonDimensionNumbers):
         fan_in = math.prod(x.shape[i] for i in axes.reduction_axis)
         fan_out = math.prod(x.shape[i] for i in axes.output_axis)
         return _ADAMW_RMS * math.sqrt(max(fan_in, fan_out)) * x
 
     def split(tree):
-        def of_parameter(p, x):  # one array, or optax.MaskedNode
+        def of_parameter(p, x):  # one array, or optax.MaskedNode for a parameter of Adam
             return jax.tree.map(lambda x: _split_qkv(x, p.axes), x)
 
         return jax.tree.map(of_parameter, params, tree)
@@ -64,6 +58,8 @@ def _scale_by_muon(params) -> optax.GradientTransformation:
     def join(p, x):
         return jnp.concatenate(x, axis=p.axes.index("qkv")) if isinstance(x, QKV) else x
 
+    # Momentum m ← β·m + (1 − β)·g; Nesterov's U = β·m + (1 − β)·g, both terms corrected for bias;
+    # five Newton–Schulz steps from U/‖U‖ (Jordan et al., github.com/KellerJordan/Muon).
     directions = optax.chain(
         optax.contrib.scale_by_muon(beta=_MUON_BETA, weight_dimension_numbers=matrix_axes),
         optax.stateless(lambda updates, _: jax.tree.map(scale, updates, matrix_axes(updates))),

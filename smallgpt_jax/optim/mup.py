@@ -141,10 +141,7 @@ def multipliers(trained, base, model: ModelConfig, optimizer: OptimizerConfig):
 
 
 def _of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
-    """Returns the multipliers of a matrix outside blocks. Muon's updates have singular values that
-    grow as √m. Those of Adam's grow as m, because its updates of a hidden matrix have a low rank
-    (Yang et al., arXiv 2310.17813).
-    """
+    """Returns the multipliers of a matrix outside blocks."""
     input_axes, output_axes = p.matrix_axes
     inputs = math.prod(p.shape[i] / base.shape[i] for i in input_axes)
     outputs = math.prod(p.shape[i] / base.shape[i] for i in output_axes)
@@ -153,6 +150,8 @@ def _of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
     if outputs == 1:
         return Multipliers().with_factor(1 / inputs)
     std = 1.0 if _SCALED_BY_INPUTS & set(p.axes) else inputs**-0.5
+    # Muon's updates have singular values that grow as √m. Those of Adam's grow as m, because its
+    # updates of a hidden matrix have a low rank (Yang et al., arXiv 2310.17813).
     return Multipliers(std, inputs**-0.5 if is_muon and uses_muon(p) else 1 / inputs)
 
 

@@ -69,9 +69,9 @@ class Examples(NamedTuple):
 
 
 def row_keys(key, batch: Batch):
-    """Returns one key per row, (B,). In validation, a row has the key of its number, so that the
-    examples depend neither on the batch size nor on the order.
-    """
+    """Returns one key per row, (B,)."""
+    # In validation, a row has the key of its number, so that the examples depend neither on the
+    # batch size nor on the order.
     numbers_B = batch.row_numbers_B
     if numbers_B is None:
         numbers_B = jnp.arange(len(batch.tokens_BxT1))

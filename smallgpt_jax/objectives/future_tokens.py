@@ -32,7 +32,7 @@ from smallgpt_jax.run.config import TrainConfig
 
 def head_config(config: ModelConfig) -> ModelConfig:
     """Returns the config of a block of width W: the last block's, with a dense MLP in place of
-    experts. Its only input is the stream: no value embeddings, no mix with x0.
+    experts.
     """
     (last,) = layer_configs(config.last_stage, 1, first=config.depth - 1)
     width = config.output_width
@@ -44,8 +44,8 @@ def head_config(config: ModelConfig) -> ModelConfig:
         num_heads=heads,
         dropout=0.0,
         rank_ratio=0.0,
-        value_embeddings=(),
-        input_mix=False,
+        value_embeddings=(),  # the block reads neither tokens
+        input_mix=False,  # nor the input of the stack
         loops=1,
         num_kv_heads=last.num_kv_heads if heads == last.num_heads else 0,
     )
@@ -296,10 +296,10 @@ def ahead(x_BxT, count: int):
 
 def weights_ahead(examples: Examples, weights_BxT, count: int):
     """Returns the weights of the targets `count` positions further: 0 beyond the row, in another
-    document, or if the position's own target has no weight, because attention may see what follows
-    positions inside a prefix.
+    document, or if the position's own target has no weight.
     """
     time = weights_BxT.shape[1]
+    # Inside a prefix, where targets have no weight, attention may see what follows.
     is_counted_BxT = (weights_BxT > 0) & (jnp.arange(time)[None] < time - count)
     ids_BxT = examples.batch.segment_ids_BxT
     if ids_BxT is not None:

@@ -38,9 +38,7 @@ class Branch:
             )
 
     def copy_to(self, workdir: Path) -> None:
-        """Does nothing if the run has a checkpoint. The checkpoint is copied last: without it, the
-        run starts again.
-        """
+        """Does nothing if the run has a checkpoint."""
         if saved_steps(workdir / CHECKPOINT_FOLDER):
             return
         try:
@@ -52,6 +50,7 @@ class Branch:
             )
             if (self.folder / ORIGIN_FILE).exists():
                 write_atomically(workdir / ORIGIN_FILE, (self.folder / ORIGIN_FILE).read_bytes())
+            # Last: without the checkpoint, the run starts again.
             copy_checkpoint(
                 *(folder / CHECKPOINT_FOLDER / str(self.step) for folder in (self.folder, workdir))
             )

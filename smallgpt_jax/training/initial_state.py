@@ -32,12 +32,10 @@ def _init_heads(program, seed):
 
 
 def restore_or_initialize(program, checkpoints: Checkpoints, seed: int) -> TrainState:
-    """The checkpoint of an imported model has neither heads, optimizer state nor average; they are
-    initialized.
-    """
     state = checkpoints.restore_latest(program.abstract_state) or program.initial_state(seed)
     if state.opt_state is not None:
         return state
+    # The checkpoint of an imported model has neither heads, optimizer state nor average.
     shardings = program.shardings
     heads = jax.jit(lambda: _init_heads(program, seed), out_shardings=shardings.heads)()
     state = state._replace(heads=heads)

@@ -21,8 +21,8 @@ def memory_errors_explained(config: TrainConfig) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Excludes TPU vmem and smem, because a smaller batch does not reduce their use."""
     text = str(error)
+    # A smaller batch does not reduce the use of TPU vmem and smem.
     return (
         "RESOURCE_EXHAUSTED" in text
         and "memory space vmem" not in text

@@ -153,9 +153,8 @@ class Program:
             return jitted.lower(state.evaluated, state.model_state, batch)
 
     def start_compilation(self) -> list[Future]:
-        """Compiles both steps in threads. The train step takes longest, so it is traced before
-        others slow the tracing.
-        """
+        """Compiles both steps in threads."""
+        # The train step takes longest, so it is traced before others slow the tracing.
         if "compiled_train_step" not in vars(self):
             self.lowered_train_step  # noqa: B018
         pool = ThreadPoolExecutor(2)
@@ -175,9 +174,7 @@ class Program:
 
     @property
     def _initialization_options(self) -> dict | None:
-        """On CPUs, optimizing the initialization takes longer than running it, and it runs only
-        once.
-        """
+        # On CPUs, optimizing the initialization takes longer than running it, and it runs only once.
         option = "xla_backend_optimization_level"
         if self.mesh.devices.flat[0].platform != "cpu" or option in os.environ.get("XLA_FLAGS", ""):
             return None

@@ -45,10 +45,9 @@ def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool
     """Returns whether the loss is a sum over rows: the model has no dropout, no state but the
     biases of routers, which it only reads, and sows nothing but loads of experts, which are sums
     over rows.
-
-    Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. Other state
-    and sown values can depend on several rows together, for example the balance of a router.
     """
+    # Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. Other
+    # state and sown values can depend on several rows together, such as the balance of a router.
 
     def collections(params):
         return model.apply(

@@ -165,12 +165,11 @@ def _sum_microbatches(loss_function, microbatches: int, trained, model_state, ex
 
 
 def split_microbatches(examples: Examples, microbatches: int) -> Examples:
-    """(B, …) → (microbatches, B / microbatches, …), with rows of every device, so that no row
-    moves.
-    """
+    """(B, …) → (microbatches, B / microbatches, …)"""
 
     def split(x):
-        # Of 6 rows, 2 microbatches have the rows 0, 2, 4 and 1, 3, 5.
+        # Of 6 rows, 2 microbatches have the rows 0, 2, 4 and 1, 3, 5. Each has rows of every
+        # device, so that no row moves.
         return jnp.swapaxes(x.reshape(len(x) // microbatches, microbatches, *x.shape[1:]), 0, 1)
 
     return jax.tree.map(split, examples)
@@ -182,11 +181,8 @@ def _abstract_trained(program):
 
 
 def gather_weights(program, trained):
-    """With one microbatch, nothing is gathered here: modules gather weights where they use them,
-    which is faster.
-    """
     if program.config.train.microbatches == 1:
-        return trained
+        return trained  # modules gather weights where they use them, which is faster
     abstract = _abstract_trained(program)
     return sharding.gather_stored(
         trained,
@@ -196,11 +192,10 @@ def gather_weights(program, trained):
 
 
 def _moved_average(state: TrainState, trained, ema: float):
-    """Returns d·average + (1 − d)·parameters with d = min(ema, (1 + t)/(10 + t)), so that early
-    weights fade soon.
-    """
+    """Returns d·average + (1 − d)·parameters with d = min(ema, (1 + t)/(10 + t))."""
     if not ema:
         return {}
+    # d grows from 0.1 on, so that early weights fade soon.
     rest = 1 - jnp.minimum(ema, (1 + state.step) / (10 + state.step))
     return {
         name: jax.tree.map(lambda average, x: average + rest * (x - average), tree, trained[name])

@@ -160,6 +160,7 @@ def _copies(record: Record) -> Iterator[Problem]:
                 distances.append((name, one, other, distance))
     if len(distances) < 3:
         return
+    # Honest seeds of one name are about equally far apart; of few, those of all names tell.
     usual = statistics.median(distance for *_, distance in distances)
     for name, one, other, distance in distances:
         of_name = [value for other_name, *_, value in distances if other_name == name]
@@ -186,9 +187,7 @@ def _pairs_of_seeds(runs: Sequence[Run]) -> Iterator[tuple[int, int, list[float]
 
 
 def _seeds(record: Record) -> Iterator[Problem]:
-    """A comparison trains consecutive seeds, the same for all names. Others may have been
-    chosen.
-    """
+    # A comparison trains consecutive seeds, the same for all names. Others may have been chosen.
     seeds_of = {}
     for name, runs in grouped(record.runs, lambda run: run.name).items():
         seeds_of[name] = sorted({run.seed for run in runs})

@@ -139,7 +139,8 @@ def has_other_instructions() -> bool:
 
 
 def _train_in_process(trained: Path, folder: Path, trust: bool) -> None:
-    """Trains the run in `trained` again, in `folder`. A flag of XLA holds for a whole process."""
+    """Trains the run in `trained` again, in `folder`, without AVX-512."""
+    # XLA reads its flags once per process.
     command = [sys.executable, "-m", "smallgpt_jax.main"]
     command += [f"--config=run:{trained}", f"--workdir={folder}"]
     if trust:

@@ -93,7 +93,6 @@ def _curve(run: Run) -> Contradictions:
 
 
 def _losses(run: Run, config: Config) -> Contradictions:
-    """The loss is a float32 sum over the targets, bits per byte the same number in other units."""
     if not run.curve:
         return
     is_causal = config.train.objective in ("causal", "prefix")
@@ -101,11 +100,13 @@ def _losses(run: Run, config: Config) -> Contradictions:
     for point in run.curve:
         if point.loss is None:
             continue
+        # The sum over the targets is a float32 number.
         if point.loss < 0 or (is_causal and not _is_float32_mean(point)):
             yield (
                 "loss",
                 f"{point.loss!r} at step {point.step} is no mean of {point.targets} losses",
             )
+        # Bits per byte are the same number in other units.
         if bytes_per_token and point.bits_per_byte is not None:
             bits = point.loss / math.log(2) / bytes_per_token
             if not _is_close(bits, point.bits_per_byte):

@@ -7,7 +7,8 @@ on texts.
     python -m smallgpt_jax.evaluate --workdir=runs/gpt --text=book.txt,notes/
 
 `paper` stands for the seven tasks of arXiv 2404.14462: HellaSwag, WinoGrande, CommonsenseQA, ANLI
-r1, PIQA, COPA and ARC-Easy. All other task names are the harness's; the tasks lambada_openai and
+r1, PIQA, COPA and ARC-Easy; `core` for 19 of DCLM's CORE; `babylm` for BabyLM's minimal pairs, as
+files in --data_dir. All other task names are the harness's; the tasks lambada_openai and
 wikitext report perplexity. Of texts, the loss, perplexity and bits per byte are measured. Prints a
 table of results, and writes the table (Markdown) and the results (JSON) to WORKDIR/evaluations.
 """
@@ -30,7 +31,8 @@ _TRUST = cli.define_trust()
 _TASKS = flags.DEFINE_list(
     "tasks",
     None,
-    "Comma-separated task names; `paper` stands for the seven tasks of arXiv 2404.14462.",
+    "Comma-separated task names; `paper` stands for the seven tasks of arXiv 2404.14462, `core` for "
+    "19 tasks of DCLM's CORE, `babylm` for BabyLM's minimal pairs (with --data_dir).",
 )
 _DATA_DIR = flags.DEFINE_string(
     "data_dir",

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from smallgpt_jax.data.questions import AnswerBits, answer_bits
@@ -46,3 +47,23 @@ def _mean(metric: str, values: list[float]) -> dict[str, float]:
     if len(values) > 1:
         error = statistics.stdev(values) / math.sqrt(len(values))
     return {f"{metric},none": statistics.fmean(values), f"{metric}_stderr,none": error}
+
+
+def add_means(results: dict[str, Any], groups: Iterable[str]) -> None:
+    """Adds the means over the tasks GROUP_…, which count equally, to results of the harness."""
+    of_tasks = results["results"]
+    means: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        members = [of_tasks[name] for name in of_tasks if name.startswith(f"{group}_")]
+        means[group] = {"sample_len": sum(values["sample_len"] for values in members)}
+        for metric in ("acc", ANSWER_BITS, ANSWER_MARGIN):
+            # "N/A" or NaN of a task with one question
+            errors = [
+                float(str(values[f"{metric}_stderr,none"]).replace("N/A", "nan"))
+                for values in members
+            ]
+            means[group][f"{metric},none"] = statistics.fmean(
+                values[f"{metric},none"] for values in members
+            )
+            means[group][f"{metric}_stderr,none"] = math.hypot(*errors) / len(members)
+    results["results"] = means | of_tasks

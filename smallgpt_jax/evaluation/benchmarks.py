@@ -27,7 +27,8 @@ PER_TEXT = ("bits_per_byte", "byte_perplexity", "word_perplexity", ANSWER_BITS, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Benchmarks:
-    tasks: Sequence[str]  # names of the harness; "paper": the seven tasks of arXiv 2404.14462
+    # names of the harness; "paper": the seven tasks of arXiv 2404.14462; "core" and "babylm"
+    tasks: Sequence[str]
     # folder with the benchmarks' original files; None: they come from the Hugging Face hub
     data_dir: str | Path | None = None
     num_fewshot: int | None = None  # examples before each question; None: the task's own number

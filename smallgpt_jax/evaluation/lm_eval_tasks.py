@@ -20,6 +20,35 @@ from smallgpt_jax.formatting import short_reason
 # _PAPER_SPLITS removes this test split.
 PAPER = ("hellaswag", "winogrande", "commonsense_qa", "anli_r1", "piqa", "copa", "arc_easy")
 _PAPER_SPLITS = {"arc_easy": {"test_split": None}}
+# Examples before each question, of the tasks of DCLM's CORE (arXiv 2406.11794) that the harness
+# has. Prompts and metrics are the harness's. It has neither jeopardy nor squad with short answers.
+_CORE_SHOTS = {
+    "hellaswag": 10,
+    "arc_easy": 10,
+    "arc_challenge": 10,
+    "copa": 0,
+    "commonsense_qa": 10,
+    "piqa": 10,
+    "openbookqa": 0,
+    "lambada_openai": 0,
+    "wsc273": 0,
+    "winogrande": 0,
+    "agieval_lsat_ar": 3,
+    "boolq": 10,
+    "coqa": 0,
+    "bigbench_qa_wikidata_generate_until": 10,
+    "bigbench_dyck_languages_generate_until": 10,
+    "bigbench_cs_algorithms_generate_until": 10,
+    "bigbench_operators_generate_until": 10,
+    "bigbench_repeat_copy_logic_generate_until": 10,
+    "bigbench_language_identification_multiple_choice": 10,
+}
+# {name in --tasks: {task of the harness: changes of its config}}
+PRESETS = {
+    "paper": {name: _PAPER_SPLITS.get(name, {}) for name in PAPER},
+    "core": {name: {"num_fewshot": shots} if shots else {} for name, shots in _CORE_SHOTS.items()},
+}
+_BABYLM = "babylm"  # in --tasks; see `local_data.babylm_tasks`
 # The harness's folder of each task. Only the folders of the requested tasks are read, because
 # reading all folders takes six seconds.
 FOLDERS = {
@@ -46,7 +75,7 @@ def evaluate(
     """Returns lm-evaluation-harness's results.
 
     `model` returns the `lm_eval` model; it is called after tasks and data are loaded. `tasks` are
-    names of the harness; `paper` stands for those in PAPER. `data_dir` has the benchmarks' original
+    names of the harness or of PRESETS, or `babylm`. `data_dir` has the benchmarks' original
     files (see `local_data`); None: data comes from the hub. `cache` is a local file with scores,
     from which an interrupted evaluation resumes. With `log_samples`, the results have each question
     and its scores. `settings` are arguments of `lm_eval.simple_evaluate`.
@@ -54,20 +83,18 @@ def evaluate(
     with _quiet_logging():
         import lm_eval
 
-        names = []
-        for task in tasks:
-            names += PAPER if task == "paper" else [task]
-        names = list(dict.fromkeys(names))  # without repetitions, in this order
-        if not names:
+        if not tasks:
             raise UserError(
                 "--tasks: is empty; give the name of at least one task, or use --tasks=paper"
             )
-        manager = task_manager(names)
-        _require_known_tasks(names, manager.all_tasks)
+        changes = _config_changes(tasks)
+        manager = task_manager([*changes])
+        _require_known_tasks([*changes], manager.all_tasks)
+        pairs = local_data.babylm_tasks(data_dir) if _BABYLM in tasks else []
         if data_dir:
-            local_data.require_files(names, data_dir)
-        specs = [_task_spec(name, "paper" in tasks, data_dir, manager) for name in names]
-        loaded = load_tasks(specs, manager, data_dir)
+            local_data.require_files([*changes], data_dir)
+        specs = [_task_spec(name, changes[name], data_dir, manager) for name in changes]
+        loaded = load_tasks([*specs, *pairs], manager, data_dir)
         lm = model()
         lm.set_cache_hook(ScoreCache(cache))
         with contextlib.redirect_stdout(io.StringIO()):  # hides the harness's prints
@@ -84,9 +111,22 @@ def evaluate(
                     "choose from; use a smaller number"
                 ) from None
         answers.add_answer_bits(results, {task.task_name: task for task in _single_tasks(loaded)})
+        if pairs:
+            answers.add_means(results, local_data.BABYLM)
         if not log_samples:
             del results["samples"]
         return results
+
+
+def _config_changes(tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns {task of the harness: changes of its config}, without repetitions."""
+    changes: dict[str, dict[str, Any]] = {}
+    for task in tasks:
+        if task == _BABYLM:
+            continue
+        for name, of_preset in PRESETS.get(task, {task: {}}).items():
+            changes[name] = changes.get(name, {}) | of_preset
+    return changes
 
 
 def _single_tasks(loaded: Sequence) -> list:
@@ -124,25 +164,24 @@ def task_manager(names: Sequence[str]):
 def _require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, ["paper", *known], n=3)
+            near = difflib.get_close_matches(name, [*PRESETS, _BABYLM, *known], n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise UserError(f"--tasks: lm-evaluation-harness has no task {name!r}{hint}")
 
 
-def _task_spec(name: str, of_paper: bool, data_dir: Path | None, manager) -> str | dict:
+def _task_spec(name: str, changes: dict, data_dir: Path | None, manager) -> str | dict:
     """Returns the argument of `TaskManager.load`: the task's name, or its config if the config must
     be changed.
     """
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    changes = _PAPER_SPLITS.get(name, {}) if of_paper else {}
     if not data_dir and not changes:
         return name
     config = load_yaml(manager.task_index[name].yaml_path, resolve_func=True, recursive=True)
-    config = {key: value for key, value in config.items() if key != "tag"}
+    config = {key: value for key, value in config.items() if key != "tag"} | changes
     if data_dir:
         return local_data.task_config(name, config, data_dir)
-    return {**config, **changes, "task": name}
+    return {**config, "task": name}
 
 
 def load_tasks(specs: Sequence[str | dict], manager, data_dir: Path | None) -> list:

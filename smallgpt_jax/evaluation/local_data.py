@@ -121,6 +121,58 @@ TASKS = {
 }
 
 
+# BabyLM's minimal pairs: {group of tasks: folder in --data_dir, with a task per file}
+BABYLM = {"babylm_blimp": "blimp_filtered", "babylm_supplement": "supplement_filtered"}
+
+
+def babylm_tasks(folder: Path | None) -> list[dict]:
+    """Returns the harness's configs of BabyLM's minimal pairs, GROUP_FILE."""
+    if folder is None:
+        raise UserError(
+            "--tasks=babylm: needs --data_dir, a folder with "
+            f"{' and '.join(BABYLM.values())} of BabyLM's evaluation data"
+        )
+    tasks = []
+    for group, name in BABYLM.items():
+        files = sorted((folder / name).glob("*.jsonl"))
+        if not files:
+            raise UserError(
+                f"--data_dir={folder}: missing {name}/*.jsonl (babylm); give the folder full_eval "
+                "or fast_eval of BabyLM's evaluation data"
+            )
+        tasks += [_minimal_pairs(f"{group}_{file.stem}", file) for file in files]
+    return tasks
+
+
+def _minimal_pairs(task: str, file: Path) -> dict:
+    """The better sentence of a pair is the one that BabyLM calls good."""
+    from datasets import Dataset
+
+    good, bad = "sentence_good", "sentence_bad"
+    try:
+        pairs = []
+        for row in _json_rows(file.read_text(encoding="utf-8")):
+            pairs.append({good: row[good], bad: row[bad]})
+            if not all(isinstance(text, str) and text for text in pairs[-1].values()):
+                raise ValueError("a sentence is empty or no text")
+        split = Dataset.from_list(pairs)
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{file}: expected JSON lines with {good} and {bad} ({short_reason(error)})"
+        ) from None
+    return {
+        "task": task,
+        "custom_dataset": lambda **_: {"here": split},
+        "validation_split": "here",
+        "output_type": "multiple_choice",
+        "doc_to_text": "",
+        "doc_to_choice": "{{[sentence_good, sentence_bad]}}",
+        "doc_to_target": 0,
+        "num_fewshot": 0,
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+
+
 def require_files(names: Sequence[str], folder: Path) -> None:
     unknown = [name for name in names if name not in TASKS]
     if unknown:

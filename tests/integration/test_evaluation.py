@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import build, call, forward, init, spaced_model, spaced_tokenizer
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
 from lm_eval.tasks import manager
 from run_helpers import SMALL
 
@@ -429,6 +430,50 @@ def test_an_interrupted_evaluation_resumes(gpt, questions, tmp_path):
     scores.write_bytes(b"".join(lines))
     assert evaluate()["results"] == interrupted["results"] and counts[-1] == 3
     assert evaluate()["results"] == interrupted["results"] and counts[-1] == 0
+
+
+class ShortestIsBest(LM):
+    """All bytes have equal probability."""
+
+    def loglikelihood(self, requests):
+        return [(-float(len(request.args[1])), False) for request in requests]
+
+    loglikelihood_rolling = generate_until = None
+
+
+def test_babylm_counts_each_file_equally(tmp_path):
+    pairs = {
+        "blimp_filtered/a": [("ab", "abc"), ("abc", "ab"), ("abcd", "ab"), ("abc", "a")],
+        "blimp_filtered/b": [("a", "abc"), ("a", "ab")],
+        "supplement_filtered/c": [("abcd", "a"), ("ab", "abc")],
+    }
+    for name, rows in pairs.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        rows = [{"sentence_good": good, "sentence_bad": bad} for good, bad in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results = lm_eval_tasks.evaluate(ShortestIsBest, ["babylm"], tmp_path)["results"]
+    accuracies = {name: values["acc,none"] for name, values in results.items()}
+    assert accuracies == {
+        "babylm_blimp": (1 / 4 + 1) / 2,
+        "babylm_supplement": 1 / 2,
+        "babylm_blimp_a": 1 / 4,
+        "babylm_blimp_b": 1,
+        "babylm_supplement_c": 1 / 2,
+    }
+    errors = [results[f"babylm_blimp_{name}"]["acc_stderr,none"] for name in "ab"]
+    assert results["babylm_blimp"]["acc_stderr,none"] == pytest.approx(math.hypot(*errors) / 2)
+    bits = results["babylm_supplement"]["answer_bits_per_byte,none"]
+    assert bits == pytest.approx(1 / math.log(2))
+
+    (tmp_path / "blimp_filtered" / "b.jsonl").write_text('{"sentence_good": "a"}\n')
+    for folder, message in (
+        (None, "--tasks=babylm: needs --data_dir"),
+        (tmp_path / "blimp_filtered", "missing blimp_filtered/"),
+        (tmp_path, "b.jsonl: expected JSON lines with sentence_good and sentence_bad"),
+    ):
+        with pytest.raises(UserError, match=message):
+            lm_eval_tasks.evaluate(ShortestIsBest, ["babylm"], folder)
 
 
 class Writes:

@@ -59,15 +59,20 @@ class Node:
 
 
 def find_orders(evidence: Evidence, reference: str) -> tuple[Order, ...]:
+    return tuple(
+        _order(model, reference, compare_at_nodes(rival, base, evidence), evidence)
+        for model, rival, base in _rivals(evidence, reference)
+    )
+
+
+def _rivals(evidence: Evidence, reference: str) -> list[tuple[str, Lines, Lines]]:
+    """Returns (model, its lines, those of the reference), without models of the same function."""
     lines = _lines(evidence)
     base = lines.get(reference)
     if base is None:
-        return ()
-    return tuple(
-        _order(model, reference, compare_at_nodes(rival, base, evidence), evidence)
-        for model, rival in lines.items()
-        if model != reference and model not in evidence.equal_to(reference)
-    )
+        return []
+    same = {reference, *evidence.equal_to(reference)}
+    return [(model, rival, base) for model, rival in lines.items() if model not in same]
 
 
 def compare_at_nodes(rival: Lines, base: Lines, evidence: Evidence) -> list[Node]:
@@ -152,14 +157,9 @@ def _segments(nodes: Sequence[Node], verdicts: Sequence[str | None]) -> tuple[Se
 def find_multipliers(
     evidence: Evidence, reference: str, budgets: Sequence[float]
 ) -> tuple[Multiplier, ...]:
-    lines = _lines(evidence)
-    base = lines.get(reference)
-    if base is None:
-        return ()
     return tuple(
         multiplier(rival, base, budget, evidence)
-        for model, rival in lines.items()
-        if model != reference and model not in evidence.equal_to(reference)
+        for _, rival, base in _rivals(evidence, reference)
         for budget in budgets
     )
 

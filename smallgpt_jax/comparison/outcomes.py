@@ -79,14 +79,11 @@ class Outcomes:
         """
         if self.record is None or _has_started(planned):
             return None
+        config = planned.config
+        wanted = (planned.name, config.train.seed, planned.horizon, config.optimizer.learning_rate)
         for run in self.record.runs:
-            is_same = (run.name, run.seed, run.horizon) == (
-                planned.name,
-                planned.config.train.seed,
-                planned.horizon,
-            )
             rate = run.config["optimizer.learning_rate"]
-            if is_same and rate == planned.config.optimizer.learning_rate:
+            if (run.name, run.seed, run.horizon, rate) == wanted:
                 return run
         return None
 

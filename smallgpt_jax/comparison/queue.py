@@ -126,6 +126,7 @@ class Queue:
                     "continue the run)",
                     flush=True,
                 )
+            # Reports show measurements of the longest runs only, which have no trunk.
             if loss < math.inf and not run.in_grid and run.trunk is None:
                 self.measure_run(run)
         except WorkdirBusyError as error:

@@ -239,12 +239,11 @@ def refusal(answer: Choice) -> str:
             return f"{others} may be the best, but its {unmeasured}."
         case "no cost":
             return f"The {unmeasured}."
-        case (
-            "nothing within"
-        ):  # factor = budget / least cost: 0.25 of it, so it takes 4 times as much
+        case "nothing within":
+            # factor = budget / least cost: with 0.25, the cheapest model needs 4 times as much.
             return f"Every model needs at least {1 / answer.factor:.3g} times as much."
-        case "beyond":  # factor = budget / largest cost
-            factor = f"{answer.factor:.3g}"
+        case "beyond":
+            factor = f"{answer.factor:.3g}"  # budget / largest cost
             return f"It is {factor} times as much as any model was trained or measured with."
     return ""
 

@@ -131,6 +131,7 @@ def _with_training(answer: Answer, run: Run, record: Record) -> Answer:
         f"--output={CHOSEN}",
         "--config.compare.seeds=1",
         f"--config.compare.names={run.name}",
+        *without_rounds(record),
     )
     command = rerun(record.command, *flags, without=("--results",))
     return dataclasses.replace(answer, command=command, cost=_cost_of_name(run.name, record))
@@ -185,6 +186,7 @@ def _with_seeds(answer: Answer, contest: Contest, record: Record, results: str) 
         f"--results={results}",
         f"--config.compare.names={','.join(names)}",
         f"--config.compare.seeds={seeds}",
+        *without_rounds(record),
     )
     added = (seeds - present) / present  # per seed in the record
     cost = _cost(runs, [_own_share(run) * added for run in runs])
@@ -231,6 +233,11 @@ def _cost(runs: Sequence[Run], shares: Sequence[float]) -> Cost:
         return None if None in costs else sum(map(operator.mul, costs, shares))
 
     return Cost(len(runs), total("flops"), total("seconds"))
+
+
+def without_rounds(record: Record) -> list[str]:
+    """Returns the flag with which a comparison trains exactly compare.seeds seeds."""
+    return ["--config.compare.most_seeds=0"] if record.seeds_as_needed else []
 
 
 def rerun(command: str, *flags: str, without: tuple[str, ...] = ()) -> str:

@@ -9,7 +9,7 @@ from smallgpt_jax.analysis.next_run import NextRun, next_runs
 from smallgpt_jax.analysis.record import Record, model_of, size_of
 from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.report import words
-from smallgpt_jax.report.choosing import Cost, rerun
+from smallgpt_jax.report.choosing import Cost, rerun, without_rounds
 from smallgpt_jax.storage.paths import as_path
 
 STAKE = 0.01  # nats; with less at stake, no run is worth it
@@ -74,9 +74,8 @@ def _command(run: NextRun, record: Record, results: str) -> str:
         f"--results={results}",
         f"--config.compare.names={run.name}",
         f"--config.compare.seeds={len(seeds) + 1}",
+        *without_rounds(record),
     ]
-    if record.seeds_as_needed:
-        flags.append("--config.compare.most_seeds=0")
     if record.held_out:  # its runs alone determine no law
         flags.append("--config.compare.held_out=")
     if any(model_of(name) == model_of(run.name) for name in record.learning_rates):

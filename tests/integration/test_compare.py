@@ -218,6 +218,20 @@ def test_train_false_reports_the_runs_so_far(compare, tmp_path):
     assert [one["seed"] for one in results(tmp_path / "out")["runs"]] == [1337]
 
 
+def test_seeds_are_added_and_the_record_says_so(compare, tmp_path):
+    """Which model is better changes with the seed."""
+    losses = {"gpt": (3.1, 3.0, 3.2), "pgpt": (3.0, 3.1, 3.1)}
+
+    def loss_of(config) -> float:
+        return losses[config.model.architecture][config.train.seed - 1337]
+
+    rounds = ("--config.compare.names=gpt,pgpt", "--config.compare.most_seeds=3")
+    done, fake = compare("out", *rounds, loss_of=loss_of)
+    assert (done.returncode, len(fake.trained)) == (0, 6), done.stderr
+    assert "Verdicts hold after each seed" in done.stdout
+    assert results(tmp_path / "out")["seeds_as_needed"] is True
+
+
 def test_a_dry_run_says_what_is_missing(compare, tmp_path):
     """Two of four runs of 8 steps are finished. Nothing is trained, and no report is written."""
     compare("out", "--config.compare.seeds=1", "--config.compare.names=gpt,pgpt")

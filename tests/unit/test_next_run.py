@@ -73,7 +73,8 @@ def test_nothing_at_stake(tmp_path):
 
 def test_the_command_trains_one_run_at_the_rate_of_the_grid(tmp_path):
     grid = Grid(0, 0.01, (GridRate(1.0, 3.0, False), GridRate(2.0, 2.9, False)))
-    path = record_of(tmp_path, 0.2, learning_rates={"gpt@20k": grid, "llama@20k": grid})
+    grids = {"gpt@20k": grid, "llama@20k": grid}
+    path = record_of(tmp_path, 0.2, learning_rates=grids, seeds_as_needed=True)
     advice = choose_next(path)
     _, _, module, *arguments = shlex.split(advice.command)
     assert module == "smallgpt_jax.compare" and f"--results={path}" in arguments
@@ -86,6 +87,7 @@ def test_the_command_trains_one_run_at_the_rate_of_the_grid(tmp_path):
     config = values["config"].value
     assert config.compare.names == advice.run.name and config.compare.seeds == 4
     assert config.compare.learning_rates == () and advice.run.seed == 4
+    assert "--config.compare.most_seeds=0" in ours
     rate = json.loads(path.read_text())["runs"][0]["config"]["optimizer.learning_rate"]
     assert config.runs[advice.run.name].optimizer.learning_rate == rate
     assert advice.merge_command.endswith(f"{path},runs/next/results.json --output=runs/merged")

@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = "docs"
 # Markdown files of the repository → pages.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md"}
+# The text of a link that names its page: "runs.md" is shown as "Runs".
+NAMED = re.compile(r"(?<=\[)([\w-]+\.md)(?=\]\()")
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(#[^)\s]*)?(?=\))")
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".json": "json", ".ipynb": "json"}
 MAX_BYTES = 200_000  # of a file that is shown
@@ -34,7 +36,14 @@ def on_files(files: Files, config) -> Files:
 def on_page_markdown(markdown: str, page, config, files: Files) -> str:
     if page.file.src_uri in PAGES.values() or page.file.generated_by:
         return markdown
-    return rewrite_links(markdown, PurePosixPath(DOCS) / page.file.src_uri)
+    named = NAMED.sub(lambda match: title_of(match[1]), markdown)
+    return rewrite_links(named, PurePosixPath(DOCS) / page.file.src_uri)
+
+
+def title_of(name: str) -> str:
+    path = ROOT / DOCS / name
+    title = re.search(r"^# (.+)$", path.read_text(), re.MULTILINE) if path.is_file() else None
+    return title[1] if title else name
 
 
 def linked_files(pages: set[Path]) -> set[Path]:

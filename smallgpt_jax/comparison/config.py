@@ -25,12 +25,13 @@ class CompareConfig(ConfigGroup):
     reference: str = ""
     # seconds of training per run, for budget "seconds"
     seconds: float = 0.0
-    # number of seeds that each run is trained with: train.seed, train.seed + 1, …
+    # number of seeds that each run is trained with: train.seed, train.seed + 1, … With most_seeds,
+    # those of the first round
     # With 2, nobody can tell how much losses vary, so there are no compute multipliers
     seeds: int = 3
-    # seeds are added, up to this number per name, to names whose difference cannot be told and at
-    # which more than `stake` nats are at stake. Verdicts then hold after each seed that is added
-    # (docs/comparison.md). 0: each name has `seeds`
+    # seeds are added, up to this number per name, where the difference of two names cannot be told
+    # and either more than `stake` nats are at stake or so many seeds are expected to tell it.
+    # Verdicts then hold after each seed (docs/comparison.md). 0: each name has `seeds`
     most_seeds: int = 0
     # with most_seeds: nats that it may cost, on average, to take the better of two models by the
     # seeds so far; with less at stake, they get no further seeds

@@ -1,7 +1,7 @@
 """What seeds as needed (compare.most_seeds) would have saved, and how often they mislead.
 
     python experiments/replay.py                     # a minute of one core
-    python experiments/replay.py --table=equal --records=840
+    python experiments/replay.py --table=equal --records=300
 
 Prints three tables; docs/records.md has the results:
 

@@ -15,7 +15,7 @@ The saved config of an imported model has only the `model` group. For the other 
 configs/run.py sets the model's own tokenizer, a token store in the cache folder, and values for
 fine-tuning on a few million tokens.
 
-A custom architecture, mixer, objective, optimizer or schedule is used only with
+A custom architecture, mixer, MLP, norm, objective, optimizer or schedule is used only with
 --trust_custom_code, because a workdir of others may name any module.
 """
 

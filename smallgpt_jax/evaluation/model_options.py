@@ -19,7 +19,7 @@ class ModelOptions:
     skip_blocks: Sequence[str | int] = ()  # numbers of blocks to leave out
     dtype: str | None = None  # of the computation; None: as in training
     batch_tokens: int = 8192  # most token positions per device in a batch
-    trust_custom_code: bool = False  # import the module of a custom architecture or mixer
+    trust_custom_code: bool = False  # import the modules of custom classes
 
     def load(self, workdir: Path) -> inference.TrainedModel:
         if self.dtype not in (None, *DTYPES):

@@ -143,9 +143,12 @@ def _sources(record: Record) -> dict[str, bytes]:
         for field, value in run.config.items():
             if field.startswith(("model.", "optimizer.", "train.")):
                 names = value if isinstance(value, list) else [value]
-                modules |= {split_name(name)[0] for name in names if isinstance(name, str)}
+                for name in names:
+                    module, attribute = split_name(name)
+                    if attribute.isidentifier():  # unlike that of gs://bucket/examples.jsonl
+                        modules.add(module)
     files = {}
-    for module in sorted(filter(None, modules)):
+    for module in sorted(modules):
         files |= _module_files(module)
     return files
 

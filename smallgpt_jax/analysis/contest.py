@@ -249,12 +249,13 @@ def _pair_at_all_looks(
     return Pair(*models, difference.orders, difference.mean, interval, probability, verdict, needed)
 
 
-def _pair(models: tuple[str, str], difference: Difference, differences: np.ndarray) -> Pair:
-    probability = float((differences < 0).mean())
+def _pair(models: tuple[str, str], difference: Difference, draws: np.ndarray) -> Pair:
+    """`draws` are differences that the true one may be, given the runs."""
+    probability = float((draws < 0).mean())
     verdict = "cannot tell"
     if max(probability, 1 - probability) >= CERTAIN:
         verdict = "lower" if probability > 0.5 else "higher"
-    low, high = np.quantile(differences, [LEVEL / 2, 1 - LEVEL / 2])
+    low, high = np.quantile(draws, [LEVEL / 2, 1 - LEVEL / 2])
     needed = seeds_needed(difference) if verdict == "cannot tell" else None
     interval = Range(float(low), float(high))
     return Pair(*models, difference.orders, difference.mean, interval, probability, verdict, needed)

@@ -101,9 +101,10 @@ class Queue:
         """
         trunks = {run.trunk for run in missing if run.folder not in self.busy}
         for run in missing:
-            is_predicting = self.outcomes.comparison.held_out and not run.is_held_out
-            is_in_round = self.outcomes.comparison.rounds and run.trunk is None
-            others_depend = run.in_grid or run.folder in trunks or is_predicting or is_in_round
+            comparison = self.outcomes.comparison
+            for_predictions = comparison.held_out and not run.is_held_out
+            for_next_round = comparison.rounds and run.trunk is None  # not of shorter horizons
+            others_depend = run.in_grid or run.folder in trunks or for_predictions or for_next_round
             if run.folder in self.busy and others_depend:
                 return run.folder
         return None

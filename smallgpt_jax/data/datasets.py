@@ -144,7 +144,7 @@ def _indexed_part(source: str, rows) -> Part:
             item = extract_text(row.get(rules.text_field), where, row, rules)
             yield item, number / len(rows)
 
-    return Part(source, 0, read)
+    return Part(source, size=0, read=read)
 
 
 # Prefix of a dataset's name in `config.data.source` → function that returns its `Part`s. A new kind

@@ -57,7 +57,7 @@ def initialize(
         os._exit(1)
 
     if coordinator:
-        _claim(coordinator, process_id)
+        _claim_process_id(coordinator, process_id)
     if coordinator and process_id == 0:
         _require_free_port(coordinator)
     jax.config.update("jax_enable_preemption_service", False)  # preemption.py handles the signals
@@ -111,7 +111,7 @@ def _has_other_processes(
     return not missing or _in_slurm_step() or on_tpu_vm()
 
 
-def _claim(coordinator: str, process_id: int) -> None:
+def _claim_process_id(coordinator: str, process_id: int) -> None:
     """Raises UserError if another process of this machine has the same coordinator and id."""
     if sys.platform != "linux":
         return

@@ -137,7 +137,9 @@ def _storage_axis(mesh) -> str:
 
 
 def gather_stored(weights, params, dtype: str):
-    """Gathers weights that are divided along `data`, once for all microbatches."""
+    """Gathers weights that are stored divided along `data`, once for all microbatches. The model
+    uses them undivided there.
+    """
     mesh = _current_mesh()
     if not mesh or _storage_axis(mesh) != "data":
         return weights

@@ -19,7 +19,7 @@ from smallgpt_jax.models.router import Router
 from smallgpt_jax.models.variants import Ablation, BlockVariant, apply_block
 from smallgpt_jax.ops.attention import attention
 
-WHOLE = Ablation()
+WHOLE = Ablation()  # the whole model: nothing is left out
 
 
 @functools.partial(jax.jit, static_argnames="model")

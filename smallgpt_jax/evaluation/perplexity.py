@@ -104,10 +104,10 @@ def _read_texts(source: str | Path, data: DataConfig, tokenizer: Tokenizer) -> l
         max_document_bytes=data.max_document_bytes,
     )
     texts = []
-    with _advise(data.text_field):
+    with _with_advice_of_this_command(data.text_field):
         for member in Source(str(source), data.text_endings).members:
             for part in member.parts(_WHOLE_FILE):
-                documents = [str(item) for item, _ in part.read(rules) if item]
+                documents = [str(text) for text, _read_fraction in part.read(rules) if text]
                 if documents:
                     texts.append(encode_text(part.name, documents, tokenizer))
                 else:
@@ -118,7 +118,7 @@ def _read_texts(source: str | Path, data: DataConfig, tokenizer: Tokenizer) -> l
 
 
 @contextlib.contextmanager
-def _advise(text_field: str) -> Generator[None]:
+def _with_advice_of_this_command(text_field: str) -> Generator[None]:
     """Replaces advice to set fields of the config, which this command does not have."""
     try:
         yield

@@ -179,8 +179,9 @@ class DecodeSession:
         self._stream_B = np.array([zlib.crc32(text.tobytes()) for text in texts], np.uint32)
         if samples is not None:
             self._stream_B += np.array(samples, np.uint32)
-        self._cache, self._seen, self._logits = {}, None, None
-        self._cached_B = np.zeros(len(ids), np.int32)  # tokens in the cache
+        self._cache, self._cached_B = {}, np.zeros(len(ids), np.int32)  # number of tokens in it
+        self._seen = None  # which tokens each row has, once the first step has counted them
+        self._logits = None  # of the next tokens, after a step
         self._dropped_B = np.zeros(len(ids), np.int32)  # tokens that outgrew the context
         self._prefix_B: np.ndarray | None = None  # initial lengths, with a prefix language model
 

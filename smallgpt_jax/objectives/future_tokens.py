@@ -160,6 +160,9 @@ class CrossAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x_RxNxW, pseudo_RxPxW):
+        """Attention of N positions in each of R rows to P pseudo-tokens. Without dropout, so the
+        context of evaluation applies in training, too.
+        """
         c = self.config
         features, axes = (c.num_heads, c.head_width), ("embed", "heads", "head_width")
 

@@ -50,8 +50,8 @@ def plan_for_hours(recipe: str, topology: str, hours: float) -> SizedPlan:
         estimated = training_hours(planned)
         if estimated is None:
             raise UserError(f"--topology={topology}: the time of a step is not known for --hours")
-        # A larger model fits into no more memory.
         is_close = abs(estimated / hours - 1) < _CLOSE
+        # The first guess is usually too small. If it does not fit into memory, no better one will.
         if is_close or planned.problem or trial == _TRIALS:
             break
         flops *= hours / estimated

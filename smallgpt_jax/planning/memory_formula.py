@@ -85,8 +85,10 @@ def memory_breakdown(
 
 def _saved_widths(c: ModelConfig, tensor: int, qkv: float) -> float:
     """Returns the saved activations per position and block, in model widths."""
-    # `qkv` is the width of queries, keys, values and attention outputs; 0 without attention.
-    # Of a gated MLP, the up-projection and the product are saved, too.
+    # `qkv` is the width of queries, keys, values and attention outputs; 0 without attention. Of an
+    # MLP, input and output of the activation are saved; of a gated one, the up-projection and the
+    # product, too. "none" also saves inputs and outputs of both norms, "dots" results of products
+    # and what enters the block, "full" only the latter.
     inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio
     saved = {
         "none": 4 + (qkv + inner) / tensor,

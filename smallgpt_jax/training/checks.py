@@ -74,9 +74,7 @@ def check_config(config: Config, mesh: jax.sharding.Mesh) -> None:
 
 
 def _check_tuning(train: TrainConfig, data: DataConfig) -> None:
-    """Raises UserError unless another objective than the causal one can be trained on prompts with
-    answers.
-    """
+    """Raises UserError if prompts with answers do not suit the objective, which is not causal."""
     if data.format != "completion":
         train.refuse("objective", f"must be 'causal' with config.data.format={data.format!r}")
     if train.objective != "prefix":

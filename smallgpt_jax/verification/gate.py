@@ -108,6 +108,7 @@ def ask_gate(
         _write(ledger, folder)
         while not question.verdict:
             index = len(question.differences)
+            # data.seed=-1: one seed for initial weights and order of batches
             seed = {"train": {"seed": ledger.seed(question, index)}, "data": {"seed": -1}}
             runs = folder / "runs" / f"question{question.number}-{index}"
             losses = train(config.replace(**seed), base.replace(**seed), runs)

@@ -78,7 +78,9 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def processor_identity() -> dict[str, str]:
-    """Returns what distinguishes kinds of processors: family, instruction sets, cache sizes."""
+    """Returns what the bits and the speed of a program depend on: family, instruction sets, cache
+    sizes, number of cores.
+    """
     fields = processor() or {"model name": platform_module.processor()}
     identity = {name: fields[name] for name in _IDENTITY_FIELDS if name in fields}
     flags = fields.get("flags", fields.get("Features", "")).split()
@@ -88,11 +90,20 @@ def processor_identity() -> dict[str, str]:
         caches = sorted(_CACHES.glob("index*"))
         sizes = [(cache / "size").read_text("utf-8").strip() for cache in caches]
         identity["caches"] = " ".join(sizes)
+    # XLA divides sums among the cores that the process may use: with another number of them, lgpt
+    # had other bits from its sixth step on
+    identity["cores"] = f"{_usable_cores()}"
     # XLA then uses fewer of the instruction sets, which changes bits as another processor does
     limits = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
     if limits:
         identity["xla_cpu_max_isa"] = limits[-1]
     return identity
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def processor() -> dict[str, str]:

@@ -5,6 +5,7 @@ training can find.
 import copy
 import json
 import math
+import os
 
 import jax
 import numpy as np
@@ -400,6 +401,9 @@ def test_what_makes_another_machine(honest, monkeypatch):
     content["sessions"][-1]["devices"] = 3
     assert machine_differences(records.parse(records.Run, content)).endswith("recorded 3")
     content["sessions"][-1]["devices"] = jax.device_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda process: set(range(97)), raising=False)
+        assert machine_differences(records.parse(records.Run, content)) == "another processor"
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2")
     assert machine_differences(records.parse(records.Run, content)) == "another processor"
 

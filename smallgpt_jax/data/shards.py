@@ -54,7 +54,12 @@ from smallgpt_jax.storage.json_files import (
     read_json,
 )
 from smallgpt_jax.storage.locks import file_lock
-from smallgpt_jax.storage.object_storage import is_remote, list_files, upload_folder
+from smallgpt_jax.storage.object_storage import (
+    is_remote,
+    list_files,
+    name_path_in_errors,
+    upload_folder,
+)
 
 SHARD_FILE = "shard.json"
 _COUNTS = ("tokens", "documents", "text_bytes", *UNENCODED)
@@ -199,7 +204,8 @@ def find_shards(spec: StoreSpec) -> list[Path]:
         return []
     folder = _shards_folder(spec)
     if is_remote(folder):
-        names = {path.relative_to(folder).parts[0] for path in list_files(folder)}
+        with name_path_in_errors(f"config.data.store={spec.folder}"):
+            names = {path.relative_to(folder).parts[0] for path in list_files(folder)}
     else:
         names = os.listdir(folder) if folder.is_dir() else []
     matches = [re.fullmatch(r"(\d+)-of-(\d+)(\.partial)?", name) for name in names]

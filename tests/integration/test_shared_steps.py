@@ -41,6 +41,8 @@ NOT_COMPILED = {
         "log_every",
         "eval_every",
         "eval_steps",
+        "eval_examples",
+        "check_loss",
         "checkpoint_every",
         "keep_checkpoints",
         "kept_steps",

@@ -20,8 +20,8 @@ Predictions, before the runs: at 1e13 FLOPs, 0.33M with 10 tokens per parameter 
 of 0.2M with 20, for each model. With each, all runs that learn to copy have read 8 M tokens or
 more, whatever their size. conv does not learn to copy.
 
-So far, docs/results/tokens033.json has the first seed of llama, moe and conv at 0.33M: moe had begun
-to copy after 6.6 M tokens, against the prediction; conv has not after 13.1 M.
+So far, docs/results/tokens033.json has the first seed of all at 0.33M, and a second one of llama: moe
+had begun to copy after 6.6 M tokens, against the prediction; conv has not after 13.1 M.
 """
 
 from configs.compare import base, rates, scaling

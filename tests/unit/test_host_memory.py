@@ -11,7 +11,7 @@ import pytest
 from smallgpt_jax.devices import distributed, host_memory
 
 # A command whose threads allocate, write and free 200 MB one after another. Prints by how many MB
-# this increases the memory of the process, and how many threads got new pages.
+# this increases the memory of the process, and how many threads got new memory.
 PROGRAM = """
 import ctypes, pathlib, resource, threading
 from smallgpt_jax import cli
@@ -26,12 +26,12 @@ def resident_bytes():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 def run(is_done):
-    before, faults = resident_bytes(), resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    before = resident_bytes()
     block = libc.malloc(200_000_000)
     libc.memset(block, 1, 200_000_000)
+    new.append(resident_bytes() - before > 100e6)
     libc.free(block)
     increases.append((resident_bytes() - before) / 1e6)
-    new.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults > 50)
     is_done.set()
     finished.wait()  # keeps the arena of this thread
 
@@ -67,8 +67,7 @@ def test_freed_memory_is_kept_on_cpus():
         return [*map(float, ran.stdout.split())]
 
     kept, new_blocks = kept_megabytes_and_new_blocks(JAX_PLATFORMS="cpu")
-    # The other threads use it again, but on a busy machine the kernel may have moved its pages.
-    assert 190 < kept < 210 and new_blocks <= 2
+    assert 190 < kept < 210 and new_blocks == 1  # the other threads use it again
     for variables in ({"JAX_PLATFORMS": "cuda"}, {"JAX_PLATFORMS": "cpu", "MALLOC_TOP_PAD_": "0"}):
         kept, new_blocks = kept_megabytes_and_new_blocks(**variables)
         assert kept < 20 and new_blocks == 4

@@ -51,8 +51,9 @@ def plan_for_hours(recipe: str, topology: str, hours: float) -> SizedPlan:
         if estimated is None:
             raise UserError(f"--topology={topology}: the time of a step is not known for --hours")
         is_close = abs(estimated / hours - 1) < _CLOSE
-        # The first guess is usually too small. If it does not fit into memory, no better one will.
-        if is_close or planned.problem or trial == _TRIALS:
+        # The next model would be larger, and fit even less.
+        fits_no_more = planned.problem and estimated < hours
+        if is_close or fits_no_more or trial == _TRIALS:
             break
         flops *= hours / estimated
     return SizedPlan(sized, planned)

@@ -1,6 +1,7 @@
 """Tests of the hours and the cost of a training, and of the size that hours pay for."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -25,14 +26,22 @@ def test_the_cost_of_a_training():
     assert "not known" in hours.cost_message(planned(7200, None), price=2.5)
 
 
-def test_the_size_for_some_hours(monkeypatch):
-    """A chip that reaches half of its peak speed: 8 · 98.5e12 FLOP/s for 10 hours are 2.8e19."""
+@pytest.mark.parametrize(
+    ("mfu", "chosen", "trials"), [(0.5, 2.84e19, 2), (0.06, 3.41e18, 2), (0.5, 1.7e19, 1)]
+)
+def test_the_size_for_some_hours(monkeypatch, mfu, chosen, trials):
+    """A chip that reaches half of its peak speed: 8 · 98.5e12 FLOP/s for 10 hours are 2.8e19. The
+    first trial is at 30%: a smaller model may fit if it does not, a larger one does not.
+    """
     tried = []
+    fits_below = 1e19 if trials == 1 or mfu < 0.3 else math.inf
 
     def fake_plan(recipe, topology):
         flops = float(recipe.partition(":")[2])
         tried.append(flops)
-        return planned(1000, flops / (8 * 197e12 * 0.5) / 1000)
+        made = planned(1000, flops / (8 * 197e12 * mfu) / 1000)
+        made.problem = "" if flops < fits_below else "does not fit"
+        return made
 
     monkeypatch.setattr(hours, "plan", fake_plan)
     monkeypatch.setattr(
@@ -40,8 +49,9 @@ def test_the_size_for_some_hours(monkeypatch):
     )
     monkeypatch.setattr(chips, "find_chip", chips.CHIPS.get)
     sized = hours.plan_for_hours("configs/gpt.py", "TPU v5e", 10)
-    assert sized.recipe == "configs/gpt.py:2.84e19" and len(tried) == 2
-    assert hours.training_hours(sized.plan) == pytest.approx(10, rel=0.05)
+    assert sized.recipe == f"configs/gpt.py:{chosen:g}".replace("e+", "e") and len(tried) == trials
+    if not sized.plan.problem:
+        assert hours.training_hours(sized.plan) == pytest.approx(10, rel=0.05)
     with pytest.raises(UserError, match="needs TPUs or GPUs"):
         hours.plan_for_hours("configs/gpt.py", "cpu:8", 10)
 

@@ -27,7 +27,8 @@ class NextRun:
     seed: int
     at_stake: float  # nats, at the size of this name
     gain: float  # nats by which the run is expected to lower it
-    flops: float  # of the run and of its shorter ones
+    runs: int  # this one and its shorter ones
+    flops: float  # of all of them
     seconds: float | None  # at the speed of the name's first seed; None if it was not logged
 
 
@@ -80,9 +81,9 @@ def expected_gain(means: np.ndarray, covariance: np.ndarray, model: int, varianc
     return float(means.min() - after.min(1).mean())
 
 
-def _costs_of_seed(name: str, runs: Sequence[Run]) -> tuple[float, float | None] | None:
-    """Returns the FLOPs and the seconds of one seed of a name, with its shorter runs; None without
-    FLOPs.
+def _costs_of_seed(name: str, runs: Sequence[Run]) -> tuple[int, float, float | None] | None:
+    """Returns the number of runs of one seed of a name, with the shorter ones, their FLOPs and their
+    seconds; None without FLOPs.
     """
     of_name = [run for run in runs if run.name == name and run.last]
     of_seed = [run for run in of_name if run.seed == of_name[0].seed]
@@ -93,4 +94,4 @@ def _costs_of_seed(name: str, runs: Sequence[Run]) -> tuple[float, float | None]
         seconds.append(run.last.seconds and share * run.last.seconds)
     if None in flops or not sum(flops):
         return None
-    return sum(flops), None if None in seconds else sum(seconds)
+    return len(of_seed), sum(flops), None if None in seconds else sum(seconds)

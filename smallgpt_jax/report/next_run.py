@@ -29,7 +29,7 @@ class Advice:
                 f"No run is worth it: at most {self.at_stake:.2g} nats are at stake, which is what "
                 "taking the model with the lowest loss costs on average."
             )
-        cost = words.cost(Cost(1, self.run.flops, self.run.seconds))
+        cost = words.cost(Cost(self.run.runs, self.run.flops, self.run.seconds))
         size = size_of(self.run.name)
         lines = [
             f"Next run: {self.run.name}, seed {self.run.seed} ({cost}).",

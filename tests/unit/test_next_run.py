@@ -97,6 +97,7 @@ def test_next_on_the_command_line(tmp_path):
     path = record_of(tmp_path, 0.2)
     done = call("choose", f"--results={path}", "--next")
     assert done.returncode == 0 and done.stdout.startswith("Next run: "), done.stderr
+    assert "(1 run, " in done.stdout
     assert json.loads(call("choose", f"--results={path}", "--next", "--json").stdout)["run"]["name"]
     done = call("choose", f"--results={path}", "--next", "--flops=1")
     assert (done.returncode, "--next: cannot be combined with --flops" in done.stderr) == (2, True)

@@ -1,4 +1,4 @@
-"""What seeds as needed (compare.most_seeds) would have saved, and how often they mislead.
+"""How many runs compare.most_seeds would have saved, and how often its verdicts are wrong.
 
     python experiments/replay.py                     # a minute of one core
     python experiments/replay.py --table=equal --records=300

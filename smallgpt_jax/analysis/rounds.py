@@ -35,7 +35,7 @@ def _next_seeds(
     losses: tuple[tuple[str, tuple[float, ...]], ...], rounds: Rounds
 ) -> tuple[tuple[str, int], ...]:
     counts = {name: len(row) for name, row in losses}
-    # A model that diverged is told from all others.
+    # A model that diverged needs no further seeds: it is worse than all others.
     rivals = {name: dict(enumerate(row)) for name, row in losses if all(map(math.isfinite, row))}
     if len(rivals) > 1:
         names = list(rivals)

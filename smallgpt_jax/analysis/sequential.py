@@ -30,7 +30,7 @@ def evidence(differences: Sequence[float], precision: float = PRECISION) -> floa
     squares = math.fsum(x * x for x in differences)
     if count < 2 or squares == 0:
         return 1.0
-    # The sum of squares that the mixture leaves: with n equal differences, n·x²·p/(n + p).
+    # The sum of squares that the effect does not explain; n·x²·p/(n + p) if all differences are x.
     left = squares - total * total / (count + precision)
     prior = 0.5 * math.log(precision / (count + precision))
     logarithm = prior + count / 2 * math.log(squares / left)
@@ -78,8 +78,9 @@ def seeds_of_effects(squares: np.ndarray, level: float, precision: float = PRECI
     """Returns after how many seeds the evidence for an effect is about 1/level, from squares of
     effects in standard deviations.
 
-    The evidence for n differences with the mean effect x is √(p/(n + p)) · (1 + x²)^(n/2), without
-    what the mixture leaves: (1 + x²·p/(n + p)).
+    The evidence for n differences with the mean effect x is
+
+        √(p/(n + p)) · ((1 + x²)/(1 + x²·p/(n + p)))^(n/2)
     """
     seeds = np.full(np.shape(squares), 2.0)
     for _ in range(20):  # converges: the right side grows with ln(n)

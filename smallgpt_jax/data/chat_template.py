@@ -98,8 +98,8 @@ class ChatTemplate:
             raise ValueError(f"message {i + 1} is not written as it is, in one place")
         content_end = len(text) - len(after)
         up_to_end = text[:content_end]
-        # The content begins where the two texts part. The answer begins after the generation prompt:
-        # what the template writes between them, such as an empty reasoning, is learned, too.
+        # The content begins where the two texts part, the answer right after the generation prompt.
+        # The model also learns what the template writes in between, such as an empty reasoning.
         content_start = len(os.path.commonprefix([up_to_end, before]))  # noqa: RUF071 (of characters)
         start = len(prompt) if up_to_end.startswith(prompt) else content_start
         # The last turn shows how a turn ends. Some templates end earlier turns in another way.

@@ -173,7 +173,7 @@ def _can_resume(journal: Journal, identity: dict) -> bool:
         return False
     before, now = journal.identity["made_from"], identity["made_from"]
     skipped = journal.latest.skipped
-    # what was refused is not in the text read so far, so relaxing these fields changes nothing there
+    # The text read so far has nothing that these fields refuse. Relaxing them does not change it.
     may_change = {
         field for field in DataConfig.field_names(relaxable=True) if before[field] == "refuse"
     }

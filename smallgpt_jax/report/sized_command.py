@@ -23,7 +23,7 @@ def sized_command(run: Run, flops: float, workdir: str) -> str:
     if sized is None:
         return ""
     recipe, config = sized
-    following = ModelConfig.shape({"d_model": 64})
+    following = ModelConfig.shape({"d_model": 64})  # the names count, not the values
     flags = []
     for field, value in run.config.items():
         group, _, name = field.partition(".")

@@ -1,4 +1,4 @@
-"""What counts as damage to a checkpoint: what its bytes show. checkpoint.py then restores an older
+"""Tells from the bytes of a checkpoint whether it is damaged. If so, checkpoint.py restores an older
 one.
 
 Every other error comes from the machine: the checkpoint may be sound, and must not be moved away.

@@ -61,7 +61,7 @@ class EvalExamples:
             batch = Batch(self.tokens_RxT1[numbers_B], loss_mask_BxT=self.is_label_RxT[numbers_B])
             batch = jax.tree.map(lambda x: sharding.global_batch(mesh, local, rows, x), batch)
             with sharding.use_mesh(mesh):
-                nats_B = self._row_losses(state.evaluated, state.model_state, batch)
+                nats_B = self._compiled_losses(state.evaluated, state.model_state, batch)
             log_likelihoods += (-np.asarray(nats_B, np.float64)).tolist()
         scores_QxL = np.reshape(
             log_likelihoods[: len(self.tokens_RxT1)], (len(self.questions), len(self.labels))
@@ -69,7 +69,7 @@ class EvalExamples:
         return self._means(scores_QxL)
 
     @functools.cached_property
-    def _row_losses(self) -> Callable:
+    def _compiled_losses(self) -> Callable:
         """(`TrainState.evaluated`, model_state, batch) → −log-likelihood of each row's label."""
         replicated = sharding.replicated(self.program.mesh)  # every process reads all rows
         return jax.jit(functools.partial(_row_losses, self.program), out_shardings=replicated)

@@ -1,4 +1,4 @@
-"""Bands of losses: to which runs they apply, and what is said of a run that leaves one."""
+"""Bands of losses: which runs they apply to, and the message about a run outside of its band."""
 
 import json
 import math

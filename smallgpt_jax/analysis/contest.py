@@ -271,14 +271,19 @@ def seeds_needed(difference: Difference, pair_level: float | None = None) -> Ran
     # term: Guenther, 1981, doi:10.2307/2683297). A few seeds determine neither σ nor δ, so n is a
     # range: INTERVAL of its values over the σ and δ that agree with the losses.
     rng = np.random.default_rng(0)
-    ratios = difference.degrees / np.maximum(rng.chisquare(difference.degrees, DRAWS), 1e-12)
-    deltas = difference.mean + difference.error * np.sqrt(ratios) * rng.standard_normal(DRAWS)
-    variances = difference.variance * ratios
+    # σ²/s²: with d degrees of freedom, d·s²/σ² is χ²-distributed
+    variance_ratios = difference.degrees / np.maximum(
+        rng.chisquare(difference.degrees, DRAWS), 1e-12
+    )
+    errors = difference.error * np.sqrt(variance_ratios)
+    deltas = difference.mean + errors * rng.standard_normal(DRAWS)
+    variances = difference.variance * variance_ratios
     if pair_level:
         needed = sequential.seeds_of_effects(deltas**2 / variances, pair_level)
     else:
-        level, power = special.ndtri(1 - LEVEL / 2), special.ndtri(_POWER)
-        needed = (level + power) ** 2 * variances / np.maximum(deltas**2, 1e-300) + level**2 / 2
+        z_level, z_power = special.ndtri(1 - LEVEL / 2), special.ndtri(_POWER)
+        seeds_for_effect = (z_level + z_power) ** 2 * variances / np.maximum(deltas**2, 1e-300)
+        needed = seeds_for_effect + z_level**2 / 2
     needed = np.clip(needed, 2, _MAX_SEEDS)
     low, high = np.quantile(needed, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2])
     return Range(float(low), float(high))

@@ -213,7 +213,7 @@ def describe_measures(runs: Sequence[Run], compare_pairs: ComparePairs) -> tuple
     measures = []
     for kind, measure_of in _MEASURES:
         for measure, values in _by_measure(finished, measure_of).items():
-            spreads = {name: spread_of(list(of.values())) for name, of in values.items()}
+            spreads = {name: spread_of(list(by_seed.values())) for name, by_seed in values.items()}
             pairs = compare_pairs(values) if kind in _TESTED else ()
             measures.append(Measure(kind, measure, spreads, pairs))
     return tuple(measures)

@@ -151,11 +151,11 @@ def _subtree_slots(
     config, tree, path: tuple[str, ...], index: tuple[int, ...], name: str
 ) -> Iterator[_TensorSlot]:
     """Yields the slots at `path`. `index` selects a layer or path along each leading axis."""
-    # Does the next axis stack modules? In "blocks", it is `layers` in all parameters; in a path of a
-    # pgpt only in those of its blocks, which come further down, and not in those of its dense layer.
+    # The tree is a stack of modules if the next axis of every parameter is the same stacking axis,
+    # such as `layers`. A pgpt's path is none: its blocks are stacked, its dense layer is not.
     axis = len(index)
-    stack_names = {p.axes[axis] if axis < p.module_stacks else None for p in jax.tree.leaves(tree)}
-    is_stack = len(stack_names) == 1 and None not in stack_names
+    next_axes = {p.axes[axis] if axis < p.module_stacks else None for p in jax.tree.leaves(tree)}
+    is_stack = len(next_axes) == 1 and None not in next_axes
     # A number after "_" becomes a part of its own: blocks_1 → blocks.1.
     name = re.sub(r"_(?=\d)", ".", name)
     if is_stack:

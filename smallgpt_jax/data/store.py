@@ -179,6 +179,7 @@ class Split:
 
     def check_ids(self, ids: np.ndarray) -> None:
         """Raises UserError for a 32-bit id outside the vocabulary: its loss would not be finite."""
+        # unsigned, so that a negative id is a large one
         largest = int(np.max(ids.view(np.uint32), initial=0))
         if largest >= self.vocab_size:
             raise UserError(

@@ -142,8 +142,8 @@ def resume_journal(
     journal = read_journal(folder)
     if not journal or not _can_resume(journal, identity):
         return None
-    # A change of settings can matter, too: in a text file that is now skipped, passages may have
-    # been read.
+    # An allowed change of settings can matter, too: a text file that was refused at an invalid item
+    # may now be skipped whole, but the passages before that item are in the store.
     if any(journal.identity[key] != identity[key] for key in _MAY_DIFFER):
         log(
             f"{folder}: the source or a setting has changed; checking whether the text read so "

@@ -55,7 +55,6 @@ def _summarize(content: dict[str, Any]) -> dict[str, Any]:
     """Returns losses, means over paths and heads by depth, and what leaving out one block costs."""
     blocks, losses = content["trained"]["blocks"], content["trained"]["losses"]
     depth = len(blocks) // content["paths"]
-    # with paths, a depth has a block of each: path 0 has blocks 0 … depth − 1, path 1 the next
     increases = [
         entry["difference"] for entry in losses["without_block"] if entry["difference"] is not None
     ]
@@ -68,6 +67,7 @@ def _summarize(content: dict[str, Any]) -> dict[str, Any]:
         "loss_of_others": repeats.get("others"),
         "least_important_block": min(increases, default=None),
         "most_important_block": max(increases, default=None),
+        # with paths, a depth has a block of each: path 0 has blocks 0 … depth − 1, path 1 the next
         "blocks": [_measures_of(blocks[number::depth]) for number in range(depth)],
     }
 

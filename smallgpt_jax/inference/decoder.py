@@ -340,7 +340,7 @@ class DecodeSession:
             return None
         if self._seen is not None:
             return self._seen
-        # the session has sampled without a penalty so far; the next step adds its new tokens
+        # first use, or the cache was emptied; the next step adds its new tokens
         seen_BxV = np.zeros((len(self.ids), self._decoder.vocab_size), bool)
         for seen_V, row, cached in zip(seen_BxV, self.ids, self._cached_B):
             seen_V[row[:cached]] = True

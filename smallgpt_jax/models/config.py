@@ -226,8 +226,9 @@ class ModelConfig(ConfigGroup):
 
     @classmethod
     def shape(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns fields of a sized recipe's model (models/shape.py) that follow from the others,
-        among them d_model and num_layers. Of these, a recipe uses those that it sets to -1.
+        """Returns the fields that follow from `fields`, which has d_model and num_layers.
+
+        A sized recipe (models/shape.py) uses only those that it has set to -1.
         """
         heads = fields.get("num_heads") or usual_heads(fields["d_model"])
         head_width = fields.get("head_dim") or fields["d_model"] // heads

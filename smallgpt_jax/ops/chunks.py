@@ -98,13 +98,13 @@ def _forward(kept, erased, added, state):
 def _backward(residuals, cotangents):
     """The states' gradients obey the transposed recurrence, from the last chunk to the first."""
     kept, erased, states = residuals
-    if erased is None:
-        by_added, by_state = _run_chunks(kept, None, *cotangents, reverse=True)
-        by_erased = None
-    else:
-        transposed = jnp.swapaxes(erased, -1, -2)
-        by_added, by_state = _run_chunks(kept, transposed, *cotangents, reverse=True)
-        by_erased = -by_added @ jnp.swapaxes(states, -1, -2)
+    by_states, by_last = cotangents
+    # S_{n+1} = kept·S_n − erased·S_n + added, so the gradient by S_n is
+    #     G_n = by_states_n + kept·G_{n+1} − erasedᵀ·G_{n+1},
+    # and that by `added` is G_{n+1}, the state before chunk n of the reversed recurrence.
+    transposed = None if erased is None else jnp.swapaxes(erased, -1, -2)
+    by_added, by_state = _run_chunks(kept, transposed, by_states, by_last, reverse=True)
+    by_erased = None if erased is None else -by_added @ jnp.swapaxes(states, -1, -2)
     by_kept = jnp.sum(by_added * states, axis=(-2, -1))
     return by_kept, by_erased, by_added, by_state
 

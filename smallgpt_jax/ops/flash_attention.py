@@ -139,7 +139,7 @@ def _forward_kernel(q_KxT, k_KxT, v_KxT, y_KxT, log_sums_1xT, *, window: int):
         carry = zeros_1xC - 1e30, zeros_1xC, jnp.zeros((width, length), jnp.float32)
         if is_short(window):
             carry = add_keys(query_block, range(blocks_before + 1), carry)
-        else:
+        else:  # the block of the diagonal first: its mask needs `apart` as a constant
             carry = jax.lax.fori_loop(
                 1,
                 blocks_before + 1,

@@ -97,7 +97,8 @@ def _refuse_models_without_rules(model: ModelConfig, optimizer: OptimizerConfig)
             model.refuse(
                 field, f"cannot be combined with config.optimizer.base_depth; set it to {allowed}"
             )
-    if optimizer.base_width and set(model.mixers) & set(MIXERS) - {"attention"}:
+    unchecked = set(MIXERS) - {"attention"}  # users check mixers of their own themselves
+    if optimizer.base_width and unchecked & set(model.mixers):
         model.refuse(
             "mixers",
             "cannot be combined with config.optimizer.base_width, whose rules were checked only "

@@ -17,7 +17,8 @@ _FREE = (
 )
 _SLICES = ("slice", "dynamic-slice", "gather")
 # opcode → the operand with the new values
-_UPDATED_OPERAND = {"dynamic-update-slice": 1, "scatter": 2}
+# Operations that change their first operand in place, and which operand has the new values
+_NEW_VALUES_OPERAND = {"dynamic-update-slice": 1, "scatter": 2}
 _LIBRARIES = {"__cudnn$": "cuDNN", "__cublas$lt$": "cuBLASLt", "__cublas$": "cuBLAS"}
 _GENERATORS = {"__triton": "Triton", "__cudnn": "cuDNN"}
 PLAIN_PRODUCTS = "plain loops with products"
@@ -178,7 +179,7 @@ class Roofline:
             return self._fusion_traffic(self.module.computations[instruction.calls[0]])
         if instruction.opcode in _SLICES:
             return 2 * instruction.result_bytes
-        if instruction.opcode in _UPDATED_OPERAND:
+        if instruction.opcode in _NEW_VALUES_OPERAND:
             return 2 * self._written(instruction)
         read = sum(array.bytes for array in self._operands(instruction))
         return read + self._written(instruction)
@@ -199,8 +200,8 @@ class Roofline:
     def _written(self, instruction: Instruction) -> int:
         if instruction.opcode == "bitcast" and instruction.operands:
             return self._written(self.module.instructions[instruction.operands[0]])
-        if instruction.opcode in _UPDATED_OPERAND:
-            values = instruction.operands[_UPDATED_OPERAND[instruction.opcode]]
+        if instruction.opcode in _NEW_VALUES_OPERAND:
+            values = instruction.operands[_NEW_VALUES_OPERAND[instruction.opcode]]
             return self.module.instructions[values].result_bytes
         workspace = ("s8", "u8") if instruction.opcode == "custom-call" else ()
         return sum(array.bytes for array in instruction.arrays if array.dtype not in workspace)
@@ -268,6 +269,8 @@ def _read_bytes(parameter: Instruction, users: dict[str, list[Instruction]]) -> 
             read += _read_bytes(user, users)
         elif user.opcode in _SLICES and is_first:
             read += user.result_bytes
-        elif not (user.opcode in _UPDATED_OPERAND and is_first):
+        elif user.opcode in _NEW_VALUES_OPERAND and is_first:
+            continue  # changed in place, not read
+        else:
             return parameter.result_bytes
     return min(read, parameter.result_bytes)

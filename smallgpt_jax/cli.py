@@ -103,7 +103,7 @@ def define_trust():
 def run(main: Callable[[], None], uses_jax: bool = True) -> None:
     """Runs a command with the flags of this process, and exits."""
 
-    def main_without_traceback(argv):
+    def checked_main(argv):
         if not flags.FLAGS["verbosity"].present:
             absl.logging.set_verbosity(absl.logging.WARNING)
         if len(argv) > 1:
@@ -112,7 +112,7 @@ def run(main: Callable[[], None], uses_jax: bool = True) -> None:
 
     # If standard error cannot be written, the exit status must stay the same.
     with best_effort("stderr"):
-        app.run(main_without_traceback, flags_parser=parse)
+        app.run(checked_main, flags_parser=parse)
 
 
 def run_command(main: Callable[[], None], uses_jax: bool = True) -> None:

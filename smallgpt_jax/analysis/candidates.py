@@ -127,7 +127,8 @@ def evidence_of(record: Record) -> Evidence:
     priors = {}
     for setting, group in grouped(finite, _size_and_steps).items():
         losses.append(spreads.matrix([one.losses for one in group]))
-        # Rounds of seeds are decided by the losses of their size and length alone.
+        # Rounds of seeds were decided with the spread of one size and length alone, so that is the
+        # prior here, too.
         if len(group) >= _MIN_MODELS or record.seeds_as_needed:
             priors[setting] = spreads.prior_of(losses[-1:], _degrees_of_freedom(group))
     prior = spreads.prior_of(losses, _degrees_of_freedom(finite))

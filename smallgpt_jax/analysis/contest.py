@@ -94,7 +94,7 @@ def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:
         Pair(worse.model, better.model, 0, math.inf, None, 0.0, "higher", None)
         for worse, better in itertools.product(diverged, finite)
     ]
-    is_known = prior.pooled > 0 or len(finite) == 1
+    is_known = prior.is_known or len(finite) == 1
     stake = np.quantile(draws[:, first] - draws.min(1), STAKE) if is_known else math.inf
     return Contest(
         (*standings, *last), tuple(pairs), chosen, refusal, blockers, at_stake=float(stake)

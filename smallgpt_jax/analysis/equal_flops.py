@@ -77,8 +77,10 @@ def _rivals(evidence: Evidence, reference: str) -> list[tuple[str, Lines, Lines]
 
 def compare_at_nodes(rival: Lines, base: Lines, evidence: Evidence) -> list[Node]:
     """Returns the differences at the budgets with which either was trained, as far as both have a
-    common line there.
+    common line there; [] without any model with two seeds.
     """
+    if not evidence.prior.is_known:
+        return []
     budgets: list[float] = []
     for point in sorted((*rival.points, *base.points), key=lambda point: point.cost):
         if not budgets or point.cost > SAME * budgets[-1]:
@@ -86,7 +88,7 @@ def compare_at_nodes(rival: Lines, base: Lines, evidence: Evidence) -> list[Node
     nodes = []
     for budget in budgets:
         readings = best_common(rival, base, budget)
-        if readings and evidence.prior.pooled > 0:
+        if readings:
             size = readings[0].nearest.first.size
             nodes.append(Node(budget, size, compare(*readings, evidence)))
     return nodes
@@ -173,7 +175,7 @@ def multiplier(rival: Lines, base: Lines, budget: float, evidence: Evidence) -> 
 
     if min(map(_most_budgets, (rival, base))) < 2:
         return refuse("one budget")
-    if evidence.prior.pooled == 0 or evidence.most_seeds < MIN_SEEDS:
+    if not evidence.prior.is_known or evidence.most_seeds < MIN_SEEDS:
         return refuse("few seeds")
     key = _common_key(rival, base, budget)
     if key is None:

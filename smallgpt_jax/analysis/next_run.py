@@ -42,7 +42,7 @@ def next_runs(evidence: Evidence) -> list[NextRun]:
     for candidates in grouped(longest(evidence.candidates), lambda one: one.first.size).values():
         finite = [one for one in candidates if math.isfinite(one.loss)]
         is_comparable = are_comparable([run for one in finite for run in one.runs])
-        if len(finite) > 1 and is_comparable and evidence.prior_at(finite[0]).pooled > 0:
+        if len(finite) > 1 and is_comparable and evidence.prior_at(finite[0]).is_known:
             runs += _of_size(finite, evidence)
     return sorted(runs, key=lambda run: -run.gain / run.flops)
 

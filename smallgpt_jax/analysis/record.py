@@ -263,7 +263,7 @@ class Run:
 
     def final(self, field: str) -> float | None:
         """Returns the mean of a field over the last evaluations on as many targets as the last;
-        None if a value is missing.
+        None if a value is missing or was not finite.
         """
         points = [point for point in self.curve if point.targets == self.curve[-1].targets]
         values = [getattr(point, field) for point in points[-self.averaged :]]
@@ -277,7 +277,7 @@ class Run:
         if self.diverged:
             return math.inf
         loss = self.final("loss") if self.is_finished else math.nan
-        return math.inf if loss is None else loss
+        return math.inf if loss is None else loss  # records have None for a loss that is not finite
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,9 +56,11 @@ def _next_seeds(
 
 
 def _is_in_reach(difference: Difference, rounds: Rounds) -> bool:
-    """Whether a difference that matters can be expected to be told with the seeds that are allowed.
+    """Whether a difference of more than `rounds.stake` can be expected to be told with the seeds
+    that are allowed.
 
-    Of two models that differ by much, little is at stake long before a verdict is certain.
+    Such a pair gets seeds even if little is at stake: of two models that differ by much, little is
+    at stake long before a verdict is certain, and they would otherwise stay untold.
     """
     effect = difference.paired**2 / difference.variance
     seeds = sequential.seeds_of_effects(np.array(effect), rounds.pair_level)

@@ -29,6 +29,11 @@ class Prior:
     pooled: float  # degrees of freedom of all samples together; no variance is known better
     least: float = 0.0  # no variance is taken to be smaller
 
+    @property
+    def is_known(self) -> bool:
+        """Whether any model has two seeds."""
+        return self.pooled > 0
+
     def shrink(
         self, variances: np.ndarray, degrees: np.ndarray, noise: np.ndarray | float = 1.0
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -243,8 +248,10 @@ class Estimate:
     @property
     def own_variances(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns each model's own part v of the variances V of its differences, so that
-        V(a − b) = v(a) + v(b), and its degrees of freedom: of V = 2, 5, 5 for a − b, a − c, b − c,
-        the parts are 1, 1, 4.
+        V(a − b) = v(a) + v(b), and the degrees of freedom of each part.
+
+        Of V = 2, 5, 5 for a − b, a − c, b − c, the parts are 1, 1, 4. A single model has no
+        differences: its part is the variance of its losses.
         """
         # By least squares of the relative errors (V − v(a) − v(b)) / (v(a) + v(b)), repeated with
         # the last parts in the denominator; a part is at least a quarter of the model's smallest V.

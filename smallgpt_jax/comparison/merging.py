@@ -183,7 +183,9 @@ def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields with defaults for those that are missing, as JSON stores them."""
+    """Returns the fields, as JSON stores them, with defaults for those that are missing, if these
+    are known.
+    """
     groups = unflatten(config)
     try:
         models.refuse_custom_code(groups["model"], Path(), trust=False)

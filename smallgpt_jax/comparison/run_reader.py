@@ -141,7 +141,7 @@ def _require_started(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the workdir of a run")
     if (folder / STORE_FILE).exists() or not (folder / CONFIG_FILE).exists():
-        return  # without a config, `read_config` says that it is no run
+        return  # it has started; or `read_config` says that a folder without a config is no run
     if (folder / ORIGIN_FILE).exists():
         raise UserError(f"{folder}: an imported model that has not been trained; train it first")
     raise UserError(f"{folder}: the run has not started; train it first")

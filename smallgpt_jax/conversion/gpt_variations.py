@@ -102,8 +102,8 @@ def _architecture_fields(theirs: Collection[str], num_layers: int, num_taps: int
     if "transformer.wt" in theirs:
         num_paths = count(r"transformer\.lin_\d+")
         return dict(architecture="pgpt", num_paths=num_paths, path_weights="learned")
-    # An lgpt is one list of blocks and of the dense layers that follow each stage of blocks: the
-    # number of the first dense layer, a module without children, is the number of blocks before.
+    # An lgpt is one list of blocks, and of a dense layer after each stage of blocks. So the index of
+    # the first dense layer, which is a module without children, is the number of blocks per stage.
     dense_layers = [name for name in theirs if re.fullmatch(r"transformer\.h\.\d+\.weight", name)]
     num_convolutions = count(r"transformer\.h\.\d+\.conv_layer")
     if dense_layers:

@@ -92,6 +92,7 @@ def to_config(config: ModelConfig) -> dict:
             "attention_mask", "no PyTorch code for the export; it supports causal, bidirectional"
         )
     known = {*known_fields(), *_RENAMED_FIELDS, *training_fields()}
+    # with defaults, because fields of mixers that the model does not use do not matter
     for field in dataclasses.fields(config):
         if field.name not in known and getattr(with_defaults(config), field.name) != field.default:
             config.refuse(

@@ -81,12 +81,12 @@ def validation_batches(
 
 
 def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
-    """Returns at most `limit` distinct row numbers, or all if `limit` is 0, in a fixed random
-    order.
+    """Returns at most `limit` distinct row numbers, in a fixed random order; with 0, as many as the
+    weights allow.
 
     Each store contributes rows in proportion to its weight.
     """
-    # A sample ends where the first store, with so many rows per weight, has no more rows.
+    # The store with the fewest rows per weight is used up first.
     rows_per_weight = [
         packing.num_rows / weight for packing, weight in zip(mixture.packings, mixture.weights)
     ]

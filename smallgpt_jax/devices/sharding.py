@@ -153,7 +153,9 @@ def gather_stored(weights, params, dtype: str):
 
 
 def scatter_gradients(gradients, params):
-    """Divides gradients, summed over all rows, like weights that are divided along `data`."""
+    """Shards gradients, which are sums over all rows, like weights that are stored divided along
+    `data`.
+    """
     mesh = _current_mesh()
     if not mesh or _storage_axis(mesh) != "data":
         return gradients
@@ -179,17 +181,19 @@ def _divisible_spec(
 def _ruled_axes(
     mesh, names: tuple[str, ...], shape: tuple[int, ...], embed_axis: str = "fsdp"
 ) -> list[str | tuple[str, ...] | None]:
-    """Returns the mesh axes of each logical axis by _RULES, with `embed_axis` as that of "embed"."""
+    """Returns the mesh axes of each logical axis by _RULES, with `embed_axis` as that of "embed",
+    or of an axis before it (see _BEFORE_EMBED).
+    """
     rules = _RULES if "data" in _auto_axes(mesh) else _RULES_IN_DATA_SHARD
     ruled = nn.logical_to_mesh_axes(names, rules)
     mesh_axes = [embed_axis if axes == "fsdp" else axes for axes in ruled]
     if "embed" not in names or mesh.shape["tensor"] > 1:
         return mesh_axes
     embed = names.index("embed")
-    if mesh_axes[embed] != embed_axis:
+    if mesh_axes[embed] != embed_axis:  # an earlier axis has it
         return mesh_axes
-    # divide an axis before "embed" in its place, so that rows stay whole (see _BEFORE_EMBED)
-    looks_up_columns = embed_axis == "fsdp" and platform(mesh) != "tpu"  # see `look_up`
+    # divide an axis before "embed" in its place, so that rows stay whole
+    looks_up_columns = embed_axis == "fsdp" and platform(mesh) != "tpu"  # so "vocab" stays whole
     before_embed = _BEFORE_EMBED - {"vocab"} if looks_up_columns else _BEFORE_EMBED
     for i in range(embed):
         if names[i] in before_embed and shape[i] % mesh.shape[embed_axis] == 0:
@@ -260,6 +264,7 @@ def _current_mesh():
 
 
 def gather_weight(weight, names: tuple[str, ...]):
+    """Returns the weight, whole along `fsdp`."""
     # Without this, the compiler splits products into parts too small to be fast, and exchanges
     # shards between them. A weight that `gather_stored` returned stays as it is.
     mesh = _current_mesh()
@@ -269,7 +274,7 @@ def gather_weight(weight, names: tuple[str, ...]):
     whole = PartitionSpec(*[None if axis == "fsdp" else axis for axis in spec])
     if _is_partitioned_for_tpus():
         return jax.lax.with_sharding_constraint(weight, whole)
-    return _reshard(weight, _stored_spec(mesh, names, weight.shape), whole)
+    return _gather_and_scatter_gradient(weight, _stored_spec(mesh, names, weight.shape), whole)
 
 
 def _is_partitioned_for_tpus() -> bool:
@@ -279,15 +284,15 @@ def _is_partitioned_for_tpus() -> bool:
     return platform() == "tpu"
 
 
-# Shards the gradient like `x` at once: otherwise, an all-reduce would send twice as much.
+# Shards the gradient at once: otherwise, an all-reduce would send twice as much.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _reshard(x, before: PartitionSpec, after: PartitionSpec):
-    return jax.lax.with_sharding_constraint(x, after)
+def _gather_and_scatter_gradient(x, of_gradient: PartitionSpec, whole: PartitionSpec):
+    return jax.lax.with_sharding_constraint(x, whole)
 
 
-_reshard.defvjp(
-    lambda x, before, after: (_reshard(x, before, after), None),
-    lambda before, after, _, d_x: (jax.lax.with_sharding_constraint(d_x, before),),
+_gather_and_scatter_gradient.defvjp(
+    lambda x, of_gradient, whole: (_gather_and_scatter_gradient(x, of_gradient, whole), None),
+    lambda of_gradient, whole, _, d_x: (jax.lax.with_sharding_constraint(d_x, of_gradient),),
 )
 
 

@@ -40,7 +40,8 @@ def replaced_blocks(replacement: Callable):
 
 def prefill(model: LanguageModel, variables, tokens_BxT, method="__call__", prefix_BxT=None):
     """Returns what `model.apply` with `method`, of (tokens, context), returns, up to rounding."""
-    # Training scans over stacked blocks; decoding calls them one by one.
+    # Training scans over stacked blocks; decoding calls them one by one. So this decodes all tokens
+    # at once, and drops the cache.
     batch, time = tokens_BxT.shape
     context = Context(
         cache_length=time,

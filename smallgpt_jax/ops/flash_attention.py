@@ -187,7 +187,8 @@ def _gradient_kernel(
         weights_SxC = jnp.exp(
             _scores(k, q, blocks_apart, window) - log_sums_Rx1xT[head, :, queries]
         )
-        # Of a softmax, with v·dy, the gradients by the weights, and y·dy, their weighted mean.
+        # Gradient of a softmax: weight · (v·dy − y·dy), where v·dy is the gradient by the weight, and
+        # y·dy the mean of these, weighted.
         d_scores_SxC = weights_SxC * (_dot(v, dy, (0, 0)) - y_dy_Rx1xT[head, :, queries])
         d_scores_SxC = d_scores_SxC.astype(q.dtype)
         dq_sums_RxKxT[head, :, queries] += _dot(k, d_scores_SxC, (1, 0))

@@ -60,7 +60,11 @@ def gated_delta(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend:
 
 
 def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
-    """As `gated_delta`, of float32 arrays."""
+    """As `gated_delta`, of float32 arrays.
+
+    On TPUs, the decays and the inverse are computed in float32 (`product`), but products written as
+    @ round their inputs to bfloat16.
+    """
     time = inputs.q_BxTxGxK.shape[1]
     length = chunk_length(time)
     q, k, v, log_decay, beta = inputs.map(lambda x: in_chunks(x, length))  # (N, B, H, C, …)
@@ -113,8 +117,8 @@ def unit_lower_inverse(matrix):
 
 
 def _small_inverse(matrix):
-    """Uses the same formula for all pairs of blocks at once: R is what joins the two blocks of each
-    pair.
+    """Uses the formula of `unit_lower_inverse` from blocks of one row upwards, for all pairs of
+    blocks at once: R is what joins the two blocks of each pair.
     """
     length = matrix.shape[-1]
     inverse = jnp.broadcast_to(jnp.eye(length), matrix.shape)

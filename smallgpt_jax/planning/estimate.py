@@ -194,7 +194,8 @@ def _estimate_speed(
     """Returns the known speed fields of an `Estimate`."""
     config, devices = program.config, program.mesh.devices.ravel()
     first = devices[0]
-    chip, gpu = chips.find_chip(first.device_kind), gpus.find_gpu(first.device_kind)
+    chip = chips.find_chip(first.device_kind)  # of TPUs and GPUs
+    gpu = gpus.find_gpu(first.device_kind)  # what a roofline needs
     speed = {}
     if gpu:
         on_first_host = [d for d in devices if d.process_index == first.process_index]
@@ -206,7 +207,7 @@ def _estimate_speed(
             exposed_collective_seconds=clock.exposed,
             estimated_step_seconds=clock.total,
         )
-    elif chip and chip.hertz:
+    elif chip and chip.hertz:  # a TPU
         speed = tpu_speed(module, config.model.context_length, chip)
     seconds = speed.get("estimated_step_seconds")
     if flops_per_token and seconds:

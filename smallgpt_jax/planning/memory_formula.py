@@ -69,8 +69,10 @@ def memory_breakdown(
 
     # the sizes of arrays are exact, for any optimizer and mesh
     weights, average = bytes_on_device(state.trained), bytes_on_device(state.ema)
-    # gradients are whole along "data", and weights before their use also along "fsdp"
+    # The state is divided along "data" or "fsdp", never along both: gathering along the other axis
+    # changes nothing. Gradients are whole along "data".
     whole = {axis: bytes_on_device(state.trained, gathered=axis) for axis in ("data", "fsdp")}
+    # Rematerialization gathers the weights of one block at a time along "fsdp".
     gathered = max(whole["data"], whole["fsdp"] if c.remat == "none" else 0)
     return {
         "weights": weights,
@@ -100,6 +102,7 @@ def _saved_widths(c: ModelConfig, tensor: int, qkv: float) -> float:
 
 def _keys_per_query(c: ModelConfig, layers: AttentionLayers) -> float:
     """Returns the mean number of keys that XLA's attention reads per query."""
+    # with a prefix, all keys are read, as without a causal mask
     mask = AttentionMask(layers.window, is_causal=c.attention_mask == "causal")
     length = c.context_length
     counts = []

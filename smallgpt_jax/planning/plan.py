@@ -58,7 +58,8 @@ def plan(
         devices = topologies.topology_devices(topology)
         planned = _config_on(devices, config, overrides)
         progress = functools.partial(_compilation_shown, topology)
-        if not planned.train.microbatches and not search:
+        # A search takes 0 as 1: with enough microbatches, almost every batch would fit.
+        if planned.train.microbatches == 0 and not search:
             planned = _with_microbatches(planned, devices, progress)
         if search:
             batch_size = _find_largest_batch(planned, topology, devices)

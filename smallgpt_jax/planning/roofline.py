@@ -16,7 +16,6 @@ _FREE = (
     *("opt-barrier", "partition-id", "replica-id", "add-dependency", "copy-done", "async-done"),
 )
 _SLICES = ("slice", "dynamic-slice", "gather")
-# opcode → the operand with the new values
 # Operations that change their first operand in place, and which operand has the new values
 _NEW_VALUES_OPERAND = {"dynamic-update-slice": 1, "scatter": 2}
 _LIBRARIES = {"__cudnn$": "cuDNN", "__cublas$lt$": "cuBLASLt", "__cublas$": "cuBLAS"}

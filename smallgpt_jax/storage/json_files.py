@@ -99,7 +99,7 @@ def read_json_lines(path: Path, schema) -> list:
         return []
     try:
         with path.open("rb") as file:
-            lines = io.BufferedReader(file)  # files of object storage do not bound a line
+            lines = io.BufferedReader(file)  # object storage ignores readline's limit
             return parse_lines(iter(lambda: lines.readline(MAX_BYTES + 1), b""), schema)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None

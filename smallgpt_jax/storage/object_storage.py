@@ -250,7 +250,7 @@ class Writer:
             yield
         finally:
             self.leases.remove(lease)
-            self._generations.clear()
+            self._generations.clear()  # now others may write these objects
 
     def require_locks(self) -> None:
         """Ends the process if it has lost a lock; raises if this is unknown."""

@@ -35,7 +35,7 @@ def check_config(config: Config, mesh: jax.sharding.Mesh) -> None:
     train, model = config.train, config.model
     batch_shards, path_shards = sharding.num_batch_shards(mesh), mesh.shape["path"]
     train.validate_choice("tracker", ("", *TRACKERS))
-    learning_rate_schedule(config.optimizer)
+    learning_rate_schedule(config.optimizer)  # raises for an invalid schedule
     if train.objective != "causal" and is_synthetic(config.data):
         train.refuse("objective", "must be 'causal' with a probe, whose answers are next tokens")
     if train.eval_examples and (train.objective == "masked" or is_synthetic(config.data)):

@@ -77,7 +77,7 @@ def open_text(config: Config, run: Run) -> Corpus:
     """Returns the text of a run. Raises UserError if it is missing here, or is another one."""
     data = config.data
     if data.store and not Path(data.store).exists() and not data.mixture:
-        data = data.replace(store="")  # from the source, in the cache folder
+        data = data.replace(store="")  # prepares it from the source, in the cache folder
     corpus = load_or_prepare(data)
     changes = merging.text_changes(run.text, TrainingText(**identity_of(corpus)))
     if changes:

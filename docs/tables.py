@@ -21,7 +21,7 @@ block under it (default: table 1). `columns` selects columns of a table by their
 A comment right after a number or name in the text contains the expression that it is the value of,
 with a format:
 
-    moe needs 1.4<!-- = scaling.multiplier("moe", 1e12).value | .1f --> times fewer FLOPs
+    moe needs 1.4<!-- = scaling.multiplier("moe", 1e12).value as .1f --> times fewer FLOPs
 
 `Values` lists what expressions can use. All other numbers of a page that has such comments must be
 code, links, or listed in a comment of their section, which says where they come from:
@@ -301,8 +301,8 @@ def values_of(*paths: Path) -> Values:
 
 
 def _value(expression: str, results: Path) -> str:
-    """Returns the formatted value of an expression, such as `scaling.loss("gpt@0.2M") | .2f`."""
-    code, _, form = expression.partition(" | ")
+    """Returns the formatted value of an expression, such as `scaling.loss("gpt@0.2M") as .2f`."""
+    code, _, form = expression.partition(" as ")
     names = {name: values_of(path) for name, path in _records(results).items() if name in code}
     return format(eval(code, {**_FUNCTIONS, **names}), form.strip())
 

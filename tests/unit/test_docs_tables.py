@@ -66,7 +66,7 @@ def test_blocks_are_made_again(page):
 
 
 def test_values_are_made_again(page):
-    text = 'It has {0}<!-- = a_record.loss("pgpt") | .3f -->, not {1}<!-- = mean([1, 4]) -->.\n'
+    text = 'It has {0}<!-- = a_record.loss("pgpt") as .3f -->, not {1}<!-- = mean([1, 4]) -->.\n'
     page.write_text(text.format("2.4", "x"))
     assert tables.render(page) == text.format("2.515", "2.5")
     page.write_text("1<!-- = a_record.loss('llama') -->\n")

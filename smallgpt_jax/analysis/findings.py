@@ -116,14 +116,14 @@ class Contest:
     blockers: tuple[str, ...]  # models that may be better than the first, most probable first
     at_stake: float  # the first one's loss is at most this above the lowest, with probability STAKE
 
-    def pair(self, model: str, other: str) -> Pair:
-        """Returns the verdict, seen from `model`."""
+    def pair(self, model: str, other: str) -> Pair | None:
+        """Returns the verdict, seen from `model`; None if one of the two is not in the contest."""
         for pair in self.pairs:
             if (pair.model, pair.other) == (model, other):
                 return pair
             if (pair.model, pair.other) == (other, model):
                 return _reversed(pair)
-        raise KeyError(f"{model} and {other}")
+        return None
 
     @property
     def possible(self) -> tuple[Standing, ...]:
@@ -132,6 +132,14 @@ class Contest:
         if self.chosen:
             return first
         return (*first, *(one for one in self.standings[1:] if one.model in self.blockers))
+
+    @property
+    def seeds_needed(self) -> Range | None:
+        """`Pair.seeds_needed` of the first two models that may be the best; None for one."""
+        if len(self.possible) < 2:
+            return None
+        first, second, *_ = self.possible
+        return self.pair(second.model, first.model).seeds_needed
 
 
 def _reversed(pair: Pair) -> Pair:

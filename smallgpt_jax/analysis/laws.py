@@ -217,18 +217,11 @@ def _decisions(losses: Mapping[str, float], contest: Contest | None) -> Decision
     """Counts the decided pairs of a contest that an order of losses has right."""
     right = pairs = 0
     for model, other in itertools.combinations(losses, 2):
-        verdict = _verdict(contest, model, other)
-        if verdict in ("lower", "higher"):
+        pair = contest and contest.pair(model, other)
+        if pair and pair.is_told:
             pairs += 1
-            right += (losses[model] < losses[other]) == (verdict == "lower")
+            right += (losses[model] < losses[other]) == (pair.verdict == "lower")
     return Decisions(right, pairs)
-
-
-def _verdict(contest: Contest | None, model: str, other: str) -> str:
-    try:
-        return contest.pair(model, other).verdict if contest else ""
-    except KeyError:  # one of them was not trained there
-        return ""
 
 
 def check_predictions(record: Record, contest_at: ContestAt) -> HeldOut | None:

@@ -162,16 +162,12 @@ def _with_seeds(answer: Answer, contest: Contest, record: Record, results: str) 
     """Adds the number of seeds that would tell the first two models apart, and the command that
     trains them, if they are few.
     """
-    possible = contest.possible
-    if len(possible) < 2:
-        return answer
-    first, second, *_ = possible
-    needed = contest.pair(second.model, first.model).seeds_needed
+    needed = contest.seeds_needed
     if needed is None:
         return answer
     answer = dataclasses.replace(answer, seeds_needed=needed)
     # All sizes of the models: the first one of each has the grid of learning rates.
-    models = {one.model for one in possible}
+    models = {one.model for one in contest.possible}
     runs = [run for run in record.runs if run.model in models]
     present = len({run.seed for run in runs})
     # The middle of a range such as 5 to 80, in which each factor is equally likely: 20.

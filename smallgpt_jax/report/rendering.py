@@ -41,8 +41,9 @@ class Table:
     @property
     def kept(self) -> "Table":
         """The table without columns that are empty in all rows."""
-        columns = list(zip(self.head, *self.rows))
-        first, *others = columns
+        if not self.rows:
+            return self
+        first, *others = zip(self.head, *self.rows)
         kept = [first, *(column for column in others if set(column[1:]) != {MISSING})]
         head, *rows = zip(*kept)
         return Table(head, tuple(rows), self.marked)

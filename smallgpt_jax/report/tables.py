@@ -4,7 +4,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from smallgpt_jax.analysis.findings import (
     Choice,
@@ -12,7 +11,7 @@ from smallgpt_jax.analysis.findings import (
     Findings,
     HeldOut,
     Measure,
-    Pair,
+    Outcome,
     Rates,
     Spread,
     Standing,
@@ -32,58 +31,53 @@ MEASURES = {
 }
 
 
+def _table(rows: Iterable[Mapping[str, str]], marked: Sequence[int] = ()) -> Table:
+    """Returns rows of {heading: cell} as a table, without columns that are empty in all rows."""
+    rows = list(rows)
+    head = tuple(rows[0]) if rows else ()
+    return Table(head, tuple(tuple(row.values()) for row in rows), tuple(marked)).kept
+
+
 # ------------------------------------------------------------------ choices
 def answers(choices: Sequence[Choice]) -> Table:
     """Returns a row per budget, all of one kind."""
-    head = (
-        f"{words.BUDGETS[choices[0].budget]}, at most",
-        "model (how sure)",
-        "loss (80% interval)",
-        "at stake",
-        "seeds to decide",
-    )
-    return Table(head, tuple(map(_answer, choices))).kept
+    return _table(map(_answer, choices))
 
 
-def _answer(choice: Choice) -> tuple[str, ...]:
-    limit = words.limit(choice.limit, choice.budget)
-    if not words.is_direct(choice):
-        return (limit, words.choice(choice), *[MISSING] * 3)
-    possible = choice.contest.possible
-    # The loss at stake and the seeds to decide need known losses.
-    is_open = len(possible) > 1 and words.has_probabilities(choice.contest)
-    return (
-        limit,
-        words.choice(choice),
-        words.standing_loss(possible[0]),
-        words.stake(choice.contest) if is_open else MISSING,
-        _seeds(choice.contest, possible) if is_open else MISSING,
-    )
-
-
-def _seeds(contest: Contest, possible: Sequence[Standing]) -> str:
-    pair = contest.pair(possible[1].model, possible[0].model)
-    return words.seeds_needed(pair.seeds_needed)
+def _answer(choice: Choice) -> dict[str, str]:
+    row = {
+        f"{words.BUDGETS[choice.budget]}, at most": words.limit(choice.limit, choice.budget),
+        "model (how sure)": words.choice(choice),
+        "loss (80% interval)": MISSING,
+        "at stake": MISSING,
+        "seeds to decide": MISSING,
+    }
+    if words.is_direct(choice):
+        possible = choice.contest.possible
+        row["loss (80% interval)"] = words.standing_loss(possible[0])
+        # The loss at stake and the seeds to decide need known losses.
+        if len(possible) > 1 and words.has_probabilities(choice.contest):
+            row["at stake"] = words.stake(choice.contest)
+            row["seeds to decide"] = words.seeds_needed(choice.contest.seeds_needed)
+    return row
 
 
 def contenders(choice: Choice) -> Table:
     """Returns the models within a budget, lowest loss first."""
-    head = ("model", "loss", "P(lowest loss)", "cost", "parameters", "tokens", "known from")
     is_known = words.has_probabilities(choice.contest)
-    rows = []
-    for one in shown_contenders(choice):
-        rows.append(
-            (
-                words.names(one),
-                words.standing_loss(one),
-                words.percent(one.probability) if is_known else MISSING,
-                MISSING if one.cost is None else words.limit(one.cost, choice.budget),
-                parameters(one.parameters, one.active_parameters),
-                words.amount(one.tokens),
-                words.known(one),
-            )
-        )
-    return Table(head, tuple(rows), _marked(choice)).kept
+    rows = [
+        {
+            "model": words.names(one),
+            "loss": words.standing_loss(one),
+            "P(lowest loss)": words.percent(one.probability) if is_known else MISSING,
+            "cost": MISSING if one.cost is None else words.limit(one.cost, choice.budget),
+            "parameters": parameters(one.parameters, one.active_parameters),
+            "tokens": words.amount(one.tokens),
+            "known from": words.known(one),
+        }
+        for one in shown_contenders(choice)
+    ]
+    return _table(rows, _marked(choice.contest, choice.chosen))
 
 
 def shown_contenders(choice: Choice) -> list[Standing]:
@@ -95,9 +89,8 @@ def shown_contenders(choice: Choice) -> list[Standing]:
     return [*standings[:MAX_CONTENDERS], *others]
 
 
-def _marked(choice: Choice) -> tuple[int, ...]:
-    models = [one.model for one in choice.contest.standings]
-    return (models.index(choice.chosen),) if choice.chosen in models else ()
+def _marked(contest: Contest, chosen: str | None) -> list[int]:
+    return [index for index, one in enumerate(contest.standings) if one.model == chosen]
 
 
 def front(choice: Choice) -> Table:
@@ -108,18 +101,16 @@ def front(choice: Choice) -> Table:
 
     # The front has many points; those far from the budget answer another question.
     near = sorted(choice.front, key=distance)[:MAX_FRONT]
-    rows = []
-    for point in sorted(near, key=lambda point: point.cost):
-        rows.append(
-            (
-                point.name,
-                words.loss(point.loss),
-                words.limit(point.cost, choice.budget),
-                parameters(point.parameters, point.active_parameters),
-                words.amount(point.tokens),
-            )
-        )
-    return Table(("best for the cost", "loss", "cost", "parameters", "tokens"), tuple(rows))
+    return _table(
+        {
+            "best for the cost": point.name,
+            "loss": words.loss(point.loss),
+            "cost": words.limit(point.cost, choice.budget),
+            "parameters": parameters(point.parameters, point.active_parameters),
+            "tokens": words.amount(point.tokens),
+        }
+        for point in sorted(near, key=lambda point: point.cost)
+    )
 
 
 def parameters(total: int, active: int) -> str:
@@ -129,73 +120,41 @@ def parameters(total: int, active: int) -> str:
 
 # ------------------------------------------------------------------ ranking
 def standings(contest: Contest, reference: str) -> Table:
-    head = (
-        "model",
-        "loss (80% interval)",
-        f"minus {reference} (95% interval)",
-        "verdict",
-        "P(lowest loss)",
-        "seeds",
-        "parameters",
-    )
-    rows = []
     is_contest = len(contest.standings) > 1 and words.has_probabilities(contest)
+    rows = []
     for one in contest.standings:
-        pair = _pair(contest, one.model, reference)
+        pair = contest.pair(one.model, reference)  # None for the reference itself
         rows.append(
-            (
-                words.names(one),
-                words.standing_loss(one),
-                words.difference(pair) if pair else MISSING,
-                pair.verdict if pair else "reference",
-                words.percent(one.probability) if is_contest else MISSING,
-                str(one.seeds),
-                parameters(one.parameters, one.active_parameters),
-            )
+            {
+                "model": words.names(one),
+                "loss (80% interval)": words.standing_loss(one),
+                f"minus {reference} (95% interval)": words.difference(pair) if pair else MISSING,
+                "verdict": pair.verdict if pair else "reference",
+                "P(lowest loss)": words.percent(one.probability) if is_contest else MISSING,
+                "seeds": str(one.seeds),
+                "parameters": parameters(one.parameters, one.active_parameters),
+            }
         )
-    marked = [number for number, one in enumerate(contest.standings) if one.model == contest.chosen]
-    return Table(head, tuple(rows), tuple(marked)).kept
+    return _table(rows, _marked(contest, contest.chosen))
 
 
 def neighbors(contest: Contest) -> Table:
     """Returns each model beside the one before it in the ranking."""
-    pairs = []
-    for first, second in itertools.pairwise(contest.standings):
-        pairs.append(contest.pair(second.model, first.model))
-    return pairs_table(pairs)
-
-
-def pairs_table(pairs: Sequence[Pair]) -> Table:
-    head = (
-        "model",
-        "minus",
-        "difference (95% interval)",
-        "P(lower)",
-        "verdict",
-        "seeds",
-        "to decide",
-    )
     rows = []
-    for pair in pairs:
+    for first, second in itertools.pairwise(contest.standings):
+        pair = contest.pair(second.model, first.model)
         rows.append(
-            (
-                pair.model,
-                pair.other,
-                words.difference(pair),
-                MISSING if pair.interval is None else words.percent(pair.probability),
-                pair.verdict,
-                str(pair.seeds),
-                words.seeds_needed(pair.seeds_needed),
-            )
+            {
+                "model": pair.model,
+                "minus": pair.other,
+                "difference (95% interval)": words.difference(pair),
+                "P(lower)": MISSING if pair.interval is None else words.percent(pair.probability),
+                "verdict": pair.verdict,
+                "seeds": str(pair.seeds),
+                "to decide": words.seeds_needed(pair.seeds_needed),
+            }
         )
-    return Table(head, tuple(rows)).kept
-
-
-def _pair(contest: Contest, model: str, other: str) -> Pair | None:
-    try:
-        return contest.pair(model, other)
-    except KeyError:  # the model itself, or one that is not in the contest
-        return None
+    return _table(rows)
 
 
 def _by_model(columns: Mapping[str, Mapping[str, str]], models: Iterable[str] = ()) -> Table:
@@ -203,7 +162,7 @@ def _by_model(columns: Mapping[str, Mapping[str, str]], models: Iterable[str] = 
     rows = []
     for model in dict.fromkeys(itertools.chain(models, *columns.values())):
         rows.append((model, *(column.get(model, MISSING) for column in columns.values())))
-    return Table(("model", *columns), tuple(rows))
+    return Table(("model", *columns), tuple(rows)).kept
 
 
 # ------------------------------------------------------------------ over budgets
@@ -225,48 +184,49 @@ def multipliers(findings: Findings) -> Table:
 
 
 def orders(findings: Findings) -> Table:
-    rows = [(order.model, words.segments(order.segments)) for order in findings.orders]
-    return Table(("model", f"the better of it and {findings.reference}, by FLOPs"), tuple(rows))
+    heading = f"the better of it and {findings.reference}, by FLOPs"
+    return _table(
+        {"model": order.model, heading: words.segments(order.segments)} for order in findings.orders
+    )
 
 
 # ------------------------------------------------------------------ learning rates
 def rates(all_rates: Sequence[Rates]) -> Table:
     multiples = sorted(set().union(*(one.grid.losses for one in all_rates)))
-    columns = [f"× {multiple:g}" for multiple in multiples]
-    head = ("run", "own rate", *columns, "best", "may be best", "minimum")
     rows = []
     for one in all_rates:
         losses, own_rate = one.grid.losses, one.grid.learning_rate
-        plausible = [f"× {multiple:g}" for multiple in one.plausible]
         best = MISSING if one.best is None else f"{one.best * own_rate:.3g}"
+        plausible = [f"× {multiple:g}" for multiple in one.plausible]
         rows.append(
-            (
-                one.name,
-                f"{own_rate:.3g}",
-                *(words.loss(losses.get(multiple)) for multiple in multiples),
-                f"{best}, the {one.edge} tried" if one.edge else best,
-                ", ".join(plausible) or MISSING,
-                MISSING if one.minimum is None else f"{one.minimum * own_rate:.3g}",
-            )
+            {
+                "run": one.name,
+                "own rate": f"{own_rate:.3g}",
+                **{f"× {multiple:g}": words.loss(losses.get(multiple)) for multiple in multiples},
+                "best": f"{best}, the {one.edge} tried" if one.edge else best,
+                "may be best": ", ".join(plausible) or MISSING,
+                "minimum": MISSING if one.minimum is None else f"{one.minimum * own_rate:.3g}",
+            }
         )
-    return Table(head, tuple(rows)).kept
+    return _table(rows)
 
 
 # ------------------------------------------------------------------ laws
-
-
 def outcomes(held_out: HeldOut) -> Table:
-    head = ("model", "tokens", "predicted (80% interval)", "trained", "error", "inside", "seeds")
-    rows = []
-    for one in held_out.outcomes:
-        trained = [MISSING] * 4  # until the run is finished
-        if one.loss is not None:
-            error = f"{one.loss - one.predicted:+.3f}"
-            inside = "yes" if one.is_inside else "no"
-            trained = [words.loss(one.loss), error, inside, str(one.seeds)]
-        predicted = f"{one.predicted:.3f} ({words.interval(one.interval)})"
-        rows.append((one.model, words.amount(one.tokens), predicted, *trained))
-    return Table(head, tuple(rows)).kept
+    return _table(map(_outcome, held_out.outcomes))
+
+
+def _outcome(one: Outcome) -> dict[str, str]:
+    is_trained = one.loss is not None
+    return {
+        "model": one.model,
+        "tokens": words.amount(one.tokens),
+        "predicted (80% interval)": f"{one.predicted:.3f} ({words.interval(one.interval)})",
+        "trained": words.loss(one.loss),
+        "error": f"{one.loss - one.predicted:+.3f}" if is_trained else MISSING,
+        "inside": ("yes" if one.is_inside else "no") if is_trained else MISSING,
+        "seeds": str(one.seeds) if is_trained else MISSING,
+    }
 
 
 # ------------------------------------------------------------------ measurements
@@ -277,7 +237,7 @@ def measures(measured: Sequence[Measure]) -> list[Table]:
         columns = {}
         for one in measured[start : start + MAX_MEASURES]:
             columns[_label(one)] = {name: _measure(one, name) for name in one.spreads}
-        tables.append(_by_model(columns).kept)
+        tables.append(_by_model(columns))
     return tables
 
 
@@ -300,35 +260,38 @@ def _measure(measure: Measure, name: str) -> str:
 
 def measure_pairs(measured: Sequence[Measure]) -> Table:
     """Returns the verdicts on further measures, where seeds allow them."""
-    rows = []
-    for one in measured:
-        for pair in one.pairs:
-            if pair.interval is not None:
-                label = one.measure.replace("_", " ")
-                rows.append((label, pair.model, words.difference(pair), pair.verdict))
-    return Table(("measure", "model", "difference (95% interval)", "verdict"), tuple(rows))
+    return _table(
+        {
+            "measure": one.measure.replace("_", " "),
+            "model": pair.model,
+            "difference (95% interval)": words.difference(pair),
+            "verdict": pair.verdict,
+        }
+        for one in measured
+        for pair in one.pairs
+        if pair.interval is not None
+    )
 
 
 # ------------------------------------------------------------------ configs and runs
 def sizes(runs: Sequence[Run]) -> Table:
     """Returns a row per name, with means over its seeds."""
-    head = ("model", "parameters", "FLOPs per token", "tokens", "learning rate", "bits per byte")
     rows = []
     for name, group in grouped(runs, lambda run: run.name).items():
         first = group[0]
         bits = [run.final("bits_per_byte") for run in group if run.is_finished]
         is_known = bits and None not in bits
         rows.append(
-            (
-                name,
-                parameters(first.parameters, first.active_parameters),
-                words.amount(first.flops_per_token),
-                words.amount(first.tokens),
-                f"{first.learning_rate:.3g}",
-                f"{statistics.fmean(bits):.4f}" if is_known else MISSING,
-            )
+            {
+                "model": name,
+                "parameters": parameters(first.parameters, first.active_parameters),
+                "FLOPs per token": words.amount(first.flops_per_token),
+                "tokens": words.amount(first.tokens),
+                "learning rate": f"{first.learning_rate:.3g}",
+                "bits per byte": f"{statistics.fmean(bits):.4f}" if is_known else MISSING,
+            }
         )
-    return Table(head, tuple(rows)).kept
+    return _table(rows)
 
 
 def components(runs: Sequence[Run]) -> Table:
@@ -352,26 +315,24 @@ def different_fields(runs: Sequence[Run], reference: str) -> Table:
         for field in {**base, **config}:
             value = config.get(field)
             if field != "train.seed" and repr(value) != repr(base.get(field)):
-                differences.append(f"{field}={_value(value)}")
+                differences.append(f"{field}={MISSING if value is None else value}")
         if differences:
-            rows.append((name, ", ".join(differences)))
-    return Table(("model", f"differs from {reference} in"), tuple(rows))
-
-
-def _value(value: Any) -> str:
-    return MISSING if value is None else str(value)
+            rows.append({"model": name, f"differs from {reference} in": ", ".join(differences)})
+    return _table(rows)
 
 
 def all_runs(runs: Sequence[Run]) -> Table:
-    head = ("run", "seed", "steps", "last loss", "starts", "workdir")
-    rows = []
-    for run in runs:
-        steps = f"{run.steps_done:,}"
-        if not run.is_finished:
-            steps += f" of {run.steps:,}"
-        loss = words.loss(run.last.loss if run.last else None, 4)
-        if run.diverged:
-            loss = "diverged"
-        starts = str(len(run.sessions))
-        rows.append((run.label, str(run.seed), steps, loss, starts, run.workdir))
-    return Table(head, tuple(rows))
+    return _table(map(_run, runs))
+
+
+def _run(run: Run) -> dict[str, str]:
+    steps = f"{run.steps_done:,}" if run.is_finished else f"{run.steps_done:,} of {run.steps:,}"
+    last = words.loss(run.last.loss if run.last else None, 4)
+    return {
+        "run": run.label,
+        "seed": str(run.seed),
+        "steps": steps,
+        "last loss": "diverged" if run.diverged else last,
+        "starts": str(len(run.sessions)),
+        "workdir": run.workdir,
+    }

@@ -31,7 +31,7 @@ def analyse(record: Record) -> Findings:
     longest_runs = [run for run in record.runs if run.horizon == 1]
     ranked = [run for run in longest_runs if not size or run.size == size]
     choices = default_choices(evidence)
-    flops = [one for one in choices if one.budget == "flops" and one.limit == one.compared_at]
+    flops = [one.limit for one in choices if one.budget == "flops" and one.is_direct]
     return Findings(
         setup=description.describe_setup(record),
         reference=model,
@@ -39,7 +39,7 @@ def analyse(record: Record) -> Findings:
         ranked_size=size,
         choices=choices,
         orders=find_orders(evidence, model),
-        multipliers=find_multipliers(evidence, model, [one.limit for one in flops]),
+        multipliers=find_multipliers(evidence, model, flops),
         laws=laws.find_laws(record, contest_at) if several_sizes else None,
         held_out=laws.check_predictions(record, contest_at),
         rates=description.describe_rates(record),

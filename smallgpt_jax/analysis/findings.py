@@ -185,6 +185,13 @@ class Choice:
     front: tuple[FrontPoint, ...]  # over all candidates, cheapest first
     devices: tuple[str, ...]  # of the measurements of this cost, if several
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether models were compared at the limit itself: it is neither below nor beyond all
+        costs.
+        """
+        return self.contest is not None and self.compared_at == self.limit
+
 
 # ------------------------------------------------------------------ over budgets
 @dataclasses.dataclass(frozen=True)

@@ -261,6 +261,11 @@ class Run:
             return 0
         return self.sessions[0].first_step
 
+    @property
+    def own_share(self) -> float:
+        """The share of the config's steps that were not copied."""
+        return 1 - self.copied_steps / self.steps
+
     def final(self, field: str) -> float | None:
         """Returns the mean of a field over the last evaluations on as many targets as the last;
         None if a value is missing or was not finite.

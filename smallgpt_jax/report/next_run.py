@@ -5,11 +5,10 @@ from pathlib import Path
 
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.candidates import evidence_of
-from smallgpt_jax.analysis.next_run import NextRun, next_runs
+from smallgpt_jax.analysis.further_runs import NextRun, next_runs
 from smallgpt_jax.analysis.record import Record, model_of, size_of
-from smallgpt_jax.errors import UserError, command_line
-from smallgpt_jax.report import words
-from smallgpt_jax.report.choosing import Cost, rerun, without_rounds
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.report import commands, words
 from smallgpt_jax.storage.paths import as_path
 
 STAKE = 0.01  # nats; with less at stake, no run is worth it
@@ -29,7 +28,7 @@ class Advice:
                 f"No run is worth it: at most {self.at_stake:.2g} nats are at stake, which is what "
                 "taking the model with the lowest loss costs on average."
             )
-        cost = words.cost(Cost(self.run.runs, self.run.flops, self.run.seconds))
+        cost = words.cost(self.run)
         size = size_of(self.run.name)
         lines = [
             f"Next run: {self.run.name}, seed {self.run.seed} ({cost}).",
@@ -61,8 +60,7 @@ def choose_next(results: str | Path, stake: float = STAKE) -> Advice:
     if not worth:
         return Advice(None, most)
     command = _command(worth[0], record, str(results))
-    merged = f"--results={results},{OUTPUT}/{records.RESULTS_FILE}"
-    merge_command = command_line("compare", merged, "--output=runs/merged") if command else ""
+    merge_command = commands.merge(str(results), OUTPUT) if command else ""
     return Advice(worth[0], most, command, merge_command)
 
 
@@ -74,7 +72,6 @@ def _command(run: NextRun, record: Record, results: str) -> str:
         f"--results={results}",
         f"--config.compare.names={run.name}",
         f"--config.compare.seeds={len(seeds) + 1}",
-        *without_rounds(record),
     ]
     if record.held_out:  # its runs alone determine no law
         flags.append("--config.compare.held_out=")
@@ -84,4 +81,4 @@ def _command(run: NextRun, record: Record, results: str) -> str:
         flags.append("--config.compare.learning_rates=()")
         for field in ("optimizer.learning_rate", "optimizer.final_learning_rate"):
             flags.append(f"--config.runs.{run.name}.{field}={config[field]}")
-    return rerun(record.command, *flags)
+    return commands.compare_again(record, *flags)

@@ -77,7 +77,6 @@ def _environment(skin: str) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(words.FILTERS | _FILTERS)
-    environment.tests["direct"] = words.is_direct
     environment.globals |= {
         "skin": f"{skin}.j2",
         "choice_level": f"{CERTAIN:.1%}",

@@ -52,7 +52,7 @@ def _answer(choice: Choice) -> dict[str, str]:
         "at stake": MISSING,
         "seeds to decide": MISSING,
     }
-    if words.is_direct(choice):
+    if choice.is_direct:
         possible = choice.contest.possible
         row["loss (80% interval)"] = words.standing_loss(possible[0])
         # The loss at stake and the seeds to decide need known losses.
@@ -170,7 +170,7 @@ def losses_by_budget(choices: Sequence[Choice]) -> Table:
     """Returns a row per model, in the order at the largest budget."""
     columns = {}
     for choice in choices:
-        if words.is_direct(choice):
+        if choice.is_direct:
             losses = {one.model: words.standing_loss(one) for one in choice.contest.standings}
             columns[words.limit(choice.limit, choice.budget)] = losses
     return _by_model(columns, itertools.chain(*reversed(columns.values())))

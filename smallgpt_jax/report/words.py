@@ -16,6 +16,7 @@ from smallgpt_jax.analysis.findings import (
     Spread,
     Standing,
 )
+from smallgpt_jax.analysis.further_runs import Cost, NextRun
 from smallgpt_jax.analysis.record import grouped
 from smallgpt_jax.formatting import duration
 
@@ -172,7 +173,7 @@ def choice(answer: Choice) -> str:
     """Returns the chosen model, or those that may be the best; with their probabilities, if their
     losses at the budget are known.
     """
-    if not is_direct(answer):
+    if not answer.is_direct:
         return f"cannot tell{_WITHOUT_CONTEST.get(answer.refusal, '').format(answer.factor)}"
     if answer.chosen:
         return probabilities(answer.contest)
@@ -198,11 +199,6 @@ _WITHOUT_CONTEST = {
     "nothing within": ": every model needs more",
     "no cost": ": not measured",
 }
-
-
-def is_direct(answer: Choice) -> bool:
-    """Whether the models were compared at the budget itself, not at the nearest possible one."""
-    return answer.contest is not None and answer.compared_at == answer.limit
 
 
 def probabilities(contest: Contest) -> str:
@@ -252,8 +248,7 @@ def stake(contest: Contest) -> str:
     return f"{contest.at_stake:.2g}" if math.isfinite(contest.at_stake) else MISSING
 
 
-def cost(value) -> str:
-    """Formats the `choosing.Cost` of a command."""
+def cost(value: Cost | NextRun) -> str:
     flops = "unknown FLOPs" if value.flops is None else f"about {exponent(value.flops, 2)} FLOPs"
     texts = [plural(value.runs, "run"), flops]
     if value.seconds is not None:
@@ -310,7 +305,7 @@ def by_budget(findings: Findings) -> list[tuple[str, list[Choice]]]:
 
 
 def direct_choices(findings: Findings, budget: str = "flops") -> list[Choice]:
-    return [one for one in findings.choices if one.budget == budget and is_direct(one)]
+    return [one for one in findings.choices if one.budget == budget and one.is_direct]
 
 
 def main_choice(findings: Findings) -> Choice | None:

@@ -14,13 +14,13 @@ from comparison_helpers import INFERENCE, SESSION, run, saved
 from conftest import ROOT, call
 
 from smallgpt_jax.analysis import record as records
+from smallgpt_jax.analysis.further_runs import Cost
 from smallgpt_jax.analysis.record import Inference
 from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.flops import train_flops_per_token
-from smallgpt_jax.report import choosing, tables
-from smallgpt_jax.report.sized_command import sized_command
+from smallgpt_jax.report import choosing, commands, tables
 from smallgpt_jax.run.config import Config
 
 COMMAND = "python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper"
@@ -73,7 +73,7 @@ def test_more_seeds_are_offered_where_few_may_decide(tmp_path):
     merged = f"--results={path},runs/more-seeds/results.json --output=runs/merged"
     assert answer.merge_command.endswith(merged) and answer.merge_command in str(answer)
     runs = 2 * (answer.seeds - 3)  # three of each are in the record
-    assert answer.seeds_cost == choosing.Cost(runs, runs * 2e6, runs * 2.0)
+    assert answer.seeds_cost == Cost(runs, runs * 2e6, runs * 2.0)
     assert f"{runs} runs, about {runs * 2 / 10:.1f}e7 FLOPs" in " ".join(str(answer).split())
 
 
@@ -96,7 +96,7 @@ def test_the_cost_of_training_includes_the_grid(tmp_path):
     grids = {"llama": records.Grid(0, 0.01, rates)}
     path = saved(tmp_path / "results.json", *runs, command=COMMAND, learning_rates=grids)
     answer = choosing.choose(path, "parameters", 100)
-    assert answer.cost == choosing.Cost(4, 7e6, 7.0)
+    assert answer.cost == Cost(4, 7e6, 7.0)
     assert "Train it (4 runs, about 7e6 FLOPs, 7s at the speed of the record):" in str(answer)
 
 
@@ -131,7 +131,8 @@ def test_models_that_are_left_out_and_runs_above_the_budget_are_said(tmp_path):
     ],
 )
 def test_commands_of_comparisons(command, expected):
-    again = choosing.rerun(command, "--config.compare.seeds=5", without=("--results",))
+    record = records.Record("", "", command, "gpt", ())
+    again = commands.compare_again(record, "--config.compare.seeds=5", without=("--results",))
     assert again.partition(" -m ")[2] == expected.partition(" -m ")[2]
 
 
@@ -174,7 +175,7 @@ def test_the_sized_command_trains_the_architecture_with_the_budget(name):
     record = "mixers" if name == "delta" else "scaling"
     runs = records.read(ROOT / "docs" / "results" / f"{record}.json").runs
     run = next(run for run in runs if run.model == name)
-    recipe, *flags, workdir = shlex.split(sized_command(run, 3e12, "runs/here"))[3:]
+    recipe, *flags, workdir = shlex.split(commands.train_sized(run, 3e12, "runs/here"))[3:]
     assert workdir == "--workdir=runs/here"
     overrides = {}
     for flag in flags:
@@ -190,7 +191,7 @@ def test_the_sized_command_trains_the_architecture_with_the_budget(name):
     tokens = trained.train.steps * trained.train.batch_size * trained.model.context_length
     flops = tokens * train_flops_per_token(LanguageModel(trained.model))
     assert flops == pytest.approx(3e12, rel=0.03)
-    assert sized_command(run, 2e6, "runs/here") == ""  # no model is so small
+    assert commands.train_sized(run, 2e6, "runs/here") == ""  # no model is so small
 
 
 def test_choose_starts_without_jax_and_matplotlib():

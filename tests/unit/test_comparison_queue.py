@@ -13,7 +13,7 @@ import pytest
 from conftest import load_config
 
 from smallgpt_jax import models
-from smallgpt_jax.analysis.rounds import Rounds
+from smallgpt_jax.analysis.further_runs import Rounds
 from smallgpt_jax.comparison import held_out, queue
 from smallgpt_jax.comparison.runs import Comparison
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError

@@ -14,7 +14,7 @@ from ml_collections import config_flags
 from scipy import stats
 
 from smallgpt_jax import cli
-from smallgpt_jax.analysis.next_run import expected_gain, next_runs
+from smallgpt_jax.analysis.further_runs import expected_gain, next_runs
 from smallgpt_jax.analysis.record import Grid, GridRate
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.report.next_run import choose_next

@@ -9,7 +9,7 @@ from decision_helpers import record, runs
 
 from smallgpt_jax.analysis.analysis import analyse
 from smallgpt_jax.analysis.candidates import level_of_pair
-from smallgpt_jax.analysis.rounds import Rounds, next_seeds
+from smallgpt_jax.analysis.further_runs import Rounds, next_seeds
 from smallgpt_jax.comparison.merging import merge
 from smallgpt_jax.report import page
 

@@ -1,0 +1,183 @@
+"""Which further runs of a comparison are worth training, and what runs cost.
+
+Two questions, each asked of the losses so far: which models need another seed (rounds of seeds, with
+config.compare.most_seeds), and which single run lowers the expected loss at stake most per FLOP
+(`choose --next`).
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from scipy import special
+
+from smallgpt_jax.analysis import sequential, spreads
+from smallgpt_jax.analysis.candidates import Candidate, Evidence, are_comparable, longest
+from smallgpt_jax.analysis.contest import compare_pairs, draw_losses
+from smallgpt_jax.analysis.record import Run, grouped
+from smallgpt_jax.analysis.spreads import Difference
+
+_OUTCOMES = 200  # possible losses of a run, equally probable
+
+
+# ------------------------------------------------------------------ costs
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The price of runs; None if one of them has not counted its FLOPs or logged its speed."""
+
+    runs: int
+    flops: float | None
+    seconds: float | None  # at the speed of the record's runs
+
+
+def cost_of(runs: Sequence[Run], shares: Sequence[float] | None = None) -> Cost:
+    """Returns the cost of shares of runs, by default of those steps that were not copied."""
+    shares = [run.own_share for run in runs] if shares is None else shares
+
+    def total(field: str) -> float | None:
+        costs = [getattr(run.last, field, None) for run in runs]
+        return None if None in costs else sum(map(operator.mul, costs, shares))
+
+    return Cost(len(runs), total("flops"), total("seconds"))
+
+
+# ------------------------------------------------------------------ rounds of seeds
+@dataclasses.dataclass(frozen=True)
+class Rounds:
+    first: int  # seeds of each model in the first round
+    most: int  # seeds of a model
+    stake: float  # nats; a pair with less at stake gets no further seeds
+    pair_level: float  # see `Evidence.pair_level`
+
+
+def next_seeds(losses: Mapping[str, Sequence[float]], rounds: Rounds) -> dict[str, int]:
+    """Returns {model: number of seeds} after the next round; the present ones if no pair needs more.
+
+    `losses` by model are those of its first seeds, inf if one diverged. Each pair that is open gets
+    one more seed that both have.
+    """
+    return dict(_next_seeds(tuple((name, tuple(row)) for name, row in losses.items()), rounds))
+
+
+@functools.lru_cache(maxsize=1024)  # plans are made again after each run
+def _next_seeds(
+    losses: tuple[tuple[str, tuple[float, ...]], ...], rounds: Rounds
+) -> tuple[tuple[str, int], ...]:
+    counts = {name: len(row) for name, row in losses}
+    # A model that diverged needs no further seeds: it is worse than all others.
+    rivals = {name: dict(enumerate(row)) for name, row in losses if all(map(math.isfinite, row))}
+    if len(rivals) > 1:
+        names = list(rivals)
+        estimate = spreads.estimate_alone(spreads.matrix(list(rivals.values())))
+        draws = draw_losses(estimate)
+        pairs = compare_pairs(names, estimate, draws, rounds.pair_level)
+        # in the order of compare_pairs
+        for pair, (other, one) in zip(pairs, itertools.combinations(range(len(names)), 2)):
+            at_stake = _expected_regret(draws[:, one] - draws[:, other]) > rounds.stake
+            is_worth_it = at_stake or _is_in_reach(estimate.difference(one, other), rounds)
+            if is_worth_it and not pair.is_told:
+                needed = min(pair.seeds + 1, rounds.most)
+                for name in (pair.model, pair.other):
+                    counts[name] = max(counts[name], needed)
+    return tuple(counts.items())
+
+
+def _is_in_reach(difference: Difference, rounds: Rounds) -> bool:
+    """Whether a difference of more than `rounds.stake` can be expected to be told with the seeds
+    that are allowed.
+
+    Such a pair gets seeds even if little is at stake: of two models that differ by much, little is
+    at stake long before a verdict is certain, and they would otherwise stay untold.
+    """
+    effect = difference.paired**2 / difference.variance
+    seeds = sequential.seeds_of_effects(np.array(effect), rounds.pair_level)
+    return abs(difference.paired) > rounds.stake and seeds <= rounds.most
+
+
+def _expected_regret(differences: np.ndarray) -> float:
+    """Returns what choosing the better of two models costs on average, because the other one may be
+    better, from possible differences of their expected losses.
+    """
+    return float(min(np.maximum(differences, 0).mean(), np.maximum(-differences, 0).mean()))
+
+
+# ------------------------------------------------------------------ the run that is worth most
+
+
+@dataclasses.dataclass(frozen=True)
+class NextRun:
+    """The next seed of a name.
+
+    At stake is what it costs, on average, to train the model with the lowest measured loss, because
+    another one may be better. One more seed of a model changes what is expected of it, and thereby
+    sometimes which model is taken (knowledge gradient: Frazier, Powell & Dayanik, 2009,
+    doi:10.1287/ijoc.1080.0314).
+    """
+
+    name: str
+    seed: int
+    at_stake: float  # nats, at the size of this name
+    gain: float  # nats by which the run is expected to lower it
+    runs: int  # this one and its shorter ones
+    flops: float  # of all of them
+    seconds: float | None  # at the speed of the name's first seed; None if it was not logged
+
+
+def next_runs(evidence: Evidence) -> list[NextRun]:
+    """Returns one run per name of each size, the one with the largest gain per FLOP first.
+
+    Leaves out names whose FLOPs are unknown, that diverged, and sizes at which nobody can tell how
+    much losses vary or which losses cannot be compared.
+    """
+    runs = []
+    for candidates in grouped(longest(evidence.candidates), lambda one: one.first.size).values():
+        finite = [one for one in candidates if math.isfinite(one.loss)]
+        is_comparable = are_comparable([run for one in finite for run in one.runs])
+        if len(finite) > 1 and is_comparable and evidence.prior_at(finite[0]).is_known:
+            runs += _of_size(finite, evidence)
+    return sorted(runs, key=lambda run: -run.gain / run.flops)
+
+
+def _of_size(candidates: Sequence[Candidate], evidence: Evidence) -> list[NextRun]:
+    losses = spreads.matrix([one.losses for one in candidates])
+    estimate = spreads.estimate(losses, evidence.prior_at(candidates[0]))
+    draws = draw_losses(estimate)
+    means, covariance = draws.mean(0), np.cov(draws.T)
+    at_stake = means.min() - draws.min(1).mean()
+    own_variances, _ = estimate.own_variances
+    runs = []
+    for index, one in enumerate(candidates):
+        cost = cost_of(_runs_of_a_seed(one.first.name, evidence.record.runs))
+        if not cost.flops:
+            continue
+        seed = max(run.seed for run in one.runs) + 1
+        # The effect of an order of batches is known if other models have read it.
+        is_read = any(seed in other.losses for other in candidates)
+        variance = own_variances[index] if is_read else estimate.deviations[index] ** 2
+        gain = expected_gain(means, covariance, index, float(variance))
+        price = (cost.runs, cost.flops, cost.seconds)
+        runs.append(NextRun(one.first.name, seed, float(at_stake), gain, *price))
+    return runs
+
+
+def _runs_of_a_seed(name: str, runs: Sequence[Run]) -> list[Run]:
+    """Returns the runs of the first evaluated seed of a name, the shorter ones, too."""
+    evaluated = [run for run in runs if run.name == name and run.last]
+    return [run for run in evaluated if run.seed == evaluated[0].seed]
+
+
+def expected_gain(means: np.ndarray, covariance: np.ndarray, model: int, variance: float) -> float:
+    """Returns by how much one more loss of a model, with this variance, is expected to lower the
+    expected loss of the model that is then taken.
+
+    A loss moves the expected losses by covariance[model] / √(variance + covariance[model, model])
+    times a standard normal number.
+    """
+    moves = covariance[model] / math.sqrt(variance + covariance[model, model])
+    normal = special.ndtri((np.arange(_OUTCOMES) + 0.5) / _OUTCOMES)
+    after = means + moves * normal[:, None]
+    return float(means.min() - after.min(1).mean())

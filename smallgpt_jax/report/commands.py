@@ -1,0 +1,94 @@
+"""The commands that an answer gives: they train a chosen model, more seeds, or the next run."""
+
+import shlex
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from smallgpt_jax.analysis.record import RESULTS_FILE, Record, Run
+from smallgpt_jax.config.group import AT_START
+from smallgpt_jax.config.recipes import load_config
+from smallgpt_jax.errors import UserError, command_line
+
+# The recipe of a size sets these to values that suit it.
+_OF_SIZE = ("model.vocab_size", "model.context_length", "model.dtype")
+
+
+def train_again(run: Run, ratio: float, workdir: str) -> str:
+    """Returns the command that trains a run of this machine again, with `ratio` times its steps."""
+    overrides = []
+    if run.config.get("train.trunk"):  # a branch of a longer run is trained from its first step
+        overrides.append("--config.train.trunk=")
+    for field in ("train.steps", "optimizer.warmup_steps", "optimizer.decay_steps"):
+        count = run.config.get(field)
+        is_count = type(count) is int and count > 0  # -1: a fraction of another count
+        if ratio != 1 and is_count:
+            overrides.append(f"--config.{field}={round(count * ratio)}")
+    return command_line("main", f"--config=run:{run.workdir}", *overrides, f"--workdir={workdir}")
+
+
+def compare_again(record: Record, *flags: str, without: tuple[str, ...] = ()) -> str:
+    """Returns the record's command with further flags, which trains exactly compare.seeds seeds; ""
+    if it is unknown or trains no runs.
+
+    `without` are the names of flags to leave out.
+    """
+    try:
+        arguments = shlex.split(record.command)
+    except ValueError:  # an open quote
+        return ""
+    is_comparison = arguments[1:3] == ["-m", "smallgpt_jax.compare"]
+    if not is_comparison or not any(word.startswith("--config") for word in arguments):
+        return ""
+    if record.seeds_as_needed:
+        flags = (*flags, "--config.compare.most_seeds=0")
+    replaced = {*without, *(flag.partition("=")[0] for flag in flags)}
+    kept = [word for word in arguments[3:] if word.partition("=")[0] not in replaced]
+    return command_line("compare", *kept, *flags)
+
+
+def merge(results: str, output: str) -> str:
+    """Returns the command that adds the results of a comparison's folder to a record."""
+    both = f"--results={results},{output}/{RESULTS_FILE}"
+    return command_line("compare", both, "--output=runs/merged")
+
+
+# ------------------------------------------------------------------ sized recipes
+def train_sized(run: Run, flops: float, workdir: str) -> str:
+    """Returns the command that trains the run's architecture on its text, at the size and for the
+    steps that suit a budget of training FLOPs (docs/sizes.md); "" if it is too small for that.
+    """
+    from smallgpt_jax.models import ModelConfig  # imports JAX, as the recipes do
+
+    sized = _sized_recipe(run, f"{flops:.3g}".replace("e+", "e"))
+    if sized is None:
+        return ""
+    recipe, config = sized
+    following = ModelConfig.shape({"d_model": 64})  # the names count, not the values
+    flags = []
+    for field, value in run.config.items():
+        group, _, name = field.partition(".")
+        is_of_model = group == "model" and field not in _OF_SIZE
+        if not is_of_model and field != "data.source":
+            continue
+        value, of_recipe = _as_flag(value), _as_flag(config[group].get(name))
+        if value == of_recipe or of_recipe in (str(AT_START), str(float(AT_START))):
+            continue
+        flags.append(f"--config.{field}={AT_START if name in following else value}")
+    return command_line("main", f"--config={recipe}", *flags, f"--workdir={workdir}")
+
+
+def _sized_recipe(run: Run, size: str) -> tuple[str, ConfigDict] | None:
+    """Returns the recipe of the run's name, or else gpt's, and its config; None below all sizes."""
+    for name in (run.model, "gpt"):
+        try:
+            return f"{name}:{size}", load_config(f"{name}:{size}")
+        except UserError:  # a name that only the comparison knows, or a budget below all sizes
+            continue
+    return None
+
+
+def _as_flag(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return str(tuple(value)).replace("'", '"')  # shells need no escapes for these quotes
+    return str(value)

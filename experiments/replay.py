@@ -32,8 +32,8 @@ from smallgpt_jax.analysis.candidates import evidence_of, level_of_pair
 from smallgpt_jax.analysis.choice import default_choices
 from smallgpt_jax.analysis.contest import compare_pairs, draw_losses
 from smallgpt_jax.analysis.findings import LEVEL, Pair
-from smallgpt_jax.analysis.record import Record
 from smallgpt_jax.analysis.further_runs import Rounds, next_seeds
+from smallgpt_jax.analysis.record import Record
 
 _RESULTS = flags.DEFINE_string(
     "results", str(Path(__file__).parents[1] / "docs/results/scaling.json"), "Record."

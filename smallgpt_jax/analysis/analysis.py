@@ -4,6 +4,7 @@ import functools
 
 from smallgpt_jax.analysis import description, laws, spreads
 from smallgpt_jax.analysis.candidates import (
+    Entry,
     Evidence,
     are_comparable,
     evidence_of,
@@ -12,7 +13,7 @@ from smallgpt_jax.analysis.candidates import (
     longest,
 )
 from smallgpt_jax.analysis.choice import default_choices
-from smallgpt_jax.analysis.contest import Entry, compare_pairs, compete, draw_losses
+from smallgpt_jax.analysis.contest import compare_pairs, compete, draw_losses
 from smallgpt_jax.analysis.equal_flops import find_multipliers, find_orders, find_untried
 from smallgpt_jax.analysis.findings import Contest, Findings, Pair
 from smallgpt_jax.analysis.record import Record, model_of

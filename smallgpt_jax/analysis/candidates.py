@@ -1,9 +1,9 @@
-"""What a record offers to choose from: models at one size, length and learning rate."""
+"""What a record offers to choose from: models at one size, length and learning rate, and their costs."""
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.findings import LEVEL
@@ -12,6 +12,8 @@ from smallgpt_jax.analysis.record import Record, Run, grouped, size_of
 EQUAL = 1e-3  # nats; models whose losses differ by less with each seed are the same function
 _MIN_MODELS = 4  # of a size and length, from which its differences have their own typical variance
 _SAME_ROWS = 1.01  # ratio up to which numbers of validation tokens count as the same rows
+DECODING_BATCHES = (1, 32)  # batch sizes at which `compare` measures decoding
+BATCH_BUDGETS = ("decode_ms", "memory")  # that depend on the batch size of decoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,29 @@ class Candidate:
     @property
     def flops(self) -> float | None:
         return self.first.last.flops if self.first.last else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A model at a budget, or as it was trained: what is known of its loss there."""
+
+    candidate: Candidate  # the trained one, or the nearer of two between which it is interpolated
+    losses: dict[int, float]  # by order of batches
+    cost: float | None
+    known: str = "trained"  # see `Standing.known`
+    noise: float = 1.0  # expected variance of the losses over seeds, in that of a trained run
+    parameters: float = 0.0  # interpolated, as the loss is; 0: those of the candidate
+    tokens: float = 0.0
+    untried: float = 0.0  # nats that the loss may be lower, with what was not tried
+    equal_to: tuple[str, ...] = ()  # see `Standing.equal_to`
+
+    @property
+    def model(self) -> str:
+        return self.candidate.model
+
+    @property
+    def loss(self) -> float:
+        return statistics.fmean(self.losses.values())
 
 
 def _candidates_of(runs: Sequence[Run]) -> list[Candidate]:
@@ -250,3 +275,36 @@ def _function(run: Run) -> dict:
         fields["model.architecture"] = "lgpt"
         del fields["model.conv_kernel"]
     return fields
+
+
+# ------------------------------------------------------------------ costs that a budget can limit
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    cost: Callable[[Run, int], float | None]  # of a run, by the batch size; None if not measured
+    is_training: bool = False
+
+
+def _decoding_ms(run: Run, batch: int) -> float | None:
+    """Returns the median milliseconds of a decoding step with a full cache."""
+    for row in run.inference.decoding if run.inference else ():
+        if (row.batch, row.cache) == (batch, "full"):
+            return row.step_ms.median
+    return None
+
+
+def _decoding_bytes(run: Run, batch: int) -> int | None:
+    """Returns the bytes of the weights and of the full caches of `batch` texts."""
+    if not run.weight_bytes or not run.inference:
+        return None
+    return run.weight_bytes + batch * run.inference.cache_bytes
+
+
+BUDGETS: dict[str, Budget] = {
+    "flops": Budget(lambda run, batch: run.last and run.last.flops, is_training=True),
+    "seconds": Budget(lambda run, batch: run.last and run.last.seconds, is_training=True),
+    "parameters": Budget(lambda run, batch: run.parameters),
+    "bytes": Budget(lambda run, batch: run.weight_bytes),
+    "decode_ms": Budget(_decoding_ms),
+    "memory": Budget(_decoding_bytes),
+    "training_memory": Budget(lambda run, batch: run.memory_bytes),
+}

@@ -12,18 +12,19 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from smallgpt_jax.analysis.budgets import BUDGETS
 from smallgpt_jax.analysis.candidates import (
+    BUDGETS,
     EQUAL,
     Candidate,
+    Entry,
     Evidence,
     are_comparable,
     by_model,
     evidence_of,
     longest,
 )
-from smallgpt_jax.analysis.contest import POSSIBLE, Entry, compete
-from smallgpt_jax.analysis.findings import Choice, Contest, FrontPoint
+from smallgpt_jax.analysis.contest import compete
+from smallgpt_jax.analysis.findings import POSSIBLE, Choice, Contest, FrontPoint
 from smallgpt_jax.analysis.lines import (
     NEAR,
     SAME,
@@ -125,18 +126,7 @@ class Asked:
         """Returns the answer to a limit. Below all costs and far beyond them nothing is chosen; then
         the contest is that of the nearest cost.
         """
-        answer = Choice(
-            budget=self.budget,
-            limit=limit,
-            batch=self.batch,
-            chosen=None,
-            refusal="no cost",
-            contest=None,
-            compared_at=None,
-            factor=None,
-            front=self.front(),
-            devices=self.devices(),
-        )
+        answer = Choice(self.budget, limit, self.batch, self.front(), self.devices(), "no cost")
         if not self.costs:
             return answer
         least = min(map(min, self.costs.values()))
@@ -151,7 +141,7 @@ class Asked:
         contest = self.contest(compared_at)
         return dataclasses.replace(
             answer,
-            chosen=contest.chosen if compared_at == limit else None,
+            chosen=None if refusal else contest.chosen,
             refusal=refusal or contest.refusal,
             contest=contest,
             compared_at=compared_at,
@@ -316,17 +306,13 @@ def _training_entries(lines: dict[str, Lines], budget: float) -> list[Entry]:
 
 def _bound(lines: Lines, budget: float) -> Entry | None:
     """Returns a model at the lowest loss that it has reached with at most a budget."""
-    readings = lines.at(budget)
-    reading = min(readings.values(), key=lambda one: one.loss, default=None)
+    entry = min(lines.at(budget).values(), key=lambda one: one.loss, default=None)
     point = lines.within(budget)
-    if reading and (point is None or reading.loss <= point.candidate.loss):
-        size = {"parameters": reading.parameters, "tokens": reading.tokens}
-        return Entry(
-            reading.nearest, reading.losses, budget, reading.known, noise=reading.noise, **size
-        )
+    if entry and (point is None or entry.loss <= point.candidate.loss):
+        return entry
     if point is None:
         return None
-    is_known = reading is not None or point.cost * SAME >= budget
+    is_known = entry is not None or point.cost * SAME >= budget
     known = "trained" if is_known else "cheaper"
     return Entry(point.candidate, point.candidate.losses, point.cost, known)
 
@@ -344,12 +330,10 @@ def _with_potential(
     common = nearest_common(rival, base, first.cost)
     potentials = [math.inf if entry is None else entry.loss]
     if common:
-        reading, base_reading = common
-        potentials.append(first.loss + reading.loss - base_reading.loss)
+        dearer, base_entry = common
+        potentials.append(first.loss + dearer.loss - base_entry.loss)
         if entry is None:
-            entry = Entry(
-                reading.nearest, reading.losses, reading.budget, "dearer", noise=reading.noise
-            )
+            entry = dataclasses.replace(dearer, known="dearer")
     if entry is None:
         point = rival.above(budget)
         return point and Entry(point.candidate, point.candidate.losses, point.cost, "dearer")

@@ -14,7 +14,7 @@ import numpy as np
 from scipy import special
 
 from smallgpt_jax.analysis import sequential, spreads
-from smallgpt_jax.analysis.candidates import Candidate, Evidence
+from smallgpt_jax.analysis.candidates import Entry, Evidence
 from smallgpt_jax.analysis.findings import (
     CERTAIN,
     INTERVAL,
@@ -26,8 +26,7 @@ from smallgpt_jax.analysis.findings import (
     Range,
     Standing,
 )
-from smallgpt_jax.analysis.modes import modes
-from smallgpt_jax.analysis.spreads import Difference, Estimate, Prior
+from smallgpt_jax.analysis.spreads import Difference, Estimate, Prior, modes
 
 DRAWS = 4000
 _QUANTILES = 32  # values at which the uncertain variance of a mean is represented
@@ -36,29 +35,6 @@ _MODEL_SPREADS = (1, 2, 4, 8, 16, 64)
 _MIN_DEGREES = 2  # degrees of freedom of a record's differences from which a model can be chosen
 _POWER = 0.8  # probability that the seeds that are needed reveal the difference
 _MAX_SEEDS = 10_000
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A model in a contest."""
-
-    candidate: Candidate  # the trained one, or the nearer of two between which it is interpolated
-    losses: dict[int, float]  # by order of batches, at the budget as far as they are known
-    cost: float | None
-    known: str = "trained"  # see `Standing.known`
-    noise: float = 1.0  # see `Reading.noise`
-    untried: float = 0.0  # nats that the loss may be lower, with what was not tried
-    parameters: float = 0.0  # 0: those of the candidate
-    tokens: float = 0.0
-    equal_to: tuple[str, ...] = ()
-
-    @property
-    def model(self) -> str:
-        return self.candidate.model
-
-    @property
-    def loss(self) -> float:
-        return float(np.mean(list(self.losses.values())))
 
 
 def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from smallgpt_jax.analysis import spreads
-from smallgpt_jax.analysis.budgets import BUDGETS
-from smallgpt_jax.analysis.candidates import Evidence, longest
+from smallgpt_jax.analysis.candidates import Entry, Evidence, longest
 from smallgpt_jax.analysis.findings import (
     INTERVAL,
     LEVEL,
@@ -29,7 +28,6 @@ from smallgpt_jax.analysis.lines import (
     Key,
     Lines,
     Point,
-    Reading,
     best_common,
     interpolate,
     lines_of,
@@ -41,7 +39,7 @@ MIN_SEEDS = 3  # of multipliers: how much losses of two seeds vary is a guess (`
 
 
 def _flops(run: Run) -> float | None:
-    return BUDGETS["flops"].cost(run, 1)
+    return run.last and run.last.flops
 
 
 def _lines(evidence: Evidence) -> dict[str, Lines]:
@@ -87,16 +85,16 @@ def compare_at_nodes(rival: Lines, base: Lines, evidence: Evidence) -> list[Node
             budgets.append(point.cost)
     nodes = []
     for budget in budgets:
-        readings = best_common(rival, base, budget)
-        if readings:
-            size = readings[0].nearest.first.size
-            nodes.append(Node(budget, size, compare(*readings, evidence)))
+        entries = best_common(rival, base, budget)
+        if entries:
+            size = entries[0].candidate.first.size
+            nodes.append(Node(budget, size, compare(*entries, evidence)))
     return nodes
 
 
-def compare(one: Reading, other: Reading, evidence: Evidence) -> Difference:
+def compare(one: Entry, other: Entry, evidence: Evidence) -> Difference:
     losses = spreads.matrix([one.losses, other.losses])
-    prior = evidence.prior_at(other.nearest)
+    prior = evidence.prior_at(other.candidate)
     return spreads.estimate(losses, prior, [one.noise, other.noise]).difference(0, 1)
 
 
@@ -180,19 +178,19 @@ def multiplier(rival: Lines, base: Lines, budget: float, evidence: Evidence) -> 
     key = _common_key(rival, base, budget)
     if key is None:
         return refuse("gap")
-    base_reading = base.at(budget)[key]
-    crossing = _crossing(rival.lines[key], base_reading.loss)
+    base_entry = base.at(budget)[key]
+    crossing = _crossing(rival.lines[key], base_entry.loss)
     if isinstance(crossing, str):
         return refuse(crossing)
-    reading = interpolate(crossing.before, crossing.after, crossing.budget)
-    if reading is None:
+    entry = interpolate(crossing.before, crossing.after, crossing.budget)
+    if entry is None:
         return refuse("gap")
     # On a common line, `rival` reaches this loss with another budget. There the losses differ by
     # zero ± e, the error of a paired difference. Along the line of `rival`, the loss falls by its
     # slope per logarithm of the budget, so the logarithm of the multiplier has the error e / slope:
     # with e = 0.02 and a slope of 0.4, ±5%.
-    difference = compare(reading, base_reading, evidence)
-    slope = crossing.exponent * reading.loss  # nats per logarithm of the budget
+    difference = compare(entry, base_entry, evidence)
+    slope = crossing.exponent * entry.loss  # nats per logarithm of the budget
     center = math.log(budget / crossing.budget) - difference.mean / slope
     half = difference.half_width(INTERVAL) / slope
     interval = Range(math.exp(center - half), math.exp(center + half))

@@ -1,6 +1,6 @@
 """What `analyse` and `choose` find in a record. Data only: report/ puts it into words and figures.
 
-Losses are nats per token, costs are in the units of their budget (`budgets.BUDGETS`).
+Losses are nats per token, costs are in the units of their budget (`candidates.BUDGETS`).
 """
 
 import dataclasses
@@ -173,17 +173,17 @@ class FrontPoint:
 class Choice:
     """The answer to a budget."""
 
-    budget: str  # key of `budgets.BUDGETS`
+    budget: str  # key of `candidates.BUDGETS`
     limit: float
     batch: int  # of decoding
-    chosen: str | None
-    refusal: Refusal | None
-    # At `limit`; if nothing is comparable there, at `compared_at`, the nearest budget with one.
-    contest: Contest | None
-    compared_at: float | None
-    factor: float | None  # limit / nearest measured cost, of "nothing within" and "beyond"
     front: tuple[FrontPoint, ...]  # over all candidates, cheapest first
     devices: tuple[str, ...]  # of the measurements of this cost, if several
+    refusal: Refusal | None
+    chosen: str | None = None
+    # At `limit`; if nothing is comparable there, at `compared_at`, the nearest budget with one.
+    contest: Contest | None = None
+    compared_at: float | None = None
+    factor: float | None = None  # limit / nearest measured cost, of "nothing within" and "beyond"
 
     @property
     def is_direct(self) -> bool:

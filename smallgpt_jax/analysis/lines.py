@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from smallgpt_jax.analysis.candidates import Candidate
+from smallgpt_jax.analysis.candidates import Candidate, Entry
 from smallgpt_jax.analysis.record import Run, grouped
 
 SAME = 1.01  # ratio up to which two budgets count as one
@@ -33,26 +33,6 @@ class Point(NamedTuple):
     ratio: int  # number of its group of tokens per parameter
 
 
-class Reading(NamedTuple):
-    """A model at a budget, on one line."""
-
-    budget: float
-    losses: dict[int, float]  # by order of batches
-    candidates: tuple[Candidate, ...]  # one, or two around the budget, the nearer one first
-    known: str  # "trained" or "interpolated"
-    parameters: float
-    tokens: float
-    noise: float = 1.0  # expected variance of the losses over seeds, in that of a trained run
-
-    @property
-    def nearest(self) -> Candidate:
-        return self.candidates[0]
-
-    @property
-    def loss(self) -> float:
-        return statistics.fmean(self.losses.values())
-
-
 @dataclasses.dataclass(frozen=True)
 class Lines:
     """The candidates of one model with finite losses, and the lines through them."""
@@ -60,15 +40,15 @@ class Lines:
     points: tuple[Point, ...]  # in ascending order of the cost
     lines: dict[Key, list[Point]]  # each in ascending order of the cost
 
-    def at(self, budget: float) -> dict[Key, Reading]:
+    def at(self, budget: float) -> dict[Key, Entry]:
         """Returns what is known on each line at a budget; lines that are not known there are left
         out.
         """
-        readings = {key: _read(line, budget) for key, line in self.lines.items()}
-        return {key: reading for key, reading in readings.items() if reading}
+        entries = {key: _read(line, budget) for key, line in self.lines.items()}
+        return {key: entry for key, entry in entries.items() if entry}
 
     def losses_at(self, budget: float) -> dict[Key, float]:
-        return {key: reading.loss for key, reading in self.at(budget).items()}
+        return {key: entry.loss for key, entry in self.at(budget).items()}
 
     def within(self, budget: float) -> Point | None:
         """Returns the point with the lowest loss that costs no more than the budget.
@@ -116,14 +96,14 @@ def lines_of(candidates: Sequence[Candidate], cost: Cost) -> dict[str, Lines]:
     }
 
 
-def best_common(one: Lines, other: Lines, budget: float) -> tuple[Reading, Reading] | None:
+def best_common(one: Lines, other: Lines, budget: float) -> tuple[Entry, Entry] | None:
     """Returns both models on the common line that is best for the two; None if they have none."""
     some, others = one.at(budget), other.at(budget)
     pairs = [(some[key], others[key]) for key in some if key in others]
     return min(pairs, key=lambda pair: pair[0].loss + pair[1].loss, default=None)
 
 
-def nearest_common(one: Lines, other: Lines, budget: float) -> tuple[Reading, Reading] | None:
+def nearest_common(one: Lines, other: Lines, budget: float) -> tuple[Entry, Entry] | None:
     """Returns both models at the nearest budget at which they have a common line."""
     costs = [point.cost for point in (*one.points, *other.points)]
     for near in sorted([budget, *costs], key=lambda cost: abs(math.log(cost / budget))):
@@ -157,21 +137,17 @@ def _ratio_groups(candidates: Sequence[Candidate]) -> dict[tuple[str, int], int]
     return groups
 
 
-def _read(line: Sequence[Point], budget: float) -> Reading | None:
+def _read(line: Sequence[Point], budget: float) -> Entry | None:
     for point in line:
         if budget / SAME <= point.cost <= budget * SAME:
-            run = point.candidate.first
-            losses = point.candidate.losses
-            return Reading(
-                budget, losses, (point.candidate,), "trained", run.parameters, run.tokens
-            )
+            return Entry(point.candidate, point.candidate.losses, budget)
     for before, after in itertools.pairwise(line):
         if before.cost < budget < after.cost <= MAX_GAP * before.cost:
             return interpolate(before, after, budget)
     return None
 
 
-def interpolate(before: Point, after: Point, budget: float) -> Reading | None:
+def interpolate(before: Point, after: Point, budget: float) -> Entry | None:
     """Returns None if the two candidates have no order of batches in common."""
     # The share of the way: a budget of 2 between costs of 1 and 4 is half of it.
     share = math.log(budget / before.cost) / math.log(after.cost / before.cost)
@@ -183,19 +159,18 @@ def interpolate(before: Point, after: Point, budget: float) -> Reading | None:
     losses = {order: between(some[order], others[order]) for order in some if order in others}
     if not losses:
         return None
-    candidates = (before.candidate, after.candidate)
     first, second = before.candidate.first, after.candidate.first
     # The noise of two sizes is independent, so it partly cancels: halfway, (a + b) / 2 has half the
     # variance of a. Two lengths of one size share the start of their training, hence most of their
     # noise, which is taken as equal.
     is_one_size = first.name == second.name
     noise = 1.0 if is_one_size else share**2 + (1 - share) ** 2
-    return Reading(
-        budget,
-        losses,
-        candidates[::-1] if share > 0.5 else candidates,
-        "interpolated",
-        between(first.parameters, second.parameters),
-        between(first.tokens, second.tokens),
-        noise,
+    return Entry(
+        candidate=after.candidate if share > 0.5 else before.candidate,
+        losses=losses,
+        cost=budget,
+        known="interpolated",
+        noise=noise,
+        parameters=between(first.parameters, second.parameters),
+        tokens=between(first.tokens, second.tokens),
     )

@@ -11,8 +11,8 @@ from ml_collections import ConfigDict
 
 from smallgpt_jax import models
 from smallgpt_jax.analysis.candidates import level_of_pair
-from smallgpt_jax.analysis.record import size_of
 from smallgpt_jax.analysis.further_runs import Rounds
+from smallgpt_jax.analysis.record import size_of
 from smallgpt_jax.comparison import budget
 from smallgpt_jax.comparison.config import CompareConfig
 from smallgpt_jax.comparison.runs import Comparison, run_folder, shortened

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from smallgpt_jax.analysis.record import Grid, grouped, model_of, size_of
 from smallgpt_jax.analysis.further_runs import Rounds, next_seeds
+from smallgpt_jax.analysis.record import Grid, grouped, model_of, size_of
 from smallgpt_jax.comparison import learning_rates
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.optim.learning_rate import decay_start

@@ -10,7 +10,7 @@ from typing import Any
 
 from smallgpt_jax.analysis import choice as choices
 from smallgpt_jax.analysis import record as records
-from smallgpt_jax.analysis.budgets import BUDGETS
+from smallgpt_jax.analysis.candidates import BUDGETS
 from smallgpt_jax.analysis.findings import Choice, Contest, Range, Standing
 from smallgpt_jax.analysis.further_runs import Cost, cost_of
 from smallgpt_jax.analysis.record import Record, Run, model_of
@@ -53,7 +53,7 @@ def choose(results: str | Path, budget: str, limit: float, batch: int = 1) -> An
     """Returns the model of a comparison's results.json for at most `limit` of `budget`; print()
     shows the answer.
 
-    `budget` is a key of `analysis.budgets.BUDGETS`, such as "flops"; `batch` is the batch size of
+    `budget` is a key of `analysis.candidates.BUDGETS`, such as "flops"; `batch` is the batch size of
     decoding. Raises UserError for an unknown budget, a damaged file, one without finished runs, and a
     budget below one training step.
     """

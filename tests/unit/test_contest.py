@@ -8,7 +8,8 @@ from decision_helpers import evidence, runs
 from scipy import stats
 
 from smallgpt_jax.analysis import contest as contests
-from smallgpt_jax.analysis.contest import Entry, compete, draw_losses, seeds_needed
+from smallgpt_jax.analysis.candidates import Entry
+from smallgpt_jax.analysis.contest import compete, draw_losses, seeds_needed
 from smallgpt_jax.analysis.spreads import Difference, Estimate
 
 

@@ -20,7 +20,7 @@ def test_a_power_of_the_budget_is_interpolated_exactly():
     assert reading.known == "interpolated"
     assert reading.loss == pytest.approx(100 * 2e6**-0.1)
     assert reading.tokens == pytest.approx(2000)
-    assert reading.nearest.first.steps == 10
+    assert reading.candidate.first.steps == 10
 
 
 def test_the_noise_of_two_sizes_partly_cancels_between_them():
@@ -94,4 +94,4 @@ def test_models_are_compared_on_lines_that_both_have():
         pytest.approx(math.sqrt(4.5 * 3.3)),
     )
     one, other = nearest_common(own["a"], own["b"], 1e7)
-    assert (one.budget, one.loss, other.loss) == (4e6, 3.4, 3.3)
+    assert (one.cost, one.loss, other.loss) == (4e6, 3.4, 3.3)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from smallgpt_jax.analysis.modes import modes
+from smallgpt_jax.analysis.spreads import modes
 
 UNKNOWN = [None] * 10
 

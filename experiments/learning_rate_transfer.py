@@ -22,7 +22,7 @@ from benchmarks.measuring import table
 from smallgpt_jax import cli
 from smallgpt_jax.analysis.description import minimum_of
 from smallgpt_jax.analysis.record import Grid, GridRate
-from smallgpt_jax.comparison.learning_rates import scale
+from smallgpt_jax.comparison.runs import scale
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.trainer import open_pipeline

@@ -197,44 +197,33 @@ def compare_pairs(
     """
     pairs = []
     for other, one in itertools.combinations(range(len(models)), 2):
-        names, difference = (models[one], models[other]), estimate.difference(one, other)
         differences = draws[:, one] - draws[:, other]
-        if difference.degrees == 0:  # no model has two seeds
-            unknown = ("cannot tell", None)
-            pair = Pair(*names, difference.orders, difference.mean, None, 0.5, *unknown)
-        elif pair_level:
-            pair = _pair_at_all_looks(names, difference, differences, pair_level)
-        else:
-            pair = _pair(names, difference, differences)
-        pairs.append(pair)
+        names = (models[one], models[other])
+        pairs.append(_pair(names, estimate.difference(one, other), differences, pair_level))
     return pairs
 
 
-def _pair_at_all_looks(
-    models: tuple[str, str], difference: Difference, differences: np.ndarray, level: float
+def _pair(
+    models: tuple[str, str], difference: Difference, draws: np.ndarray, pair_level: float | None
 ) -> Pair:
-    half = difference.half_width_at_all_looks(level)
-    verdict = "cannot tell"
-    if abs(difference.paired) > half:
-        verdict = "lower" if difference.paired < 0 else "higher"
-    interval = None
-    if math.isfinite(half):
-        interval = Range(difference.paired - half, difference.paired + half)
-    needed = seeds_needed(difference, level) if verdict == "cannot tell" else None
-    probability = float((differences < 0).mean())
-    return Pair(*models, difference.orders, difference.mean, interval, probability, verdict, needed)
-
-
-def _pair(models: tuple[str, str], difference: Difference, draws: np.ndarray) -> Pair:
     """`draws` are differences that the true one may be, given the runs."""
+    orders, mean = difference.orders, difference.mean
+    if difference.degrees == 0:  # no model has two seeds
+        return Pair(*models, orders, mean, None, 0.5, "cannot tell", None)
     probability = float((draws < 0).mean())
-    verdict = "cannot tell"
-    if max(probability, 1 - probability) >= CERTAIN:
-        verdict = "lower" if probability > 0.5 else "higher"
-    low, high = np.quantile(draws, [LEVEL / 2, 1 - LEVEL / 2])
-    needed = seeds_needed(difference) if verdict == "cannot tell" else None
-    interval = Range(float(low), float(high))
-    return Pair(*models, difference.orders, difference.mean, interval, probability, verdict, needed)
+    if pair_level:
+        half = difference.half_width_at_all_looks(pair_level)
+        low, high = difference.paired - half, difference.paired + half
+        is_told, is_lower = abs(difference.paired) > half, difference.paired < 0
+    else:
+        low, high = np.quantile(draws, [LEVEL / 2, 1 - LEVEL / 2])
+        is_told, is_lower = max(probability, 1 - probability) >= CERTAIN, probability > 0.5
+    interval = Range(float(low), float(high)) if math.isfinite(low) else None
+    if not is_told:
+        needed = seeds_needed(difference, pair_level)
+        return Pair(*models, orders, mean, interval, probability, "cannot tell", needed)
+    verdict = "lower" if is_lower else "higher"
+    return Pair(*models, orders, mean, interval, probability, verdict, None)
 
 
 def seeds_needed(difference: Difference, pair_level: float | None = None) -> Range:

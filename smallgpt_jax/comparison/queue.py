@@ -12,9 +12,8 @@ from pathlib import Path
 import jax
 
 from smallgpt_jax.comparison import held_out
-from smallgpt_jax.comparison.learning_rates import format_multiple
 from smallgpt_jax.comparison.outcomes import Outcomes
-from smallgpt_jax.comparison.runs import PlannedRun
+from smallgpt_jax.comparison.runs import PlannedRun, format_multiple
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.errors import DivergenceError, UserError, WorkdirBusyError
 from smallgpt_jax.models import ModelConfig

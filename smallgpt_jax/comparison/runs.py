@@ -1,5 +1,5 @@
 """The runs of a comparison, and their order: each model is trained with several seeds, at the best
-learning rate of its grid. `queue.Queue` decides which of them is trained next.
+learning rate of its grid: its own one, times a multiple. `queue.Queue` decides which of them is trained next.
 
 Runs named MODEL@SIZE train one model at several sizes. They share a grid, which is trained at the
 first size. With horizons, the shorter runs of a name branch off its longest one
@@ -7,13 +7,13 @@ first size. With horizons, the shorter runs of a name branch off its longest one
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from smallgpt_jax.analysis.further_runs import Rounds, next_seeds
-from smallgpt_jax.analysis.record import Grid, grouped, model_of, size_of
-from smallgpt_jax.comparison import learning_rates
+from smallgpt_jax.analysis.record import Grid, GridRate, grouped, model_of, size_of
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.optim.learning_rate import decay_start
 from smallgpt_jax.run.config import Config
@@ -197,18 +197,16 @@ class Comparison:
         return {name: self._grid(name, losses) for name in first_names.values()}
 
     def _grid(self, name: str, losses: Mapping[Path, float]) -> Grid:
-        return learning_rates.search(
-            self.grid_seed,
-            self.models[name].optimizer.learning_rate,
-            self.multiples,
-            self.max_added,
-            lambda multiple: losses.get(run_folder(self.output, name, self.grid_seed, multiple)),
-        )
+        def loss_of(multiple: float) -> float | None:
+            return losses.get(run_folder(self.output, name, self.grid_seed, multiple))
+
+        own_rate = self.models[name].optimizer.learning_rate
+        return search(self.grid_seed, own_rate, self.multiples, self.max_added, loss_of)
 
     def _run(self, name: str, seed: int, multiple: float, in_grid: bool = False) -> PlannedRun:
         config = self.models[name].replace(train={"seed": seed})
         if multiple != 1:
-            config = learning_rates.scale(config, multiple)
+            config = scale(config, multiple)
         folder = run_folder(self.output, name, seed, multiple)
         # Grids come first even where a model has only the held-out size: they have another seed, and
         # their losses predict nothing.
@@ -229,7 +227,7 @@ def _with_shorter_runs(run: PlannedRun, horizons: tuple[float, ...]) -> list[Pla
 
 
 def _shorter_run(run: PlannedRun, horizon: float) -> PlannedRun:
-    name = f"{run.folder.name}-x{learning_rates.format_multiple(horizon)}"
+    name = f"{run.folder.name}-x{format_multiple(horizon)}"
     config = shortened(run.config, horizon).replace(train={"trunk": str(run.folder)})
     return run._replace(
         config=config, horizon=horizon, folder=run.folder.with_name(name), trunk=run.folder
@@ -248,5 +246,56 @@ def run_folder(output: Path, name: str, seed: int, multiple: float = 1.0) -> Pat
     """Returns the workdir of a run. Multiple 1 is not in its name: a grid that is added later can
     reuse the run.
     """
-    suffix = "" if multiple == 1 else f"-lr{learning_rates.format_multiple(multiple)}x"
+    suffix = "" if multiple == 1 else f"-lr{format_multiple(multiple)}x"
     return output / RUNS_FOLDER / f"{safe_name(name)}-seed{seed}{suffix}"
+
+
+# ------------------------------------------------------------------ learning rates
+def search(
+    seed: int,
+    learning_rate: float,
+    multiples: tuple[float, ...],
+    max_added: int,
+    loss_of: Callable[[float], float | None],
+) -> Grid:
+    """Returns the grid of the multiples to train, as far as the known losses determine them.
+
+    If the best multiple is the lowest or highest, one more is added beyond it, at an equal ratio: 4
+    after 1 and 2. This is repeated, at most `max_added` times, while the best multiple is at an
+    end. `loss_of` maps a multiple to its loss, as in `Grid.losses`. Processes that know the same
+    losses make the same grid.
+    """
+    multiples = sorted(map(float, multiples))
+    most = len(multiples) + max_added
+    while True:
+        grid = Grid(seed, learning_rate, tuple(_rate(one, loss_of(one)) for one in multiples))
+        if not grid.edge or len(multiples) == most:
+            return grid
+        if grid.edge == "lowest":
+            added = multiples[0] * multiples[0] / multiples[1]
+        else:
+            added = multiples[-1] * multiples[-1] / multiples[-2]
+        added = float(f"{added:.6g}")  # rounded, because folder names contain the multiple
+        multiples = sorted((*multiples, added))
+
+
+def _rate(multiple: float, loss: float | None) -> GridRate:
+    diverged = loss == math.inf
+    return GridRate(multiple, None if diverged else loss, diverged)
+
+
+def scale(config: Config, multiple: float) -> Config:
+    optimizer = config.optimizer
+    return config.replace(
+        optimizer={
+            "learning_rate": multiple * optimizer.learning_rate,
+            "final_learning_rate": multiple * optimizer.final_learning_rate,
+        }
+    )
+
+
+def format_multiple(multiple: float) -> str:
+    """Returns a multiple as text, such as "2" or "0.25". Different multiples give different
+    texts.
+    """
+    return str(multiple).removesuffix(".0")

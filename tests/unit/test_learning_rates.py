@@ -9,15 +9,14 @@ import pytest
 from conftest import load_config
 
 from smallgpt_jax.analysis.record import Grid
-from smallgpt_jax.comparison import learning_rates
-from smallgpt_jax.comparison.runs import Comparison, run_folder
+from smallgpt_jax.comparison.runs import Comparison, run_folder, search
 from smallgpt_jax.run.config import Config
 
 INF = math.inf
 
 
-def search(multiples, losses: dict, max_added: int = 4) -> Grid:
-    return learning_rates.search(6, 0.01, multiples, max_added, losses.get)
+def searched(multiples, losses: dict, max_added: int = 4) -> Grid:
+    return search(6, 0.01, multiples, max_added, losses.get)
 
 
 def parabola(optimum: float) -> dict[float, float]:
@@ -63,7 +62,7 @@ def parabola(optimum: float) -> dict[float, float]:
     ],
 )
 def test_grids_are_extended_at_the_edges(multiples, losses, max_added, tried, edge):
-    grid = search(multiples, losses, max_added)
+    grid = searched(multiples, losses, max_added)
     assert (list(grid.losses), grid.edge) == (tried, edge)
     known = [losses.get(multiple) for multiple in tried]
     assert list(grid.losses.values()) == known

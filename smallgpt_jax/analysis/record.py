@@ -5,45 +5,21 @@ fields. docs/comparison.md documents the fields. A change of meaning increases F
 """
 
 import dataclasses
-import functools
 import json
 import math
-import types
-import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from smallgpt_jax.formatting import printable
-from smallgpt_jax.storage import json_files
+from smallgpt_jax.storage import json_files, typed_json
 from smallgpt_jax.storage.atomic import write_atomically
-from smallgpt_jax.storage.json_files import (
-    BOOLEAN,
-    NULL,
-    NUMBER,
-    TEXT,
-    Each,
-    Kind,
-    Optional,
-    integer,
-)
+from smallgpt_jax.storage.json_files import NUMBER, TEXT, Optional, integer
+from smallgpt_jax.storage.typed_json import Count, Finite, Positive, Schema
 
 RESULTS_FILE = "results.json"  # in a comparison's folder
 PREDICTIONS_FILE = "predictions.json"  # in a comparison's folder
 FORMAT = 1
 T = TypeVar("T")
-
-Positive = Annotated[float, json_files.POSITIVE]
-Count = Annotated[int, integer(1)]
-Finite = Annotated[float, NUMBER]
-
-
-class Schema:
-    """A schema of json_files.py that has no type. It can be hashed, as types are."""
-
-    def __init__(self, schema: Any):
-        self.schema = schema
-
 
 # Of configs and texts, the parts that are read here and in reports.
 _TEXT_FIELDS = ("data.mixture", "data.source", "data.tokenizer", "data.format", "train.objective")
@@ -373,15 +349,8 @@ class Record:
 
 def read(path: Path) -> Record:
     """Returns the record in a results.json. Raises UserError, which names the field, if it is none."""
-    schema = {"format": json_files.one_of(FORMAT), **schema_of(Record)}
     advice = f"expected a results.json of format {FORMAT}; repeat the command that made it"
-    return parse(Record, json_files.read_json(path, schema, advice))
-
-
-def read_or_none(kind: type[T], path: Path) -> T | None:
-    """Returns the content of a file that can be made again; None if it is missing or damaged."""
-    value = json_files.read_json_or_none(path, schema_of(kind))
-    return None if value is None else parse(kind, value)
+    return typed_json.read(Record, path, advice, format=json_files.one_of(FORMAT))
 
 
 def write(record: Record, path: Path) -> None:
@@ -390,83 +359,6 @@ def write(record: Record, path: Path) -> None:
 
 def content(record: Record) -> dict[str, Any]:
     return {"format": FORMAT, **dataclasses.asdict(record)}
-
-
-# ------------------------------------------------------------------ JSON and dataclasses
-_KINDS: dict[Any, Kind] = {
-    int: integer(0),
-    float: json_files.LOSS,
-    str: TEXT,
-    bool: BOOLEAN,
-    types.NoneType: NULL,
-    list: json_files.ARRAY,
-    Any: json_files.ANYTHING,
-}
-
-
-@functools.cache
-def schema_of(kind: Any) -> Any:
-    """Returns the schema (json_files.py) of a type: a dataclass, a scalar, or a container of these.
-
-    A field with a default may be missing. `Annotated[float, POSITIVE]` has the annotated schema.
-    """
-    if dataclasses.is_dataclass(kind):
-        return {name: _field_schema(kind, name) for name in _hints(kind)}
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Annotated:
-        return arguments[1].schema if isinstance(arguments[1], Schema) else arguments[1]
-    if origin in (types.UnionType, typing.Union):
-        return tuple(map(schema_of, sorted(arguments, key=_is_container)))
-    if origin is tuple:
-        return [schema_of(arguments[0])]
-    if origin is dict:
-        return Each(schema_of(arguments[1]))
-    return _KINDS[kind]
-
-
-def _is_container(kind: Any) -> bool:
-    """Containers come last in a union, because the message about a mismatch is of the last one."""
-    return kind is not types.NoneType
-
-
-def _field_schema(kind: type, name: str) -> Any:
-    (field,) = (field for field in dataclasses.fields(kind) if field.name == name)
-    schema = schema_of(_hints(kind)[name])
-    is_required = dataclasses.MISSING is field.default is field.default_factory
-    return schema if is_required else json_files.Optional(schema)
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
-
-
-def parse(kind: type[T], value: Any) -> T:
-    """Returns a JSON value that matches `schema_of(kind)` as an instance of `kind`."""
-    return _reader(kind)(value)
-
-
-@functools.cache
-def _reader(kind: Any) -> Callable[[Any], Any]:
-    if dataclasses.is_dataclass(kind):
-        readers = {name: _reader(hint) for name, hint in _hints(kind).items()}
-        return lambda fields: kind(
-            **{name: read(fields[name]) for name, read in readers.items() if name in fields}
-        )
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Annotated:
-        return _reader(arguments[0])
-    if origin in (types.UnionType, typing.Union):
-        (other,) = (argument for argument in arguments if argument is not types.NoneType)
-        return lambda value: None if value is None else _reader(other)(value)
-    if origin is tuple:
-        return lambda items: tuple(map(_reader(arguments[0]), items))
-    if origin is dict:
-        return lambda items: {
-            printable(name): _reader(arguments[1])(item) for name, item in items.items()
-        }
-    # Somebody else may have written control codes into a record, which is shown.
-    return printable if kind is str else lambda value: value
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from smallgpt_jax.analysis import laws, record
+from smallgpt_jax.analysis import laws
 from smallgpt_jax.analysis.laws import Target
 from smallgpt_jax.analysis.record import PREDICTIONS_FILE, Predictions, model_of, size_of
 from smallgpt_jax.comparison import budget
@@ -18,8 +18,8 @@ from smallgpt_jax.comparison.runs import RUNS_FOLDER, Comparison, PlannedRun
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.run.names import CONFIG_FILE, LOCK_FILE
+from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.atomic import write_atomically
-from smallgpt_jax.storage.json_files import read_json
 from smallgpt_jax.storage.locks import file_lock
 
 
@@ -28,7 +28,7 @@ def read_predictions(output: Path) -> Predictions | None:
     if not path.exists():
         return None
     advice = "restore it; predictions are made only once"
-    return record.parse(Predictions, read_json(path, record.schema_of(Predictions), advice))
+    return typed_json.read(Predictions, path, advice)
 
 
 def write_predictions(outcomes: Outcomes, losses: Mapping[Path, float], command: str) -> None:

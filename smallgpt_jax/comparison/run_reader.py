@@ -36,6 +36,7 @@ from smallgpt_jax.run.names import (
 )
 from smallgpt_jax.run.sessions import has_diverged, read_sessions
 from smallgpt_jax.run.training_text import read_identity
+from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.json_files import (
     BOOLEAN,
     NULL,
@@ -118,7 +119,7 @@ def read_run(
             (session["argument_bytes"] + session["temp_bytes"] for session in sessions),
             default=None,
         ),
-        sessions=tuple(record.parse(Session, session) for session in sessions),
+        sessions=tuple(typed_json.parse(Session, session) for session in sessions),
         expert_load=_last_logged(lines, "expert_load"),
         texts=_texts(evaluations, config.train.steps),
         benchmarks={
@@ -130,7 +131,7 @@ def read_run(
         text=record.TrainingText(**read_identity(folder)),
         averaged=averaged,
         weight_bytes=counts.weight_bytes,
-        inference=record.read_or_none(Inference, evaluations / INFERENCE_FILE),
+        inference=typed_json.read_or_none(Inference, evaluations / INFERENCE_FILE),
         inside=_inside(folder, config.train.steps),
         horizon=horizon,
         run=str(trunk or config.train.trunk or folder),
@@ -262,13 +263,13 @@ def _last_logged(lines: Sequence[dict], field: str) -> Any:
 
 # ------------------------------------------------------------------ further measurements
 def _texts(evaluations: Path, step: int) -> tuple[TextLoss, ...]:
-    rows = record.read_or_none(tuple[TextLoss, ...], evaluations / TEXTS_FILE) or ()
+    rows = typed_json.read_or_none(tuple[TextLoss, ...], evaluations / TEXTS_FILE) or ()
     return tuple(row for row in rows if row.step == step)
 
 
 def _inside(folder: Path, step: int) -> Inside | None:
     summary = read_summary(folder, step)
-    return record.parse(Inside, summary) if summary else None
+    return typed_json.parse(Inside, summary) if summary else None
 
 
 def benchmarks(evaluations: Path, step: int) -> dict[str, float]:

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from smallgpt_jax import inference
-from smallgpt_jax.analysis import record
 from smallgpt_jax.analysis.candidates import DECODING_BATCHES
 from smallgpt_jax.analysis.record import Inference
 from smallgpt_jax.devices.chips import device_name
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder, timing
 from smallgpt_jax.run.names import EVALUATION_FOLDER
+from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.atomic import write_atomically
 
 INFERENCE_FILE = "inference.json"  # in a workdir's evaluations/
@@ -29,7 +29,7 @@ STEPS = 32  # maximum number of decoding steps per session
 def measure_inference(folder: Path, log=print) -> None:
     """Writes evaluations/inference.json of a run, unless it exists."""
     path = folder / EVALUATION_FOLDER / INFERENCE_FILE
-    if record.read_or_none(Inference, path):
+    if typed_json.read_or_none(Inference, path):
         return
     try:
         text_model = inference.load(folder)

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from smallgpt_jax import inference
-from smallgpt_jax.analysis import record
 from smallgpt_jax.analysis.record import TextLoss
 from smallgpt_jax.data import batches, tokenizer_folder, tokenizers
 from smallgpt_jax.data.config import is_synthetic
@@ -27,6 +26,7 @@ from smallgpt_jax.storage.cache import cache_folder
 from smallgpt_jax.storage.json_files import read_json_or_none
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.paths import refuse_url
+from smallgpt_jax.storage.typed_json import schema_of
 from smallgpt_jax.training.build import shared_program
 from smallgpt_jax.training.validation import evaluate
 
@@ -167,7 +167,7 @@ def measure_texts(
     # With learned positions, rows cannot be longer than the context length.
     multiples = (1,) if config.model.position == "learned" else contexts
     path = folder / EVALUATION_FOLDER / TEXTS_FILE
-    rows_before = read_json_or_none(path, record.schema_of(tuple[TextLoss, ...])) or []
+    rows_before = read_json_or_none(path, schema_of(tuple[TextLoss, ...])) or []
     rows = []
     for name, corpus in corpora.items():
         source = sources.get(name, config.data.source)

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from smallgpt_jax.analysis import record
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.provenance import CLONE
+from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.cache import cache_folder
 
@@ -43,7 +43,9 @@ class Counter:
     def __init__(self, folder: Path | None = None):
         folder = folder or cache_folder() / "counts"
         self._path = folder / f"{_digest_of_code()[:16]}.json"
-        self._known: dict[str, Counts] = record.read_or_none(dict[str, Counts], self._path) or {}
+        self._known: dict[str, Counts] = (
+            typed_json.read_or_none(dict[str, Counts], self._path) or {}
+        )
         self._counted: dict[str, Counts] = {}
 
     def __call__(self, config: Config) -> Counts:

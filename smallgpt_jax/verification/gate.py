@@ -23,8 +23,8 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.custom_code import import_training_code
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import LOCK_FILE, METRICS_FILE
+from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.atomic import write_atomically
-from smallgpt_jax.storage.json_files import read_json
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.verification.counts import Counter, Counts
@@ -179,7 +179,7 @@ def _open_ledger(folder: Path, digest: str, reference: str) -> Ledger:
     if not path.exists():
         return Ledger(digest, reference, secrets.token_hex(16))
     advice = "restore it; without it, the level does not hold"
-    ledger = records.parse(Ledger, read_json(path, records.schema_of(Ledger), advice))
+    ledger = typed_json.read(Ledger, path, advice)
     if (ledger.record_sha256, ledger.reference) != (digest, reference):
         raise UserError(
             f"{path}: belongs to another record or reference; use another --output, or the record "

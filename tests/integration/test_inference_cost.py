@@ -8,11 +8,12 @@ import pytest
 from conftest import build, init
 
 from smallgpt_jax import inference
-from smallgpt_jax.analysis.record import Inference, schema_of
+from smallgpt_jax.analysis.record import Inference
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.evaluation import inference_cost
 from smallgpt_jax.inference import decoder, layout, timing
 from smallgpt_jax.storage.json_files import find_mismatch
+from smallgpt_jax.storage.typed_json import schema_of
 
 SIZES = dict(d_model=16, num_heads=2, context_length=24, num_layers=2)
 

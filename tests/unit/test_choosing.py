@@ -22,6 +22,7 @@ from smallgpt_jax.models import LanguageModel
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.report import choosing, commands, tables
 from smallgpt_jax.run.config import Config
+from smallgpt_jax.storage import typed_json
 
 COMMAND = "python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper"
 RMS = {"model__norm": "rms"}
@@ -149,7 +150,7 @@ def test_json_has_no_infinity(tmp_path):
 
 
 def test_the_command(tmp_path):
-    inference = records.parse(Inference, INFERENCE)
+    inference = typed_json.parse(Inference, INFERENCE)
     path = saved(tmp_path / "results.json", *models(inference=inference), command=COMMAND)
     done = call("choose", f"--results={path}", "--decode_ms=2")
     assert (done.returncode, done.stderr) == (0, "")

@@ -16,6 +16,7 @@ from smallgpt_jax.analysis import record as records
 from smallgpt_jax.devices.platform import processor_identity
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.provenance import package_versions
+from smallgpt_jax.storage import typed_json
 from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, compare_curves
 from smallgpt_jax.verification.bundle import open_bundle, write_bundle
 from smallgpt_jax.verification.counts import Counter, Counts
@@ -47,7 +48,7 @@ def problems(content: dict, honest: dict) -> set[tuple[str, str]]:
             run["flops_per_token"],
             0,
         )
-    record = records.parse(records.Record, content)
+    record = typed_json.parse(records.Record, content)
     checked = check_record(record, lambda config: counts[config.model.norm])
     return {(problem.kind, problem.check) for problem in checked}
 
@@ -310,13 +311,13 @@ def test_tampering_that_only_training_can_find(honest, tamper):
 
 # ------------------------------------------------------------------ sample
 def make_runs(honest) -> tuple:
-    return records.parse(records.Record, honest).runs
+    return typed_json.parse(records.Record, honest).runs
 
 
 def test_models_that_would_fill_the_memory_are_not_counted(honest, tmp_path):
     content = copy.deepcopy(run_of(honest, 1337))
     content["config"]["model.d_model"] = 2**30
-    config = read_config(records.parse(records.Run, content), False)
+    config = read_config(typed_json.parse(records.Run, content), False)
     with pytest.raises(UserError, match="d_model=1073741824: models are counted up to 131,072"):
         Counter(tmp_path)(config)
 
@@ -397,15 +398,15 @@ def test_what_makes_another_machine(honest, monkeypatch):
         "processor": processor_identity(),
         "devices": jax.device_count(),
     }
-    assert machine_differences(records.parse(records.Run, content)) == ""
+    assert machine_differences(typed_json.parse(records.Run, content)) == ""
     content["sessions"][-1]["devices"] = 3
-    assert machine_differences(records.parse(records.Run, content)).endswith("recorded 3")
+    assert machine_differences(typed_json.parse(records.Run, content)).endswith("recorded 3")
     content["sessions"][-1]["devices"] = jax.device_count()
     with monkeypatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda process: set(range(97)), raising=False)
-        assert machine_differences(records.parse(records.Run, content)) == "another processor"
+        assert machine_differences(typed_json.parse(records.Run, content)) == "another processor"
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2")
-    assert machine_differences(records.parse(records.Run, content)) == "another processor"
+    assert machine_differences(typed_json.parse(records.Run, content)) == "another processor"
 
 
 def test_a_run_that_rounding_changes_as_much_as_a_seed_is_compared_as_a_seed():

@@ -1,7 +1,6 @@
 """Reads a workdir as a `Run`."""
 
 import functools
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from smallgpt_jax.analysis.record import Inference, Inside, Point, Run, Session,
 from smallgpt_jax.diagnosis.summary import read_summary
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.inference_cost import INFERENCE_FILE
+from smallgpt_jax.evaluation.scores import read_scores
 from smallgpt_jax.evaluation.texts import TEXTS_FILE
 from smallgpt_jax.inference import layout
 from smallgpt_jax.models.components import components
@@ -26,7 +26,7 @@ from smallgpt_jax.optim.optimizer import find_optimizer
 from smallgpt_jax.run.config import Config, flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.custom_code import refuse_training_code
-from smallgpt_jax.run.metrics import ANSWER_BITS, LOSS_OF_REPEATS, answers_in, read_lines
+from smallgpt_jax.run.metrics import LOSS_OF_REPEATS, answers_in, read_lines
 from smallgpt_jax.run.names import (
     CONFIG_FILE,
     EVALUATION_FOLDER,
@@ -38,37 +38,14 @@ from smallgpt_jax.run.sessions import has_diverged, read_sessions
 from smallgpt_jax.run.training_text import read_identity
 from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.json_files import (
-    BOOLEAN,
-    NULL,
     NUMBER,
-    OBJECT,
-    TEXT,
-    Each,
-    Optional,
-    integer,
-    read_json_or_none,
 )
-from smallgpt_jax.storage.object_storage import is_remote
 from smallgpt_jax.storage.paths import resolve
 
 # The seed in the name of a workdir, before the multiples of learning rate and steps.
 _SEED = re.compile(r"[-_]seed\d+(?=(-lr[\d.e+-]+x)?(-x[\d.e+-]+)?$)")
 # Config fields in which runs of one name may differ.
 _NOT_IN_NAMES = ("train.seed", "data.source", "data.store", "data.tokenizer")
-# The parts of lm-evaluation-harness's results that are read.
-_EVALUATION = {
-    "results": Each({"sample_len": Optional((NULL, integer(0)))}),
-    "n-shot": Optional(OBJECT),
-    "n-samples": Optional((NULL, Each({"effective": integer(0), "original": integer(0)}))),
-    "config": Optional(OBJECT),
-}
-# The parts of the results of `evaluate --examples` that are read.
-_EXAMPLES = {
-    "examples": TEXT,
-    "count": integer(1),
-    "results": Each({"mean": NUMBER}),
-    "is_whole": Optional(BOOLEAN),
-}
 
 
 def read_run(
@@ -122,10 +99,7 @@ def read_run(
         sessions=tuple(typed_json.parse(Session, session) for session in sessions),
         expert_load=_last_logged(lines, "expert_load"),
         texts=_texts(evaluations, config.train.steps),
-        benchmarks={
-            **benchmarks(evaluations, config.train.steps),
-            **examples(evaluations, config.train.steps),
-        },
+        benchmarks=read_scores(evaluations, config.train.steps),
         uncounted=counts.cost.uncounted,
         flops_problem=counts.cost.problem,
         text=record.TrainingText(**read_identity(folder)),
@@ -270,82 +244,6 @@ def _texts(evaluations: Path, step: int) -> tuple[TextLoss, ...]:
 def _inside(folder: Path, step: int) -> Inside | None:
     summary = read_summary(folder, step)
     return typed_json.parse(Inside, summary) if summary else None
-
-
-def benchmarks(evaluations: Path, step: int) -> dict[str, float]:
-    """Returns {"task metric (shots, examples)": score} of a checkpoint, from
-    lm-evaluation-harness's result files.
-
-    Uses the newest evaluation of the full model, in its own dtype, on all examples: acc_norm if
-    present, else acc, and the bits per byte of right answers.
-    """
-    # Evaluations of some of pgpt's paths, and those with the flag --dtype, are of other models:
-    # step100-paths….json, step100-float32-….json.
-    other_model = re.compile(rf"step{step}-(paths|float32-|bfloat16-)")
-    scores = {}
-    for path in sorted(evaluations.glob(f"step{step}-*.json"), key=_modified_at):
-        if other_model.match(path.name):
-            continue
-        evaluation = read_json_or_none(path, _EVALUATION) or {}
-        for task, values in evaluation.get("results", {}).items():
-            metrics = _finite_metrics(values)
-            accuracy = "acc_norm" if "acc_norm" in metrics else "acc"
-            for metric in (accuracy, ANSWER_BITS):
-                if metric in metrics and not _is_limited(evaluation, task):
-                    scores[f"{task} {metric}{_settings(evaluation, task)}"] = metrics[metric]
-    return scores
-
-
-def examples(evaluations: Path, step: int) -> dict[str, float]:
-    """Returns {"file metric (examples)": score} of a checkpoint, from `evaluate --examples`, as
-    `benchmarks` does.
-    """
-    scores = {}
-    # A later file replaces the scores of an earlier one.
-    for path in sorted(evaluations.glob(f"examples-step{step}-*.json"), key=_modified_at):
-        evaluation = read_json_or_none(path, _EXAMPLES)
-        if not evaluation or not evaluation.get("is_whole", False):
-            continue
-        file = "/".join(Path(evaluation["examples"]).parts[-2:])
-        count = f"{evaluation['count']:,} examples"
-        for metric, values in evaluation["results"].items():
-            scores[f"{file} {metric} ({count})"] = values["mean"]
-    return scores
-
-
-def _finite_metrics(values: dict[str, Any]) -> dict[str, float]:
-    """Returns {"acc": score} of {"acc,none": score}."""
-    return {
-        key.partition(",")[0]: value
-        for key, value in values.items()
-        if isinstance(value, float) and math.isfinite(value)
-    }
-
-
-def _modified_at(path: Path) -> float:
-    return path.stat().mtime if is_remote(path) else path.stat().st_mtime
-
-
-def _is_limited(evaluation: dict, task: str) -> bool:
-    """Whether only some of the task's examples were scored."""
-    counts = (evaluation.get("n-samples") or {}).get(task)
-    if counts:
-        return counts["effective"] < counts["original"]
-    return evaluation.get("config", {}).get("limit") is not None
-
-
-def _settings(evaluation: dict, task: str) -> str:
-    """Returns a suffix such as " (5-shot, 1,000 examples)". Omits numbers that the results do not
-    record.
-    """
-    shots = evaluation.get("n-shot", {}).get(task)
-    num_examples = evaluation["results"][task].get("sample_len")
-    settings = []
-    if shots is not None:
-        settings.append(f"{shots}-shot")
-    if num_examples is not None:
-        settings.append(f"{num_examples:,} examples")
-    return f" ({', '.join(settings)})" if settings else ""
 
 
 # ------------------------------------------------------------------ names

@@ -3,6 +3,7 @@
 import json
 
 from smallgpt_jax.comparison import run_reader
+from smallgpt_jax.evaluation.scores import read_scores
 from smallgpt_jax.run.config_file import write_config
 
 
@@ -49,7 +50,7 @@ def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
     write("step20-copa-limit1000.json", 0.7, scored=100)
     write("step20-copa-5shot.json", 0.8, shots=5)
     write("step20-paper.json", 0.6, examples=1570)
-    assert run_reader.benchmarks(tmp_path, 20) == {
+    assert read_scores(tmp_path, 20) == {
         "copa acc (0-shot, 100 examples)": 0.7,
         "copa acc (5-shot, 100 examples)": 0.8,
         "copa acc (0-shot, 1,570 examples)": 0.6,
@@ -70,7 +71,7 @@ def test_accuracies_of_whole_files_of_examples(tmp_path):
     write("examples-step20-a-limit10.json", 0.1, is_whole=False)
     write("examples-step20-b.json", 0.1, is_whole=1)  # damaged
     write("examples-step200-test-accuracy.json", 0.1)
-    assert run_reader.examples(tmp_path, 20) == {"task/test.jsonl accuracy (1,500 examples)": 0.75}
+    assert read_scores(tmp_path, 20) == {"task/test.jsonl accuracy (1,500 examples)": 0.75}
 
 
 def test_runs_of_one_model_have_one_name(tmp_path):

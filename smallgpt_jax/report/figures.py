@@ -1,10 +1,12 @@
 """The figures of a report."""
 
+import base64
 import csv
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,7 +16,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocato
 from smallgpt_jax.analysis.findings import Contest, Curve, Findings, Order, Rates
 from smallgpt_jax.analysis.record import Run, grouped, model_of
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.run.plotting import COLORS, style_axes
+from smallgpt_jax.run.plotting import COLORS, style_axes, svg
 
 SIZE, WIDE = (5.2, 3.9), (8.4, 6.0)  # inches
 LOSS = "validation loss, nats per token"
@@ -29,9 +31,17 @@ AXES = {"tokens": "training tokens", "flops": "training FLOPs"}
 _STYLES = ("-", (0, (4, 3)))  # every second line is dashed, so that overlapping lines stay visible
 _MARKERS = "os^Dv"
 
-
 Styles = Mapping[str, dict]  # {model: style of its lines}, the same in all figures
 LoggedCurves = dict[str, list[tuple[int, float]]]  # {model: [(tokens, validation loss)]}
+
+
+class Drawn(NamedTuple):
+    figure: Figure
+    caption: str
+
+    @property
+    def base64(self) -> str:
+        return base64.b64encode(svg(self.figure)).decode()
 
 
 # ------------------------------------------------------------------ answers
@@ -173,10 +183,8 @@ def read_logged(path: Path) -> LoggedCurves:
     return curves
 
 
-def draw(
-    findings: Findings, runs: Sequence[Run], logged: LoggedCurves
-) -> dict[str, tuple[Figure, str]]:
-    """Returns {name: (figure, caption)} of what the findings contain, and of `logged` losses."""
+def draw(findings: Findings, runs: Sequence[Run], logged: LoggedCurves) -> dict[str, Drawn]:
+    """Returns the figures by name, of what the findings contain, and of `logged` losses."""
     models = [*(run.model for run in runs), *(model_of(one.name) for one in findings.rates)]
     styles = dict(zip(dict.fromkeys(models), _line_styles()))
     figures = _draw_answer(findings, runs, styles)
@@ -184,19 +192,18 @@ def draw(
         for axis, label in AXES.items():
             caption = f"Validation loss against {label}. Bands: range over the seeds."
             further = logged if axis == "tokens" else {}
-            figures[f"loss-{axis}"] = loss_curves(axis, findings.curves, styles, further), caption
+            figure = loss_curves(axis, findings.curves, styles, further)
+            figures[f"loss-{axis}"] = Drawn(figure, caption)
     if any(len(one.grid.rates) > 1 for one in findings.rates):
         caption = "Loss against the learning rate. Filled: the best rate."
-        figures["learning-rates"] = learning_rates(findings.rates, styles), caption
+        figures["learning-rates"] = Drawn(learning_rates(findings.rates, styles), caption)
     if any(run.inside for run in runs):
         caption = "Measures after each block; means over seeds, paths and heads."
-        figures["inside"] = inside_by_depth(runs, styles), caption
+        figures["inside"] = Drawn(inside_by_depth(runs, styles), caption)
     return figures
 
 
-def _draw_answer(
-    findings: Findings, runs: Sequence[Run], styles: Styles
-) -> dict[str, tuple[Figure, str]]:
+def _draw_answer(findings: Findings, runs: Sequence[Run], styles: Styles) -> dict[str, Drawn]:
     """Returns the figure beside the answers: at equal FLOPs, or of models with one budget each."""
     orders = [order for order in findings.orders if _has_several_budgets(order)]
     if orders:
@@ -205,13 +212,13 @@ def _draw_answer(
             "whole difference lies with 95% probability. Between the budgets of runs, losses are "
             "interpolated."
         )
-        return {"answer": (equal_flops(orders, styles), caption)}
+        return {"answer": Drawn(equal_flops(orders, styles), caption)}
     if findings.ranking and len(findings.ranking.standings) > 1:
         caption = (
             "Validation loss after the last step. Dots: seeds. Lines: mean. Bars: 80% interval of "
             "the mean."
         )
-        return {"answer": (ranking(findings.ranking, runs), caption)}
+        return {"answer": Drawn(ranking(findings.ranking, runs), caption)}
     return {}
 
 

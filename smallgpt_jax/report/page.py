@@ -1,13 +1,10 @@
 """Writes the report of a comparison: report.html, report.md, its figures and results.json."""
 
-import base64
 import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from matplotlib.figure import Figure
 
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.findings import Findings
@@ -20,54 +17,6 @@ from smallgpt_jax.run import plotting
 from smallgpt_jax.storage.atomic import write_atomically
 
 MAX_NAMES = 8  # in the title
-# Title, kinds of measures, note.
-MEASURE_CHAPTERS = (
-    (
-        "How well do the models solve the tasks?",
-        ("answers",),
-        "Exact match: fraction of the validation examples without a wrong answer. Accuracy: "
-        "fraction of right answers. Both after the last step. An answer is the most probable token "
-        "after the inputs, among which are the right earlier answers. With "
-        "config.train.eval_examples: bits per byte of the right answers (lower is better), how many "
-        "more the best wrong answers have, and accuracy, the fraction whose right answer is the "
-        "most probable one.",
-    ),
-    (
-        "Do they hold on other texts and longer contexts?",
-        ("text",),
-        "Bits per byte, measured on other tokens than the validation loss; × 2: at twice the "
-        "context length of training. Models with learned positions are limited to that length.",
-    ),
-    ("How do they score in benchmarks?", ("benchmark",), "Mean over the seeds (range)."),
-    (
-        "What do they cost in use?",
-        ("inference",),
-        "Decoding of one text; a full cache holds a whole context. Times are medians on the machine "
-        "named below.",
-    ),
-    (
-        "How fast do they train?",
-        ("speed", "memory"),
-        "Training without evaluation and padding. Memory per device, of the compiled training "
-        "step. Only comparable if all runs had the same machine for themselves.",
-    ),
-    (
-        "What happens inside?",
-        ("inside",),
-        "Measured by diagnose on windows of the validation split, after the last step. Repeats: "
-        "loss of tokens that follow a pair of tokens as at its last occurrence in the window. "
-        "In-context score: loss late minus early in the context.",
-    ),
-)
-
-
-class Drawn(NamedTuple):
-    figure: Figure
-    caption: str
-
-    @property
-    def base64(self) -> str:
-        return base64.b64encode(plotting.svg(self.figure)).decode()
 
 
 class Report(NamedTuple):
@@ -82,10 +31,9 @@ def write(
     folder: Path, record: Record, findings: Findings, logged: figures.LoggedCurves | None = None
 ) -> None:
     """Writes the report into an existing folder. `logged` are losses of `figures.read_logged`."""
-    drawn = {}
-    for name, (figure, caption) in figures.draw(findings, record.runs, logged or {}).items():
-        drawn[name] = Drawn(figure, caption)
-        write_atomically(folder / f"{name}.png", plotting.png(figure))
+    drawn = figures.draw(findings, record.runs, logged or {})
+    for name, one in drawn.items():
+        write_atomically(folder / f"{name}.png", plotting.png(one.figure))
     results = {**records.content(record), "ranking": ranking_facts(findings)}
     write_atomically(folder / RESULTS_FILE, json.dumps(results, indent=1) + "\n")
     content = _content(record, findings, drawn)
@@ -103,7 +51,9 @@ def summary(record: Record, findings: Findings) -> str:
     return render("summary", "text", **_content(record, findings, {}))
 
 
-def _content(record: Record, findings: Findings, drawn: Mapping[str, Drawn]) -> dict[str, Any]:
+def _content(
+    record: Record, findings: Findings, drawn: Mapping[str, figures.Drawn]
+) -> dict[str, Any]:
     ranked = _ranked_runs(record, findings)
     # The reference is a model; tables of runs need its name at the ranked size.
     bases = [run.name for run in ranked if run.model == findings.reference]
@@ -114,7 +64,6 @@ def _content(record: Record, findings: Findings, drawn: Mapping[str, Drawn]) -> 
         "tables": tables,
         "figures": drawn,
         "cautions": cautions(findings, record),
-        "measure_chapters": MEASURE_CHAPTERS,
         "ranked_runs": ranked,
         "ranked_reference": bases[0] if bases else findings.reference,
     }

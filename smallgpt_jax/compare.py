@@ -122,12 +122,12 @@ _OPTIONS = (
 def main() -> None:
     from smallgpt_jax.comparison import comparing, dry_run, recipe
 
-    purposes = [flag.name for flag in (_BUNDLE, _VERIFY, _AGAINST) if flag.value is not None]
+    named = [flag.name for flag in (_BUNDLE, _VERIFY, _AGAINST) if flag.value is not None]
     sources = {flag.name for flag in (_CONFIG, _WORKDIRS, _RESULTS) if flag.value is not None}
-    purpose = _one_purpose(purposes, sources)
-    for flag, of in _OPTIONS:
-        if flag.present and purpose not in of:
-            needed = " or ".join(f"--{name}" for name in of if name != "compare")
+    purpose = _one_purpose(named, sources)
+    for flag, purposes in _OPTIONS:
+        if flag.present and purpose not in purposes:
+            needed = " or ".join(f"--{name}" for name in purposes if name != "compare")
             advice = f"needs {needed}" if needed else f"cannot be combined with --{purpose}"
             cli.fail(f"--{flag.name}: {advice}", status=2)
     config, results = _CONFIG.value, _RESULTS.value or ()

@@ -21,31 +21,29 @@ from smallgpt_jax.analysis.record import Record, model_of
 
 def analyse(record: Record) -> Findings:
     evidence = evidence_of(record)
-    several_sizes = is_scaling(record)
-    size = largest_common_size(record.runs) if several_sizes else ""
+    # The ranking is of one size, if models were trained at several.
+    size = largest_common_size(record.runs) if is_scaling(record) else None
     model = model_of(record.reference)
-    reference_name = f"{model}@{size}" if size else record.reference
+    reference = f"{model}@{size}" if size else record.reference
+    ranked = [run for run in record.runs if run.horizon == 1 and (not size or run.size == size)]
     contest_at = functools.partial(_as_trained, evidence)
-    compare_measure = functools.partial(
-        _compare_measure, reference=reference_name, pair_level=evidence.pair_level
-    )
-    longest_runs = [run for run in record.runs if run.horizon == 1]
-    ranked = [run for run in longest_runs if not size or run.size == size]
     choices = default_choices(evidence)
-    flops = [one.limit for one in choices if one.budget == "flops" and one.is_direct]
+    budgets = [one.limit for one in choices if one.budget == "flops" and one.is_direct]
     return Findings(
         setup=description.describe_setup(record),
         reference=model,
-        ranking=_as_trained(evidence, size if several_sizes else None),
-        ranked_size=size,
+        ranking=contest_at(size),
+        ranked_size=size or "",
         choices=choices,
         orders=find_orders(evidence, model),
-        multipliers=find_multipliers(evidence, model, flops),
-        laws=laws.find_laws(record, contest_at) if several_sizes else None,
+        multipliers=find_multipliers(evidence, model, budgets),
+        laws=None if size is None else laws.find_laws(record, contest_at),
         held_out=laws.check_predictions(record, contest_at),
         rates=description.describe_rates(record),
         untried=find_untried(evidence),
-        measures=description.describe_measures(ranked, compare_measure),
+        measures=description.describe_measures(
+            ranked, lambda values: _compare_measure(values, reference, evidence.pair_level)
+        ),
         curves=description.describe_curves(ranked),
     )
 

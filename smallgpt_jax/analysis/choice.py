@@ -154,8 +154,7 @@ class Asked:
             entries = _training_entries(lines_of(self.candidates, self.cost), limit)
         else:
             entries = self._entries_within(limit)
-        entries += self._diverged(entries)
-        entries += self._unmeasured(entries)
+        entries += self._without_cost_or_loss({entry.model for entry in entries})
         contest = compete(self._without_equals(entries), self.evidence)
         may_be_best = [one for one in contest.standings if one.probability >= POSSIBLE]
         risky = tuple(one.model for one in may_be_best if one.cost is None)
@@ -172,28 +171,21 @@ class Asked:
         groups = grouped(affordable, lambda entry: entry.model)
         return [_cheapest_of_lowest(group) for group in groups.values()]
 
-    def _diverged(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Returns an entry for each further model that has only diverged candidates."""
-        diverged = []
-        for group in self._further(self.candidates, entries):
+    def _without_cost_or_loss(self, entered: set[str]) -> list[Entry]:
+        """Returns an entry for each model, beside those that have one, of which only diverged
+        candidates are known, or candidates without a measured cost.
+        """
+        diverged, unmeasured = [], []
+        for model, group in by_model(self.candidates).items():
+            without_cost = [one for one in group if self.cost_of(one) is None]
+            if model in entered:
+                continue
             if all(math.isinf(one.loss) for one in group):
                 diverged.append(Entry(group[0], group[0].losses, self.cost_of(group[0])))
-        return diverged
-
-    def _unmeasured(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Returns an entry for each further model that has candidates without a measured cost."""
-        unmeasured = [one for one in self.candidates if self.cost_of(one) is None]
-        return [
-            Entry(min(group, key=lambda one: one.loss), group[0].losses, None)
-            for group in self._further(unmeasured, entries)
-        ]
-
-    def _further(
-        self, candidates: Sequence[Candidate], entries: Sequence[Entry]
-    ) -> list[list[Candidate]]:
-        """Returns the candidates by model, without the models that have an entry."""
-        entered = {entry.model for entry in entries}
-        return [group for model, group in by_model(candidates).items() if model not in entered]
+            elif without_cost:
+                best = min(without_cost, key=lambda one: one.loss)
+                unmeasured.append(Entry(best, best.losses, None))
+        return diverged + unmeasured
 
     def _without_equals(self, entries: Sequence[Entry]) -> list[Entry]:
         """Returns one entry per function: as several, it would have more chances to be the best."""
@@ -312,8 +304,9 @@ def _bound(lines: Lines, budget: float) -> Entry | None:
         return entry
     if point is None:
         return None
-    is_known = entry is not None or point.cost * SAME >= budget
-    known = "trained" if is_known else "cheaper"
+    # With a loss at the budget itself, more training was tried, and was worse.
+    is_tried = entry is not None or point.cost * SAME >= budget
+    known = "trained" if is_tried else "cheaper"
     return Entry(point.candidate, point.candidate.losses, point.cost, known)
 
 

@@ -92,7 +92,7 @@ def _decide(
     others.sort(key=lambda index: -shares[index])
     rivals = [index for index in others if shares[index] >= POSSIBLE] or others[:1]
     blockers = tuple(entries[index].model for index in rivals)
-    if prior.pooled < _MIN_DEGREES:
+    if prior.total_degrees < _MIN_DEGREES:
         return None, "few seeds", blockers
     if shares[first] >= CERTAIN:
         return entries[first].model, None, ()
@@ -256,8 +256,8 @@ def seeds_needed(difference: Difference, pair_level: float | None = None) -> Ran
 
 def _interval(estimate: Estimate, index: int) -> Range | None:
     """Returns the interval of an expected loss, from the spread of the model's own runs."""
-    degrees = estimate.degrees[index].max()
-    if degrees == 0:
+    degrees = estimate.degrees[index].max()  # those of its best known difference
+    if degrees == 0:  # no model has two seeds
         return None
     error = float(estimate.deviations[index]) / math.sqrt(estimate.counts[index])
     half = float(special.stdtrit(degrees, (1 + INTERVAL) / 2) * error)

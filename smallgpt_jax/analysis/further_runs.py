@@ -93,8 +93,8 @@ def _is_in_reach(difference: Difference, rounds: Rounds) -> bool:
     Such a pair gets seeds even if little is at stake: of two models that differ by much, little is
     at stake long before a verdict is certain, and they would otherwise stay untold.
     """
-    effect = difference.paired**2 / difference.variance
-    seeds = sequential.seeds_of_effects(np.array(effect), rounds.pair_level)
+    squared_effect = difference.paired**2 / difference.variance
+    seeds = sequential.seeds_of_effects(np.array(squared_effect), rounds.pair_level)
     return abs(difference.paired) > rounds.stake and seeds <= rounds.most
 
 

@@ -232,7 +232,7 @@ def check_predictions(record: Record, contest_at: ContestAt) -> HeldOut | None:
     targets = targets_of(record.runs)
     trained = {(one.model, one.tokens): one for one in targets if one.size == predictions.held_out}
     outcomes: list[Outcome] = []
-    for row in predictions.predictions.get("parameters", ()):
+    for row in predictions.by_parameters:
         target = trained.get((row.name, row.tokens))
         loss, seeds = (target.loss, target.seeds) if target else (None, 0)
         interval = Range(row.low, row.high)

@@ -32,13 +32,13 @@ class Prior:
 
     variance: float
     degrees: float  # it counts as much as a sample with so many degrees of freedom
-    pooled: float  # degrees of freedom of all samples together; no variance is known better
+    total_degrees: float  # degrees of freedom of all samples together; no variance is known better
     least: float = 0.0  # no variance is taken to be smaller
 
     @property
     def is_known(self) -> bool:
         """Whether any model has two seeds."""
-        return self.pooled > 0
+        return self.total_degrees > 0
 
     def shrink(
         self, variances: np.ndarray, degrees: np.ndarray, noise: np.ndarray | float = 1.0
@@ -46,13 +46,13 @@ class Prior:
         """Returns the variances, drawn towards the typical one, and their degrees of freedom.
         `noise` are the expected variances, in those of trained runs (see `Entry.noise`).
         """
-        degrees, prior = np.asarray(degrees, float), min(self.degrees, self.pooled)
+        degrees, prior = np.asarray(degrees, float), min(self.degrees, self.total_degrees)
         total = prior + degrees
         # The mean of both, weighted by degrees of freedom (limma: Smyth, 2004,
         # doi:10.2202/1544-6115.1027, section 3): a variance of 4 with 2 degrees and a prior of 1
         # with 4 give (2·4 + 4·1) / 6 = 2 with 6 degrees.
         mean = (prior * self.variance * noise + degrees * variances) / np.maximum(total, 1e-9)
-        capped = np.minimum(total, self.pooled)
+        capped = np.minimum(total, self.total_degrees)
         is_known = degrees > 0
         if is_known.any():  # without a sample, the widest one counts
             mean = np.where(is_known, mean, mean[is_known].max())
@@ -61,14 +61,14 @@ class Prior:
 
 
 def fit_prior(
-    variances: Sequence[float], degrees: Sequence[float], pooled: float | None = None
+    variances: Sequence[float], degrees: Sequence[float], total_degrees: float | None = None
 ) -> Prior:
     """Returns the prior that explains how much sample variances differ (Smyth, 2004, section 6.2)."""
     variances = np.maximum(np.asarray(variances, float), ROUNDING**2)
     degrees = np.asarray(degrees, float)
-    pooled = float(degrees.sum()) if pooled is None else pooled
+    total_degrees = float(degrees.sum()) if total_degrees is None else total_degrees
     if len(variances) < 2:
-        return Prior(float(variances.sum()), 0.0, pooled)
+        return Prior(float(variances.sum()), 0.0, total_degrees)
     # The logarithm of a sample variance with d degrees of freedom has the variance trigamma(d/2) if
     # all true variances are equal. What the logarithms vary more than that is how much the true
     # variances differ: trigamma(degrees/2).
@@ -76,10 +76,10 @@ def fit_prior(
     logs = np.log(variances) - special.digamma(half) + np.log(half)
     excess = logs.var(ddof=1) - special.polygamma(1, half).mean()
     if excess <= 0:  # no more than by chance: all have one variance
-        return Prior(float((variances * degrees).sum() / degrees.sum()), math.inf, pooled)
+        return Prior(float((variances * degrees).sum() / degrees.sum()), math.inf, total_degrees)
     prior = _inverse_trigamma(excess)
     typical = math.exp(logs.mean() + special.digamma(prior) - math.log(prior))
-    return Prior(typical, 2 * prior, pooled)
+    return Prior(typical, 2 * prior, total_degrees)
 
 
 def _inverse_trigamma(value: float) -> float:
@@ -116,11 +116,11 @@ def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return squares.sum(1) / np.maximum(counts - 1, 1), np.maximum(counts - 1, 0)
 
 
-def prior_of(all_losses: Sequence[np.ndarray], pooled: float) -> Prior:
+def prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) -> Prior:
     """Returns the prior of the differences in several arrays of losses (models, orders), one per
     size and length.
 
-    `pooled` are the independent degrees of freedom: lengths of one run are not independent.
+    `total_degrees` are the independent degrees of freedom: lengths of one run are not independent.
     """
     variances, degrees = [np.empty(0)], [np.empty(0)]
     for losses in all_losses:
@@ -129,7 +129,7 @@ def prior_of(all_losses: Sequence[np.ndarray], pooled: float) -> Prior:
         variances.append(of_pairs[degrees_of_pairs > 0])
         degrees.append(degrees_of_pairs[degrees_of_pairs > 0])
     all_variances, all_degrees = np.concatenate(variances), np.concatenate(degrees)
-    prior = fit_prior(all_variances, all_degrees, pooled)
+    prior = fit_prior(all_variances, all_degrees, total_degrees)
     if not len(all_degrees):
         return prior
     has_three_seeds = all_degrees.max() > 1

@@ -99,8 +99,8 @@ def _costs(
     speeds: Mapping[str, float | None],
 ) -> tuple[Cost, ...]:
     """Returns the costs by name. `configs` are those of the longest runs."""
-    groups = grouped(runs, lambda run: run.name)
-    return tuple(_cost(name, of, configs[name], speeds[name]) for name, of in groups.items())
+    by_name = grouped(runs, lambda run: run.name)
+    return tuple(_cost(name, group, configs[name], speeds[name]) for name, group in by_name.items())
 
 
 def _cost(name: str, runs: Sequence[PlannedRun], config: Config, speed: float | None) -> Cost:

@@ -91,7 +91,7 @@ def _untried(findings: Findings, runs: Sequence[Run]) -> list[str]:
 
 def _short_training(runs: Sequence[Run]) -> list[str]:
     most = max((run.tokens / run.active_parameters for run in runs), default=0.0)
-    if most >= COMPUTE_OPTIMAL * 0.9:
+    if most >= 0.9 * COMPUTE_OPTIMAL:  # nearly as many
         return []
     return [
         f"No run has more than {most:.2g} tokens per parameter. About {COMPUTE_OPTIMAL} are "
@@ -125,7 +125,9 @@ def _other_machines(runs: Sequence[Run]) -> list[str]:
     machines = grouped((run for run in runs if run.sessions), _machine)
     if len(machines) < 2:
         return []
-    counts = [f"{label} ({words.plural(len(of), 'run')})" for label, of in machines.items()]
+    counts = []
+    for label, on_machine in machines.items():
+        counts.append(f"{label} ({words.plural(len(on_machine), 'run')})")
     return [
         f"Trained on different machines: {_few(counts, '; ')}. Times and speeds are not "
         "comparable. Machines round differently, which changes a loss as another seed does, so "

@@ -9,7 +9,7 @@ from scipy import stats
 from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.spreads import Prior
 
-NOTHING = Prior(variance=0.0, degrees=0.0, pooled=100.0)  # a prior that says nothing
+NOTHING = Prior(variance=0.0, degrees=0.0, total_degrees=100.0)  # a prior that says nothing
 
 
 def correlated_losses(models: int, orders: int, correlation: float, seed: int = 0) -> np.ndarray:
@@ -20,21 +20,21 @@ def correlated_losses(models: int, orders: int, correlation: float, seed: int = 
 
 # ------------------------------------------------------------------ the prior
 def test_a_variance_is_drawn_towards_the_typical_one_by_its_degrees_of_freedom():
-    prior = Prior(variance=1.0, degrees=4.0, pooled=20.0)
+    prior = Prior(variance=1.0, degrees=4.0, total_degrees=20.0)
     variances, degrees = prior.shrink(np.array([4.0, 0.25]), np.array([2, 4]))
     np.testing.assert_allclose(variances, [(2 * 4 + 4 * 1) / 6, (4 * 0.25 + 4 * 1) / 8])
     np.testing.assert_allclose(degrees, [6, 8])
 
 
 def test_no_variance_is_known_better_than_by_all_samples_together():
-    prior = Prior(variance=1.0, degrees=math.inf, pooled=6.0)
+    prior = Prior(variance=1.0, degrees=math.inf, total_degrees=6.0)
     variances, degrees = prior.shrink(np.array([4.0, 1.0]), np.array([2, 2]))
     np.testing.assert_allclose(variances, [(6 * 1 + 2 * 4) / 8, 1.0])
     np.testing.assert_allclose(degrees, [6, 6])
 
 
 def test_without_a_sample_the_widest_spread_counts():
-    prior = Prior(variance=1.0, degrees=2.0, pooled=20.0)
+    prior = Prior(variance=1.0, degrees=2.0, total_degrees=20.0)
     variances, degrees = prior.shrink(np.array([0.0, 9.0, 1.0]), np.array([0, 2, 6]))
     assert variances[0] == variances[1] == 5.0
     assert degrees[0] == 4.0
@@ -58,11 +58,11 @@ def test_the_prior_of_unequal_variances_is_recovered():
 
 def test_of_two_seeds_no_difference_is_taken_to_vary_less_than_the_mean():
     losses = np.array([[3.0, 3.2], [3.1, 3.3], [3.5, 3.0]])  # differences vary by 0, 0.245, 0.245
-    prior = spreads.prior_of([losses], pooled=2)
+    prior = spreads.prior_of([losses], total_degrees=2)
     assert prior.least == pytest.approx(0.245 * 2 / 3)
     assert spreads.estimate(losses, prior).variances[0, 1] >= prior.least
     three = np.array([[3.0, 3.2, 3.1], [3.1, 3.3, 3.2], [3.5, 3.0, 3.1]])
-    assert spreads.prior_of([three], pooled=4).least == 0
+    assert spreads.prior_of([three], total_degrees=4).least == 0
 
 
 def test_where_losses_split_into_modes_the_mean_variance_is_the_least():
@@ -70,8 +70,8 @@ def test_where_losses_split_into_modes_the_mean_variance_is_the_least():
     rng = np.random.default_rng(3)
     losses = 3 + 1e-3 * rng.standard_normal((8, 3))
     losses[:5, 0] -= 0.5
-    assert spreads.prior_of([losses], pooled=14).least > 0.01
-    assert spreads.prior_of([losses[5:]], pooled=4).least == 0
+    assert spreads.prior_of([losses], total_degrees=14).least > 0.01
+    assert spreads.prior_of([losses[5:]], total_degrees=4).least == 0
 
 
 # ------------------------------------------------------------------ differences

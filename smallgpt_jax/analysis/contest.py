@@ -150,6 +150,9 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
     own, degrees = estimate.own_variances
     errors = own / estimate.counts
     taus = np.array(_MODEL_SPREADS) * math.sqrt(np.median(errors))
+    # Where losses of most models hardly vary, 64 errors are less than the models differ. No τ would
+    # then explain a model that is far from the others, and all of its worlds would be near theirs.
+    taus[-1] = max(taus[-1], np.ptp(means))
     # Mean of all models, for each τ, weighted by how well each loss determines it. (τ, models)
     weights = 1 / (taus[:, None] ** 2 + errors)
     totals = weights.sum(1)

@@ -273,7 +273,9 @@ class Estimate:
             # For each a: the sum over b of weight(a, b) · (v(a) + v(b) − V(a, b)) is 0.
             equations = np.diag(weights.sum(1)) + weights
             right = (weights * self.variances).sum(1)
-            own = np.maximum(np.linalg.lstsq(equations, right, rcond=1e-9)[0], least)
+            # In units of the last parts, because these may differ by orders of magnitude.
+            scaled = np.linalg.lstsq(own[:, None] * equations * own, own * right, rcond=1e-9)[0]
+            own = np.maximum(own * scaled, least)
         return own, np.nanmedian(np.where(is_pair, self.degrees, np.nan), axis=1)
 
 

@@ -127,7 +127,7 @@ def test_a_model_with_two_bad_orders_is_judged_as_if_it_had_read_all():
 
 
 def test_own_variances_add_up_to_those_of_differences():
-    deviations = np.array([1.0, 1.0, 2.0, 20.0])
+    deviations = np.array([1e-3, 1e-3, 2.0, 20.0])
     rng = np.random.default_rng(5)
     losses = deviations[:, None] * rng.standard_normal((4, 20_000)) + rng.standard_normal(20_000)
     own, degrees = spreads.estimate(losses, Prior(0.0, 0.0, 1e9)).own_variances

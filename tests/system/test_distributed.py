@@ -34,14 +34,16 @@ CONFIG = (
 
 # With faults, the processes run this program: smallgpt_jax.main with the faults that the environment
 # variable FAULTS lists. Each fault is "PROCESS ACT STEP"; PROCESS then fails to do ACT, or sends
-# itself the signal ACT, at STEP.
+# itself the signal ACT, at STEP. SIGKILL waits until the checkpoint of step 12 is complete.
 FAULTY = """
-import errno, os, resource, runpy, signal, sys
+import errno, os, pathlib, resource, runpy, signal, sys, time
 sys.path.insert(0, "")  # as with python -m
 import orbax.checkpoint as ocp
 from smallgpt_jax.run.logger import Logger
 
 (process,) = (arg[-1] for arg in sys.argv if "process_id=" in arg)
+(workdir,) = (arg.partition("=")[2] for arg in sys.argv if arg.startswith("--workdir="))
+saved = pathlib.Path(workdir, "checkpoints", "12")
 faults = [fault.split(" ")[1:] for fault in os.environ["FAULTS"].split(",") if fault[0] == process]
 
 def is_due(act, path):
@@ -65,6 +67,8 @@ def log(self, metrics, _log=Logger.log):
     _log(self, metrics)
     for act, step in faults:
         if act.startswith("SIG") and metrics.step == int(step):
+            while act == "SIGKILL" and not saved.exists():
+                time.sleep(0.05)
             os.kill(os.getpid(), getattr(signal, act))
         if act == "log" and metrics.step == int(step):
             raise OSError(errno.EIO, os.strerror(errno.EIO), "a file")

@@ -50,7 +50,7 @@ _PUBLIC = {
     "write_bundle": "verification.bundle",
     "ask_gate": "verification.gate",
     "choose": "report.choosing",
-    "choose_next": "report.next_run",
+    "choose_next": "report.choosing",
     "UserError": "errors",
     "StoppedError": "errors",
 }
@@ -81,7 +81,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the names are public
     from smallgpt_jax.planning.plan import plan as plan
     from smallgpt_jax.planning.plan import plan_inference as plan_inference
     from smallgpt_jax.report.choosing import choose as choose
-    from smallgpt_jax.report.next_run import choose_next as choose_next
+    from smallgpt_jax.report.choosing import choose_next as choose_next
     from smallgpt_jax.training.trained_run import TrainedRun as TrainedRun
     from smallgpt_jax.training.trained_run import train as train
     from smallgpt_jax.verification.bundle import write_bundle as write_bundle

@@ -19,7 +19,7 @@ from absl import flags
 
 from smallgpt_jax import cli
 from smallgpt_jax.analysis.candidates import BATCH_BUDGETS, BUDGETS, DECODING_BATCHES
-from smallgpt_jax.report import choosing, next_run, words
+from smallgpt_jax.report import choosing, words
 
 _RESULTS = flags.DEFINE_string("results", None, "results.json of a comparison.")
 _LIMITS = {
@@ -46,7 +46,7 @@ def main() -> None:
         others = [*limits, *(["batch"] if _BATCH.value else [])]
         if others:
             cli.fail(f"--next: cannot be combined with --{others[0]}", status=2)
-        advice = next_run.choose_next(_RESULTS.value)
+        advice = choosing.choose_next(_RESULTS.value)
         print(json.dumps(dataclasses.asdict(advice)) if _JSON.value else advice)
         return
     budget, limit = _one_budget(limits)

@@ -200,7 +200,7 @@ def spread_of(values: Sequence[float | None]) -> Spread | None:
     """Returns None without a value, or if one is missing."""
     if not values or None in values:
         return None
-    return Spread(statistics.fmean(values), min(values), max(values), len(values))
+    return Spread(statistics.fmean(values), min(values), max(values))
 
 
 # ------------------------------------------------------------------ further measures

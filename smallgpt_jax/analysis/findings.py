@@ -28,7 +28,6 @@ class Spread:
     mean: float
     low: float  # the least value
     high: float  # the largest value
-    count: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from smallgpt_jax.comparison.config import CompareConfig
+from smallgpt_jax.comparison.counts import count
 from smallgpt_jax.comparison.parameters import num_parameters, with_equal_parameters
-from smallgpt_jax.comparison.run_reader import count
 from smallgpt_jax.comparison.runs import run_folder
 from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.data.corpus import load_or_prepare
@@ -87,7 +87,7 @@ def cost_per_step(config: ConfigDict | Config, budget: str) -> float:
     flops = counts.flops_per_step(config)
     if flops is None:
         raise UserError(
-            f"config.compare.budget='flops': {config.model.architecture}: {counts.cost.problem}; "
+            f"config.compare.budget='flops': {config.model.architecture}: {counts.flops_problem}; "
             "choose another budget"
         )
     return flops

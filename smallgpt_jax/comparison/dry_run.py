@@ -8,8 +8,8 @@ import jax
 
 from smallgpt_jax.analysis.record import grouped
 from smallgpt_jax.comparison import budget
+from smallgpt_jax.comparison.counts import count
 from smallgpt_jax.comparison.outcomes import Outcomes
-from smallgpt_jax.comparison.run_reader import count
 from smallgpt_jax.comparison.runs import PlannedRun
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.corpus import Corpus
@@ -72,8 +72,10 @@ def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
     losses = outcomes.losses()
     planned = outcomes.comparison.expected_runs(losses)
     missing = [run for run in planned if run.folder not in losses]
-    at_most = outcomes.comparison.most_runs(losses) if outcomes.comparison.rounds else []
-    may_miss = [run for run in at_most if run.folder not in losses]
+    may_miss = []
+    if outcomes.comparison.rounds:
+        most_runs = outcomes.comparison.expected_runs(losses, at_most=True)
+        may_miss = [run for run in most_runs if run.folder not in losses]
     configs = {}
     for name, runs in grouped([*missing, *may_miss], lambda run: run.name).items():
         configs[name] = max(runs, key=lambda run: run.config.train.steps).config
@@ -110,7 +112,7 @@ def _cost(name: str, runs: Sequence[PlannedRun], config: Config, speed: float | 
     return Cost(
         name,
         len(runs),
-        sum(counts.components.values()),
+        counts.parameters,
         counts.active_parameters,
         _tokens(config),
         steps,

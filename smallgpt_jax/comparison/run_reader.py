@@ -1,28 +1,20 @@
 """Reads a workdir as a `Run`."""
 
-import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from smallgpt_jax import models
 from smallgpt_jax.analysis import record
 from smallgpt_jax.analysis.record import Inference, Inside, Point, Run, Session, TextLoss
+from smallgpt_jax.comparison.counts import Counts, count
 from smallgpt_jax.diagnosis.summary import read_summary
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.inference_cost import INFERENCE_FILE
 from smallgpt_jax.evaluation.scores import read_scores
 from smallgpt_jax.evaluation.texts import TEXTS_FILE
-from smallgpt_jax.inference import layout
-from smallgpt_jax.models.components import components
-from smallgpt_jax.models.flops import Cost, train_cost, update_flops
-from smallgpt_jax.objectives.future_tokens import future_terms
-from smallgpt_jax.objectives.objective import Objective, Term, make_objective
-from smallgpt_jax.optim.config import OptimizerConfig
-from smallgpt_jax.optim.optimizer import find_optimizer
 from smallgpt_jax.run.config import Config, flatten
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.run.custom_code import refuse_training_code
@@ -85,10 +77,10 @@ def read_run(
         diverged=has_diverged(folder),
         is_imported=(folder / ORIGIN_FILE).exists(),
         steps_done=max((line["step"] for line in lines), default=0),
-        parameters=sum(counts.components.values()),
+        parameters=counts.parameters,
         active_parameters=counts.active_parameters,
         components=counts.components,
-        flops_per_token=counts.cost.flops,
+        flops_per_token=counts.flops_per_token,
         tokens_per_step=tokens_per_step,
         curve=curve,
         tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
@@ -100,8 +92,8 @@ def read_run(
         expert_load=_last_logged(lines, "expert_load"),
         texts=_texts(evaluations, config.train.steps),
         benchmarks=read_scores(evaluations, config.train.steps),
-        uncounted=counts.cost.uncounted,
-        flops_problem=counts.cost.problem,
+        uncounted=counts.uncounted,
+        flops_problem=counts.flops_problem,
         text=record.TrainingText(**read_identity(folder)),
         averaged=averaged,
         weight_bytes=counts.weight_bytes,
@@ -130,46 +122,6 @@ def _tokens_per_step(config: Config, sessions: Sequence[dict]) -> float:
 
 
 # ------------------------------------------------------------------ costs and losses
-class Counts(NamedTuple):
-    components: dict[str, int]  # number of parameters of each component
-    active_parameters: int
-    cost: Cost  # of training, without the optimizer
-    optimizer_flops: int  # per update
-    weight_bytes: int  # in decoding
-
-    def flops_per_step(self, config: Config) -> float | None:
-        """Returns the FLOPs of a step, with padding and the optimizer; None if unknown."""
-        if self.cost.flops is None:
-            return None
-        inputs = config.train.batch_size * config.model.context_length
-        return inputs * self.cost.flops + self.optimizer_flops
-
-
-def count(config: Config) -> Counts:
-    """Returns what a run counts. Its heads for further tokens count as training, not as
-    parameters.
-    """
-    model = models.LanguageModel(config.model)
-    objective = make_objective(config.train, model, **future_terms(config.train, model))
-    return _count_once(model, tuple(objective.terms.items()), config.optimizer.name)
-
-
-@functools.cache
-def _count_once(
-    model: models.LanguageModel, terms: tuple[tuple[str, Term], ...], optimizer_name: str
-) -> Counts:
-    """Cached, because it traces the model. FLOPs do not depend on the optimizer's settings."""
-    trained = models.abstract_params(model) | Objective(terms=dict(terms)).abstract_heads()
-    optimizer = find_optimizer(optimizer_name)(trained, OptimizerConfig(name=optimizer_name))
-    return Counts(
-        components(model),
-        models.num_active_parameters(model),
-        train_cost(model, dict(terms).values()),
-        update_flops(trained, optimizer),
-        layout.num_bytes(layout.packed_shapes(model)),
-    )
-
-
 def _curve(
     config: Config, counts: Counts, lines: Sequence[dict], tokens_per_step: float
 ) -> tuple[Point, ...]:

@@ -86,20 +86,14 @@ class Comparison:
         multiples = self._multiples(losses)
         return self._runs_at(multiples, self._num_seeds(losses, multiples))
 
-    def expected_runs(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
-        """Returns `runs`, and with learning rates that are not known yet, the other runs, too,
-        assuming that no grid is extended further, and no seeds are added.
-        """
-        return self._expected(losses, self._num_seeds(losses, self._multiples(losses)))
-
-    def most_runs(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
-        """Returns `expected_runs`, with as many seeds as may be added."""
-        counts = self._num_seeds(losses, self._multiples(losses), at_most=True)
-        return self._expected(losses, counts)
-
-    def _expected(
-        self, losses: Mapping[Path, float], counts: Mapping[str, int]
+    def expected_runs(
+        self, losses: Mapping[Path, float], at_most: bool = False
     ) -> list[PlannedRun]:
+        """Returns `runs`, and with learning rates that are not known yet, the other runs, too,
+        assuming that no grid is extended further, and that no seeds are added; `at_most`: that all
+        are that may be.
+        """
+        counts = self._num_seeds(losses, self._multiples(losses), at_most)
         runs = self._runs_at(self._multiples(losses, unknown=1.0), counts)
         if not self.train_held_out:
             runs = [run for run in runs if not run.is_held_out]

@@ -126,7 +126,9 @@ def learning_rates(all_rates: Sequence[Rates], styles: Styles) -> Figure:
         for multiple, loss in one.grid.losses.items():
             if loss is not None and math.isfinite(loss):
                 losses[multiple * one.grid.learning_rate] = loss
-        plot.plot(*_points(losses), label=one.name, markerfacecolor="none", **style)
+        plot.plot(
+            list(losses), list(losses.values()), label=one.name, markerfacecolor="none", **style
+        )
         best = one.best * one.grid.learning_rate if one.best else None
         if best in losses:
             plot.plot(best, losses[best], style["marker"], color=style["color"], markersize=5)
@@ -256,10 +258,6 @@ def _log_ticks(plot: Axes) -> None:
     plot.set_xscale("log")
     plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     plot.xaxis.set_minor_locator(NullLocator())
-
-
-def _points(values: Mapping[float, float]) -> tuple[list[float], list[float]]:
-    return list(values), list(values.values())
 
 
 def _with_legend(figure: Figure, plot: Axes) -> Figure:

@@ -251,7 +251,7 @@ def _label(measure: Measure) -> str:
 def _measure(measure: Measure, name: str) -> str:
     spread = measure.spreads[name]
     if measure.measure.endswith("_bytes"):
-        megabytes = Spread(spread.mean / 1e6, spread.low / 1e6, spread.high / 1e6, spread.count)
+        megabytes = Spread(spread.mean / 1e6, spread.low / 1e6, spread.high / 1e6)
         return words.spread(megabytes, ".4g")
     if measure.kind in ("answers", "benchmark", "text"):
         return words.spread(spread, ".4f")

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of configs, kept in the cache folder, because counting traces the model."""
+"""Counts of configs that are kept in the cache folder, because counting traces the model."""
 
 import dataclasses
 import hashlib
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from smallgpt_jax.comparison.counts import Counts, count
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.provenance import CLONE
 from smallgpt_jax.storage import typed_json
@@ -26,15 +27,6 @@ _FIELDS = (
 _MOST_COUNTED = {"context_length": 2**18, "d_model": 2**17, "head_dim": 2**17}
 
 
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    parameters: int
-    active_parameters: int
-    components: dict[str, int]
-    flops_per_token: float | None  # None if they cannot be counted
-    optimizer_flops: int  # per update
-
-
 class Counter:
     """Counts configs. Results of the same code are read from the cache folder; those of custom code
     are not stored, because it may change.
@@ -52,7 +44,8 @@ class Counter:
         key = _key(config)
         counts = self._known.get(key) or self._counted.get(key)
         if counts is None:
-            counts = self._counted[key] = _count(config)
+            _require_small(config)
+            counts = self._counted[key] = count(config)
         return counts
 
     def save(self) -> None:
@@ -92,17 +85,7 @@ def _key(config: Config) -> str:
     return custom + hashlib.sha256(text.encode()).hexdigest()
 
 
-def _count(config: Config) -> Counts:
-    from smallgpt_jax.comparison.run_reader import count  # here: it takes seconds to import
-
+def _require_small(config: Config) -> None:
     for field, most in _MOST_COUNTED.items():
         if getattr(config.model, field) > most:
             config.model.refuse(field, f"models are counted up to {most:,}")
-    counts = count(config)
-    return Counts(
-        sum(counts.components.values()),
-        counts.active_parameters,
-        counts.components,
-        counts.cost.flops,
-        counts.optimizer_flops,
-    )

@@ -17,6 +17,7 @@ from typing import Any
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis import sequential
 from smallgpt_jax.analysis.record import Record, Run
+from smallgpt_jax.comparison.counts import Counts
 from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
@@ -27,7 +28,7 @@ from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.paths import as_path
-from smallgpt_jax.verification.counts import Counter, Counts
+from smallgpt_jax.verification.counts import Counter
 from smallgpt_jax.verification.record_checks import read_config
 
 LEDGER_FILE = "ledger.json"
@@ -159,10 +160,10 @@ def comparable(
 
 
 def _flops(config: Config, counts: Counts) -> float:
-    if counts.flops_per_token is None:
+    per_step = counts.flops_per_step(config)
+    if per_step is None:
         raise UserError("--config: its FLOPs cannot be counted, so its budget cannot be compared")
-    inputs = config.train.batch_size * config.model.context_length
-    return config.train.steps * (inputs * counts.flops_per_token + counts.optimizer_flops)
+    return config.train.steps * per_step
 
 
 def _run_named(record: Record, name: str) -> Run:

@@ -23,3 +23,7 @@ class Problem:
 
 def label_of(run: Run) -> str:
     return f"{run.label}, seed {run.seed}"
+
+
+def contradiction(check: str, run: Run, text: str) -> Problem:
+    return Problem(CONTRADICTION, check, label_of(run), text)

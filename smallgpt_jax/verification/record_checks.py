@@ -19,6 +19,7 @@ from smallgpt_jax.verification.problems import (
     SUSPICION,
     UNKNOWN,
     Problem,
+    contradiction,
     label_of,
 )
 from smallgpt_jax.verification.run_checks import CountOf, check_run
@@ -103,10 +104,9 @@ def _same_configs(record: Record, configs: Sequence[Config | UserError]) -> Iter
             other, fields_before = by_horizon.setdefault(run.horizon, (run, fields))
             differences = merging.different(fields_before, fields)
             if differences:
-                yield Problem(
-                    CONTRADICTION,
+                yield contradiction(
                     "configs",
-                    label_of(run),
+                    run,
                     f"its config is not that of seed {other.seed} ({differences})",
                 )
         yield from _lengths(by_horizon)
@@ -119,10 +119,9 @@ def _lengths(by_horizon: dict[float, tuple[Run, dict]]) -> Iterator[Problem]:
     for horizon, (run, fields) in by_horizon.items():
         for name in _OF_LENGTH:
             if abs(fields[name] - horizon * longest[name]) > 0.5:
-                yield Problem(
-                    CONTRADICTION,
+                yield contradiction(
                     "schedule",
-                    label_of(run),
+                    run,
                     f"{name} is {fields[name]}, but {horizon:g} × {longest[name]} by its horizon",
                 )
 
@@ -138,10 +137,9 @@ def _branches(record: Record) -> Iterator[Problem]:
         for point in run.curve:
             is_copied = point.step <= run.copied_steps and point.step in losses
             if is_copied and point.loss != losses[point.step]:
-                yield Problem(
-                    CONTRADICTION,
+                yield contradiction(
                     "horizons",
-                    label_of(run),
+                    run,
                     f"has another loss at step {point.step} than its longest run, whose steps it "
                     "has copied",
                 )
@@ -214,10 +212,9 @@ def _grids(record: Record) -> Iterator[Problem]:
         best = grid.best * grid.learning_rate
         for run in record.runs:
             if run.name == name and not math.isclose(run.learning_rate, best, rel_tol=1e-9):
-                yield Problem(
-                    CONTRADICTION,
+                yield contradiction(
                     "learning rate",
-                    label_of(run),
+                    run,
                     f"was trained at {run.learning_rate:g}; the best rate of its grid is {best:g}",
                 )
 
@@ -250,9 +247,8 @@ def _predictions(record: Record) -> Iterator[Problem]:
     for run in record.runs:
         starts = [session.time for session in run.sessions if session.first_step == 0]
         if run.size == predictions.held_out and starts and min(starts) < predictions.time:
-            yield Problem(
-                CONTRADICTION,
+            yield contradiction(
                 "predictions",
-                label_of(run),
+                run,
                 f"was started at {min(starts)}, before its loss was predicted",
             )

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from smallgpt_jax.analysis.record import Point, Run
+from smallgpt_jax.comparison.counts import Counts
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.store import METADATA
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.storage.json_files import find_mismatch
-from smallgpt_jax.verification.counts import Counts
 from smallgpt_jax.verification.problems import CONTRADICTION, UNKNOWN, Problem, label_of
 
 CountOf = Callable[[Config], Counts]
@@ -178,9 +178,9 @@ def _counts(run: Run, counts: Counts) -> Contradictions:
 
 
 def _flops(run: Run, config: Config, counts: Counts) -> Contradictions:
-    if counts.flops_per_token is None:
+    per_step = counts.flops_per_step(config)
+    if per_step is None:
         return
-    per_step = _inputs(config) * counts.flops_per_token + counts.optimizer_flops
     for point in run.curve:
         if point.flops is not None and not _is_close(point.flops, point.step * per_step):
             yield (

@@ -25,6 +25,7 @@ from smallgpt_jax import models
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.analysis import analyse
 from smallgpt_jax.comparison import budget, held_out, merging, run_reader
+from smallgpt_jax.comparison.counts import Counts
 from smallgpt_jax.conversion import gpt_variations, hugging_face, model_card
 from smallgpt_jax.data import shards, store, tokenizer_folder, tokenizers, unfinished_store
 from smallgpt_jax.data.chat_template import ChatTemplate, find_template
@@ -44,7 +45,6 @@ from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training import messages
 from smallgpt_jax.verification.bundle import open_bundle, write_bundle
-from smallgpt_jax.verification.counts import Counts
 from smallgpt_jax.verification.record_checks import check_record
 
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -443,7 +443,7 @@ def read_record(folder):
     record = merging.merge([(path, records.read(path))], "command")
     assert page.markdown(record, analyse(record))
     assert choosing.text(choosing.choose(path, "flops", 1e15))
-    checked = check_record(records.read(path), lambda config: Counts(1, 1, {}, 1.0, 0))
+    checked = check_record(records.read(path), lambda config: Counts({}, 1, 1.0, 0))
     assert all(map(str, checked))
 
 

@@ -94,7 +94,7 @@ def test_curves_have_the_steps_of_all_seeds_on_the_last_rows():
     other = dataclasses.replace(other, curve=(early, other.curve[1]))
     (curve,) = description.describe_curves([one, other])
     (point,) = curve.points
-    assert point.tokens == 200 and point.loss == Spread(pytest.approx(3.1), 3.0, 3.2, 2)
+    assert point.tokens == 200 and point.loss == Spread(pytest.approx(3.1), 3.0, 3.2)
     other = dataclasses.replace(other, curve=(early,))
     assert description.describe_curves([one, other]) == ()
 
@@ -109,7 +109,7 @@ def test_measures_of_finished_runs():
     compared = []
     measures = description.describe_measures(runs, lambda values: compared.append(values) or ())
     by_name = {(one.kind, one.measure): one for one in measures}
-    assert by_name["benchmark", "copa acc"].spreads == {"gpt": Spread(0.6, 0.5, 0.7, 2)}
-    assert by_name["text", "own × 2"].spreads == {"gpt": Spread(1.25, 1.25, 1.25, 1)}
+    assert by_name["benchmark", "copa acc"].spreads == {"gpt": Spread(0.6, 0.5, 0.7)}
+    assert by_name["text", "own × 2"].spreads == {"gpt": Spread(1.25, 1.25, 1.25)}
     assert by_name["memory", "memory_bytes"].spreads["gpt"].mean == 10**6
     assert compared == [{"gpt": {1: 0.5, 2: 0.7}}]  # only benchmarks are tested here

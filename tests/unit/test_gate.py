@@ -7,9 +7,9 @@ import pytest
 from comparison_helpers import run, saved
 from conftest import load_config
 
+from smallgpt_jax.comparison.counts import Counts
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.verification import gate
-from smallgpt_jax.verification.counts import Counts
 from smallgpt_jax.verification.gate import BETTER, NOT_TOLD, WORSE, Question, ask_gate, decide
 
 
@@ -34,7 +34,7 @@ def counts(monkeypatch):
     """FLOPs by the number of blocks, without a trace of the model."""
 
     def count(config):
-        return Counts(100, 100, {}, 100.0 * config.model.num_layers, 0)
+        return Counts({}, 100, 100.0 * config.model.num_layers, 0)
 
     monkeypatch.setattr(gate, "Counter", lambda: count)
 

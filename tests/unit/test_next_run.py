@@ -17,7 +17,7 @@ from smallgpt_jax import cli
 from smallgpt_jax.analysis.further_runs import expected_gain, next_runs
 from smallgpt_jax.analysis.record import Grid, GridRate
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.report.next_run import choose_next
+from smallgpt_jax.report.choosing import choose_next
 
 COMMAND = "python -m smallgpt_jax.compare --config=configs/compare/scaling.py:tiny --output=runs/s"
 

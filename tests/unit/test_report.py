@@ -308,7 +308,7 @@ def test_chapters_are_those_of_the_findings():
                 Measure(
                     "speed",
                     "tokens_per_second",
-                    {"moe": Spread(1200.0, 1100.0, 1300.0, 2)},
+                    {"moe": Spread(1200.0, 1100.0, 1300.0)},
                     (),
                 ),
             ),
@@ -398,7 +398,7 @@ def test_everything_is_escaped():
 
 @pytest.mark.draws
 def test_the_files_of_a_report(tmp_path):
-    curve = Curve("gpt", tuple(CurvePoint(t, t, Spread(3.0, 2.9, 3.1, 2)) for t in (1.0, 2.0)))
+    curve = Curve("gpt", tuple(CurvePoint(t, t, Spread(3.0, 2.9, 3.1)) for t in (1.0, 2.0)))
     budgets = (1e12, 1e13)
     order = Order("moe", "gpt", (), budgets, (-0.1, 0.0), (-0.2, -0.1), (0.0, 0.1))
     found = dataclasses.replace(

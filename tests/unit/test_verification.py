@@ -13,13 +13,14 @@ import pytest
 from conftest import ROOT
 
 from smallgpt_jax.analysis import record as records
+from smallgpt_jax.comparison.counts import Counts
 from smallgpt_jax.devices.platform import processor_identity
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.provenance import package_versions
 from smallgpt_jax.storage import typed_json
 from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, compare_curves
 from smallgpt_jax.verification.bundle import open_bundle, write_bundle
-from smallgpt_jax.verification.counts import Counter, Counts
+from smallgpt_jax.verification.counts import Counter
 from smallgpt_jax.verification.problems import CONTRADICTION, SUSPICION
 from smallgpt_jax.verification.record_checks import check_record, read_config
 from smallgpt_jax.verification.retraining import machine_differences
@@ -42,9 +43,8 @@ def problems(content: dict, honest: dict) -> set[tuple[str, str]]:
     counts = {}
     for run in honest["runs"]:
         counts[run["config"]["model.norm"]] = Counts(
-            run["parameters"],
-            run["active_parameters"],
             run["components"],
+            run["active_parameters"],
             run["flops_per_token"],
             0,
         )

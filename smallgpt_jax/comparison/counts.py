@@ -1,0 +1,62 @@
+"""Counts of a config: parameters by component, FLOPs of training, bytes in decoding."""
+
+import dataclasses
+import functools
+
+from smallgpt_jax import models
+from smallgpt_jax.inference import layout
+from smallgpt_jax.models.components import components
+from smallgpt_jax.models.flops import train_cost, update_flops
+from smallgpt_jax.objectives.future_tokens import future_terms
+from smallgpt_jax.objectives.objective import Objective, Term, make_objective
+from smallgpt_jax.optim.config import OptimizerConfig
+from smallgpt_jax.optim.optimizer import find_optimizer
+from smallgpt_jax.run.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    components: dict[str, int]  # number of parameters of each component
+    active_parameters: int
+    flops_per_token: float | None  # of training, without the optimizer; None if unknown
+    optimizer_flops: int  # per update
+    uncounted: float | None = 0.0  # arithmetic besides products, per FLOP
+    flops_problem: str = ""  # why the FLOPs are unknown
+    weight_bytes: int = 0  # in decoding
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.components.values())
+
+    def flops_per_step(self, config: Config) -> float | None:
+        """Returns the FLOPs of a step, with padding and the optimizer; None if unknown."""
+        if self.flops_per_token is None:
+            return None
+        inputs = config.train.batch_size * config.model.context_length
+        return inputs * self.flops_per_token + self.optimizer_flops
+
+
+def count(config: Config) -> Counts:
+    """Heads for further tokens count as training, not as parameters."""
+    model = models.LanguageModel(config.model)
+    objective = make_objective(config.train, model, **future_terms(config.train, model))
+    return _count_once(model, tuple(objective.terms.items()), config.optimizer.name)
+
+
+@functools.cache
+def _count_once(
+    model: models.LanguageModel, terms: tuple[tuple[str, Term], ...], optimizer_name: str
+) -> Counts:
+    """Cached, because it traces the model. FLOPs do not depend on the optimizer's settings."""
+    trained = models.abstract_params(model) | Objective(terms=dict(terms)).abstract_heads()
+    optimizer = find_optimizer(optimizer_name)(trained, OptimizerConfig(name=optimizer_name))
+    cost = train_cost(model, dict(terms).values())
+    return Counts(
+        components(model),
+        models.num_active_parameters(model),
+        cost.flops,
+        update_flops(trained, optimizer),
+        cost.uncounted,
+        cost.problem,
+        layout.num_bytes(layout.packed_shapes(model)),
+    )

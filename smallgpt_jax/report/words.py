@@ -169,36 +169,69 @@ def seeds_needed(values: Range | None) -> str:
 
 
 # ------------------------------------------------------------------ choices
+# {refusal: (in a table, as a sentence)}; without one of both: the models that may be the best
+_REFUSALS = {
+    "few seeds": (
+        "too few seeds",
+        "There are too few seeds to know how much the losses vary; train more.",
+    ),
+    "diverged": ("", "Every model has a run that diverged."),
+    "dearer": (
+        "{first}, or {others} above the budget",
+        "{others} may be the best, but was trained only with more than this budget.",
+    ),
+    "more training": (
+        "{first}, or {others} with more training",
+        "{others} may be the best with the whole budget, but was trained with less.",
+    ),
+    "not measured": (
+        "{first}, or {others} if it costs little enough",
+        "{others} may be the best, but its {unmeasured}.",
+    ),
+    "no cost": ("not measured", "The {unmeasured}."),
+    "nothing within": (
+        "every model needs more",
+        "Every model needs at least {needed:.3g} times as much.",
+    ),
+    "beyond": (
+        "{factor:.3g} times as much as was trained",
+        "It is {factor:.3g} times as much as any model was trained or measured with.",
+    ),
+}
+# With these, not all losses at the budget are known, so neither are the probabilities.
+_UNKNOWN_LOSSES = ("few seeds", "more training", "dearer", "not measured")
+
+
 def choice(answer: Choice) -> str:
-    """Returns the chosen model, or those that may be the best; with their probabilities, if their
-    losses at the budget are known.
-    """
-    if not answer.is_direct:
-        return f"cannot tell{_WITHOUT_CONTEST.get(answer.refusal, '').format(answer.factor)}"
+    """Returns the chosen model, or why there is none, or else those that may be the best."""
     if answer.chosen:
         return probabilities(answer.contest)
-    if answer.refusal == "few seeds":
-        return "cannot tell: too few seeds"
-    if answer.refusal in _CONDITIONS and answer.contest.blockers:
-        blockers = enumeration(answer.contest.blockers, "or")
-        first = answer.contest.possible[0].model
-        return f"cannot tell: {first}, or {blockers} {_CONDITIONS[answer.refusal]}"
-    return f"cannot tell: {probabilities(answer.contest)}"
+    reason, _ = _refusal(answer)
+    return f"cannot tell: {reason or probabilities(answer.contest)}"
 
 
-# Why models that may be the best have no loss at the budget, and so no probability.
-_CONDITIONS = {
-    "more training": "with more training",
-    "dearer": "above the budget",
-    "not measured": "if it costs little enough",
-}
+def refusal(answer: Choice) -> str:
+    """Returns a sentence about why no model is chosen; "" if several may be the best."""
+    _, sentence = _refusal(answer)
+    return sentence
 
-# Why no models were compared at the budget.
-_WITHOUT_CONTEST = {
-    "beyond": ": {:.3g} times as much as was trained",
-    "nothing within": ": every model needs more",
-    "no cost": ": not measured",
-}
+
+def _refusal(answer: Choice) -> list[str]:
+    """Returns the words of _REFUSALS, with their names and numbers."""
+    possible = answer.contest.possible if answer.contest else ()
+    blockers = answer.contest.blockers if answer.contest else ()
+    unmeasured = f"{BUDGETS[answer.budget]} were not measured"
+    if answer.budget in _HOW_TO_MEASURE:
+        unmeasured += f"; {_HOW_TO_MEASURE[answer.budget]}"
+    # factor = budget / nearest cost: with 0.25, the cheapest model needs 4 times as much
+    values = {
+        "first": possible[0].model if possible else "",
+        "others": enumeration(blockers, "or") if blockers else "a model",
+        "unmeasured": unmeasured,
+        "factor": answer.factor,
+        "needed": 1 / answer.factor if answer.factor else None,
+    }
+    return [text.format(**values) for text in _REFUSALS.get(answer.refusal, ("", ""))]
 
 
 def probabilities(contest: Contest) -> str:
@@ -210,38 +243,7 @@ def probabilities(contest: Contest) -> str:
 
 
 def has_probabilities(contest: Contest) -> bool:
-    return contest.refusal not in ("few seeds", *_CONDITIONS)
-
-
-def refusal(answer: Choice) -> str:
-    """Returns a sentence about why no model is chosen; "" if several may be the best, because a
-    sentence about these follows.
-    """
-    blockers = answer.contest.blockers if answer.contest else ()
-    others = enumeration(blockers, "or") if blockers else "a model"
-    unmeasured = f"{BUDGETS[answer.budget]} were not measured"
-    if answer.budget in _HOW_TO_MEASURE:
-        unmeasured += f"; {_HOW_TO_MEASURE[answer.budget]}"
-    match answer.refusal:
-        case "few seeds":
-            return "There are too few seeds to know how much the losses vary; train more."
-        case "diverged":
-            return "Every model has a run that diverged."
-        case "dearer":
-            return f"{others} may be the best, but was trained only with more than this budget."
-        case "more training":
-            return f"{others} may be the best with the whole budget, but was trained with less."
-        case "not measured":
-            return f"{others} may be the best, but its {unmeasured}."
-        case "no cost":
-            return f"The {unmeasured}."
-        case "nothing within":
-            # factor = budget / least cost: with 0.25, the cheapest model needs 4 times as much.
-            return f"Every model needs at least {1 / answer.factor:.3g} times as much."
-        case "beyond":
-            factor = f"{answer.factor:.3g}"  # budget / largest cost
-            return f"It is {factor} times as much as any model was trained or measured with."
-    return ""
+    return contest.refusal not in _UNKNOWN_LOSSES
 
 
 def stake(contest: Contest) -> str:

@@ -25,14 +25,7 @@ from smallgpt_jax.analysis.candidates import (
 )
 from smallgpt_jax.analysis.contest import compete
 from smallgpt_jax.analysis.findings import POSSIBLE, Choice, Contest, FrontPoint
-from smallgpt_jax.analysis.lines import (
-    NEAR,
-    SAME,
-    STEEPEST,
-    Lines,
-    lines_of,
-    nearest_common,
-)
+from smallgpt_jax.analysis.lines import NEAR, SAME, STEEPEST, Lines, lines_of, nearest_common
 from smallgpt_jax.analysis.record import Record, Run, grouped
 from smallgpt_jax.errors import UserError
 

@@ -13,14 +13,7 @@ from typing import NamedTuple
 
 from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.candidates import Entry, Evidence, longest
-from smallgpt_jax.analysis.findings import (
-    INTERVAL,
-    LEVEL,
-    Multiplier,
-    Order,
-    Range,
-    Segment,
-)
+from smallgpt_jax.analysis.findings import INTERVAL, LEVEL, Multiplier, Order, Range, Segment
 from smallgpt_jax.analysis.lines import (
     MAX_GAP,
     NEAR,

@@ -29,9 +29,7 @@ from smallgpt_jax.run.names import (
 from smallgpt_jax.run.sessions import has_diverged, read_sessions
 from smallgpt_jax.run.training_text import read_identity
 from smallgpt_jax.storage import typed_json
-from smallgpt_jax.storage.json_files import (
-    NUMBER,
-)
+from smallgpt_jax.storage.json_files import NUMBER
 from smallgpt_jax.storage.paths import resolve
 
 # The seed in the name of a workdir, before the multiples of learning rate and steps.

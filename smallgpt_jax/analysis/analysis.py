@@ -49,9 +49,7 @@ def analyse(record: Record) -> Findings:
 
 
 def _as_trained(evidence: Evidence, size: str | None) -> Contest | None:
-    """Returns the contest of the longest runs of a size, or, without a size, of all names; None if
-    there are none, or if their losses cannot be compared.
-    """
+    """Returns the contest of the longest runs, of a size or of all; None if it cannot be held."""
     candidates = longest(evidence.candidates)
     candidates = [one for one in candidates if size is None or one.first.size == size]
     if not candidates or not are_comparable([run for one in candidates for run in one.runs]):
@@ -71,10 +69,7 @@ def _as_trained(evidence: Evidence, size: str | None) -> Contest | None:
 def _compare_measure(
     values: description.Values, reference: str, pair_level: float | None
 ) -> tuple[Pair, ...]:
-    """Returns the verdicts on a measure, {name: {seed: value}}: each name against the reference.
-
-    "lower" and "higher" are of the measure, whichever is better.
-    """
+    """Returns verdicts against the reference; "lower" is the value, whichever is better."""
     names = [name for name in values if name != reference]
     if reference not in values or not names:
         return ()

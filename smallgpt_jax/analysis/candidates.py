@@ -69,26 +69,19 @@ class Entry:
 
 
 def _candidates_of(runs: Sequence[Run]) -> list[Candidate]:
-    """Returns the candidates of the finished and the diverged runs.
-
-    A diverged seed makes the loss of its candidate infinite for every reader: who trains the model
-    again may meet it.
-    """
+    # A diverged seed makes a loss infinite for every reader: who trains the model may meet it.
     ended = [run for run in runs if run.diverged or (run.is_finished and run.tokens > 0)]
     groups = grouped(ended, lambda run: (run.name, run.steps, run.learning_rate))
     return [Candidate(tuple(group), _losses(group)) for group in groups.values()]
 
 
 def _losses(runs: Sequence[Run]) -> dict[int, float]:
-    """Returns {order of batches: loss}; with one order for all runs, {seed: loss}.
-
-    Several runs with one order are one sample of it: their mean.
-    """
+    """Returns {order of batches: loss}, or {seed: loss} if all runs have one order."""
     groups = grouped(runs, lambda run: run.order)
     if len(groups) == 1:
         groups = grouped(runs, lambda run: run.seed)
     losses = {}
-    for order, group in groups.items():
+    for order, group in groups.items():  # several runs with one order are one sample of it
         losses[order] = statistics.fmean(run.loss for run in group)
     return losses
 
@@ -121,16 +114,12 @@ class Evidence:
     equal: tuple[tuple[str, ...], ...]  # groups of models of one function
 
     def prior_at(self, candidate: Candidate) -> spreads.Prior:
-        """Returns the prior of the differences at the candidate's size and length: losses vary more
-        at some than at others. That of the record where few models were trained.
-        """
+        """Returns the prior at the candidate's size and length: losses vary more at some."""
         return self.priors.get(_size_and_steps(candidate), self.prior)
 
     @property
     def pair_level(self) -> float | None:
-        """The level of a verdict on two models that holds after each round of seeds; None if the
-        number of seeds was fixed.
-        """
+        """The level of a verdict that holds after each round of seeds; None without rounds."""
         if not self.record.seeds_as_needed:
             return None
         return level_of_pair(run.name for run in self.record.runs)
@@ -165,11 +154,9 @@ def _size_and_steps(candidate: Candidate) -> tuple[str, int]:
 
 
 def _degrees_of_freedom(candidates: Sequence[Candidate]) -> int:
-    """Returns the independent degrees of freedom of all differences between models.
-
-    They are (m − 1)(n − 1) for m models with n orders of batches at a size. Lengths do not count:
-    they share their first steps.
-    """
+    """Returns the independent degrees of freedom of all differences between models."""
+    # (m − 1)(n − 1) for m models with n orders of batches at a size. Lengths do not count: they
+    # share their first steps.
     degrees = 0
     for of_size in grouped(candidates, lambda one: one.first.size).values():
         orders: dict[str, int] = {}
@@ -208,9 +195,7 @@ def is_scaling(record: Record) -> bool:
 
 
 def largest_common_size(runs: Sequence[Run]) -> str:
-    """Returns the largest SIZE at which all models have ended runs; if there is none, the one with
-    most models.
-    """
+    """Returns the largest SIZE at which all models have ended runs, else one with most models."""
     sizes = grouped([run for run in runs if run.is_finished or run.diverged], lambda run: run.size)
 
     def rank(size: str) -> tuple[int, float]:
@@ -267,9 +252,7 @@ def _has_equal_losses(one: Candidate, other: Candidate) -> bool:
 
 
 def _function(run: Run) -> dict:
-    """Returns the config without seeds, and with cgpt as lgpt if its convolutions cover one
-    position.
-    """
+    """Returns the config without seeds; cgpt with a kernel of one position is lgpt."""
     fields = {field: run.config[field] for field in run.config if not field.endswith(".seed")}
     if fields.get("model.architecture") == "cgpt" and fields.get("model.conv_kernel") == 1:
         fields["model.architecture"] = "lgpt"

@@ -116,9 +116,7 @@ class Asked:
 
     # -------------------------------------------------------------- answers
     def choice(self, limit: float) -> Choice:
-        """Returns the answer to a limit. Below all costs and far beyond them nothing is chosen; then
-        the contest is that of the nearest cost.
-        """
+        """Returns the answer to a limit; outside of all costs, with the contest at the nearest."""
         answer = Choice(self.budget, limit, self.batch, self.front(), self.devices(), "no cost")
         if not self.costs:
             return answer
@@ -165,9 +163,7 @@ class Asked:
         return [_cheapest_of_lowest(group) for group in groups.values()]
 
     def _without_cost_or_loss(self, entered: set[str]) -> list[Entry]:
-        """Returns an entry for each model, beside those that have one, of which only diverged
-        candidates are known, or candidates without a measured cost.
-        """
+        """Returns entries of further models that only diverged, or whose cost is unknown."""
         diverged, unmeasured = [], []
         for model, group in by_model(self.candidates).items():
             without_cost = [one for one in group if self.cost_of(one) is None]
@@ -249,9 +245,7 @@ def _largest_of_near(costs: Sequence[float]) -> list[float]:
 
 
 def _powers_of_ten(costs: dict[str, list[float]]) -> list[float]:
-    """Returns the powers of ten with which all models were trained, the largest such cost, and the
-    next power; [] if they have no costs in common.
-    """
+    """Returns the powers of ten that all models have, their largest cost, and the next power."""
     low, high = max(map(min, costs.values())), min(map(max, costs.values()))
     if low >= high:
         return []
@@ -271,17 +265,14 @@ def _cheapest_of_lowest(entries: Sequence[Entry]) -> Entry:
 
 # ------------------------------------------------------------------ training budgets
 def _training_entries(lines: dict[str, Lines], budget: float) -> list[Entry]:
-    """Returns the models at a training budget; [] if none was trained with so little.
-
-    Models that were trained only with less or only with more stay in the contest, with what they
-    may reach at the budget (`_with_potential`).
-    """
+    """Returns the models at a training budget; [] if none was trained with so little."""
     bounds = {model: _bound(of_model, budget) for model, of_model in lines.items()}
     trained = {model: entry for model, entry in bounds.items() if entry}
     if not trained:
         return []
     first = min(trained.values(), key=lambda entry: entry.loss)
     entries = [first]
+    # Those that were trained only with less or only with more stay, with what they may reach.
     for model, rival in lines.items():
         if model != first.model:
             entry = _with_potential(trained.get(model), rival, first, lines[first.model], budget)

@@ -179,9 +179,7 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
 
 
 def _possible_variances(estimates: np.ndarray, degrees: np.ndarray) -> np.ndarray:
-    """Returns equally probable variances behind estimates s² with d degrees of freedom, shape
-    (estimates, _QUANTILES): d·s² / χ²(d).
-    """
+    """Returns equally probable σ² behind estimates s², (estimates, _QUANTILES): d·s² / χ²(d)."""
     probabilities = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     degrees = np.maximum(degrees, 1e-3)[:, None]  # 0 if the spread is unknown: then any is possible
     chi_squared = 2 * special.gammaincinv(degrees / 2, probabilities)
@@ -195,9 +193,7 @@ def compare_pairs(
     draws: np.ndarray,
     pair_level: float | None = None,
 ) -> list[Pair]:
-    """Returns the verdicts on all pairs, from the possible worlds of `draw_losses`; with
-    `Evidence.pair_level`, from sequential tests.
-    """
+    """Returns the verdicts on all pairs, by `draw_losses` or, with a level, sequential tests."""
     pairs = []
     for other, one in itertools.combinations(range(len(models)), 2):
         differences = draws[:, one] - draws[:, other]
@@ -230,9 +226,7 @@ def _pair(
 
 
 def seeds_needed(difference: Difference, pair_level: float | None = None) -> Range:
-    """Returns how many seeds per model would decide, with 80% power at a level of 5%; with
-    `pair_level`, at which number a sequential test is expected to.
-    """
+    """Returns how many seeds per model decide with 80% power; with a level, sequentially."""
     # A difference δ of two models whose runs of one order differ with the variance σ² needs
     #     n = (1.96 + 0.84)² · σ²/δ² + 1.96²/2
     # seeds: 7.85 · (0.02/0.02)² + 1.9 = 10 (Student's t for the normal distribution costs the second

@@ -122,9 +122,8 @@ def describe_rates(record: Record) -> tuple[Rates, ...]:
 
 
 def _rates(name: str, grid: Grid, runs: Sequence[Run]) -> Rates:
-    """A rate may be the best if its loss is within the spread over seeds of the best one: two runs
-    with one seed differ by √2 standard deviations, if the rate makes no difference.
-    """
+    # A rate may be the best if its loss is within the spread over seeds of the best one: two runs
+    # with one seed differ by √2 standard deviations, if the rate makes no difference.
     spread = _seed_deviation(name, runs)
     finite = [loss for loss in grid.losses.values() if loss is not None and loss < math.inf]
     best_loss = min(finite, default=math.nan)
@@ -144,10 +143,8 @@ def _seed_deviation(name: str, runs: Sequence[Run]) -> float | None:
 
 
 def minimum_of(grid: Grid) -> float | None:
-    """Returns the multiple at the minimum of the parabola in ln(rate) through the best rate and its
-    two neighbors.
-
-    None if the best rate is at an edge, a neighbor has diverged, or the parabola has no minimum.
+    """Returns the multiple at the minimum of the parabola in ln(rate) through the best one and its
+    neighbors; None at an edge, beside a diverged one, and without a minimum.
     """
     if grid.best is None or grid.edge:
         return None
@@ -205,10 +202,7 @@ def spread_of(values: Sequence[float | None]) -> Spread | None:
 
 # ------------------------------------------------------------------ further measures
 def describe_measures(runs: Sequence[Run], compare_pairs: ComparePairs) -> tuple[Measure, ...]:
-    """Returns the measures of finished runs, beside the loss.
-
-    `compare_pairs` gets {name: {seed: value}} of the measures whose differences are tested.
-    """
+    """Returns the measures of finished runs. `compare_pairs` gets those that are tested."""
     finished = [run for run in runs if run.is_finished and not run.diverged]
     measures = []
     for kind, measure_of in _MEASURES:

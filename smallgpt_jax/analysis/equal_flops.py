@@ -67,9 +67,7 @@ def _rivals(evidence: Evidence, reference: str) -> list[tuple[str, Lines, Lines]
 
 
 def compare_at_nodes(rival: Lines, base: Lines, evidence: Evidence) -> list[Node]:
-    """Returns the differences at the budgets with which either was trained, as far as both have a
-    common line there; [] without any model with two seeds.
-    """
+    """Returns the differences at the budgets of both, where they have a common line."""
     if not evidence.prior.is_known:
         return []
     budgets: list[float] = []
@@ -92,10 +90,7 @@ def compare(one: Entry, other: Entry, evidence: Evidence) -> Difference:
 
 
 def _order(model: str, reference: str, nodes: Sequence[Node], evidence: Evidence) -> Order:
-    """The verdicts hold over all n nodes together, with the probability 1 - LEVEL: at each, the
-    error is LEVEL / n (Bonferroni).
-    """
-    level = LEVEL / max(1, len(nodes))
+    level = LEVEL / max(1, len(nodes))  # so the verdicts of all nodes hold together (Bonferroni)
     differences = [node.difference for node in nodes]
     if evidence.record.seeds_as_needed:
         halves = [difference.half_width_at_all_looks(level) for difference in differences]
@@ -119,8 +114,7 @@ def _order(model: str, reference: str, nodes: Sequence[Node], evidence: Evidence
 
 
 def _segments(nodes: Sequence[Node], verdicts: Sequence[str | None]) -> tuple[Segment, ...]:
-    """Returns the ranges of budgets over which one model is better at each node, and those between
-    them, where it cannot be told.
+    """Returns the ranges of budgets over which one model is better, and those between them.
 
     A range needs nodes of two sizes, if several were trained: the lengths of one size are the same
     runs, which may all have been lucky.
@@ -195,12 +189,9 @@ def _most_budgets(lines: Lines) -> int:
 
 
 def _common_key(rival: Lines, base: Lines, budget: float) -> Key | None:
-    """Returns the line that is best for both models at the budget.
-
-    If `rival` is not known there, it is the line that is best for `base`. Where it is known, choosing
-    by the loss of `base` alone would prefer the line on which `base` had luck.
-    """
+    """Returns the line that is best for both models at the budget, or else for `base`."""
     losses, base_losses = rival.losses_at(budget), base.losses_at(budget)
+    # The loss of `base` alone would prefer the line on which it had luck.
     common = {key: loss + losses[key] for key, loss in base_losses.items() if key in losses}
     possible = common or {key: loss for key, loss in base_losses.items() if key in rival.lines}
     return min(possible, key=possible.get, default=None)
@@ -235,9 +226,7 @@ def _crossing(line: Sequence[Point], loss: float) -> _Crossing | str:
 
 # ------------------------------------------------------------------ what was not tried
 def find_untried(evidence: Evidence) -> dict[str, float]:
-    """Returns {name: tokens per parameter} where the longest training is the best of its model at
-    its FLOPs, so that more tokens might be better than a larger size.
-    """
+    """Returns {name: tokens per parameter} where the longest training is its model's best."""
     lines = _lines(evidence)
     untried = {}
     for one in longest(evidence.candidates):

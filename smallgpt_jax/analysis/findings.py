@@ -42,9 +42,7 @@ class Mode:
 # ------------------------------------------------------------------ contests
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """A model in a contest, at the best of its sizes, lengths and learning rates that the budget
-    allows.
-    """
+    """A model in a contest, at the best size, length and learning rate within the budget."""
 
     model: str
     name: str  # of its runs, MODEL@SIZE; of interpolated losses, of the nearer runs
@@ -186,9 +184,7 @@ class Choice:
 
     @property
     def is_direct(self) -> bool:
-        """Whether models were compared at the limit itself: it is neither below nor beyond all
-        costs.
-        """
+        """Whether models were compared at the limit itself, not at the nearest cost."""
         return self.contest is not None and self.compared_at == self.limit
 
 
@@ -202,10 +198,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The better of two models over the training FLOPs that both were trained near.
-
-    The verdicts hold over all budgets together: with probability 95%, no segment names the worse.
-    """
+    """The better of two models by training FLOPs; in 95% of the cases, all segments are right."""
 
     model: str
     other: str  # the reference

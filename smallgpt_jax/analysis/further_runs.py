@@ -87,8 +87,7 @@ def _next_seeds(
 
 
 def _is_in_reach(difference: Difference, rounds: Rounds) -> bool:
-    """Whether a difference of more than `rounds.stake` can be expected to be told with the seeds
-    that are allowed.
+    """Whether a difference above `rounds.stake` may be told with the seeds that are allowed.
 
     Such a pair gets seeds even if little is at stake: of two models that differ by much, little is
     at stake long before a verdict is certain, and they would otherwise stay untold.
@@ -99,9 +98,7 @@ def _is_in_reach(difference: Difference, rounds: Rounds) -> bool:
 
 
 def _expected_regret(differences: np.ndarray) -> float:
-    """Returns what choosing the better of two models costs on average, because the other one may be
-    better, from possible differences of their expected losses.
-    """
+    """Returns the mean cost of taking the better of two models, from possible differences."""
     return float(min(np.maximum(differences, 0).mean(), np.maximum(-differences, 0).mean()))
 
 

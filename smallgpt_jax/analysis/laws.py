@@ -177,9 +177,7 @@ def _model(target: Target) -> str:
 
 # ------------------------------------------------------------------ findings
 def find_laws(record: Record, contest_at: ContestAt) -> Laws | None:
-    """Returns how well laws predict, of the models with enough sizes and lengths; None if there
-    are none.
-    """
+    """Returns how well laws predict the models that have enough runs; None without any."""
     by_model = grouped(targets_of(record.runs), _model)
     usable: list[Target] = []
     for targets in by_model.values():

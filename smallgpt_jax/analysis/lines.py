@@ -41,9 +41,7 @@ class Lines:
     lines: dict[Key, list[Point]]  # each in ascending order of the cost
 
     def at(self, budget: float) -> dict[Key, Entry]:
-        """Returns what is known on each line at a budget; lines that are not known there are left
-        out.
-        """
+        """Returns what is known at a budget, on each line that is known there."""
         entries = {key: _read(line, budget) for key, line in self.lines.items()}
         return {key: entry for key, entry in entries.items() if entry}
 
@@ -51,10 +49,7 @@ class Lines:
         return {key: entry.loss for key, entry in self.at(budget).items()}
 
     def within(self, budget: float) -> Point | None:
-        """Returns the point with the lowest loss that costs no more than the budget.
-
-        It bounds the loss at the budget from above: one can always train with less.
-        """
+        """Returns the best point within the budget, which bounds the loss there from above."""
         affordable = [point for point in self.points if point.cost <= SAME * budget]
         return min(affordable, key=lambda point: point.candidate.loss, default=None)
 
@@ -64,9 +59,7 @@ class Lines:
         return near[0] if near else None
 
     def steepness(self, point: Point) -> float | None:
-        """Returns the exponent with which the loss falls just before the point, on its steepest
-        line; None if it is the first one of its lines.
-        """
+        """Returns the exponent with which the loss falls before the point, on its steepest line."""
         slopes = []
         for line in self.lines.values():
             for before, after in itertools.pairwise(line):

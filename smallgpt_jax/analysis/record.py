@@ -44,9 +44,7 @@ Description = Annotated[dict[str, Any], Schema({**_STORE, "mixture": Optional([_
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """An evaluation of a run. `tokens`, `flops` and `seconds` are totals over all training steps
-    before it.
-    """
+    """An evaluation. `tokens`, `flops` and `seconds` are totals over the steps before it."""
 
     step: int
     tokens: int  # without padding
@@ -243,18 +241,14 @@ class Run:
         return 1 - self.copied_steps / self.steps
 
     def final(self, field: str) -> float | None:
-        """Returns the mean of a field over the last evaluations on as many targets as the last;
-        None if a value is missing or was not finite.
-        """
+        """Returns the mean over the last evaluations; None if a value is missing or not finite."""
         points = [point for point in self.curve if point.targets == self.curve[-1].targets]
         values = [getattr(point, field) for point in points[-self.averaged :]]
         return None if not values or None in values else math.fsum(values) / len(values)
 
     @property
     def loss(self) -> float:
-        """The loss by which every reader compares; infinite if the run has diverged, NaN if it is
-        unfinished.
-        """
+        """The loss to compare by; inf if the run has diverged, NaN if it is unfinished."""
         if self.diverged:
             return math.inf
         loss = self.final("loss") if self.is_finished else math.nan
@@ -299,9 +293,7 @@ class Grid:
 
     @property
     def edge(self) -> str:
-        """Returns "lowest" or "highest" if the best multiple is at that end of the grid, else
-        "".
-        """
+        """Returns "lowest" or "highest" if the best multiple is at that end, else ""."""
         multiples = list(self.losses)
         return {multiples[0]: "lowest", multiples[-1]: "highest"}.get(self.best, "")
 

@@ -40,11 +40,9 @@ def evidence(differences: Sequence[float], precision: float = PRECISION) -> floa
 def interval(
     differences: Sequence[float], level: float = 0.05, precision: float = PRECISION
 ) -> tuple[float, float]:
-    """Returns the means that the evidence does not exclude. The true mean is in the intervals of all
-    looks together with a probability of 1 − level.
+    """Returns the means that the evidence does not exclude: evidence(differences − mean) < 1/level.
 
-    Solves evidence(differences − mean) = 1/level for the mean. With few differences, there is no
-    limit.
+    With a probability of 1 − level, the intervals of all looks contain the true mean.
     """
     count = len(differences)
     if count < 2:

@@ -83,9 +83,7 @@ def fit_prior(
 
 
 def _inverse_trigamma(value: float) -> float:
-    """Returns x > 0 with trigamma(x) = value, by Newton's method for 1/trigamma, which is nearly
-    linear.
-    """
+    """Returns x with trigamma(x) = value, by Newton's method for the nearly linear 1/trigamma."""
     x = 0.5 + 1 / value
     for _ in range(8):  # the error is below 1e-8 after four
         trigamma = special.polygamma(1, x)
@@ -95,9 +93,7 @@ def _inverse_trigamma(value: float) -> float:
 
 # ------------------------------------------------------------------ losses of several models
 def matrix(losses: Sequence[Mapping[int, float]]) -> np.ndarray:
-    """Returns the losses of models by order of batches as an array (models, orders); NaN where a
-    model has no run.
-    """
+    """Returns losses as an array (models, orders of batches); NaN where a model has no run."""
     orders = sorted(set().union(*losses))
     array = np.full((len(losses), len(orders)), math.nan)
     for row, of_model in zip(array, losses):
@@ -106,9 +102,7 @@ def matrix(losses: Sequence[Mapping[int, float]]) -> np.ndarray:
 
 
 def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the variances (0 of a single value) and degrees of freedom of rows, without their
-    NaN.
-    """
+    """Returns the variances (0 of one value) and degrees of freedom of rows, without NaN."""
     known = ~np.isnan(losses)
     counts = known.sum(1)
     means = np.where(known, losses, 0).sum(1) / np.maximum(counts, 1)
@@ -117,10 +111,8 @@ def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) -> Prior:
-    """Returns the prior of the differences in several arrays of losses (models, orders), one per
-    size and length.
-
-    `total_degrees` are the independent degrees of freedom: lengths of one run are not independent.
+    """Returns the prior of the differences in arrays of losses (models, orders), one per size and
+    length. `total_degrees` are independent: lengths of one run are not.
     """
     variances, degrees = [np.empty(0)], [np.empty(0)]
     for losses in all_losses:
@@ -191,25 +183,19 @@ class Difference:
     paired: float = math.nan  # mean over the orders that both have read
 
     def half_width(self, probability: float) -> float:
-        """Returns half the width of the interval that contains the difference with a probability;
-        infinite if the spread is unknown.
-        """
+        """Returns half the interval that contains the difference with a probability, or inf."""
         if self.degrees == 0:
             return math.inf
         return float(special.stdtrit(self.degrees, (1 + probability) / 2)) * self.error
 
     def half_width_at_all_looks(self, level: float) -> float:
-        """Returns half the width of the interval around `paired` that contains the difference after
-        all rounds of seeds together, except with the probability `level`.
-        """
+        """Returns half the interval around `paired` that holds after all rounds, at a level."""
         return sequential.half_width(self.orders, self.variance, self.degrees, level)
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Expected losses of models, (models,), and how well their differences are known, (models,
-    models).
-    """
+    """Expected losses, (models,), and how well differences are known, (models, models)."""
 
     means: np.ndarray
     counts: np.ndarray  # (models,) of runs

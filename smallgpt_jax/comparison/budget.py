@@ -54,9 +54,8 @@ def with_equal_budgets(
 def _set_steps(name: str, run: ConfigDict, budget: str, step_cost: float, target: float) -> None:
     """Sets the run's number of steps, and scales its learning rate schedule in proportion.
 
-    `step_cost` is the cost of one step and `target` the cost of the run, in FLOPs, tokens or
-    seconds. Raises UserError if every number of steps misses the target by more than
-    BUDGET_TOLERANCE.
+    `step_cost` and `target`, that of the run, are in FLOPs, tokens or seconds. Raises UserError if
+    every number of steps misses the target by more than BUDGET_TOLERANCE.
     """
     steps = max(1, round(target / step_cost))
     error = steps * step_cost / target - 1
@@ -77,9 +76,7 @@ def _set_steps(name: str, run: ConfigDict, budget: str, step_cost: float, target
 
 
 def cost_per_step(config: ConfigDict | Config, budget: str) -> float:
-    """Returns a step's FLOPs, with padding and the optimizer, if that is the budget; else tokens
-    without padding.
-    """
+    """Returns a step's FLOPs, if that is the budget, else its tokens, as `tokens_per_step`."""
     if budget != "flops":
         return tokens_per_step(config)
     config = Config.of(config)
@@ -149,9 +146,7 @@ def _read_speeds(output: Path) -> dict[str, float]:
 
 
 def config_digest(run: ConfigDict | Config) -> str:
-    """Returns a hash of the config fields that differ from their defaults, so that new fields do
-    not change it.
-    """
+    """Returns a hash of the fields that differ from their defaults: new fields do not change it."""
     config = Config.of(run)
     changed = {}
     for name in GROUPS:

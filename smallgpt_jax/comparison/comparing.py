@@ -228,9 +228,7 @@ def _record_of_workdirs(
 
 
 def find_workdirs(patterns: Sequence[str], output: Path) -> list[Path]:
-    """Returns the folders that the patterns match. Refuses to overwrite the report of other
-    runs.
-    """
+    """Returns the folders that the patterns match, unless `output` has the report of others."""
     folders = [folder for pattern in filter(None, patterns) for folder in _find_folders(pattern)]
     if not folders:
         raise UserError("--workdirs: the list is empty; name at least one run")
@@ -241,9 +239,7 @@ def find_workdirs(patterns: Sequence[str], output: Path) -> list[Path]:
 
 
 def _find_folders(pattern: str) -> list[Path]:
-    """The pattern may be in object storage. A local pattern that ends with / matches only
-    folders.
-    """
+    """The pattern may be in object storage. One that ends with / matches only folders."""
     path = as_path("--workdirs", pattern)
     if is_remote(path):
         return sorted(match(path)) or [path]

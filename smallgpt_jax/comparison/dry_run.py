@@ -66,8 +66,6 @@ def _total(costs: Sequence[Cost], field: str) -> float | None:
 def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
     """Returns the cost of the runs that are not finished, assuming that no grid is extended; beside
     it, the cost if as many seeds are added as may be.
-
-    The seconds are those at the speed measured on this machine, or at the roofline of `topology`.
     """
     losses = outcomes.losses()
     planned = outcomes.comparison.expected_runs(losses)
@@ -149,9 +147,7 @@ def _speeds(
 
 
 def _reading(corpus: Corpus, config: Config) -> tuple[int, float]:
-    """Returns the tokens of the corpus, and how often a run reads the text of the mixture that it
-    reads most often.
-    """
+    """Returns the tokens of the corpus, and how often a run reads its most used text."""
     tokens = [store.metadata["splits"]["train"]["tokens"] for store in corpus.stores]
     read = [weight * _tokens(config) / size for weight, size in zip(corpus.weights, tokens)]
     return sum(tokens), max(read)

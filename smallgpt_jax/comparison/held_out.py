@@ -32,10 +32,8 @@ def read_predictions(output: Path) -> Predictions | None:
 
 
 def write_predictions(outcomes: Outcomes, losses: Mapping[Path, float], command: str) -> None:
-    """Writes predictions.json from the finished runs, unless it exists or a held-out run has
-    started.
-
-    Predictions in a record are kept. Of several processes that call this, one writes.
+    """Writes predictions.json from the finished runs, or from a record, unless it exists or a
+    held-out run has started. Of several processes that call this, one writes.
     """
     output = outcomes.comparison.output
     output.mkdir(parents=True, exist_ok=True)  # it is missing if all other runs are in a record
@@ -68,9 +66,7 @@ def _write(path: Path, predictions: Predictions) -> None:
 
 
 def _started_held_out(outcomes: Outcomes) -> str | Path | None:
-    """Returns a held-out run that has started here, at any learning rate and seed, or that is in a
-    record.
-    """
+    """Returns a held-out run that is in a record, or has started here, at any rate and seed."""
     names = outcomes.comparison.held_out_names
     for run in outcomes.record.runs if outcomes.record else ():
         if run.name in names:
@@ -90,9 +86,7 @@ def _target(run: PlannedRun) -> Target:
 
 
 def require_enough_runs(comparison: Comparison) -> None:
-    """Raises UserError if the planned runs cannot determine a law and nothing has been predicted
-    yet.
-    """
+    """Raises UserError if the planned runs determine no law and nothing has been predicted."""
     names = comparison.held_out_names
     if not names or (comparison.output / PREDICTIONS_FILE).exists():
         return

@@ -19,10 +19,10 @@ ROWS = ("model.context_length", "data.packing", "data.separate_documents")
 
 
 def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
-    """Returns one record of the runs of several.
+    """Returns one record of the runs of several. A run that is in several records counts once.
 
     Raises UserError if runs of different records cannot be compared: other texts, evaluation rows
-    or averages, or different runs with the same name. A run that is in several records counts once.
+    or averages, or different runs with the same name.
     """
     merged: dict[tuple[str, int, float], tuple[Path, Run]] = {}
     for path, record in records:
@@ -73,9 +73,7 @@ def _merged_grids(records: Sequence[Record], names: Sequence[str], keys) -> dict
 
 
 def require_comparable(runs: tuple[Run, ...]) -> tuple[Run, ...]:
-    """Returns the runs. Raises UserError if one is listed twice, or if training texts or texts of
-    one name differ.
-    """
+    """Returns the runs. Raises UserError if one is listed twice, or if their texts differ."""
     first_of: dict[tuple, Run] = {}
     for run in runs:
         other = first_of.setdefault((run.name, run.seed, run.horizon), run)
@@ -156,18 +154,14 @@ def _losses(run: Run) -> list[tuple]:
 
 
 def evaluation_rows(run: Run) -> dict[str, Any]:
-    """Returns the config fields and the number of targets that, with the text, fix the rows of the
-    last evaluation.
-    """
+    """Returns what fixes the rows of the last evaluation, beside the text."""
     rows = {f"config.{field}": run.config.get(field) for field in ROWS}
     return {**rows, "targets": run.last.targets if run.last else None}
 
 
 def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config fields that determine the results of a run, except the seed and its text's
-    source.
-
-    Fields that are newer than the run have their defaults. Values are as JSON stores them.
+    source, with defaults for fields that are newer than the run.
     """
     # The content of the text is compared by its fingerprints, wherever it is.
     others = {"train.seed", "data.store", "data.mixture"}
@@ -183,9 +177,7 @@ def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields, as JSON stores them, with defaults for those that are missing, if these
-    are known.
-    """
+    """Returns the fields as JSON stores them, and defaults of others, if these are known."""
     groups = unflatten(config)
     try:
         models.refuse_custom_code(groups["model"], Path(), trust=False)

@@ -29,9 +29,7 @@ class Outcomes:
     record: Record | None = None  # of runs that were trained elsewhere
 
     def loss(self, planned: PlannedRun) -> float | None:
-        """Returns the loss of a run that is finished or in a record, inf if it diverged, else
-        None.
-        """
+        """Returns the loss of a finished or recorded run, inf if it diverged; else None."""
         loss = self._recorded_loss(planned)
         if loss is not None:
             return loss
@@ -74,9 +72,7 @@ class Outcomes:
         )
 
     def recorded(self, planned: PlannedRun) -> Run | None:
-        """Returns the recorded run in place of `planned`; None if there is none, or if `planned`
-        has a workdir.
-        """
+        """Returns the recorded run in place of `planned`; None if there is none, or a workdir."""
         if self.record is None or _has_started(planned):
             return None
         config = planned.config
@@ -110,9 +106,8 @@ def _has_started(planned: PlannedRun) -> bool:
 
 # ------------------------------------------------------------------ records
 def read_recorded(comparison: Comparison, paths: Sequence[Path], text: Corpus) -> Record:
-    """Returns the finished runs of the records that belong to the comparison.
-
-    Raises UserError if one of them has another text, config or validation rows than the comparison.
+    """Returns the finished runs of the records that belong to the comparison. Raises UserError if
+    one of them has another text, config or validation rows.
     """
     record = merging.merge([(path, records.read(path)) for path in paths], "")
     others = [run.name for run in record.runs if run.name not in comparison.models]

@@ -18,7 +18,6 @@ PARAMETER_TOLERANCE = 0.02
 # relative difference.
 MAX_PARAMETER_CHANGE = 0.1
 
-
 _num_parameters = functools.cache(models.num_parameters)  # counting traces the model
 
 
@@ -28,16 +27,11 @@ def num_parameters(config: ConfigDict | Config) -> int:
 
 
 def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str, ConfigDict]:
-    """Returns the runs with new widths, so that their numbers of parameters are within 2% of each
-    other.
+    """Returns the runs with new widths, so that their numbers of parameters are within 2%.
 
-    All runs have the same target for their number of parameters. It is `wanted` at first. Each run
-    gets the width that comes nearest to the target. If the runs then differ by more than 2%, this
-    is repeated with a new target: the number of parameters of the run that is farthest from the old
-    target.
-
-    Raises UserError if a target is more than 10% away from `wanted`, or if len(runs) + 1 targets
-    are not enough.
+    Each run gets the width that comes nearest to a target: first `wanted`, then, if the runs differ
+    by more than 2%, the number of the run that is farthest from the last target. Raises UserError
+    if a target is more than 10% away from `wanted`, or if len(runs) + 1 targets are not enough.
     """
     target = wanted
     for _ in range(len(runs) + 1):
@@ -62,16 +56,13 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
 def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     """Returns `config` with the width that brings the number of parameters nearest to `target`.
 
-    Each number of heads allows only certain widths. The config's own number of heads is tried
-    first. If none of its widths comes within 2% of `target`, other numbers of heads are tried, the
-    nearest first, until one has such a width. The head width (width / number of heads) then changes
-    by less than a factor of two.
-
-    If config.model.head_dim is set, the number of parameters depends on the number of heads, which
-    is therefore kept.
+    Each number of heads allows only certain widths. If none for the config's own number comes
+    within 2% of `target`, other numbers are tried, the nearest first, until one has such a width;
+    the head width then changes by less than a factor of two.
     """
     start, heads = config.model.d_model, config.model.num_heads
     numbers = [heads]  # of heads, in the order in which they are tried
+    # With head_dim, the number of parameters depends on the number of heads, which is kept.
     if not config.model.get("head_dim"):
         numbers = sorted(range(1, 2 * heads + 1), key=lambda n: abs(n - heads))
     # The number of parameters grows at most quadratically and at least linearly with the width.
@@ -107,9 +98,7 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
 
 
 def _valid_widths(config: ConfigDict, num_heads: int, widest: int) -> list[int]:
-    """Returns the widths below `widest` that divide into `num_heads` heads, of less than twice and
-    more than half the head width of the config.
-    """
+    """Returns the widths below `widest` for a number of heads, of a similar head width."""
     head_width = config.model.d_model / config.model.num_heads
     fields = config.model.to_dict()
     widths = []
@@ -125,9 +114,7 @@ def _valid_widths(config: ConfigDict, num_heads: int, widest: int) -> list[int]:
 def _first_at_least(
     widths: list[int], start: int, target: float, count: Callable[[int], int]
 ) -> int:
-    """Returns the index of the first width with at least `target` parameters, or the last index if
-    there is none.
-    """
+    """Returns the index of the first width with at least `target` parameters, or the last one."""
     low, high, guess = 0, len(widths) - 1, bisect.bisect_left(widths, start)
     while low < high:
         i = min(max(guess, low), high - 1)

@@ -94,9 +94,8 @@ class Queue:
         return has_start and run.folder not in self.busy
 
     def _awaited(self, missing: Sequence[PlannedRun]) -> Path | None:
-        """Returns a run of another process that others depend on: one of a grid, a trunk of a run
-        that no process is training, and any run whose loss is needed for predictions or for the
-        next round of seeds.
+        """Returns a run of another process that others depend on: one of a grid, a trunk of a run that
+        no process is training, and any run that is needed for predictions or the next round.
         """
         trunks = {run.trunk for run in missing if run.folder not in self.busy}
         for run in missing:
@@ -163,8 +162,7 @@ def describe(run: PlannedRun) -> str:
 
 
 def free_programs(model: ModelConfig, compiled: set[ModelConfig]) -> None:
-    """Frees compiled programs, except those that `shared_program` keeps, if `model` is one more
-    than MAX_COMPILED.
+    """Frees compiled programs, except those that `shared_program` keeps, for the next model.
 
     `compiled` are the models whose programs JAX may still have.
     """

@@ -70,9 +70,7 @@ def run_names(config: ConfigDict) -> list[str]:
 
 
 def own_fields(config: ConfigDict, name: str) -> dict[str, dict]:
-    """Returns the fields that a run overrides, {group: {field: value}}. Its other fields are
-    missing or None.
-    """
+    """Returns the fields that a run overrides, {group: {field: value}}, which are not None."""
     overrides = {}
     for group, fields in config.runs[name].items():
         if group not in GROUPS or not isinstance(fields, ConfigDict):
@@ -85,11 +83,7 @@ def own_fields(config: ConfigDict, name: str) -> dict[str, dict]:
 
 
 def ignored_overrides(config: ConfigDict, flags: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each flag --config.GROUP.FIELD=VALUE that does not apply to a run, because
-    the run overrides that field.
-
-    `flags` maps GROUP.FIELD to VALUE.
-    """
+    """Returns a line for each {GROUP.FIELD: VALUE} of --config that a run overrides by its own."""
     if "runs" not in config:
         return []
     lines = []
@@ -107,9 +101,7 @@ def ignored_overrides(config: ConfigDict, flags: Mapping[str, Any]) -> list[str]
 
 
 def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
-    """Returns a run's config before the budget is applied: the common fields, overridden by the
-    run's own fields.
-    """
+    """Returns a run's config before the budget is applied: common fields, then its own ones."""
     run = ConfigDict({group: copy.deepcopy(config[group]) for group in GROUPS})
     overrides = own_fields(config, name)
     architecture = overrides.get("model", {}).get("architecture", run.model.architecture)
@@ -254,9 +246,7 @@ def _require_evaluations(name: str, shortest: Config, averaged: int) -> None:
 
 
 def _require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> None:
-    """Raises UserError unless the run of each horizon has a decay after the warmup, and more steps
-    than the last.
-    """
+    """Raises UserError unless each horizon decays after the warmup and is longer than the last."""
     try:
         decay_start(model.optimizer)
     except UserError as error:

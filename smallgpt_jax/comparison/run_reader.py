@@ -152,9 +152,7 @@ def _number(value: Any) -> float | None:
 def training_seconds(
     lines: Sequence[dict], tokens_per_step: float
 ) -> tuple[list[int], list[float]]:
-    """Returns the steps with a logged speed, and the seconds of training up to each. Both lists
-    begin with 0.
-    """
+    """Returns the steps with a logged speed and the seconds up to each, beginning with 0."""
     steps, seconds = [0], [0.0]
     for line in lines:
         if line["split"] == "train" and line.get("tokens_per_second"):
@@ -165,10 +163,7 @@ def training_seconds(
 
 
 def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | None:
-    """Returns the training seconds up to `step`, or None if no speed is logged.
-
-    `steps` and `seconds` are the result of `training_seconds`. Interpolates between these steps.
-    """
+    """Returns the training seconds up to `step`, between those of `training_seconds`, or None."""
     if len(steps) < 2:
         return None
     if step <= steps[-1]:

@@ -102,9 +102,7 @@ class Comparison:
     def _runs_at(
         self, multiples: Mapping[str, float | None], counts: Mapping[str, int]
     ) -> list[PlannedRun]:
-        """Returns the runs of each seed at {model: multiple of its learning rate}, with {name:
-        number of seeds}.
-        """
+        """Returns the runs, seed by seed, at {model: multiple}, with {name: number of seeds}."""
         runs = []
         for index in range(max(counts.values(), default=0)):
             for name in self.models:
@@ -120,12 +118,10 @@ class Comparison:
         multiples: Mapping[str, float | None],
         at_most: bool = False,
     ) -> dict[str, int]:
-        """Returns {name: number of seeds}, as far as the known losses determine them, or as many as
-        may be added.
+        """Returns {name: number of seeds} as far as the known losses determine it, or `at_most`.
 
-        Rounds are gone through from the first one, and the next one counts only when all losses of
-        a round are known. So the plan does not depend on the order in which runs finish, nor on
-        the process that makes it, nor on when that process was started.
+        The next round counts only when all losses of a round are known. So the plan depends neither
+        on the order in which runs finish, nor on the process that makes it.
         """
         counts = dict.fromkeys(self.models, len(self.seeds))
         if self.rounds is None:
@@ -209,9 +205,7 @@ class Comparison:
 
 
 def _with_shorter_runs(run: PlannedRun, horizons: tuple[float, ...]) -> list[PlannedRun]:
-    """Returns `run`, which keeps the checkpoints that the shorter runs start from, and the shorter
-    runs.
-    """
+    """Returns `run`, which keeps the checkpoints that the shorter ones start from, and these."""
     shorter = [_shorter_run(run, horizon) for horizon in horizons if horizon < 1]
     if not shorter:
         return [run]
@@ -255,9 +249,8 @@ def search(
     """Returns the grid of the multiples to train, as far as the known losses determine them.
 
     If the best multiple is the lowest or highest, one more is added beyond it, at an equal ratio: 4
-    after 1 and 2. This is repeated, at most `max_added` times, while the best multiple is at an
-    end. `loss_of` maps a multiple to its loss, as in `Grid.losses`. Processes that know the same
-    losses make the same grid.
+    after 1 and 2; at most `max_added` times. `loss_of` maps a multiple to its loss, as in
+    `Grid.losses`. Processes that know the same losses make the same grid.
     """
     multiples = sorted(map(float, multiples))
     most = len(multiples) + max_added
@@ -289,7 +282,5 @@ def scale(config: Config, multiple: float) -> Config:
 
 
 def format_multiple(multiple: float) -> str:
-    """Returns a multiple as text, such as "2" or "0.25". Different multiples give different
-    texts.
-    """
+    """Returns a text such as "2" or "0.25"; different multiples give different texts."""
     return str(multiple).removesuffix(".0")

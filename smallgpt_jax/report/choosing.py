@@ -111,8 +111,7 @@ def _distinguishing_fields(run: Run, contest: Contest, record: Record) -> tuple[
 
 # ------------------------------------------------------------------ commands
 def _training(run: Run, ratio: float, record: Record) -> tuple[str, Cost]:
-    """Returns the command that trains the run's model again, with `ratio` times its steps, and its
-    cost.
+    """Returns the command that trains the run's model again, and its cost.
 
     If its workdir is not on this machine: the comparison's command, restricted to the name, if any.
     """
@@ -137,9 +136,7 @@ def _step_ratio(choice: Choice, run_cost: float | None) -> float:
 
 
 def _with_more_seeds(answer: Answer, record: Record, results: str) -> Answer:
-    """Adds the command that trains the seeds that would tell the first two models apart, if they
-    are few.
-    """
+    """Adds the command that trains the seeds that tell the first two apart, if they are few."""
     # All sizes of the models: the first one of each has the grid of learning rates.
     models = {one.model for one in answer.choice.contest.possible}
     runs = [run for run in record.runs if run.model in models]

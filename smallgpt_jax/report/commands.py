@@ -28,10 +28,8 @@ def train_again(run: Run, ratio: float, workdir: str) -> str:
 
 
 def compare_again(record: Record, *flags: str, without: tuple[str, ...] = ()) -> str:
-    """Returns the record's command with further flags, which trains exactly compare.seeds seeds; ""
-    if it is unknown or trains no runs.
-
-    `without` are the names of flags to leave out.
+    """Returns the record's command with further flags, for exactly compare.seeds seeds; "" if it is
+    unknown or trains no runs. `without` are the names of flags to leave out.
     """
     try:
         arguments = shlex.split(record.command)

@@ -165,9 +165,7 @@ def _means_by_block(runs: Sequence[Run], measure: str) -> list[tuple[int, float]
 
 # ------------------------------------------------------------------ style
 def read_logged(path: Path) -> LoggedCurves:
-    """Reads a CSV file with the columns model,step,val_loss, of steps of PAPER_TOKENS_PER_STEP
-    tokens. Raises UserError if it is no such table, or has no rows.
-    """
+    """Reads a CSV file of losses, by steps of PAPER_TOKENS_PER_STEP. Raises UserError."""
     curves: LoggedCurves = {}
     try:
         with path.open(newline="", encoding="utf-8") as file:

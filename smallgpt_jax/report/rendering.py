@@ -32,9 +32,7 @@ class Table:
 
     @property
     def alignments(self) -> tuple[str, ...]:
-        """Returns "number" for each column with a number that has no sentences, "text" for the
-        others.
-        """
+        """Returns "number" for columns with a number and no sentences, "text" for the others."""
         columns = zip(*self.rows) if self.rows else [() for _ in self.head]
         return tuple(map(_alignment, columns))
 

@@ -81,9 +81,7 @@ def contenders(choice: Choice) -> Table:
 
 
 def shown_contenders(choice: Choice) -> list[Standing]:
-    """Returns those with the lowest losses, and those that may be the best: one that was trained
-    only with more than the budget has no loss.
-    """
+    """Returns those with the lowest losses, and those without one that may be the best."""
     standings, blockers = choice.contest.standings, choice.contest.blockers
     others = [one for one in standings[MAX_CONTENDERS:] if one.model in blockers]
     return [*standings[:MAX_CONTENDERS], *others]

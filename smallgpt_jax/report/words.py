@@ -297,9 +297,7 @@ def segments(ranges: Sequence[Segment]) -> str:
 
 # ------------------------------------------------------------------ selections
 def by_budget(findings: Findings) -> list[tuple[str, list[Choice]]]:
-    """Returns the answers by kind of budget. A single training budget is left out: its models are
-    those of the ranking.
-    """
+    """Returns the answers by kind of budget; a single one of training is that of the ranking."""
     groups = grouped(findings.choices, lambda one: one.budget)
     if len(direct_choices(findings)) < 2:
         groups.pop("flops", None)
@@ -311,9 +309,7 @@ def direct_choices(findings: Findings, budget: str = "flops") -> list[Choice]:
 
 
 def main_choice(findings: Findings) -> Choice | None:
-    """Returns the answer for the largest of several training budgets at which models were compared,
-    or None.
-    """
+    """Returns the answer for the largest of several training budgets, or None."""
     choices = [one for one in direct_choices(findings) if len(one.contest.standings) > 1]
     return choices[-1] if len(choices) > 1 else None
 

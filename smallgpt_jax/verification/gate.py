@@ -87,10 +87,10 @@ def ask_gate(
     """Returns whether a candidate, a recipe or its fields, has a lower loss than the run
     `reference` of the record `against`, by default the record's own reference.
 
-    Trains both in the folder `output` with new seeds, until the difference is significant or `most_seeds` are
-    trained. The ledger is in the same folder: use one folder for all questions of a search. A
-    candidate that was asked before gets the same answer. Rerun the same call to resume. Raises
-    UserError.
+    Trains both in the folder `output` with new seeds, until the difference is significant or
+    `most_seeds` are trained. The ledger is in the same folder: use one folder for all questions of
+    a search. A candidate that was asked before gets the same answer. Rerun the same call to resume.
+    Raises UserError.
     """
     folder, path = as_path("--output", str(output)), as_path("--against", str(against))
     record = records.read(path)

@@ -25,7 +25,7 @@ def analyse(record: Record) -> Findings:
     size = largest_common_size(record.runs) if is_scaling(record) else None
     model = model_of(record.reference)
     reference = f"{model}@{size}" if size else record.reference
-    ranked = [run for run in record.runs if run.horizon == 1 and (not size or run.size == size)]
+    ranked = record.longest_runs(size or "")
     contest_at = functools.partial(_as_trained, evidence)
     choices = default_choices(evidence)
     budgets = [one.limit for one in choices if one.budget == "flops" and one.is_direct]

@@ -1,4 +1,4 @@
-"""What a record offers to choose from: models at one size, length and learning rate, and their costs."""
+"""What a record offers to choose from: models at one size, length and learning rate, with costs."""
 
 import dataclasses
 import math
@@ -96,10 +96,6 @@ def longest(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Returns of each name the longest candidate."""
     groups = grouped(candidates, lambda one: one.first.name)
     return [max(group, key=lambda one: one.first.steps) for group in groups.values()]
-
-
-def by_model(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
-    return grouped(candidates, lambda one: one.model)
 
 
 # ------------------------------------------------------------------ a record
@@ -213,7 +209,7 @@ def _equal_models(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], ...
     with convolutions over one position have, and started from random weights.
     """
     groups: list[list[str]] = []
-    of_model = by_model(candidates)
+    of_model = grouped(candidates, lambda one: one.model)
     for model, of_this in of_model.items():
         for group in groups:
             if _are_equal(of_this, of_model[group[0]]):

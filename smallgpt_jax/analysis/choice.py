@@ -19,7 +19,6 @@ from smallgpt_jax.analysis.candidates import (
     Entry,
     Evidence,
     are_comparable,
-    by_model,
     evidence_of,
     longest,
 )
@@ -165,7 +164,7 @@ class Asked:
     def _without_cost_or_loss(self, entered: set[str]) -> list[Entry]:
         """Returns entries of further models that only diverged, or whose cost is unknown."""
         diverged, unmeasured = [], []
-        for model, group in by_model(self.candidates).items():
+        for model, group in grouped(self.candidates, lambda one: one.model).items():
             without_cost = [one for one in group if self.cost_of(one) is None]
             if model in entered:
                 continue

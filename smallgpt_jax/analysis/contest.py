@@ -61,7 +61,7 @@ def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:
     models = [finite[index].model for index in order]
     level = evidence.pair_level
     tried = dataclasses.replace(estimate, paired=estimate.paired - untried[:, None] + untried)
-    pairs = compare_pairs(models, tried.of(order), draws[:, order], level)
+    pairs = compare_pairs(models, tried.select(order), draws[:, order], level)
     if level and chosen:
         rivals = [pair.model for pair in pairs if pair.other == chosen and not pair.is_told]
         if rivals:  # the chosen model is the first, so it is `other` in its pairs

@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.candidates import Entry, Evidence, longest
@@ -169,16 +168,14 @@ def multiplier(rival: Lines, base: Lines, budget: float, evidence: Evidence) -> 
     crossing = _crossing(rival.lines[key], base_entry.loss)
     if isinstance(crossing, str):
         return refuse(crossing)
-    entry = interpolate(crossing.before, crossing.after, crossing.budget)
-    if entry is None:
-        return refuse("gap")
+    entry, exponent = crossing
     # On a common line, `rival` reaches this loss with another budget. There the losses differ by
     # zero ± e, the error of a paired difference. Along the line of `rival`, the loss falls by its
     # slope per logarithm of the budget, so the logarithm of the multiplier has the error e / slope:
     # with e = 0.02 and a slope of 0.4, ±5%.
     difference = compare(entry, base_entry, evidence)
-    slope = crossing.exponent * entry.loss  # nats per logarithm of the budget
-    center = math.log(budget / crossing.budget) - difference.mean / slope
+    slope = exponent * entry.loss  # nats per logarithm of the budget
+    center = math.log(budget / entry.cost) - difference.mean / slope
     half = difference.half_width(INTERVAL) / slope
     interval = Range(math.exp(center - half), math.exp(center + half))
     return Multiplier(model, reference, budget, math.exp(center), interval, None)
@@ -197,17 +194,8 @@ def _common_key(rival: Lines, base: Lines, budget: float) -> Key | None:
     return min(possible, key=possible.get, default=None)
 
 
-class _Crossing(NamedTuple):
-    """Where a line reaches a loss."""
-
-    before: Point
-    after: Point
-    budget: float
-    exponent: float  # with which the loss falls there
-
-
-def _crossing(line: Sequence[Point], loss: float) -> _Crossing | str:
-    """Returns where a line first reaches a loss, or why it does not."""
+def _crossing(line: Sequence[Point], loss: float) -> tuple[Entry, float] | str:
+    """Returns where a line first reaches a loss and its exponent there, or why it does not."""
     # The first and the last two points are extended to NEAR times their budgets. Otherwise, at the
     # end of a line only the models would have a multiplier whose losses are low by luck.
     for before, after in itertools.pairwise(line):
@@ -219,8 +207,9 @@ def _crossing(line: Sequence[Point], loss: float) -> _Crossing | str:
         least = before.cost / (NEAR if before is line[0] else 1)
         most = after.cost * (NEAR if after is line[-1] else 1)
         if least <= budget <= most:
-            is_gap = after.cost > MAX_GAP * before.cost
-            return "gap" if is_gap else _Crossing(before, after, budget, exponent)
+            entry = interpolate(before, after, budget)
+            is_gap = entry is None or after.cost > MAX_GAP * before.cost
+            return "gap" if is_gap else (entry, exponent)
     return "from the start" if line[0].candidate.loss < loss else "not reached"
 
 

@@ -342,6 +342,10 @@ class Record:
     # more often than it says.
     seeds_as_needed: bool = False
 
+    def longest_runs(self, size: str = "") -> list[Run]:
+        """Returns the longest runs of a size, or of all names."""
+        return [run for run in self.runs if run.horizon == 1 and size in ("", run.size)]
+
 
 def read(path: Path) -> Record:
     """Returns the record in a results.json. Raises UserError, which names the field, if it is none."""

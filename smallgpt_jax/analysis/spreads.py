@@ -205,7 +205,7 @@ class Estimate:
     orders: np.ndarray  # that both have read
     paired: np.ndarray  # mean difference over these; NaN without any
 
-    def of(self, models: Sequence[int]) -> "Estimate":
+    def select(self, models: Sequence[int]) -> "Estimate":
         """Returns the estimate of some models, in their order."""
         pairs = np.ix_(models, models)
         return Estimate(

@@ -94,8 +94,8 @@ class Queue:
         return has_start and run.folder not in self.busy
 
     def _awaited(self, missing: Sequence[PlannedRun]) -> Path | None:
-        """Returns a run of another process that others depend on: one of a grid, a trunk of a run that
-        no process is training, and any run that is needed for predictions or the next round.
+        """Returns a run of another process that others depend on: one of a grid, a trunk of a run
+        that no process is training, and any that is needed for predictions or the next round.
         """
         trunks = {run.trunk for run in missing if run.folder not in self.busy}
         for run in missing:

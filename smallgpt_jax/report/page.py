@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.findings import Findings
-from smallgpt_jax.analysis.record import RESULTS_FILE, Record, Run
+from smallgpt_jax.analysis.record import RESULTS_FILE, Record
 from smallgpt_jax.formatting import finite
 from smallgpt_jax.report import figures, tables
 from smallgpt_jax.report.cautions import cautions
@@ -54,7 +54,7 @@ def summary(record: Record, findings: Findings) -> str:
 def _content(
     record: Record, findings: Findings, drawn: Mapping[str, figures.Drawn]
 ) -> dict[str, Any]:
-    ranked = _ranked_runs(record, findings)
+    ranked = record.longest_runs(findings.ranked_size)
     # The reference is a model; tables of runs need its name at the ranked size.
     bases = [run.name for run in ranked if run.model == findings.reference]
     return {
@@ -79,12 +79,6 @@ def title(record: Record) -> str:
     return (
         f"{record.title}: {shown} and {hidden} others" if hidden > 0 else f"{record.title}: {shown}"
     )
-
-
-def _ranked_runs(record: Record, findings: Findings) -> list[Run]:
-    """Returns the runs of the size that is ranked; all, if they have no sizes."""
-    size = findings.ranked_size
-    return [run for run in record.runs if run.horizon == 1 and (not size or run.size == size)]
 
 
 def ranking_facts(findings: Findings) -> dict[str, Any]:

@@ -27,7 +27,7 @@ MAX_SEEDS = 20  # per model, for which a command is given
 CHOSEN = "runs/chosen"  # output of the command that trains the chosen model
 CHOSEN_SIZE = "runs/chosen-size"  # workdir of `Answer.sized_command`
 MORE_SEEDS = "runs/more-seeds"  # output of the command that trains them
-NEXT_RUN = "runs/next"  # output of the command that trains it
+NEXT_RUN = "runs/next"  # output of the command of `choose --next`
 STAKE = 0.01  # nats; with less at stake, no run is worth it
 SAME_BUDGET = 1.01  # ratio of costs up to which a run is trained again with its own steps
 
@@ -129,7 +129,7 @@ def _training(run: Run, ratio: float, record: Record) -> tuple[str, Cost]:
 
 def _step_ratio(choice: Choice, run_cost: float | None) -> float:
     """Returns the steps with which a training budget is used up, per step of the nearest run."""
-    if not BUDGETS[choice.budget].is_training or choice.compared_at is None or not run_cost:
+    if not BUDGETS[choice.budget].is_training or not run_cost:
         return 1.0
     ratio = choice.compared_at / run_cost
     return 1.0 if 1 / SAME_BUDGET <= ratio <= SAME_BUDGET else ratio

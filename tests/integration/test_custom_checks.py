@@ -118,7 +118,6 @@ def config_of(mixer: type, **fields):
 @pytest.mark.parametrize(
     "mixer, fields, message",
     [
-        (AllPositions, {}, "outputs depend on later tokens, which the model learns to predict"),
         (NextPosition, {}, "outputs depend on later tokens, which the model learns to predict"),
         (
             AllDocuments,

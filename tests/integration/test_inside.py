@@ -5,10 +5,12 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import build, call, forward, init, load_config
+import run_helpers
+from conftest import build, call, forward, init
 from float64_model import plain_attention, plain_layers, plain_logits, plain_mlp, plain_norm
 from scipy.special import logsumexp
 
+from smallgpt_jax import models
 from smallgpt_jax.comparison import comparing
 from smallgpt_jax.diagnosis import diagnosis, observation
 from smallgpt_jax.diagnosis.losses import token_losses
@@ -18,7 +20,6 @@ from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.inference.single_blocks import num_blocks, without_blocks
 from smallgpt_jax.models.context import Context
-from smallgpt_jax.training.build import build_program
 
 SMALL = dict(
     vocab_size=40, context_length=12, d_model=16, num_heads=2, num_layers=2, dtype="float32"
@@ -179,11 +180,20 @@ def test_chosen_experts_have_the_loads_of_training():
 
 @pytest.mark.slow
 @pytest.mark.draws
-def test_the_command(trained_run, tmp_path):
+def test_the_command(trained_run, tmp_path, monkeypatch):
     """Training's program is the same after a diagnosis."""
-    config = load_config("gpt", model__num_layers=1, model__context_length=16)
-    before = build_program(config, jax.devices()[:1]).lowered_train_step.as_text()
-    workdir = trained_run("pgpt", model__num_layers=2, model__context_length=32, train__steps=20)
+
+    def training_program() -> str:
+        """Returns the loss in training, which a new function traces again."""
+        model = build("gpt", **SMALL | {"num_layers": 1})
+
+        def loss(params):
+            return model.apply({"params": params}, WINDOWS[:, :-1], Context(train=True)).sum()
+
+        return str(jax.make_jaxpr(jax.grad(loss))(models.abstract_params(model)))
+
+    before = training_program()
+    workdir = trained_run("pgpt", **run_helpers.SMALL)
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on a mat while some dog ran. " * 5)
     done = call("diagnose", f"--workdir={workdir}", f"--text={text}", "--windows=3", "--deep=0")
@@ -207,13 +217,13 @@ def test_the_command(trained_run, tmp_path):
         x["loss"] for x in losses["without_block"]
     )
     assert f"loss {losses['loss']:.4f}" in done.stdout
-    assert build_program(config, jax.devices()[:1]).lowered_train_step.as_text() == before
-    comparing.observe(
-        workdir
-    )  # in place of the diagnosis of another text, which no comparison reports
+    assert training_program() == before
+    monkeypatch.setattr(comparing, "WINDOWS", 3)  # of the programs above
+    # In place of the diagnosis of another text, which no comparison reports.
+    comparing.observe(workdir)
     written = (folder / "diagnose.json").stat().st_mtime_ns
     observed = json.loads((folder / "diagnose.json").read_text())
-    assert observed["windows"].keys() == {"validation"} and observed["step"] == 20
+    assert observed["windows"].keys() == {"validation"} and observed["step"] == 40
     comparing.observe(workdir)
     assert (folder / "diagnose.json").stat().st_mtime_ns == written
     compared = call("compare", f"--workdirs={workdir}", f"--output={tmp_path / 'report'}")

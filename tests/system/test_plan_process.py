@@ -14,7 +14,8 @@ import sys
 
 import jax
 import pytest
-from conftest import ROOT, load_config, run
+from conftest import ROOT, call, load_config
+from run_helpers import flags_of
 
 from smallgpt_jax.training.build import build_program
 
@@ -23,12 +24,12 @@ FIELDS = {"model__num_layers": 2, "model__d_model": 16}
 
 
 def test_memory_matches_the_compiled_steps():
-    result = run(
+    result = call(
         "plan",
         "--config=configs/gpt.py:tiny",
         "--topology=cpu:8",
         "--json",
-        *(f"--config.{name.replace('__', '.')}={value}" for name, value in FIELDS.items()),
+        *flags_of(FIELDS),
     )
     assert result.returncode == 0, result.stderr
     planned = json.loads(result.stdout)
@@ -119,34 +120,26 @@ def test_a_stopped_compilation():
 
 
 @needs_tpu_compiler
-def test_the_topology_determines_the_dtype():
-    result = run(
-        "plan",
-        "--config=configs/gpt.py:tiny",
-        "--config.model.dtype=auto",
-        "--topology=v5e:2x2",
-        "--inference",
-        "--json",
-        XLA_FLAGS="",
+def test_tpu_programs():
+    """The topology also determines the dtype of decoding."""
+    code = """if True:
+        import dataclasses, json, smallgpt_jax
+        fields = {"model.context_length": 128, "model.num_layers": 2}
+        planned = smallgpt_jax.plan("lgpt:tiny", "v5e:2x2", fields)
+        print(json.dumps(dataclasses.asdict(planned.estimate)))
+        print(smallgpt_jax.plan_inference("gpt:tiny", "v5e:2x2", {"model.dtype": "auto"}).dtype)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": ""},  # libtpu rejects flags of the CPU compiler
+        capture_output=True,
+        text=True,
     )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["dtype"] == "bfloat16"
-
-
-@needs_tpu_compiler
-def test_a_tpu_program():
-    result = run(
-        "plan",
-        "--config=configs/lgpt.py:tiny",
-        "--topology=v5e:2x2",
-        "--config.model.context_length=128",
-        "--config.model.num_layers=2",
-        "--json",
-        XLA_FLAGS="",
-    )  # libtpu rejects flags of the CPU compiler
-    assert result.returncode == 0, result.stderr
-    assert not result.stderr
-    planned = json.loads(result.stdout)
+    assert (result.returncode, result.stderr) == (0, "")
+    first, dtype = result.stdout.splitlines()
+    assert dtype == "bfloat16"
+    planned = json.loads(first)
     assert planned["fits"] and planned["hbm_bytes"] == 16 * 2**30 and planned["devices"] == 4
     assert planned["estimated_cycles"] > 0 and planned["kernel_cycles"] > 0
     seconds = (planned["estimated_cycles"] + planned["kernel_cycles"]) / 1.5e9

@@ -256,10 +256,8 @@ def _powers_of_ten(costs: dict[str, list[float]]) -> list[float]:
 def _cheapest_of_lowest(entries: Sequence[Entry]) -> Entry:
     """Returns the entry with the lowest loss, of about equal losses the cheapest."""
     lowest = min(entry.loss for entry in entries)
-    return min(
-        (entry for entry in entries if not entry.loss > lowest + EQUAL),
-        key=lambda entry: (entry.cost or math.inf, entry.loss),
-    )
+    about_equal = [entry for entry in entries if not entry.loss > lowest + EQUAL]  # all, if inf
+    return min(about_equal, key=lambda entry: (entry.cost or math.inf, entry.loss))
 
 
 # ------------------------------------------------------------------ training budgets
@@ -306,16 +304,15 @@ def _with_potential(
     common = nearest_common(rival, base, first.cost)
     potentials = [math.inf if entry is None else entry.loss]
     if common:
-        dearer, base_entry = common
-        potentials.append(first.loss + dearer.loss - base_entry.loss)
+        nearest, base_entry = common
+        potentials.append(first.loss + nearest.loss - base_entry.loss)
         if entry is None:
-            entry = dataclasses.replace(dearer, known="dearer")
+            entry = dataclasses.replace(nearest, known="dearer")
     if entry is None:
         point = rival.above(budget)
         return point and Entry(point.candidate, point.candidate.losses, point.cost, "dearer")
     if entry.known == "cheaper":  # with all of the budget, its loss may go on falling as before
-        point = rival.within(budget)
-        steepness = rival.steepness(point)
+        steepness = rival.steepness(entry.candidate)
         steepness = STEEPEST if steepness is None else max(0.0, steepness)
-        potentials.append(entry.loss * (point.cost / budget) ** steepness)
+        potentials.append(entry.loss * (entry.cost / budget) ** steepness)
     return dataclasses.replace(entry, untried=entry.loss - min(potentials))

@@ -58,12 +58,12 @@ class Lines:
         near = [point for point in self.points if SAME * budget < point.cost <= NEAR * budget]
         return near[0] if near else None
 
-    def steepness(self, point: Point) -> float | None:
-        """Returns the exponent with which the loss falls before the point, on its steepest line."""
+    def steepness(self, candidate: Candidate) -> float | None:
+        """Returns the exponent with which the loss falls up to it, on its steepest line."""
         slopes = []
         for line in self.lines.values():
             for before, after in itertools.pairwise(line):
-                if after is point and after.cost > before.cost:
+                if after.candidate is candidate and after.cost > before.cost:
                     fall = math.log(before.candidate.loss / after.candidate.loss)
                     slopes.append(fall / math.log(after.cost / before.cost))
         return max(slopes, default=None)

@@ -88,7 +88,7 @@ class DecodingStep:
 
 @dataclasses.dataclass(frozen=True)
 class Inference:
-    """Measurements by comparison/inference_cost.py, on the machine of the comparison."""
+    """Measurements by evaluation/inference_cost.py, on the machine of the comparison."""
 
     device: str
     dtype: str

@@ -87,9 +87,8 @@ def _answer(choice: Choice, record: Record, results: str) -> Answer:
         command=command,
         cost=command_cost,
         sized_command=sized_command,
-        seeds_needed=choice.contest.seeds_needed,
     )
-    return _with_more_seeds(answer, record, results) if answer.seeds_needed else answer
+    return _with_seeds(answer, choice.contest, record, results)
 
 
 def _run_of(standing: Standing, record: Record) -> Run:
@@ -129,20 +128,24 @@ def _training(run: Run, ratio: float, record: Record) -> tuple[str, Cost]:
 
 def _step_ratio(choice: Choice, run_cost: float | None) -> float:
     """Returns the steps with which a training budget is used up, per step of the nearest run."""
-    if not BUDGETS[choice.budget].is_training or not run_cost:
+    if not BUDGETS[choice.budget].is_training or not run_cost or not choice.compared_at:
         return 1.0
     ratio = choice.compared_at / run_cost
     return 1.0 if 1 / SAME_BUDGET <= ratio <= SAME_BUDGET else ratio
 
 
-def _with_more_seeds(answer: Answer, record: Record, results: str) -> Answer:
-    """Adds the command that trains the seeds that tell the first two apart, if they are few."""
+def _with_seeds(answer: Answer, contest: Contest, record: Record, results: str) -> Answer:
+    """Adds the seeds that tell the first two apart, and, if they are few, the command for them."""
+    needed = contest.seeds_needed
+    if needed is None:
+        return answer
+    answer = dataclasses.replace(answer, seeds_needed=needed)
     # All sizes of the models: the first one of each has the grid of learning rates.
-    models = {one.model for one in answer.choice.contest.possible}
+    models = {one.model for one in contest.possible}
     runs = [run for run in record.runs if run.model in models]
     present = len({run.seed for run in runs})
     # The middle of a range such as 5 to 80, in which each factor is equally likely: 20.
-    middle = math.ceil(math.sqrt(answer.seeds_needed.low * answer.seeds_needed.high))
+    middle = math.ceil(math.sqrt(needed.low * needed.high))
     seeds = min(middle, MAX_SEEDS)
     if middle > 2 * MAX_SEEDS or seeds <= present:  # MAX_SEEDS would hardly decide
         return answer

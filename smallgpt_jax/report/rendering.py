@@ -8,6 +8,7 @@ than HTML.
 
 import dataclasses
 import functools
+import inspect
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -74,7 +75,7 @@ def _environment(skin: str) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(words.FILTERS | _FILTERS)
+    environment.filters.update(dict(inspect.getmembers(words, inspect.isfunction)) | _FILTERS)
     environment.globals |= {
         "skin": f"{skin}.j2",
         "choice_level": f"{CERTAIN:.1%}",

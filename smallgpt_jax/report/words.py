@@ -1,4 +1,7 @@
-"""Numbers and verdicts as words, the same on the page, in Markdown and on a terminal."""
+"""Numbers and verdicts as words, the same on the page, in Markdown and on a terminal.
+
+The functions are filters of the templates (rendering.py).
+"""
 
 import itertools
 import math
@@ -68,12 +71,14 @@ def amount(value: float | None) -> str:
 
 
 def amounts(values: Range) -> str:
-    low, high = amount(values.low), amount(values.high)
-    return low if low == high else f"{low} to {high}"
+    return _from_to(amount(values.low), amount(values.high))
 
 
 def counts(values: Range) -> str:
-    low, high = f"{values.low:,.0f}", f"{values.high:,.0f}"
+    return _from_to(f"{values.low:,.0f}", f"{values.high:,.0f}")
+
+
+def _from_to(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
@@ -165,7 +170,7 @@ def seeds_needed(values: Range | None) -> str:
         many if value > MANY_SEEDS else f"{math.ceil(value):,}"
         for value in (values.low, values.high)
     ]
-    return low if low == high else f"{low} to {high}"
+    return _from_to(low, high)
 
 
 # ------------------------------------------------------------------ choices
@@ -320,31 +325,3 @@ def of_kinds(measures: Sequence[Measure], kinds: Sequence[str]) -> list[Measure]
 
 def hours(value: float) -> str:
     return f"{value:,.0f} hours" if value >= 10 else duration(3600 * value)
-
-
-FILTERS = {
-    function.__name__: function
-    for function in (
-        amount,
-        amounts,
-        by_budget,
-        cost,
-        counts,
-        direct_choices,
-        exponent,
-        hours,
-        limit,
-        loss,
-        main_choice,
-        names,
-        of_kinds,
-        percent,
-        plural,
-        probabilities,
-        refusal,
-        seeds_needed,
-        stake,
-        standing_loss,
-        unequal_flops,
-    )
-}

@@ -4,7 +4,6 @@ run starts.
 
 import dataclasses
 import datetime
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.run.names import CONFIG_FILE, LOCK_FILE
 from smallgpt_jax.storage import typed_json
-from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.locks import file_lock
 
 
@@ -42,7 +40,7 @@ def write_predictions(outcomes: Outcomes, losses: Mapping[Path, float], command:
         if path.exists():
             return
         if outcomes.record and outcomes.record.predictions:
-            _write(path, outcomes.record.predictions)
+            typed_json.write(outcomes.record.predictions, path)
             return
         started = _started_held_out(outcomes)
         if started:
@@ -57,12 +55,8 @@ def write_predictions(outcomes: Outcomes, losses: Mapping[Path, float], command:
         if targets:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             held_out = outcomes.comparison.held_out
-            _write(path, laws.predict(finished, targets, held_out, now, command))
+            typed_json.write(laws.predict(finished, targets, held_out, now, command), path)
             print(f"{path}: predictions of {len(targets)} held-out runs", flush=True)
-
-
-def _write(path: Path, predictions: Predictions) -> None:
-    write_atomically(path, json.dumps(dataclasses.asdict(predictions), indent=1) + "\n")
 
 
 def _started_held_out(outcomes: Outcomes) -> str | Path | None:

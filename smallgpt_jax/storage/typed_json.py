@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import types
 import typing
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from smallgpt_jax.formatting import printable
 from smallgpt_jax.storage import json_files
+from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import BOOLEAN, NULL, NUMBER, TEXT, Each, Kind, integer
 
 T = TypeVar("T")
@@ -38,6 +40,10 @@ def read_or_none(kind: type[T], path: Path) -> T | None:
     """Returns the content of a file that can be made again; None if it is missing or damaged."""
     value = json_files.read_json_or_none(path, schema_of(kind))
     return None if value is None else parse(kind, value)
+
+
+def write(value: Any, path: Path) -> None:
+    write_atomically(path, json.dumps(dataclasses.asdict(value), indent=1) + "\n")
 
 
 _KINDS: dict[Any, Kind] = {

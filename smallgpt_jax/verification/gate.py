@@ -25,7 +25,6 @@ from smallgpt_jax.run.custom_code import import_training_code
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import LOCK_FILE, METRICS_FILE
 from smallgpt_jax.storage import typed_json
-from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.verification.counts import Counter
@@ -106,7 +105,7 @@ def ask_gate(
     with file_lock(folder / LOCK_FILE, wait=True):  # questions are asked one after another
         ledger = _open_ledger(folder, hashlib.sha256(path.read_bytes()).hexdigest(), name)
         ledger, question = _find_question(ledger, config)
-        _write(ledger, folder)
+        typed_json.write(ledger, folder / LEDGER_FILE)
         while not question.verdict:
             index = len(question.differences)
             # data.seed=-1: one seed for initial weights and order of batches
@@ -115,7 +114,7 @@ def ask_gate(
             losses = train(config.replace(**seed), base.replace(**seed), runs)
             question = decide(question, losses[0] - losses[1], most_seeds)
             ledger = ledger.with_question(question)
-            _write(ledger, folder)
+            typed_json.write(ledger, folder / LEDGER_FILE)
     return question
 
 
@@ -199,10 +198,6 @@ def _find_question(ledger: Ledger, config: Config) -> tuple[Ledger, Question]:
     number = len(ledger.questions) + 1
     question = Question(number, digest, sequential.level_of_question(number, LEVEL))
     return ledger.with_question(question), question
-
-
-def _write(ledger: Ledger, folder: Path) -> None:
-    write_atomically(folder / LEDGER_FILE, json.dumps(dataclasses.asdict(ledger), indent=1) + "\n")
 
 
 # ------------------------------------------------------------------ losses

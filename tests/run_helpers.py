@@ -7,7 +7,6 @@ import orbax.checkpoint as ocp
 from conftest import load_config
 
 from smallgpt_jax import models
-from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.run import metrics
@@ -24,10 +23,17 @@ SMALL = dict(
     train__loss_chunks=1,
 )
 
-
-def flags_of(fields: dict) -> list[str]:
-    """Returns the flags that set fields: model__num_layers=2 is --config.model.num_layers=2."""
-    return [f"--config.{name.replace('__', '.')}={value}" for name, value in fields.items()]
+# Muon with dropout, on three axes of a mesh. log_every does not divide checkpoint_every, so
+# checkpoints contain losses that are not logged yet.
+RESUMED = dict(
+    **SMALL,
+    optimizer__name="muon",
+    model__dropout=0.1,
+    mesh__data=2,
+    mesh__fsdp=2,
+    mesh__tensor=2,
+    train__log_every=15,
+)
 
 
 def config_for(text_file, architecture="gpt", **fields):
@@ -90,13 +96,13 @@ def start_from(program, params):
     return zeros._replace(params=jax.device_put(jax.device_get(params), program.shardings.params))
 
 
-def train_three_steps(program, config, tokens_BxT1, folder, initial) -> tuple[list, list]:
+def train_three_steps(program, config, batch, folder, initial) -> tuple[list, list]:
     """Returns the losses and the states after 0 to 3 steps on one batch. The state is saved after
     two steps; restored, it continues bit for bit.
     """
     state = jax.device_put(jax.device_get(initial), program.shardings)
     step, checkpoints = program.bind(config), Checkpoints(folder, keep=1)
-    batch = Batch(jax.device_put(tokens_BxT1, sharding.batch_sharding(program.mesh)))
+    batch = jax.device_put(batch, sharding.batch_sharding(program.mesh))
     losses, states = [], [jax.device_get(state)]
     for _ in range(2):
         state, metrics = step(state, batch)

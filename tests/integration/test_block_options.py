@@ -16,6 +16,7 @@ from float64_model import plain_logits
 from run_helpers import SMALL, assert_bitwise_equal, start_from, train_three_steps
 
 from smallgpt_jax import inference, models
+from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import structure
 from smallgpt_jax.models.components import components
@@ -63,15 +64,19 @@ def test_training_with_all_options(tmp_path):
 
     A restored state continues bit for bit. The average follows its formula.
     """
-    tokens, results = np.random.default_rng(0).integers(0, 64, (4, 17)), []
+    batch, results = Batch(np.random.default_rng(0).integers(0, 64, (4, 17), np.int32)), []
     plain = config_with({})
     mesh = dict(mesh__data=1, mesh__fsdp=2, mesh__tensor=2)
     sharded = config_with(dict(scan_layers=True, remat="full"), **mesh)
-    initial = jax.device_get(build_program(plain, jax.devices()[:1]).initial_state(0))
     for devices, config in ((1, plain), (4, sharded)):
         program = build_program(config, jax.devices()[:devices])
+        params = init(program.model)
         losses, states = train_three_steps(
-            program, config, tokens, tmp_path / str(devices), initial
+            program,
+            config,
+            batch,
+            tmp_path / str(devices),
+            start_from(program, params)._replace(ema=params),
         )
         weights = [state.params for state in states]
         assert losses[0] > losses[1] > losses[2]

@@ -189,7 +189,7 @@ def test_selected_paths():
     model, params = small("pgpt", num_layers=4, num_paths=4)
     params["trunk"]["path_logits"] = jnp.array([0.1, -0.3, 0.6])
     tokens = np.array(random_rows(model, [CONTEXT]))
-    for chosen in ([2], [3, 1], [0, 1, 2, 3]):
+    for chosen in ([2], [3, 1]):
         logits = np.append(params["trunk"]["path_logits"], 0.0)
         logits += [0.0 if path in chosen else -60.0 for path in range(4)]
         silenced = {
@@ -202,8 +202,6 @@ def test_selected_paths():
             forward(part, kept, tokens), forward(model, silenced, tokens), atol=2e-5, rtol=1e-4
         )
         assert models.num_parameters(part) == sum(x.size for x in jax.tree.leaves(kept))
-        if len(chosen) == 1:
-            assert_cache_matches_forward(part, kept)
 
 
 @pytest.mark.slow
@@ -267,7 +265,7 @@ def test_refuses_custom_architectures_that_decode_wrongly(trunk, substrings, mon
             "gpt", model__architecture=trunk, model__num_layers=1, model__position="none"
         ).model
     )
-    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), int)))["params"]
+    params = init(model)
     monkeypatch.setattr(
         inference.loading,
         "load_trained",
@@ -385,28 +383,35 @@ def test_several_steps_draw_the_same_tokens_as_single_steps():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 1, 2, 3])
-def test_end_of_text_within_several_steps(at):
+def test_end_of_text_within_several_steps():
     """If a row samples end-of-text within a multi-step call, no later token is cached. The row can
     be continued.
+
+    The model has five tokens, so that the first end-of-text of some row is at each of the four
+    steps.
     """
-    model, params = small("cgpt")
-    (row,) = random_rows(model, [6])
-    sampling, plain = Sampling(temperature=1.0), session(model, params, [row[:-1]])
+    model, params = small("cgpt", vocab_size=5)
+    rows = random_rows(model, [6] * 16)
+    sampling, plain = Sampling(temperature=1.0), session(model, params, [row[:-1] for row in rows])
     plain.sample(sampling)
-    plain.ids = [list(row)]
-    sampled = plain.sample_steps(sampling, 4)[0].tolist()
-    assert len(set(sampled)) == 4
-    texts = session(model, params, [row[:-1]], end_of_text=sampled[at])
+    plain.ids = [list(row) for row in rows]
+    expected = plain.sample_steps(sampling, 4).tolist()
+    texts = session(model, params, [row[:-1] for row in rows], end_of_text=0)
     texts.sample(sampling)
-    texts.ids = [list(row)]
-    assert texts.sample_steps(sampling, 4)[0].tolist()[: at + 1] == sampled[: at + 1]
-    assert texts._cached_B.tolist() == [len(row) + at]
-    texts.ids = [[*row, *sampled[:at], 3, 4, 5, 6, 7]]
+    texts.ids = [list(row) for row in rows]
+    sampled = texts.sample_steps(sampling, 4).tolist()
+    # The number of tokens before the first end-of-text; a last token is never cached.
+    before = [tokens.index(0) if 0 in tokens else 3 for tokens in expected]
+    assert set(before) == {0, 1, 2, 3} and any(0 not in tokens for tokens in expected)
+    for found, tokens, count in zip(sampled, expected, before):
+        assert found[: count + 1] == tokens[: count + 1]
+    assert texts._cached_B.tolist() == [6 + count for count in before]
+    texts.ids = [
+        [*row, *tokens[:count], 3, 4, 1, 2, 3] for row, tokens, count in zip(rows, expected, before)
+    ]
     _, logits = texts.sample_with_logits(sampling)
-    np.testing.assert_allclose(
-        logits, session(model, params, texts.ids).sample_with_logits(sampling)[1], atol=1e-5
-    )
+    fresh = session(model, params, texts.ids).sample_with_logits(sampling)[1]
+    np.testing.assert_allclose(logits, fresh, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,6 +1,4 @@
-"""Tests of the Llama recipe: logits (compared with transformers), training on a mesh, decoding and
-planning.
-"""
+"""Tests of the Llama recipe: logits (compared with transformers), sizes and cache."""
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +6,9 @@ import numpy as np
 import pytest
 from conftest import forward, init, load_config
 
-from smallgpt_jax import inference, models
-from smallgpt_jax.inference import layout
-from smallgpt_jax.inference.decoder import Decoder, DecodeSession
-from smallgpt_jax.inference.decoding_check import check_decoding
-from smallgpt_jax.inference.sampling import Sampling
+from smallgpt_jax import models
+from smallgpt_jax.inference import decoder
 from smallgpt_jax.models.flops import train_flops_per_token
-from smallgpt_jax.planning.estimate import estimate
-from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import train
 
 
 def llama(qk_norm: bool = False):
@@ -109,32 +101,10 @@ def test_parameters_and_flops_at_full_size():
     assert train_flops_per_token(model) == 6 * multiplied + 12 * 1024 * layers * width
 
 
-@pytest.mark.slow
-def test_trains_shards_decodes_and_plans(text_file, tmp_path):
-    config = load_config(
-        "llama",
-        data__source=str(text_file),
-        data__validation_fraction=0.2,
-        model__num_layers=2,
-        mesh__data=2,
-        mesh__fsdp=2,
-        mesh__tensor=2,
-        train__steps=2,
-        train__eval_every=2,
-        train__eval_steps=1,
-        train__checkpoint_every=2,
+def test_the_cache_has_the_key_value_heads():
+    """They are half as many as the query heads, and so are the bytes."""
+    model = llama()
+    keys_and_values, context, heads, width = 2, 64, 2, 16
+    assert decoder.num_cache_bytes(model, 64) == (
+        model.config.num_layers * keys_and_values * context * heads * width * 4
     )
-    config.model.update(d_model=32)
-    train(config, str(tmp_path))
-    trained = inference.load_trained(tmp_path)
-    assert trained.step == 2
-    check_decoding(trained.model, trained.params)
-    # The cache has half the usual size, because there are half as many key-value heads as query
-    # heads.
-    weights = layout.pack(trained.model, trained.params)
-    session = DecodeSession(Decoder(trained.model, 257), weights, [[0]])
-    session.reserve(63)
-    session.sample(Sampling())
-    assert session.cache_bytes() == 2 * 64 * 2 * 16 * 4
-    planned = estimate(build_program(config))
-    assert planned.parameters == models.num_parameters(trained.model) and planned.fits

@@ -30,11 +30,11 @@ from scipy.special import log_softmax
 
 import smallgpt_jax
 from smallgpt_jax import inference, models
+from smallgpt_jax.comparison import run_reader
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.evaluation.scores import read_scores
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import normal
@@ -101,6 +101,14 @@ SEED = 1337
 MESH = dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
 
 
+def random_heads(program) -> dict:
+    """Drawn by NumPy, since compiling `program.initial_state` takes seconds."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda x: np.float32(0.1 * rng.standard_normal(x.shape)), program.abstract_state.heads
+    )
+
+
 def first_steps(devices, **fields):
     """Returns the program, and the state and the metrics of three steps on one batch."""
     config = load_config(
@@ -115,8 +123,7 @@ def first_steps(devices, **fields):
     )
     program = build_program(config, jax.devices()[:devices])
     state = start_from(program, init(program.model))
-    if program.objective.terms:
-        state = state._replace(heads=program.initial_state(SEED).heads)
+    state = state._replace(heads=jax.device_put(random_heads(program), program.shardings.heads))
     step = program.bind(config)
     batch = jax.device_put(BATCH, sharding.batch_sharding(program.mesh))
     found = []
@@ -143,7 +150,7 @@ def test_heads_train_equally_on_one_and_eight_devices():
     )
 
     # The first step, computed with NumPy's logits.
-    heads, params = jax.device_get(one.initial_state(SEED).heads), jax.device_get(init(one.model))
+    heads, params = random_heads(one), jax.device_get(init(one.model))
     assert not np.allclose(
         state.heads["two_ahead"]["kernel"], heads["two_ahead"]["kernel"], atol=1e-4
     )
@@ -203,9 +210,9 @@ def test_resumption_is_exact_and_other_commands_ignore_the_head(text_file, tmp_p
         train(config, str(folder))
 
     trained = inference.load_trained(folder)
-    assert "ftp" not in trained.params
-    result = call("generate", f"--workdir={folder}", "--prompt=the ", "--max_new_tokens=4")
-    assert result.returncode == 0, result.stderr
+    assert jax.tree.structure(trained.params) == jax.tree.structure(
+        models.abstract_params(trained.model)
+    )
     result = call("convert", "--to=hf", f"--workdir={folder}", f"--output={tmp_path / 'out'}")
     assert (
         result.returncode == 1
@@ -257,14 +264,10 @@ def test_drawn_examples():
     ]
     mask = np.arange(1, 33) >= prefixes[0].sum(axis=1, keepdims=True)
     assert expected[0]["loss"] == pytest.approx(losses[mask].mean(), rel=1e-5)
-    for devices, fields in (
-        (1, dict(train__microbatches=4)),
-        (8, dict(train__microbatches=2, **MESH)),
-    ):
-        _, _, found = first_steps(devices, train__objective="prefix", **fields)
-        assert [line["loss"] for line in found] == pytest.approx(
-            [line["loss"] for line in expected], rel=1e-4
-        )
+    _, _, found = first_steps(8, train__objective="prefix", train__microbatches=2, **MESH)
+    assert [line["loss"] for line in found] == pytest.approx(
+        [line["loss"] for line in expected], rel=1e-4
+    )
 
 
 def test_validation_uses_the_examples_but_no_terms():
@@ -340,9 +343,9 @@ def test_the_loss_of_masked_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["causal", "prefix", "masked"])
+@pytest.mark.parametrize("objective", ["prefix", "masked"])
 def test_the_validation_loss_does_not_depend_on_the_batch_size(objective, tmp_path):
-    """Each row is drawn as if it were alone; the last batch of most sizes is filled."""
+    """Each row is drawn as if it were alone; the last batch of 64, in microbatches, is filled."""
     random_store(tmp_path / "store", [70] * 400)
 
     def evaluation(batch_size):
@@ -361,12 +364,10 @@ def test_the_validation_loss_does_not_depend_on_the_batch_size(objective, tmp_pa
         step = functools.partial(program.evaluate, params, {})
         return evaluate(step, map(pipeline.to_devices, pipeline.validation_batches))
 
-    one = evaluation(1)
+    one, other = evaluation(1), evaluation(64)
     assert one.targets % (64 * 32) and one.targets > 64 * 32
-    for batch_size in (2, 8, 16, 64):
-        other = evaluation(batch_size)
-        assert other.targets == one.targets
-        assert other.loss == pytest.approx(one.loss, rel=1e-6)
+    assert other.targets == one.targets
+    assert other.loss == pytest.approx(one.loss, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -426,7 +427,7 @@ def test_a_comparison_reads_what_evaluate_writes_about_the_whole_model(text_file
             *flags,
         )
         assert result.returncode == 0, result.stderr
-    read = read_scores(folder / "evaluations", config.train.steps)
+    read = run_reader.examples(folder / "evaluations", config.train.steps)
     accuracy = read[f"{tmp_path.name}/a.jsonl accuracy (3 examples)"]
     assert f"| accuracy | 3 | {accuracy:.4f} ±" in result.stdout
     # The function returns and writes the same.

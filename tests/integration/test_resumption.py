@@ -10,8 +10,9 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, forward, init, save_run
 from run_helpers import (
+    RESUMED,
     SMALL,
     assert_equal,
     config_for,
@@ -20,9 +21,10 @@ from run_helpers import (
     read_untimed_metrics,
     state_of,
 )
+from scipy.special import log_softmax
 
 from configs import run as run_config
-from smallgpt_jax import inference
+from smallgpt_jax import inference, models
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import metrics
 from smallgpt_jax.run.completion import is_evaluated
@@ -31,9 +33,6 @@ from smallgpt_jax.run.workdir import ImportedModel, check_workdir, write_importe
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.trainer import open_pipeline, train
 
-# log_every does not divide checkpoint_every, so checkpoints contain losses that are not logged yet.
-RESUMED = dict(**SMALL, model__dropout=0.1, train__log_every=15)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["damaged", "full disk"])
@@ -41,10 +40,13 @@ def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys, f
     """If the last checkpoint is damaged or could not be written, the steps since the previous
     checkpoint are lost.
 
-    The resumed run repeats these steps, and has the same state and metrics afterwards.
+    The resumed run, with Muon and dropout, repeats these steps, and has the same state and metrics
+    afterwards.
     """
-    workdir, config = copy_of("pgpt", **RESUMED), config_for(text_file, "pgpt", **RESUMED)
+    workdir, config = copy_of("gpt", **RESUMED), config_for(text_file, **RESUMED)
     before, lines = state_of(workdir, 40), read_untimed_metrics(workdir)
+    moments = [x for x in jax.tree.leaves(before[1]) if x.ndim > 1]
+    assert moments and all(np.any(x != 0) for x in moments)
     if failure == "damaged":
         for path in (workdir / "checkpoints" / "40" / "params").rglob(
             "d/*"
@@ -148,7 +150,11 @@ def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp
     """
     monkeypatch.chdir(ROOT)
     fields = dict(**SMALL, model__position="rope")
-    short = trained_run("gpt", **fields)
+    short_config = Config.of(config_for(text_file, **fields))
+    model = models.LanguageModel(short_config.model)
+    params = init(model)
+    params["head"] = 20 * params["head"]  # so that the loss is far from that of other weights
+    short = save_run(tmp_path / "short", short_config, params)
     trained = inference.load_trained(short)
     longer = tmp_path / "longer"
     imported = ImportedModel(trained.model, trained.params, trained.tokenizer)
@@ -160,7 +166,10 @@ def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp
     config.train.update(steps=2, log_every=1, eval_steps=4)
     train(config, str(longer))
     assert inference.load(longer).model.config.context_length == 64
-    assert losses_in(longer)[1] == pytest.approx(losses_in(short, "eval")[40], rel=0.1)
+    tokens = trained.tokenizer.encode([text_file.read_text()[:3300]])[0].reshape(-1, 33)
+    log_p = log_softmax(np.asarray(forward(model, params, tokens[:, :-1])), axis=-1)
+    loss = -np.take_along_axis(log_p, tokens[:, 1:, None], 2).mean()
+    assert losses_in(longer)[1] == pytest.approx(loss, rel=0.1) and loss > 8
     config.train.steps = 3
     train(config, str(longer))
     assert list(losses_in(longer)) == [1, 2, 3]
@@ -181,7 +190,7 @@ def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp
 
 @pytest.mark.slow
 def test_resumes_on_other_devices(text_file, tmp_path, monkeypatch):
-    """Two steps on each of three meshes give the losses of six steps on one mesh, up to
+    """Two steps on each of two meshes give the losses of four steps on one mesh, up to
     rounding.
     """
     devices = jax.devices()
@@ -203,12 +212,12 @@ def test_resumes_on_other_devices(text_file, tmp_path, monkeypatch):
             str(workdir),
         )
 
-    meshes = [(8, dict(data=2, path=2, tensor=2)), (4, dict(fsdp=2, path=2)), (1, {})]
-    train_on(8, tmp_path / "one", 6)
+    meshes = [(8, dict(data=2, path=2, tensor=2)), (4, dict(fsdp=2, path=2))]
+    train_on(8, tmp_path / "one", 4, **meshes[0][1])
     for i, (number, mesh) in enumerate(meshes, start=1):
         train_on(number, tmp_path / "many", 2 * i, **mesh)
     one, many = losses_in(tmp_path / "one"), losses_in(tmp_path / "many")
-    assert list(many) == list(one) == list(range(1, 7))
+    assert list(many) == list(one) == list(range(1, 5))
     np.testing.assert_allclose(
         [many[step] for step in many], [one[step] for step in one], rtol=2e-5
     )

@@ -36,6 +36,11 @@ RESUMED = dict(
 )
 
 
+def flags_of(fields: dict) -> list[str]:
+    """Returns the flags that set fields: model__num_layers=2 is --config.model.num_layers=2."""
+    return [f"--config.{name.replace('__', '.')}={value}" for name, value in fields.items()]
+
+
 def config_for(text_file, architecture="gpt", **fields):
     """Returns the config of a tiny run on `text_file`, on all eight devices."""
     return load_config(architecture, **{"data__source": str(text_file), **fields})

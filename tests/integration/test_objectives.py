@@ -30,11 +30,11 @@ from scipy.special import log_softmax
 
 import smallgpt_jax
 from smallgpt_jax import inference, models
-from smallgpt_jax.comparison import run_reader
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation.scores import read_scores
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.layers import normal
@@ -427,7 +427,7 @@ def test_a_comparison_reads_what_evaluate_writes_about_the_whole_model(text_file
             *flags,
         )
         assert result.returncode == 0, result.stderr
-    read = run_reader.examples(folder / "evaluations", config.train.steps)
+    read = read_scores(folder / "evaluations", config.train.steps)
     accuracy = read[f"{tmp_path.name}/a.jsonl accuracy (3 examples)"]
     assert f"| accuracy | 3 | {accuracy:.4f} ±" in result.stdout
     # The function returns and writes the same.

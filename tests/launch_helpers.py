@@ -66,18 +66,22 @@ class Machine:
         }
 
     def start(self, script: Path, *args, cwd: Path = ROOT, **more) -> subprocess.Popen:
-        return subprocess.Popen(
-            ["bash", script, *args],
-            cwd=cwd,
-            env=self.environment(**more),
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # If pytest runs in the background, pytest and its child processes ignore SIGINT. Bash
-            # cannot trap a signal that was ignored when bash was started.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        # If pytest runs in the background, pytest and its child processes ignore SIGINT. Bash cannot
+        # trap a signal that was ignored when bash was started. A handler is not inherited. (With a
+        # preexec_fn, the start would copy the page tables of this process.)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return subprocess.Popen(
+                ["bash", script, *args],
+                cwd=cwd,
+                env=self.environment(**more),
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def run(self, script: Path, *args, **more) -> subprocess.CompletedProcess:
         process = self.start(script, *args, **more)

@@ -13,6 +13,7 @@ import time
 
 import pytest
 from conftest import ROOT, call
+from run_helpers import SMALL, flags_of
 
 import smallgpt_jax
 from smallgpt_jax.config import recipes
@@ -24,6 +25,7 @@ SHELL = re.compile(
     r"^( *)(\w+ = )?!(.+)$", re.MULTILINE
 )  # a line for the shell, in the syntax of notebooks
 OTHER = re.compile(r"^(%cd|from IPython).+$", re.MULTILINE)  # lines that are left out
+FIELDS = {name.replace("__", "."): value for name, value in SMALL.items()}
 
 
 @pytest.mark.slow
@@ -43,6 +45,7 @@ def test_the_cells_of_the_notebook(text_file, tmp_path, monkeypatch):
             arguments = [argument.replace(":quickstart", ":tiny") for argument in arguments]
             if any("--config=" in argument for argument in arguments):
                 arguments.append(f"--config.data.source={text_file}")
+                arguments += flags_of(SMALL)
             result = call(arguments[1].removeprefix("smallgpt_jax."), *arguments[2:], cwd=tmp_path)
             assert result.returncode == 0, result.stderr
 
@@ -59,11 +62,7 @@ def test_the_cells_of_the_notebook(text_file, tmp_path, monkeypatch):
     assert (tmp_path / "exported" / "colab.zip").stat().st_size > 1000
 
 
-SMALL = {"model.num_layers": 2, "model.d_model": 16, "train.log_every": 1}
-
-
 @pytest.mark.slow
-@pytest.mark.draws
 def test_the_example_in_the_readme(text_file, tmp_path, monkeypatch):
     """With a tiny model, and 2 steps for 500. The command `generate` prints the same text."""
     pytest.importorskip("safetensors", reason="needs safetensors (extra hf)")
@@ -72,7 +71,8 @@ def test_the_example_in_the_readme(text_file, tmp_path, monkeypatch):
 
     def load_small(config, overrides=None):
         loaded = recipes.load_config(
-            config.replace("quickstart", "tiny"), {**SMALL, **(overrides or {})}
+            config.replace("quickstart", "tiny"),
+            {**FIELDS, "train.log_every": 1, **(overrides or {})},
         )
         loaded.data.source = str(text_file)
         loaded.train.steps = 4 if overrides else 2
@@ -127,7 +127,12 @@ def test_an_interrupted_cell(text_file, tmp_path, capsys):
     """The run is saved, the process lives, and the same call resumes. A notebook shows one line."""
     metrics = tmp_path / "run" / METRICS_FILE
     interrupt_after(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
-    fields = {**SMALL, "data.source": str(text_file), "train.eval_every": 10**6}
+    fields = {
+        **FIELDS,
+        "train.log_every": 1,
+        "data.source": str(text_file),
+        "train.eval_every": 10**6,
+    }
     with pytest.raises(smallgpt_jax.StoppedError) as stopped:
         smallgpt_jax.train("gpt:tiny", tmp_path / "run", {**fields, "train.steps": 10**6})
     step = smallgpt_jax.TrainedRun(tmp_path / "run").step
@@ -147,7 +152,7 @@ def test_an_interrupted_compilation(text_file, tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
 
-    fields = {**SMALL, "data.source": str(text_file), "train.steps": 2}
+    fields = {**FIELDS, "data.source": str(text_file), "train.steps": 2}
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Program, "start_compilation", compile_for_minutes)
         smallgpt_jax.train("gpt:tiny", tmp_path / "run", fields)

@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint
 import pytest
 from conftest import ROOT, call, load_config
-from run_helpers import assert_equal, read_untimed_metrics, state_of
+from run_helpers import SMALL, assert_equal, flags_of, read_untimed_metrics, state_of
 from storage_helpers import hold_lock, name_of, short_lease  # noqa: F401
 
 from smallgpt_jax.run import spool
@@ -29,7 +29,7 @@ from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.training import trainer
 
 pytestmark = pytest.mark.slow
-FIELDS = dict(train__checkpoint_every=10, train__log_every=5)
+FIELDS = dict(SMALL, train__checkpoint_every=10, train__log_every=5)
 # Runs the command `main`. Kills it after it has written the arrays of step 20, before it commits
 # this checkpoint.
 KILLED_IN_SAVE = """
@@ -62,7 +62,7 @@ def remote_run(emulated_storage, text_file, short_lease):  # noqa: F811
     flags = [
         "--config=gpt:tiny",
         f"--workdir={folder}",
-        *(f"--config.{name.replace('__', '.')}={value}" for name, value in fields.items()),
+        *flags_of(fields),
     ]
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_IN_SAVE, *flags], cwd=ROOT, capture_output=True, text=True
@@ -124,11 +124,11 @@ def test_a_second_process_is_refused(remote_run, text_file):
         "main",
         f"--config=run:{remote_run}",
         f"--workdir={remote_run}",
-        "--config.model.num_heads=2",
+        "--config.model.num_heads=4",
     )
     assert (
         other.returncode == 1
-        and "existing run with another config: model.num_heads was 4, now 2" in other.stderr
+        and "existing run with another config: model.num_heads was 2, now 4" in other.stderr
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, XLA_FLAGS
+from run_helpers import SMALL, flags_of
 
 from smallgpt_jax import __main__ as package
 from smallgpt_jax import __version__
@@ -55,7 +56,7 @@ def installed(tmp_path_factory) -> Path:
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, sources)
     pip("wheel", "--no-build-isolation", f"--wheel-dir={folder}", sources)
-    pip("install", f"--target={folder / 'installed'}", *folder.glob("*.whl"))
+    pip("install", "--no-compile", f"--target={folder / 'installed'}", *folder.glob("*.whl"))
     return folder / "installed"
 
 
@@ -86,7 +87,7 @@ def test_trains_and_generates_in_an_empty_folder(installed, text_file, tmp_path)
     directory.
     """
     (tmp_path / "mine.py").write_text(
-        "from smallgpt_jax.models.gpt import GPT\n\nclass Mine(GPT):\n    pass\n"
+        "def flat(config):\n    return lambda step: config.learning_rate + 0 * step\n"
     )
     scripts = installed / "bin"
     output = run_installed(
@@ -95,8 +96,9 @@ def test_trains_and_generates_in_an_empty_folder(installed, text_file, tmp_path)
         "--config=gpt:tiny",
         "--workdir=run",
         "--config.train.steps=2",
+        *flags_of(SMALL),
         f"--config.data.source={text_file}",
-        "--config.model.architecture=mine:Mine",
+        "--config.optimizer.schedule=mine:flat",
         cwd=tmp_path,
     )
     assert "step 2/2" in output
@@ -106,7 +108,6 @@ def test_trains_and_generates_in_an_empty_folder(installed, text_file, tmp_path)
         installed,
         scripts / "smallgpt-generate",
         "--workdir=run",
-        "--trust_custom_code",
         "--prompt=the cat",
         "--max_new_tokens=2",
         cwd=tmp_path,
@@ -124,7 +125,7 @@ for value in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("own_file", [None, "configs/mine.py", "configs/__init__.py", "configs.py"])
+@pytest.mark.parametrize("own_file", ["configs/mine.py", "configs/__init__.py", "configs.py"])
 def test_recipes_import_configs(installed, own_file, tmp_path):
     """Shipped recipes and a user's recipe are loaded, even if the working directory has its own
     `configs`.
@@ -134,9 +135,8 @@ def test_recipes_import_configs(installed, own_file, tmp_path):
         "    config = base.get_config(size)\n    config.model.architecture = 'own'\n"
         "    return config\n"
     )
-    if own_file:
-        (tmp_path / own_file).parent.mkdir(exist_ok=True)
-        (tmp_path / own_file).touch()
+    (tmp_path / own_file).parent.mkdir(exist_ok=True)
+    (tmp_path / own_file).touch()
     output = run_installed(installed, "-c", LOAD, "pgpt", "compare/paper", "own.py", cwd=tmp_path)
     assert output.splitlines() == ["pgpt ", "gpt gpt,pgpt,lgpt,cgpt", "own "]
 

@@ -1,9 +1,10 @@
 """How many runs compare.most_seeds would have saved, and how often its verdicts are wrong.
 
-    python experiments/replay.py                     # a minute of one core
+    python experiments/replay.py                     # minutes of one core
     python experiments/replay.py --table=equal --records=300
+    python experiments/replay.py --table=rounds --records=10000 --models=2 --effects=0
 
-Prints three tables; docs/records.md has the results:
+Prints four tables; docs/records.md has the results:
 
 - record: docs/results/scaling.json, its seeds in each order. Runs that the rounds would have trained,
   and the verdicts beside those of the fixed design with all seeds, by size and by budget
@@ -11,12 +12,16 @@ Prints three tables; docs/records.md has the results:
   record; beside it, how many pairs two other tests tell with all seeds, at the same level
 - equal: records of equal models; the share in which a difference is ever told, with a look after
   each seed
+- rounds: whole comparisons of models of which one is better by an effect; the shares in which equal
+  models are ever told apart, and in which the better one is told from all others in the end, and the
+  mean number of seeds, beside t-tests at the same level
 """
 
 import collections
 import dataclasses
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,34 +43,49 @@ from smallgpt_jax.analysis.record import Record
 _RESULTS = flags.DEFINE_string(
     "results", str(Path(__file__).parents[1] / "docs/results/scaling.json"), "Record."
 )
-_TABLES = flags.DEFINE_list("table", ["record", "more", "equal"], "record, more, equal.")
-_RECORDS = flags.DEFINE_integer("records", 100, "Made-up records per row of `equal`.")
+_TABLES = flags.DEFINE_list("table", ["record", "more", "equal", "rounds"], "Tables to print.")
+_RECORDS = flags.DEFINE_integer("records", 100, "Made-up records per row of `equal`, `rounds`.")
+_MODELS = flags.DEFINE_multi_integer("models", [2, 4, 7], "Models of these records.")
+_EFFECTS = flags.DEFINE_list(
+    "effects", ["0", "0.5", "1", "2", "4"], "Effects of `rounds`, in deviations of a difference."
+)
 _DRAWN = flags.DEFINE_integer("drawn", 8, "Drawn records per row of `more`.")
 STAKE = 0.01  # the default of compare.stake
 KINDS = ("normal", "20× spreads", "t3", "bimodal")
-FIRST, MOST = 3, 10  # of `equal`
+FIRST, MOST = 3, 10  # seeds of these records
 Losses = Mapping[str, Sequence[float]]  # by name, in the order of the seeds
 
 
 def main(_) -> None:
     contest.DRAWS = 1000
+    tables = {
+        "record": of_record,
+        "more": of_more_seeds,
+        "equal": of_equal,
+        "rounds": of_rounds,
+    }
     result = {}
     for table in _TABLES.value:
         started = time.monotonic()
-        result[table] = {"record": of_record, "more": of_more_seeds, "equal": of_equal}[table]()
+        result[table] = tables[table]()
         print(f"{table}: {time.monotonic() - started:.0f} s", flush=True)
     print(json.dumps(result))
 
 
-def train_rounds(losses: Losses, rounds: Rounds) -> dict[str, int]:
-    """Returns the number of seeds of each name after all rounds."""
+def train_rounds(losses: Losses, rounds: Rounds) -> Iterator[dict[str, int]]:
+    """Yields the number of seeds of each name after each round."""
     counts = dict.fromkeys(losses, rounds.first)
     while True:
+        yield counts
         known = {name: losses[name][:count] for name, count in counts.items()}
         following = next_seeds(known, rounds)
         if following == counts:
-            return counts
+            return
         counts = following
+
+
+def after_rounds(losses: Losses, rounds: Rounds) -> dict[str, int]:
+    return list(train_rounds(losses, rounds))[-1]
 
 
 def agreement(fixed: Sequence[str], asked: Sequence[str]) -> collections.Counter:
@@ -115,7 +135,7 @@ def replay(whole: Record, order: Sequence[int], rounds: Rounds) -> Record:
     """Returns the record of the runs that the rounds train, with seeds in this order."""
     kept: set[tuple[str, int]] = set()
     for losses in by_size(whole, order).values():
-        for name, count in train_rounds(losses, rounds).items():
+        for name, count in after_rounds(losses, rounds).items():
             kept |= {(name, seed) for seed in order[:count]}
     runs = tuple(run for run in whole.runs if (run.name, run.seed) in kept)
     return dataclasses.replace(whole, runs=runs, seeds_as_needed=True)
@@ -184,11 +204,8 @@ def of_more_seeds() -> list[dict]:
         total, trained, runs = collections.Counter(), 0, 0
         for losses, true in drawn_losses(whole, most):
             names = dict(zip(map(str, range(len(losses))), losses.tolist()))
-            counts = train_rounds(names, rounds)
-            kept = losses.copy()
-            for row, count in zip(kept, counts.values()):
-                row[count:] = np.nan
-            asked = verdicts(kept, level)
+            counts = after_rounds(names, rounds)
+            asked = verdicts(first_seeds(losses, counts), level)
             total += agreement(verdicts(losses, None), asked)
             total["wrong"] += false_verdicts(asked, true)
             total["same test, all seeds"] += count_told(verdicts(losses, level))
@@ -198,6 +215,12 @@ def of_more_seeds() -> list[dict]:
         print(f"more: {row}", flush=True)
         rows.append(row)
     return rows
+
+
+def first_seeds(losses: np.ndarray, counts: Mapping) -> np.ndarray:
+    """Returns the losses, (models, seeds), with NaN after the first ones of each model."""
+    is_known = np.arange(losses.shape[1]) < np.array(list(counts.values()))[:, None]
+    return np.where(is_known, losses, np.nan)
 
 
 def count_told(of: Sequence[str]) -> int:
@@ -240,7 +263,7 @@ def false_verdicts(asked: Sequence[str], true: np.ndarray) -> int:
 def of_equal() -> list[dict]:
     rng = np.random.default_rng(0)
     rows = []
-    for kind, models in itertools.product(KINDS, (2, 4, 7)):
+    for kind, models in itertools.product(KINDS, _MODELS.value):
         false = sum(is_ever_told(noise(kind, models, rng)) for _ in range(_RECORDS.value))
         percent = round(100 * false / _RECORDS.value, 1)
         rows.append({"kind": kind, "models": models, "told in %": percent})
@@ -249,15 +272,19 @@ def of_equal() -> list[dict]:
 
 
 def is_ever_told(losses: np.ndarray) -> bool:
-    models = len(losses)
-    level = LEVEL / (models * (models - 1) / 2)
-    for seeds in range(FIRST, MOST + 1):
-        estimate = spreads.estimate_alone(losses[:, :seeds])
-        for one, other in itertools.combinations(range(models), 2):
-            difference = estimate.difference(one, other)
-            if abs(difference.paired) > difference.half_width_at_all_looks(level):
-                return True
-    return False
+    return any(told_pairs(losses[:, :seeds]).any() for seeds in range(FIRST, MOST + 1))
+
+
+def told_pairs(losses: np.ndarray) -> np.ndarray:
+    """Returns whether the two models of each pair are told apart."""
+    estimate = spreads.estimate_alone(losses)
+    pairs = list(itertools.combinations(range(len(losses)), 2))
+    told = []
+    for one, other in pairs:
+        difference = estimate.difference(one, other)
+        half = difference.half_width_at_all_looks(LEVEL / len(pairs))
+        told.append(abs(difference.paired) > half)
+    return np.array(told)
 
 
 def noise(kind: str, models: int, rng: np.random.Generator) -> np.ndarray:
@@ -268,6 +295,46 @@ def noise(kind: str, models: int, rng: np.random.Generator) -> np.ndarray:
         return 0.3 * (rng.random(shape) < 1 / 3) + 0.02 * rng.standard_normal(shape)
     widths = 20 ** rng.random((models, 1)) if kind == "20× spreads" else 1.0
     return widths * rng.standard_normal(shape)
+
+
+# ------------------------------------------------------------------ whole comparisons
+def of_rounds() -> list[dict]:
+    rng = np.random.default_rng(0)
+    rows = []
+    for models, effect in itertools.product(_MODELS.value, map(float, _EFFECTS.value)):
+        totals: collections.Counter = collections.Counter()
+        for _ in range(_RECORDS.value):
+            losses = noise("normal", models, rng)
+            losses[0] -= effect * math.sqrt(2)  # the deviation of a difference of two runs
+            totals.update(outcome(losses, is_first_better=effect > 0))
+        shares = {what: round(total / _RECORDS.value, 4) for what, total in totals.items()}
+        rows.append({"models": models, "effect": effect, **shares})
+        print(f"rounds: {rows[-1]}", flush=True)
+    return rows
+
+
+def outcome(losses: np.ndarray, is_first_better: bool) -> dict[str, float]:
+    """Returns what the rounds say of models that are equal, up to the first one."""
+    of_first = slice(0, len(losses) - 1)  # its pairs come first
+    equal = slice(len(losses) - 1, None) if is_first_better else slice(None)
+    looks = list(looks_of(losses))
+    is_told, counts = looks[-1]
+    result = {
+        "equal ones told": any(told[equal].any() for told, _ in looks),
+        "first told": bool(is_told[of_first].all()),
+        "seeds": float(np.mean(counts)),
+    }
+    for seeds in (5, MOST):
+        fixed = t_tests(losses[:, :seeds], LEVEL / len(is_told))
+        result[f"first told by t-tests, {seeds} seeds"] = "cannot tell" not in fixed[of_first]
+    return result
+
+
+def looks_of(losses: np.ndarray) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Yields `told_pairs` after each round, and the number of seeds of each model."""
+    rounds = Rounds(FIRST, MOST, STAKE, LEVEL / math.comb(len(losses), 2))
+    for counts in train_rounds(dict(enumerate(losses.tolist())), rounds):
+        yield told_pairs(first_seeds(losses, counts)), list(counts.values())
 
 
 if __name__ == "__main__":

@@ -251,9 +251,9 @@ class Estimate:
         if models == 1:
             return self.deviations**2, np.zeros(1)
         is_pair = ~np.eye(models, dtype=bool)
-        variances = np.where(is_pair, self.variances, np.nan)
-        own = np.nanmedian(variances, axis=1) / 2
-        least = np.nanmin(variances, axis=1) / 4
+        of_others = self.variances[is_pair].reshape(models, models - 1)
+        own = np.median(of_others, axis=1) / 2
+        least = of_others.min(axis=1) / 4
         for _ in range(10):
             weights = np.where(is_pair, 1 / (own[:, None] + own) ** 2, 0)
             # For each a: the sum over b of weight(a, b) · (v(a) + v(b) − V(a, b)) is 0.
@@ -262,7 +262,7 @@ class Estimate:
             # In units of the last parts, because these may differ by orders of magnitude.
             scaled = np.linalg.lstsq(own[:, None] * equations * own, own * right, rcond=1e-9)[0]
             own = np.maximum(own * scaled, least)
-        return own, np.nanmedian(np.where(is_pair, self.degrees, np.nan), axis=1)
+        return own, np.median(self.degrees[is_pair].reshape(models, models - 1), axis=1)
 
 
 def estimate(losses: np.ndarray, prior: Prior, noise: Sequence[float] = ()) -> Estimate:

@@ -56,13 +56,10 @@ def _as_trained(evidence: Evidence, size: str | None) -> Contest | None:
         return None
     models = {one.model for one in candidates}
     entries: list[Entry] = []
-    entered: set[str] = set()
-    for one in candidates:
-        if one.model in entered:
-            continue
+    for one in candidates:  # several models of one function have one entry, that of the first
         equal = tuple(other for other in evidence.equal_to(one.model) if other in models)
-        entered |= {one.model, *equal}  # several models of one function have one entry
-        entries.append(Entry(one, one.losses, one.flops, equal_to=equal))
+        if not any(entry.model in equal for entry in entries):
+            entries.append(Entry(one, one.losses, one.flops, equal_to=equal))
     return compete(entries, evidence)
 
 

@@ -47,7 +47,11 @@ def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:
     prior = evidence.prior_at(min(finite, key=lambda entry: entry.loss).candidate)
     losses = spreads.matrix([entry.losses for entry in finite])
     estimate = spreads.estimate(losses, prior, [entry.noise for entry in finite])
-    order = sorted(range(len(finite)), key=lambda index: _rank(finite[index], estimate, index))
+    # Models that were trained within the budget come first, by loss; of equal ones, the cheaper.
+    order = sorted(
+        range(len(finite)),
+        key=lambda i: (finite[i].known == "dearer", estimate.means[i], finite[i].cost or 0.0),
+    )
     first = order[0]
     # What the first one was not trained with does not count for it, but for the others.
     untried = np.array([entry.untried for entry in finite])
@@ -75,11 +79,6 @@ def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:
     return Contest(
         (*standings, *last), tuple(pairs), chosen, refusal, blockers, at_stake=float(stake)
     )
-
-
-def _rank(entry: Entry, estimate: Estimate, index: int) -> tuple:
-    """Models that were trained within the budget come first, by loss; of equal ones, the cheaper."""
-    return entry.known == "dearer", estimate.means[index], entry.cost or 0.0
 
 
 def _decide(

@@ -124,22 +124,17 @@ def describe_rates(record: Record) -> tuple[Rates, ...]:
 def _rates(name: str, grid: Grid, runs: Sequence[Run]) -> Rates:
     # A rate may be the best if its loss is within the spread over seeds of the best one: two runs
     # with one seed differ by √2 standard deviations, if the rate makes no difference.
-    spread = _seed_deviation(name, runs)
+    longest = [run.loss for run in runs if run.name == name and run.horizon == 1]
+    over_seeds = [loss for loss in longest if math.isfinite(loss)]
+    deviation = statistics.stdev(over_seeds) if len(over_seeds) > 1 else 0.0
     finite = [loss for loss in grid.losses.values() if loss is not None and loss < math.inf]
     best_loss = min(finite, default=math.nan)
-    bound = best_loss + PLAUSIBLE * math.sqrt(2) * (spread or 0.0)
+    bound = best_loss + PLAUSIBLE * math.sqrt(2) * deviation
     plausible = []
     for multiple, loss in grid.losses.items():
         if loss is not None and loss <= bound:
             plausible.append(multiple)
     return Rates(name, grid, tuple(plausible), minimum_of(grid))
-
-
-def _seed_deviation(name: str, runs: Sequence[Run]) -> float | None:
-    """Returns the standard deviation of the name's losses over the seeds at its best rate."""
-    losses = [run.loss for run in runs if run.name == name and run.horizon == 1]
-    losses = [loss for loss in losses if math.isfinite(loss)]
-    return statistics.stdev(losses) if len(losses) > 1 else None
 
 
 def minimum_of(grid: Grid) -> float | None:

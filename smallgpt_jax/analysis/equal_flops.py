@@ -157,7 +157,7 @@ def multiplier(rival: Lines, base: Lines, budget: float, evidence: Evidence) -> 
     def refuse(reason: str) -> Multiplier:
         return Multiplier(model, reference, budget, None, None, reason)
 
-    if min(map(_most_budgets, (rival, base))) < 2:
+    if any(max(map(len, one.lines.values())) < 2 for one in (rival, base)):
         return refuse("one budget")
     if not evidence.prior.is_known or evidence.most_seeds < MIN_SEEDS:
         return refuse("few seeds")
@@ -179,10 +179,6 @@ def multiplier(rival: Lines, base: Lines, budget: float, evidence: Evidence) -> 
     half = difference.half_width(INTERVAL) / slope
     interval = Range(math.exp(center - half), math.exp(center + half))
     return Multiplier(model, reference, budget, math.exp(center), interval, None)
-
-
-def _most_budgets(lines: Lines) -> int:
-    return max(len(line) for line in lines.lines.values())
 
 
 def _common_key(rival: Lines, base: Lines, budget: float) -> Key | None:

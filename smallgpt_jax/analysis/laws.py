@@ -27,20 +27,18 @@ from smallgpt_jax.analysis.findings import (
 from smallgpt_jax.analysis.record import Prediction, Predictions, Record, Run, grouped
 
 MIN_SIZES, MIN_LENGTHS = 3, 3
-# {form: terms of log(loss), from log(parameters) and log(tokens)}
-FORMS: dict[str, dict[str, Callable]] = {
-    "compute": {"1": lambda n, d: np.ones_like(n), "log N·D": lambda n, d: n + d},
-    "size and tokens": {
-        "1": lambda n, d: np.ones_like(n),
-        "log N": lambda n, d: n,
-        "log D": lambda n, d: d,
-    },
-    "size times tokens": {
-        "1": lambda n, d: np.ones_like(n),
-        "log N": lambda n, d: n,
-        "log D": lambda n, d: d,
-        "log N · log D": lambda n, d: n * d,
-    },
+# Terms of log(loss), from n = log(parameters) and d = log(tokens).
+_TERMS: dict[str, Callable] = {
+    "1": lambda n, d: np.ones_like(n),
+    "log N": lambda n, d: n,
+    "log D": lambda n, d: d,
+    "log N·D": lambda n, d: n + d,
+    "log N · log D": lambda n, d: n * d,
+}
+FORMS = {  # of laws
+    "compute": ("1", "log N·D"),
+    "size and tokens": ("1", "log N", "log D"),
+    "size times tokens": ("1", "log N", "log D", "log N · log D"),
 }
 ContestAt = Callable[[str], Contest | None]  # the longest runs of a size
 
@@ -94,7 +92,7 @@ def _terms(form: str, targets: Sequence[Target]) -> np.ndarray:
     """Returns the values of the terms, shape (targets, terms)."""
     n = np.log([target.parameters for target in targets])
     d = np.log([target.tokens for target in targets])
-    return np.stack([term(n, d) for term in FORMS[form].values()], axis=1)
+    return np.stack([_TERMS[term](n, d) for term in FORMS[form]], axis=1)
 
 
 class _LeftOut(NamedTuple):

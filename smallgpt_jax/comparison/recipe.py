@@ -3,7 +3,7 @@
 import copy
 import functools
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,10 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
         if compare.horizons:
             _require_horizons(name, model, horizons)
         _require_evaluations(name, shortened(model, horizons[0]), compare.averaged_evaluations)
+    rounds = None
+    if compare.most_seeds:
+        level = level_of_pair(models_by_name)
+        rounds = Rounds(compare.seeds, compare.most_seeds, compare.stake, level)
     first_seed = config.train.seed
     return Comparison(
         output,
@@ -46,14 +50,8 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
         horizons,
         compare.held_out,
         compare.train_held_out,
-        _rounds(compare, models_by_name),
+        rounds,
     )
-
-
-def _rounds(compare: CompareConfig, names: Iterable[str]) -> Rounds | None:
-    if not compare.most_seeds:
-        return None
-    return Rounds(compare.seeds, compare.most_seeds, compare.stake, level_of_pair(names))
 
 
 def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:

@@ -24,11 +24,6 @@ from smallgpt_jax.report.words import MISSING
 MAX_CONTENDERS = 10  # in one budget
 MAX_MEASURES = 5  # in a table
 MAX_FRONT = 6  # rows of a Pareto front
-MEASURES = {
-    "tokens_per_second": "tokens per second",
-    "seconds": "seconds",
-    "memory_bytes": "MB per device",
-}
 
 
 def _table(rows: Iterable[Mapping[str, str]], marked: Sequence[int] = ()) -> Table:
@@ -241,8 +236,7 @@ def measures(measured: Sequence[Measure]) -> list[Table]:
 
 def _label(measure: Measure) -> str:
     name = measure.measure.replace("cache_bytes_per_token", "cache bytes per token")
-    if name in MEASURES:
-        return MEASURES[name]
+    name = name.replace("memory_bytes", "MB per device")
     return name.replace("_bytes", " MB").replace("_", " ")
 
 

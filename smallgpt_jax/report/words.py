@@ -11,7 +11,6 @@ from smallgpt_jax.analysis.findings import (
     Choice,
     Contest,
     Findings,
-    Measure,
     Multiplier,
     Pair,
     Range,
@@ -317,10 +316,6 @@ def main_choice(findings: Findings) -> Choice | None:
     """Returns the answer for the largest of several training budgets, or None."""
     choices = [one for one in direct_choices(findings) if len(one.contest.standings) > 1]
     return choices[-1] if len(choices) > 1 else None
-
-
-def of_kinds(measures: Sequence[Measure], kinds: Sequence[str]) -> list[Measure]:
-    return [measure for measure in measures if measure.kind in kinds]
 
 
 def hours(value: float) -> str:

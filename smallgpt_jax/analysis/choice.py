@@ -116,7 +116,9 @@ class Asked:
     # -------------------------------------------------------------- answers
     def choice(self, limit: float) -> Choice:
         """Returns the answer to a limit; outside of all costs, with the contest at the nearest."""
-        answer = Choice(self.budget, limit, self.batch, self.front(), self.devices(), "no cost")
+        answer = Choice(
+            self.budget, limit, self.batch, self.front(), self.devices(), refusal="no cost"
+        )
         if not self.costs:
             return answer
         least = min(map(min, self.costs.values()))
@@ -125,8 +127,9 @@ class Asked:
         if limit * SAME < least:
             refusal, compared_at, factor = "nothing within", least, limit / least
         elif limit > NEAR * largest[-1]:
-            # The largest training budget that two models have, if there are two.
-            nearest = largest[-2:][0] if self.is_training else largest[-1]
+            # Of training, the largest budget that two models have.
+            has_two = self.is_training and len(largest) > 1
+            nearest = largest[-2] if has_two else largest[-1]
             refusal, compared_at, factor = "beyond", nearest, limit / largest[-1]
         contest = self.contest(compared_at)
         return dataclasses.replace(

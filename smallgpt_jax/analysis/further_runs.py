@@ -77,8 +77,8 @@ def _next_seeds(
         pairs = compare_pairs(names, estimate, draws, rounds.pair_level)
         # in the order of compare_pairs
         for pair, (other, one) in zip(pairs, itertools.combinations(range(len(names)), 2)):
-            at_stake = _expected_regret(draws[:, one] - draws[:, other]) > rounds.stake
-            is_worth_it = at_stake or _is_in_reach(estimate.difference(one, other), rounds)
+            is_costly = _expected_regret(draws[:, one] - draws[:, other]) > rounds.stake
+            is_worth_it = is_costly or _is_in_reach(estimate.difference(one, other), rounds)
             if is_worth_it and not pair.is_told:
                 needed = min(pair.seeds + 1, rounds.most)
                 for name in (pair.model, pair.other):
@@ -135,11 +135,11 @@ def next_runs(evidence: Evidence) -> list[NextRun]:
         finite = [one for one in candidates if math.isfinite(one.loss)]
         is_comparable = are_comparable([run for one in finite for run in one.runs])
         if len(finite) > 1 and is_comparable and evidence.prior_at(finite[0]).is_known:
-            runs += _of_size(finite, evidence)
+            runs += _runs_of_size(finite, evidence)
     return sorted(runs, key=lambda run: -run.gain / run.flops)
 
 
-def _of_size(candidates: Sequence[Candidate], evidence: Evidence) -> list[NextRun]:
+def _runs_of_size(candidates: Sequence[Candidate], evidence: Evidence) -> list[NextRun]:
     losses = spreads.matrix([one.losses for one in candidates])
     estimate = spreads.estimate(losses, evidence.prior_at(candidates[0]))
     draws = draw_losses(estimate)

@@ -246,7 +246,7 @@ def _require_evaluations(name: str, shortest: Config, averaged: int) -> None:
 def _require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> None:
     """Raises UserError unless each horizon decays after the warmup and is longer than the last."""
     try:
-        decay_start(model.optimizer)
+        decay_start(model.optimizer)  # refuses schedules without a decay
     except UserError as error:
         raise UserError(f"{name}: {error}; or remove config.compare.horizons") from None
     steps_before = 0

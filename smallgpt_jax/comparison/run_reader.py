@@ -163,7 +163,7 @@ def training_seconds(
 
 
 def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | None:
-    """Returns the training seconds up to `step`, between those of `training_seconds`, or None."""
+    """Returns the seconds up to `step`, by `training_seconds`; None without a logged speed."""
     if len(steps) < 2:
         return None
     if step <= steps[-1]:

@@ -75,6 +75,7 @@ def _environment(skin: str) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # Templates write `value | amount` for words.amount(value).
     environment.filters.update(dict(inspect.getmembers(words, inspect.isfunction)) | _FILTERS)
     environment.globals |= {
         "skin": f"{skin}.j2",

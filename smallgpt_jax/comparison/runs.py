@@ -1,8 +1,8 @@
 """The runs of a comparison, and their order: each model is trained with several seeds, at the best
-learning rate of its grid: its own one, times a multiple. `queue.Queue` decides which of them is trained next.
+multiple of its learning rate. `queue.Queue` decides which of them is trained next.
 
-Runs named MODEL@SIZE train one model at several sizes. They share a grid, which is trained at the
-first size. With horizons, the shorter runs of a name branch off its longest one
+Runs named MODEL@SIZE train one model at several sizes. They share a grid of learning rates, which is
+trained at the first size. With horizons, the shorter runs of a name branch off its longest one
 (training/branch.py). With rounds of seeds, the losses of a round decide which runs the next one has.
 """
 

@@ -74,11 +74,9 @@ def title(record: Record) -> str:
     names = list(dict.fromkeys(run.model for run in record.runs))
     if len(names) < 2:
         return record.title
-    shown = ", ".join(names[:MAX_NAMES])
-    hidden = len(names) - MAX_NAMES
-    return (
-        f"{record.title}: {shown} and {hidden} others" if hidden > 0 else f"{record.title}: {shown}"
-    )
+    hidden = len(names[MAX_NAMES:])
+    more = f" and {hidden} others" if hidden else ""
+    return f"{record.title}: {', '.join(names[:MAX_NAMES])}{more}"
 
 
 def ranking_facts(findings: Findings) -> dict[str, Any]:

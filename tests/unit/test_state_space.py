@@ -3,8 +3,9 @@ token in float64, in plain JAX and as a TPU kernel, which runs in interpret mode
 float32 in place of bfloat16.
 """
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from float64_model import plain_state_space
@@ -20,6 +21,8 @@ BATCH, HEADS, STATE, VALUE = (
     5,
     6,
 )  # the kernel sums gradients of c and b over the 2 heads of a group
+TIME = 383  # the kernel has three blocks of two chunks
+PADDING = (1, 1, 0, 0)  # of the inputs: log a = 0 and v = 0
 RULES = {
     "plain": lambda *inputs: state_space(RecurrenceInputs(*inputs[:4]), *inputs[4:]),
     "kernel": lambda *inputs: in_kernel(
@@ -28,14 +31,48 @@ RULES = {
 }
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def compiled(name: str, inputs, begins_1xT, state, dy, dlast):
+    outputs, gradients = jax.vjp(
+        lambda inputs, state: RULES[name](*inputs, begins_1xT, state), inputs, state
+    )
+    return outputs, gradients((dy, dlast))
+
+
+class Rule:
+    """A rule with its gradients. Inputs are padded to TIME positions, so that most tests share one
+    compiled program per rule: compiling the kernel takes seconds.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def run(self, inputs, begins_1xT, state, dy, dlast):
+        """Returns (outputs, last state), (gradients of the inputs, gradient of the state)."""
+        time = inputs[0].shape[1]
+        (y, last), (gradients, dstate) = compiled(
+            self.name,
+            [padded(x, value) for x, value in zip(inputs, PADDING)],
+            padded(begins_1xT, False),
+            state,
+            padded(dy, 0),
+            dlast,
+        )
+        return (y[:, :time], last), ([x[:, :time] for x in gradients], dstate)
+
+    def __call__(self, inputs, begins_1xT, state):
+        outputs, _ = self.run(inputs, begins_1xT, state, np.zeros_like(inputs[2]), no_state())
+        return outputs
+
+
+def padded(x, value):
+    rest = [(0, 0)] * (x.ndim - 2)
+    return np.pad(x, [(0, 0), (0, max(0, TIME - x.shape[1])), *rest], constant_values=value)
+
+
 @pytest.fixture(params=RULES)
 def rule(request):
-    return RULES[request.param]
-
-
-@pytest.fixture
-def run(rule):
-    return jax.jit(rule)
+    return Rule(request.param)
 
 
 def random_inputs(time: int, seed: int = 0, log_decay=(-2.0, 0.0)):
@@ -72,48 +109,41 @@ def no_state():
     return np.zeros((BATCH, HEADS, STATE, VALUE), np.float32)
 
 
-@pytest.mark.parametrize(
-    "name, time", [*(("plain", time) for time in (1, 7, 65, 150)), ("kernel", 700)]
-)
-def test_chunks_are_the_recurrence(name, time):
+@pytest.mark.parametrize("time", [1, 7, 65, 150])
+def test_chunks_are_the_recurrence(time):
     """Also for lengths that no chunk divides."""
     inputs = random_inputs(time)
-    y, _ = jax.jit(RULES[name])(*inputs, begins(time), no_state())
+    y, _ = jax.jit(RULES["plain"])(*inputs, begins(time), no_state())
     np.testing.assert_allclose(y, expected_outputs(inputs), rtol=1e-5, atol=1e-5)
 
 
-def test_a_state_continues(run):
+def test_a_state_continues(rule):
     """Parts of a text with the state of the part before give the outputs of the whole text; padding
     changes nothing.
     """
-    inputs, parts, state = random_inputs(90), [], no_state()
-    for start, end in ((0, 70), (70, 71), (71, 90)):
-        part = [
-            np.pad(
-                x[:, start:end], [(0, 0), (0, 3), *[(0, 0)] * (x.ndim - 2)], constant_values=value
-            )
-            for x, value in zip(inputs, (1, 1, 0, 0))
-        ]  # padding has log a = 0 and v = 0
-        y, state = run(*part, np.zeros((1, end - start + 3), bool), state)
-        parts.append(y[:, : end - start])
+    inputs, parts, state = random_inputs(400), [], no_state()
+    for part in (slice(0, 300), slice(300, 301), slice(301, 400)):
+        part_inputs = [x[:, part] for x in inputs]
+        y, state = rule(part_inputs, np.zeros((1, part_inputs[0].shape[1]), bool), state)
+        parts.append(y)
     np.testing.assert_allclose(
         np.concatenate(parts, axis=1), expected_outputs(inputs), rtol=1e-5, atol=1e-5
     )
 
 
-def test_texts_in_a_row_do_not_affect_each_other(run):
+def test_texts_in_a_row_do_not_affect_each_other(rule):
     """The outputs of the second text have equal bits after any other first text, also after one
     with strong decays.
     """
-    borders, time = (9, 75, 76), 140
-    inputs = random_inputs(time)
-    found, _ = run(*inputs, begins(time, *borders), no_state())
+    borders = (9, 75, 76)
+    inputs = random_inputs(TIME)
+    found, _ = rule(inputs, begins(TIME, *borders), no_state())
     np.testing.assert_allclose(found, expected_outputs(inputs, borders), rtol=1e-5, atol=1e-5)
     other = [
         np.concatenate([a[:, :9], b[:, 9:]], axis=1)
-        for a, b in zip(random_inputs(time, seed=1, log_decay=(-1e4, -1e3)), inputs)
+        for a, b in zip(random_inputs(TIME, seed=1, log_decay=(-1e4, -1e3)), inputs)
     ]
-    changed, _ = run(*other, begins(time, *borders), no_state())
+    changed, _ = rule(other, begins(TIME, *borders), no_state())
     assert np.array_equal(found[:, 9:], changed[:, 9:]) and not np.allclose(
         found[:, :9], changed[:, :9]
     )
@@ -130,45 +160,45 @@ def test_texts_in_a_row_do_not_affect_each_other(run):
     ],
 )
 def test_extreme_decays(name, log_decay):
-    time = 16_384
+    """The kernel, which is slow on CPUs, gets several of its blocks."""
+    time = 16_384 if name == "plain" else TIME
     inputs = random_inputs(time, log_decay=log_decay)
-
-    def total(inputs):
-        y, _ = RULES[name](*inputs, begins(time), no_state())
-        return jnp.sum(jnp.square(y)), y
-
-    (_, y), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(inputs)
+    dy = np.ones_like(inputs[2])
+    (y, _), (gradients, _) = Rule(name).run(inputs, begins(time), no_state(), dy, no_state())
     assert np.isfinite(y).all() and all(np.isfinite(x).all() for x in gradients)
     np.testing.assert_allclose(
         y[:, :100], expected_outputs([x[:, :100] for x in inputs]), rtol=1e-4, atol=1e-4
     )
 
 
-def test_a_strong_decay_between_weak_ones(run):
+def test_a_strong_decay_between_weak_ones(rule):
     """Sums of log a from the start of the chunk would lose the digits of the weak decays."""
     inputs = random_inputs(64, log_decay=(-0.1, 0.0))
     inputs[3][:, 20] = -1e5
-    y, _ = run(*inputs, begins(64), no_state())
+    y, _ = rule(inputs, begins(64), no_state())
     np.testing.assert_allclose(y, expected_outputs(inputs), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_gradients_are_those_of_the_recurrence(rule):
     """Central differences of the recurrence in float64, in random directions. Gradients pass
-    through a given state.
+    through the state between two calls, each of which ends and begins a text.
     """
-    inputs, time, border, split = random_inputs(70), 70, 30, 50
-    weights = np.random.default_rng(3).standard_normal((BATCH, time, HEADS, VALUE))
+    inputs, borders, split = random_inputs(400), (130, 350), 300
+    dy = np.random.default_rng(3).standard_normal(inputs[2].shape).astype(np.float32)
+    is_begin = begins(400, *borders)
 
-    def total(inputs):
-        first, state = rule(*(x[:, :split] for x in inputs), begins(split, border), no_state())
-        second, _ = rule(*(x[:, split:] for x in inputs), np.zeros((1, time - split), bool), state)
-        return jnp.sum(weights * jnp.concatenate([first, second], axis=1))
+    def run(part, state, dlast):
+        return rule.run([x[:, part] for x in inputs], is_begin[:, part], state, dy[:, part], dlast)
 
+    first, second = slice(split), slice(split, None)
+    (_, state), _ = run(first, no_state(), no_state())
+    _, (second_gradients, dstate) = run(second, state, no_state())
+    _, (first_gradients, _) = run(first, no_state(), dstate)
     assert_gradients(
-        jax.jit(jax.grad(total))(inputs),
+        [np.concatenate(halves, axis=1) for halves in zip(first_gradients, second_gradients)],
         inputs,
-        lambda inputs: np.sum(weights * expected_outputs(inputs, (border,))),
+        lambda inputs: np.sum(dy * expected_outputs(inputs, borders)),
     )
 
 

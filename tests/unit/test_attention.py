@@ -84,7 +84,6 @@ def value_and_gradients(q, k, v, weights, mask, **options):
         pytest.param("splash", 128, 2, 0, False, True, marks=pytest.mark.slow),
         ("splash", 16, 1, 0, True, False),
         ("splash", 16, 2, 37, False, True),
-        ("splash", 16, 2, 37, False, False),
     ],
 )
 def test_backends_match_the_formula(backend, head_width, groups, window, has_segments, is_causal):
@@ -113,8 +112,7 @@ def test_backends_match_the_formula(backend, head_width, groups, window, has_seg
     [
         (2, 2, 2, 0, 384),
         (64, 2, 1, 0, 128),
-        (16, 2, 1, 37, 384),
-        (16, 1, 1, 128, 384),
+        (16, 2, 1, 128, 384),
         (16, 1, 1, 130, 384),
         (16, 1, 1, 383, 384),
         (16, 2, 1, 256, 768),
@@ -267,7 +265,7 @@ def test_reference_gradients_match_finite_differences_of_the_formula():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "backend, groups", [("splash", 4), ("splash", 2), ("splash", 1), ("flash", 4), ("flash", 1)]
+    "backend, groups", [("splash", 2), ("splash", 1), ("flash", 4), ("flash", 1)]
 )
 def test_kernel_on_a_mesh(backend, groups):
     """On a mesh, the kernels give the outputs and gradients of the reference backend.

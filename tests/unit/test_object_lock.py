@@ -149,16 +149,16 @@ def simulate(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "is_faulty, suspensions, clock_stops",
-    [(False, 3, False), (True, 0, False), (True, 2, False), (False, 3, True), (True, 3, True)],
+    [(False, 3, False), (True, 2, False), (False, 3, True), (True, 3, True)],
 )
 def test_a_successor_is_never_overwritten(monkeypatch, is_faulty, suspensions, clock_stops):
     """Asserted by `Observer`. Most of these runs lose their lock; some finish."""
     runs = [
         run
-        for seed in range(40)
+        for seed in range(12)
         for run in simulate(monkeypatch, seed, is_faulty, suspensions, clock_stops)
     ]
-    assert len(runs) > 100 and sum(run.is_finished for run in runs) > 10
+    assert len(runs) > 30 and sum(run.is_finished for run in runs) > 3
 
 
 def test_a_healthy_run_keeps_its_lock(monkeypatch):

@@ -170,7 +170,7 @@ def test_final_norm(norm_position, compress_last_stage, has_final_norm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture, d_model", [("pgpt", 64), ("lgpt", 768), ("cgpt", 64)])
+@pytest.mark.parametrize("architecture, d_model", [("gpt", 768), ("pgpt", 64), ("cgpt", 64)])
 def test_initial_loss_is_uniform(architecture, d_model):
     """The initial loss of narrow and wide models is that of a uniform distribution over the
     vocabulary.

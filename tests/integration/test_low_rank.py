@@ -58,15 +58,17 @@ def test_factors_match_the_truncated_svd(shape, rank):
 @pytest.mark.parametrize(
     "architecture, fields",
     [
-        ("gpt", {"use_bias": True, "scan_layers": False}),
-        pytest.param("pgpt", {"num_kv_heads": 2, "mlp": "gated"}, marks=pytest.mark.slow),
-        pytest.param(
-            "gpt",
-            {"mlp": "moe", "num_experts": 4, "num_layers": 1, "head_dim": 8},
-            marks=pytest.mark.slow,
+        ("gpt", {"mlp": "moe", "num_experts": 4, "num_layers": 1, "head_dim": 8}),
+        ("pgpt", {"num_kv_heads": 2, "mlp": "gated", "use_bias": True, "num_layers": 2}),
+        (
+            "cgpt",
+            {
+                "norm_position": "deepnorm",
+                "num_layers": 2,
+                "blocks_per_stage": 1,
+                "scan_layers": False,
+            },
         ),
-        pytest.param("lgpt", {"attention_windows": (3, 0)}, marks=pytest.mark.slow),
-        pytest.param("cgpt", {"norm_position": "deepnorm"}, marks=pytest.mark.slow),
     ],
 )
 def test_full_rank_reproduces_the_logits(architecture, fields, monkeypatch):
@@ -131,8 +133,9 @@ def test_matrices_that_are_factored():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("ratio", [0.33, 0.9])
+@pytest.mark.parametrize(
+    "architecture, ratio", [(name, 0.33) for name in ARCHITECTURES] + [("gpt", 0.9)]
+)
 def test_parameters_and_flops(architecture, ratio):
     """Two factors have r·(m + n) parameters instead of m·n. Each parameter takes 6 FLOPs per
     token.
@@ -262,7 +265,7 @@ def test_refuses_widths_at_which_factors_save_nothing():
 
 @pytest.mark.slow
 def test_converts_trains_and_exports(trained_run, text_file, tmp_path):
-    """A trained run is factored, trained further, resumed, exported, and factored again."""
+    """A trained run is factored, trained further, resumed, and exported."""
     source = trained_run("gpt", **SMALL)
     tokens = (
         inference.load(source)
@@ -277,19 +280,17 @@ def test_converts_trains_and_exports(trained_run, text_file, tmp_path):
         )
         return -float(np.take_along_axis(log_p, tokens[:, 1:, None], 2).mean())
 
-    losses = [loss(source)]
-    for ratio in (0.95, 0.2):
-        result = call(
-            "convert",
-            "--from=run",
-            f"--input={source}",
-            f"--workdir={tmp_path / str(ratio)}",
-            f"--rank_ratio={ratio}",
-        )
-        assert result.returncode == 0, result.stderr
-        losses.append(loss(tmp_path / str(ratio)))
-    assert losses == sorted(losses) and losses[-1] > losses[1] + 0.01
     folder = tmp_path / "0.2"
+    result = call(
+        "convert",
+        "--from=run",
+        f"--input={source}",
+        f"--workdir={folder}",
+        "--rank_ratio=0.2",
+    )
+    assert result.returncode == 0, result.stderr
+    factored_loss = loss(folder)
+    assert factored_loss > loss(source) + 0.01
     origin = json.loads((folder / "origin.json").read_text())
     assert origin["rank_ratio"] == 0.2 and origin["format"] == "run"
     for steps in (4, 8):
@@ -307,10 +308,10 @@ def test_converts_trains_and_exports(trained_run, text_file, tmp_path):
         assert result.returncode == 0, result.stderr
     trained = inference.load_trained(folder)
     assert (
-        trained.step == 8 and trained.model.config.rank_ratio == 0.2 and loss(folder) < losses[-1]
+        trained.step == 8
+        and trained.model.config.rank_ratio == 0.2
+        and loss(folder) < factored_loss
     )
-    result = call("generate", f"--workdir={folder}", "--prompt=the cat", "--max_new_tokens=4")
-    assert result.returncode == 0, result.stderr
     # An exported model has full matrices and the same logits.
     pytest.importorskip("safetensors")
     result = call("convert", "--to=hf", f"--workdir={folder}", f"--output={tmp_path / 'out'}")
@@ -330,19 +331,6 @@ def test_converts_trains_and_exports(trained_run, text_file, tmp_path):
     np.testing.assert_allclose(forward(back.model, back.params, tokens[:, :-1]), logits, atol=1e-4)
     assert models.num_parameters(back.model) == models.num_parameters(
         inference.load_trained(source).model
-    )
-    # The matrices have rank r, so that factors of rank r lose nothing.
-    result = call(
-        "convert",
-        "--from=run",
-        f"--input={tmp_path / 'back'}",
-        f"--workdir={tmp_path / 'again'}",
-        "--rank_ratio=0.2",
-    )
-    assert result.returncode == 0, result.stderr
-    again = inference.load_trained(tmp_path / "again")
-    np.testing.assert_allclose(
-        forward(again.model, again.params, tokens[:, :-1]), logits, atol=1e-4
     )
 
 

@@ -95,8 +95,8 @@ def test_dropout_applies_in_training_only():
     "fields",
     [
         *({"name": name} for name in ARCHITECTURES),
-        *({"name": "gpt", "mixers": (mixer,)} for mixer in sorted(MIXERS)),
-        {"name": "gpt", "mlp": "moe", "num_experts": 4, "num_shared_experts": 1},
+        {"name": "gpt", "mixers": tuple(sorted(MIXERS)), "num_layers": len(MIXERS)},
+        {"name": "gpt", "mlp": "moe", "num_experts": 4, "num_shared_experts": 1, "num_layers": 1},
         {
             "name": "gpt",
             "mlp": "gated",

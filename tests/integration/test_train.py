@@ -15,7 +15,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, call, forward
+from conftest import ROOT, call, forward, init
 from run_helpers import SMALL, Twice, config_for, losses_in, state_of
 
 from smallgpt_jax import inference, models
@@ -53,19 +53,14 @@ def optimized(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "architecture, fields",
-    [("pgpt", {}), ("cgpt", dict(model__d_model=128, model__blocks_per_stage=1))],
-)  # two paths, two stages
-def test_a_run_learns_more_than_bigrams(architecture, fields, text_file, tmp_path, optimized):
+def test_a_run_learns_more_than_bigrams(text_file, tmp_path, optimized):
     import bigram
 
     train(
         config_for(
             text_file,
-            architecture,
+            "pgpt",
             model__num_layers=2,
-            **fields,
             optimizer__learning_rate=6e-3,
             optimizer__decay_steps=150,
             train__steps=150,
@@ -93,15 +88,14 @@ def test_a_run_learns_more_than_bigrams(architecture, fields, text_file, tmp_pat
     assert comparison["model_loss"] == pytest.approx(evaluated[-1]["loss"])
     assert comparison["model_loss"] < comparison["bigram_loss"] - 0.1
 
-    if architecture == "pgpt":
-        flags = [f"--workdir={tmp_path}", "--prompt=the cat", "--max_new_tokens=30"]
-        greedy, sampled = (
-            call("generate", *flags, "--temperature=0"),
-            call("generate", *flags, "--top_k=1", "--seed=5"),
-        )
-        assert (greedy.returncode, greedy.stderr) == (0, "")
-        assert greedy.stdout.startswith("the cat") and len(greedy.stdout) > len("the cat") + 10
-        assert sampled.stdout == greedy.stdout
+    flags = [f"--workdir={tmp_path}", "--prompt=the cat", "--max_new_tokens=30"]
+    greedy, sampled = (
+        call("generate", *flags, "--temperature=0"),
+        call("generate", *flags, "--top_k=1", "--seed=5"),
+    )
+    assert (greedy.returncode, greedy.stderr) == (0, "")
+    assert greedy.stdout.startswith("the cat") and len(greedy.stdout) > len("the cat") + 10
+    assert sampled.stdout == greedy.stdout
 
 
 # ---------------------------------------------------------------------- outputs and divergence
@@ -122,7 +116,7 @@ def test_unwritable_standard_output_does_not_end_a_run(text_file, tmp_path, monk
 
     monkeypatch.setattr(sys, "stdout", ClosedStream())
     train(
-        config_for(text_file, data__store=str(tmp_path / "store"), train__steps=2),
+        config_for(text_file, **SMALL, data__store=str(tmp_path / "store"), train__steps=2),
         str(tmp_path / "run"),
     )
     monkeypatch.setattr(inference.TextModel, "stream", lambda *_, **__: iter(["a text"]))
@@ -176,8 +170,7 @@ def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys, mon
 # ---------------------------------------------------------------------- custom architectures
 
 
-@pytest.mark.slow
-def test_a_custom_architecture_trains(text_file, tmp_path, monkeypatch, optimized):
+def test_a_custom_architecture_is_counted(text_file, monkeypatch):
     """It applies its blocks twice, so they have twice the FLOPs of gpt's blocks."""
     monkeypatch.setitem(models.ARCHITECTURES, "twice", Twice)
     config = config_for(text_file, model__architecture="twice", model__num_layers=1)
@@ -188,8 +181,6 @@ def test_a_custom_architecture_trains(text_file, tmp_path, monkeypatch, optimize
     assert models.num_parameters(model) == models.num_parameters(gpt)
     head = 6 * 64 * 512
     assert train_flops_per_token(model) - head == 2 * (train_flops_per_token(gpt) - head)
-    train(config, str(tmp_path))
-    assert losses_in(tmp_path, "eval")[40] < 0.85 * math.log(257)
 
 
 class WithFlaxLayers(nn.Module):
@@ -208,7 +199,7 @@ class WithFlaxLayers(nn.Module):
 
 
 @pytest.mark.slow
-def test_parameters_without_axis_names_are_replicated(text_file, tmp_path, monkeypatch):
+def test_parameters_without_axis_names_are_replicated(text_file, monkeypatch):
     monkeypatch.setitem(models.ARCHITECTURES, "plain", WithFlaxLayers)
     config = config_for(
         text_file,
@@ -218,9 +209,6 @@ def test_parameters_without_axis_names_are_replicated(text_file, tmp_path, monke
         model__num_heads=2,
         mesh__fsdp=2,
         mesh__tensor=2,
-        train__steps=2,
-        train__eval_steps=1,
-        train__checkpoint_every=1,
     )
     program = build_program(config)
     trunk = program.shardings.params["trunk"]
@@ -238,8 +226,7 @@ def test_parameters_without_axis_names_are_replicated(text_file, tmp_path, monke
     assert np.all(decay["plain"]["kernel"] < 0)
     assert not np.any(decay["plain"]["bias"]) and not np.any(decay["rms"]["scale"])
 
-    train(config, str(tmp_path))
-    model, params, *_ = inference.load_trained(tmp_path)
+    model, params = program.model, init(program.model)
     ids = np.arange(12)[None] % 256
     whole_logits = forward(model, params, ids)[0, -1]
     texts = decoder.DecodeSession(

@@ -31,7 +31,7 @@ def test_activations_do_not_depend_on_the_width():
         return coordinates.coordinates(coordinates.at_size(config, "d_model", width, base))
 
     base = at_width(64, 0)
-    with_mup = coordinates.spread([base, *(at_width(width, 64) for width in (128, 512))])
+    with_mup = coordinates.spread([base, at_width(512, 64)])
     assert {
         "embedding",
         "blocks/attention",

@@ -354,9 +354,9 @@ def copy_of(trained_run, tmp_path):
     )
 
 
-def save_run(folder: Path, config, params, ema=()) -> Path:
+def save_run(folder: Path, config, params, ema=(), opt_state=None) -> Path:
     """Writes the workdir of a finished run with the given parameters and validation loss 4.125.
-    Returns `folder`.
+    Returns `folder`. Without `opt_state`, the run cannot be resumed.
     """
     corpus, steps = load_or_prepare(config.data), config.train.steps
     folder.mkdir(parents=True)
@@ -376,7 +376,9 @@ def save_run(folder: Path, config, params, ema=()) -> Path:
     checkpoints = Checkpoints(folder / CHECKPOINT_FOLDER, keep=1)
     checkpoints.save(
         steps,
-        TrainState(jax.numpy.int32(steps), params, {"count": jax.numpy.int32(steps)}, ema=ema),
+        TrainState(
+            jax.numpy.int32(steps), params, opt_state or {"count": jax.numpy.int32(steps)}, ema=ema
+        ),
     )
     checkpoints.close()
     return folder

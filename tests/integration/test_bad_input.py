@@ -12,16 +12,23 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-from conftest import ROOT, call, load_config
+from conftest import ROOT, call, init, load_config, save_run
 from data_helpers import parquet, prepare_store, zstd
+from run_helpers import start_from
 
 from smallgpt_jax import inference
+from smallgpt_jax.data.corpus import load_or_prepare
+from smallgpt_jax.data.pipeline import num_validation_targets
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import texts
+from smallgpt_jax.run.config import Config
+from smallgpt_jax.run.curves import save_curves
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.locks import file_lock
+from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.trainer import train
 
 LINES = b"".join(b'{"text": "words and words, number %d"}\n' % i for i in range(2000))
@@ -44,21 +51,25 @@ def good_store(folder: Path, name: str = "store", tokenizer: str = "bytes") -> P
 
 
 @pytest.fixture(scope="session")
-def good_run(shared_folder, trained_run) -> Path:
-    """Returns a folder, shared by all workers, with a text, its token store, and the workdir `run`
-    of a trained run.
+def good_run(tmp_path_factory) -> Path:
+    """Returns a folder with a text, its token store, and the workdir `run` of a finished run of two
+    steps.
 
-    The settings in GOOD point to the text and the store. The run was trained with these settings.
+    The settings in GOOD point to the text and the store, and are those of the run.
     """
-    folder = shared_folder / "good"
-    folder.mkdir(exist_ok=True)
-    with file_lock(folder / "lock", wait=True):
-        if not (folder / "store").exists():
-            good_store(folder)
-        if not (folder / "run").exists():
-            (folder / "run").symlink_to(
-                trained_run("gpt", train__steps=2, **replace_here(folder, GOOD))
-            )
+    folder = tmp_path_factory.mktemp("good")
+    good_store(folder)
+    config = Config.of(load_config("gpt", train__steps=2, **replace_here(folder, GOOD)))
+    program = build_program(config, jax.devices())
+    state = start_from(program, init(program.model))  # compiles nothing
+    save_run(folder / "run", config, state.params, opt_state=state.opt_state)
+    corpus = load_or_prepare(config.data)
+    targets = num_validation_targets(corpus, config.data, config.model, config.train)
+    rewrite(
+        folder / "run" / "metrics.jsonl",
+        lambda lines: lines.replace(b'"targets": 64', f'"targets": {targets}'.encode()),
+    )
+    save_curves(folder / "run")
     return folder
 
 

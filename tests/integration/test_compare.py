@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from comparison_helpers import FakeTrain, run, saved, untrained_run
 from conftest import ROOT, call, load_config
+from run_helpers import SMALL, flags_of
 
 from smallgpt_jax import models
 from smallgpt_jax.evaluation import inference_cost
@@ -472,11 +473,10 @@ def test_a_real_comparison(text_file, tmp_path):
         "--config.compare.names=gpt",
         "--config.compare.seeds=1",
         "--config.compare.decoding=false",
-        "--config.model.num_layers=1",
+        *flags_of(SMALL),
         "--config.optimizer.schedule=wsd",
         "--config.optimizer.warmup_steps=2",
         "--config.optimizer.decay_fraction=0.25",
-        "--config.optimizer.clip_norm=0.0",
         "--config.train.eval_every=4",
         "--config.train.log_every=2",
         f"--config.data.source={text_file}",

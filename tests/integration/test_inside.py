@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import run_helpers
-from conftest import build, call, forward, init
+from conftest import build, call, forward, init, load_config, save_run
 from float64_model import plain_attention, plain_layers, plain_logits, plain_mlp, plain_norm
 from scipy.special import logsumexp
 
@@ -180,7 +180,7 @@ def test_chosen_experts_have_the_loads_of_training():
 
 @pytest.mark.slow
 @pytest.mark.draws
-def test_the_command(trained_run, tmp_path, monkeypatch):
+def test_the_command(text_file, tmp_path, monkeypatch):
     """Training's program is the same after a diagnosis."""
 
     def training_program() -> str:
@@ -193,7 +193,8 @@ def test_the_command(trained_run, tmp_path, monkeypatch):
         return str(jax.make_jaxpr(jax.grad(loss))(models.abstract_params(model)))
 
     before = training_program()
-    workdir = trained_run("pgpt", **run_helpers.SMALL)
+    config = load_config("pgpt", **run_helpers.SMALL, data__source=str(text_file))
+    workdir = save_run(tmp_path / "run", config, init(models.build(**config.model)))
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on a mat while some dog ran. " * 5)
     done = call("diagnose", f"--workdir={workdir}", f"--text={text}", "--windows=3", "--deep=0")

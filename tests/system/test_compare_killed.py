@@ -1,8 +1,7 @@
 """A test of `compare`: a comparison is killed, and then resumed by two processes at the same
-time.
+time, one of them with eight devices.
 """
 
-import concurrent.futures
 import json
 import os
 import re
@@ -12,7 +11,8 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, XLA_FLAGS, run
+from conftest import ROOT, XLA_FLAGS, call
+from run_helpers import SMALL, flags_of
 
 from smallgpt_jax.data.corpus import open_existing
 from smallgpt_jax.run.config_file import read_config
@@ -38,26 +38,30 @@ def test_a_killed_comparison_resumes_and_repeats_nothing(text_file, tmp_path):
         "--config.train.eval_every=4",
         "--config.train.checkpoint_every=4",
         "--config.optimizer.decay_steps=8",
-        "--config.model.num_layers=1",
+        *flags_of(SMALL),
         "--config.data.packing=best_fit",
         f"--config.data.source={text_file}",
         f"--output={output}",
     )
-    with (tmp_path / "out.txt").open("w") as out:
-        killed = subprocess.Popen(
-            [sys.executable, "-m", f"smallgpt_jax.{arguments[0]}", *arguments[1:]],
-            cwd=ROOT,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "XLA_FLAGS": XLA_FLAGS.format(devices=1)},
-        )
-        while (
-            not (output / "runs" / "gpt-seed1338" / "checkpoints" / "4").is_dir()
-            and killed.poll() is None
-        ):
-            time.sleep(0.01)
-        killed.send_signal(signal.SIGKILL)
-        assert killed.wait() == -signal.SIGKILL, (tmp_path / "out.txt").read_text()
+
+    def started(name: str) -> subprocess.Popen:
+        with (tmp_path / name).open("w") as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", f"smallgpt_jax.{arguments[0]}", *arguments[1:]],
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "XLA_FLAGS": XLA_FLAGS.format(devices=1)},
+            )
+
+    killed = started("killed.txt")
+    checkpoint = output / "runs" / "gpt-seed1338" / "checkpoints" / "4"
+    while not checkpoint.is_dir() and killed.poll() is None:
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    _, errors = killed.communicate()
+    assert killed.returncode == -signal.SIGKILL, errors
 
     def files() -> dict:
         return {
@@ -67,13 +71,16 @@ def test_a_killed_comparison_resumes_and_repeats_nothing(text_file, tmp_path):
         }
 
     before = files()
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        done = [one.result() for one in [pool.submit(run, *arguments) for _ in range(2)]]
-    assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * 2
+    process = started("first.txt")
+    while "[2/3]" not in (tmp_path / "first.txt").read_text() and process.poll() is None:
+        time.sleep(0.01)
+    other = call(*arguments)
+    _, errors = process.communicate(timeout=100)
+    assert (process.returncode, errors, other.returncode, other.stderr) == (0, "", 0, "")
     assert files() == before
-    first, second = (one.stdout for one in done)
+    first, second = (tmp_path / "first.txt").read_text(), other.stdout
     assert "[1/3]" not in first + second and "[2/3] gpt, seed 1338" in first
-    sessions = re.findall(r"steps of 8 × 64 tokens(.*)", first + second)
+    sessions = re.findall(r"steps of 8 × 32 tokens(.*)", first + second)
     # The startup line of run 2 ends in ", 4 done", because run 2 resumes at step 4. Run 3 starts
     # from scratch.
     assert sorted(sessions) == ["", ", 4 done"]
@@ -91,7 +98,7 @@ def test_a_killed_comparison_resumes_and_repeats_nothing(text_file, tmp_path):
     for run_ in runs:
         folder = output / "runs" / f"gpt-seed{run_['seed']}"
         config = read_config(folder)
-        padding = open_existing(config.data).pack("train", "best_fit", False, 64).padding
+        padding = open_existing(config.data).pack("train", "best_fit", False, 32).padding
         assert padding > 0 and run_["memory_bytes"] > 0 and run_["tokens_per_second"] > 0
         evals = [line for line in read_lines(folder / "metrics.jsonl") if line["split"] == "eval"]
         assert [
@@ -101,8 +108,8 @@ def test_a_killed_comparison_resumes_and_repeats_nothing(text_file, tmp_path):
             (
                 line["step"],
                 line["loss"],
-                round(line["step"] * 8 * 64 * (1 - padding)),  # tokens exclude padding
-                line["step"] * 8 * 64 * run_["flops_per_token"],
+                round(line["step"] * 8 * 32 * (1 - padding)),  # tokens exclude padding
+                line["step"] * 8 * 32 * run_["flops_per_token"],
             )
             for line in evals
         ]

@@ -22,7 +22,7 @@ from smallgpt_jax.run.config import Config
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class NameCost:
     """The runs of one name that are not finished yet."""
 
     name: str
@@ -38,13 +38,13 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    costs: tuple[Cost, ...]
+    costs: tuple[NameCost, ...]
     finished: int  # runs
     repeats: float | None  # times that the longest run reads the most used text; None for a probe
     corpus_tokens: int | None
     device: str
     is_roofline: bool  # the seconds are those of a roofline, not of a measured speed
-    most_costs: tuple[Cost, ...] = ()  # with all seeds that may be added; () if none are
+    most_costs: tuple[NameCost, ...] = ()  # with all seeds that may be added; () if none are
 
     @property
     def seconds(self) -> float | None:
@@ -58,7 +58,7 @@ class Forecast:
         return format_forecast(self)
 
 
-def _total(costs: Sequence[Cost], field: str) -> float | None:
+def _total(costs: Sequence[NameCost], field: str) -> float | None:
     values = [getattr(cost, field) for cost in costs]
     return None if None in values else sum(values)
 
@@ -97,17 +97,17 @@ def _costs(
     runs: Sequence[PlannedRun],
     configs: Mapping[str, Config],
     speeds: Mapping[str, float | None],
-) -> tuple[Cost, ...]:
+) -> tuple[NameCost, ...]:
     """Returns the costs by name. `configs` are those of the longest runs."""
     by_name = grouped(runs, lambda run: run.name)
     return tuple(_cost(name, group, configs[name], speeds[name]) for name, group in by_name.items())
 
 
-def _cost(name: str, runs: Sequence[PlannedRun], config: Config, speed: float | None) -> Cost:
+def _cost(name: str, runs: Sequence[PlannedRun], config: Config, speed: float | None) -> NameCost:
     steps = sum(map(_own_steps, runs))
     counts = count(config)
     flops = counts.flops_per_step(config)
-    return Cost(
+    return NameCost(
         name,
         len(runs),
         counts.parameters,
@@ -188,7 +188,7 @@ def format_forecast(result: Forecast) -> str:
     return "\n".join(lines)
 
 
-def _most_text(costs: Sequence[Cost]) -> str:
+def _most_text(costs: Sequence[NameCost]) -> str:
     """Returns what the comparison costs with all seeds of config.compare.most_seeds."""
     texts = [f"{sum(cost.runs for cost in costs)} runs"]
     flops, seconds = _total(costs, "flops"), _total(costs, "seconds")

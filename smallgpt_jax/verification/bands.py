@@ -31,7 +31,7 @@ Curve = Mapping[int, float]  # {step: loss}
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class ComparedLoss:
     """The recorded loss of a step, beside those that were trained here."""
 
     step: int
@@ -48,7 +48,7 @@ def compare_curves(
     variants: Sequence[Curve],
     seeds: Sequence[Curve],
     is_other_machine: bool = False,
-) -> list[Comparison]:
+) -> list[ComparedLoss]:
     """`variants` round differently; `seeds` are the curves of the record's seeds, this one
     included. The record may be of another processor, or of other versions.
     """
@@ -69,7 +69,7 @@ def compare_curves(
             how = NO_BAND
         elif abs(recorded[step] - statistics.fmean(values)) > allowed:
             how = OUTSIDE
-        comparisons.append(Comparison(step, recorded[step], trained[step], allowed, spread, how))
+        comparisons.append(ComparedLoss(step, recorded[step], trained[step], allowed, spread, how))
     return comparisons
 
 

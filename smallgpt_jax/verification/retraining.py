@@ -23,7 +23,7 @@ from smallgpt_jax.run.names import METRICS_FILE
 from smallgpt_jax.run.provenance import package_versions
 from smallgpt_jax.run.training_text import identity_of
 from smallgpt_jax.training import trainer
-from smallgpt_jax.verification.bands import Comparison, Curve, compare_curves
+from smallgpt_jax.verification.bands import ComparedLoss, Curve, compare_curves
 
 RUNS_FOLDER = "runs"
 LOSS_CHUNKS = (1, 2, 4, 8, 16)
@@ -157,7 +157,7 @@ def _train_in_process(trained: Path, folder: Path, trust: bool) -> None:
 
 def compare_run(
     run: Run, record: Record, config: Config, folder: Path, corpus: Corpus, trust: bool
-) -> list[Comparison]:
+) -> list[ComparedLoss]:
     """Returns the recorded losses beside those of `config`, which is trained in `folder`, and, if
     they differ, those of its variants.
     """

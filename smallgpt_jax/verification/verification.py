@@ -22,7 +22,7 @@ from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import NUMBER, TEXT, read_json_or_none
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.verification import bundle
-from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, Comparison
+from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, ComparedLoss
 from smallgpt_jax.verification.counts import Counter
 from smallgpt_jax.verification.problems import CONTRADICTION, Problem, label_of
 from smallgpt_jax.verification.record_checks import check_record, read_config
@@ -48,7 +48,7 @@ class RunVerdict:
     steps: int  # that were to be trained again
     of: int  # steps of the run
     machine: str  # how this machine differs from that of the record; "": in nothing recorded
-    comparisons: tuple[Comparison, ...] = ()
+    comparisons: tuple[ComparedLoss, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.verdict}: {self.run}, {self.steps:,} of {self.of:,} steps: {self.text}"
@@ -208,7 +208,7 @@ def _verify_run(run: Run, record: Record, folder: Path, fraction: float, trust: 
     steps = retraining.steps_to_train(run, fraction)
     machine = retraining.machine_differences(run)
 
-    def verdict(kind: str, text: str, comparisons: Sequence[Comparison] = ()) -> RunVerdict:
+    def verdict(kind: str, text: str, comparisons: Sequence[ComparedLoss] = ()) -> RunVerdict:
         return RunVerdict(label_of(run), kind, text, steps, run.steps, machine, tuple(comparisons))
 
     config = read_config(run, trust)
@@ -229,7 +229,7 @@ def _folder_name(run: Run, steps: int) -> str:
     return f"{safe_name(run.name)}-seed{run.seed}-{run.horizon:g}-{steps}"
 
 
-def judge(comparisons: Sequence[Comparison]) -> tuple[str, str]:
+def judge(comparisons: Sequence[ComparedLoss]) -> tuple[str, str]:
     """Returns the verdict on a run and its reason."""
     for comparison in comparisons:
         if comparison.how == OUTSIDE:

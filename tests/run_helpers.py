@@ -8,6 +8,7 @@ from conftest import load_config
 
 from smallgpt_jax import models
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.models.context import EVALUATION
 from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.run import metrics
 from smallgpt_jax.run.checkpoint import Checkpoints
@@ -87,6 +88,23 @@ def program_of(model, objective=None, optimizer=None, **train) -> Program:
     """Returns a program of these parts, for its pure functions; `train` are fields of that group."""
     config = Config.of(load_config("gpt")).replace(train={"microbatches": 1, **train})
     return Program(config, None, model, objective or Objective(), optimizer, None, None, None)
+
+
+def draw_weights(mixer, x_BxTxD) -> dict:
+    """Returns weights of a mixer of states, large enough to reach what is not linear. NumPy draws
+    them, since compiling `mixer.init` takes seconds.
+    """
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(mixer.init, jax.random.key(0), x_BxTxD, EVALUATION)["params"]
+
+    def draw(path, x):
+        name = path[-1].key
+        if name == "A_log":
+            return np.log(rng.uniform(1, 16, x.shape)).astype(np.float32)
+        center = {"dt_bias": -3.0, "scale": 1.0, "D": 1.0}.get(name, 0.0)
+        return np.float32(center + 0.4 * rng.standard_normal(x.shape))
+
+    return jax.tree_util.tree_map_with_path(draw, nn.unbox(shapes))
 
 
 def start_from(program, params):

@@ -28,7 +28,6 @@ GREEDY = Sampling(temperature=None)
 # Masks, positions, and the caches of mixers and convolutions, because calls with several tokens can
 # break them. test_random_models.py decodes all other options.
 VARIANTS = [
-    ("gpt", {"position": "rope", "num_kv_heads": 2, "qk_norm": True, "attention_windows": (5, 0)}),
     (
         "gpt",
         {
@@ -39,7 +38,16 @@ VARIANTS = [
         },
     ),
     ("gpt", {"mixers": ("delta", "mamba", "conv"), "num_layers": 3, "use_bias": True}),
-    ("pgpt", {"num_layers": 4, "num_paths": 4, "position": "alibi", "attention_windows": (6,)}),
+    (
+        "pgpt",
+        {
+            "num_layers": 4,
+            "num_paths": 4,
+            "position": "rope",
+            "qk_norm": True,
+            "attention_windows": (6,),
+        },
+    ),
     ("cgpt", {"conv_kernel": 5}),
 ]
 VARIANTS += [(name, {}) for name in ARCHITECTURES if name not in dict(VARIANTS)]

@@ -383,7 +383,7 @@ GATED = {"model__balance_loss": 0.01, "model__expert_mlp": "gated"}
         (
             "gpt",
             GATED,
-            {**mesh(data=2, fsdp=2, tensor=2), "train__microbatches": 4, "model__remat": "full"},
+            {**mesh(data=2, fsdp=2, tensor=2), "train__microbatches": 4},
         ),
         (
             "pgpt",

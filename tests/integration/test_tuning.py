@@ -12,7 +12,7 @@ import pytest
 from conftest import build, call, forward, init, load_config
 from flax import linen as nn
 from flax import traverse_util
-from run_helpers import SMALL, assert_equal, state_of
+from run_helpers import SMALL, assert_equal, start_from, state_of
 from safetensors.numpy import load_file
 
 from smallgpt_jax import inference
@@ -263,7 +263,7 @@ def test_train_only_freezes_all_but_one_path():
         optimizer__clip_norm=0.01,
     )
     program = build_program(config, jax.devices()[:1])
-    state = program.initial_state(config.train.seed)
+    state = start_from(program, init(program.model))
     before = jax.tree.map(np.array, state.params)
     before["head"][0, 0] = -0.0
     state = state._replace(params=jax.device_put(before, program.shardings.params))

@@ -1,5 +1,6 @@
 """Merges the records of several comparisons, and refuses runs that cannot be compared."""
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -160,20 +161,31 @@ def evaluation_rows(run: Run) -> dict[str, Any]:
 
 
 def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns `only_fixed` fields, with defaults for fields that are newer than the run."""
+    return only_fixed(_completed(config))
+
+
+def only_fixed(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config fields that determine the results of a run, except the seed and its text's
-    source, with defaults for fields that are newer than the run.
+    source.
     """
+    others = _free_fields()
+    return {
+        field: value
+        for field, value in sorted(config.items())
+        if field not in others and not field.startswith("mesh.")
+    }
+
+
+@functools.cache
+def _free_fields() -> set[str]:
     # The content of the text is compared by its fingerprints, wherever it is.
     others = {"train.seed", "data.store", "data.mixture"}
     others |= {f"data.{name}" for name in DataConfig.field_names(in_store=True)}
     for name, group in GROUPS.items():
         others |= {f"{name}.{field}" for field in group.field_names(fixed_by=None)}
     others.discard("train.steps")  # may change on resumption, but then it is another run
-    return {
-        field: value
-        for field, value in sorted(_completed(config).items())
-        if field not in others and not field.startswith("mesh.")
-    }
+    return others
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:

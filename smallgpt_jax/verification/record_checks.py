@@ -100,7 +100,7 @@ def _same_configs(record: Record, configs: Sequence[Config | UserError]) -> Iter
     for runs in grouped(readable, lambda pair: pair[0].name).values():
         by_horizon: dict[float, tuple[Run, dict]] = {}
         for run, config in runs:
-            fields = merging.fixed_fields(config.flat())
+            fields = merging.only_fixed(config.flat())
             other, fields_before = by_horizon.setdefault(run.horizon, (run, fields))
             differences = merging.different(fields_before, fields)
             if differences:

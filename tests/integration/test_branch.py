@@ -20,8 +20,6 @@ from smallgpt_jax.training.trainer import train
 # logged yet.
 FIELDS = {
     **SMALL,
-    "model__num_layers": 1,
-    "model__dropout": 0.1,
     "optimizer__schedule": "wsd",
     "optimizer__warmup_steps": 2,
     "optimizer__decay_fraction": 0.25,

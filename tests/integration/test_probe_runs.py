@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+from comparison_helpers import FakeTrain
 from conftest import call, forward, load_config
 from run_helpers import SMALL, assert_equal, read_untimed_metrics, state_of
 
@@ -13,6 +15,7 @@ from smallgpt_jax.data import batches
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
+from smallgpt_jax.training import trainer
 from smallgpt_jax.training.trainer import train
 
 FIELDS = {
@@ -30,11 +33,16 @@ FIELDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def probe_run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "probe"
+    train(load_config("gpt", **FIELDS), str(folder))
+    return folder
+
+
 @pytest.mark.slow
-def test_a_run_on_a_probe(tmp_path, capsys):
-    config, folder = load_config("gpt", **FIELDS), tmp_path / "run"
-    train(config, str(folder))
-    assert "synthetic:parity, 1 to 4 bits: 89.06% padding" in capsys.readouterr().out
+def test_a_run_on_a_probe(probe_run, tmp_path, capsys):
+    config, folder = load_config("gpt", **FIELDS), shutil.copytree(probe_run, tmp_path / "run")
     lines, state = read_untimed_metrics(folder), state_of(folder, 40)
     last = [line for line in lines if line["split"] == "eval"][-1]
     assert last["targets"] == 3 * config.train.batch_size * 4 and last["bits_per_byte"] is None
@@ -53,7 +61,8 @@ def test_a_run_on_a_probe(tmp_path, capsys):
 
     shutil.rmtree(folder / "checkpoints" / "40")
     train(config, str(folder))
-    assert ", 20 done" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "synthetic:parity, 1 to 4 bits: 89.06% padding" in printed and ", 20 done" in printed
     assert_equal(state_of(folder, 40), state)
     assert read_untimed_metrics(folder) == lines
     config.data.probe_length = 5
@@ -70,20 +79,8 @@ def test_a_run_on_a_probe(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_comparison_on_a_probe(tmp_path):
-    done = call(
-        "compare",
-        "--config=configs/compare/probes.py:tiny",
-        "--config.compare.names=gpt rope",
-        "--config.compare.seeds=2",
-        "--config.train.steps=4",
-        "--config.train.eval_every=4",
-        "--config.train.eval_steps=1",
-        "--config.train.batch_size=8",
-        "--config.model.num_layers=1",
-        "--config.optimizer.name=adamw",
-        f"--output={tmp_path}",
-    )
+def test_comparison_on_a_probe(probe_run, tmp_path, monkeypatch):
+    done = call("compare", f"--workdirs={probe_run}", f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "report.md").read_text()
     head = next(
@@ -95,7 +92,7 @@ def test_comparison_on_a_probe(tmp_path):
         and "exact match at" in head
     )
     runs = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert len(runs) == 2 and all("exact_match" in run["curve"][-1]["answers"] for run in runs)
+    assert ["exact_match" in run["curve"][-1]["answers"] for run in runs] == [True]
     merged = call(
         "compare", f"--results={tmp_path / 'results.json'}", f"--output={tmp_path / 'merged'}"
     )
@@ -103,6 +100,17 @@ def test_comparison_on_a_probe(tmp_path):
         merged.returncode == 0
         and "## How well do the models" in (tmp_path / "merged" / "report.md").read_text()
     ), merged.stderr
+
+    fake = FakeTrain()
+    monkeypatch.setattr(trainer, "train", fake)
+    done = call(
+        "compare",
+        "--config=configs/compare/probes.py:tiny",
+        "--config.compare.names=gpt rope,gpt learned",
+        "--config.compare.seeds=1",
+        f"--output={tmp_path / 'recipe'}",
+    )
+    assert (done.returncode, len(fake.trained)) == (0, 2), done.stderr
 
     done = call(
         "prepare",

@@ -170,20 +170,25 @@ def test_runs_with_shared_steps_have_their_own_numbers():
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def loss_and_gradients(model, params, tokens):
+    def loss(params):
+        logits = model.apply({"params": params}, tokens[:, :-1], Context(train=True))
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+    return jax.value_and_grad(loss)(params)
+
+
 def expected_losses(model, params, optimizer, tokens) -> list[float]:
     @jax.jit
-    def step(params, state):
-        def loss(params):
-            logits = model.apply({"params": params}, tokens[:, :-1], Context(train=True))
-            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
-
-        value, gradients = jax.value_and_grad(loss)(params)
+    def update(gradients, state, params):
         updates, state = optimizer.update(gradients, state, params)
-        return value, optax.apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), state
 
     state, found = optimizer.init(params), []
     for _ in range(4):
-        value, params, state = step(params, state)
+        value, gradients = loss_and_gradients(model, params, tokens)
+        params, state = update(gradients, state, params)
         found.append(float(value))
     return found
 

@@ -1,25 +1,28 @@
 """Tests of multi-process runs on one machine, started as users start them."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from conftest import ROOT, XLA_FLAGS, load_config, run
+from process_helpers import run_processes  # noqa: F401
+from run_helpers import SMALL, flags_of
 
+from smallgpt_jax.devices import agreement
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.metrics import read_lines
+from smallgpt_jax.training import checks
 from smallgpt_jax.training.trainer import train
 
 pytestmark = pytest.mark.slow
 
 STEPS = 20
 FIELDS = dict(
-    model__d_model=16,
-    model__num_layers=1,
-    model__context_length=16,
+    SMALL,
     optimizer__decay_steps=40,
     train__steps=STEPS,
     train__log_every=1,
@@ -29,7 +32,7 @@ FIELDS = dict(
 )
 CONFIG = (
     "--config=configs/gpt.py:tiny",
-    *(f"--config.{field.replace('__', '.')}={value}" for field, value in FIELDS.items()),
+    *flags_of(FIELDS),
 )
 
 # With faults, the processes run this program: smallgpt_jax.main with the faults that the environment
@@ -141,8 +144,8 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
     """A run trained by two processes has the same losses as a run trained by one process.
 
     The losses are also the same if process 1 is killed, if a checkpoint is damaged or cannot be
-    written by one of them, if process 1 receives SIGTERM, and if the run is resumed by a single
-    process.
+    written by one of them, if process 1 receives SIGTERM or fails, and if the run is resumed by a
+    single process.
     """
     undisturbed, run, alone = (tmp_path / name for name in ("undisturbed", "run", "alone"))
     result = cluster(undisturbed)
@@ -168,7 +171,7 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
     result = cluster(run, "1 start 8,0 commit 12,1 SIGTERM 16")
     assert result.returncode == 143, result.stderr
     assert "damaged checkpoint of step 12 (OUT_OF_RANGE: " in result.stdout
-    assert "20 steps of 8 × 16 tokens, 4 done" in result.stdout
+    assert "20 steps of 8 × 32 tokens, 4 done" in result.stdout
     failed = "could not write a checkpoint: process 1: Permission denied. Training continues; "
     assert result.stdout.count(failed) == result.stdout.count("could not write") == 1
     assert "checkpoints can be written again; newest checkpoint: step 16" in result.stdout
@@ -176,6 +179,15 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
     assert 16 <= stopped < STEPS
     assert result.stderr.count(f"stopped after step {stopped} and saved") == 2
     assert losses(run).tolist() == losses(undisturbed)[:stopped].tolist()
+
+    # An error of one process ends all. JAX would wait for 30 seconds, and then abort both.
+    started = time.monotonic()
+    result = cluster(run, f"1 log {stopped + 1}")
+    assert time.monotonic() - started < 60 and result.returncode == 1
+    assert "process 1: error: a file: Input/output error\nprocess 1: exit status 1" in result.stderr
+    assert "error: another process of this run has exited or is unreachable" in result.stderr
+    assert "process 0: exit status 1" in result.stderr
+    assert "Check failure stack trace" not in result.stderr
 
     for workdir in (alone, run):
         train(
@@ -186,7 +198,7 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
         )
     np.testing.assert_allclose(losses(undisturbed), losses(alone)[:STEPS], rtol=1e-5)
     np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-5)
-    assert len((run / "sessions.jsonl").read_text().splitlines()) == 3
+    assert len((run / "sessions.jsonl").read_text().splitlines()) == 4
 
 
 def test_all_processes_exit_if_the_primary_one_fails(tmp_path, cluster):
@@ -206,44 +218,19 @@ def test_all_processes_exit_if_the_primary_one_fails(tmp_path, cluster):
     assert "Traceback" not in result.stderr, result.stderr
 
 
-def test_an_error_of_one_process_ends_all(tmp_path, cluster):
-    """JAX would wait for 30 seconds, and then abort both."""
-    started = time.monotonic()
-    result = cluster(tmp_path / "run", "1 log 6")
-    assert time.monotonic() - started < 60 and result.returncode == 1
-    assert "process 1: error: a file: Input/output error\nprocess 1: exit status 1" in result.stderr
-    assert "error: another process of this run has exited or is unreachable" in result.stderr
-    assert "process 0: exit status 1" in result.stderr
-    assert "Check failure stack trace" not in result.stderr
+def test_processes_with_different_devices_are_refused(run_processes, monkeypatch, tmp_path):  # noqa: F811
+    """Their collectives would fail. Here, the processes are threads."""
 
+    def local_device_count() -> int:
+        return 2 if agreement.distributed.global_state.process_id == 1 else 1
 
-def test_processes_with_different_devices_are_refused(tmp_path):
-    """Their collectives would fail."""
-    with socket.create_server(("", 0)) as server:
-        coordinator = f"127.0.0.1:{server.getsockname()[1]}"
-    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "smallgpt_jax.main", *CONFIG, f"--workdir={tmp_path}/run"),
-                *(f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={number}"),
-            ],
-            cwd=ROOT,
-            env={**environment, "JAX_NUM_CPU_DEVICES": str(number + 1)},
-            stderr=subprocess.PIPE,
-            text=True,
+    monkeypatch.setattr(jax, "local_device_count", local_device_count)
+    for error in run_processes(lambda number: checks.check_processes(tmp_path)):
+        assert isinstance(error, UserError)
+        assert str(error) == (
+            "process 1: the number of its devices differs from process 0's (2; there 1); use the "
+            "same in all processes"
         )
-        for number in range(2)
-    ]
-    errors = [process.communicate(timeout=60)[1] for process in processes]
-    statuses = [process.returncode for process in processes]
-    # JAX aborts a process whose coordinator exits before it.
-    assert 1 in statuses and 0 not in statuses
-    assert errors[statuses.index(1)] == (
-        "error: process 1: the number of its devices differs from process 0's (2; there 1); use "
-        "the same in all processes\n"
-    )
-    assert not (tmp_path / "run").exists()
 
 
 def test_join_timeout(tmp_path):

@@ -53,7 +53,8 @@ class Entry:
     losses: dict[int, float]  # by order of batches
     cost: float | None
     known: str = "trained"  # see `Standing.known`
-    noise: float = 1.0  # expected variance of the losses over seeds, in that of a trained run
+    # variance of the losses over seeds, as a multiple of a trained run's; below 1 if interpolated
+    noise: float = 1.0
     parameters: float = 0.0  # interpolated, as the loss is; 0: those of the candidate
     tokens: float = 0.0
     untried: float = 0.0  # nats that the loss may be lower, with what was not tried
@@ -191,7 +192,9 @@ def is_scaling(record: Record) -> bool:
 
 
 def largest_common_size(runs: Sequence[Run]) -> str:
-    """Returns the largest SIZE at which all models have ended runs, else one with most models."""
+    """Returns the largest SIZE at which all models have finished or diverged runs, else one with
+    most models.
+    """
     sizes = grouped([run for run in runs if run.is_finished or run.diverged], lambda run: run.size)
 
     def rank(size: str) -> tuple[int, float]:

@@ -115,7 +115,9 @@ class Asked:
 
     # -------------------------------------------------------------- answers
     def choice(self, limit: float) -> Choice:
-        """Returns the answer to a limit; outside of all costs, with the contest at the nearest."""
+        """Returns the answer to a limit. Below all costs, or far above them, nothing is chosen, and
+        the contest is that at the nearest cost.
+        """
         answer = Choice(
             self.budget, limit, self.batch, self.front(), self.devices(), refusal="no cost"
         )
@@ -204,7 +206,9 @@ class Asked:
         return tuple(front)
 
     def devices(self) -> tuple[str, ...]:
-        """Returns the devices of the measurements of time, if there are several."""
+        """Returns the devices of the measurements of time, if there are several: their times cannot
+        be compared.
+        """
         names: dict[str, None] = {}
         for run in self.evidence.record.runs:
             if self.budget == "decode_ms" and run.inference:
@@ -238,7 +242,7 @@ def _has_near(costs: Sequence[float], limit: float) -> bool:
 
 
 def _largest_of_near(costs: Sequence[float]) -> list[float]:
-    """Returns of costs within a factor of NEAR the largest, in ascending order."""
+    """Groups costs within a factor of NEAR; returns the largest of each group, in ascending order."""
     kept: list[float] = []
     for cost in sorted(costs, reverse=True):
         if not kept or cost * NEAR < kept[-1]:
@@ -297,13 +301,14 @@ def _bound(lines: Lines, budget: float) -> Entry | None:
 def _with_potential(
     entry: Entry | None, rival: Lines, first: Entry, base: Lines, budget: float
 ) -> Entry | None:
-    """Returns a model with what it may gain from what was not tried; None if nothing is known.
+    """Returns a model with `untried`: how much lower its loss may be at `budget`, with what was not
+    tried; None if nothing is known.
 
     `entry` is what it has reached within the budget, None for a model that was trained only with
     more. `rival` are its lines, `base` those of `first`, the best model.
     """
-    # At the budget nearest to the first one's at which both have a line in common, the model
-    # differs from the first one by d. So at the budget, it may have the first one's loss + d.
+    # Where both have a line in common, nearest to the cost of the first one, the model differs from
+    # it by d. So at `budget`, it may have the first one's loss + d.
     common = nearest_common(rival, base, first.cost)
     potentials = [math.inf if entry is None else entry.loss]
     if common:
@@ -312,6 +317,7 @@ def _with_potential(
         if entry is None:
             entry = dataclasses.replace(nearest, known="dearer")
     if entry is None:
+        # The loss of a point just above the budget is already a lower bound: nothing to subtract.
         point = rival.above(budget)
         return point and Entry(point.candidate, point.candidate.losses, point.cost, "dearer")
     if entry.known == "cheaper":  # with all of the budget, its loss may go on falling as before

@@ -64,8 +64,11 @@ def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:
     ]
     models = [finite[index].model for index in order]
     level = evidence.pair_level
-    tried = dataclasses.replace(estimate, paired=estimate.paired - untried[:, None] + untried)
-    pairs = compare_pairs(models, tried.select(order), draws[:, order], level)
+    # so that verdicts after each seed allow for what was not tried, too
+    with_untried = dataclasses.replace(
+        estimate, paired=estimate.paired - untried[:, None] + untried
+    )
+    pairs = compare_pairs(models, with_untried.select(order), draws[:, order], level)
     if level and chosen:
         rivals = [pair.model for pair in pairs if pair.other == chosen and not pair.is_told]
         if rivals:  # the chosen model is the first, so it is `other` in its pairs
@@ -131,8 +134,8 @@ def _standing(entry: Entry, loss: float, interval: Range | None, probability: fl
 
 # ------------------------------------------------------------------ possible worlds
 def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.ndarray:
-    """Returns possible expected losses of models, shape (DRAWS, models); they may be lower than
-    measured by `untried`.
+    """Returns possible expected losses of models, shape (DRAWS, models). `untried` is subtracted
+    from the measured losses first.
 
     The lowest of several measured losses had luck, too. So the expected losses are drawn towards
     their common mean, as far as errors explain the differences (hierarchical normal model: Gelman
@@ -154,8 +157,8 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
     taus[-1] = max(taus[-1], np.ptp(means))
     # Mean of all models, for each τ, weighted by how well each loss determines it. (τ, models)
     weights = 1 / (taus[:, None] ** 2 + errors)
-    totals = weights.sum(1)
-    centers = (weights * means).sum(1) / totals
+    precisions = weights.sum(1)  # of the mean of all
+    centers = (weights * means).sum(1) / precisions
     # Density of each measured loss, for each τ and possible variance. (τ, models, _QUANTILES)
     variances = _possible_variances(errors, degrees)
     total = taus[:, None, None] ** 2 + variances
@@ -163,15 +166,16 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
     tops = logs.max(2, keepdims=True)
     densities = np.exp(logs - tops)
     # How well each τ explains all losses, with the common mean integrated out.
-    evidence = (np.log(densities.mean(2)) + tops[..., 0]).sum(1) - 0.5 * np.log(totals)
+    evidence = (np.log(densities.mean(2)) + tops[..., 0]).sum(1) - 0.5 * np.log(precisions)
     evidence = np.exp(evidence - evidence.max())
-    # The worlds.
+    # For each world, draw τ, then for each model a variance by its density given this τ (from the
+    # inverse of the cumulative density), then the mean of all, then the expected losses.
     world = rng.choice(len(taus), size=DRAWS, p=evidence / evidence.sum())
     cumulative = densities.cumsum(2)
     thresholds = rng.random((DRAWS, len(means), 1)) * cumulative[world, :, -1:]
     picked = (thresholds > cumulative[world]).sum(2)
     variance = variances[np.arange(len(means)), picked]
-    center = centers[world] + rng.standard_normal(DRAWS) / np.sqrt(totals[world])
+    center = centers[world] + rng.standard_normal(DRAWS) / np.sqrt(precisions[world])
     share = taus[world][:, None] ** 2 / (taus[world][:, None] ** 2 + variance)
     noise = np.sqrt(share * variance) * rng.standard_normal(variance.shape)
     return center[:, None] + share * (means - center[:, None]) + noise
@@ -204,7 +208,9 @@ def compare_pairs(
 def _pair(
     models: tuple[str, str], difference: Difference, draws: np.ndarray, pair_level: float | None
 ) -> Pair:
-    """`draws` are differences that the true one may be, given the runs."""
+    """Returns the verdict on the first model against the second: by `draws`, which are differences
+    that the true one may be, given the runs; with a level, by the sequential test.
+    """
     orders, mean = difference.orders, difference.mean
     if difference.degrees == 0:  # no model has two seeds
         return Pair(*models, orders, mean, None, 0.5, "cannot tell", None)
@@ -225,7 +231,9 @@ def _pair(
 
 
 def seeds_needed(difference: Difference, pair_level: float | None = None) -> Range:
-    """Returns how many seeds per model decide with 80% power; with a level, sequentially."""
+    """Returns how many seeds per model decide with 80% power; with a level, by the test that may be
+    looked at after each seed.
+    """
     # A difference δ of two models whose runs of one order differ with the variance σ² needs
     #     n = (1.96 + 0.84)² · σ²/δ² + 1.96²/2
     # seeds: 7.85 · (0.02/0.02)² + 1.9 = 10 (Student's t for the normal distribution costs the second

@@ -165,7 +165,9 @@ def describe_curves(runs: Sequence[Run]) -> tuple[Curve, ...]:
 
 
 def _curve(name: str, runs: Sequence[Run]) -> Curve:
-    """Evaluations on other validation rows than the last one are left out."""
+    """Returns mean losses over the seeds by step; no points if seeds end on different validation
+    rows. Evaluations on other rows than the last one are left out.
+    """
     targets = {run.last.targets for run in runs if run.last}
     if len(targets) != 1 or any(not run.last for run in runs):
         return Curve(name, ())
@@ -197,7 +199,9 @@ def spread_of(values: Sequence[float | None]) -> Spread | None:
 
 # ------------------------------------------------------------------ further measures
 def describe_measures(runs: Sequence[Run], compare_pairs: ComparePairs) -> tuple[Measure, ...]:
-    """Returns the measures of finished runs. `compare_pairs` gets those that are tested."""
+    """Returns the measures of finished runs. `compare_pairs` is called for those of _TESTED; the
+    others have no verdicts.
+    """
     finished = [run for run in runs if run.is_finished and not run.diverged]
     measures = []
     for kind, measure_of in _MEASURES:

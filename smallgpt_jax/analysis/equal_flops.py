@@ -49,6 +49,7 @@ class Node:
 
 
 def find_orders(evidence: Evidence, reference: str) -> tuple[Order, ...]:
+    """Returns one order per other model."""
     return tuple(
         _order(model, reference, compare_at_nodes(rival, base, evidence), evidence)
         for model, rival, base in _rivals(evidence, reference)
@@ -143,6 +144,7 @@ def _segments(nodes: Sequence[Node], verdicts: Sequence[str | None]) -> tuple[Se
 def find_multipliers(
     evidence: Evidence, reference: str, budgets: Sequence[float]
 ) -> tuple[Multiplier, ...]:
+    """Returns one per other model and budget, refused ones, too."""
     return tuple(
         multiplier(rival, base, budget, evidence)
         for _, rival, base in _rivals(evidence, reference)
@@ -211,7 +213,9 @@ def _crossing(line: Sequence[Point], loss: float) -> tuple[Entry, float] | str:
 
 # ------------------------------------------------------------------ what was not tried
 def find_untried(evidence: Evidence) -> dict[str, float]:
-    """Returns {name: tokens per parameter} where the longest training is its model's best."""
+    """Returns {name: tokens per parameter} where the longest training is its model's best, so that
+    still more tokens may be better at these FLOPs.
+    """
     lines = _lines(evidence)
     untried = {}
     for one in longest(evidence.candidates):

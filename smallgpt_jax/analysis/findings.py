@@ -72,7 +72,7 @@ class Standing:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The verdict on two models: the only one for these runs, wherever it is shown."""
+    """The verdict on two models. Tables, text and figures all show this one."""
 
     model: str
     other: str
@@ -237,8 +237,8 @@ class Multiplier:
 class Decisions:
     """Pairs of models at the largest size whose order is decided there."""
 
-    right: int
-    pairs: int
+    right: int  # of `pairs`, how many a prediction has ordered rightly
+    pairs: int  # with a verdict
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ _OUTCOMES = 200  # possible losses of a run, equally probable
 # ------------------------------------------------------------------ costs
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The price of runs; None if one of them has not counted its FLOPs or logged its speed."""
+    """The price of runs; a field is None if one of them has not logged it."""
 
     runs: int
     flops: float | None
@@ -35,7 +35,9 @@ class Cost:
 
 
 def cost_of(runs: Sequence[Run], shares: Sequence[float] | None = None) -> Cost:
-    """Returns the cost of shares of runs, by default of those steps that were not copied."""
+    """Returns the cost of the runs, each times its share; by default, the share of the steps that it
+    has not copied from its longest run.
+    """
     shares = [run.own_share for run in runs] if shares is None else shares
 
     def total(field: str) -> float | None:
@@ -140,6 +142,7 @@ def next_runs(evidence: Evidence) -> list[NextRun]:
 
 
 def _runs_of_size(candidates: Sequence[Candidate], evidence: Evidence) -> list[NextRun]:
+    """Returns one further seed of each candidate, with what it is expected to gain."""
     losses = spreads.matrix([one.losses for one in candidates])
     estimate = spreads.estimate(losses, evidence.prior_at(candidates[0]))
     draws = draw_losses(estimate)

@@ -40,7 +40,7 @@ FORMS = {  # of laws
     "size and tokens": ("1", "log N", "log D"),
     "size times tokens": ("1", "log N", "log D", "log N · log D"),
 }
-ContestAt = Callable[[str], Contest | None]  # the longest runs of a size
+ContestAt = Callable[[str], Contest | None]  # size → contest of its longest runs
 
 
 class Target(NamedTuple):
@@ -76,7 +76,9 @@ def missing(targets: Sequence[Target]) -> str:
 
 # ------------------------------------------------------------------ fits
 def fit(form: str, targets: Sequence[Target]) -> dict[str, float]:
-    """Returns {term: coefficient} of one model; the shortest vector, if they do not determine it."""
+    """Returns {term: coefficient} of one model; the solution with the least norm, if the losses do
+    not determine it.
+    """
     terms = _terms(form, targets)
     losses = np.log([target.loss for target in targets])
     coefficients, *_ = np.linalg.lstsq(terms, losses, rcond=None)

@@ -54,12 +54,16 @@ class Lines:
         return min(affordable, key=lambda point: point.candidate.loss, default=None)
 
     def above(self, budget: float) -> Point | None:
-        """Returns the cheapest point just above the budget. The loss at the budget is higher."""
+        """Returns the cheapest point within NEAR above the budget; its loss is a lower bound for that
+        at the budget.
+        """
         near = [point for point in self.points if SAME * budget < point.cost <= NEAR * budget]
         return near[0] if near else None
 
     def steepness(self, candidate: Candidate) -> float | None:
-        """Returns the exponent with which the loss falls up to it, on its steepest line."""
+        """Returns e of loss ∝ cost^−e between the candidate and the point before it, the largest
+        over its lines.
+        """
         slopes = []
         for line in self.lines.values():
             for before, after in itertools.pairwise(line):
@@ -141,7 +145,9 @@ def _read(line: Sequence[Point], budget: float) -> Entry | None:
 
 
 def interpolate(before: Point, after: Point, budget: float) -> Entry | None:
-    """Returns None if the two candidates have no order of batches in common."""
+    """Returns the model at a budget between two points: for each order of batches that both have,
+    the loss is interpolated linearly in logarithms. None if they have none in common.
+    """
     # The share of the way: a budget of 2 between costs of 1 and 4 is half of it.
     share = math.log(budget / before.cost) / math.log(after.cost / before.cost)
 

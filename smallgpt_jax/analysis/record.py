@@ -362,7 +362,7 @@ def content(record: Record) -> dict[str, Any]:
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    """Both the groups and their items are in the order of `items`."""
+    """Returns {key: items}. Groups and their items are in the order of `items`."""
     groups: dict[Any, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

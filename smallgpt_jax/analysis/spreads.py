@@ -32,7 +32,7 @@ class Prior:
 
     variance: float
     degrees: float  # it counts as much as a sample with so many degrees of freedom
-    total_degrees: float  # degrees of freedom of all samples together; no variance is known better
+    total_degrees: float  # of all samples; a shrunken variance gets at most so many
     least: float = 0.0  # no variance is taken to be smaller
 
     @property
@@ -44,7 +44,9 @@ class Prior:
         self, variances: np.ndarray, degrees: np.ndarray, noise: np.ndarray | float = 1.0
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the variances, drawn towards the typical one, and their degrees of freedom.
-        `noise` are the expected variances, in those of trained runs (see `Entry.noise`).
+
+        `noise`, as a multiple of the variance of trained runs, scales the typical variance, not the
+        samples; it is below 1 between two sizes (see `Entry.noise`).
         """
         degrees, prior = np.asarray(degrees, float), min(self.degrees, self.total_degrees)
         total = prior + degrees
@@ -68,18 +70,19 @@ def fit_prior(
     degrees = np.asarray(degrees, float)
     total_degrees = float(degrees.sum()) if total_degrees is None else total_degrees
     if len(variances) < 2:
+        # Nothing to compare: that variance, or 0, without weight.
         return Prior(float(variances.sum()), 0.0, total_degrees)
     # The logarithm of a sample variance with d degrees of freedom has the variance trigamma(d/2) if
     # all true variances are equal. What the logarithms vary more than that is how much the true
-    # variances differ: trigamma(degrees/2).
+    # variances differ: trigamma(d₀/2), where d₀ are the degrees of the prior.
     half = degrees / 2
     logs = np.log(variances) - special.digamma(half) + np.log(half)
     excess = logs.var(ddof=1) - special.polygamma(1, half).mean()
     if excess <= 0:  # no more than by chance: all have one variance
         return Prior(float((variances * degrees).sum() / degrees.sum()), math.inf, total_degrees)
-    prior = _inverse_trigamma(excess)
-    typical = math.exp(logs.mean() + special.digamma(prior) - math.log(prior))
-    return Prior(typical, 2 * prior, total_degrees)
+    half_of_prior = _inverse_trigamma(excess)
+    typical = math.exp(logs.mean() + special.digamma(half_of_prior) - math.log(half_of_prior))
+    return Prior(typical, 2 * half_of_prior, total_degrees)
 
 
 def _inverse_trigamma(value: float) -> float:
@@ -125,7 +128,7 @@ def prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) -> Prior:
     if not len(all_degrees):
         return prior
     has_three_seeds = all_degrees.max() > 1
-    if has_three_seeds and not _split(list(itertools.chain(*all_losses))):
+    if has_three_seeds and not _more_split_than_by_chance(list(itertools.chain(*all_losses))):
         return prior
     # A small variance may be luck: where losses split into modes, all seeds of a model may be in
     # one, and two seeds cannot tell. There, no variance is taken to be below the mean one.
@@ -266,9 +269,10 @@ class Estimate:
 
 
 def estimate(losses: np.ndarray, prior: Prior, noise: Sequence[float] = ()) -> Estimate:
-    """Returns the expected losses of models, (models, orders) with NaN for missing runs.
+    """Returns expected losses, and how well their differences are known.
 
-    `noise`, by model, is the expected variance of its losses in that of a trained run; () is 1.
+    `losses`: (models, orders), NaN where a model has no run. `noise`, by model: the variance of its
+    losses as a multiple of a trained run's; () is 1 for all.
     """
     known = ~np.isnan(losses)
     models = len(losses)
@@ -283,7 +287,8 @@ def estimate(losses: np.ndarray, prior: Prior, noise: Sequence[float] = ()) -> E
     shrunk, known_by = prior.shrink(variances[is_pair], degrees[is_pair], noise_of_pair[is_pair])
     all_variances, all_degrees = np.zeros(models**2), np.zeros(models**2)
     all_variances[is_pair], all_degrees[is_pair] = shrunk, known_by
-    # A run varies half as much as a difference, if orders have no effect.
+    # A run varies half as much as a difference, if orders have no effect. The least variance of
+    # differences says nothing of single runs.
     half = dataclasses.replace(prior, variance=prior.variance / 2, least=0.0)
     deviations = np.sqrt(half.shrink(*sample_variances(losses), noises)[0])
     return Estimate(
@@ -368,11 +373,12 @@ def _critical_ratio(count: int, level: float) -> float:
     return float(np.quantile(_ratio(samples), 1 - level))
 
 
-def _split(losses: Sequence[np.ndarray]) -> bool:
-    """Whether more of several models' losses over seeds split than normally distributed ones do.
+def _more_split_than_by_chance(losses: Sequence[np.ndarray]) -> bool:
+    """Whether the losses of too many models split into two modes over the seeds.
 
-    Of these, one sample in twenty splits by chance (_ONE_OF_TWENTY). More are no chance if so many
-    have a probability below _SEVERAL: 4 of 20 have 1.6%. One model with three seeds does not show it.
+    If losses are normal, each model splits with a probability of one in twenty (_ONE_OF_TWENTY).
+    Too many: so many or more have a probability below _SEVERAL; 4 of 20 have 1.6%. One model with
+    three seeds is never enough.
     """
     samples = [np.sort(of_model[~np.isnan(of_model)]) for of_model in losses]
     samples = [sample for sample in samples if len(sample) >= 3]
@@ -381,4 +387,5 @@ def _split(losses: Sequence[np.ndarray]) -> bool:
         count += _ratio(sample[None])[0] > _critical_ratio(len(sample), _ONE_OF_TWENTY)
     if count == 0:
         return False
+    # P(`count` or more), binomial
     return bool(special.bdtrc(count - 1, len(samples), _ONE_OF_TWENTY) < _SEVERAL)

@@ -33,7 +33,9 @@ _UNITS = {"flops": "FLOPs", "parameters": "tokens"}
 def with_equal_budgets(
     runs: dict[str, ConfigDict], reference: ConfigDict, compare: CompareConfig, output: Path
 ) -> dict[str, ConfigDict]:
-    """Returns the runs with the widths and numbers of steps that the budget allows."""
+    """Returns the runs with the widths and numbers of steps that the budget allows; may change
+    them in place.
+    """
     if compare.budget == "own":
         return runs
     if compare.budget == "seconds":
@@ -126,7 +128,7 @@ def require_measurable(runs: dict[str, ConfigDict], output: Path, may_measure: b
 
 
 def measured_speeds(runs: dict[str, ConfigDict | Config], output: Path) -> dict[str, float]:
-    """Returns {name: steps per second}, measured once per run and stored in speeds.json."""
+    """Returns {name: steps per second}, measured once per config and stored in speeds.json."""
     output.mkdir(parents=True, exist_ok=True)
     with file_lock(output / LOCK_FILE, wait=True):  # only one process measures at a time
         speeds = _read_speeds(output)

@@ -37,7 +37,7 @@ class Counts:
 
 
 def count(config: Config) -> Counts:
-    """Heads for further tokens count as training, not as parameters."""
+    """Returns the counts of a config. Heads for further tokens count as training, not as parameters."""
     model = models.LanguageModel(config.model)
     objective = make_objective(config.train, model, **future_terms(config.train, model))
     return _count_once(model, tuple(objective.terms.items()), config.optimizer.name)

@@ -70,12 +70,12 @@ def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
     losses = outcomes.losses()
     planned = outcomes.comparison.expected_runs(losses)
     missing = [run for run in planned if run.folder not in losses]
-    may_miss = []
+    missing_at_most = []
     if outcomes.comparison.rounds:
         most_runs = outcomes.comparison.expected_runs(losses, at_most=True)
-        may_miss = [run for run in most_runs if run.folder not in losses]
+        missing_at_most = [run for run in most_runs if run.folder not in losses]
     configs = {}
-    for name, runs in grouped([*missing, *may_miss], lambda run: run.name).items():
+    for name, runs in grouped([*missing, *missing_at_most], lambda run: run.name).items():
         configs[name] = max(runs, key=lambda run: run.config.train.steps).config
     speeds = _speeds(configs, outcomes.comparison.output, topology)
     most = max(configs.values(), key=_tokens, default=None)  # None: all runs are finished
@@ -89,7 +89,7 @@ def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
         corpus_tokens,
         topology or f"{jax.device_count()} × {device_name(jax.devices()[0])}",
         bool(topology),
-        _costs(may_miss, configs, speeds),
+        _costs(missing_at_most, configs, speeds),
     )
 
 

@@ -74,7 +74,7 @@ def _started_held_out(outcomes: Outcomes) -> str | Path | None:
 
 
 def _target(run: PlannedRun) -> Target:
-    """Returns a run before it is trained."""
+    """Returns a planned run as a target, without a loss."""
     tokens = round(run.config.train.steps * budget.tokens_per_step(run.config))
     return Target(model_of(run.name), size_of(run.name), num_parameters(run.config), tokens)
 
@@ -84,8 +84,9 @@ def require_enough_runs(comparison: Comparison) -> None:
     names = comparison.held_out_names
     if not names or (comparison.output / PREDICTIONS_FILE).exists():
         return
-    rates = dataclasses.replace(comparison, multiples=())  # the learning rates do not matter here
-    planned = [_target(run) for run in rates.runs({}) if not run.is_held_out]
+    # With a grid of learning rates, `runs` would end with it, because the best are not known yet.
+    without_grid = dataclasses.replace(comparison, multiples=())
+    planned = [_target(run) for run in without_grid.runs({}) if not run.is_held_out]
     for model in dict.fromkeys(map(model_of, names)):
         lack = laws.missing([target for target in planned if target.model == model])
         if lack:

@@ -64,7 +64,9 @@ def _require_texts(path: Path, runs: Sequence[Run]) -> None:
 
 
 def _merged_grids(records: Sequence[Record], names: Sequence[str], keys) -> dict[str, Grid]:
-    """Returns a name's first grid, or one whose seed is in a mean, of which the report warns."""
+    """Returns {name: grid}: the first of several, but one whose seed is in its mean replaces it, so
+    that the report warns of it.
+    """
     grids: dict[str, Grid] = {}
     for record in records:
         for name, grid in record.learning_rates.items():

@@ -24,6 +24,8 @@ _RATES = ("optimizer.learning_rate", "optimizer.final_learning_rate")
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
+    """The runs of a comparison as far as known: of workdirs, else of `record`."""
+
     comparison: Comparison
     text: Corpus
     record: Record | None = None  # of runs that were trained elsewhere
@@ -72,7 +74,9 @@ class Outcomes:
         )
 
     def recorded(self, planned: PlannedRun) -> Run | None:
-        """Returns the recorded run in place of `planned`; None if there is none, or a workdir."""
+        """Returns the recorded run in place of `planned`; None if the record lacks it, or if it has a
+        workdir here, which takes precedence.
+        """
         if self.record is None or _has_started(planned):
             return None
         config = planned.config

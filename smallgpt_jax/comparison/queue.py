@@ -162,7 +162,8 @@ def describe(run: PlannedRun) -> str:
 
 
 def free_programs(model: ModelConfig, compiled: set[ModelConfig]) -> None:
-    """Frees compiled programs, except those that `shared_program` keeps, for the next model.
+    """Before a further model, frees the compiled programs of MAX_COMPILED others, except those that
+    `shared_program` keeps.
 
     `compiled` are the models whose programs JAX may still have.
     """

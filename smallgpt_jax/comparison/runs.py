@@ -89,9 +89,10 @@ class Comparison:
     def expected_runs(
         self, losses: Mapping[Path, float], at_most: bool = False
     ) -> list[PlannedRun]:
-        """Returns `runs`, and with learning rates that are not known yet, the other runs, too,
-        assuming that no grid is extended further, and that no seeds are added; `at_most`: that all
-        are that may be.
+        """Returns all runs that the comparison will have, by what is known.
+
+        Names whose grid of learning rates is not finished count at multiple 1, no grid is extended,
+        and no seeds are added; `at_most`: all that may be added are.
         """
         counts = self._num_seeds(losses, self._multiples(losses), at_most)
         runs = self._runs_at(self._multiples(losses, unknown=1.0), counts)
@@ -223,7 +224,9 @@ def _shorter_run(run: PlannedRun, horizon: float) -> PlannedRun:
 
 
 def shortened(config: Config, horizon: float) -> Config:
-    """The warmup is not shortened, because runs of all horizons have it in common."""
+    """Returns the config of a run of `horizon` times the steps. The warmup is not shortened, because
+    runs of all horizons have it in common.
+    """
     return config.replace(
         train={"steps": round(horizon * config.train.steps)},
         optimizer={"decay_steps": round(horizon * config.optimizer.decay_steps)},

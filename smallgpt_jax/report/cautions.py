@@ -74,7 +74,7 @@ def _learning_rates(findings: Findings) -> list[str]:
 
 
 def _untried(findings: Findings, runs: Sequence[Run]) -> list[str]:
-    """Returns that longer training of some sizes may be better: there, the longest is the best."""
+    """Warns of names whose longest training is their model's best: more tokens may be better still."""
     if not findings.untried:
         return []
     ratios = findings.untried.values()

@@ -28,7 +28,7 @@ CHOSEN = "runs/chosen"  # output of the command that trains the chosen model
 CHOSEN_SIZE = "runs/chosen-size"  # workdir of `Answer.sized_command`
 MORE_SEEDS = "runs/more-seeds"  # output of the command that trains them
 NEXT_RUN = "runs/next"  # output of the command of `choose --next`
-STAKE = 0.01  # nats; with less at stake, no run is worth it
+LEAST_STAKE = 0.01  # nats; with less at stake, no run is worth it
 SAME_BUDGET = 1.01  # ratio of costs up to which a run is trained again with its own steps
 
 
@@ -57,8 +57,8 @@ def choose(results: str | Path, budget: str, limit: float, batch: int = 1) -> An
     shows the answer.
 
     `budget` is a key of `analysis.candidates.BUDGETS`, such as "flops"; `batch` is the batch size of
-    decoding. Raises UserError for an unknown budget, a damaged file, one without finished runs, and a
-    budget below one training step.
+    decoding. Raises UserError for an unknown budget, a damaged file, one without finished runs or with
+    losses that cannot be compared, and a budget below one training step.
     """
     if budget not in BUDGETS:
         raise UserError(
@@ -170,7 +170,9 @@ def _with_seeds(answer: Answer, contest: Contest, record: Record, results: str) 
 
 
 def _cost_of_name(name: str, record: Record) -> Cost:
-    """Returns the cost of the runs of one seed, after a grid of learning rates where there is one."""
+    """Returns the cost of the runs of one seed, and of a grid of learning rates where there is one,
+    which the command trains, too.
+    """
     runs = [run for run in record.runs if run.name == name]
     runs = [run for run in runs if run.seed == runs[0].seed]
     shares = [run.own_share for run in runs]
@@ -232,7 +234,7 @@ class Advice:
         return "\n".join(lines)
 
 
-def choose_next(results: str | Path, stake: float = STAKE) -> Advice:
+def choose_next(results: str | Path, stake: float = LEAST_STAKE) -> Advice:
     """Returns the run (model, size and seed) that lowers the expected loss at stake in a comparison's
     results.json most per FLOP, with the command that trains it; print() shows the advice.
 

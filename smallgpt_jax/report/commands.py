@@ -62,7 +62,9 @@ def train_sized(run: Run, flops: float, workdir: str) -> str:
     if sized is None:
         return ""
     recipe, config = sized
-    following = ModelConfig.shape({"d_model": 64})  # the names count, not the values
+    following = ModelConfig.shape(
+        {"d_model": 64}
+    )  # only its fields count: a recipe sets them itself
     flags = []
     for field, value in run.config.items():
         group, _, name = field.partition(".")

@@ -82,7 +82,8 @@ def ranking(contest: Contest, runs: Sequence[Run]) -> Figure:
     figure = Figure(figsize=(5.2, 1.2 + 0.34 * len(finite)), layout="constrained")
     plot = figure.subplots()
     style_axes(plot, LOSS, "")
-    seeds = grouped((run for run in runs if run.is_finished), lambda run: run.name)
+    longest = [run for run in runs if run.is_finished and run.horizon == 1]  # as ranked
+    seeds = grouped(longest, lambda run: run.name)
     for height, one in enumerate(from_below):
         if one.interval:
             plot.hlines(height, one.interval.low, one.interval.high, color=COLORS[5], linewidth=8)
@@ -163,9 +164,11 @@ def _means_by_block(runs: Sequence[Run], measure: str) -> list[tuple[int, float]
     return points
 
 
-# ------------------------------------------------------------------ style
+# ------------------------------------------------------------------ losses of the paper
 def read_logged(path: Path) -> LoggedCurves:
-    """Reads a CSV file of losses, by steps of PAPER_TOKENS_PER_STEP. Raises UserError."""
+    """Returns {model: [(tokens, loss)]}; a step in the file is PAPER_TOKENS_PER_STEP tokens. Raises
+    UserError for another file.
+    """
     curves: LoggedCurves = {}
     try:
         with path.open(newline="", encoding="utf-8") as file:

@@ -75,7 +75,7 @@ def title(record: Record) -> str:
     if len(names) < 2:
         return record.title
     hidden = len(names[MAX_NAMES:])
-    more = f" and {hidden} others" if hidden else ""
+    more = f" and {hidden} more" if hidden else ""
     return f"{record.title}: {', '.join(names[:MAX_NAMES])}{more}"
 
 

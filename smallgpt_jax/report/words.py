@@ -288,6 +288,9 @@ def multiplier(value: Multiplier) -> str:
 
 
 def segments(ranges: Sequence[Segment]) -> str:
+    """Returns, for example, "1e15 to 3e16: gpt; 3e16 to 1e17: cannot tell". Ranges too short to show
+    are left out, and their neighbours joined.
+    """
     if not ranges:
         return "not trained with common budgets"
     visible = [one for one in ranges if exponent(one.low, 2) != exponent(one.high, 2)]
@@ -301,7 +304,9 @@ def segments(ranges: Sequence[Segment]) -> str:
 
 # ------------------------------------------------------------------ selections
 def by_budget(findings: Findings) -> list[tuple[str, list[Choice]]]:
-    """Returns the answers by kind of budget; a single one of training is that of the ranking."""
+    """Returns the answers by kind of budget. Without two budgets of FLOPs that compare models
+    directly, these are left out: the ranking already answers them.
+    """
     groups = grouped(findings.choices, lambda one: one.budget)
     if len(direct_choices(findings)) < 2:
         groups.pop("flops", None)

@@ -1,4 +1,5 @@
-"""Every reader of bytes that somebody else may have written gets 200 mutations of a valid file, or 80.
+"""Every reader of bytes that somebody else may have written gets 200 mutations of a valid file, 80
+if the file is one of a checkpoint.
 
 It returns a valid value or raises UserError, whose message is one or two lines, at once and in
 little memory. No other exception is allowed, not even a BaseException, as Rust's panics are.

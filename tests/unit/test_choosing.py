@@ -170,7 +170,7 @@ def test_the_command(tmp_path):
         assert (done.returncode, message in done.stderr) == (status, True), done.stderr
 
 
-@pytest.mark.parametrize("name", ["pgpt", "delta"])
+@pytest.mark.parametrize("name", ["llama", "delta"])
 def test_the_sized_command_trains_the_architecture_with_the_budget(name):
     """delta has no recipe of its own. FLOPs are counted as training counts them."""
     record = "mixers" if name == "delta" else "scaling"

@@ -23,7 +23,7 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.checks import check_config
 from smallgpt_jax.training.size_messages import size_messages
 
-RECIPES = ("gpt", "llama", "pgpt", "lgpt", "cgpt", "moe", "mamba", "hybrid")
+RECIPES = ("gpt", "llama", "pgpt", "lgpt", "moe", "mamba", "hybrid")
 
 
 def sized(recipe: str, **overrides) -> Config:

@@ -18,12 +18,33 @@ from smallgpt_jax.ops.key_value_cache import CachedKeys, cached_attention
 TIME = 256
 
 
-def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None, causal=True):
-    """Returns attention outputs, computed in float64. Applies the rules of the mask one by one."""
+def oracle(q, k, v, segments=None, slopes=None, **options):
+    """Returns attention outputs, computed in float64."""
+    weights, _, _, v = attention_weights(q, k, v, segments, slopes, **options)
+    return weights @ v
+
+
+def oracle_gradients(q, k, v, dy, segments=None, **options):
+    """Returns the gradients of q, k and v for the gradient `dy` of the outputs, in float64."""
+    groups, dy = k.shape[1], np.asarray(dy, np.float64)
+    weights, q, k, v = attention_weights(q, k, v, segments, **options)
+    dweights = dy @ np.swapaxes(v, 2, 3)
+    dscores = weights * (dweights - np.sum(weights * dweights, axis=-1, keepdims=True))
+    dscores /= np.sqrt(q.shape[-1])
+    by_head = np.swapaxes(dscores, 2, 3) @ q, np.swapaxes(weights, 2, 3) @ dy
+    # Heads that share keys add their gradients.
+    dk, dv = (x.reshape(len(x), groups, -1, *x.shape[2:]).sum(axis=2) for x in by_head)
+    return dscores @ k, dk, dv
+
+
+def attention_weights(q, k, v, segments=None, slopes=None, window=0, prefix=None, causal=True):
+    """Returns the attention weights, (B, H, T, T), and q, k and v, each with all heads, in float64.
+    Applies the rules of the mask one by one.
+    """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     heads, per_group = q.shape[1], q.shape[1] // k.shape[1]
     k, v = (np.stack([x[:, h // per_group] for h in range(heads)], axis=1) for x in (k, v))
-    scores = np.einsum("bhtk,bhsk->bhts", q, k) / np.sqrt(q.shape[-1])
+    scores = q @ np.swapaxes(k, 2, 3) / np.sqrt(q.shape[-1])
     time = q.shape[2]
     distances = np.subtract.outer(np.arange(time), np.arange(time))
     if slopes is not None:
@@ -36,14 +57,15 @@ def oracle(q, k, v, segments=None, slopes=None, window=0, prefix=None, causal=Tr
         may_see = may_see & (segments[:, :, None] == segments[:, None])
     scores = np.where(may_see[:, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.einsum("bhts,bhsk->bhtk", weights / weights.sum(axis=-1, keepdims=True), v)
+    return weights / weights.sum(axis=-1, keepdims=True), q, k, v
 
 
 def inputs(batch=2, heads=2, head_width=16, groups=None, time=TIME):
     """Returns random queries, keys and values, and random weights for a weighted sum of the
     attention outputs.
     """
-    q, k, v, weights = jax.random.normal(jax.random.key(0), (4, batch, heads, time, head_width))
+    shape = (4, batch, heads, time, head_width)
+    q, k, v, weights = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     return q, k[:, :groups], v[:, :groups], weights
 
 
@@ -87,7 +109,7 @@ def value_and_gradients(q, k, v, weights, mask, **options):
     ],
 )
 def test_backends_match_the_formula(backend, head_width, groups, window, has_segments, is_causal):
-    """The outputs match the formula, and the gradients match those of the reference backend.
+    """The outputs and gradients match the formulas.
 
     Covers keys shared by two query heads, and attention windows shorter and longer than a chunk of
     queries.
@@ -99,9 +121,7 @@ def test_backends_match_the_formula(backend, head_width, groups, window, has_seg
     np.testing.assert_allclose(
         y, oracle(q, k, v, segments, window=window, causal=is_causal), rtol=1e-4, atol=1e-5
     )
-    # Gradients are compared with the reference backend, whose gradients are tested against finite
-    # differences.
-    expected = value_and_gradients(q, k, v, weights, mask, backend="reference")[1:]
+    expected = oracle_gradients(q, k, v, weights, segments, window=window, causal=is_causal)
     for found, gradient in zip(gradients, expected):
         np.testing.assert_allclose(found, gradient, rtol=1e-3, atol=1e-4)
 
@@ -114,7 +134,6 @@ def test_backends_match_the_formula(backend, head_width, groups, window, has_seg
         (64, 2, 1, 0, 128),
         (16, 2, 1, 128, 384),
         (16, 1, 1, 130, 384),
-        (16, 1, 1, 383, 384),
         (16, 2, 1, 256, 768),
         (16, 1, 1, 512, 1024),
         (16, 1, 1, 520, 1024),
@@ -131,7 +150,7 @@ def test_flash_attention_matches_the_formula(head_width, heads, groups, window, 
     q, k, v, weights = inputs(heads=heads, head_width=head_width, groups=groups, time=time)
     y, *gradients = value_and_gradients(q, k, v, weights, AttentionMask(window), backend="flash")
     np.testing.assert_allclose(y, oracle(q, k, v, window=window), rtol=1e-4, atol=1e-5)
-    expected = value_and_gradients(q, k, v, weights, AttentionMask(window), backend="reference")[1:]
+    expected = oracle_gradients(q, k, v, weights, window=window)
     for found, gradient in zip(gradients, expected):
         np.testing.assert_allclose(found, gradient, rtol=1e-3, atol=1e-4)
 
@@ -142,11 +161,9 @@ def test_flash_attention_of_large_scores_is_finite():
     """
     q, k, v, weights = inputs(heads=1, time=384)
     q, k = 1000 * jnp.sign(q), jnp.sign(k)
-    for found in value_and_gradients(q, k, v, weights, AttentionMask(), backend="flash"):
-        assert np.isfinite(found).all()
-    np.testing.assert_allclose(
-        value(q, k, v, AttentionMask(), backend="flash"), oracle(q, k, v), rtol=1e-4, atol=1e-4
-    )
+    y, *gradients = value_and_gradients(q, k, v, weights, AttentionMask(), backend="flash")
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+    np.testing.assert_allclose(y, oracle(q, k, v), rtol=1e-4, atol=1e-4)
 
 
 def test_a_window_of_the_whole_row_equals_full_attention_bit_for_bit():
@@ -264,19 +281,18 @@ def test_reference_gradients_match_finite_differences_of_the_formula():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend, groups", [("splash", 2), ("splash", 1), ("flash", 4), ("flash", 1)]
-)
+@pytest.mark.parametrize("backend, groups", [("splash", 2), ("splash", 1), ("flash", 1)])
 def test_kernel_on_a_mesh(backend, groups):
-    """On a mesh, the kernels give the outputs and gradients of the reference backend.
+    """On a mesh, the kernels give the outputs and gradients of the formulas.
 
     Rows are sharded over the mesh axes `data` and `fsdp`, and heads are sharded over `tensor`.
     Covers a single key head, which cannot be sharded over the two devices of `tensor`.
     """
     mesh = sharding.make_mesh(sharding.MeshConfig(data=2, fsdp=2, tensor=2, path=1))
     q, k, v, weights = inputs(batch=4, heads=4, groups=groups)
-    mask = AttentionMask(segment_ids_BxT=documents(4)) if backend == "splash" else AttentionMask()
-    expected = value_and_gradients(q, k, v, weights, mask, backend="reference")
+    segments = documents(4) if backend == "splash" else None
+    mask = AttentionMask(segment_ids_BxT=segments)
+    expected = oracle(q, k, v, segments), *oracle_gradients(q, k, v, weights, segments)
     with sharding.use_mesh(mesh):
         found = value_and_gradients(q, k, v, weights, mask, backend=backend)
     for a, b in zip(found, expected):

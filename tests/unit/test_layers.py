@@ -170,14 +170,16 @@ def test_final_norm(norm_position, compress_last_stage, has_final_norm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture, d_model", [("gpt", 768), ("pgpt", 64), ("cgpt", 64)])
-def test_initial_loss_is_uniform(architecture, d_model):
+@pytest.mark.parametrize(
+    "architecture, d_model, num_layers", [("gpt", 768, 1), ("pgpt", 64, 2), ("cgpt", 64, 2)]
+)
+def test_initial_loss_is_uniform(architecture, d_model, num_layers):
     """The initial loss of narrow and wide models is that of a uniform distribution over the
     vocabulary.
 
     Both widths are tested, because the initial std of some weights depends on the width.
     """
-    model = build(architecture, d_model=d_model, num_layers=2, mlp_ratio=1.0)
+    model = build(architecture, d_model=d_model, num_layers=num_layers, mlp_ratio=1.0)
     tokens, targets = np.random.default_rng(0).integers(0, 512, (2, 4, 64))
 
     @jax.jit

@@ -313,7 +313,6 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
 @pytest.mark.parametrize(
     "architecture, fields, matrices",
     [
-        ("gpt", {}, [(128, 128)] * 16 + [(128, 512)] * 8),
         (
             "gpt",
             {"num_kv_heads": 2, "mlp": "gated"},

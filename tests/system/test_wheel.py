@@ -55,8 +55,9 @@ def installed(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, sources / name)
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, sources)
-    pip("wheel", "--no-build-isolation", f"--wheel-dir={folder}", sources)
-    pip("install", "--no-compile", f"--target={folder / 'installed'}", *folder.glob("*.whl"))
+    # pip builds a wheel and installs it
+    target = f"--target={folder / 'installed'}"
+    pip("install", "--no-compile", "--no-build-isolation", target, sources)
     return folder / "installed"
 
 

@@ -266,7 +266,7 @@ def test_the_hybrid_recipe():
     """Delta has 6·D² parameters in its large matrices, as in the paper; the recipe's docstring names
     this number.
     """
-    paper = models.build(**load_config("hybrid", "paper").model)
+    paper = models.build(**load_config("hybrid", "paper", model__scan_layers=True).model)
     assert components(paper)["GatedDeltaNet"] == 9 * (
         6 * 768**2 + 2 * 768 * 12 + 4 * 12 * 4 * 48 + 2 * 12 + 96
     )

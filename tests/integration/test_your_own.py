@@ -5,6 +5,7 @@ repository.
 import importlib
 import json
 import re
+import shutil
 import sys
 
 import flax.linen as nn
@@ -280,23 +281,22 @@ def test_state_is_saved_and_restored(text_file, tmp_path):
     uninterrupted run.
     """
 
-    def config(steps):
-        return own_config(
-            "my_models.calm:Calm",
-            data__source=str(text_file),
-            data__validation_fraction=0.2,
-            mesh__data=8,
-            optimizer__decay_steps=40,
-            train__steps=steps,
-            train__eval_every=2,
-            train__eval_steps=1,
-            train__checkpoint_every=1,
-            train__log_every=1,
-        )
-
-    train(config(2), str(tmp_path / "whole"))
-    train(config(1), str(tmp_path / "parts"))
-    train(config(2), str(tmp_path / "parts"))
+    config = own_config(
+        "my_models.calm:Calm",
+        data__source=str(text_file),
+        data__validation_fraction=0.2,
+        mesh__data=8,
+        optimizer__decay_steps=40,
+        train__steps=2,
+        train__eval_every=2,
+        train__eval_steps=1,
+        train__checkpoint_every=1,
+        train__log_every=1,
+    )
+    train(config, str(tmp_path / "whole"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "2")
+    train(config, str(tmp_path / "parts"))
     whole, parts = (inference.load_trained(tmp_path / name) for name in ("whole", "parts"))
     assert jax.tree.leaves(whole.model_state)
     for a, b in zip(

@@ -181,8 +181,7 @@ def test_gradient_of_the_distance(teacher):
     "architecture, fields",
     [
         ("gpt", {"model__dropout": 0.3}),
-        ("gpt", {"model__mlp": "moe", "model__num_experts": 4, "model__remat": "full"}),
-        ("pgpt", {}),
+        ("pgpt", {"model__mlp": "moe", "model__num_experts": 4, "model__remat": "full"}),
         ("cgpt", {"model__attention_windows": (4, 0), "model__blocks_per_stage": 1}),
     ],
 )

@@ -64,6 +64,7 @@ def test_hours_and_prices_are_of_training(flag):
 
 
 def test_a_price_stays_beside_the_json():
-    done = call("plan", "--config=configs/gpt.py:tiny", "--topology=cpu:1", "--json", "--price=2")
+    config = "--config=configs/gpt.py:tiny", "--config.model.num_layers=1"
+    done = call("plan", *config, "--topology=cpu:1", "--json", "--price=2")
     assert done.returncode == 0 and json.loads(done.stdout)["devices"] == 1
     assert "hours not known" in done.stderr

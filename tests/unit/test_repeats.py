@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, init
+from conftest import build, forward, init
 from run_helpers import program_of
+from scipy.special import log_softmax
 
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.objectives.objective import Objective
@@ -49,10 +50,9 @@ def test_loss_of_repeats_in_validation():
     mask_BxT = np.arange(32) < 25
     batch = Batch(jnp.asarray(TOKENS), None, jnp.broadcast_to(mask_BxT, (6, 32)), None)
     program = program_of(model, Objective(loss_chunks=2), microbatches=2, eval_repeats=True)
-    sums = eval_step(program, {**params}, {}, batch)
-    logits_BxTxV = model.apply({"params": params}, TOKENS[:, :-1])
-    losses_BxTxV = -jax.nn.log_softmax(logits_BxTxV)
-    losses_BxT = np.take_along_axis(np.asarray(losses_BxTxV), TOKENS[:, 1:, None], 2)[..., 0]
+    sums = jax.jit(lambda params, batch: eval_step(program, params, {}, batch))(params, batch)
+    losses_BxTxV = -log_softmax(forward(model, params, TOKENS[:, :-1]), axis=-1)
+    losses_BxT = np.take_along_axis(losses_BxTxV, TOKENS[:, 1:, None], 2)[..., 0]
     is_counted_BxT = searched(TOKENS, 0 * SEGMENTS) & mask_BxT
     assert int(sums.repeats.counted) == is_counted_BxT.sum() > 10
     assert float(sums.repeats.loss) == pytest.approx(losses_BxT[is_counted_BxT].sum(), rel=1e-5)

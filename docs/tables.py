@@ -277,7 +277,10 @@ class Values:
 
     def pair(self, model: str, other: str) -> Pair:
         """Returns the verdict on two models of the ranking."""
-        return self.findings.ranking.pair(model, other)
+        pair = self.findings.ranking.pair(model, other)
+        if pair is None:
+            raise KeyError(f"{model} and {other}")
+        return pair
 
     def choice(self, budget: str, limit: float) -> Choice:
         return choice.choose(self.record, budget, limit)

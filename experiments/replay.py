@@ -4,7 +4,7 @@
     python experiments/replay.py --table=equal --records=300
     python experiments/replay.py --table=rounds --records=10000 --models=2 --effects=0
 
-Prints four tables; docs/records.md has the results:
+Prints four tables; docs/records.md has the results of the first three:
 
 - record: docs/results/scaling.json, its seeds in each order. Runs that the rounds would have trained,
   and the verdicts beside those of the fixed design with all seeds, by size and by budget

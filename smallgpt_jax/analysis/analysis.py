@@ -66,7 +66,9 @@ def _as_trained(evidence: Evidence, size: str | None) -> Contest | None:
 def _compare_measure(
     values: description.Values, reference: str, pair_level: float | None
 ) -> tuple[Pair, ...]:
-    """Returns verdicts against the reference; "lower" is the value, whichever is better."""
+    """Returns the verdicts on a measure, {name: {seed: value}}, against the reference. "lower" means
+    a lower value, whether or not that is better.
+    """
     names = [name for name in values if name != reference]
     if reference not in values or not names:
         return ()

@@ -111,7 +111,9 @@ class Evidence:
     equal: tuple[tuple[str, ...], ...]  # groups of models of one function
 
     def prior_at(self, candidate: Candidate) -> spreads.Prior:
-        """Returns the prior at the candidate's size and length: losses vary more at some."""
+        """Returns the prior at the candidate's size and length, because losses vary more at some than
+        at others; that of the record where few models were trained.
+        """
         return self.priors.get(_size_and_steps(candidate), self.prior)
 
     @property

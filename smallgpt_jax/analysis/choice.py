@@ -119,7 +119,12 @@ class Asked:
         the contest is that at the nearest cost.
         """
         answer = Choice(
-            self.budget, limit, self.batch, self.front(), self.devices(), refusal="no cost"
+            self.budget,
+            limit,
+            self.batch,
+            refusal="no cost",
+            front=self.front(),
+            devices=self.devices(),
         )
         if not self.costs:
             return answer
@@ -170,9 +175,9 @@ class Asked:
         """Returns entries of further models that only diverged, or whose cost is unknown."""
         diverged, unmeasured = [], []
         for model, group in grouped(self.candidates, lambda one: one.model).items():
-            without_cost = [one for one in group if self.cost_of(one) is None]
             if model in entered:
                 continue
+            without_cost = [one for one in group if self.cost_of(one) is None]
             if all(math.isinf(one.loss) for one in group):
                 diverged.append(Entry(group[0], group[0].losses, self.cost_of(group[0])))
             elif without_cost:
@@ -251,7 +256,9 @@ def _largest_of_near(costs: Sequence[float]) -> list[float]:
 
 
 def _powers_of_ten(costs: dict[str, list[float]]) -> list[float]:
-    """Returns the powers of ten that all models have, their largest cost, and the next power."""
+    """Returns the powers of ten within which all models were trained, their largest common cost, and
+    the next power; [] if they have no costs in common.
+    """
     low, high = max(map(min, costs.values())), min(map(max, costs.values()))
     if low >= high:
         return []
@@ -315,7 +322,8 @@ def _with_potential(
         nearest, base_entry = common
         potentials.append(first.loss + nearest.loss - base_entry.loss)
         if entry is None:
-            entry = dataclasses.replace(nearest, known="dearer")
+            # with the parameters and tokens of its runs, not those of a budget beyond
+            entry = dataclasses.replace(nearest, known="dearer", parameters=0.0, tokens=0.0)
     if entry is None:
         # The loss of a point just above the budget is already a lower bound: nothing to subtract.
         point = rival.above(budget)

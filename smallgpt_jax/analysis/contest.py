@@ -48,10 +48,14 @@ def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:
     losses = spreads.matrix([entry.losses for entry in finite])
     estimate = spreads.estimate(losses, prior, [entry.noise for entry in finite])
     # Models that were trained within the budget come first, by loss; of equal ones, the cheaper.
-    order = sorted(
-        range(len(finite)),
-        key=lambda i: (finite[i].known == "dearer", estimate.means[i], finite[i].cost or 0.0),
-    )
+    are_measured = any(entry.cost is not None for entry in finite)
+
+    def rank(index: int) -> tuple[bool, float, float]:
+        entry = finite[index]
+        is_within = entry.known != "dearer" and (entry.cost is not None or not are_measured)
+        return not is_within, estimate.means[index], entry.cost or 0.0
+
+    order = sorted(range(len(finite)), key=rank)
     first = order[0]
     # What the first one was not trained with does not count for it, but for the others.
     untried = np.array([entry.untried for entry in finite])
@@ -211,23 +215,26 @@ def _pair(
     """Returns the verdict on the first model against the second: by `draws`, which are differences
     that the true one may be, given the runs; with a level, by the sequential test.
     """
-    orders, mean = difference.orders, difference.mean
-    if difference.degrees == 0:  # no model has two seeds
-        return Pair(*models, orders, mean, None, 0.5, "cannot tell", None)
+    measured = (*models, difference.orders, difference.mean)
+    if difference.degrees == 0:  # no two models have two seeds
+        return Pair(*measured, None, 0.5, "cannot tell", None)
     probability = float((draws < 0).mean())
     if pair_level:
         half = difference.half_width_at_all_looks(pair_level)
-        low, high = difference.paired - half, difference.paired + half
-        is_told, is_lower = abs(difference.paired) > half, difference.paired < 0
+        interval = None
+        if math.isfinite(half):
+            interval = Range(difference.paired - half, difference.paired + half)
+        is_told = abs(difference.paired) > half
+        is_lower = difference.paired < 0
     else:
         low, high = np.quantile(draws, [LEVEL / 2, 1 - LEVEL / 2])
-        is_told, is_lower = max(probability, 1 - probability) >= CERTAIN, probability > 0.5
-    interval = Range(float(low), float(high)) if math.isfinite(low) else None
+        interval = Range(float(low), float(high))
+        is_told = max(probability, 1 - probability) >= CERTAIN
+        is_lower = probability > 0.5
     if not is_told:
         needed = seeds_needed(difference, pair_level)
-        return Pair(*models, orders, mean, interval, probability, "cannot tell", needed)
-    verdict = "lower" if is_lower else "higher"
-    return Pair(*models, orders, mean, interval, probability, verdict, None)
+        return Pair(*measured, interval, probability, "cannot tell", needed)
+    return Pair(*measured, interval, probability, "lower" if is_lower else "higher", None)
 
 
 def seeds_needed(difference: Difference, pair_level: float | None = None) -> Range:

@@ -159,8 +159,10 @@ def multiplier(rival: Lines, base: Lines, budget: float, evidence: Evidence) -> 
     def refuse(reason: str) -> Multiplier:
         return Multiplier(model, reference, budget, None, None, reason)
 
-    if any(max(map(len, one.lines.values())) < 2 for one in (rival, base)):
-        return refuse("one budget")
+    for one in (rival, base):
+        most_budgets = max(map(len, one.lines.values()))
+        if most_budgets < 2:
+            return refuse("one budget")
     if not evidence.prior.is_known or evidence.most_seeds < MIN_SEEDS:
         return refuse("few seeds")
     key = _common_key(rival, base, budget)

@@ -132,7 +132,7 @@ class Contest:
 
     @property
     def seeds_needed(self) -> Range | None:
-        """`Pair.seeds_needed` of the first two models that may be the best; None for one."""
+        """`Pair.seeds_needed` of the first two models that may be the best; None if only one may."""
         if len(self.possible) < 2:
             return None
         first, second, *_ = self.possible
@@ -173,14 +173,14 @@ class Choice:
     budget: str  # key of `candidates.BUDGETS`
     limit: float
     batch: int  # of decoding
-    front: tuple[FrontPoint, ...]  # over all candidates, cheapest first
-    devices: tuple[str, ...]  # of the measurements of this cost, if several
-    refusal: Refusal | None
     chosen: str | None = None
+    refusal: Refusal | None = None
     # At `limit`; if nothing is comparable there, at `compared_at`, the nearest budget with one.
     contest: Contest | None = None
     compared_at: float | None = None
     factor: float | None = None  # limit / nearest measured cost, of "nothing within" and "beyond"
+    front: tuple[FrontPoint, ...] = ()  # over all candidates, cheapest first
+    devices: tuple[str, ...] = ()  # of the measurements of this cost, if several
 
     @property
     def is_direct(self) -> bool:
@@ -198,7 +198,10 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The better of two models by training FLOPs; in 95% of the cases, all segments are right."""
+    """The better of two models over the training FLOPs that both were trained near.
+
+    The verdicts hold over all budgets together: with probability 95%, no segment names the worse.
+    """
 
     model: str
     other: str  # the reference

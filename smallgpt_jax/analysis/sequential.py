@@ -42,7 +42,8 @@ def interval(
 ) -> tuple[float, float]:
     """Returns the means that the evidence does not exclude: evidence(differences − mean) < 1/level.
 
-    With a probability of 1 − level, the intervals of all looks contain the true mean.
+    With a probability of 1 − level, the intervals of all looks contain the true mean. With few
+    differences, they have no limits.
     """
     count = len(differences)
     if count < 2:

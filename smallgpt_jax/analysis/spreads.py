@@ -37,7 +37,7 @@ class Prior:
 
     @property
     def is_known(self) -> bool:
-        """Whether any model has two seeds."""
+        """Whether two models have two seeds, so that their difference has a spread."""
         return self.total_degrees > 0
 
     def shrink(
@@ -186,13 +186,17 @@ class Difference:
     paired: float = math.nan  # mean over the orders that both have read
 
     def half_width(self, probability: float) -> float:
-        """Returns half the interval that contains the difference with a probability, or inf."""
+        """Returns half the width of the interval that contains the difference with a probability;
+        inf if the spread is unknown.
+        """
         if self.degrees == 0:
             return math.inf
         return float(special.stdtrit(self.degrees, (1 + probability) / 2)) * self.error
 
     def half_width_at_all_looks(self, level: float) -> float:
-        """Returns half the interval around `paired` that holds after all rounds, at a level."""
+        """Returns half the width of the interval around `paired` that contains the difference after
+        all rounds, except with the probability `level`.
+        """
         return sequential.half_width(self.orders, self.variance, self.degrees, level)
 
 

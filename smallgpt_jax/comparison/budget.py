@@ -56,7 +56,7 @@ def with_equal_budgets(
 def _set_steps(name: str, run: ConfigDict, budget: str, step_cost: float, target: float) -> None:
     """Sets the run's number of steps, and scales its learning rate schedule in proportion.
 
-    `step_cost` and `target`, that of the run, are in FLOPs, tokens or seconds. Raises UserError if
+    `step_cost` and `target`, the cost of the run, are in FLOPs, tokens or seconds. Raises UserError if
     every number of steps misses the target by more than BUDGET_TOLERANCE.
     """
     steps = max(1, round(target / step_cost))
@@ -78,7 +78,9 @@ def _set_steps(name: str, run: ConfigDict, budget: str, step_cost: float, target
 
 
 def cost_per_step(config: ConfigDict | Config, budget: str) -> float:
-    """Returns a step's FLOPs, if that is the budget, else its tokens, as `tokens_per_step`."""
+    """Returns a step's FLOPs, with padding and the optimizer, if that is the budget; else its
+    tokens, without padding.
+    """
     if budget != "flops":
         return tokens_per_step(config)
     config = Config.of(config)

@@ -52,11 +52,11 @@ def _count_once(
     optimizer = find_optimizer(optimizer_name)(trained, OptimizerConfig(name=optimizer_name))
     cost = train_cost(model, dict(terms).values())
     return Counts(
-        components(model),
-        models.num_active_parameters(model),
-        cost.flops,
-        update_flops(trained, optimizer),
-        cost.uncounted,
-        cost.problem,
-        layout.num_bytes(layout.packed_shapes(model)),
+        components=components(model),
+        active_parameters=models.num_active_parameters(model),
+        flops_per_token=cost.flops,
+        optimizer_flops=update_flops(trained, optimizer),
+        uncounted=cost.uncounted,
+        flops_problem=cost.problem,
+        weight_bytes=layout.num_bytes(layout.packed_shapes(model)),
     )

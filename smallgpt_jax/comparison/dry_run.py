@@ -65,7 +65,8 @@ def _total(costs: Sequence[NameCost], field: str) -> float | None:
 
 def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
     """Returns the cost of the runs that are not finished, assuming that no grid is extended; beside
-    it, the cost if as many seeds are added as may be.
+    it, the cost if as many seeds are added as may be. Seconds are measured here or, with `topology`,
+    those of its roofline.
     """
     losses = outcomes.losses()
     planned = outcomes.comparison.expected_runs(losses)

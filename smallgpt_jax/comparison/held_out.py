@@ -30,8 +30,8 @@ def read_predictions(output: Path) -> Predictions | None:
 
 
 def write_predictions(outcomes: Outcomes, losses: Mapping[Path, float], command: str) -> None:
-    """Writes predictions.json from the finished runs, or from a record, unless it exists or a
-    held-out run has started. Of several processes that call this, one writes.
+    """Writes predictions.json, unless it exists: those of the record or, if no held-out run has
+    started, predictions from the finished runs. Of several processes that call this, one writes.
     """
     output = outcomes.comparison.output
     output.mkdir(parents=True, exist_ok=True)  # it is missing if all other runs are in a record

@@ -98,7 +98,9 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
 
 
 def _valid_widths(config: ConfigDict, num_heads: int, widest: int) -> list[int]:
-    """Returns the widths below `widest` for a number of heads, of a similar head width."""
+    """Returns the widths below `widest` that the heads divide; with another number of heads than the
+    config's, those whose head width is more than half and less than twice its own.
+    """
     head_width = config.model.d_model / config.model.num_heads
     fields = config.model.to_dict()
     widths = []

@@ -119,7 +119,8 @@ class Comparison:
         multiples: Mapping[str, float | None],
         at_most: bool = False,
     ) -> dict[str, int]:
-        """Returns {name: number of seeds} as far as the known losses determine it, or `at_most`.
+        """Returns {name: number of seeds} as far as the known losses determine it, going through the
+        rounds from the first one; `at_most`: where they do not, all seeds that may be added.
 
         The next round counts only when all losses of a round are known. So the plan depends neither
         on the order in which runs finish, nor on the process that makes it.

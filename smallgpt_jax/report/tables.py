@@ -27,7 +27,9 @@ MAX_FRONT = 6  # rows of a Pareto front
 
 
 def _table(rows: Iterable[Mapping[str, str]], marked: Sequence[int] = ()) -> Table:
-    """Returns rows of {heading: cell} as a table, without columns that are empty in all rows."""
+    """Returns rows of {heading: cell} as a table, without columns that are empty in all rows. Without
+    rows, the table has no head.
+    """
     rows = list(rows)
     head = tuple(rows[0]) if rows else ()
     return Table(head, tuple(tuple(row.values()) for row in rows), tuple(marked)).kept
@@ -76,7 +78,7 @@ def contenders(choice: Choice) -> Table:
 
 
 def shown_contenders(choice: Choice) -> list[Standing]:
-    """Returns those with the lowest losses, and those without one that may be the best."""
+    """Returns those with the lowest losses, and all that may be the best."""
     standings, blockers = choice.contest.standings, choice.contest.blockers
     others = [one for one in standings[MAX_CONTENDERS:] if one.model in blockers]
     return [*standings[:MAX_CONTENDERS], *others]
@@ -235,8 +237,9 @@ def measures(measured: Sequence[Measure]) -> list[Table]:
 
 
 def _label(measure: Measure) -> str:
+    if measure.measure == "memory_bytes":
+        return "MB per device"
     name = measure.measure.replace("cache_bytes_per_token", "cache bytes per token")
-    name = name.replace("memory_bytes", "MB per device")
     return name.replace("_bytes", " MB").replace("_", " ")
 
 

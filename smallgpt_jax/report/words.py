@@ -173,7 +173,7 @@ def seeds_needed(values: Range | None) -> str:
 
 
 # ------------------------------------------------------------------ choices
-# {refusal: (in a table, as a sentence)}; without one of both: the models that may be the best
+# {refusal: (in a table, as a sentence)}; "" in a table: it names the models that may be the best
 _REFUSALS = {
     "few seeds": (
         "too few seeds",
@@ -318,7 +318,9 @@ def direct_choices(findings: Findings, budget: str = "flops") -> list[Choice]:
 
 
 def main_choice(findings: Findings) -> Choice | None:
-    """Returns the answer for the largest of several training budgets, or None."""
+    """Returns the answer for the largest of several training budgets at which models were compared,
+    or None.
+    """
     choices = [one for one in direct_choices(findings) if len(one.contest.standings) > 1]
     return choices[-1] if len(choices) > 1 else None
 

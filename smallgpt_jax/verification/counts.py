@@ -13,7 +13,7 @@ from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.cache import cache_folder
 
-_CODE = ("config", "models", "ops", "objectives", "optim")
+_CODE = ("config", "inference", "models", "ops", "objectives", "optim")
 # What the counts depend on, beside the group `model`.
 _FIELDS = (
     "optimizer.name",

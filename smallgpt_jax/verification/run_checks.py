@@ -16,7 +16,7 @@ from smallgpt_jax.data.store import METADATA
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.storage.json_files import find_mismatch
-from smallgpt_jax.verification.problems import CONTRADICTION, UNKNOWN, Problem, label_of
+from smallgpt_jax.verification.problems import UNKNOWN, Problem, contradiction, label_of
 
 CountOf = Callable[[Config], Counts]
 RELATIVE = 1e-9  # rounding of float64, with room
@@ -36,7 +36,7 @@ def check_run(run: Run, config: Config | UserError, count: CountOf) -> list[Prob
             texts += [*_counts(run, counts), *_flops(run, config, counts)]
         except UserError as error:
             unknown.append(Problem(UNKNOWN, "counts", label_of(run), str(error)))
-    return unknown + [Problem(CONTRADICTION, check, label_of(run), text) for check, text in texts]
+    return unknown + [contradiction(check, run, text) for check, text in texts]
 
 
 Contradictions = Iterator[tuple[str, str]]  # (name of the check, what is wrong)

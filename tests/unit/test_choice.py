@@ -180,6 +180,11 @@ def test_a_model_without_the_measurement_blocks_while_it_may_be_the_best():
     answer = choose(record(fast, slow, runs("c", near(3.4))), "decode_ms", 2)
     assert (answer.chosen, answer.refusal) == (None, "not measured")
     assert answer.contest.blockers == ("c",)
+    assert answer.contest.standings[0].model == "a"  # of those that are known to fit
+    unmeasured = (runs("c@s", near(4.0)), runs("c@m", near(3.4)))
+    standings = choose(record(fast, slow, *unmeasured), "decode_ms", 2).contest.standings
+    assert [one.name for one in standings] == ["a", "b", "c@m"]
+    assert standings[2].loss == pytest.approx(3.4, abs=0.05)
     assert choose(record(runs("a", near(3.5))), "decode_ms", 2).refusal == "no cost"
 
 

@@ -14,7 +14,8 @@ import jax
 from jax._src import distributed  # JAX has no public access to the service's keys and values
 
 POLL_SECONDS = 2.0  # between two looks at whether a process is about to exit
-LEAVING_SECONDS = 5.0  # for which process 0, which runs the service, waits for the others
+# For which process 0, which runs the service, waits for the others: also those of a busy machine.
+LEAVING_SECONDS = 15.0
 _NUMBERS = itertools.count()  # names of the messages
 
 

@@ -41,19 +41,19 @@ corpus: $(VENV)/installed-test
 	$(VENV)/bin/python -c "from pathlib import Path; from smallgpt_jax.data.python_packages import write_manifest; \
 		write_manifest(Path('constraints.txt'))"
 
-$(VENV)/bin/python:
+$(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # Reinstalls only after a change of setup.py or constraints.txt. --no-compile saves over a minute: Python
 # compiles the modules that it imports.
-$(VENV)/installed: setup.py constraints.txt docs/constraints.txt | $(VENV)/bin/python
+$(VENV)/installed: setup.py constraints.txt docs/constraints.txt | $(VENV)/bin/pip
 	@echo "installing JAX and what training needs into $(VENV): 0.8 GB on disk, usually within a minute ..."
 	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable .
 	@touch $@
 
-$(VENV)/installed-test: setup.py constraints.txt docs/constraints.txt | $(VENV)/bin/python
+$(VENV)/installed-test: setup.py constraints.txt docs/constraints.txt | $(VENV)/bin/pip
 	@echo "installing JAX and what the tests need, PyTorch included: 2.4 GB on disk (more with CUDA), minutes ..."
 	$(PIP) install --quiet --no-compile --constraint constraints.txt --constraint docs/constraints.txt \
 		--editable '.[test,docs]'

@@ -18,7 +18,6 @@ from conftest import build, call, forward, init, spaced_model, spaced_tokenizer
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import manager
-from run_helpers import SMALL
 
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
@@ -28,13 +27,16 @@ from smallgpt_jax.evaluation.lm_eval_model import SmallGPT
 from smallgpt_jax.evaluation.score_cache import ScoreCache
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence
 from smallgpt_jax.inference import TrainedModel
+from smallgpt_jax.run.workdir import ImportedModel, write_imported
 
 CONTEXT = 32
 
 
 def harness_model(model, params, tokenizer=None, progress=lambda *_: None, **settings) -> SmallGPT:
+    # All rows of a batch are computed. The default, 8192, would be hundreds for a few texts.
+    scorer = Scorer(model, params, **{"batch_tokens": 64, **settings})
     trained = TrainedModel(model, params, {}, tokenizer or tokenizers.Bytes(), 0)
-    return SmallGPT(Scorer(model, params, **settings), trained, progress)
+    return SmallGPT(scorer, trained, progress)
 
 
 def request(kind: str, *arguments) -> Instance:
@@ -67,14 +69,13 @@ def logits_of(model, params, tokens) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "architecture, devices, fields", [("gpt", 1, {"logit_softcap": 0.1}), ("cgpt", 8, {})]
-)
-def test_scores_are_sums_of_log_probabilities(architecture, devices, fields):
+def test_scores_are_sums_of_log_probabilities():
     """Scores of batched sequences match log-probabilities that are computed in float64 for each
     sequence alone.
     """
-    model = build(architecture, context_length=CONTEXT, **fields)
+    model = build(
+        "cgpt", context_length=CONTEXT, num_layers=2, blocks_per_stage=1, logit_softcap=0.1
+    )
     params = init(model)
     random = np.random.default_rng(0)
     sequences = [
@@ -88,7 +89,7 @@ def test_scores_are_sums_of_log_probabilities(architecture, devices, fields):
         for _ in range(4):
             tokens.append(int(logits_of(model, params, tokens)[-1].argmax()))
     sequences += [TokenSequence(tokens, 4) for tokens in greedy]
-    scorer = Scorer(model, params, batch_tokens=200, devices=jax.devices()[:devices])
+    scorer = Scorer(model, params, batch_tokens=200)
     found = dict(scorer.score(sequences))
     assert sorted(found) == list(range(len(sequences)))
     for number, (tokens, scored) in enumerate(sequences):
@@ -341,10 +342,14 @@ def test_the_hf_backend_gives_the_same_scores(questions, tmp_path):
     hugging_face.export_folder(tmp_path, model, params, tokenizer)
     ours, theirs = (
         lm_eval_tasks.evaluate(
-            make, ["hellaswag", "piqa"], questions, log_samples=True, bootstrap_iters=0
+            make,
+            ["hellaswag", "piqa", "lambada_openai"],
+            questions,
+            log_samples=True,
+            bootstrap_iters=0,
         )
         for make in (
-            lambda: harness_model(model, params, tokenizer),
+            lambda: harness_model(model, params, tokenizer, devices=jax.devices()[:1]),
             lambda: huggingface.HFLM(
                 pretrained=str(tmp_path),
                 trust_remote_code=True,
@@ -354,6 +359,10 @@ def test_the_hf_backend_gives_the_same_scores(questions, tmp_path):
             ),
         )
     )
+    perplexity, other = (
+        result["results"]["lambada_openai"]["perplexity,none"] for result in (ours, theirs)
+    )
+    assert perplexity == pytest.approx(other, rel=1e-3) and perplexity > 1
     for task, options in (("hellaswag", 4), ("piqa", 2)):
         one, other = (
             np.array(
@@ -486,17 +495,31 @@ class Writes:
         return (Path.touch, (self._path,))
 
 
+@pytest.fixture(scope="module")
+def imported(gpt, tmp_path_factory) -> Path:
+    """Returns a workdir of `gpt`. Tests must not change it."""
+    workdir = tmp_path_factory.mktemp("imported") / "run"
+    write_imported(workdir, ImportedModel(*gpt, tokenizers.Bytes()), {})
+    return workdir
+
+
 @pytest.mark.slow
-def test_no_pickle_in_a_workdir_is_executed(trained_run, questions, tmp_path):
+def test_no_pickle_in_a_workdir_is_executed(imported, questions, tmp_path):
     """Somebody else has written to the files that `evaluate` left in the workdir."""
     run, written = tmp_path / "run", tmp_path / "written"
-    shutil.copytree(trained_run("gpt", **SMALL), run)
+    shutil.copytree(imported, run)
     poison = pickle.dumps(Writes(written))
     pickle.loads(poison)
     assert written.exists()
     written.unlink()
     for _ in range(2):
-        result = call("evaluate", f"--workdir={run}", "--tasks=copa", f"--data_dir={questions}")
+        result = call(
+            "evaluate",
+            f"--workdir={run}",
+            "--tasks=copa",
+            f"--data_dir={questions}",
+            "--batch_tokens=64",
+        )
         assert result.returncode == 0 and not written.exists(), result.stderr
         for path in (run / "evaluations").iterdir():
             if path.read_bytes().startswith(b"SQLite format 3"):
@@ -558,10 +581,9 @@ def test_only_texts_that_are_not_sampled_are_kept(gpt, tmp_path):
         ),
     ],
 )
-def test_refuses_wrong_flags(flags, message, trained_run, questions, tmp_path):
-    shutil.copytree(trained_run("gpt", **SMALL), tmp_path / "run")
+def test_refuses_wrong_flags(flags, message, imported, questions):
     flags = [flag.replace("DATA", str(questions)) for flag in flags]
-    result = call("evaluate", f"--workdir={tmp_path / 'run'}", "--tasks=piqa", *flags)
+    result = call("evaluate", f"--workdir={imported}", "--tasks=piqa", *flags)
     *_, last = result.stderr.splitlines()  # a progress bar may precede the last line
     assert result.returncode == 1 and last.startswith("error: ") and message in last, result.stderr
 

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, call, load_config
+from conftest import ROOT, XLA_FLAGS, call, load_config
 from data_helpers import files_of, write_jsonl
 
 from smallgpt_jax.training.build import build_program
@@ -91,7 +91,11 @@ def test_global_batches_do_not_depend_on_processes(text_file):
     """
     first, last = 23, 31
     config = load_config(
-        "gpt", data__source=str(text_file), data__packing="best_fit", data__separate_documents=True
+        "gpt",
+        data__source=str(text_file),
+        data__packing="best_fit",
+        data__separate_documents=True,
+        model__num_layers=1,
     )
     pipeline = open_pipeline(config, build_program(config))
     expected = []
@@ -109,7 +113,7 @@ def test_global_batches_do_not_depend_on_processes(text_file):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": XLA_FLAGS.format(devices=2),
     }
     running = [
         subprocess.Popen(

@@ -263,14 +263,14 @@ class Uniform(SmallGPT):
 
 @pytest.mark.slow
 def test_a_uniform_model_prefers_short_options(shared_data):
-    """The accuracies on the first 100 questions of five tasks match those computed from the tasks'
+    """The accuracies on the first 50 questions of five tasks match those computed from the tasks'
     files.
 
     Longer options are less likely, so acc chooses the shortest option, or the first of several.
     acc_norm chooses the option with the fewest bytes per character. The space before an option
     counts as a byte.
     """
-    data, count = shared_data / "eval", 100
+    data, count = shared_data / "eval", 50
     tasks = ["winogrande", "commonsense_qa", "piqa", "copa", "arc_easy"]
     results = lm_eval_tasks.evaluate(
         Uniform, tasks, data, limit=count, log_samples=False, bootstrap_iters=0
@@ -329,7 +329,7 @@ def test_a_uniform_model_prefers_short_options(shared_data):
 def test_the_hf_backend_gives_the_same_scores(questions, tmp_path):
     """An lgpt and its export in PyTorch give each option the same score.
 
-    One question is longer than the context.
+    Some questions are longer than the context.
     """
     pytest.importorskip("torch")
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
@@ -337,7 +337,7 @@ def test_the_hf_backend_gives_the_same_scores(questions, tmp_path):
 
     texts = [path.read_text() for path in (Path(json.__file__).parent).glob("*.py")]
     tokenizer = TokenizerSource("sentencepiece:400").make(texts)
-    model = build("lgpt", num_layers=2, blocks_per_stage=1, context_length=64)
+    model = build("lgpt", num_layers=2, blocks_per_stage=1, context_length=CONTEXT)
     params = init(model)
     hugging_face.export_folder(tmp_path, model, params, tokenizer)
     ours, theirs = (
@@ -429,8 +429,7 @@ def test_an_interrupted_evaluation_resumes(gpt, questions, tmp_path):
 
     assert evaluate(12) is None
     interrupted = evaluate()
-    assert evaluate()["results"] == interrupted["results"]
-    assert counts == [12, 2 * 8 + 2 * 8 - 12, 0]
+    assert counts == [12, 2 * 8 + 2 * 8 - 12]
     assert evaluate(cache=None)["results"] == interrupted["results"]
 
     # Damaged lines are computed again: of 32, one is no JSON, one has a wrong result, one is cut.

@@ -28,25 +28,25 @@ def train_steps_in(folder) -> list[int]:
 
 @pytest.mark.slow
 def test_a_trace_changes_no_result(text_file, tmp_path, capsys):
-    """One run traces steps 3 and 4 and saves a checkpoint between them. Another run ends before its
+    """One run traces steps 4 and 5 and saves a checkpoint between them. Another run ends before its
     trace is over.
     """
     fields = dict(
-        SMALL, train__steps=6, train__log_every=1, train__eval_every=6, train__checkpoint_every=3
+        SMALL, train__steps=8, train__log_every=1, train__eval_every=8, train__checkpoint_every=4
     )
     plain, inside, over_end = (tmp_path / name for name in ("plain", "inside", "over_end"))
     train(config_for(text_file, **fields), str(plain))
     assert "profile" not in capsys.readouterr().out and not (plain / "profile").exists()
-    for folder, first, steps in ((inside, 3, 2), (over_end, 6, 5)):
+    for folder, first, steps in ((inside, 4, 2), (over_end, 8, 5)):
         train(
             config_for(text_file, **fields, train__profile_from=first, train__profile_steps=steps),
             str(folder),
         )
         assert f"wrote a profile to {folder / 'profile'}; " in capsys.readouterr().out
         assert read_untimed_metrics(folder) == read_untimed_metrics(plain)
-        assert_equal(state_of(folder, 6), state_of(plain, 6))
-    assert train_steps_in(inside / "profile") == [3, 4]
-    assert train_steps_in(over_end / "profile") == [6]
+        assert_equal(state_of(folder, 8), state_of(plain, 8))
+    assert train_steps_in(inside / "profile") == [4, 5]
+    assert train_steps_in(over_end / "profile") == [8]
 
 
 @pytest.mark.slow

@@ -3,20 +3,18 @@ token in float64, in plain JAX and as a TPU kernel, which runs in interpret mode
 float32 in place of bfloat16.
 """
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 from float64_model import plain_gated_delta_rule
 from gradient_helpers import assert_gradients
+from recurrence_helpers import TIME, PaddedRule
 
 from smallgpt_jax.ops.chunks import RecurrenceInputs
 from smallgpt_jax.ops.gated_delta import gated_delta, unit_lower_inverse
 from smallgpt_jax.ops.recurrence_kernel import in_kernel
 
 BATCH, HEADS, KEY, VALUE = 2, 2, 5, 6
-TIME = 767  # the kernel has three blocks of two chunks
 PADDING = (1, 1, 1, 0, 0)  # of the inputs: log α = 0 and β = 0
 RULES = {
     "plain": lambda *inputs: gated_delta(RecurrenceInputs(*inputs[:5]), *inputs[5:]),
@@ -26,48 +24,9 @@ RULES = {
 }
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def compiled(name: str, inputs, begins_1xT, state, dy, dlast):
-    outputs, gradients = jax.vjp(
-        lambda inputs, state: RULES[name](*inputs, begins_1xT, state), inputs, state
-    )
-    return outputs, gradients((dy, dlast))
-
-
-class Rule:
-    """A rule with its gradients. Inputs are padded to TIME positions, so that most tests share one
-    compiled program per rule: compiling the kernel takes seconds.
-    """
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def run(self, inputs, begins_1xT, state, dy, dlast):
-        """Returns (outputs, last state), (gradients of the inputs, gradient of the state)."""
-        time = inputs[0].shape[1]
-        (y, last), (gradients, dstate) = compiled(
-            self.name,
-            [padded(x, value) for x, value in zip(inputs, PADDING)],
-            padded(begins_1xT, False),
-            state,
-            padded(dy, 0),
-            dlast,
-        )
-        return (y[:, :time], last), ([x[:, :time] for x in gradients], dstate)
-
-    def __call__(self, inputs, begins_1xT, state):
-        outputs, _ = self.run(inputs, begins_1xT, state, np.zeros_like(inputs[2]), no_state())
-        return outputs
-
-
-def padded(x, value):
-    rest = [(0, 0)] * (x.ndim - 2)
-    return np.pad(x, [(0, 0), (0, max(0, TIME - x.shape[1])), *rest], constant_values=value)
-
-
 @pytest.fixture(params=RULES)
 def rule(request):
-    return Rule(request.param)
+    return PaddedRule(RULES[request.param], PADDING)
 
 
 def random_inputs(time: int, seed: int = 0, log_decay=(-2.0, 0.0), dtype=np.float32):
@@ -158,7 +117,9 @@ def test_extreme_decays(name, log_decay):
     inputs[1][:] = inputs[1][:, :1]
     inputs[3][:, ::7] = log_decay[0]
     dy = np.ones_like(inputs[2])
-    (y, _), (gradients, _) = Rule(name).run(inputs, begins(time), no_state(), dy, no_state())
+    (y, _), (gradients, _) = PaddedRule(RULES[name], PADDING).run(
+        inputs, begins(time), no_state(), dy, no_state()
+    )
     assert np.isfinite(y).all() and all(np.isfinite(x).all() for x in gradients)
     expected = expected_outputs(
         [x[:, -600:] for x in inputs]

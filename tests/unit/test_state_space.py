@@ -3,25 +3,19 @@ token in float64, in plain JAX and as a TPU kernel, which runs in interpret mode
 float32 in place of bfloat16.
 """
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 from float64_model import plain_state_space
 from gradient_helpers import assert_gradients
+from recurrence_helpers import TIME, PaddedRule
 
 from smallgpt_jax.ops.chunks import RecurrenceInputs
 from smallgpt_jax.ops.recurrence_kernel import in_kernel
 from smallgpt_jax.ops.state_space import state_space
 
-BATCH, HEADS, STATE, VALUE = (
-    2,
-    4,
-    5,
-    6,
-)  # the kernel sums gradients of c and b over the 2 heads of a group
-TIME = 767  # the kernel has three blocks of two chunks
+BATCH, STATE, VALUE = 2, 5, 6
+HEADS = 4  # the kernel sums gradients of c and b over the 2 heads of a group
 PADDING = (1, 1, 0, 0)  # of the inputs: log a = 0 and v = 0
 RULES = {
     "plain": lambda *inputs: state_space(RecurrenceInputs(*inputs[:4]), *inputs[4:]),
@@ -31,48 +25,9 @@ RULES = {
 }
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def compiled(name: str, inputs, begins_1xT, state, dy, dlast):
-    outputs, gradients = jax.vjp(
-        lambda inputs, state: RULES[name](*inputs, begins_1xT, state), inputs, state
-    )
-    return outputs, gradients((dy, dlast))
-
-
-class Rule:
-    """A rule with its gradients. Inputs are padded to TIME positions, so that most tests share one
-    compiled program per rule: compiling the kernel takes seconds.
-    """
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def run(self, inputs, begins_1xT, state, dy, dlast):
-        """Returns (outputs, last state), (gradients of the inputs, gradient of the state)."""
-        time = inputs[0].shape[1]
-        (y, last), (gradients, dstate) = compiled(
-            self.name,
-            [padded(x, value) for x, value in zip(inputs, PADDING)],
-            padded(begins_1xT, False),
-            state,
-            padded(dy, 0),
-            dlast,
-        )
-        return (y[:, :time], last), ([x[:, :time] for x in gradients], dstate)
-
-    def __call__(self, inputs, begins_1xT, state):
-        outputs, _ = self.run(inputs, begins_1xT, state, np.zeros_like(inputs[2]), no_state())
-        return outputs
-
-
-def padded(x, value):
-    rest = [(0, 0)] * (x.ndim - 2)
-    return np.pad(x, [(0, 0), (0, max(0, TIME - x.shape[1])), *rest], constant_values=value)
-
-
 @pytest.fixture(params=RULES)
 def rule(request):
-    return Rule(request.param)
+    return PaddedRule(RULES[request.param], PADDING)
 
 
 def random_inputs(time: int, seed: int = 0, log_decay=(-2.0, 0.0)):
@@ -164,7 +119,9 @@ def test_extreme_decays(name, log_decay):
     time = 16_384 if name == "plain" else TIME
     inputs = random_inputs(time, log_decay=log_decay)
     dy = np.ones_like(inputs[2])
-    (y, _), (gradients, _) = Rule(name).run(inputs, begins(time), no_state(), dy, no_state())
+    (y, _), (gradients, _) = PaddedRule(RULES[name], PADDING).run(
+        inputs, begins(time), no_state(), dy, no_state()
+    )
     assert np.isfinite(y).all() and all(np.isfinite(x).all() for x in gradients)
     np.testing.assert_allclose(
         y[:, :100], expected_outputs([x[:, :100] for x in inputs]), rtol=1e-4, atol=1e-4

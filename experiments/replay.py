@@ -12,9 +12,9 @@ Prints four tables; docs/records.md has the results of the first three:
   record; beside it, how many pairs two other tests tell with all seeds, at the same level
 - equal: records of equal models; the share in which a difference is ever told, with a look after
   each seed
-- rounds: whole comparisons of models of which one is better by an effect; the shares in which equal
-  models are ever told apart, and in which the better one is told from all others in the end, and the
-  mean number of seeds, beside t-tests at the same level
+- rounds: whole comparisons, in which one model is better than the others, which are equal. The share
+  with a false verdict on equal models after any round, the share in which the better one is told
+  from all others, and the mean number of seeds; beside t-tests at the same level
 """
 
 import collections
@@ -276,7 +276,7 @@ def is_ever_told(losses: np.ndarray) -> bool:
 
 
 def told_pairs(losses: np.ndarray) -> np.ndarray:
-    """Returns whether the two models of each pair are told apart."""
+    """Returns, for each pair of models, whether its verdict is certain."""
     estimate = spreads.estimate_alone(losses)
     pairs = list(itertools.combinations(range(len(losses)), 2))
     told = []

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from gradient_helpers import assert_gradients
 
 TIME = 767  # the kernel has three blocks of two chunks
 
@@ -49,3 +50,30 @@ class PaddedRule:
 def _padded(x, value):
     rest = [(0, 0)] * (x.ndim - 2)
     return np.pad(x, [(0, 0), (0, max(0, TIME - x.shape[1])), *rest], constant_values=value)
+
+
+def begins(time: int, *borders):
+    """Returns where texts begin, (1, T): at 0 and at the borders."""
+    return np.isin(np.arange(time), (0, *borders))[None]
+
+
+def assert_gradients_through_the_state(rule: PaddedRule, inputs, no_state, expected_outputs):
+    """Compares gradients with central differences of the recurrence in float64, in random directions.
+    They pass through the state between two calls, each of which ends and begins a text.
+    """
+    borders, split, time = (130, 350), 300, inputs[0].shape[1]
+    dy = np.random.default_rng(3).standard_normal(inputs[2].shape).astype(np.float32)
+    is_begin = begins(time, *borders)
+
+    def run(part, state, dlast):
+        return rule.run([x[:, part] for x in inputs], is_begin[:, part], state, dy[:, part], dlast)
+
+    first, second = slice(split), slice(split, None)
+    (_, state), _ = run(first, no_state, no_state)
+    _, (second_gradients, dstate) = run(second, state, no_state)
+    _, (first_gradients, _) = run(first, no_state, dstate)
+    assert_gradients(
+        [np.concatenate(halves, axis=1) for halves in zip(first_gradients, second_gradients)],
+        inputs,
+        lambda inputs: np.sum(dy * expected_outputs(inputs, borders)),
+    )

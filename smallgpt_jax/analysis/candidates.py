@@ -1,4 +1,4 @@
-"""What a record offers to choose from: models at one size, length and learning rate, with costs."""
+"""The candidates of a record: models at one size, length and learning rate; and what they cost."""
 
 import dataclasses
 import math

@@ -194,8 +194,8 @@ def _estimate_speed(
     """Returns the known speed fields of an `Estimate`."""
     config, devices = program.config, program.mesh.devices.ravel()
     first = devices[0]
-    chip = chips.find_chip(first.device_kind)  # of TPUs and GPUs
-    gpu = gpus.find_gpu(first.device_kind)  # what a roofline needs
+    chip = chips.find_chip(first.device_kind)  # a TPU or GPU
+    gpu = gpus.find_gpu(first.device_kind)  # None for TPUs
     speed = {}
     if gpu:
         on_first_host = [d for d in devices if d.process_index == first.process_index]

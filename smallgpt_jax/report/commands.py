@@ -17,13 +17,13 @@ _OF_SIZE = ("model.vocab_size", "model.context_length", "model.dtype")
 def train_again(run: Run, ratio: float, workdir: str) -> str:
     """Returns the command that trains a run of this machine again, with `ratio` times its steps."""
     overrides = []
-    if run.config.get("train.trunk"):  # a branch of a longer run is trained from its first step
+    if run.config.get("train.trunk"):  # a branch: train it alone, from step 0
         overrides.append("--config.train.trunk=")
     for field in ("train.steps", "optimizer.warmup_steps", "optimizer.decay_steps"):
-        count = run.config.get(field)
-        is_count = type(count) is int and count > 0  # -1: a fraction of another count
-        if ratio != 1 and is_count:
-            overrides.append(f"--config.{field}={round(count * ratio)}")
+        steps = run.config.get(field)
+        is_number = type(steps) is int and steps > 0  # -1: a fraction of another number of steps
+        if ratio != 1 and is_number:
+            overrides.append(f"--config.{field}={round(steps * ratio)}")
     return command_line("main", f"--config=run:{run.workdir}", *overrides, f"--workdir={workdir}")
 
 

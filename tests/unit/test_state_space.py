@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 from float64_model import plain_state_space
-from gradient_helpers import assert_gradients
-from recurrence_helpers import TIME, PaddedRule
+from recurrence_helpers import TIME, PaddedRule, assert_gradients_through_the_state, begins
 
 from smallgpt_jax.ops.chunks import RecurrenceInputs
 from smallgpt_jax.ops.recurrence_kernel import in_kernel
@@ -54,10 +53,6 @@ def expected_outputs(inputs, borders=()):
                 np.exp(log_decay[i, start:end, h]),
             )
     return y
-
-
-def begins(time: int, *borders):
-    return np.isin(np.arange(time), (0, *borders))[None]
 
 
 def no_state():
@@ -138,25 +133,7 @@ def test_a_strong_decay_between_weak_ones(rule):
 
 @pytest.mark.slow
 def test_gradients_are_those_of_the_recurrence(rule):
-    """Central differences of the recurrence in float64, in random directions. Gradients pass
-    through the state between two calls, each of which ends and begins a text.
-    """
-    inputs, borders, split = random_inputs(400), (130, 350), 300
-    dy = np.random.default_rng(3).standard_normal(inputs[2].shape).astype(np.float32)
-    is_begin = begins(400, *borders)
-
-    def run(part, state, dlast):
-        return rule.run([x[:, part] for x in inputs], is_begin[:, part], state, dy[:, part], dlast)
-
-    first, second = slice(split), slice(split, None)
-    (_, state), _ = run(first, no_state(), no_state())
-    _, (second_gradients, dstate) = run(second, state, no_state())
-    _, (first_gradients, _) = run(first, no_state(), dstate)
-    assert_gradients(
-        [np.concatenate(halves, axis=1) for halves in zip(first_gradients, second_gradients)],
-        inputs,
-        lambda inputs: np.sum(dy * expected_outputs(inputs, borders)),
-    )
+    assert_gradients_through_the_state(rule, random_inputs(400), no_state(), expected_outputs)
 
 
 def test_the_kernel_in_bfloat16():

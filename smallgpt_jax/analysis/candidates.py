@@ -226,6 +226,7 @@ def _equal_models(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], ...
 
 
 def _are_equal(some: Sequence[Candidate], others: Sequence[Candidate]) -> bool:
+    """Returns whether two models have equal losses, or equal configs, in all common settings."""
     other_at = {_setting(one): one for one in others}
     pairs = [(one, other_at[_setting(one)]) for one in some if _setting(one) in other_at]
     if not pairs:
@@ -233,9 +234,12 @@ def _are_equal(some: Sequence[Candidate], others: Sequence[Candidate]) -> bool:
     if all(_has_equal_losses(one, other) for one, other in pairs):
         return True
     runs = [run for one in (*some, *others) for run in one.runs]
+    # Imported weights may differ although the configs agree.
     if any(run.is_imported for run in runs):
         return False
-    return all(_function(one.first) == _function(other.first) for one, other in pairs)
+    return all(
+        _config_of_function(one.first) == _config_of_function(other.first) for one, other in pairs
+    )
 
 
 def _setting(candidate: Candidate) -> tuple:
@@ -252,7 +256,7 @@ def _has_equal_losses(one: Candidate, other: Candidate) -> bool:
     )
 
 
-def _function(run: Run) -> dict:
+def _config_of_function(run: Run) -> dict:
     """Returns the config without seeds; cgpt with a kernel of one position is lgpt."""
     fields = {field: run.config[field] for field in run.config if not field.endswith(".seed")}
     if fields.get("model.architecture") == "cgpt" and fields.get("model.conv_kernel") == 1:

@@ -24,7 +24,7 @@ from smallgpt_jax.analysis.candidates import (
 )
 from smallgpt_jax.analysis.contest import compete
 from smallgpt_jax.analysis.findings import POSSIBLE, Choice, Contest, FrontPoint
-from smallgpt_jax.analysis.lines import NEAR, SAME, STEEPEST, Lines, lines_of, nearest_common
+from smallgpt_jax.analysis.lines import NEAR, SAME_BUDGET, STEEPEST, Lines, lines_of, nearest_common
 from smallgpt_jax.analysis.record import Record, Run, grouped
 from smallgpt_jax.errors import UserError
 
@@ -131,7 +131,7 @@ class Asked:
         least = min(map(min, self.costs.values()))
         largest = sorted(map(max, self.costs.values()))  # of each model
         refusal, compared_at, factor = None, limit, None
-        if limit * SAME < least:
+        if limit * SAME_BUDGET < least:
             refusal, compared_at, factor = "nothing within", least, limit / least
         elif limit > NEAR * largest[-1]:
             # Of training, the largest budget that two models have.
@@ -166,7 +166,7 @@ class Asked:
         affordable = []
         for one in self.candidates:
             cost = self.cost_of(one)
-            if cost and cost <= SAME * limit and math.isfinite(one.loss):
+            if cost and cost <= SAME_BUDGET * limit and math.isfinite(one.loss):
                 affordable.append(Entry(one, one.losses, cost))
         groups = grouped(affordable, lambda entry: entry.model)
         return [_cheapest_of_lowest(group) for group in groups.values()]
@@ -300,7 +300,7 @@ def _bound(lines: Lines, budget: float) -> Entry | None:
     if point is None:
         return None
     # With a loss at the budget itself, more training was tried, and was worse.
-    is_tried = entry is not None or point.cost * SAME >= budget
+    is_tried = entry is not None or point.cost * SAME_BUDGET >= budget
     known = "trained" if is_tried else "cheaper"
     return Entry(point.candidate, point.candidate.losses, point.cost, known)
 

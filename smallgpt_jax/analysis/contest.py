@@ -238,10 +238,12 @@ def _pair(
 
 
 def seeds_needed(difference: Difference, pair_level: float | None = None) -> Range:
-    """Returns how many seeds per model decide with 80% power; with a level, by the test that may be
-    looked at after each seed.
+    """Returns how many seeds per model decide with 80% power.
+
+    `pair_level`: the level of this pair in the sequential test, which looks at the losses after each
+    seed; without it, one test at LEVEL, after all seeds.
     """
-    # A difference δ of two models whose runs of one order differ with the variance σ² needs
+    # A difference δ of two models whose runs of the same seed differ with the variance σ² needs
     #     n = (1.96 + 0.84)² · σ²/δ² + 1.96²/2
     # seeds: 7.85 · (0.02/0.02)² + 1.9 = 10 (Student's t for the normal distribution costs the second
     # term: Guenther, 1981, doi:10.2307/2683297). A few seeds determine neither σ nor δ, so n is a

@@ -16,7 +16,7 @@ from smallgpt_jax.analysis.findings import INTERVAL, LEVEL, Multiplier, Order, R
 from smallgpt_jax.analysis.lines import (
     MAX_GAP,
     NEAR,
-    SAME,
+    SAME_BUDGET,
     Key,
     Lines,
     Point,
@@ -67,20 +67,26 @@ def _rivals(evidence: Evidence, reference: str) -> list[tuple[str, Lines, Lines]
 
 
 def compare_at_nodes(rival: Lines, base: Lines, evidence: Evidence) -> list[Node]:
-    """Returns the differences at the budgets of both, where they have a common line."""
-    if not evidence.prior.is_known:
+    """Returns the differences at the budgets that either was trained with, where both have losses
+    on a common line: at one size, or at one number of tokens per parameter.
+    """
+    if not evidence.prior.is_known:  # nothing tells how far a difference is luck
         return []
-    budgets: list[float] = []
-    for point in sorted((*rival.points, *base.points), key=lambda point: point.cost):
-        if not budgets or point.cost > SAME * budgets[-1]:
-            budgets.append(point.cost)
     nodes = []
-    for budget in budgets:
+    for budget in _distinct_budgets((*rival.points, *base.points)):
         entries = best_common(rival, base, budget)
         if entries:
             size = entries[0].candidate.first.size
             nodes.append(Node(budget, size, compare(*entries, evidence)))
     return nodes
+
+
+def _distinct_budgets(points: Sequence[Point]) -> list[float]:
+    budgets: list[float] = []
+    for cost in sorted(point.cost for point in points):
+        if not budgets or cost > SAME_BUDGET * budgets[-1]:
+            budgets.append(cost)
+    return budgets
 
 
 def compare(one: Entry, other: Entry, evidence: Evidence) -> Difference:
@@ -144,7 +150,7 @@ def _segments(nodes: Sequence[Node], verdicts: Sequence[str | None]) -> tuple[Se
 def find_multipliers(
     evidence: Evidence, reference: str, budgets: Sequence[float]
 ) -> tuple[Multiplier, ...]:
-    """Returns one per other model and budget, refused ones, too."""
+    """Returns one multiplier per other model and budget; one that cannot be told says why."""
     return tuple(
         multiplier(rival, base, budget, evidence)
         for _, rival, base in _rivals(evidence, reference)
@@ -153,7 +159,9 @@ def find_multipliers(
 
 
 def multiplier(rival: Lines, base: Lines, budget: float, evidence: Evidence) -> Multiplier:
-    """Returns FLOPs of `base` / FLOPs of `rival` at the loss that `base` reaches with the budget."""
+    """Returns FLOPs of `base` / FLOPs of `rival` at the loss that `base` reaches with the budget:
+    above 1, `rival` is the cheaper one.
+    """
     model, reference = (one.points[0].candidate.model for one in (rival, base))
 
     def refuse(reason: str) -> Multiplier:
@@ -200,7 +208,7 @@ def _crossing(line: Sequence[Point], loss: float) -> tuple[Entry, float] | str:
     # end of a line only the models would have a multiplier whose losses are low by luck.
     for before, after in itertools.pairwise(line):
         high, low = before.candidate.loss, after.candidate.loss
-        if high <= low or after.cost <= SAME * before.cost:
+        if high <= low or after.cost <= SAME_BUDGET * before.cost:
             continue
         exponent = math.log(high / low) / math.log(after.cost / before.cost)
         budget = before.cost * (high / loss) ** (1 / exponent)
@@ -220,12 +228,13 @@ def find_untried(evidence: Evidence) -> dict[str, float]:
     """
     lines = _lines(evidence)
     untried = {}
-    for one in longest(evidence.candidates):
+    for one in longest(evidence.candidates):  # of each model and size
         of_model = lines.get(one.model)
         if of_model is None or not math.isfinite(one.loss) or one.flops is None:
             continue
-        others = of_model.losses_at(one.flops).values()
-        if one.loss <= min(others, default=one.loss):
+        # at these FLOPs, of all sizes of the model, this one included
+        losses = of_model.losses_at(one.flops).values()
+        if one.loss <= min(losses, default=one.loss):
             run = one.first
             untried[run.name] = run.tokens / run.active_parameters
     return untried

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -35,14 +34,18 @@ class Cost:
 
 
 def cost_of(runs: Sequence[Run], shares: Sequence[float] | None = None) -> Cost:
-    """Returns the cost of the runs, each times its share; by default, the share of the steps that it
-    has not copied from its longest run.
+    """Returns the cost of the runs, each times its share. By default, that is the share of steps that
+    it trained itself: a shorter run branches off the longest one of its model and seed.
     """
     shares = [run.own_share for run in runs] if shares is None else shares
 
     def total(field: str) -> float | None:
         costs = [getattr(run.last, field, None) for run in runs]
-        return None if None in costs else sum(map(operator.mul, costs, shares))
+        return (
+            None
+            if None in costs
+            else sum(cost * share for cost, share in zip(costs, shares, strict=True))
+        )
 
     return Cost(len(runs), total("flops"), total("seconds"))
 

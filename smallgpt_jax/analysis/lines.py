@@ -17,7 +17,7 @@ from typing import NamedTuple
 from smallgpt_jax.analysis.candidates import Candidate, Entry
 from smallgpt_jax.analysis.record import Run, grouped
 
-SAME = 1.01  # ratio up to which two budgets count as one
+SAME_BUDGET = 1.01  # ratio up to which two budgets count as one
 NEAR = 1.25  # ratio up to which a run above a budget, or a budget above all runs, is near
 MAX_GAP = 8.0  # ratio of the budgets of two candidates between which losses are interpolated
 SAME_RATIO = 1.1  # ratio up to which two numbers of tokens per parameter count as one
@@ -50,14 +50,16 @@ class Lines:
 
     def within(self, budget: float) -> Point | None:
         """Returns the best point within the budget, which bounds the loss there from above."""
-        affordable = [point for point in self.points if point.cost <= SAME * budget]
+        affordable = [point for point in self.points if point.cost <= SAME_BUDGET * budget]
         return min(affordable, key=lambda point: point.candidate.loss, default=None)
 
     def above(self, budget: float) -> Point | None:
         """Returns the cheapest point within NEAR above the budget; its loss is a lower bound for that
         at the budget.
         """
-        near = [point for point in self.points if SAME * budget < point.cost <= NEAR * budget]
+        near = [
+            point for point in self.points if SAME_BUDGET * budget < point.cost <= NEAR * budget
+        ]
         return near[0] if near else None
 
     def steepness(self, candidate: Candidate) -> float | None:
@@ -136,7 +138,7 @@ def _ratio_groups(candidates: Sequence[Candidate]) -> dict[tuple[str, int], int]
 
 def _read(line: Sequence[Point], budget: float) -> Entry | None:
     for point in line:
-        if budget / SAME <= point.cost <= budget * SAME:
+        if budget / SAME_BUDGET <= point.cost <= budget * SAME_BUDGET:
             return Entry(point.candidate, point.candidate.losses, budget)
     for before, after in itertools.pairwise(line):
         if before.cost < budget < after.cost <= MAX_GAP * before.cost:

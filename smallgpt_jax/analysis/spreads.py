@@ -333,7 +333,7 @@ def modes(losses: Sequence[float], repeats: Sequence[float | None]) -> tuple[Mod
         # times the deviation 0.007 within. With three seeds, only such a gap tells.
         order = sorted(losses)
         first_above = _largest_gap(order)
-        is_split = _ratio(np.array([order]))[0] > _critical_ratio(len(order), _SPLIT_LEVEL)
+        is_split = _gap_ratio(np.array([order]))[0] > _critical_ratio(len(order), _SPLIT_LEVEL)
     else:
         order = [loss for _, loss in sorted(zip(repeats, losses))]
         repeats = sorted(repeats)
@@ -354,8 +354,8 @@ def _largest_gap(ascending: Sequence[float]) -> int:
     return int(np.diff(ascending).argmax()) + 1
 
 
-def _ratio(samples: np.ndarray) -> np.ndarray:
-    """Returns the largest gap of each ascending sample, (samples, n), in standard deviations within
+def _gap_ratio(samples: np.ndarray) -> np.ndarray:
+    """Returns the largest gap of each ascending sample, (samples, n ≥ 3), in standard deviations within
     the two groups that it separates.
     """
     samples = samples - samples.mean(1, keepdims=True)
@@ -374,7 +374,7 @@ def _ratio(samples: np.ndarray) -> np.ndarray:
 def _critical_ratio(count: int, level: float) -> float:
     """Returns the ratio that normally distributed losses exceed with a probability."""
     samples = np.sort(np.random.default_rng(0).standard_normal((_SAMPLES, count)), axis=1)
-    return float(np.quantile(_ratio(samples), 1 - level))
+    return float(np.quantile(_gap_ratio(samples), 1 - level))
 
 
 def _more_split_than_by_chance(losses: Sequence[np.ndarray]) -> bool:
@@ -388,7 +388,7 @@ def _more_split_than_by_chance(losses: Sequence[np.ndarray]) -> bool:
     samples = [sample for sample in samples if len(sample) >= 3]
     count = 0
     for sample in samples:
-        count += _ratio(sample[None])[0] > _critical_ratio(len(sample), _ONE_OF_TWENTY)
+        count += _gap_ratio(sample[None])[0] > _critical_ratio(len(sample), _ONE_OF_TWENTY)
     if count == 0:
         return False
     # P(`count` or more), binomial

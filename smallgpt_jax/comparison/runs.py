@@ -103,7 +103,11 @@ class Comparison:
     def _runs_at(
         self, multiples: Mapping[str, float | None], counts: Mapping[str, int]
     ) -> list[PlannedRun]:
-        """Returns the runs, seed by seed, at {model: multiple}, with {name: number of seeds}."""
+        """Returns the runs, seed by seed.
+
+        `multiples`: {model: best multiple of its learning rate}; a model without one is left out.
+        `counts`: {name: number of seeds}.
+        """
         runs = []
         for index in range(max(counts.values(), default=0)):
             for name in self.models:

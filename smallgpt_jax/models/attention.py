@@ -31,7 +31,7 @@ from smallgpt_jax.ops.key_value_cache import (
     update_rolling_cache,
 )
 from smallgpt_jax.ops.matmul import merging_heads_is_faster, one_product_is_faster
-from smallgpt_jax.ops.xla_attention import QUERIES
+from smallgpt_jax.ops.xla_attention import QUERIES_PER_CHUNK
 
 
 class QKVProjection(Dense):
@@ -234,8 +234,8 @@ def _attend_in_chunks(q_GxRxTxK, prompt: CachedKeys, mask: AttentionMask, slopes
     """
     time = q_GxRxTxK.shape[2]
     outputs = []
-    for start in range(0, time, QUERIES):
-        end = min(start + QUERIES, time)
+    for start in range(0, time, QUERIES_PER_CHUNK):
+        end = min(start + QUERIES_PER_CHUNK, time)
         first = max(0, start - mask.window + 1) if mask.window else 0
         keys = CachedKeys(
             prompt.keys_GxSxK[:, first:end],

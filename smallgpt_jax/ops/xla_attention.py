@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from smallgpt_jax.ops import bfloat16
 from smallgpt_jax.ops.attention_mask import AttentionMask, Block
 
-QUERIES = 128  # queries per chunk
+QUERIES_PER_CHUNK = 128  # queries per chunk
 
 
 def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
@@ -34,14 +34,14 @@ def counted(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Processes QUERIES queries at a time, without the keys that the mask excludes for all of
+    """Processes QUERIES_PER_CHUNK queries at a time, without the keys that the mask excludes for all of
     them.
     """
     time, dtype = q_BxHxTxK.shape[2], q_BxHxTxK.dtype
     q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = map(bfloat16.sliceable, (q_BxHxTxK, k_BxGxTxK, v_BxGxTxK))
     outputs = []
-    for start in range(0, time, QUERIES):
-        end = min(start + QUERIES, time)
+    for start in range(0, time, QUERIES_PER_CHUNK):
+        end = min(start + QUERIES_PER_CHUNK, time)
         block = Block(slice(start, end), mask.keys(start, end, time))
         slices = (
             q_BxHxTxK[:, :, block.queries],

@@ -84,7 +84,7 @@ def estimate(program: "Program", progress: _Progress = contextlib.nullcontext) -
             **known,
             argument_bytes=state_bytes,
             fits=False,
-            needed_bytes=bytes_needed(error, state_bytes),
+            needed_bytes=bytes_needed(error, state_bytes),  # raises other errors again
             compile_seconds=time.monotonic() - started,
             compiled_programs=compiler.compilations,
         )

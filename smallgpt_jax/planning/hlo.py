@@ -204,9 +204,9 @@ class HloModule:
         """
         for instruction in self.computations[name or self.entry]:
             yield times, instruction
+            if instruction.is_reduce_scatter:  # one collective; what it calls describes the sum
+                continue
             for called in instruction.calls:
-                if instruction.is_reduce_scatter:
-                    continue
                 if instruction.opcode == "while":
                     yield from self.executed(fused, called, times * self.trip_count(instruction))
                 elif fused or instruction.opcode != "fusion":

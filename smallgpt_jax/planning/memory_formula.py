@@ -40,7 +40,7 @@ import jax
 from smallgpt_jax.models import LanguageModel, ModelConfig, abstract_params
 from smallgpt_jax.models.structure import AttentionLayers, attention_layers, other_mixers
 from smallgpt_jax.ops.attention_mask import AttentionMask
-from smallgpt_jax.ops.xla_attention import QUERIES
+from smallgpt_jax.ops.xla_attention import QUERIES_PER_CHUNK
 
 
 def memory_breakdown(
@@ -106,8 +106,8 @@ def _keys_per_query(c: ModelConfig, layers: AttentionLayers) -> float:
     mask = AttentionMask(layers.window, is_causal=c.attention_mask == "causal")
     length = c.context_length
     counts = []
-    for start in range(0, length, QUERIES):
-        keys = mask.keys(start, min(start + QUERIES, length), length)
+    for start in range(0, length, QUERIES_PER_CHUNK):
+        keys = mask.keys(start, min(start + QUERIES_PER_CHUNK, length), length)
         counts.append(keys.stop - keys.start)
     return sum(counts) / len(counts)
 

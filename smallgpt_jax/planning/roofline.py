@@ -176,9 +176,9 @@ class Roofline:
         """Returns the bytes that a kernel reads and writes; of sliced or updated arrays, the parts."""
         if instruction.opcode == "fusion":
             return self._fusion_traffic(self.module.computations[instruction.calls[0]])
-        if instruction.opcode in _SLICES:
+        if instruction.opcode in _SLICES:  # reads the part and writes it
             return 2 * instruction.result_bytes
-        if instruction.opcode in _NEW_VALUES_OPERAND:
+        if instruction.opcode in _NEW_VALUES_OPERAND:  # reads the new values and writes them
             return 2 * self._written(instruction)
         read = sum(array.bytes for array in self._operands(instruction))
         return read + self._written(instruction)
@@ -219,16 +219,20 @@ def _collective_stage(instruction: Instruction) -> tuple[str, str]:
 
 
 def ring_bytes(kind: str, operand_bytes: int, devices: int) -> float:
-    """Returns the bytes per device if data pass around a ring (Patarasuk and Yuan, 2009)."""
+    """Returns the bytes that each device sends.
+
+    Reductions and gathers pass data around a ring (Patarasuk and Yuan, 2009). In an all-to-all, each
+    device keeps its own part of the operand.
+    """
     share = (devices - 1) / devices
-    times = {
+    operands_sent = {
         "all-reduce": 2 * share,
         "all-gather": devices - 1,
         "reduce-scatter": share,
         "all-to-all": share,
         "collective-permute": 1,
     }
-    return operand_bytes * times[kind]
+    return operand_bytes * operands_sent[kind]
 
 
 def custom_call_target(instruction: Instruction) -> str:

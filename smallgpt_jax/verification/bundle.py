@@ -69,7 +69,7 @@ def open_bundle(folder: Path, trust_custom_code: bool) -> Path:
     """Returns the results.json of a bundle. With `trust_custom_code`, its modules can be imported
     from now on.
 
-    Raises UserError if it is no bundle, or if a file of it was changed.
+    Raises UserError if it is no bundle, or if a file of it was changed or a source file was added.
     """
     manifest = read_json(folder / MANIFEST_FILE, Each(TEXT), "give a folder of compare --bundle")
     if manifest.pop("format", None) != str(FORMAT) or RESULTS_FILE not in manifest:
@@ -84,6 +84,10 @@ def open_bundle(folder: Path, trust_custom_code: bool) -> Path:
             content = b""
         if hashlib.sha256(content).hexdigest() != digest:
             raise UserError(f"{folder / name}: is not the file of the bundle; get the bundle again")
+    for path in folder.glob(f"{SOURCES_FOLDER}/**/*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and "__pycache__" not in path.parts and name not in manifest:
+            raise UserError(f"{path}: is not a file of the bundle; get the bundle again")
     if trust_custom_code and (folder / SOURCES_FOLDER).is_dir():
         sys.path.insert(0, str(folder / SOURCES_FOLDER))
     return folder / RESULTS_FILE
@@ -163,7 +167,7 @@ def _module_files(module: str) -> dict[str, bytes]:
             f"{module}: no such module, which the record names; run the command in the folder "
             "that contains it, or add that folder to PYTHONPATH"
         )
-    if module.startswith("smallgpt_jax"):
+    if module.partition(".")[0] == "smallgpt_jax":
         return {}
     # Of a.b in root/a/b.py or root/a/b/__init__.py, all of root/a is bundled.
     origin, depth = Path(spec.origin), module.count(".")

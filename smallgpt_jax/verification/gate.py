@@ -95,8 +95,6 @@ def ask_gate(
     record = records.read(path)
     name = reference or record.reference
     base = read_config(_run_named(record, name), trust_custom_code=False)
-    if isinstance(base, UserError):
-        raise base
     config = Config.of(load_config(candidate))
     import_training_code(config)
     config = comparable(config, base)
@@ -119,7 +117,10 @@ def ask_gate(
 
 
 def decide(question: Question, difference: float, most_seeds: int) -> Question:
-    """Returns the question with one more seed, and with a verdict if it is told."""
+    """Returns the question with one more seed, and with a verdict if the seeds are enough for one.
+
+    `difference`: loss of the candidate − loss of the reference. The evidence is two-sided.
+    """
     differences = (*question.differences, difference)
     verdict = ""
     if sequential.evidence(differences) >= 1 / question.level:

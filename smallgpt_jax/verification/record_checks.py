@@ -40,7 +40,7 @@ def check_record(record: Record, count: CountOf, trust_custom_code: bool = False
     """Returns all problems that the record shows without training."""
     problems, configs = [], []
     for run in record.runs:
-        config = read_config(run, trust_custom_code)
+        config = _config_or_error(run, trust_custom_code)
         problems += check_run(run, config, count)
         configs.append(config)
     problems += _comparable(record)
@@ -50,13 +50,18 @@ def check_record(record: Record, count: CountOf, trust_custom_code: bool = False
     return list(dict.fromkeys(problems))
 
 
-def read_config(run: Run, trust_custom_code: bool) -> Config | UserError:
-    """Returns the config of a run, or why it cannot be used here."""
+def read_config(run: Run, trust_custom_code: bool) -> Config:
+    """Returns the config of a run. Raises UserError if it cannot be used here."""
     groups = unflatten(run.config)
+    models.refuse_custom_code(groups.get("model", {}), label_of(run), trust_custom_code)
+    refuse_training_code(groups, label_of(run), trust_custom_code)
+    return Config.of(groups)
+
+
+def _config_or_error(run: Run, trust_custom_code: bool) -> Config | UserError:
+    """Returns the error that says why the config cannot be used: a problem of this run only."""
     try:
-        models.refuse_custom_code(groups.get("model", {}), label_of(run), trust_custom_code)
-        refuse_training_code(groups, label_of(run), trust_custom_code)
-        return Config.of(groups)
+        return read_config(run, trust_custom_code)
     except UserError as error:
         return error
 
@@ -174,7 +179,9 @@ def _copies(record: Record) -> Iterator[Problem]:
 
 
 def _pairs_of_seeds(runs: Sequence[Run]) -> Iterator[tuple[int, int, list[float]]]:
-    """Yields (seed, other seed, differences of their losses at common steps)."""
+    """Yields (seed, other seed, differences of their losses at common steps) for the runs of one
+    name; of many seeds, for the first MAX_SEEDS, because the pairs grow with their square.
+    """
     losses: dict[int, dict] = defaultdict(dict)
     for run in runs:
         losses[run.seed].update({(run.horizon, p.step): p.loss for p in run.curve if p.loss})

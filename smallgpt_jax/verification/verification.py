@@ -67,12 +67,13 @@ class Verification:
 
     @property
     def verdict(self) -> str:
+        """Contradictions come first, then what could not be checked or explained."""
         verdicts = [run.verdict for run in self.verdicts]
         kinds = [problem.kind for problem in self.problems]
         if CONTRADICTION in kinds or NOT_REPRODUCED in verdicts:
             return NOT_REPRODUCED
         is_complete = bool(verdicts) and len(verdicts) == len(self.drawn)
-        if not is_complete or CANNOT_TELL in verdicts or self._unresolved():
+        if not is_complete or CANNOT_TELL in verdicts or self._unresolved_problems():
             return CANNOT_TELL
         return REPRODUCED
 
@@ -81,7 +82,7 @@ class Verification:
         """The exit status of the command."""
         return STATUS[self.verdict]
 
-    def _unresolved(self) -> list[Problem]:
+    def _unresolved_problems(self) -> list[Problem]:
         """Returns the problems whose run was not reproduced, except as a seed, which a copy is."""
         resolved = {
             run.run
@@ -201,7 +202,10 @@ def _resumed(sample: Sample, folder: Path, digest: str) -> Sample:
 
 
 # ------------------------------------------------------------------ one run
-def _verify_run(run: Run, record: Record, folder: Path, fraction: float, trust: bool) -> RunVerdict:
+def _verify_run(
+    run: Run, record: Record, folder: Path, fraction: float, trust_custom_code: bool
+) -> RunVerdict:
+    """Trains a fraction of the run's steps again and compares the losses."""
     # Here, because checks without training need no data pipeline and no trainer.
     from smallgpt_jax.verification import retraining
 
@@ -211,14 +215,13 @@ def _verify_run(run: Run, record: Record, folder: Path, fraction: float, trust: 
     def verdict(kind: str, text: str, comparisons: Sequence[ComparedLoss] = ()) -> RunVerdict:
         return RunVerdict(label_of(run), kind, text, steps, run.steps, machine, tuple(comparisons))
 
-    config = read_config(run, trust)
-    if isinstance(config, UserError):
-        return verdict(CANNOT_TELL, str(config))
     try:
-        config = retraining.retrained_config(config, steps)
+        config = retraining.retrained_config(read_config(run, trust_custom_code), steps)
         corpus = retraining.open_text(config, run)
         workdir = folder / retraining.RUNS_FOLDER / _folder_name(run, steps)
-        comparisons = retraining.compare_run(run, record, config, workdir, corpus, trust)
+        comparisons = retraining.compare_run(
+            run, record, config, workdir, corpus, trust_custom_code
+        )
     except UserError as error:
         return verdict(CANNOT_TELL, str(error))
     kind, text = judge(comparisons)

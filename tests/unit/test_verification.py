@@ -466,6 +466,9 @@ def test_a_bundle_has_the_sources_of_custom_code(tmp_path, honest, monkeypatch):
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match="missing_module: no such module"):
         write_bundle(path, tmp_path / "other")
+    (folder / "sources" / "numpy.py").write_text("")
+    with pytest.raises(UserError, match=r"numpy\.py: is not a file of the bundle"):
+        open_bundle(folder, True)
 
 
 def test_a_bundle_cannot_name_files_outside(tmp_path):

@@ -120,8 +120,6 @@ _OPTIONS = (
 
 @best_effort("stdout")
 def main() -> None:
-    from smallgpt_jax.comparison import comparing, dry_run, recipe
-
     named = [flag.name for flag in (_BUNDLE, _VERIFY, _AGAINST) if flag.value is not None]
     sources = {flag.name for flag in (_CONFIG, _WORKDIRS, _RESULTS) if flag.value is not None}
     purpose = _one_purpose(named, sources)
@@ -142,6 +140,9 @@ def main() -> None:
         _verify(_VERIFY.value, _OUTPUT.value, choice, trust)
     if purpose == "against":
         _ask_gate(config, _AGAINST.value, _OUTPUT.value, _ONLY.value)
+    # Here, because the other purposes need no trainer and no plots.
+    from smallgpt_jax.comparison import comparing, dry_run, recipe
+
     if _DRY_RUN.value and config is None:
         cli.fail("--dry_run: needs --config, a comparison to train", status=2)
     if _TOPOLOGY.value and not _DRY_RUN.value:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 from smallgpt_jax import models
-from smallgpt_jax.inference import layout
 from smallgpt_jax.models.components import components
 from smallgpt_jax.models.flops import train_cost, update_flops
 from smallgpt_jax.objectives.future_tokens import future_terms
@@ -20,9 +19,9 @@ class Counts:
     active_parameters: int
     flops_per_token: float | None  # of training, without the optimizer; None if unknown
     optimizer_flops: int  # per update
-    uncounted: float | None = 0.0  # arithmetic besides products, per FLOP
-    flops_problem: str = ""  # why the FLOPs are unknown
-    weight_bytes: int = 0  # in decoding
+    uncounted: float | None  # arithmetic besides products, per FLOP
+    flops_problem: str  # why the FLOPs are unknown
+    weight_bytes: int  # in decoding
 
     @property
     def parameters(self) -> int:
@@ -48,6 +47,9 @@ def _count_once(
     model: models.LanguageModel, terms: tuple[tuple[str, Term], ...], optimizer_name: str
 ) -> Counts:
     """Cached, because it traces the model. FLOPs do not depend on the optimizer's settings."""
+    # Here, because whoever finds all counts in the cache folder does not need these imports.
+    from smallgpt_jax.inference import layout
+
     trained = models.abstract_params(model) | Objective(terms=dict(terms)).abstract_heads()
     optimizer = find_optimizer(optimizer_name)(trained, OptimizerConfig(name=optimizer_name))
     cost = train_cost(model, dict(terms).values())

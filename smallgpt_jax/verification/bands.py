@@ -49,8 +49,9 @@ def compare_curves(
     seeds: Sequence[Curve],
     is_other_machine: bool = False,
 ) -> list[ComparedLoss]:
-    """`variants` round differently; `seeds` are the curves of the record's seeds, this one
-    included. The record may be of another processor, or of other versions.
+    """Returns each recorded loss beside the one that was trained here, with what explains the
+    difference. `variants` are trained here as well, with other rounding; `seeds` are the curves of
+    all seeds in the record. `is_other_machine`: another processor, or other versions.
     """
     widening = OTHER_MACHINE if is_other_machine else 1.0
     steps = sorted(recorded.keys() & trained.keys())
@@ -63,7 +64,7 @@ def compare_curves(
         of_seeds = [curve[step] for curve in seeds if step in curve]
         spread = statistics.stdev(of_seeds) if len(of_seeds) >= MIN_SEEDS else None
         allowed, how = _allowed(values, rounding, of_seeds, spread, len(steps))
-        if recorded[step] == trained[step]:
+        if recorded[step] == trained[step]:  # even where nothing was measured
             how = BITS
         elif allowed is None:
             how = NO_BAND

@@ -16,6 +16,8 @@ import hashlib
 import importlib.util
 import json
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -52,7 +54,7 @@ def write_bundle(results: str | Path, folder: str | Path) -> Path:
     record = records.read(path)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--bundle={folder}: folder is not empty; choose another")
-    files = {RESULTS_FILE: path.read_bytes(), **_described(record), **_sources(record)}
+    files = {RESULTS_FILE: path.read_bytes(), **_descriptions(record), **_sources(record)}
     for name, content in files.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -79,8 +81,8 @@ def open_bundle(folder: Path, trust_custom_code: bool) -> Path:
         if path.is_absolute() or ".." in path.parts:
             raise UserError(f"{folder / MANIFEST_FILE}: {name!r} is outside the bundle; remove it")
         try:
-            content = (folder / name).read_bytes() if (folder / name).is_file() else b""
-        except (OSError, ValueError):  # a name that no file can have
+            content = (folder / name).read_bytes()
+        except (OSError, ValueError):  # missing, or a name that no file can have
             content = b""
         if hashlib.sha256(content).hexdigest() != digest:
             raise UserError(f"{folder / name}: is not the file of the bundle; get the bundle again")
@@ -93,7 +95,8 @@ def open_bundle(folder: Path, trust_custom_code: bool) -> Path:
     return folder / RESULTS_FILE
 
 
-def _described(record: Record) -> dict[str, bytes]:
+def _descriptions(record: Record) -> dict[str, bytes]:
+    """Returns {path: content} of the files that repeat parts of the record for human readers."""
     files = {}
     for name, runs in grouped(record.runs, lambda run: run.name).items():
         longest = max(runs, key=lambda run: run.horizon)
@@ -101,17 +104,17 @@ def _described(record: Record) -> dict[str, bytes]:
             {"name": name, "seeds": sorted({run.seed for run in runs}), "config": longest.config}
         )
     sessions = [session for run in record.runs for session in run.sessions]
-    versions: dict[str, dict[str, int]] = {}
+    versions: dict[str, Counter[str]] = defaultdict(Counter)  # {library: sessions by version}
     for session in sessions:
         for library, version in session.versions.items():
-            counts = versions.setdefault(library, {})
-            counts[version] = counts.get(version, 0) + 1
+            versions[library][version] += 1
+    times = [session.time for session in sessions]
     environment = {
         "command": record.command,
         "versions": {library: sorted(counts) for library, counts in versions.items()},
         "devices": sorted({session.device for session in sessions}),
         "processors": _distinct(session.processor for session in sessions),
-        "times": [min(s.time for s in sessions), max(s.time for s in sessions)] if sessions else [],
+        "times": [min(times), max(times)] if times else [],
     }
     text = next((run.text for run in record.runs if run.text), None)
     files["environment.json"] = _json(environment)
@@ -121,16 +124,18 @@ def _described(record: Record) -> dict[str, bytes]:
     return files
 
 
-def _requirements(versions: dict[str, dict[str, int]]) -> str:
-    """Returns the version of each library that most sessions had."""
+def _requirements(versions: dict[str, Counter[str]]) -> str:
+    """Returns requirements for pip: of each library, the version that most sessions had."""
     lines = []
     for library, counts in sorted(versions.items()):
-        if library not in ("python", "smallgpt_jax"):
-            lines.append(f"{library}=={max(counts, key=lambda version: counts[version])}\n")
+        if library not in ("python", "smallgpt_jax"):  # pip cannot install these
+            ((version, _),) = counts.most_common(1)
+            lines.append(f"{library}=={version}\n")
     return "".join(lines)
 
 
-def _distinct(values) -> list:
+def _distinct(values: Iterable[Any]) -> list:
+    """Returns each value once, without empty ones; unlike a set, also of dicts."""
     distinct = []
     for value in values:
         if value and value not in distinct:
@@ -145,6 +150,7 @@ def _sources(record: Record) -> dict[str, bytes]:
     modules = set()
     for run in record.runs:
         for field, value in run.config.items():
+            # Only fields of these groups can name modules.
             if field.startswith(("model.", "optimizer.", "train.")):
                 names = value if isinstance(value, list) else [value]
                 for name in names:
@@ -158,6 +164,7 @@ def _sources(record: Record) -> dict[str, bytes]:
 
 
 def _module_files(module: str) -> dict[str, bytes]:
+    """Returns {path in the bundle: content} of a module and the rest of its top-level package."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -168,7 +175,7 @@ def _module_files(module: str) -> dict[str, bytes]:
             "that contains it, or add that folder to PYTHONPATH"
         )
     if module.partition(".")[0] == "smallgpt_jax":
-        return {}
+        return {}  # whoever checks the record has it
     # Of a.b in root/a/b.py or root/a/b/__init__.py, all of root/a is bundled.
     origin, depth = Path(spec.origin), module.count(".")
     if origin.name == "__init__.py":

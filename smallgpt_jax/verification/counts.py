@@ -14,7 +14,7 @@ from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.cache import cache_folder
 
 _CODE = ("config", "inference", "models", "ops", "objectives", "optim")
-# What the counts depend on, beside the group `model`.
+# The fields that counts depend on, beside the group `model`.
 _FIELDS = (
     "optimizer.name",
     "train.objective",
@@ -28,36 +28,36 @@ _MOST_COUNTED = {"context_length": 2**18, "d_model": 2**17, "head_dim": 2**17}
 
 
 class Counter:
-    """Counts configs. Results of the same code are read from the cache folder; those of custom code
-    are not stored, because it may change.
-    """
+    """A function from a config to its counts; those of the same code are read from the cache folder."""
 
     def __init__(self, folder: Path | None = None):
         folder = folder or cache_folder() / "counts"
+        # A file of its own for each version of the code.
         self._path = folder / f"{_digest_of_code()[:16]}.json"
-        self._known: dict[str, Counts] = (
+        # {key of a config: counts}
+        self._stored: dict[str, Counts] = (
             typed_json.read_or_none(dict[str, Counts], self._path) or {}
         )
-        self._counted: dict[str, Counts] = {}
+        # Counts of custom code are never stored, because it may change.
+        self._custom: dict[str, Counts] = {}
+        self._is_saved = True
 
     def __call__(self, config: Config) -> Counts:
-        key = _key(config)
-        counts = self._known.get(key) or self._counted.get(key)
-        if counts is None:
+        values = _counted_values(config)
+        key = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+        is_custom = ":" in "".join(map(str, values.values()))  # "module:name"
+        counts_of = self._custom if is_custom else self._stored
+        if key not in counts_of:
             _require_small(config)
-            counts = self._counted[key] = count(config)
-        return counts
+            counts_of[key] = count(config)
+            self._is_saved = self._is_saved and is_custom
+        return counts_of[key]
 
     def save(self) -> None:
-        """Write errors are ignored: the next check counts again."""
-        if not self._counted:
+        """Writes new counts to the cache folder. Ignores errors: the next check counts again."""
+        if self._is_saved:
             return
-        content = {key: dataclasses.asdict(counts) for key, counts in self._known.items()}
-        content |= {
-            key: dataclasses.asdict(counts)
-            for key, counts in self._counted.items()
-            if not key.startswith("custom")
-        }
+        content = {key: dataclasses.asdict(counts) for key, counts in self._stored.items()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, json.dumps(content))
@@ -74,18 +74,17 @@ def _digest_of_code() -> str:
     return digest.hexdigest()
 
 
-def _key(config: Config) -> str:
+def _counted_values(config: Config) -> dict[str, Any]:
+    """Returns the values of the fields on which counts depend."""
     values: dict[str, Any] = dict(vars(config.model), architecture=type(config.model).__name__)
     for path in _FIELDS:
         group, _, field = path.partition(".")
         values[path] = getattr(getattr(config, group), field)
-    text = json.dumps(values, sort_keys=True, default=str)
-    # "module:name": the code behind a name may change, so `save` leaves these counts out.
-    custom = "custom" if ":" in "".join(map(str, values.values())) else ""
-    return custom + hashlib.sha256(text.encode()).hexdigest()
+    return values
 
 
 def _require_small(config: Config) -> None:
+    """Raises UserError for a model that cannot be traced in seconds."""
     for field, most in _MOST_COUNTED.items():
         if getattr(config.model, field) > most:
             config.model.refuse(field, f"models are counted up to {most:,}")

@@ -31,8 +31,8 @@ from smallgpt_jax.verification.counts import Counter
 from smallgpt_jax.verification.record_checks import read_config
 
 LEDGER_FILE = "ledger.json"
-BETTER, WORSE, NOT_TOLD = "better", "worse", "not told"
-STATUS = {BETTER: 0, WORSE: 1, NOT_TOLD: 2}  # exit status of the command
+BETTER, WORSE, UNDECIDED = "better", "worse", "not told"
+STATUS = {BETTER: 0, WORSE: 1, UNDECIDED: 2}  # exit status of the command
 LEVEL = 0.05  # of all questions together
 MOST_SEEDS = 8
 BUDGET_TOLERANCE = 0.01
@@ -126,17 +126,14 @@ def decide(question: Question, difference: float, most_seeds: int) -> Question:
     if sequential.evidence(differences) >= 1 / question.level:
         verdict = BETTER if math.fsum(differences) < 0 else WORSE
     elif len(differences) >= most_seeds:
-        verdict = NOT_TOLD
+        verdict = UNDECIDED
     return dataclasses.replace(question, differences=differences, verdict=verdict)
 
 
-def comparable(
-    candidate: Config, base: Config, count: Callable[[Config], Counts] | None = None
-) -> Config:
-    """Returns the candidate with the text and the evaluations of the reference. Raises UserError if
-    it may use more FLOPs.
+def comparable(candidate: Config, base: Config) -> Config:
+    """Returns the candidate with the text and the evaluations of the reference `base`. Raises
+    UserError if it takes more FLOPs, or if there are no validation rows that the record has not used.
     """
-    count = count or Counter()
     evaluation = {
         "eval_steps": base.train.eval_steps,
         "kept_steps": (),
@@ -145,6 +142,7 @@ def comparable(
     }
     data = dataclasses.asdict(base.data)
     candidate = candidate.replace(data=data, train=evaluation)
+    count = Counter()
     flops, allowed = (_flops(config, count(config)) for config in (candidate, base))
     if flops > (1 + BUDGET_TOLERANCE) * allowed:
         raise UserError(
@@ -176,6 +174,7 @@ def _run_named(record: Record, name: str) -> Run:
 
 # ------------------------------------------------------------------ ledger
 def _open_ledger(folder: Path, digest: str, reference: str) -> Ledger:
+    """Returns the ledger of a search, or a new one. `digest` is that of the record."""
     path = folder / LEDGER_FILE
     if not path.exists():
         return Ledger(digest, reference, secrets.token_hex(16))
@@ -203,9 +202,10 @@ def _find_question(ledger: Ledger, config: Config) -> tuple[Ledger, Question]:
 
 # ------------------------------------------------------------------ losses
 def train_on_new_rows(candidate: Config, base: Config, folder: Path) -> tuple[float, float]:
-    """Returns the losses of both after their last step, on validation rows that follow those of the
-    record.
+    """Returns the losses of candidate and base after their last step, on validation rows that
+    follow those on which the record was evaluated.
     """
+    # Here, because a question that was asked before needs no trainer.
     from smallgpt_jax.data.corpus import load_or_prepare
     from smallgpt_jax.training import trainer
 
@@ -223,10 +223,10 @@ def train_on_new_rows(candidate: Config, base: Config, folder: Path) -> tuple[fl
 
 
 def loss_of_new_rows(workdir: Path, step: int) -> float:
-    """Returns the loss on the rows of the larger evaluation after `step` that are not in the
-    smaller one.
+    """Returns the mean loss over the validation rows that only the larger of the two evaluations
+    after `step` has.
     """
-    sums = {
+    sums = {  # {number of targets: sum of their losses}
         line["targets"]: line["loss"] * line["targets"]
         for line in read_lines(workdir / METRICS_FILE)
         if line["split"] == "eval" and line["step"] == step and line["loss"] is not None
@@ -236,5 +236,6 @@ def loss_of_new_rows(workdir: Path, step: int) -> float:
             f"{workdir}: the validation split has no rows beyond those of the record; use a larger "
             "config.data.validation_fraction in the record"
         )
+    # The larger evaluation begins with the rows of the smaller one.
     few, many = min(sums), max(sums)
     return (sums[many] - sums[few]) / (many - few)

@@ -25,5 +25,6 @@ def label_of(run: Run) -> str:
     return f"{run.label}, seed {run.seed}"
 
 
-def contradiction(check: str, run: Run, text: str) -> Problem:
-    return Problem(CONTRADICTION, check, label_of(run), text)
+def contradiction(check: str, run: Run | None, text: str) -> Problem:
+    """Returns a contradiction in a run or, without `run`, in the whole record."""
+    return Problem(CONTRADICTION, check, label_of(run) if run else "", text)

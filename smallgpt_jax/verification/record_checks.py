@@ -67,34 +67,27 @@ def _config_or_error(run: Run, trust_custom_code: bool) -> Config | UserError:
 
 
 def _comparable(record: Record) -> Iterator[Problem]:
-    """One text and one set of evaluation rows for all runs."""
+    """All runs have one training text, and their last losses are means over the same tokens."""
     for run in record.runs:
         mismatch = run.text and find_mismatch(run.text.description, DESCRIPTION, "text.description")
         if mismatch:
             yield Problem(UNKNOWN, "text", label_of(run), mismatch)
-            return
+            return  # texts that cannot be read cannot be compared either
     try:
         merging.require_comparable(record.runs)
     except UserError as error:
-        yield Problem(CONTRADICTION, "text", "", str(error))
+        yield contradiction("text", None, str(error))
     averages = {run.averaged for run in record.runs}
     if len(averages) > 1:
-        yield Problem(
-            CONTRADICTION,
-            "evaluation rows",
-            "",
-            "its losses are means over different evaluations",
-        )
+        text = "its losses are means over different evaluations"
+        yield contradiction("evaluation rows", None, text)
+    # A row of another context length has another number of targets.
     for runs in grouped(record.runs, lambda run: run.config["model.context_length"]).values():
         targets = {run.last.targets for run in runs if run.last and run.is_finished}
         if len(targets) > 1:
             counts = " and ".join(f"{count:,}" for count in sorted(targets))
-            yield Problem(
-                CONTRADICTION,
-                "evaluation rows",
-                "",
-                f"losses are means over {counts} targets in runs of one context length",
-            )
+            text = f"losses are means over {counts} targets in runs of one context length"
+            yield contradiction("evaluation rows", None, text)
 
 
 def _same_configs(record: Record, configs: Sequence[Config | UserError]) -> Iterator[Problem]:
@@ -118,6 +111,9 @@ def _same_configs(record: Record, configs: Sequence[Config | UserError]) -> Iter
 
 
 def _lengths(by_horizon: dict[float, tuple[Run, dict]]) -> Iterator[Problem]:
+    """Steps and decay are the horizon times those of the longest run, whose horizon is 1. The runs
+    have one name; each comes with the fields of its config.
+    """
     if 1.0 not in by_horizon:
         return
     _, longest = by_horizon[1.0]
@@ -137,7 +133,7 @@ def _branches(record: Record) -> Iterator[Problem]:
     for run in record.runs:
         trunk = longest.get((run.name, run.seed))
         if trunk is None or run is trunk or not run.copied_steps:
-            continue
+            continue  # copied nothing, or its longest run is not in the record
         losses = {point.step: point.loss for point in trunk.curve}
         for point in run.curve:
             is_copied = point.step <= run.copied_steps and point.step in losses
@@ -192,7 +188,9 @@ def _pairs_of_seeds(runs: Sequence[Run]) -> Iterator[tuple[int, int, list[float]
 
 
 def _seeds(record: Record) -> Iterator[Problem]:
-    # A comparison trains consecutive seeds, the same for all names. Others may have been chosen.
+    """A comparison trains consecutive seeds, the same for all names. Others may have been chosen
+    for their losses.
+    """
     seeds_of = {}
     for name, runs in grouped(record.runs, lambda run: run.name).items():
         seeds_of[name] = sorted({run.seed for run in runs})
@@ -204,7 +202,7 @@ def _seeds(record: Record) -> Iterator[Problem]:
                 SUSPICION, "seeds", name, f"seeds are left out, such as {listed}; ask for them"
             )
     if "smallgpt_jax.compare" not in record.command or "--results" in record.command:
-        return
+        return  # merged records may start at different seeds
     firsts = {seeds[0] for seeds in seeds_of.values()}
     if len(firsts) > 1:
         listed = " and ".join(map(str, sorted(firsts)))
@@ -215,7 +213,7 @@ def _grids(record: Record) -> Iterator[Problem]:
     """The learning rate of a name is the best of its grid."""
     for name, grid in record.learning_rates.items():
         if grid.best is None:
-            continue
+            continue  # no learning rate was searched for this name
         best = grid.best * grid.learning_rate
         for run in record.runs:
             if run.name == name and not math.isclose(run.learning_rate, best, rel_tol=1e-9):
@@ -227,6 +225,7 @@ def _grids(record: Record) -> Iterator[Problem]:
 
 
 def _budget(record: Record) -> Iterator[Problem]:
+    """Longest runs end with the same tokens or FLOPs, where the record says so."""
     for sentence, (field, tolerance) in BUDGET_TOLERANCES.items():
         if not record.budget.startswith(sentence):
             continue
@@ -252,6 +251,7 @@ def _predictions(record: Record) -> Iterator[Problem]:
     if predictions is None:
         return
     for run in record.runs:
+        # Later sessions of an interrupted run begin at a later step.
         starts = [session.time for session in run.sessions if session.first_step == 0]
         if run.size == predictions.held_out and starts and min(starts) < predictions.time:
             yield contradiction(

@@ -103,32 +103,40 @@ def read_curve(folder: Path) -> Curve:
     return {line["step"]: line["loss"] for line in lines if line["loss"] is not None}
 
 
-def train_variants(config: Config, folder: Path, corpus: Corpus, trust: bool) -> dict[str, Curve]:
-    """Returns {name of the variant: curve}. `folder` is that of the run itself."""
-    curves = {}
+def train_variants(
+    config: Config, folder: Path, corpus: Corpus, trust_custom_code: bool
+) -> list[Curve]:
+    """Returns the curves of runs that only round differently. The run itself is in `folder`; the
+    variants are trained in folders beside it.
+    """
+    curves = []
     for fields in variant_fields(config):
-        (field, value) = next(iter(fields.items()))
+        ((field, value),) = fields.items()
         name = f"{field}={value}"
         print(f"again, with config.train.{name}, which only rounds differently", flush=True)
         varied = config.replace(train=fields)
-        curves[name] = train(varied, folder.with_name(f"{folder.name}-{safe_name(name)}"), corpus)
+        workdir = folder.with_name(f"{folder.name}-{safe_name(name)}")
+        curves.append(train(varied, workdir, corpus))
     if has_other_instructions():
         print(f"again, with {OTHER_INSTRUCTIONS}, in another process", flush=True)
-        varied = folder.with_name(f"{folder.name}-avx2")
-        if not is_finished(varied, config, corpus):
-            _train_in_process(folder, varied, trust)
-        curves[OTHER_INSTRUCTIONS] = read_curve(varied)
+        workdir = folder.with_name(f"{folder.name}-avx2")
+        if not is_finished(workdir, config, corpus):
+            _train_in_process(folder, workdir, trust_custom_code)
+        curves.append(read_curve(workdir))
     return curves
 
 
 def variant_fields(config: Config) -> list[dict[str, int]]:
-    """Returns fields of `train` whose change only changes the order of sums."""
+    """Returns variants of a run: each has another value of one field of `train`, which only changes
+    the order of sums.
+    """
     fields = [
         {"loss_chunks": chunks}
         for chunks in LOSS_CHUNKS
         if chunks != config.train.loss_chunks and config.model.context_length % chunks == 0
     ][:MAX_CHUNK_VARIANTS]
     doubled = 2 * config.train.microbatches
+    # With dropout, another split into microbatches would also draw other masks.
     if not config.model.dropout and config.train.batch_size % (doubled * jax.device_count()) == 0:
         fields.append({"microbatches": doubled})
     return fields
@@ -138,12 +146,12 @@ def has_other_instructions() -> bool:
     return platform() == "cpu" and "avx512f" in processor_flags()
 
 
-def _train_in_process(trained: Path, folder: Path, trust: bool) -> None:
+def _train_in_process(trained: Path, folder: Path, trust_custom_code: bool) -> None:
     """Trains the run in `trained` again, in `folder`, without AVX-512."""
     # XLA reads its flags once per process.
     command = [sys.executable, "-m", "smallgpt_jax.main"]
     command += [f"--config=run:{trained}", f"--workdir={folder}"]
-    if trust:
+    if trust_custom_code:
         command.append("--trust_custom_code")
     flags = shlex.join([*shlex.split(os.environ.get("XLA_FLAGS", "")), OTHER_INSTRUCTIONS])
     log = trained.parent / f"{folder.name}.log"
@@ -156,27 +164,30 @@ def _train_in_process(trained: Path, folder: Path, trust: bool) -> None:
 
 
 def compare_run(
-    run: Run, record: Record, config: Config, folder: Path, corpus: Corpus, trust: bool
+    run: Run, record: Record, config: Config, folder: Path, corpus: Corpus, trust_custom_code: bool
 ) -> list[ComparedLoss]:
-    """Returns the recorded losses beside those of `config`, which is trained in `folder`, and, if
-    they differ, those of its variants.
+    """Trains `config`, the first steps of `run`, in `folder`; returns the recorded losses beside its
+    own. If they differ, variants are trained as well, to measure what rounding changes.
     """
     steps = config.train.steps
     recorded = {point.step: point for point in run.curve if point.loss and point.step <= steps}
     trained = train(config, folder, corpus)
-    _require_same_rows(recorded, folder)
+    _require_same_targets(recorded, folder)
     losses = {step: point.loss for step, point in recorded.items()}
     seeds = []
     for other in record.runs:
         if (other.name, other.horizon) == (run.name, run.horizon):
             seeds.append({point.step: point.loss for point in other.curve if point.loss})
     is_equal = all(trained[step] == losses[step] for step in losses.keys() & trained.keys())
-    variants = {} if is_equal else train_variants(config, folder, corpus, trust)
+    variants = [] if is_equal else train_variants(config, folder, corpus, trust_custom_code)
     is_other_machine = machine_differences(run) != ""
-    return compare_curves(losses, trained, list(variants.values()), seeds, is_other_machine)
+    return compare_curves(losses, trained, variants, seeds, is_other_machine)
 
 
-def _require_same_rows(recorded: Mapping[int, Point], folder: Path) -> None:
+def _require_same_targets(recorded: Mapping[int, Point], folder: Path) -> None:
+    """Raises UserError if an evaluation in `folder` is a mean over other tokens than the record's.
+    `recorded`: {step: evaluation}.
+    """
     for line in read_lines(folder / METRICS_FILE):
         point = recorded.get(line["step"]) if line["split"] == "eval" else None
         if point and point.targets != line["targets"]:

@@ -26,24 +26,25 @@ MAX_FIRST_GAIN, MAX_FIRST_EXCESS = 1.0, 2.0
 
 def check_run(run: Run, config: Config | UserError, count: CountOf) -> list[Problem]:
     """Returns what is wrong in a run. `config` is the run's own, or why it cannot be read."""
-    texts, unknown = [*_curve(run), *_sessions(run)], []
+    unknown = []
+    contradictions = [*_curve(run), *_sessions(run)]
     if isinstance(config, UserError):
         unknown.append(Problem(UNKNOWN, "config", label_of(run), str(config)))
     else:
-        texts += [*_shape(run, config), *_losses(run, config)]
+        contradictions += [*_shape(run, config), *_losses(run, config)]
         try:
             counts = count(config)
-            texts += [*_counts(run, counts), *_flops(run, config, counts)]
+            contradictions += [*_counts(run, counts), *_flops(run, config, counts)]
         except UserError as error:
             unknown.append(Problem(UNKNOWN, "counts", label_of(run), str(error)))
-    return unknown + [contradiction(check, run, text) for check, text in texts]
+    return unknown + [contradiction(check, run, text) for check, text in contradictions]
 
 
 Contradictions = Iterator[tuple[str, str]]  # (name of the check, what is wrong)
 
 
 def _shape(run: Run, config: Config) -> Contradictions:
-    """Seed, tokens per step and schedule against the config."""
+    """Seed, tokens per step and vocabulary against the config."""
     if run.seed != config.train.seed:
         yield "seed", f"seed {run.seed} is {config.train.seed} in its config"
     padding = run.sessions[-1].padding if run.sessions else 0.0
@@ -62,6 +63,7 @@ def _shape(run: Run, config: Config) -> Contradictions:
 
 
 def _inputs(config: Config) -> int:
+    """Returns the tokens per step, with padding."""
     return config.train.batch_size * config.model.context_length
 
 
@@ -70,8 +72,8 @@ def _curve(run: Run) -> Contradictions:
     steps = [point.step for point in run.curve]
     if any(after <= before for before, after in itertools.pairwise(steps)):
         yield "steps", "its evaluations are not in the order of their steps"
-    is_evaluated = bool(steps) and steps[-1] == run.steps
-    if run.is_finished != is_evaluated:
+    is_at_end = bool(steps) and steps[-1] == run.steps
+    if run.is_finished != is_at_end:
         last = f"step {steps[-1]}" if steps else "none"
         yield (
             "steps",
@@ -89,24 +91,24 @@ def _curve(run: Run) -> Contradictions:
     for point in run.curve:
         if abs(point.tokens - point.step * run.tokens_per_step) > 0.5 + RELATIVE * point.tokens:
             yield "tokens", f"{point.tokens:,} tokens at step {point.step} do not fit the batch"
-            break
+            return  # the later ones would only repeat it
 
 
 def _losses(run: Run, config: Config) -> Contradictions:
+    """Each loss is a possible mean, and the same number as its bits per byte."""
     if not run.curve:
         return
-    is_causal = config.train.objective in ("causal", "prefix")
+    # Losses of other objectives need not be a float32 sum divided by `targets`.
+    is_mean = config.train.objective in ("causal", "prefix")
     bytes_per_token = _bytes_per_token(run)
     for point in run.curve:
         if point.loss is None:
-            continue
-        # The sum over the targets is a float32 number.
-        if point.loss < 0 or (is_causal and not _is_float32_mean(point)):
+            continue  # was not finite
+        if point.loss < 0 or (is_mean and not _is_float32_mean(point)):
             yield (
                 "loss",
                 f"{point.loss!r} at step {point.step} is no mean of {point.targets} losses",
             )
-        # Bits per byte are the same number in other units.
         if bytes_per_token and point.bits_per_byte is not None:
             bits = point.loss / math.log(2) / bytes_per_token
             if not _is_close(bits, point.bits_per_byte):
@@ -116,7 +118,7 @@ def _losses(run: Run, config: Config) -> Contradictions:
                     f"not {point.bits_per_byte:.6f}",
                 )
     yield from _first_loss(run.curve[0], config.model.vocab_size)
-    most = config.train.eval_steps * _inputs(config)
+    most = config.train.eval_steps * _inputs(config)  # 0: evaluates all validation rows
     if most and run.curve[-1].targets > most:
         yield (
             "evaluation rows",
@@ -126,9 +128,10 @@ def _losses(run: Run, config: Config) -> Contradictions:
 
 
 def _first_loss(first: Point, vocabulary: int) -> Contradictions:
-    guess = math.log(vocabulary)
+    """Before training, a model is about as good as a uniform guess over the vocabulary."""
     if first.step > 0 or first.loss is None:
         return
+    guess = math.log(vocabulary)
     if not guess - MAX_FIRST_GAIN <= first.loss <= guess + MAX_FIRST_EXCESS:
         yield "first loss", f"{first.loss:.3f} before training; that of a guess is {guess:.3f}"
 
@@ -157,6 +160,7 @@ def _sessions(run: Run) -> Contradictions:
 
 
 def _counts(run: Run, counts: Counts) -> Contradictions:
+    """Recorded parameters and FLOPs per token against those counted from the config."""
     if sum(run.components.values()) != run.parameters:
         yield "parameters", f"the components of its {run.parameters:,} parameters have another sum"
     if run.parameters != counts.parameters or run.components != counts.components:
@@ -178,6 +182,7 @@ def _counts(run: Run, counts: Counts) -> Contradictions:
 
 
 def _flops(run: Run, config: Config, counts: Counts) -> Contradictions:
+    """The FLOPs of each evaluation are those of the steps before it."""
     per_step = counts.flops_per_step(config)
     if per_step is None:
         return
@@ -188,10 +193,11 @@ def _flops(run: Run, config: Config, counts: Counts) -> Contradictions:
                 f"{point.flops:.6g} FLOPs at step {point.step}; its config has "
                 f"{point.step * per_step:.6g}",
             )
-            return
+            return  # the later ones would only repeat it
 
 
 def _is_same(one: float | None, other: float | None) -> bool:
+    """None, an unknown number, equals only None."""
     if one is None or other is None:
         return one is other
     return _is_close(one, other)

@@ -40,10 +40,8 @@ class Sample:
             if run.is_finished and run.curve and fnmatch.fnmatchcase(run.name, self.names)
         ]
 
-    def draw(self, runs: Sequence[Run], record_sha256: str, first: Sequence[str]) -> list[Run]:
-        """Returns the drawn runs; those whose labels or names are in `first` come before the
-        others.
-        """
+    def draw(self, runs: Sequence[Run], record_sha256: str, suspects: Sequence[str]) -> list[Run]:
+        """Returns the drawn runs. Those whose labels or names are in `suspects` are drawn first."""
         if not self.size:
             return []
         candidates = self.candidates(runs)
@@ -52,8 +50,8 @@ class Sample:
 
         def order(run: Run) -> tuple[bool, str]:
             text = f"{record_sha256} {self.nonce} {run.name} {run.seed} {run.horizon!r}"
-            is_first = run.name in first or label_of(run) in first
-            return not is_first, hashlib.sha256(text.encode()).hexdigest()
+            is_suspect = run.name in suspects or label_of(run) in suspects
+            return not is_suspect, hashlib.sha256(text.encode()).hexdigest()
 
         return sorted(candidates, key=order)[: self.size]
 

@@ -50,6 +50,11 @@ class RunVerdict:
     machine: str  # how this machine differs from that of the record; "": in nothing recorded
     comparisons: tuple[ComparedLoss, ...] = ()
 
+    @property
+    def is_same_run(self) -> bool:
+        """Whether the run itself was reproduced: not only as well as by another seed."""
+        return self.verdict == REPRODUCED and all(loss.how != SEED for loss in self.comparisons)
+
     def __str__(self) -> str:
         return f"{self.verdict}: {self.run}, {self.steps:,} of {self.of:,} steps: {self.text}"
 
@@ -67,7 +72,8 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """Contradictions come first, then what could not be checked or explained."""
+        """REPRODUCED, NOT_REPRODUCED or CANNOT_TELL."""
+        # A contradiction outweighs all else, and no reproduced run outweighs one in doubt.
         verdicts = [run.verdict for run in self.verdicts]
         kinds = [problem.kind for problem in self.problems]
         if CONTRADICTION in kinds or NOT_REPRODUCED in verdicts:
@@ -83,12 +89,9 @@ class Verification:
         return STATUS[self.verdict]
 
     def _unresolved_problems(self) -> list[Problem]:
-        """Returns the problems whose run was not reproduced, except as a seed, which a copy is."""
-        resolved = {
-            run.run
-            for run in self.verdicts
-            if run.verdict == REPRODUCED and run.text.startswith((HOW[BITS], HOW[BAND]))
-        }
+        """Returns the problems that training the run again has not refuted."""
+        # A curve that was copied from another seed also passes as a seed: that refutes nothing.
+        resolved = {run.run for run in self.verdicts if run.is_same_run}
         return [problem for problem in self.problems if problem.run not in resolved]
 
     def __str__(self) -> str:
@@ -102,6 +105,7 @@ class Verification:
         return "\n".join(lines)
 
     def _summary(self) -> str:
+        """Says how probably the sample would have missed a record with a tenth of wrong runs."""
         if not self.drawn:
             return "no run was trained again; set --sample"
         trained = sum(bool(run.comparisons) for run in self.verdicts)
@@ -148,21 +152,21 @@ def verify(
     path, folder = as_path("--verify", str(results)), as_path("--output", str(output))
     if path.is_dir():
         path = bundle.open_bundle(path, trust_custom_code)
-    content = _read_bytes(path)
-    record, digest = records.read(path), hashlib.sha256(content).hexdigest()
-    counter = Counter()
-    problems = check_record(record, counter, trust_custom_code)
-    counter.save()
+    digest = hashlib.sha256(_read_bytes(path)).hexdigest()
+    record = records.read(path)
+    count = Counter()
+    problems = check_record(record, count, trust_custom_code)
+    count.save()
     sample = _resumed(sample or Sample(), folder, digest)
-    suspected = [problem.run for problem in problems]
-    drawn = sample.draw(record.runs, digest, suspected)
+    suspects = [problem.run for problem in problems]
+    drawn = sample.draw(record.runs, digest, suspects)
     verification = Verification(
-        digest,
-        sample,
-        tuple(map(label_of, drawn)),
-        len(sample.candidates(record.runs)),
-        tuple(problems),
-        (),
+        record_sha256=digest,
+        sample=sample,
+        drawn=tuple(map(label_of, drawn)),
+        runs=len(sample.candidates(record.runs)),
+        problems=tuple(problems),
+        verdicts=(),
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,6 +178,7 @@ def verify(
         verdict = _verify_run(run, record, folder, sample.fraction, trust_custom_code)
         print(verdict, flush=True)
         verification = dataclasses.replace(verification, verdicts=(*verification.verdicts, verdict))
+        # After each run: the training of some takes hours, and may be interrupted.
         _write(verification, folder)
     return verification
 
@@ -205,7 +210,7 @@ def _resumed(sample: Sample, folder: Path, digest: str) -> Sample:
 def _verify_run(
     run: Run, record: Record, folder: Path, fraction: float, trust_custom_code: bool
 ) -> RunVerdict:
-    """Trains a fraction of the run's steps again and compares the losses."""
+    """Returns whether the first `fraction` of the run's steps, trained here, has its losses."""
     # Here, because checks without training need no data pipeline and no trainer.
     from smallgpt_jax.verification import retraining
 
@@ -233,7 +238,7 @@ def _folder_name(run: Run, steps: int) -> str:
 
 
 def judge(comparisons: Sequence[ComparedLoss]) -> tuple[str, str]:
-    """Returns the verdict on a run and its reason."""
+    """Returns the verdict on a run (REPRODUCED, …) and the reason."""
     for comparison in comparisons:
         if comparison.how == OUTSIDE:
             off = comparison.recorded - comparison.trained
@@ -247,6 +252,7 @@ def judge(comparisons: Sequence[ComparedLoss]) -> tuple[str, str]:
         return CANNOT_TELL, "no evaluation of the record was reached"
     if NO_BAND in hows:
         return CANNOT_TELL, "the losses differ, and what rounding changes was not measured"
+    # The weakest agreement of any evaluation counts.
     how = next(how for how in (SEED, BAND, BITS) if how in hows)
     last = comparisons[-1]
     if how == BITS:

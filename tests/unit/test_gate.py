@@ -10,7 +10,7 @@ from conftest import load_config
 from smallgpt_jax.comparison.counts import Counts
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.verification import gate
-from smallgpt_jax.verification.gate import BETTER, NOT_TOLD, WORSE, Question, ask_gate, decide
+from smallgpt_jax.verification.gate import BETTER, UNDECIDED, WORSE, Question, ask_gate, decide
 
 
 class FakePairs:
@@ -34,7 +34,7 @@ def counts(monkeypatch):
     """FLOPs by the number of blocks, without a trace of the model."""
 
     def count(config):
-        return Counts({}, 100, 100.0 * config.model.num_layers, 0)
+        return Counts({}, 100, 100.0 * config.model.num_layers, 0, 0.0, "", 0)
 
     monkeypatch.setattr(gate, "Counter", lambda: count)
 
@@ -61,7 +61,7 @@ def test_a_better_and_a_worse_candidate_are_told_with_few_seeds(record, tmp_path
 
 def test_a_question_is_answered_once(record, tmp_path):
     first = ask_gate(candidate(), record, tmp_path / "gate", train_pair=FakePairs(0.0))
-    assert first.verdict == NOT_TOLD and len(first.differences) == gate.MOST_SEEDS
+    assert first.verdict == UNDECIDED and len(first.differences) == gate.MOST_SEEDS
     again = FakePairs(0.1)
     asked = ask_gate(candidate(train__seed=7), record, tmp_path / "gate", train_pair=again)
     assert asked == first and again.seeds == []  # another seed is no other candidate

@@ -46,7 +46,10 @@ def problems(content: dict, honest: dict) -> set[tuple[str, str]]:
             run["components"],
             run["active_parameters"],
             run["flops_per_token"],
-            0,
+            optimizer_flops=0,
+            uncounted=0.0,
+            flops_problem="",
+            weight_bytes=0,
         )
     record = typed_json.parse(records.Record, content)
     checked = check_record(record, lambda config: counts[config.model.norm])

@@ -33,7 +33,7 @@ from experiments.made_up import KINDS, Design
 from smallgpt_jax.analysis import contest
 from smallgpt_jax.analysis.candidates import evidence_of
 from smallgpt_jax.analysis.choice import Asked
-from smallgpt_jax.analysis.equal_flops import find_multipliers, find_orders
+from smallgpt_jax.analysis.equal_flops import compare_at_equal_flops, find_multipliers
 
 _RECORDS = flags.DEFINE_integer("records", 200, "Records per cell of a table.")
 _KINDS = flags.DEFINE_list("kinds", list(KINDS), "Kinds of records.")
@@ -165,7 +165,7 @@ def budgets_of(design: Design) -> dict:
         correlation = CORRELATIONS[number % 2]
         models = made_up.draw_models(design, 0.0, rng)
         evidence = evidence_of(made_up.make_record(design, models, correlation, rng))
-        (order,) = find_orders(evidence, models[0].name)
+        (order,) = compare_at_equal_flops(evidence, models[0].name)
         false += any(segment.better for segment in order.segments)
         budget = math.exp(rng.uniform(math.log(2e12), math.log(5e14)))
         for multiplier in find_multipliers(evidence, models[0].name, [budget]):

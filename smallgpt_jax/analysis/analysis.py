@@ -4,17 +4,17 @@ import functools
 
 from smallgpt_jax.analysis import description, laws, spreads
 from smallgpt_jax.analysis.candidates import (
-    Entry,
+    Contender,
     Evidence,
     are_comparable,
     evidence_of,
     is_scaling,
     largest_common_size,
-    longest,
+    longest_trained,
 )
 from smallgpt_jax.analysis.choice import default_choices
 from smallgpt_jax.analysis.contest import compare_pairs, compete, draw_losses
-from smallgpt_jax.analysis.equal_flops import find_multipliers, find_orders, find_untried
+from smallgpt_jax.analysis.equal_flops import compare_at_equal_flops, find_multipliers, find_untried
 from smallgpt_jax.analysis.findings import Contest, Findings, Pair
 from smallgpt_jax.analysis.record import Record, model_of
 
@@ -35,7 +35,7 @@ def analyse(record: Record) -> Findings:
         ranking=contest_at(size),
         ranked_size=size or "",
         choices=choices,
-        orders=find_orders(evidence, model),
+        equal_flops=compare_at_equal_flops(evidence, model),
         multipliers=find_multipliers(evidence, model, budgets),
         laws=None if size is None else laws.find_laws(record, contest_at),
         held_out=laws.check_predictions(record, contest_at),
@@ -50,17 +50,17 @@ def analyse(record: Record) -> Findings:
 
 def _as_trained(evidence: Evidence, size: str | None) -> Contest | None:
     """Returns the contest of the longest runs, of a size or of all; None if it cannot be held."""
-    candidates = longest(evidence.candidates)
+    candidates = longest_trained(evidence.candidates)
     candidates = [one for one in candidates if size is None or one.first.size == size]
     if not candidates or not are_comparable([run for one in candidates for run in one.runs]):
         return None
     models = {one.model for one in candidates}
-    entries: list[Entry] = []
-    for one in candidates:  # several models of one function have one entry, that of the first
+    contenders: list[Contender] = []
+    for one in candidates:  # several models of one function have one contender, that of the first
         equal = tuple(other for other in evidence.equal_to(one.model) if other in models)
-        if not any(entry.model in equal for entry in entries):
-            entries.append(Entry(one, one.losses, one.flops, equal_to=equal))
-    return compete(entries, evidence)
+        if not any(contender.model in equal for contender in contenders):
+            contenders.append(Contender(one, one.losses, one.flops, equal_to=equal))
+    return compete(contenders, evidence)
 
 
 def _compare_measure(

@@ -46,7 +46,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Contender:
     """A model at a budget, or as it was trained: what is known of its loss there."""
 
     candidate: Candidate  # the trained one, or the nearer of two between which it is interpolated
@@ -78,7 +78,7 @@ def _candidates_of(runs: Sequence[Run]) -> list[Candidate]:
 
 def _losses(runs: Sequence[Run]) -> dict[int, float]:
     """Returns {order of batches: loss}, or {seed: loss} if all runs have one order."""
-    groups = grouped(runs, lambda run: run.order)
+    groups = grouped(runs, lambda run: run.batch_order)
     if len(groups) == 1:
         groups = grouped(runs, lambda run: run.seed)
     losses = {}
@@ -93,7 +93,7 @@ def _best_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [min(group, key=lambda one: one.loss) for group in groups.values()]
 
 
-def longest(candidates: Sequence[Candidate]) -> list[Candidate]:
+def longest_trained(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Returns of each name the longest candidate."""
     groups = grouped(candidates, lambda one: one.first.name)
     return [max(group, key=lambda one: one.first.steps) for group in groups.values()]
@@ -106,15 +106,17 @@ class Evidence:
 
     record: Record
     candidates: tuple[Candidate, ...]
-    prior: spreads.Prior  # of all differences
-    priors: dict[tuple[str, int], spreads.Prior]  # of sizes and lengths with _MIN_MODELS
+    variance_prior: spreads.VariancePrior  # of all differences
+    variance_priors: dict[
+        tuple[str, int], spreads.VariancePrior
+    ]  # of sizes and lengths with _MIN_MODELS
     equal: tuple[tuple[str, ...], ...]  # groups of models of one function
 
-    def prior_at(self, candidate: Candidate) -> spreads.Prior:
+    def variance_prior_at(self, candidate: Candidate) -> spreads.VariancePrior:
         """Returns the prior at the candidate's size and length, because losses vary more at some than
         at others; that of the record where few models were trained.
         """
-        return self.priors.get(_size_and_steps(candidate), self.prior)
+        return self.variance_priors.get(_size_and_steps(candidate), self.variance_prior)
 
     @property
     def pair_level(self) -> float | None:
@@ -143,8 +145,8 @@ def evidence_of(record: Record) -> Evidence:
         # Rounds of seeds were decided with the spread of one size and length alone, so that is the
         # prior here, too.
         if len(group) >= _MIN_MODELS or record.seeds_as_needed:
-            priors[setting] = spreads.prior_of(losses[-1:], _degrees_of_freedom(group))
-    prior = spreads.prior_of(losses, _degrees_of_freedom(finite))
+            priors[setting] = spreads.variance_prior_of(losses[-1:], _degrees_of_freedom(group))
+    prior = spreads.variance_prior_of(losses, _degrees_of_freedom(finite))
     return Evidence(record, tuple(candidates), prior, priors, _equal_models(finite))
 
 

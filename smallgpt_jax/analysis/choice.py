@@ -16,16 +16,23 @@ from smallgpt_jax.analysis.candidates import (
     BUDGETS,
     EQUAL,
     Candidate,
-    Entry,
+    Contender,
     Evidence,
     are_comparable,
     evidence_of,
-    longest,
+    longest_trained,
 )
 from smallgpt_jax.analysis.contest import compete
 from smallgpt_jax.analysis.findings import POSSIBLE, Choice, Contest, FrontPoint
-from smallgpt_jax.analysis.lines import NEAR, SAME_BUDGET, STEEPEST, Lines, lines_of, nearest_common
 from smallgpt_jax.analysis.record import Record, Run, grouped
+from smallgpt_jax.analysis.scaling_curves import (
+    NEAR,
+    SAME_BUDGET,
+    STEEPEST,
+    ScalingCurves,
+    pair_at_nearest_budget,
+    scaling_curves_of,
+)
 from smallgpt_jax.errors import UserError
 
 _DEFAULT_BUDGETS = ("flops", "parameters", "decode_ms", "memory")  # that a report asks about
@@ -33,7 +40,8 @@ _MAX_LIMITS = 5  # per budget
 
 
 def choose(record: Record, budget: str, limit: float, batch: int = 1) -> Choice:
-    """Returns the answer to a budget, a key of `BUDGETS`. `batch` is the batch size of decoding.
+    """Returns the answer to at most `limit` of a budget, a key of `BUDGETS`. `batch` is the batch size
+    of decoding.
 
     Raises UserError without a finished run, for losses that cannot be compared, and for a limit
     below the cost of one training step.
@@ -53,7 +61,7 @@ def choose(record: Record, budget: str, limit: float, batch: int = 1) -> Choice:
 
 
 def default_choices(evidence: Evidence) -> tuple[Choice, ...]:
-    """Returns the choices that a report shows; () for fewer than two models."""
+    """Returns the choices that a report shows; () without two models that can be compared."""
     runs = [run for one in evidence.candidates for run in one.runs]
     models = {one.model for one in evidence.candidates if math.isfinite(one.loss)}
     if len(models) < 2 or not are_comparable(runs):
@@ -67,11 +75,11 @@ def default_choices(evidence: Evidence) -> tuple[Choice, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A kind of budget, asked of the evidence of a record."""
+    """A kind of budget, asked of the evidence of a record. Limits and costs are in its unit."""
 
     evidence: Evidence
-    budget: str
-    batch: int = 1
+    budget: str  # key of `BUDGETS`
+    batch: int = 1  # of decoding
 
     def cost(self, run: Run) -> float | None:
         return BUDGETS[self.budget].cost(run, self.batch)
@@ -82,17 +90,20 @@ class Asked:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Shorter candidates cost as much as the longest, except in training."""
+        """Returns all for a training budget; for others, those trained longest, because length changes
+        no other cost.
+        """
         candidates = list(self.evidence.candidates)
-        return candidates if self.is_training else longest(candidates)
+        return candidates if self.is_training else longest_trained(candidates)
 
     def cost_of(self, candidate: Candidate) -> float | None:
-        """Returns the median over the runs that have measured it."""
+        """Returns the median over the runs that have measured it; None if none has."""
         costs = [self.cost(run) for run in candidate.runs]
         measured = [cost for cost in costs if cost]
         return statistics.median(measured) if measured else None
 
     def require_a_step(self, limit: float) -> None:
+        """Raises UserError for a training budget below one step: most likely, its unit is mistaken."""
         costs = []
         for run in self.evidence.record.runs if self.is_training else ():
             if run.last and run.last.step and self.cost(run):
@@ -115,8 +126,8 @@ class Asked:
 
     # -------------------------------------------------------------- answers
     def choice(self, limit: float) -> Choice:
-        """Returns the answer to a limit. Below all costs, or far above them, nothing is chosen, and
-        the contest is that at the nearest cost.
+        """Returns the answer to a limit. Below all costs, or more than NEAR times above them, nothing is
+        chosen, and the models are compared at the nearest cost instead.
         """
         answer = Choice(
             self.budget,
@@ -129,12 +140,12 @@ class Asked:
         if not self.costs:
             return answer
         least = min(map(min, self.costs.values()))
-        largest = sorted(map(max, self.costs.values()))  # of each model
+        largest = sorted(map(max, self.costs.values()))  # cost of each model
         refusal, compared_at, factor = None, limit, None
         if limit * SAME_BUDGET < least:
             refusal, compared_at, factor = "nothing within", least, limit / least
         elif limit > NEAR * largest[-1]:
-            # Of training, the largest budget that two models have.
+            # Of training, the largest budget that two models have: one alone is no comparison.
             has_two = self.is_training and len(largest) > 1
             nearest = largest[-2] if has_two else largest[-1]
             refusal, compared_at, factor = "beyond", nearest, limit / largest[-1]
@@ -149,57 +160,66 @@ class Asked:
         )
 
     def contest(self, limit: float) -> Contest:
-        """Returns the contest of the models within the limit, each at its best candidate there."""
+        """Returns the comparison of the models within the limit, each at its best candidate there. None
+        is chosen while a model whose cost is unknown may be the best.
+        """
         if self.is_training:
-            entries = _training_entries(lines_of(self.candidates, self.cost), limit)
+            contenders = _training_contenders(scaling_curves_of(self.candidates, self.cost), limit)
         else:
-            entries = self._entries_within(limit)
-        entries += self._without_cost_or_loss({entry.model for entry in entries})
-        contest = compete(self._without_equals(entries), self.evidence)
+            contenders = self._contenders_within(limit)
+        contenders += self._without_cost_or_loss({one.model for one in contenders})
+        contest = compete(self._without_equals(contenders), self.evidence)
         may_be_best = [one for one in contest.standings if one.probability >= POSSIBLE]
-        risky = tuple(one.model for one in may_be_best if one.cost is None)
-        if not risky:
+        blockers = tuple(one.model for one in may_be_best if one.cost is None)
+        if not blockers:
             return contest
-        return dataclasses.replace(contest, chosen=None, refusal="not measured", blockers=risky)
+        return dataclasses.replace(contest, chosen=None, refusal="not measured", blockers=blockers)
 
-    def _entries_within(self, limit: float) -> list[Entry]:
+    def _contenders_within(self, limit: float) -> list[Contender]:
+        """Returns each model at its best candidate that costs no more than the limit."""
         affordable = []
         for one in self.candidates:
             cost = self.cost_of(one)
             if cost and cost <= SAME_BUDGET * limit and math.isfinite(one.loss):
-                affordable.append(Entry(one, one.losses, cost))
-        groups = grouped(affordable, lambda entry: entry.model)
+                affordable.append(Contender(one, one.losses, cost))
+        groups = grouped(affordable, lambda one: one.model)
         return [_cheapest_of_lowest(group) for group in groups.values()]
 
-    def _without_cost_or_loss(self, entered: set[str]) -> list[Entry]:
-        """Returns entries of further models that only diverged, or whose cost is unknown."""
+    def _without_cost_or_loss(self, present: set[str]) -> list[Contender]:
+        """Returns the models that are not `present` and only diverged, or whose cost is unknown: a
+        report names them, and one of unknown cost may be the best.
+        """
         diverged, unmeasured = [], []
         for model, group in grouped(self.candidates, lambda one: one.model).items():
-            if model in entered:
+            if model in present:
                 continue
             without_cost = [one for one in group if self.cost_of(one) is None]
             if all(math.isinf(one.loss) for one in group):
-                diverged.append(Entry(group[0], group[0].losses, self.cost_of(group[0])))
+                diverged.append(Contender(group[0], group[0].losses, self.cost_of(group[0])))
             elif without_cost:
                 best = min(without_cost, key=lambda one: one.loss)
-                unmeasured.append(Entry(best, best.losses, None))
+                unmeasured.append(Contender(best, best.losses, None))
         return diverged + unmeasured
 
-    def _without_equals(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Returns one entry per function: as several, it would have more chances to be the best."""
+    def _without_equals(self, contenders: Sequence[Contender]) -> list[Contender]:
+        """Returns one of several models of the same function (`Evidence.equal_to`), the best one: all
+        of them would share its probability of being best.
+        """
 
-        def function(entry: Entry) -> str:
-            return min((entry.model, *self.evidence.equal_to(entry.model)))
+        def first_name(one: Contender) -> str:  # the same for all models of a function
+            return min((one.model, *self.evidence.equal_to(one.model)))
 
         kept = []
-        for group in grouped(entries, function).values():
+        for group in grouped(contenders, first_name).values():
             best = _cheapest_of_lowest(group)
-            others = tuple(entry.model for entry in group if entry is not best)
+            others = tuple(one.model for one in group if one is not best)
             kept.append(dataclasses.replace(best, equal_to=others))
         return kept
 
     def front(self) -> tuple[FrontPoint, ...]:
-        """Returns the candidates, cheapest first, with a lower loss than all that cost no more."""
+        """Returns the Pareto front of cost and loss: the candidates, cheapest first, with a lower loss
+        than all that cost no more.
+        """
         priced = [(self.cost_of(one), one.loss, one) for one in self.candidates]
         priced = [row for row in priced if row[0] and math.isfinite(row[1])]
         front: list[FrontPoint] = []
@@ -211,8 +231,8 @@ class Asked:
         return tuple(front)
 
     def devices(self) -> tuple[str, ...]:
-        """Returns the devices of the measurements of time, if there are several: their times cannot
-        be compared.
+        """Returns the devices on which this cost, a time, was measured, if there are several: their
+        times cannot be compared.
         """
         names: dict[str, None] = {}
         for run in self.evidence.record.runs:
@@ -224,18 +244,17 @@ class Asked:
 
     # -------------------------------------------------------------- limits of a report
     def limits(self) -> list[float]:
-        """Returns the limits to ask about, in ascending order.
+        """Returns the limits that a report asks about, up to _MAX_LIMITS, in ascending order.
 
-        Of training: the costs at which several models were trained; of many, the powers of ten
-        between the least and the largest cost of all models, this largest cost, and the next power.
-        Others: the costs on the front.
+        Of training: the costs at which several models were trained, or `_powers_of_ten` if these are
+        too many. Of others: the costs on the front.
         """
         if not self.is_training:
             return _largest_of_near([point.cost for point in self.front()])[-_MAX_LIMITS:]
         limits = []
         for limit in _largest_of_near(list(itertools.chain(*self.costs.values()))):
-            near = [costs for costs in self.costs.values() if _has_near(costs, limit)]
-            if len(near) > 1:
+            models_near = sum(_has_near(costs, limit) for costs in self.costs.values())
+            if models_near > 1:
                 limits.append(limit)
         if len(limits) > _MAX_LIMITS:
             limits = _powers_of_ten(self.costs) or limits
@@ -243,6 +262,7 @@ class Asked:
 
 
 def _has_near(costs: Sequence[float], limit: float) -> bool:
+    """Whether one of the costs is within the limit, by a factor of NEAR at most."""
     return any(limit / NEAR <= cost <= limit for cost in costs)
 
 
@@ -256,8 +276,8 @@ def _largest_of_near(costs: Sequence[float]) -> list[float]:
 
 
 def _powers_of_ten(costs: dict[str, list[float]]) -> list[float]:
-    """Returns the powers of ten within which all models were trained, their largest common cost, and
-    the next power; [] if they have no costs in common.
+    """Returns the powers of ten between costs of every model, the largest cost that all models reach,
+    and the next power: 1e13, 1e14, 3e14, 1e15. [] if the ranges of {model: costs} do not overlap.
     """
     low, high = max(map(min, costs.values())), min(map(max, costs.values()))
     if low >= high:
@@ -267,69 +287,77 @@ def _powers_of_ten(costs: dict[str, list[float]]) -> list[float]:
     return [*powers, high, 10.0 ** math.ceil(math.log10(high))]
 
 
-def _cheapest_of_lowest(entries: Sequence[Entry]) -> Entry:
-    """Returns the entry with the lowest loss, of about equal losses the cheapest."""
-    lowest = min(entry.loss for entry in entries)
-    about_equal = [entry for entry in entries if not entry.loss > lowest + EQUAL]  # all, if inf
-    return min(about_equal, key=lambda entry: (entry.cost or math.inf, entry.loss))
+def _cheapest_of_lowest(contenders: Sequence[Contender]) -> Contender:
+    """Returns the contender with the lowest loss; of losses within EQUAL of it, the cheapest."""
+    highest = min(one.loss for one in contenders) + EQUAL
+    about_equal = [one for one in contenders if not one.loss > highest]  # all, if all are inf
+    return min(about_equal, key=lambda one: (one.cost or math.inf, one.loss))
 
 
 # ------------------------------------------------------------------ training budgets
-def _training_entries(lines: dict[str, Lines], budget: float) -> list[Entry]:
-    """Returns the models at a training budget; [] if none was trained with so little."""
-    bounds = {model: _bound(of_model, budget) for model, of_model in lines.items()}
-    trained = {model: entry for model, entry in bounds.items() if entry}
+def _training_contenders(curves_of: dict[str, ScalingCurves], budget: float) -> list[Contender]:
+    """Returns the models, from {model: its curves}, at a training budget; [] if none was trained with
+    so little.
+    """
+    reached = {model: _best_reached(curves, budget) for model, curves in curves_of.items()}
+    trained = [one for one in reached.values() if one]
     if not trained:
         return []
-    first = min(trained.values(), key=lambda entry: entry.loss)
-    entries = [first]
+    first = min(trained, key=lambda one: one.loss)
+    contenders = [first]
     # Those that were trained only with less or only with more stay, with what they may reach.
-    for model, rival in lines.items():
+    for model, curves in curves_of.items():
         if model != first.model:
-            entry = _with_potential(trained.get(model), rival, first, lines[first.model], budget)
-            entries += [entry] if entry else []
-    return entries
+            first_curves = curves_of[first.model]
+            one = _with_potential(reached[model], curves, first, first_curves, budget)
+            contenders += [one] if one else []
+    return contenders
 
 
-def _bound(lines: Lines, budget: float) -> Entry | None:
-    """Returns a model at the lowest loss that it has reached with at most a budget."""
-    entry = min(lines.at(budget).values(), key=lambda one: one.loss, default=None)
-    point = lines.within(budget)
-    if entry and (point is None or entry.loss <= point.candidate.loss):
-        return entry
+def _best_reached(curves: ScalingCurves, budget: float) -> Contender | None:
+    """Returns a model at the lowest loss that it has reached with at most a budget, by interpolation
+    to the budget or by a run; None if it was trained only with more.
+    """
+    at_budget = min(curves.at_budget(budget).values(), key=lambda one: one.loss, default=None)
+    point = curves.best_within(budget)
+    if at_budget and (point is None or at_budget.loss <= point.candidate.loss):
+        return at_budget
     if point is None:
         return None
     # With a loss at the budget itself, more training was tried, and was worse.
-    is_tried = entry is not None or point.cost * SAME_BUDGET >= budget
+    is_tried = at_budget is not None or point.cost * SAME_BUDGET >= budget
     known = "trained" if is_tried else "cheaper"
-    return Entry(point.candidate, point.candidate.losses, point.cost, known)
+    return Contender(point.candidate, point.candidate.losses, point.cost, known)
 
 
 def _with_potential(
-    entry: Entry | None, rival: Lines, first: Entry, base: Lines, budget: float
-) -> Entry | None:
-    """Returns a model with `untried`: how much lower its loss may be at `budget`, with what was not
-    tried; None if nothing is known.
+    reached: Contender | None,
+    curves: ScalingCurves,
+    first: Contender,
+    first_curves: ScalingCurves,
+    budget: float,
+) -> Contender | None:
+    """Returns a model with `untried`: by how much its loss may be lower at `budget`, with sizes or
+    lengths that were not tried. None if nothing tells.
 
-    `entry` is what it has reached within the budget, None for a model that was trained only with
-    more. `rival` are its lines, `base` those of `first`, the best model.
+    `reached` is `_best_reached` of its `curves`. `first` is the model with the lowest loss.
     """
-    # Where both have a line in common, nearest to the cost of the first one, the model differs from
-    # it by d. So at `budget`, it may have the first one's loss + d.
-    common = nearest_common(rival, base, first.cost)
-    potentials = [math.inf if entry is None else entry.loss]
+    potentials = [math.inf if reached is None else reached.loss]
+    # On the common curve nearest to the cost of the first one, the model differs from it by d. So at
+    # `budget`, it may have the first one's loss + d.
+    common = pair_at_nearest_budget(curves, first_curves, first.cost)
     if common:
-        nearest, base_entry = common
-        potentials.append(first.loss + nearest.loss - base_entry.loss)
-        if entry is None:
+        nearest, nearest_first = common
+        potentials.append(first.loss + nearest.loss - nearest_first.loss)
+        if reached is None:
             # with the parameters and tokens of its runs, not those of a budget beyond
-            entry = dataclasses.replace(nearest, known="dearer", parameters=0.0, tokens=0.0)
-    if entry is None:
+            reached = dataclasses.replace(nearest, known="dearer", parameters=0.0, tokens=0.0)
+    if reached is None:
         # The loss of a point just above the budget is already a lower bound: nothing to subtract.
-        point = rival.above(budget)
-        return point and Entry(point.candidate, point.candidate.losses, point.cost, "dearer")
-    if entry.known == "cheaper":  # with all of the budget, its loss may go on falling as before
-        steepness = rival.steepness(entry.candidate)
-        steepness = STEEPEST if steepness is None else max(0.0, steepness)
-        potentials.append(entry.loss * (entry.cost / budget) ** steepness)
-    return dataclasses.replace(entry, untried=entry.loss - min(potentials))
+        point = curves.cheapest_just_above(budget)
+        return point and Contender(point.candidate, point.candidate.losses, point.cost, "dearer")
+    if reached.known == "cheaper":  # with all of the budget, its loss may go on falling as before
+        exponent = curves.steepness(reached.candidate)
+        exponent = STEEPEST if exponent is None else max(0.0, exponent)
+        potentials.append(reached.loss * (reached.cost / budget) ** exponent)
+    return dataclasses.replace(reached, untried=reached.loss - min(potentials))

@@ -14,7 +14,7 @@ import numpy as np
 from scipy import special
 
 from smallgpt_jax.analysis import sequential, spreads
-from smallgpt_jax.analysis.candidates import Entry, Evidence
+from smallgpt_jax.analysis.candidates import Contender, Evidence
 from smallgpt_jax.analysis.findings import (
     CERTAIN,
     INTERVAL,
@@ -26,7 +26,7 @@ from smallgpt_jax.analysis.findings import (
     Range,
     Standing,
 )
-from smallgpt_jax.analysis.spreads import Difference, Estimate, Prior, modes
+from smallgpt_jax.analysis.spreads import Difference, Estimate, VariancePrior, modes
 
 DRAWS = 4000
 _QUANTILES = 32  # values at which the uncertain variance of a mean is represented
@@ -37,28 +37,28 @@ _POWER = 0.8  # probability that the seeds that are needed reveal the difference
 _MAX_SEEDS = 10_000
 
 
-def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:
-    """Returns the contest of the entries, one or more, one per model."""
-    finite = [entry for entry in entries if math.isfinite(entry.loss)]
-    diverged = [entry for entry in entries if not math.isfinite(entry.loss)]
-    last = [_standing(entry, math.inf, None, 0.0) for entry in diverged]
+def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
+    """Returns the contest of the contenders, one or more, one per model."""
+    finite = [contender for contender in contenders if math.isfinite(contender.loss)]
+    diverged = [contender for contender in contenders if not math.isfinite(contender.loss)]
+    last = [_standing(contender, math.inf, None, 0.0) for contender in diverged]
     if not finite:
         return Contest(tuple(last), (), None, "diverged", (), math.nan)
-    prior = evidence.prior_at(min(finite, key=lambda entry: entry.loss).candidate)
-    losses = spreads.matrix([entry.losses for entry in finite])
-    estimate = spreads.estimate(losses, prior, [entry.noise for entry in finite])
+    prior = evidence.variance_prior_at(min(finite, key=lambda contender: contender.loss).candidate)
+    losses = spreads.matrix([contender.losses for contender in finite])
+    estimate = spreads.estimate(losses, prior, [contender.noise for contender in finite])
     # Models that were trained within the budget come first, by loss; of equal ones, the cheaper.
-    are_measured = any(entry.cost is not None for entry in finite)
+    are_measured = any(contender.cost is not None for contender in finite)
 
     def rank(index: int) -> tuple[bool, float, float]:
-        entry = finite[index]
-        is_within = entry.known != "dearer" and (entry.cost is not None or not are_measured)
-        return not is_within, estimate.means[index], entry.cost or 0.0
+        contender = finite[index]
+        is_within = contender.known != "dearer" and (contender.cost is not None or not are_measured)
+        return not is_within, estimate.means[index], contender.cost or 0.0
 
     order = sorted(range(len(finite)), key=rank)
     first = order[0]
     # What the first one was not trained with does not count for it, but for the others.
-    untried = np.array([entry.untried for entry in finite])
+    untried = np.array([contender.untried for contender in finite])
     untried[first] = 0.0
     draws = draw_losses(estimate, untried)
     shares = np.bincount(draws.argmin(1), minlength=len(finite)) / len(draws)
@@ -74,7 +74,7 @@ def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:
     )
     pairs = compare_pairs(models, with_untried.select(order), draws[:, order], level)
     if level and chosen:
-        rivals = [pair.model for pair in pairs if pair.other == chosen and not pair.is_told]
+        rivals = [pair.model for pair in pairs if pair.other == chosen and not pair.is_decided]
         if rivals:  # the chosen model is the first, so it is `other` in its pairs
             chosen, refusal, blockers = None, "uncertain", tuple(rivals)
     pairs += [
@@ -89,50 +89,54 @@ def compete(entries: Sequence[Entry], evidence: Evidence) -> Contest:
 
 
 def _decide(
-    entries: Sequence[Entry], order: Sequence[int], shares: np.ndarray, prior: Prior
+    contenders: Sequence[Contender], order: Sequence[int], shares: np.ndarray, prior: VariancePrior
 ) -> tuple[str | None, str | None, tuple[str, ...]]:
     """Returns the chosen model, or None; why none is chosen; and the models that may be better."""
     first, *others = order
     if not others:
-        return entries[first].model, None, ()
+        return contenders[first].model, None, ()
     others.sort(key=lambda index: -shares[index])
     rivals = [index for index in others if shares[index] >= POSSIBLE] or others[:1]
-    blockers = tuple(entries[index].model for index in rivals)
+    blockers = tuple(contenders[index].model for index in rivals)
     if prior.total_degrees < _MIN_DEGREES:
         return None, "few seeds", blockers
     if shares[first] >= CERTAIN:
-        return entries[first].model, None, ()
+        return contenders[first].model, None, ()
     refusals = {"cheaper": "more training", "dearer": "dearer"}
-    return None, refusals.get(entries[rivals[0]].known, "uncertain"), blockers
+    return None, refusals.get(contenders[rivals[0]].known, "uncertain"), blockers
 
 
-def _standing(entry: Entry, loss: float, interval: Range | None, probability: float) -> Standing:
-    run = entry.candidate.first
-    losses = list(entry.losses.values())
-    repeats = [run.final("loss_of_repeats") for run in entry.candidate.runs]
-    if entry.losses != entry.candidate.losses or len(repeats) != len(losses):
+def _standing(
+    contender: Contender, loss: float, interval: Range | None, probability: float
+) -> Standing:
+    run = contender.candidate.first
+    losses = list(contender.losses.values())
+    repeats = [run.final("loss_of_repeats") for run in contender.candidate.runs]
+    if contender.losses != contender.candidate.losses or len(repeats) != len(losses):
         repeats = [None]  # they are not of these losses
     split = modes(losses, repeats)
-    is_unknown = entry.known == "dearer"
-    parameters = entry.parameters or run.parameters  # interpolated between sizes, as the loss is
+    is_unknown = contender.known == "dearer"
+    parameters = (
+        contender.parameters or run.parameters
+    )  # interpolated between sizes, as the loss is
     return Standing(
-        model=entry.model,
+        model=contender.model,
         name=run.name,
         loss=math.inf if is_unknown else float(loss),
         interval=None if split or is_unknown else interval,
         modes=split,
         probability=float(probability),
-        seeds=len(entry.candidate.runs),
-        diverged=entry.candidate.diverged,
-        cost=entry.cost,
+        seeds=len(contender.candidate.runs),
+        diverged=contender.candidate.diverged,
+        cost=contender.cost,
         parameters=round(parameters),
         active_parameters=round(parameters * run.active_parameters / run.parameters),
-        tokens=entry.tokens or run.tokens,
+        tokens=contender.tokens or run.tokens,
         steps=run.steps,
         learning_rate=run.learning_rate,
-        equal_to=entry.equal_to,
-        known=entry.known,
-        potential=float(loss) - entry.untried,
+        equal_to=contender.equal_to,
+        known=contender.known,
+        potential=float(loss) - contender.untried,
     )
 
 
@@ -215,7 +219,7 @@ def _pair(
     """Returns the verdict on the first model against the second: by `draws`, which are differences
     that the true one may be, given the runs; with a level, by the sequential test.
     """
-    measured = (*models, difference.orders, difference.mean)
+    measured = (*models, difference.common_orders, difference.mean)
     if difference.degrees == 0:  # no two models have two seeds
         return Pair(*measured, None, 0.5, "cannot tell", None)
     probability = float((draws < 0).mean())
@@ -224,14 +228,14 @@ def _pair(
         interval = None
         if math.isfinite(half):
             interval = Range(difference.paired - half, difference.paired + half)
-        is_told = abs(difference.paired) > half
+        is_decided = abs(difference.paired) > half
         is_lower = difference.paired < 0
     else:
         low, high = np.quantile(draws, [LEVEL / 2, 1 - LEVEL / 2])
         interval = Range(float(low), float(high))
-        is_told = max(probability, 1 - probability) >= CERTAIN
+        is_decided = max(probability, 1 - probability) >= CERTAIN
         is_lower = probability > 0.5
-    if not is_told:
+    if not is_decided:
         needed = seeds_needed(difference, pair_level)
         return Pair(*measured, interval, probability, "cannot tell", needed)
     return Pair(*measured, interval, probability, "lower" if is_lower else "higher", None)

@@ -66,7 +66,7 @@ def describe_setup(record: Record) -> Setup | None:
         devices=tuple(devices),
         software=tuple(versions),
         dates=(days[0], days[-1]) if days else None,
-        rows=max((run.last.targets for run in runs if run.last), default=0),
+        validation_tokens=max((run.last.targets for run in runs if run.last), default=0),
         seeds_as_needed=record.seeds_as_needed,
     )
 

@@ -1,8 +1,8 @@
 """Two models at equal training FLOPs: which is better at which budget, and how much compute one
 saves.
 
-Both are read on the lines that both have (`lines.py`), so what one was not trained with does not
-count.
+Both are read on the curves that both have (`scaling_curves.py`), so what one was not trained with
+does not count.
 """
 
 import dataclasses
@@ -11,77 +11,82 @@ import math
 from collections.abc import Sequence
 
 from smallgpt_jax.analysis import spreads
-from smallgpt_jax.analysis.candidates import Entry, Evidence, longest
-from smallgpt_jax.analysis.findings import INTERVAL, LEVEL, Multiplier, Order, Range, Segment
-from smallgpt_jax.analysis.lines import (
+from smallgpt_jax.analysis.candidates import Contender, Evidence, longest_trained
+from smallgpt_jax.analysis.findings import INTERVAL, LEVEL, EqualFlops, Multiplier, Range, Segment
+from smallgpt_jax.analysis.scaling_curves import (
     MAX_GAP,
     NEAR,
     SAME_BUDGET,
-    Key,
-    Lines,
-    Point,
-    best_common,
+    CurveKey,
+    ScalingCurves,
+    ScalingPoint,
     interpolate,
-    lines_of,
+    pair_at_budget,
+    scaling_curves_of,
 )
-from smallgpt_jax.analysis.record import Run
 from smallgpt_jax.analysis.spreads import Difference
 
-MIN_SEEDS = 3  # of multipliers: how much losses of two seeds vary is a guess (`spreads.prior_of`)
+MIN_SEEDS = 3  # of multipliers: two seeds give only a guess of the spread (`variance_prior_of`)
 
 
-def _flops(run: Run) -> float | None:
-    return run.last and run.last.flops
-
-
-def _lines(evidence: Evidence) -> dict[str, Lines]:
-    return lines_of(evidence.candidates, _flops)
+def _curves_over_flops(evidence: Evidence) -> dict[str, ScalingCurves]:
+    """Returns {model: loss over training FLOPs}."""
+    return scaling_curves_of(evidence.candidates, lambda run: run.last and run.last.flops)
 
 
 # ------------------------------------------------------------------ the better model
 @dataclasses.dataclass(frozen=True)
-class Node:
-    """A budget at which two models are compared."""
+class BudgetComparison:
+    """Two models at one budget."""
 
-    budget: float
-    size: str  # of the nearest candidate
-    difference: Difference
-
-
-def find_orders(evidence: Evidence, reference: str) -> tuple[Order, ...]:
-    """Returns one order per other model."""
-    return tuple(
-        _order(model, reference, compare_at_nodes(rival, base, evidence), evidence)
-        for model, rival, base in _rivals(evidence, reference)
-    )
+    budget: float  # training FLOPs
+    size: str  # of the nearest trained candidate
+    difference: Difference  # loss of the model minus that of the reference
 
 
-def _rivals(evidence: Evidence, reference: str) -> list[tuple[str, Lines, Lines]]:
-    """Returns (model, its lines, those of the reference), without models of the same function."""
-    lines = _lines(evidence)
-    base = lines.get(reference)
+def compare_at_equal_flops(evidence: Evidence, reference: str) -> tuple[EqualFlops, ...]:
+    """Returns one result per other model that can be compared with the reference."""
+    results = []
+    for curves, base in _curves_to_compare(evidence, reference):
+        comparisons = _compare_at_trained_budgets(curves, base, evidence)
+        results.append(_decide(curves.model, reference, comparisons, evidence))
+    return tuple(results)
+
+
+def _curves_to_compare(
+    evidence: Evidence, reference: str
+) -> list[tuple[ScalingCurves, ScalingCurves]]:
+    """Returns (curves of a model, those of the reference) per other model. Models of the reference's
+    function are left out: they have no difference to find.
+    """
+    curves = _curves_over_flops(evidence)
+    base = curves.get(reference)
     if base is None:
         return []
     same = {reference, *evidence.equal_to(reference)}
-    return [(model, rival, base) for model, rival in lines.items() if model not in same]
+    return [(of_model, base) for model, of_model in curves.items() if model not in same]
 
 
-def compare_at_nodes(rival: Lines, base: Lines, evidence: Evidence) -> list[Node]:
+def _compare_at_trained_budgets(
+    curves: ScalingCurves, base: ScalingCurves, evidence: Evidence
+) -> list[BudgetComparison]:
     """Returns the differences at the budgets that either was trained with, where both have losses
-    on a common line: at one size, or at one number of tokens per parameter.
+    on a common curve: at one size, or at one number of tokens per parameter. [] without two seeds of
+    two models, because nothing tells then how far a difference is luck.
     """
-    if not evidence.prior.is_known:  # nothing tells how far a difference is luck
+    if not evidence.variance_prior.is_known:
         return []
-    nodes = []
-    for budget in _distinct_budgets((*rival.points, *base.points)):
-        entries = best_common(rival, base, budget)
-        if entries:
-            size = entries[0].candidate.first.size
-            nodes.append(Node(budget, size, compare(*entries, evidence)))
-    return nodes
+    comparisons = []
+    for budget in _distinct_budgets((*curves.points, *base.points)):
+        pair = pair_at_budget(curves, base, budget)
+        if pair:
+            size = pair[0].candidate.first.size
+            comparisons.append(BudgetComparison(budget, size, _compare(*pair, evidence)))
+    return comparisons
 
 
-def _distinct_budgets(points: Sequence[Point]) -> list[float]:
+def _distinct_budgets(points: Sequence[ScalingPoint]) -> list[float]:
+    """Returns the costs in ascending order, one of those that differ by less than SAME_BUDGET."""
     budgets: list[float] = []
     for cost in sorted(point.cost for point in points):
         if not budgets or cost > SAME_BUDGET * budgets[-1]:
@@ -89,60 +94,73 @@ def _distinct_budgets(points: Sequence[Point]) -> list[float]:
     return budgets
 
 
-def compare(one: Entry, other: Entry, evidence: Evidence) -> Difference:
-    losses = spreads.matrix([one.losses, other.losses])
-    prior = evidence.prior_at(other.candidate)
-    return spreads.estimate(losses, prior, [one.noise, other.noise]).difference(0, 1)
+def _compare(one: Contender, base: Contender, evidence: Evidence) -> Difference:
+    """Returns the loss of `one` minus that of `base`, below 0 if `one` is better."""
+    losses = spreads.matrix([one.losses, base.losses])
+    prior = evidence.variance_prior_at(base.candidate)
+    return spreads.estimate(losses, prior, [one.noise, base.noise]).difference(0, 1)
 
 
-def _order(model: str, reference: str, nodes: Sequence[Node], evidence: Evidence) -> Order:
-    level = LEVEL / max(1, len(nodes))  # so the verdicts of all nodes hold together (Bonferroni)
-    differences = [node.difference for node in nodes]
+def _decide(
+    model: str, reference: str, comparisons: Sequence[BudgetComparison], evidence: Evidence
+) -> EqualFlops:
+    """Returns which of the two is better in which range of budgets, with the band around the
+    differences: a verdict is a band that excludes 0.
+    """
+    # divided by the number of verdicts, so that all hold together (Bonferroni)
+    level = LEVEL / max(1, len(comparisons))
+    differences = [one.difference for one in comparisons]
     if evidence.record.seeds_as_needed:
-        halves = [difference.half_width_at_all_looks(level) for difference in differences]
-        means = [difference.paired for difference in differences]
+        # Which seeds exist depends on earlier looks at the losses, which only a sequential test
+        # allows for. It is one of the mean over common orders of batches.
+        half_widths = [one.half_width_at_all_looks(level) for one in differences]
+        means = [one.paired for one in differences]
     else:
-        halves = [difference.half_width(1 - level) for difference in differences]
-        means = [difference.mean for difference in differences]
+        half_widths = [one.half_width(1 - level) for one in differences]
+        means = [one.mean for one in differences]
     verdicts = []
-    for mean, half in zip(means, halves):
+    for mean, half_width in zip(means, half_widths):
         better = model if mean < 0 else reference
-        verdicts.append(better if abs(mean) > half else None)
-    return Order(
+        verdicts.append(better if abs(mean) > half_width else None)
+    return EqualFlops(
         model=model,
         other=reference,
-        segments=_segments(nodes, verdicts),
-        budgets=tuple(node.budget for node in nodes),
+        segments=_segments(comparisons, verdicts),
+        budgets=tuple(one.budget for one in comparisons),
         differences=tuple(means),
-        low=tuple(mean - half for mean, half in zip(means, halves)),
-        high=tuple(mean + half for mean, half in zip(means, halves)),
+        low=tuple(mean - half_width for mean, half_width in zip(means, half_widths)),
+        high=tuple(mean + half_width for mean, half_width in zip(means, half_widths)),
     )
 
 
-def _segments(nodes: Sequence[Node], verdicts: Sequence[str | None]) -> tuple[Segment, ...]:
+def _segments(
+    comparisons: Sequence[BudgetComparison], verdicts: Sequence[str | None]
+) -> tuple[Segment, ...]:
     """Returns the ranges of budgets over which one model is better, and those between them.
 
-    A range needs nodes of two sizes, if several were trained: the lengths of one size are the same
+    `verdicts` are the better models at the budgets of `comparisons`, None where neither is. A range
+    needs comparisons at two sizes, if several were trained: the lengths of one size are the same
     runs, which may all have been lucky.
     """
-    if not nodes:
+    if not comparisons:
         return ()
-    needed = min(2, len({node.size for node in nodes}))
-    first, last = nodes[0].budget, nodes[-1].budget
+    needed = min(2, len({one.size for one in comparisons}))
+    first, last = comparisons[0].budget, comparisons[-1].budget
     segments: list[Segment] = []
-    told = first  # budget up to which there are segments
-    for better, group in itertools.groupby(zip(nodes, verdicts), key=lambda row: row[1]):
-        reached = [node for node, _ in group]
-        is_range = len(reached) > 1 or len(nodes) == 1
-        if better is None or not is_range or len({node.size for node in reached}) < needed:
+    covered = first  # budget up to which there are segments
+    for better, group in itertools.groupby(zip(comparisons, verdicts), key=lambda row: row[1]):
+        adjacent = [one for one, _ in group]
+        sizes = {one.size for one in adjacent}
+        is_range = len(adjacent) > 1 or len(comparisons) == 1
+        if better is None or not is_range or len(sizes) < needed:
             continue
-        low, high = reached[0].budget, reached[-1].budget
-        if told < low:
-            segments.append(Segment(told, low, None))
+        low, high = adjacent[0].budget, adjacent[-1].budget
+        if covered < low:
+            segments.append(Segment(covered, low, None))
         segments.append(Segment(low, high, better))
-        told = high
-    if told < last or not segments:
-        segments.append(Segment(told, last, None))
+        covered = high
+    if covered < last or not segments:
+        segments.append(Segment(covered, last, None))
     return tuple(segments)
 
 
@@ -150,86 +168,91 @@ def _segments(nodes: Sequence[Node], verdicts: Sequence[str | None]) -> tuple[Se
 def find_multipliers(
     evidence: Evidence, reference: str, budgets: Sequence[float]
 ) -> tuple[Multiplier, ...]:
-    """Returns one multiplier per other model and budget; one that cannot be told says why."""
+    """Returns one multiplier per other model and budget; one that cannot be computed says why."""
     return tuple(
-        multiplier(rival, base, budget, evidence)
-        for _, rival, base in _rivals(evidence, reference)
+        _multiplier(curves, base, budget, evidence)
+        for curves, base in _curves_to_compare(evidence, reference)
         for budget in budgets
     )
 
 
-def multiplier(rival: Lines, base: Lines, budget: float, evidence: Evidence) -> Multiplier:
-    """Returns FLOPs of `base` / FLOPs of `rival` at the loss that `base` reaches with the budget:
-    above 1, `rival` is the cheaper one.
+def _multiplier(
+    curves: ScalingCurves, base: ScalingCurves, budget: float, evidence: Evidence
+) -> Multiplier:
+    """Returns FLOPs of `base` / FLOPs of `curves` at the loss that `base` reaches with the budget:
+    above 1, the model of `curves` needs less.
     """
-    model, reference = (one.points[0].candidate.model for one in (rival, base))
 
     def refuse(reason: str) -> Multiplier:
-        return Multiplier(model, reference, budget, None, None, reason)
+        return Multiplier(curves.model, base.model, budget, None, None, reason)
 
-    for one in (rival, base):
-        most_budgets = max(map(len, one.lines.values()))
+    for of_model in (curves, base):
+        most_budgets = max(map(len, of_model.curves.values()))
         if most_budgets < 2:
             return refuse("one budget")
-    if not evidence.prior.is_known or evidence.most_seeds < MIN_SEEDS:
+    if not evidence.variance_prior.is_known or evidence.most_seeds < MIN_SEEDS:
         return refuse("few seeds")
-    key = _common_key(rival, base, budget)
+    key = _best_common_key(curves, base, budget)
     if key is None:
         return refuse("gap")
-    base_entry = base.at(budget)[key]
-    crossing = _crossing(rival.lines[key], base_entry.loss)
+    base_contender = base.at_budget(budget)[key]
+    crossing = _crossing(curves.curves[key], base_contender.loss)
     if isinstance(crossing, str):
         return refuse(crossing)
-    entry, exponent = crossing
-    # On a common line, `rival` reaches this loss with another budget. There the losses differ by
-    # zero ± e, the error of a paired difference. Along the line of `rival`, the loss falls by its
-    # slope per logarithm of the budget, so the logarithm of the multiplier has the error e / slope:
-    # with e = 0.02 and a slope of 0.4, ±5%.
-    difference = compare(entry, base_entry, evidence)
-    slope = exponent * entry.loss  # nats per logarithm of the budget
-    center = math.log(budget / entry.cost) - difference.mean / slope
-    half = difference.half_width(INTERVAL) / slope
-    interval = Range(math.exp(center - half), math.exp(center + half))
-    return Multiplier(model, reference, budget, math.exp(center), interval, None)
+    contender, exponent = crossing
+    # On a common curve, the model reaches this loss with another budget. There the losses differ by
+    # zero ± e, the error of a paired difference. Along its curve, the loss falls by its slope per
+    # logarithm of the budget, so the logarithm of the multiplier has the error e / slope: with
+    # e = 0.02 and a slope of 0.4, ±5%.
+    difference = _compare(contender, base_contender, evidence)
+    slope = exponent * contender.loss  # nats per logarithm of the budget
+    center = math.log(budget / contender.cost) - difference.mean / slope
+    half_width = difference.half_width(INTERVAL) / slope
+    interval = Range(math.exp(center - half_width), math.exp(center + half_width))
+    return Multiplier(curves.model, base.model, budget, math.exp(center), interval, None)
 
 
-def _common_key(rival: Lines, base: Lines, budget: float) -> Key | None:
-    """Returns the line that is best for both models at the budget, or else for `base`."""
-    losses, base_losses = rival.losses_at(budget), base.losses_at(budget)
-    # The loss of `base` alone would prefer the line on which it had luck.
+def _best_common_key(curves: ScalingCurves, base: ScalingCurves, budget: float) -> CurveKey | None:
+    """Returns the key of a curve of both, on which `base` has a loss at the budget: the one with the
+    lowest sum of both losses; if the other model has none there, with the lowest loss of `base`.
+    """
+    losses, base_losses = curves.losses_at(budget), base.losses_at(budget)
+    # The loss of `base` alone would prefer the curve on which it had luck.
     common = {key: loss + losses[key] for key, loss in base_losses.items() if key in losses}
-    possible = common or {key: loss for key, loss in base_losses.items() if key in rival.lines}
+    possible = common or {key: loss for key, loss in base_losses.items() if key in curves.curves}
     return min(possible, key=possible.get, default=None)
 
 
-def _crossing(line: Sequence[Point], loss: float) -> tuple[Entry, float] | str:
-    """Returns where a line first reaches a loss and its exponent there, or why it does not."""
+def _crossing(curve: Sequence[ScalingPoint], loss: float) -> tuple[Contender, float] | str:
+    """Returns the model where its curve first falls to a loss, and e of loss ∝ budget^−e there; or
+    the reason why it does not (`Multiplier.refusal`).
+    """
     # The first and the last two points are extended to NEAR times their budgets. Otherwise, at the
-    # end of a line only the models would have a multiplier whose losses are low by luck.
-    for before, after in itertools.pairwise(line):
+    # end of a curve only the models would have a multiplier whose losses are low by luck.
+    for before, after in itertools.pairwise(curve):
         high, low = before.candidate.loss, after.candidate.loss
         if high <= low or after.cost <= SAME_BUDGET * before.cost:
-            continue
+            continue  # the loss does not fall here
         exponent = math.log(high / low) / math.log(after.cost / before.cost)
         budget = before.cost * (high / loss) ** (1 / exponent)
-        least = before.cost / (NEAR if before is line[0] else 1)
-        most = after.cost * (NEAR if after is line[-1] else 1)
+        least = before.cost / (NEAR if before is curve[0] else 1)
+        most = after.cost * (NEAR if after is curve[-1] else 1)
         if least <= budget <= most:
-            entry = interpolate(before, after, budget)
-            is_gap = entry is None or after.cost > MAX_GAP * before.cost
-            return "gap" if is_gap else (entry, exponent)
-    return "from the start" if line[0].candidate.loss < loss else "not reached"
+            contender = interpolate(before, after, budget)
+            is_gap = contender is None or after.cost > MAX_GAP * before.cost
+            return "gap" if is_gap else (contender, exponent)
+    return "from the start" if curve[0].candidate.loss < loss else "not reached"
 
 
 # ------------------------------------------------------------------ what was not tried
 def find_untried(evidence: Evidence) -> dict[str, float]:
-    """Returns {name: tokens per parameter} where the longest training is its model's best, so that
-    still more tokens may be better at these FLOPs.
+    """Returns {MODEL@SIZE: tokens per parameter} where the longest training has the lowest loss of the
+    model at these FLOPs, so that still more tokens per parameter may be better.
     """
-    lines = _lines(evidence)
+    curves = _curves_over_flops(evidence)
     untried = {}
-    for one in longest(evidence.candidates):  # of each model and size
-        of_model = lines.get(one.model)
+    for one in longest_trained(evidence.candidates):
+        of_model = curves.get(one.model)
         if of_model is None or not math.isfinite(one.loss) or one.flops is None:
             continue
         # at these FLOPs, of all sizes of the model, this one included

@@ -84,7 +84,7 @@ class Pair:
     seeds_needed: Range | None  # INTERVAL of the seeds per model that would decide; None if decided
 
     @property
-    def is_told(self) -> bool:
+    def is_decided(self) -> bool:
         return self.verdict != "cannot tell"
 
 
@@ -197,7 +197,7 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class EqualFlops:
     """The better of two models over the training FLOPs that both were trained near.
 
     The verdicts hold over all budgets together: with probability 95%, no segment names the worse.
@@ -333,7 +333,7 @@ class Setup:
     devices: tuple[str, ...]
     software: tuple[str, ...]  # "jax 0.10.2", …
     dates: tuple[str, str] | None  # first and last start of a run
-    rows: int  # validation tokens
+    validation_tokens: int
     seeds_as_needed: bool = False  # seeds were added where verdicts needed them
 
 
@@ -372,7 +372,7 @@ class Findings:
     ranking: Contest | None
     ranked_size: str
     choices: tuple[Choice, ...]  # by budget, in ascending order of the limit
-    orders: tuple[Order, ...]  # of each other model and the reference
+    equal_flops: tuple[EqualFlops, ...]  # of each other model and the reference
     multipliers: tuple[Multiplier, ...]  # of each other model, at the budgets of `choices`
     laws: Laws | None  # of several sizes
     held_out: HeldOut | None

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import special
 
 from smallgpt_jax.analysis import sequential, spreads
-from smallgpt_jax.analysis.candidates import Candidate, Evidence, are_comparable, longest
+from smallgpt_jax.analysis.candidates import Candidate, Evidence, are_comparable, longest_trained
 from smallgpt_jax.analysis.contest import compare_pairs, draw_losses
 from smallgpt_jax.analysis.record import Run, grouped
 from smallgpt_jax.analysis.spreads import Difference
@@ -33,18 +33,18 @@ class Cost:
     seconds: float | None  # at the speed of the record's runs
 
 
-def cost_of(runs: Sequence[Run], shares: Sequence[float] | None = None) -> Cost:
-    """Returns the cost of the runs, each times its share. By default, that is the share of steps that
+def cost_of(runs: Sequence[Run], fractions: Sequence[float] | None = None) -> Cost:
+    """Returns the cost of the runs, each times its fraction. By default, that is the fraction of steps that
     it trained itself: a shorter run branches off the longest one of its model and seed.
     """
-    shares = [run.own_share for run in runs] if shares is None else shares
+    fractions = [run.trained_fraction for run in runs] if fractions is None else fractions
 
     def total(field: str) -> float | None:
         costs = [getattr(run.last, field, None) for run in runs]
         return (
             None
             if None in costs
-            else sum(cost * share for cost, share in zip(costs, shares, strict=True))
+            else sum(cost * fraction for cost, fraction in zip(costs, fractions, strict=True))
         )
 
     return Cost(len(runs), total("flops"), total("seconds"))
@@ -84,7 +84,7 @@ def _next_seeds(
         for pair, (other, one) in zip(pairs, itertools.combinations(range(len(names)), 2)):
             is_costly = _expected_regret(draws[:, one] - draws[:, other]) > rounds.stake
             is_worth_it = is_costly or _is_in_reach(estimate.difference(one, other), rounds)
-            if is_worth_it and not pair.is_told:
+            if is_worth_it and not pair.is_decided:
                 needed = min(pair.seeds + 1, rounds.most)
                 for name in (pair.model, pair.other):
                     counts[name] = max(counts[name], needed)
@@ -136,10 +136,12 @@ def next_runs(evidence: Evidence) -> list[NextRun]:
     much losses vary or which losses cannot be compared.
     """
     runs = []
-    for candidates in grouped(longest(evidence.candidates), lambda one: one.first.size).values():
+    for candidates in grouped(
+        longest_trained(evidence.candidates), lambda one: one.first.size
+    ).values():
         finite = [one for one in candidates if math.isfinite(one.loss)]
         is_comparable = are_comparable([run for one in finite for run in one.runs])
-        if len(finite) > 1 and is_comparable and evidence.prior_at(finite[0]).is_known:
+        if len(finite) > 1 and is_comparable and evidence.variance_prior_at(finite[0]).is_known:
             runs += _runs_of_size(finite, evidence)
     return sorted(runs, key=lambda run: -run.gain / run.flops)
 
@@ -147,7 +149,7 @@ def next_runs(evidence: Evidence) -> list[NextRun]:
 def _runs_of_size(candidates: Sequence[Candidate], evidence: Evidence) -> list[NextRun]:
     """Returns one further seed of each candidate, with what it is expected to gain."""
     losses = spreads.matrix([one.losses for one in candidates])
-    estimate = spreads.estimate(losses, evidence.prior_at(candidates[0]))
+    estimate = spreads.estimate(losses, evidence.variance_prior_at(candidates[0]))
     draws = draw_losses(estimate)
     means, covariance = draws.mean(0), np.cov(draws.T)
     at_stake = means.min() - draws.min(1).mean()

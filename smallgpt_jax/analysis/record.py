@@ -205,7 +205,7 @@ class Run:
         return self.name if self.horizon == 1 else f"{self.name} × {self.horizon:g}"
 
     @property
-    def order(self) -> int:
+    def batch_order(self) -> int:
         """The seed of the order of the batches: runs of one order are compared in pairs."""
         order = self.config.get("data.seed", -1)
         return self.seed if order == -1 else order
@@ -236,7 +236,7 @@ class Run:
         return self.sessions[0].first_step
 
     @property
-    def own_share(self) -> float:
+    def trained_fraction(self) -> float:
         """The share of the config's steps that were not copied."""
         return 1 - self.copied_steps / self.steps
 

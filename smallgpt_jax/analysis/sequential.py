@@ -61,7 +61,7 @@ def half_width(
     limit.
 
     `variance` has more degrees of freedom than count − 1 if it was drawn towards those of other
-    pairs (`spreads.Prior`): the deviation is then not unknown, but has their distribution.
+    pairs (`spreads.VariancePrior`): the deviation is then not unknown, but has their distribution.
     """
     if count < 1 or degrees <= 0:
         return math.inf

@@ -27,7 +27,7 @@ _SAMPLES = 20_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Prior:
+class VariancePrior:
     """The typical variance of the differences of two models, over a record."""
 
     variance: float
@@ -46,7 +46,7 @@ class Prior:
         """Returns the variances, drawn towards the typical one, and their degrees of freedom.
 
         `noise`, as a multiple of the variance of trained runs, scales the typical variance, not the
-        samples; it is below 1 between two sizes (see `Entry.noise`).
+        samples; it is below 1 between two sizes (see `Contender.noise`).
         """
         degrees, prior = np.asarray(degrees, float), min(self.degrees, self.total_degrees)
         total = prior + degrees
@@ -62,16 +62,16 @@ class Prior:
         return np.maximum(mean, np.maximum(self.least * noise, ROUNDING**2)), capped
 
 
-def fit_prior(
+def fit_variance_prior(
     variances: Sequence[float], degrees: Sequence[float], total_degrees: float | None = None
-) -> Prior:
+) -> VariancePrior:
     """Returns the prior that explains how much sample variances differ (Smyth, 2004, section 6.2)."""
     variances = np.maximum(np.asarray(variances, float), ROUNDING**2)
     degrees = np.asarray(degrees, float)
     total_degrees = float(degrees.sum()) if total_degrees is None else total_degrees
     if len(variances) < 2:
         # Nothing to compare: that variance, or 0, without weight.
-        return Prior(float(variances.sum()), 0.0, total_degrees)
+        return VariancePrior(float(variances.sum()), 0.0, total_degrees)
     # The logarithm of a sample variance with d degrees of freedom has the variance trigamma(d/2) if
     # all true variances are equal. What the logarithms vary more than that is how much the true
     # variances differ: trigamma(d₀/2), where d₀ are the degrees of the prior.
@@ -79,10 +79,12 @@ def fit_prior(
     logs = np.log(variances) - special.digamma(half) + np.log(half)
     excess = logs.var(ddof=1) - special.polygamma(1, half).mean()
     if excess <= 0:  # no more than by chance: all have one variance
-        return Prior(float((variances * degrees).sum() / degrees.sum()), math.inf, total_degrees)
+        return VariancePrior(
+            float((variances * degrees).sum() / degrees.sum()), math.inf, total_degrees
+        )
     half_of_prior = _inverse_trigamma(excess)
     typical = math.exp(logs.mean() + special.digamma(half_of_prior) - math.log(half_of_prior))
-    return Prior(typical, 2 * half_of_prior, total_degrees)
+    return VariancePrior(typical, 2 * half_of_prior, total_degrees)
 
 
 def _inverse_trigamma(value: float) -> float:
@@ -113,7 +115,7 @@ def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return squares.sum(1) / np.maximum(counts - 1, 1), np.maximum(counts - 1, 0)
 
 
-def prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) -> Prior:
+def variance_prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) -> VariancePrior:
     """Returns the prior of the differences in arrays of losses (models, orders), one per size and
     length. `total_degrees` are independent: lengths of one run are not.
     """
@@ -124,7 +126,7 @@ def prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) -> Prior:
         variances.append(of_pairs[degrees_of_pairs > 0])
         degrees.append(degrees_of_pairs[degrees_of_pairs > 0])
     all_variances, all_degrees = np.concatenate(variances), np.concatenate(degrees)
-    prior = fit_prior(all_variances, all_degrees, total_degrees)
+    prior = fit_variance_prior(all_variances, all_degrees, total_degrees)
     if not len(all_degrees):
         return prior
     has_three_seeds = all_degrees.max() > 1
@@ -181,7 +183,7 @@ class Difference:
     mean: float
     error: float  # standard error of the mean
     degrees: float  # 0 if the spread is unknown
-    orders: int  # that both models have read
+    common_orders: int  # that both models have read
     variance: float  # of the difference of two runs of one order
     paired: float = math.nan  # mean over the orders that both have read
 
@@ -197,7 +199,7 @@ class Difference:
         """Returns half the width of the interval around `paired` that contains the difference after
         all rounds, except with the probability `level`.
         """
-        return sequential.half_width(self.orders, self.variance, self.degrees, level)
+        return sequential.half_width(self.common_orders, self.variance, self.degrees, level)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +211,7 @@ class Estimate:
     deviations: np.ndarray  # (models,) of runs, with the effect of their order
     variances: np.ndarray  # of the difference of two runs of one order; 0 on the diagonal
     degrees: np.ndarray  # of freedom of `variances`; 0 if the spread is unknown
-    orders: np.ndarray  # that both have read
+    common_orders: np.ndarray  # that both have read
     paired: np.ndarray  # mean difference over these; NaN without any
 
     def select(self, models: Sequence[int]) -> "Estimate":
@@ -221,7 +223,7 @@ class Estimate:
             self.deviations[models],
             self.variances[pairs],
             self.degrees[pairs],
-            self.orders[pairs],
+            self.common_orders[pairs],
             self.paired[pairs],
         )
 
@@ -231,7 +233,7 @@ class Estimate:
             float(self.means[one] - self.means[other]),
             math.sqrt(self.squared_errors[one, other]),
             float(self.degrees[one, other]),
-            int(self.orders[one, other]),
+            int(self.common_orders[one, other]),
             float(self.variances[one, other]),
             float(self.paired[one, other]),
         )
@@ -242,7 +244,9 @@ class Estimate:
         # Without a common order, the effects of orders add to the error of both.
         alone = self.deviations**2 / self.counts
         apart = np.maximum(alone[:, None] + alone, self.variances)
-        return np.where(self.orders > 0, self.variances / np.maximum(self.orders, 1), apart)
+        return np.where(
+            self.common_orders > 0, self.variances / np.maximum(self.common_orders, 1), apart
+        )
 
     @property
     def own_variances(self) -> tuple[np.ndarray, np.ndarray]:
@@ -272,7 +276,7 @@ class Estimate:
         return own, np.median(self.degrees[is_pair].reshape(models, models - 1), axis=1)
 
 
-def estimate(losses: np.ndarray, prior: Prior, noise: Sequence[float] = ()) -> Estimate:
+def estimate(losses: np.ndarray, prior: VariancePrior, noise: Sequence[float] = ()) -> Estimate:
     """Returns expected losses, and how well their differences are known.
 
     `losses`: (models, orders), NaN where a model has no run. `noise`, by model: the variance of its
@@ -283,7 +287,7 @@ def estimate(losses: np.ndarray, prior: Prior, noise: Sequence[float] = ()) -> E
     one, other = (index.ravel() for index in np.indices((models, models)))
     differences = losses[one] - losses[other]
     variances, degrees = sample_variances(differences)
-    orders = known.astype(int) @ known.T
+    common_orders = known.astype(int) @ known.T
     sums = np.nansum(differences, axis=1).reshape(models, models)
     is_pair = one != other
     noises = np.array(noise or [1.0] * models)
@@ -301,8 +305,8 @@ def estimate(losses: np.ndarray, prior: Prior, noise: Sequence[float] = ()) -> E
         deviations=deviations,
         variances=all_variances.reshape(models, models),
         degrees=all_degrees.reshape(models, models),
-        orders=orders,
-        paired=np.where(orders > 0, sums / np.maximum(orders, 1), math.nan),
+        common_orders=common_orders,
+        paired=np.where(common_orders > 0, sums / np.maximum(common_orders, 1), math.nan),
     )
 
 
@@ -310,7 +314,7 @@ def estimate_alone(losses: np.ndarray) -> Estimate:
     """Returns the estimate of losses with no others to tell how much they vary."""
     _, degrees = sample_variances(losses)
     # The model with the most orders is the one that the others are compared with.
-    return estimate(losses, prior_of([losses], float(degrees.sum() - degrees.max())))
+    return estimate(losses, variance_prior_of([losses], float(degrees.sum() - degrees.max())))
 
 
 # ------------------------------------------------------------------ two groups of losses

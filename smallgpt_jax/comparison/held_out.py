@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from smallgpt_jax.analysis import laws
-from smallgpt_jax.analysis.laws import Target
+from smallgpt_jax.analysis.laws import LawPoint
 from smallgpt_jax.analysis.record import PREDICTIONS_FILE, Predictions, model_of, size_of
 from smallgpt_jax.comparison import budget
 from smallgpt_jax.comparison.outcomes import Outcomes
@@ -50,13 +50,13 @@ def write_predictions(outcomes: Outcomes, losses: Mapping[Path, float], command:
             )
             return
         planned = outcomes.comparison.runs_at_best(losses)
-        targets = [_target(run) for run in planned if run.is_held_out]
+        points = [_law_point(run) for run in planned if run.is_held_out]
         finished = [outcomes.run(run) for run in planned if not run.is_held_out]
-        if targets:
+        if points:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             held_out = outcomes.comparison.held_out
-            typed_json.write(laws.predict(finished, targets, held_out, now, command), path)
-            print(f"{path}: predictions of {len(targets)} held-out runs", flush=True)
+            typed_json.write(laws.predict(finished, points, held_out, now, command), path)
+            print(f"{path}: predictions of {len(points)} held-out runs", flush=True)
 
 
 def _started_held_out(outcomes: Outcomes) -> str | Path | None:
@@ -73,10 +73,10 @@ def _started_held_out(outcomes: Outcomes) -> str | Path | None:
     return None
 
 
-def _target(run: PlannedRun) -> Target:
-    """Returns a planned run as a target, without a loss."""
+def _law_point(run: PlannedRun) -> LawPoint:
+    """Returns a planned run as a point, without a loss."""
     tokens = round(run.config.train.steps * budget.tokens_per_step(run.config))
-    return Target(model_of(run.name), size_of(run.name), num_parameters(run.config), tokens)
+    return LawPoint(model_of(run.name), size_of(run.name), num_parameters(run.config), tokens)
 
 
 def require_enough_runs(comparison: Comparison) -> None:
@@ -86,9 +86,9 @@ def require_enough_runs(comparison: Comparison) -> None:
         return
     # With a grid of learning rates, `runs` would end with it, because the best are not known yet.
     without_grid = dataclasses.replace(comparison, multiples=())
-    planned = [_target(run) for run in without_grid.runs({}) if not run.is_held_out]
+    planned = [_law_point(run) for run in without_grid.runs({}) if not run.is_held_out]
     for model in dict.fromkeys(map(model_of, names)):
-        lack = laws.missing([target for target in planned if target.model == model])
+        lack = laws.missing_for_law([point for point in planned if point.model == model])
         if lack:
             least = laws.MIN_SIZES if lack == "sizes" else laws.MIN_LENGTHS
             raise UserError(

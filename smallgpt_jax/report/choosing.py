@@ -158,7 +158,7 @@ def _with_seeds(answer: Answer, contest: Contest, record: Record, results: str) 
         f"--config.compare.seeds={seeds}",
     )
     added = (seeds - present) / present  # per seed in the record
-    cost = cost_of(runs, [run.own_share * added for run in runs])
+    cost = cost_of(runs, [run.trained_fraction * added for run in runs])
     return dataclasses.replace(
         answer,
         seeds_command=command,
@@ -175,7 +175,7 @@ def _cost_of_name(name: str, record: Record) -> Cost:
     """
     runs = [run for run in record.runs if run.name == name]
     runs = [run for run in runs if run.seed == runs[0].seed]
-    shares = [run.own_share for run in runs]
+    shares = [run.trained_fraction for run in runs]
     for grid_name, grid in record.learning_rates.items():
         if model_of(grid_name) == model_of(name):
             # The command trains a grid of its own, at this size.

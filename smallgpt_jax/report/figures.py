@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from smallgpt_jax.analysis.findings import Contest, Curve, Findings, Order, Rates
+from smallgpt_jax.analysis.findings import Contest, Curve, EqualFlops, Findings, Rates
 from smallgpt_jax.analysis.record import Run, grouped, model_of
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.plotting import COLORS, style_axes, svg
@@ -45,21 +45,21 @@ class Drawn(NamedTuple):
 
 
 # ------------------------------------------------------------------ answers
-def equal_flops(orders: Sequence[Order], styles: Styles) -> Figure:
+def equal_flops(results: Sequence[EqualFlops], styles: Styles) -> Figure:
     """Plots losses minus that of the reference, with the bands that hold over all budgets."""
-    reference = orders[0].other
+    reference = results[0].other
     figure, plot = _new_plot("training FLOPs", f"loss minus that of {reference}, nats")
     plot.axhline(0, color="0.4", linewidth=1, label="_reference")
-    ends = []
-    for order in orders:
-        style = styles[order.model]
-        plot.plot(order.budgets, order.differences, label=order.model, **style | {"marker": ""})
-        low, high = np.asarray(order.low), np.asarray(order.high)
-        plot.fill_between(order.budgets, low, high, color=style["color"], alpha=0.07, linewidth=0)
-        ends += order.differences
+    differences = []
+    for one in results:
+        style = styles[one.model]
+        plot.plot(one.budgets, one.differences, label=one.model, **style | {"marker": ""})
+        low, high = np.asarray(one.low), np.asarray(one.high)
+        plot.fill_between(one.budgets, low, high, color=style["color"], alpha=0.07, linewidth=0)
+        differences += one.differences
     _log_flops(plot)
     # A difference to a diverged model is infinite.
-    finite = [value for value in ends if math.isfinite(value)]
+    finite = [value for value in differences if math.isfinite(value)]
     if finite:  # wide bands of few seeds are cut off
         margin = 0.2 * max(np.ptp(finite), 0.1)
         plot.set_ylim(min(*finite, 0) - margin, max(*finite, 0) + margin)
@@ -208,14 +208,14 @@ def draw(findings: Findings, runs: Sequence[Run], logged: LoggedCurves) -> dict[
 
 def _draw_answer(findings: Findings, runs: Sequence[Run], styles: Styles) -> dict[str, Drawn]:
     """Returns the figure beside the answers: at equal FLOPs, or of models with one budget each."""
-    orders = [order for order in findings.orders if _has_several_budgets(order)]
-    if orders:
+    results = [one for one in findings.equal_flops if _has_several_budgets(one)]
+    if results:
         caption = (
             f"Loss minus that of {findings.reference} at equal training FLOPs. Shaded: where the "
             "whole difference lies with 95% probability. Between the budgets of runs, losses are "
             "interpolated."
         )
-        return {"answer": Drawn(equal_flops(orders, styles), caption)}
+        return {"answer": Drawn(equal_flops(results, styles), caption)}
     if findings.ranking and len(findings.ranking.standings) > 1:
         caption = (
             "Validation loss after the last step. Dots: seeds. Lines: mean. Bars: 80% interval of "
@@ -225,9 +225,9 @@ def _draw_answer(findings: Findings, runs: Sequence[Run], styles: Styles) -> dic
     return {}
 
 
-def _has_several_budgets(order: Order) -> bool:
+def _has_several_budgets(result: EqualFlops) -> bool:
     """Whether the two models were trained with budgets that differ by more than a tenth."""
-    return bool(order.budgets) and max(order.budgets) > 1.1 * min(order.budgets)
+    return bool(result.budgets) and max(result.budgets) > 1.1 * min(result.budgets)
 
 
 def _line_styles() -> Iterator[dict]:

@@ -178,10 +178,10 @@ def multipliers(findings: Findings) -> Table:
     return _by_model(columns)
 
 
-def orders(findings: Findings) -> Table:
+def equal_flops(findings: Findings) -> Table:
     heading = f"the better of it and {findings.reference}, by FLOPs"
     return _table(
-        {"model": order.model, heading: words.segments(order.segments)} for order in findings.orders
+        {"model": one.model, heading: words.segments(one.segments)} for one in findings.equal_flops
     )
 
 

@@ -9,18 +9,19 @@ from scipy import stats
 
 from smallgpt_jax.analysis import contest as contests
 from smallgpt_jax.analysis import spreads
-from smallgpt_jax.analysis.candidates import Entry
+from smallgpt_jax.analysis.candidates import Contender
 from smallgpt_jax.analysis.contest import compare_pairs, compete, draw_losses, seeds_needed
 from smallgpt_jax.analysis.spreads import Difference, Estimate
 
 
 def contest(*groups, **changes):
-    """Returns the contest of the models as they were trained; `changes` of entries by model."""
+    """Returns the contest of the models as they were trained; `changes` of contenders by model."""
     made = evidence(*groups)
-    entries = [
-        Entry(one, one.losses, one.flops, **changes.get(one.model, {})) for one in made.candidates
+    contenders = [
+        Contender(one, one.losses, one.flops, **changes.get(one.model, {}))
+        for one in made.candidates
     ]
-    return compete(entries, made)
+    return compete(contenders, made)
 
 
 def estimate(means, errors, degrees=1e6) -> Estimate:

@@ -31,7 +31,7 @@ def test_the_setup_of_a_record():
     assert (setup.models, setup.sizes) == (("gpt", "pgpt"), ("0.5M", "1M"))
     assert setup.parameters == Range(50, 100) and setup.tokens == Range(200, 500)
     assert setup.hours == pytest.approx((2 + 2 + 1) / 3600)  # each run takes two seconds
-    assert (setup.runs, setup.unfinished, setup.rows) == (2, 1, 512)
+    assert (setup.runs, setup.unfinished, setup.validation_tokens) == (2, 1, 512)
     assert setup.dates == ("2026-11-23", "2026-11-25")
     assert (setup.devices, setup.software) == (("1 × cpu",), ("jax 1",))
     assert description.describe_setup(record()) is None

@@ -9,8 +9,8 @@ from decision_helpers import evidence, runs
 from experiments import made_up
 from smallgpt_jax.analysis.candidates import evidence_of
 from smallgpt_jax.analysis.equal_flops import (
+    compare_at_equal_flops,
     find_multipliers,
-    find_orders,
     find_untried,
 )
 
@@ -50,7 +50,7 @@ def test_the_interval_of_a_multiplier_is_the_error_divided_by_the_slope():
     (found,) = find_multipliers(made, "a", [2.4e7])
     loss = 20 * 2.4e7**-0.1
     width = math.log(found.interval.high / found.interval.low) / 2
-    differences = made.prior.variance**0.5 / math.sqrt(3)
+    differences = made.variance_prior.variance**0.5 / math.sqrt(3)
     assert width == pytest.approx(1.5 * differences / (0.1 * loss), rel=0.4)
 
 
@@ -82,7 +82,7 @@ def test_the_last_budget_of_a_model_has_a_multiplier_though_it_was_unlucky_there
 def test_single_seeds_give_no_multiplier_and_no_order():
     made = evidence(power_law("a", 1.0, seeds=1), power_law("b", 1.5, seeds=1))
     assert find_multipliers(made, "a", [2.4e7])[0].refusal == "few seeds"
-    assert find_orders(made, "a")[0].segments == ()
+    assert compare_at_equal_flops(made, "a")[0].segments == ()
 
 
 def test_the_order_changes_where_the_curves_cross():
@@ -92,7 +92,7 @@ def test_the_order_changes_where_the_curves_cross():
         loss = 20 * (4.8e7) ** -0.1 * (6e5 * count / 4.8e7) ** -0.2
         steep += runs("b", np.array(NOISE) * 0.1 + loss, steps=count)
     flat = power_law("a", 1.0, steps=(10, 20, 40, 80, 160, 320, 640))
-    (order,) = find_orders(evidence(flat, steep), "a")
+    (order,) = compare_at_equal_flops(evidence(flat, steep), "a")
     assert [segment.better for segment in order.segments] == ["a", None, "b"]
     assert order.segments[0].low == 6e6
     assert order.segments[1].low < 4.8e7 < order.segments[1].high
@@ -110,14 +110,14 @@ def test_the_lengths_of_one_size_alone_are_no_range_if_several_were_trained():
         runs("a@m", near(3.0), steps=40, parameters=2000),
         runs("b@m", near(3.0), steps=40, parameters=2000),
     )  # fmt: skip
-    (order,) = find_orders(made, "a")
+    (order,) = compare_at_equal_flops(made, "a")
     assert [segment.better for segment in order.segments] == [None]
     assert order.high[0] < 0
 
 
 def test_models_without_common_budgets_have_no_order():
     made = evidence(power_law("a", 1.0), power_law("b", 1.0, steps=(1000, 2000)))
-    (order,) = find_orders(made, "a")
+    (order,) = compare_at_equal_flops(made, "a")
     assert (order.segments, order.budgets) == ((), ())
 
 
@@ -143,7 +143,7 @@ def test_equal_models_rarely_have_an_order_and_multipliers_cover_one(kind):
     for _ in range(60):
         models = made_up.draw_models(design, 0.0, rng)
         made = evidence_of(made_up.make_record(design, models, 0.4, rng))
-        (order,) = find_orders(made, models[0].name)
+        (order,) = compare_at_equal_flops(made, models[0].name)
         false += any(segment.better for segment in order.segments)
         for one in find_multipliers(made, models[0].name, [1e13, 1e14]):
             if one.refusal is None:

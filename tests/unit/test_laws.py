@@ -8,7 +8,7 @@ from comparison_helpers import record, run
 
 from smallgpt_jax.analysis import laws
 from smallgpt_jax.analysis.findings import Contest, Decisions, Pair
-from smallgpt_jax.analysis.laws import Target
+from smallgpt_jax.analysis.laws import LawPoint
 from smallgpt_jax.analysis.record import Run
 
 SIZES = {"1M": 1e6, "2M": 2e6, "4M": 4e6, "8M": 8e6}
@@ -43,15 +43,15 @@ def runs(model: str = "gpt", sizes=tuple(SIZES), error: float = 0.0) -> list[Run
     return found
 
 
-def planned(size: str = "8M") -> list[Target]:
-    return [Target("gpt", size, round(SIZES[size]), ratio * SIZES[size]) for ratio in LENGTHS]
+def planned(size: str = "8M") -> list[LawPoint]:
+    return [LawPoint("gpt", size, round(SIZES[size]), ratio * SIZES[size]) for ratio in LENGTHS]
 
 
 def test_the_form_that_predicts_the_largest_size_is_used():
     found = laws.find_laws(record(*runs()), lambda size: None)
     assert found.size == "8M"
     assert found.form == "size times tokens" and found.error == pytest.approx(0, abs=1e-9)
-    assert laws.fit(found.form, laws.targets_of(runs())) == pytest.approx(
+    assert laws.fit(found.form, laws.law_points(runs())) == pytest.approx(
         {"1": 6.0, "log N": -0.2, "log D": -0.2, "log N · log D": 0.006}, rel=1e-6
     )
 
@@ -84,12 +84,12 @@ def test_predictions_have_the_error_of_the_largest_size_that_was_fitted():
     [(("1M", "2M"), 3, "sizes"), (("1M", "2M", "4M"), 1, ""), (("1M", "2M", "4M"), 3, "")],
 )
 def test_what_a_law_needs(sizes, lengths, lack):
-    targets = [
-        Target("gpt", size, SIZES[size], ratio * SIZES[size])
+    points = [
+        LawPoint("gpt", size, SIZES[size], ratio * SIZES[size])
         for size in sizes
         for ratio in LENGTHS[:lengths]
     ]
-    assert laws.missing(targets) == lack
+    assert laws.missing_for_law(points) == lack
     few = [one for one in runs(sizes=sizes) if one.size in sizes]
     predictions = laws.predict(few, planned(), "8M", "", "")
     assert predictions.not_predicted == ({"gpt": lack} if lack else {})

@@ -18,6 +18,7 @@ from smallgpt_jax.analysis.findings import (
     Curve,
     CurvePoint,
     Decisions,
+    EqualFlops,
     Findings,
     FrontPoint,
     HeldOut,
@@ -25,7 +26,6 @@ from smallgpt_jax.analysis.findings import (
     Measure,
     Mode,
     Multiplier,
-    Order,
     Outcome,
     Pair,
     Range,
@@ -127,7 +127,7 @@ def findings(**fields) -> Findings:
         devices=("2 × cpu",),
         software=("jax 0.10.2",),
         dates=("2026-11-23", "2026-11-24"),
-        rows=131072,
+        validation_tokens=131072,
     )
     defaults = {
         "setup": setup,
@@ -135,7 +135,7 @@ def findings(**fields) -> Findings:
         "ranking": contest(*THREE),
         "ranked_size": "",
         "choices": (),
-        "orders": (),
+        "equal_flops": (),
         "multipliers": (),
         "laws": None,
         "held_out": None,
@@ -291,7 +291,7 @@ def test_chapters_are_those_of_the_findings():
                 Multiplier("moe", "gpt", 1e12, 1.43, Range(1.27, 1.61), None),
                 Multiplier("moe", "gpt", 1e13, None, None, "not reached"),
             ),
-            orders=(Order("moe", "gpt", (Segment(4e10, 1e13, "moe"),), (), (), (), ()),),
+            equal_flops=(EqualFlops("moe", "gpt", (Segment(4e10, 1e13, "moe"),), (), (), (), ()),),
             laws=Laws("size and tokens", "0.47M", 0.08, decisions, Decisions(13, 13)),
             held_out=HeldOut(
                 "0.47M",
@@ -400,11 +400,11 @@ def test_everything_is_escaped():
 def test_the_files_of_a_report(tmp_path):
     curve = Curve("gpt", tuple(CurvePoint(t, t, Spread(3.0, 2.9, 3.1)) for t in (1.0, 2.0)))
     budgets = (1e12, 1e13)
-    order = Order("moe", "gpt", (), budgets, (-0.1, 0.0), (-0.2, -0.1), (0.0, 0.1))
+    order = EqualFlops("moe", "gpt", (), budgets, (-0.1, 0.0), (-0.2, -0.1), (0.0, 0.1))
     found = dataclasses.replace(
         nasty(),
         curves=(curve,),
-        orders=(order,),
+        equal_flops=(order,),
         rates=(rates("gpt", 0.01, {0.5: 3.2, 1.0: 3.0, 2.0: 3.1}, minimum=1.0),),
         choices=(choice(), choice("decode_ms", 5.0)),
     )

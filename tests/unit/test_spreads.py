@@ -7,9 +7,9 @@ import pytest
 from scipy import stats
 
 from smallgpt_jax.analysis import spreads
-from smallgpt_jax.analysis.spreads import Prior
+from smallgpt_jax.analysis.spreads import VariancePrior
 
-NOTHING = Prior(variance=0.0, degrees=0.0, total_degrees=100.0)  # a prior that says nothing
+NOTHING = VariancePrior(variance=0.0, degrees=0.0, total_degrees=100.0)  # a prior that says nothing
 UNKNOWN = [None] * 10  # losses of repeats that were not logged
 
 
@@ -21,21 +21,21 @@ def correlated_losses(models: int, orders: int, correlation: float, seed: int = 
 
 # ------------------------------------------------------------------ the prior
 def test_a_variance_is_drawn_towards_the_typical_one_by_its_degrees_of_freedom():
-    prior = Prior(variance=1.0, degrees=4.0, total_degrees=20.0)
+    prior = VariancePrior(variance=1.0, degrees=4.0, total_degrees=20.0)
     variances, degrees = prior.shrink(np.array([4.0, 0.25]), np.array([2, 4]))
     np.testing.assert_allclose(variances, [(2 * 4 + 4 * 1) / 6, (4 * 0.25 + 4 * 1) / 8])
     np.testing.assert_allclose(degrees, [6, 8])
 
 
 def test_no_variance_is_known_better_than_by_all_samples_together():
-    prior = Prior(variance=1.0, degrees=math.inf, total_degrees=6.0)
+    prior = VariancePrior(variance=1.0, degrees=math.inf, total_degrees=6.0)
     variances, degrees = prior.shrink(np.array([4.0, 1.0]), np.array([2, 2]))
     np.testing.assert_allclose(variances, [(6 * 1 + 2 * 4) / 8, 1.0])
     np.testing.assert_allclose(degrees, [6, 6])
 
 
 def test_without_a_sample_the_widest_spread_counts():
-    prior = Prior(variance=1.0, degrees=2.0, total_degrees=20.0)
+    prior = VariancePrior(variance=1.0, degrees=2.0, total_degrees=20.0)
     variances, degrees = prior.shrink(np.array([0.0, 9.0, 1.0]), np.array([0, 2, 6]))
     assert variances[0] == variances[1] == 5.0
     assert degrees[0] == 4.0
@@ -43,7 +43,7 @@ def test_without_a_sample_the_widest_spread_counts():
 
 def test_equal_variances_are_pooled():
     variances = 4 * np.random.default_rng(1).chisquare(2, 2000) / 2
-    prior = spreads.fit_prior(variances, np.full(2000, 2))
+    prior = spreads.fit_variance_prior(variances, np.full(2000, 2))
     assert prior.degrees > 100
     assert prior.variance == pytest.approx(4, rel=0.1)
 
@@ -52,18 +52,18 @@ def test_the_prior_of_unequal_variances_is_recovered():
     """Variances that are drawn from the prior with 6 degrees of freedom, seen by samples of 3."""
     rng = np.random.default_rng(2)
     true = 4 * 6 / rng.chisquare(6, 20_000)
-    prior = spreads.fit_prior(true * rng.chisquare(2, 20_000) / 2, np.full(20_000, 2))
+    prior = spreads.fit_variance_prior(true * rng.chisquare(2, 20_000) / 2, np.full(20_000, 2))
     assert prior.degrees == pytest.approx(6, rel=0.1)
     assert prior.variance == pytest.approx(4, rel=0.05)
 
 
 def test_of_two_seeds_no_difference_is_taken_to_vary_less_than_the_mean():
     losses = np.array([[3.0, 3.2], [3.1, 3.3], [3.5, 3.0]])  # differences vary by 0, 0.245, 0.245
-    prior = spreads.prior_of([losses], total_degrees=2)
+    prior = spreads.variance_prior_of([losses], total_degrees=2)
     assert prior.least == pytest.approx(0.245 * 2 / 3)
     assert spreads.estimate(losses, prior).variances[0, 1] >= prior.least
     three = np.array([[3.0, 3.2, 3.1], [3.1, 3.3, 3.2], [3.5, 3.0, 3.1]])
-    assert spreads.prior_of([three], total_degrees=4).least == 0
+    assert spreads.variance_prior_of([three], total_degrees=4).least == 0
 
 
 def test_where_losses_split_into_modes_the_mean_variance_is_the_least():
@@ -71,8 +71,8 @@ def test_where_losses_split_into_modes_the_mean_variance_is_the_least():
     rng = np.random.default_rng(3)
     losses = 3 + 1e-3 * rng.standard_normal((8, 3))
     losses[:5, 0] -= 0.5
-    assert spreads.prior_of([losses], total_degrees=14).least > 0.01
-    assert spreads.prior_of([losses[5:]], total_degrees=4).least == 0
+    assert spreads.variance_prior_of([losses], total_degrees=14).least > 0.01
+    assert spreads.variance_prior_of([losses[5:]], total_degrees=4).least == 0
 
 
 # ------------------------------------------------------------------ differences
@@ -83,25 +83,25 @@ def test_a_difference_has_the_paired_t_test():
     assert difference.mean == pytest.approx(losses[0].mean() - losses[1].mean())
     low, high = paired.confidence_interval(0.95)
     assert difference.half_width(0.95) == pytest.approx((high - low) / 2)
-    assert difference.orders == 4
+    assert difference.common_orders == 4
 
 
 def test_only_common_orders_tell_how_much_a_difference_varies():
     losses = np.array([[3.1, 3.5, 3.2, 9.0], [2.9, 3.2, 3.1, math.nan]])
     difference = spreads.estimate(losses, NOTHING).difference(0, 1)
-    assert difference.orders == 3
+    assert difference.common_orders == 3
     assert difference.variance == pytest.approx(np.var([0.2, 0.3, 0.1], ddof=1))
 
 
 def test_models_without_a_common_order_have_the_error_of_both():
     losses = np.array([[3.1, 3.5, math.nan, math.nan], [math.nan, math.nan, 3.0, 3.2]])
-    difference = spreads.estimate(losses, Prior(1e-6, 4.0, 100.0)).difference(0, 1)
+    difference = spreads.estimate(losses, VariancePrior(1e-6, 4.0, 100.0)).difference(0, 1)
     own = [(2 * 4 * 0.5e-6 / 2 + 0.08) / 5, (2 * 4 * 0.5e-6 / 2 + 0.02) / 5]
     assert difference.error == pytest.approx(math.sqrt(own[0] / 2 + own[1] / 2), rel=1e-3)
 
 
 def test_a_spread_that_is_unknown_decides_nothing():
-    difference = spreads.estimate(np.array([[3.0], [4.0]]), Prior(0, 0, 0)).difference(0, 1)
+    difference = spreads.estimate(np.array([[3.0], [4.0]]), VariancePrior(0, 0, 0)).difference(0, 1)
     assert difference.half_width(0.8) == math.inf
 
 
@@ -131,7 +131,7 @@ def test_own_variances_add_up_to_those_of_differences():
     deviations = np.array([1e-3, 1e-3, 2.0, 20.0])
     rng = np.random.default_rng(5)
     losses = deviations[:, None] * rng.standard_normal((4, 20_000)) + rng.standard_normal(20_000)
-    own, degrees = spreads.estimate(losses, Prior(0.0, 0.0, 1e9)).own_variances
+    own, degrees = spreads.estimate(losses, VariancePrior(0.0, 0.0, 1e9)).own_variances
     np.testing.assert_allclose(np.sqrt(own), deviations, rtol=0.03)
     np.testing.assert_allclose(degrees, 19_999)
 

@@ -5,18 +5,22 @@ import math
 import pytest
 from decision_helpers import evidence, runs
 
-from smallgpt_jax.analysis.lines import best_common, lines_of, nearest_common
+from smallgpt_jax.analysis.scaling_curves import (
+    pair_at_budget,
+    pair_at_nearest_budget,
+    scaling_curves_of,
+)
 
 
-def lines(*groups):
-    return lines_of(evidence(*groups).candidates, lambda run: run.last.flops)
+def curves(*groups):
+    return scaling_curves_of(evidence(*groups).candidates, lambda run: run.last.flops)
 
 
 def test_a_power_of_the_budget_is_interpolated_exactly():
     """L = 100 · C^-0.1 of 1e6 and 8e6 FLOPs, asked at 2e6."""
     cheap = runs("a", [100 * 1e6**-0.1] * 2, steps=10, flops=1e6)
     dear = runs("a", [100 * 8e6**-0.1] * 2, steps=80, flops=8e6)
-    reading = lines(cheap, dear)["a"].at(2e6)["size", ""]
+    reading = curves(cheap, dear)["a"].at_budget(2e6)["size", ""]
     assert reading.known == "interpolated"
     assert reading.loss == pytest.approx(100 * 2e6**-0.1)
     assert reading.tokens == pytest.approx(2000)
@@ -27,19 +31,19 @@ def test_the_noise_of_two_sizes_partly_cancels_between_them():
     """Halfway between two sizes, the variance is half of that of a run; the lengths of one size share
     their noise.
     """
-    own = lines(
+    own = curves(
         runs("a@s", [4.0, 4.1], steps=10, flops=1e6, parameters=1000),
         runs("a@s", [3.8, 3.9], steps=15, flops=4e6, parameters=1000),
         runs("a@m", [3.5, 3.6], steps=20, flops=4e6, parameters=2000),
     )["a"]
-    noises = {key: reading.noise for key, reading in own.at(2e6).items()}
+    noises = {key: reading.noise for key, reading in own.at_budget(2e6).items()}
     assert noises == {("size", "s"): 1.0, ("ratio", 1): pytest.approx(0.5)}
 
 
 def test_each_order_is_interpolated_by_itself():
     cheap = runs("a", {0: 4.0, 1: 4.4, 2: 4.2}, steps=10, flops=1e6)
     dear = runs("a", {1: 3.4, 2: 3.2}, steps=40, flops=4e6)
-    losses = lines(cheap, dear)["a"].at(2e6)["size", ""].losses
+    losses = curves(cheap, dear)["a"].at_budget(2e6)["size", ""].losses
     assert losses == {
         1: pytest.approx(math.sqrt(4.4 * 3.4)),
         2: pytest.approx(math.sqrt(4.2 * 3.2)),
@@ -47,40 +51,40 @@ def test_each_order_is_interpolated_by_itself():
 
 
 def test_nothing_is_read_beyond_the_runs_and_in_wide_gaps():
-    own = lines(runs("a", [4.0], steps=10, flops=1e6), runs("a", [3.0], steps=100, flops=1e7))["a"]
-    assert own.at(9e5) == own.at(1.1e7) == own.at(3e6) == {}
-    assert own.at(1.005e6)["size", ""].known == "trained"
+    own = curves(runs("a", [4.0], steps=10, flops=1e6), runs("a", [3.0], steps=100, flops=1e7))["a"]
+    assert own.at_budget(9e5) == own.at_budget(1.1e7) == own.at_budget(3e6) == {}
+    assert own.at_budget(1.005e6)["size", ""].known == "trained"
 
 
 def test_the_lowest_loss_within_a_budget_bounds_it():
     """A dearer run with a higher loss does not make a model worse."""
-    own = lines(runs("a@s", [4.0], steps=10, flops=1e6), runs("a@m", [4.5], steps=10, flops=2e6))[
+    own = curves(runs("a@s", [4.0], steps=10, flops=1e6), runs("a@m", [4.5], steps=10, flops=2e6))[
         "a"
     ]
-    assert own.within(3e6).candidate.loss == 4.0
-    assert own.within(9e5) is None
-    assert own.above(9e5).cost == 1e6
-    assert own.above(7e5) is None
+    assert own.best_within(3e6).candidate.loss == 4.0
+    assert own.best_within(9e5) is None
+    assert own.cheapest_just_above(9e5).cost == 1e6
+    assert own.cheapest_just_above(7e5) is None
 
 
-def test_sizes_are_one_line_at_about_equal_tokens_per_parameter():
+def test_sizes_are_one_curve_at_about_equal_tokens_per_parameter():
     """Tokens per parameter are those of the size's typical model, so models of one size that were
-    trained on equal tokens are on the same line.
+    trained on equal tokens are on the same curve.
     """
-    own = lines(
+    own = curves(
         runs("a@s", [4.0], steps=10, parameters=1000),
         runs("a@m", [3.5], steps=20, parameters=2000),
         runs("b@s", [4.0], steps=10, parameters=1300),
         runs("b@m", [3.5], steps=20, parameters=2600),
     )
-    (key,) = own["a"].at(1.2e7).keys() & own["b"].at(1.2e7).keys()
+    (key,) = own["a"].at_budget(1.2e7).keys() & own["b"].at_budget(1.2e7).keys()
     assert key[0] == "ratio"
-    assert [point.candidate.first.size for point in own["b"].lines[key]] == ["s", "m"]
+    assert [point.candidate.first.size for point in own["b"].curves[key]] == ["s", "m"]
 
 
-def test_models_are_compared_on_lines_that_both_have():
+def test_models_are_compared_on_curves_that_both_have():
     """At 2e6 FLOPs, a is best at the small size, which b does not have."""
-    own = lines(
+    own = curves(
         runs("a@s", [4.0], steps=10, flops=1e6),
         runs("a@s", [3.0], steps=40, flops=4e6),
         runs("a@m", [4.4], steps=10, flops=1e6),
@@ -88,10 +92,10 @@ def test_models_are_compared_on_lines_that_both_have():
         runs("b@m", [4.5], steps=10, flops=1e6),
         runs("b@m", [3.3], steps=20, flops=4e6),
     )
-    one, other = best_common(own["a"], own["b"], 2e6)
+    one, other = pair_at_budget(own["a"], own["b"], 2e6)
     assert (one.loss, other.loss) == (
         pytest.approx(math.sqrt(4.4 * 3.4)),
         pytest.approx(math.sqrt(4.5 * 3.3)),
     )
-    one, other = nearest_common(own["a"], own["b"], 1e7)
+    one, other = pair_at_nearest_budget(own["a"], own["b"], 1e7)
     assert (one.cost, one.loss, other.loss) == (4e6, 3.4, 3.3)

@@ -163,7 +163,7 @@ def config_digest(run: ConfigDict | Config) -> str:
 
 
 def steps_per_second(config: ConfigDict | Config) -> float:
-    """Trains on a batch of zeros for SPEED_SECONDS, so without reading data."""
+    """Returns the speed of training, measured for SPEED_SECONDS on zeros, so without reading data."""
     config = Config.of(config)
     program = shared_program(config)
     step = program.bind(config)

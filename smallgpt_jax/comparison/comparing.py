@@ -47,7 +47,7 @@ BUDGETS = {
     "first run.",
     "own": "Each run is trained for its own number of steps.",
 }
-REPORTING_SHARE = 0.05  # of the time, that reports between runs may take
+REPORTING_FRACTION = 0.05  # of the time, that reports between runs may take
 
 
 def compare(
@@ -135,7 +135,7 @@ class TrainedComparison:
                     texts.TextSample(corpus, run, config.compare.contexts, name)
         comparison = recipe.make_comparison(config, output)
         text = corpora[texts.OWN_TEXT]
-        for run in comparison.runs({}):
+        for run in comparison.runs({}):  # those that are known before any loss is
             check_existing(run, output, text)
         record = read_recorded(comparison, result_paths(results), text) if results else None
         self.outcomes = Outcomes(comparison, text, record)
@@ -146,7 +146,7 @@ class TrainedComparison:
         if not self.compare.train:
             self.losses = self.outcomes.losses()
             return
-        due = 0.0  # when the next report is: reports take a small share of the time
+        due = 0.0  # when the next report may be written
 
         def after_run() -> None:
             nonlocal due
@@ -154,7 +154,7 @@ class TrainedComparison:
             if started >= due:
                 report(self.record())
                 ended = time.monotonic()
-                due = ended + (ended - started) / REPORTING_SHARE
+                due = ended + (ended - started) / REPORTING_FRACTION
 
         queue = Queue(self.outcomes, self._measure, after_run)
         self.losses = queue.losses
@@ -166,7 +166,7 @@ class TrainedComparison:
 
     def _measure(self, run: PlannedRun) -> None:
         if self.outcomes.recorded(run):
-            return
+            return  # was measured where it was trained, and has no workdir here
         with file_lock(run.folder / LOCK_FILE, wait=True):  # another process may be measuring it
             texts.measure_texts(run.folder, self.sources, self.compare.contexts)
             if self.compare.decoding:
@@ -175,6 +175,7 @@ class TrainedComparison:
                 observe(run.folder)
 
     def record(self) -> Record:
+        """Returns the record of the runs that are finished so far."""
         names = recipe.run_names(self.config)
         count = len(set(map(model_of, names)))
         equal = "" if self.compare.budget == "own" else f" at equal {self.compare.budget}"
@@ -233,6 +234,7 @@ def find_workdirs(patterns: Sequence[str], output: Path) -> list[Path]:
     if not folders:
         raise UserError("--workdirs: the list is empty; name at least one run")
     own_runs = resolve(output / RUNS_FOLDER)
+    # The report of a comparison's own runs may be written again.
     if not all(resolve(folder).parent == own_runs for folder in folders):
         _refuse_reported(output)
     return folders
@@ -253,6 +255,7 @@ def _merged_record(results: Sequence[str], output: Path, command: str) -> Record
 
 
 def _refuse_reported(output: Path) -> None:
+    """Raises UserError if a report here would replace that of a trained comparison."""
     own_runs = output / RUNS_FOLDER
     if own_runs.is_dir() and (output / RESULTS_FILE).exists():
         raise UserError(

@@ -82,9 +82,7 @@ class CompareConfig(ConfigGroup):
             self.refuse("seconds", "must be above 0 with budget 'seconds'")
         if self.budget != "seconds" and self.seconds:
             self.refuse("seconds", "needs config.compare.budget='seconds'")
-        if not self.contexts or not all(
-            type(times) is int and times >= 1 for times in self.contexts
-        ):
+        if not self.contexts or any(type(times) is not int or times < 1 for times in self.contexts):
             self.refuse("contexts", "must be integers, at least 1")
         self.validate_learning_rates()
         self.validate_horizons()
@@ -103,20 +101,16 @@ class CompareConfig(ConfigGroup):
     def validate_learning_rates(self) -> None:
         rates = self.learning_rates
         for rate in rates:
-            if (
-                isinstance(rate, bool)
-                or not isinstance(rate, int | float)
-                or not 0 < rate < math.inf
-            ):
+            is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+            if not is_number or not 0 < rate < math.inf:
                 self.refuse(
                     "learning_rates",
                     f"{rate!r} is not a positive, finite number; give multiples of the runs' "
                     "own learning rates, for example 0.5,1,2",
                 )
-        if duplicates := [rate for number, rate in enumerate(rates) if rate in rates[:number]]:
-            self.refuse(
-                "learning_rates", f"{duplicates[0]!r} is listed twice; list each multiple once"
-            )
+        for number, rate in enumerate(rates):
+            if rate in rates[:number]:
+                self.refuse("learning_rates", f"{rate!r} is listed twice; list each multiple once")
         if len(rates) == 1:
             self.refuse(
                 "learning_rates",

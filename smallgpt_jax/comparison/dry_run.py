@@ -59,6 +59,7 @@ class Forecast:
 
 
 def _total(costs: Sequence[NameCost], field: str) -> float | None:
+    """Returns the sum of a field; None if it is unknown for a name."""
     values = [getattr(cost, field) for cost in costs]
     return None if None in values else sum(values)
 
@@ -75,7 +76,7 @@ def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
     if outcomes.comparison.rounds:
         most_runs = outcomes.comparison.expected_runs(losses, at_most=True)
         missing_at_most = [run for run in most_runs if run.folder not in losses]
-    configs = {}
+    configs = {}  # of the longest run of each name
     for name, runs in grouped([*missing, *missing_at_most], lambda run: run.name).items():
         configs[name] = max(runs, key=lambda run: run.config.train.steps).config
     speeds = _speeds(configs, outcomes.comparison.output, topology)
@@ -84,13 +85,13 @@ def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
     if most and not is_synthetic(most.data):  # the rows of a probe are generated
         corpus_tokens, repeats = _reading(outcomes.text, most)
     return Forecast(
-        _costs(missing, configs, speeds),
-        len(planned) - len(missing),
-        repeats,
-        corpus_tokens,
-        topology or f"{jax.device_count()} × {device_name(jax.devices()[0])}",
-        bool(topology),
-        _costs(missing_at_most, configs, speeds),
+        costs=_costs(missing, configs, speeds),
+        finished=len(planned) - len(missing),
+        repeats=repeats,
+        corpus_tokens=corpus_tokens,
+        device=topology or f"{jax.device_count()} × {device_name(jax.devices()[0])}",
+        is_roofline=bool(topology),
+        most_costs=_costs(missing_at_most, configs, speeds),
     )
 
 
@@ -105,19 +106,20 @@ def _costs(
 
 
 def _cost(name: str, runs: Sequence[PlannedRun], config: Config, speed: float | None) -> NameCost:
+    """`config` is that of the longest run of the name; `speed` is in steps per second."""
     steps = sum(map(_own_steps, runs))
     counts = count(config)
     flops = counts.flops_per_step(config)
     return NameCost(
-        name,
-        len(runs),
-        counts.parameters,
-        counts.active_parameters,
-        _tokens(config),
-        steps,
-        steps * budget.tokens_per_step(config),
-        None if flops is None else steps * flops,
-        None if speed is None else steps / speed,
+        name=name,
+        runs=len(runs),
+        parameters=counts.parameters,
+        active_parameters=counts.active_parameters,
+        tokens=_tokens(config),
+        steps=steps,
+        total_tokens=steps * budget.tokens_per_step(config),
+        flops=None if flops is None else steps * flops,
+        seconds=None if speed is None else steps / speed,
     )
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,16 @@ def _require_texts(path: Path, runs: Sequence[Run]) -> None:
             raise UserError(f"{path}: {mismatch}; repeat the command that made it")
 
 
-def _merged_grids(records: Sequence[Record], names: Sequence[str], keys) -> dict[str, Grid]:
-    """Returns {name: grid}: the first of several, but one whose seed is in its mean replaces it, so
-    that the report warns of it.
-    """
+def _merged_grids(
+    records: Sequence[Record], names: Sequence[str], runs: Container[tuple[str, int, float]]
+) -> dict[str, Grid]:
+    """Returns {name: grid}, in the order of `names`. `runs` are (name, seed, horizon)."""
     grids: dict[str, Grid] = {}
     for record in records:
         for name, grid in record.learning_rates.items():
-            if name not in grids or (name, grid.seed, 1.0) in keys:
+            # The report warns of a grid whose seed also is a result's. Of several grids of a name,
+            # such a one is kept, or else the first.
+            if name not in grids or (name, grid.seed, 1.0) in runs:
                 grids[name] = grid
     return {name: grids[name] for name in (*names, *grids) if name in grids}
 
@@ -116,6 +118,7 @@ def text_changes(one: TrainingText | None, other: TrainingText | None) -> str:
 
 
 def _require_mergeable(where: str, one: Run, other: Run) -> None:
+    """Raises UserError, beginning with `where`, if runs of two records cannot be compared."""
     changes = text_changes(one.text, other.text)
     if changes:
         raise UserError(
@@ -163,7 +166,7 @@ def evaluation_rows(run: Run) -> dict[str, Any]:
 
 
 def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns `only_fixed` fields, with defaults for fields that are newer than the run."""
+    """Returns what `only_fixed` returns, with defaults for fields that are newer than the run."""
     return only_fixed(_completed(config))
 
 
@@ -171,22 +174,23 @@ def only_fixed(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config fields that determine the results of a run, except the seed and its text's
     source.
     """
-    others = _free_fields()
+    others = _other_fields()
     return {
         field: value
         for field, value in sorted(config.items())
-        if field not in others and not field.startswith("mesh.")
+        if field not in others and not field.startswith("mesh.")  # a mesh only changes rounding
     }
 
 
 @functools.cache
-def _free_fields() -> set[str]:
+def _other_fields() -> set[str]:
+    """Returns the fields that may differ between seeds of a name, or change when a run is resumed."""
     # The content of the text is compared by its fingerprints, wherever it is.
     others = {"train.seed", "data.store", "data.mixture"}
     others |= {f"data.{name}" for name in DataConfig.field_names(in_store=True)}
     for name, group in GROUPS.items():
         others |= {f"{name}.{field}" for field in group.field_names(fixed_by=None)}
-    others.discard("train.steps")  # may change on resumption, but then it is another run
+    others.discard("train.steps")  # may change on resumption, but then the run has other results
     return others
 
 

@@ -24,7 +24,9 @@ _RATES = ("optimizer.learning_rate", "optimizer.final_learning_rate")
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-    """The runs of a comparison as far as known: of workdirs, else of `record`."""
+    """The results of a comparison's runs as far as known: from their workdirs, or, for runs without
+    one, from `record` ("recorded" runs).
+    """
 
     comparison: Comparison
     text: Corpus
@@ -50,7 +52,8 @@ class Outcomes:
                 loss = None if planned.folder in losses else self.loss(planned)
                 if loss is not None:
                     losses[planned.folder] = loss
-            if len(losses) == before:  # the losses of a grid determine further runs
+            # Again with the new losses, because those of a grid determine further runs.
+            if len(losses) == before:
                 return losses
 
     def run(self, planned: PlannedRun) -> Run:
@@ -88,6 +91,7 @@ class Outcomes:
         return None
 
     def _recorded_loss(self, planned: PlannedRun) -> float | None:
+        """Returns the loss of a recorded run, or of one of the record's grids; else None."""
         if not planned.in_grid:
             run = self.recorded(planned)
             return run.loss if run else None
@@ -128,6 +132,7 @@ def read_recorded(comparison: Comparison, paths: Sequence[Path], text: Corpus) -
 
 
 def _require_same(run: Run, comparison: Comparison, text: Corpus) -> None:
+    """Raises UserError unless a recorded run is what this comparison would train."""
     where = f"--results: {run.name}, seed {run.seed}"
     changes = merging.text_changes(run.text, records.TrainingText(**identity_of(text)))
     if changes:

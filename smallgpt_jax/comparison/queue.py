@@ -81,7 +81,7 @@ class Queue:
             next_run = next(filter(self._is_ready, missing), None)
             awaited = self._awaited(missing)
             if next_run:
-                self._finish(next_run, planned)
+                self._train_or_read(next_run, planned)
             elif awaited:
                 print(f"waiting for {awaited}, which another process is training", flush=True)
                 with file_lock(awaited / LOCK_FILE, wait=True):
@@ -94,8 +94,9 @@ class Queue:
         return has_start and run.folder not in self.busy
 
     def _awaited(self, missing: Sequence[PlannedRun]) -> Path | None:
-        """Returns a run of another process that others depend on: one of a grid, a trunk of a run
-        that no process is training, and any that is needed for predictions or the next round.
+        """Returns the folder of a run that another process is training and others depend on: one of a
+        grid, a trunk of a run that no process is training, or one that predictions or the next round
+        of seeds need. None if there is none.
         """
         trunks = {run.trunk for run in missing if run.folder not in self.busy}
         for run in missing:
@@ -107,7 +108,7 @@ class Queue:
                 return run.folder
         return None
 
-    def _finish(self, run: PlannedRun, planned: Sequence[PlannedRun]) -> None:
+    def _train_or_read(self, run: PlannedRun, planned: Sequence[PlannedRun]) -> None:
         """Trains and measures a run, or reads its results if it is finished or in a record."""
         try:
             check_existing(run, self.outcomes.comparison.output, self.outcomes.text)
@@ -162,10 +163,8 @@ def describe(run: PlannedRun) -> str:
 
 
 def free_programs(model: ModelConfig, compiled: set[ModelConfig]) -> None:
-    """Before a further model, frees the compiled programs of MAX_COMPILED others, except those that
-    `shared_program` keeps.
-
-    `compiled` are the models whose programs JAX may still have.
+    """Adds a model to `compiled`, those whose programs JAX may still have. If it would be one too
+    many, frees all programs before, except those that `shared_program` keeps.
     """
     if model not in compiled and len(compiled) == MAX_COMPILED:
         jax.clear_caches()
@@ -179,7 +178,7 @@ def with_available_trunk(run: PlannedRun) -> Config:
     A trunk that was finished before the horizon was added, or that has diverged, may lack the
     checkpoint. The run then starts from step 0, with the same results.
     """
-    if run.trunk is None or saved_steps(run.folder / CHECKPOINT_FOLDER):
+    if run.trunk is None or saved_steps(run.folder / CHECKPOINT_FOLDER):  # or has started already
         return run.config
     if decay_start(run.config.optimizer) in saved_steps(run.trunk / CHECKPOINT_FOLDER):
         return run.config

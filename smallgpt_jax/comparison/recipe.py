@@ -41,16 +41,16 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
         rounds = Rounds(compare.seeds, compare.most_seeds, compare.stake, level)
     first_seed = config.train.seed
     return Comparison(
-        output,
-        models_by_name,
-        range(first_seed, first_seed + compare.seeds),
-        compare.learning_rates,
-        compare.max_added_learning_rates,
-        compare.averaged_evaluations,
-        horizons,
-        compare.held_out,
-        compare.train_held_out,
-        rounds,
+        output=output,
+        models=models_by_name,
+        seeds=range(first_seed, first_seed + compare.seeds),
+        multiples=compare.learning_rates,
+        max_added=compare.max_added_learning_rates,
+        averaged=compare.averaged_evaluations,
+        horizons=horizons,
+        held_out=compare.held_out,
+        train_held_out=compare.train_held_out,
+        rounds=rounds,
     )
 
 
@@ -68,7 +68,7 @@ def run_names(config: ConfigDict) -> list[str]:
 
 
 def own_fields(config: ConfigDict, name: str) -> dict[str, dict]:
-    """Returns the fields that a run overrides, {group: {field: value}}, which are not None."""
+    """Returns the fields that a run overrides: {group: {field: value}}. None overrides nothing."""
     overrides = {}
     for group, fields in config.runs[name].items():
         if group not in GROUPS or not isinstance(fields, ConfigDict):
@@ -103,14 +103,15 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
     run = ConfigDict({group: copy.deepcopy(config[group]) for group in GROUPS})
     overrides = own_fields(config, name)
     architecture = overrides.get("model", {}).get("architecture", run.model.architecture)
-    known = models.field_names(architecture)
+    allowed = models.field_names(architecture)
     if architecture != run.model.architecture:
         # Drop the fields that the run's architecture does not have.
-        kept = {field: value for field, value in run.model.items() if field in known}
+        kept = {field: value for field, value in run.model.items() if field in allowed}
         run.model = ConfigDict(kept)
     for group, fields in overrides.items():
         for field, value in fields.items():
-            is_new = group == "model" and field in known and field not in run.model
+            # The common fields may be those of another architecture, which lacks this one.
+            is_new = group == "model" and field in allowed and field not in run.model
             if is_new:
                 run.model[field] = value
             else:
@@ -121,6 +122,7 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
 
 
 def _override(group: ConfigDict, field: str, value, where: str) -> None:
+    """Sets a field. Raises UserError, beginning with `where`, for an unknown one or another type."""
     if field not in group:
         raise UserError(f"{where}: no such field" + suggestion(field, group))
     before = group[field]
@@ -262,7 +264,7 @@ def _require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> 
                 "config.optimizer.decay_fraction"
             )
         try:
-            decay_start(run.optimizer)
+            decay_start(run.optimizer)  # refuses a decay of fewer than two steps
         except UserError as error:
             raise UserError(f"config.compare.horizons: {horizon:g}: {name}: {error}") from None
         if steps <= steps_before:

@@ -123,8 +123,8 @@ class Comparison:
         multiples: Mapping[str, float | None],
         at_most: bool = False,
     ) -> dict[str, int]:
-        """Returns {name: number of seeds} as far as the known losses determine it, going through the
-        rounds from the first one; `at_most`: where they do not, all seeds that may be added.
+        """Returns {name: number of seeds}, after all rounds that the known losses determine. Where
+        they do not determine whether the next round adds seeds: none or, with `at_most`, all.
 
         The next round counts only when all losses of a round are known. So the plan depends neither
         on the order in which runs finish, nor on the process that makes it.
@@ -135,14 +135,14 @@ class Comparison:
         for names in grouped(self.models, size_of).values():
             while True:
                 of_size = self._losses_of_seeds(names, losses, multiples, counts)
-                if of_size is None:
+                if of_size is None:  # this round is not finished
                     if at_most:
                         counts |= dict.fromkeys(names, self.rounds.most)
                     break
-                following = next_seeds(of_size, self.rounds)
-                if all(counts[name] == number for name, number in following.items()):
-                    break
-                counts |= following
+                next_counts = next_seeds(of_size, self.rounds)
+                if all(counts[name] == number for name, number in next_counts.items()):
+                    break  # the verdicts need no further seeds
+                counts |= next_counts
         return counts
 
     def _losses_of_seeds(
@@ -174,7 +174,9 @@ class Comparison:
     def _multiples(
         self, losses: Mapping[Path, float], unknown: float | None = None
     ) -> dict[str, float | None]:
-        """Returns {model: best multiple}, `unknown` while its grid is unfinished."""
+        """Returns {model: best multiple}, `unknown` while its grid is unfinished; without models that
+        diverged at all learning rates.
+        """
         if not self.multiples:
             return {model_of(name): 1.0 for name in self.models}
         return {
@@ -280,6 +282,7 @@ def _rate(multiple: float, loss: float | None) -> GridRate:
 
 
 def scale(config: Config, multiple: float) -> Config:
+    """Returns the config with `multiple` times the learning rate, at the start and the end."""
     optimizer = config.optimizer
     return config.replace(
         optimizer={

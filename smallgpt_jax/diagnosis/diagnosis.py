@@ -110,7 +110,9 @@ def _diagnose_model(
     deep: int,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`texts` are {name: windows}; `deep` is the number of blocks of the untrained model; 0: none."""
+    """Returns the content of diagnose.json. `texts` are {name: windows}; `deep` is the number of
+    blocks of the untrained model; 0: none.
+    """
     # bfloat16 would blur what differs between positions
     model = trained.model.clone(config=dataclasses.replace(trained.model.config, dtype="float32"))
     variables = {"params": trained.params, "state": trained.model_state}
@@ -178,7 +180,9 @@ def _measure_blocks(model: models.LanguageModel, variables, windows_NxT1: np.nda
 def measure_collapse(
     model: models.LanguageModel, seed: int, depth: int, windows_NxT1: np.ndarray
 ) -> dict[str, Any]:
-    """Returns {"whole": {measure: (depth,)}, …} of an untrained stack of the model's blocks."""
+    """Returns {ablation of COLLAPSE: {measure: value after each block}} of an untrained stack of
+    `depth` blocks like the model's.
+    """
     c = model.config
     fields = {
         field.name: getattr(c, field.name) for field in dataclasses.fields(models.ModelConfig)
@@ -206,6 +210,8 @@ def measure_collapse(
 
 
 def _mean(trees: Sequence[Any]):
+    """Returns a tree with the means of corresponding leaves."""
+
     # numbers, or lists of numbers for arrays, which JSON has
     def mean_of_leaves(*values):
         return np.mean(np.asarray(values, np.float64), axis=0).tolist()
@@ -265,27 +271,23 @@ def _losses_without_path(trained: TrainedModel, path: int, windows_NxT1: np.ndar
 def _measure_experts(
     model: models.LanguageModel, variables, texts: Mapping[str, np.ndarray], tokenizer
 ) -> list[dict]:
-    """Returns for each block {"by_text": {name: load per expert}, "by_token": [[[token, fraction],
-    …] per expert]}.
+    """Returns for each block with a router {"by_text": {name: load per expert}, "by_token": [[[token,
+    fraction], …] per expert]}.
     """
-    # {name: [[(T, K) per block] per window]}
-    chosen = {}
+    choices = {}  # {name of the text: (N, L, T, K)} for L blocks with a router
     for name, windows in texts.items():
-        chosen[name] = [chosen_experts(model, variables, window[:-1]) for window in windows]
+        of_windows = [chosen_experts(model, variables, window[:-1]) for window in windows]
+        choices[name] = np.array(jax.device_get(of_windows))
     tokens_R = np.concatenate([windows[:, :-1].ravel() for windows in texts.values()])
 
     def readable(token: int) -> str:
         # the model's embedding may have more rows than the tokenizer has ids
         return tokenizer.decode([token]) if token < tokenizer.vocab_size else f"id {token}"
 
-    num_experts = model.config.num_experts
-    first_window = next(iter(chosen.values()))[0]
+    num_experts, num_chosen = model.config.num_experts, model.config.experts_per_token
     content = []
-    for block in range(len(first_window)):
-        of_block = {}  # {name: (N, T, K)}
-        for name, windows in chosen.items():
-            of_block[name] = np.stack([window[block] for window in windows])
-        num_chosen = model.config.experts_per_token
+    for block in range(next(iter(choices.values())).shape[1]):
+        of_block = {name: x_NxLxTxK[:, block] for name, x_NxLxTxK in choices.items()}
         choices_RxK = np.concatenate([x.reshape(-1, num_chosen) for x in of_block.values()])
         by_token = []
         for listed in experts.load_by_token(tokens_R, choices_RxK, num_experts):

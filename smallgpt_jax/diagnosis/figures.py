@@ -53,8 +53,8 @@ def _finish(plot, x: str, y: str) -> None:
 
 
 def _depth(content: dict[str, Any]) -> Figure:
-    """A line goes from a block's input to its output; it jumps where a layer between two blocks
-    changes the stream.
+    """Plots the measures of the residual stream by depth. A line goes from a block's input to its
+    output; it jumps where a layer between two blocks changes the stream.
     """
     paths = content["paths"]
     figure, plots = _new_figure(2, 2)
@@ -82,7 +82,7 @@ def _depth(content: dict[str, Any]) -> Figure:
 
 
 def _attention(content: dict[str, Any]) -> Figure:
-    """One dot per head."""
+    """Plots the measures of attention by block, with one dot per head."""
     figure, plots = _new_figure(2, 2)
     # beside each other, so that the dots of one state do not cover those of the other
     states = (("trained", "o", _BLUE, -0.12), ("initial", "x", COLORS[1], 0.12))
@@ -100,6 +100,7 @@ def _attention(content: dict[str, Any]) -> Figure:
 
 
 def _losses(content: dict[str, Any]) -> Figure:
+    """Plots the loss by position, after the first blocks, and without single blocks."""
     figure, (by_position, after, without) = _new_figure(1, 3)
     has_paths = content["paths"] > 1
     losses = content["trained"]["losses"]
@@ -133,8 +134,8 @@ def _losses(content: dict[str, Any]) -> Figure:
 
 
 def _collapse(content: dict[str, Any]) -> Figure:
-    """The dotted line is the rate of uniform causal attention, whose matrix has the eigenvalues 1,
-    1/2, 1/3, …
+    """Plots how fast the tokens of an untrained model become equal. The dotted line is the rate of
+    uniform causal attention, whose matrix has the eigenvalues 1, 1/2, 1/3, …
     """
     figure, (residual, similarity) = _new_figure(1, 2)
     blocks = content["deep"]["blocks"]
@@ -157,7 +158,7 @@ def _collapse(content: dict[str, Any]) -> Figure:
 
 
 def _experts(content: dict[str, Any]) -> Figure:
-    """Loads relative to the mean load, one row per block and text."""
+    """Shows the load of each expert relative to the mean load, one row per block and text."""
     figure, (plot,) = _new_figure(1, 1, width=7)
     names, loads = [], []
     for number, block in enumerate(content["trained"]["experts"]):

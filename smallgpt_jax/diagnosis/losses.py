@@ -50,12 +50,15 @@ def in_context_score(losses_NxT: np.ndarray) -> tuple[float, float]:
 
 
 def loss_of_repeats(losses_NxT: np.ndarray, windows_NxT1: np.ndarray) -> dict[str, float]:
+    """Returns the fraction of targets that continue a repeated pair of tokens (`is_repeat`), and the
+    mean losses of these targets and of the others.
+    """
     is_repeat_NxT = np.concatenate(
         [is_repeat(jnp.asarray(window[None])) for window in windows_NxT1]
     )
 
     def mean(losses: np.ndarray) -> float:
-        return float(losses.mean()) if len(losses) else np.nan
+        return float(losses.mean()) if len(losses) else np.nan  # of none
 
     return {
         "fraction": float(is_repeat_NxT.mean()),

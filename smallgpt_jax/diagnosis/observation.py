@@ -65,7 +65,9 @@ def chosen_experts(model: LanguageModel, variables, tokens_T) -> list[jax.Array]
 
 
 def _run(model: LanguageModel, variables, tokens_T, ablation: Ablation) -> list[dict]:
-    """Returns what each block reads and computes. What nobody uses is not compiled."""
+    """Returns for each block {"input": (T, D), "output": (T, D), "attention": arrays and window,
+    "experts": (T, K)}; the last two, where it has them. What the caller drops is not compiled.
+    """
     # the records of the blocks that have begun; attention and routers write to the last one
     records = []
 
@@ -113,6 +115,7 @@ def _measure_stream(x_TxD) -> dict:
 
 
 def measure_attention(weights_HxTxT, window: int) -> dict:
+    """Returns {measure: (H,)}."""
     by_head = {
         "entropy": functools.partial(measures.attention_entropy, window=window),
         "first_weight": measures.first_weight,

@@ -49,14 +49,16 @@ def analyse(record: Record) -> Findings:
 
 
 def _as_trained(evidence: Evidence, size: str | None) -> Contest | None:
-    """Returns the contest of the longest runs, of a size or of all; None if it cannot be held."""
+    """Returns the comparison of the longest runs of a size, or of all; None without runs that can be
+    compared.
+    """
     candidates = longest_trained(evidence.candidates)
     candidates = [one for one in candidates if size is None or one.first.size == size]
-    if not candidates or not are_comparable([run for one in candidates for run in one.runs]):
+    if not candidates or not are_comparable(candidates):
         return None
     models = {one.model for one in candidates}
     contenders: list[Contender] = []
-    for one in candidates:  # several models of one function have one contender, that of the first
+    for one in candidates:  # of several models of one function, the first stands for all
         equal = tuple(other for other in evidence.equal_to(one.model) if other in models)
         if not any(contender.model in equal for contender in contenders):
             contenders.append(Contender(one, one.losses, one.flops, equal_to=equal))
@@ -72,7 +74,7 @@ def _compare_measure(
     names = [name for name in values if name != reference]
     if reference not in values or not names:
         return ()
-    rows = spreads.matrix([values[reference], *(values[name] for name in names)])
-    estimate = spreads.estimate_alone(rows)
+    by_name_and_seed = spreads.matrix([values[reference], *(values[name] for name in names)])
+    estimate = spreads.estimate_alone(by_name_and_seed)
     pairs = compare_pairs((reference, *names), estimate, draw_losses(estimate), pair_level)
     return tuple(pair for pair in pairs if pair.other == reference)

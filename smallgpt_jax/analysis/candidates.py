@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.findings import LEVEL
 from smallgpt_jax.analysis.record import Record, Run, grouped, size_of
+from smallgpt_jax.analysis.spreads import VariancePrior
 
 EQUAL = 1e-3  # nats; models whose losses differ by less with each seed are the same function
 _MIN_MODELS = 4  # of a size and length, from which its differences have their own typical variance
@@ -25,6 +26,7 @@ class Candidate:
 
     @property
     def first(self) -> Run:
+        """Any run: they differ only in seeds and losses."""
         return self.runs[0]
 
     @property
@@ -47,11 +49,13 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A model at a budget, or as it was trained: what is known of its loss there."""
+    """One of the models that are compared at a budget, or as they were trained: what is known of its
+    loss there.
+    """
 
     candidate: Candidate  # the trained one, or the nearer of two between which it is interpolated
     losses: dict[int, float]  # by order of batches
-    cost: float | None
+    cost: float | None  # in the unit of the budget; None if it was not measured
     known: str = "trained"  # see `Standing.known`
     # variance of the losses over seeds, as a multiple of a trained run's; below 1 if interpolated
     noise: float = 1.0
@@ -70,6 +74,7 @@ class Contender:
 
 
 def _candidates_of(runs: Sequence[Run]) -> list[Candidate]:
+    """Returns the finished and the diverged runs as candidates."""
     # A diverged seed makes a loss infinite for every reader: who trains the model may meet it.
     ended = [run for run in runs if run.diverged or (run.is_finished and run.tokens > 0)]
     groups = grouped(ended, lambda run: (run.name, run.steps, run.learning_rate))
@@ -77,7 +82,9 @@ def _candidates_of(runs: Sequence[Run]) -> list[Candidate]:
 
 
 def _losses(runs: Sequence[Run]) -> dict[int, float]:
-    """Returns {order of batches: loss}, or {seed: loss} if all runs have one order."""
+    """Returns {order of batches: loss}, so that models are compared on equal batches; {seed: loss} if
+    all runs have one order.
+    """
     groups = grouped(runs, lambda run: run.batch_order)
     if len(groups) == 1:
         groups = grouped(runs, lambda run: run.seed)
@@ -88,13 +95,13 @@ def _losses(runs: Sequence[Run]) -> dict[int, float]:
 
 
 def _best_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns of each name and length the candidate at the learning rate with the lowest loss."""
+    """Returns one candidate per name and length: the one at the best learning rate."""
     groups = grouped(candidates, lambda one: (one.first.name, one.first.steps))
     return [min(group, key=lambda one: one.loss) for group in groups.values()]
 
 
 def longest_trained(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns of each name the longest candidate."""
+    """Returns the candidate of each name (MODEL or MODEL@SIZE) that was trained for the most steps."""
     groups = grouped(candidates, lambda one: one.first.name)
     return [max(group, key=lambda one: one.first.steps) for group in groups.values()]
 
@@ -106,21 +113,21 @@ class Evidence:
 
     record: Record
     candidates: tuple[Candidate, ...]
-    variance_prior: spreads.VariancePrior  # of all differences
-    variance_priors: dict[
-        tuple[str, int], spreads.VariancePrior
-    ]  # of sizes and lengths with _MIN_MODELS
+    variance_prior: VariancePrior  # of all differences
+    variance_priors: dict[tuple[str, int], VariancePrior]  # at sizes and steps with _MIN_MODELS
     equal: tuple[tuple[str, ...], ...]  # groups of models of one function
 
-    def variance_prior_at(self, candidate: Candidate) -> spreads.VariancePrior:
-        """Returns the prior at the candidate's size and length, because losses vary more at some than
-        at others; that of the record where few models were trained.
+    def variance_prior_at(self, candidate: Candidate) -> VariancePrior:
+        """Returns the prior at the candidate's size and steps, because losses vary more at some than at
+        others; that of the record where few models were trained.
         """
         return self.variance_priors.get(_size_and_steps(candidate), self.variance_prior)
 
     @property
     def pair_level(self) -> float | None:
-        """The level of a verdict that holds after each round of seeds; None without rounds."""
+        """The significance level of a pair in the sequential test, whose verdicts hold after each round
+        of seeds; None if no seeds were added in rounds.
+        """
         if not self.record.seeds_as_needed:
             return None
         return level_of_pair(run.name for run in self.record.runs)
@@ -130,22 +137,26 @@ class Evidence:
         return max((len(one.losses) for one in self.candidates), default=0)
 
     def equal_to(self, model: str) -> tuple[str, ...]:
-        """Returns the other models of the same function."""
+        """Returns the other models that compute the same function (`_equal_models`)."""
         group = next((group for group in self.equal if model in group), ())
         return tuple(other for other in group if other != model)
 
 
 def evidence_of(record: Record) -> Evidence:
+    """Returns the candidates of the finished and diverged runs. A diverged seed makes the loss of its
+    candidate infinite, so that only the others tell how much losses vary.
+    """
     candidates = _best_rates(_candidates_of(record.runs))
     finite = [one for one in candidates if math.isfinite(one.loss)]
-    losses = []
+    losses = []  # one array (models, orders of batches) per size and number of steps
     priors = {}
-    for setting, group in grouped(finite, _size_and_steps).items():
+    for size_and_steps, group in grouped(finite, _size_and_steps).items():
         losses.append(spreads.matrix([one.losses for one in group]))
         # Rounds of seeds were decided with the spread of one size and length alone, so that is the
         # prior here, too.
         if len(group) >= _MIN_MODELS or record.seeds_as_needed:
-            priors[setting] = spreads.variance_prior_of(losses[-1:], _degrees_of_freedom(group))
+            prior = spreads.variance_prior_of(losses[-1:], _degrees_of_freedom(group))
+            priors[size_and_steps] = prior
     prior = spreads.variance_prior_of(losses, _degrees_of_freedom(finite))
     return Evidence(record, tuple(candidates), prior, priors, _equal_models(finite))
 
@@ -155,31 +166,37 @@ def _size_and_steps(candidate: Candidate) -> tuple[str, int]:
 
 
 def _degrees_of_freedom(candidates: Sequence[Candidate]) -> int:
-    """Returns the independent degrees of freedom of all differences between models."""
-    # (m − 1)(n − 1) for m models with n orders of batches at a size. Lengths do not count: they
-    # share their first steps.
+    """Returns the degrees of freedom of all differences between models: (m − 1)(n − 1) for m models
+    with n orders of batches at a size. Lengths do not count: they share their first steps.
+    """
     degrees = 0
     for of_size in grouped(candidates, lambda one: one.first.size).values():
-        orders: dict[str, int] = {}
-        for one in of_size:
-            orders[one.first.name] = max(orders.get(one.first.name, 0), len(one.losses))
+        orders = [
+            max(len(one.losses) for one in group)
+            for group in grouped(of_size, lambda one: one.first.name).values()
+        ]
         # The model with the most orders is the one that the others are compared with.
-        degrees += sum(count - 1 for count in orders.values()) - (max(orders.values()) - 1)
+        degrees += sum(count - 1 for count in orders) - (max(orders) - 1)
     return degrees
 
 
 def level_of_pair(names: Iterable[str]) -> float:
-    """Returns LEVEL, divided among all pairs of names of one size (Bonferroni)."""
+    """Returns LEVEL divided by the number of pairs, so that all their verdicts hold together with
+    1 − LEVEL (Bonferroni). Names MODEL@SIZE of unequal sizes are no pairs.
+    """
     sizes = grouped(dict.fromkeys(names), size_of).values()
     return LEVEL / max(1, sum(math.comb(len(of_size), 2) for of_size in sizes))
 
 
 # ------------------------------------------------------------------ what can be compared
-def are_comparable(runs: Sequence[Run]) -> bool:
-    """Whether the losses are means over the same validation rows, and of the same objective."""
-    targets = [run.last.targets for run in runs if run.last]
-    is_same_size = bool(targets) and max(targets) <= _SAME_ROWS * min(targets)
-    return is_same_size and len({_objective(run) for run in runs}) <= 1
+def are_comparable(candidates: Sequence[Candidate]) -> bool:
+    """Whether the losses are means over the same validation rows, as far as their number of tokens
+    says, and of the same objective.
+    """
+    runs = [run for one in candidates for run in one.runs]
+    tokens = [run.last.targets for run in runs if run.last]
+    has_same_rows = bool(tokens) and max(tokens) <= _SAME_ROWS * min(tokens)
+    return has_same_rows and len({_objective(run) for run in runs}) <= 1
 
 
 def _objective(run: Run) -> str:
@@ -190,22 +207,23 @@ def _objective(run: Run) -> str:
 
 
 def is_scaling(record: Record) -> bool:
-    """Whether a model was trained at several sizes: its runs are named MODEL@SIZE."""
+    """Whether a model was trained at several sizes: its runs have several names MODEL@SIZE."""
     names = {(run.model, run.size) for run in record.runs}
     return len(names) > len({model for model, _ in names})
 
 
 def largest_common_size(runs: Sequence[Run]) -> str:
-    """Returns the largest SIZE at which all models have finished or diverged runs, else one with
-    most models.
+    """Returns the largest SIZE of those at which the most models have finished or diverged runs; ""
+    without such runs.
     """
-    sizes = grouped([run for run in runs if run.is_finished or run.diverged], lambda run: run.size)
+    ended = [run for run in runs if run.is_finished or run.diverged]
+    runs_of = grouped(ended, lambda run: run.size)
 
-    def rank(size: str) -> tuple[int, float]:
-        models = {run.model for run in sizes[size]}
-        return len(models), statistics.fmean(run.active_parameters for run in sizes[size])
+    def models_and_parameters(size: str) -> tuple[int, float]:
+        models = {run.model for run in runs_of[size]}
+        return len(models), statistics.fmean(run.active_parameters for run in runs_of[size])
 
-    return max(sizes, key=rank, default="")
+    return max(runs_of, key=models_and_parameters, default="")
 
 
 # ------------------------------------------------------------------ equal models
@@ -228,12 +246,14 @@ def _equal_models(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], ...
 
 
 def _are_equal(some: Sequence[Candidate], others: Sequence[Candidate]) -> bool:
-    """Returns whether two models have equal losses, or equal configs, in all common settings."""
+    """Whether two models have equal losses, or equal configs, in all settings that both were trained
+    in. `some` are the candidates of one, `others` those of the other.
+    """
     other_at = {_setting(one): one for one in others}
     pairs = [(one, other_at[_setting(one)]) for one in some if _setting(one) in other_at]
     if not pairs:
         return False
-    if all(_has_equal_losses(one, other) for one, other in pairs):
+    if all(_have_equal_losses(one, other) for one, other in pairs):
         return True
     runs = [run for one in (*some, *others) for run in one.runs]
     # Imported weights may differ although the configs agree.
@@ -244,12 +264,14 @@ def _are_equal(some: Sequence[Candidate], others: Sequence[Candidate]) -> bool:
     )
 
 
-def _setting(candidate: Candidate) -> tuple:
+def _setting(candidate: Candidate) -> tuple[str, int, float]:
+    """Returns what two models must have in common for equal functions to have equal losses."""
     run = candidate.first
     return run.size, run.steps, run.learning_rate
 
 
-def _has_equal_losses(one: Candidate, other: Candidate) -> bool:
+def _have_equal_losses(one: Candidate, other: Candidate) -> bool:
+    """Whether the losses of each common order of batches differ by less than EQUAL."""
     common = one.losses.keys() & other.losses.keys()
     losses = [(one.losses[order], other.losses[order]) for order in common]
     # Losses near zero, of solved tasks, are alike without being of one function.
@@ -259,7 +281,9 @@ def _has_equal_losses(one: Candidate, other: Candidate) -> bool:
 
 
 def _config_of_function(run: Run) -> dict:
-    """Returns the config without seeds; cgpt with a kernel of one position is lgpt."""
+    """Returns the fields that determine the function: all but seeds. A cgpt with a kernel of one
+    position is written as the lgpt that it is.
+    """
     fields = {field: run.config[field] for field in run.config if not field.endswith(".seed")}
     if fields.get("model.architecture") == "cgpt" and fields.get("model.conv_kernel") == 1:
         fields["model.architecture"] = "lgpt"
@@ -270,6 +294,8 @@ def _config_of_function(run: Run) -> dict:
 # ------------------------------------------------------------------ costs that a budget can limit
 @dataclasses.dataclass(frozen=True)
 class Budget:
+    """A kind of cost that a budget can limit."""
+
     cost: Callable[[Run, int], float | None]  # of a run, by the batch size; None if not measured
     is_training: bool = False
 

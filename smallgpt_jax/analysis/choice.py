@@ -50,7 +50,7 @@ def choose(record: Record, budget: str, limit: float, batch: int = 1) -> Choice:
     runs = [run for one in evidence.candidates for run in one.runs]
     if not any(run.is_finished for run in runs):
         raise UserError("--results: has no finished run; finish the comparison")
-    if not are_comparable(runs):
+    if not are_comparable(evidence.candidates):
         raise UserError(
             "--results: the losses are means over different validation rows or of different "
             "objectives; choose from the runs of one"
@@ -62,9 +62,8 @@ def choose(record: Record, budget: str, limit: float, batch: int = 1) -> Choice:
 
 def default_choices(evidence: Evidence) -> tuple[Choice, ...]:
     """Returns the choices that a report shows; () without two models that can be compared."""
-    runs = [run for one in evidence.candidates for run in one.runs]
     models = {one.model for one in evidence.candidates if math.isfinite(one.loss)}
-    if len(models) < 2 or not are_comparable(runs):
+    if len(models) < 2 or not are_comparable(evidence.candidates):
         return ()
     choices = []
     for budget in _DEFAULT_BUDGETS:

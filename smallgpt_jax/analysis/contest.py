@@ -24,6 +24,7 @@ from smallgpt_jax.analysis.findings import (
     Contest,
     Pair,
     Range,
+    Refusal,
     Standing,
 )
 from smallgpt_jax.analysis.spreads import Difference, Estimate, VariancePrior, modes
@@ -38,87 +39,101 @@ _MAX_SEEDS = 10_000
 
 
 def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
-    """Returns the contest of the contenders, one or more, one per model."""
-    finite = [contender for contender in contenders if math.isfinite(contender.loss)]
-    diverged = [contender for contender in contenders if not math.isfinite(contender.loss)]
-    last = [_standing(contender, math.inf, None, 0.0) for contender in diverged]
+    """Returns the ranking of the contenders, one or more, one per model: a row for each, the verdicts
+    on all pairs, and the chosen model or the reason why none is chosen.
+    """
+    finite = [one for one in contenders if math.isfinite(one.loss)]
+    diverged = [one for one in contenders if not math.isfinite(one.loss)]
+    last = [_standing(one, math.inf, None, 0.0) for one in diverged]
     if not finite:
         return Contest(tuple(last), (), None, "diverged", (), math.nan)
-    prior = evidence.variance_prior_at(min(finite, key=lambda contender: contender.loss).candidate)
-    losses = spreads.matrix([contender.losses for contender in finite])
-    estimate = spreads.estimate(losses, prior, [contender.noise for contender in finite])
-    # Models that were trained within the budget come first, by loss; of equal ones, the cheaper.
-    are_measured = any(contender.cost is not None for contender in finite)
-
-    def rank(index: int) -> tuple[bool, float, float]:
-        contender = finite[index]
-        is_within = contender.known != "dearer" and (contender.cost is not None or not are_measured)
-        return not is_within, estimate.means[index], contender.cost or 0.0
-
-    order = sorted(range(len(finite)), key=rank)
-    first = order[0]
-    # What the first one was not trained with does not count for it, but for the others.
-    untried = np.array([contender.untried for contender in finite])
+    prior = evidence.variance_prior_at(min(finite, key=lambda one: one.loss).candidate)
+    losses = spreads.matrix([one.losses for one in finite])
+    estimate = spreads.estimate(losses, prior, [one.noise for one in finite])
+    ranked = _ranked(finite, estimate.means)  # indices of `finite`
+    first = ranked[0]
+    # What was not tried may make the others better than the first one, but not this one: it is to be
+    # chosen as it was trained.
+    untried = np.array([one.untried for one in finite])
     untried[first] = 0.0
     draws = draw_losses(estimate, untried)
-    shares = np.bincount(draws.argmin(1), minlength=len(finite)) / len(draws)
-    chosen, refusal, blockers = _decide(finite, order, shares, prior)
-    standings = [
-        _standing(finite[i], estimate.means[i], _interval(estimate, i), shares[i]) for i in order
-    ]
-    models = [finite[index].model for index in order]
-    level = evidence.pair_level
-    # so that verdicts after each seed allow for what was not tried, too
-    with_untried = dataclasses.replace(
-        estimate, paired=estimate.paired - untried[:, None] + untried
+    probabilities = np.bincount(draws.argmin(1), minlength=len(finite)) / len(draws)
+    # so that sequential verdicts allow for what was not tried, too
+    paired = estimate.paired - untried[:, None] + untried
+    in_order = dataclasses.replace(estimate, paired=paired).select(ranked)
+    models = [finite[index].model for index in ranked]
+    pairs = compare_pairs(models, in_order, draws[:, ranked], evidence.pair_level)
+    chosen, refusal, blockers = _decide(
+        [finite[index] for index in ranked], probabilities[ranked], prior
     )
-    pairs = compare_pairs(models, with_untried.select(order), draws[:, order], level)
-    if level and chosen:
+    if evidence.pair_level and chosen:  # each sequential verdict has to agree
+        # The chosen model is the first, so it is `other` in its pairs.
         rivals = [pair.model for pair in pairs if pair.other == chosen and not pair.is_decided]
-        if rivals:  # the chosen model is the first, so it is `other` in its pairs
+        if rivals:
             chosen, refusal, blockers = None, "uncertain", tuple(rivals)
+    standings = [
+        _standing(finite[i], estimate.means[i], _interval(estimate, i), probabilities[i])
+        for i in ranked
+    ]
     pairs += [
         Pair(worse.model, better.model, 0, math.inf, None, 0.0, "higher", None)
         for worse, better in itertools.product(diverged, finite)
     ]
+    above_lowest = draws[:, first] - draws.min(1)  # what taking the first one costs in each draw
     is_known = prior.is_known or len(finite) == 1
-    stake = np.quantile(draws[:, first] - draws.min(1), STAKE) if is_known else math.inf
-    return Contest(
-        (*standings, *last), tuple(pairs), chosen, refusal, blockers, at_stake=float(stake)
-    )
+    at_stake = float(np.quantile(above_lowest, STAKE)) if is_known else math.inf
+    return Contest((*standings, *last), tuple(pairs), chosen, refusal, blockers, at_stake)
+
+
+def _ranked(contenders: Sequence[Contender], means: np.ndarray) -> list[int]:
+    """Returns the indices of the contenders: first those trained within the budget, lowest expected
+    loss first; of equal ones, the cheapest.
+    """
+    are_measured = any(one.cost is not None for one in contenders)
+
+    def rank(index: int) -> tuple[bool, float, float]:
+        one = contenders[index]
+        # Without any cost, as in a ranking of unknown FLOPs, all are taken to be within.
+        is_within = one.known != "dearer" and (one.cost is not None or not are_measured)
+        return not is_within, means[index], one.cost or 0.0
+
+    return sorted(range(len(contenders)), key=rank)
 
 
 def _decide(
-    contenders: Sequence[Contender], order: Sequence[int], shares: np.ndarray, prior: VariancePrior
-) -> tuple[str | None, str | None, tuple[str, ...]]:
-    """Returns the chosen model, or None; why none is chosen; and the models that may be better."""
-    first, *others = order
-    if not others:
-        return contenders[first].model, None, ()
-    others.sort(key=lambda index: -shares[index])
-    rivals = [index for index in others if shares[index] >= POSSIBLE] or others[:1]
-    blockers = tuple(contenders[index].model for index in rivals)
+    ranked: Sequence[Contender], probabilities: np.ndarray, prior: VariancePrior
+) -> tuple[str | None, Refusal | None, tuple[str, ...]]:
+    """Returns the chosen model, or None; why none is chosen; and the models that may be better than
+    the first. `probabilities` are those of having the lowest loss.
+    """
+    if len(ranked) == 1:
+        return ranked[0].model, None, ()
+    others = sorted(range(1, len(ranked)), key=lambda index: -probabilities[index])
+    rivals = [index for index in others if probabilities[index] >= POSSIBLE] or others[:1]
+    blockers = tuple(ranked[index].model for index in rivals)
     if prior.total_degrees < _MIN_DEGREES:
         return None, "few seeds", blockers
-    if shares[first] >= CERTAIN:
-        return contenders[first].model, None, ()
+    if probabilities[0] >= CERTAIN:
+        return ranked[0].model, None, ()
+    # The most probable rival decides what would help: more training of it, or runs at the budget.
     refusals = {"cheaper": "more training", "dearer": "dearer"}
-    return None, refusals.get(contenders[rivals[0]].known, "uncertain"), blockers
+    return None, refusals.get(ranked[rivals[0]].known, "uncertain"), blockers
 
 
 def _standing(
     contender: Contender, loss: float, interval: Range | None, probability: float
 ) -> Standing:
-    run = contender.candidate.first
+    """Returns the row of a contender in the ranking. `loss` and `interval` are the expected ones,
+    `probability` is that of having the lowest loss.
+    """
+    candidate, run = contender.candidate, contender.candidate.first
     losses = list(contender.losses.values())
-    repeats = [run.final("loss_of_repeats") for run in contender.candidate.runs]
-    if contender.losses != contender.candidate.losses or len(repeats) != len(losses):
-        repeats = [None]  # they are not of these losses
+    repeats = [run.final("loss_of_repeats") for run in candidate.runs]
+    if contender.losses != candidate.losses or len(repeats) != len(losses):
+        repeats = [None]  # not logged, as far as `modes` knows: they are not of these losses
     split = modes(losses, repeats)
     is_unknown = contender.known == "dearer"
-    parameters = (
-        contender.parameters or run.parameters
-    )  # interpolated between sizes, as the loss is
+    parameters = contender.parameters or run.parameters
     return Standing(
         model=contender.model,
         name=run.name,
@@ -126,8 +141,8 @@ def _standing(
         interval=None if split or is_unknown else interval,
         modes=split,
         probability=float(probability),
-        seeds=len(contender.candidate.runs),
-        diverged=contender.candidate.diverged,
+        seeds=len(candidate.runs),
+        diverged=candidate.diverged,
         cost=contender.cost,
         parameters=round(parameters),
         active_parameters=round(parameters * run.active_parameters / run.parameters),
@@ -140,10 +155,9 @@ def _standing(
     )
 
 
-# ------------------------------------------------------------------ possible worlds
 def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.ndarray:
-    """Returns possible expected losses of models, shape (DRAWS, models). `untried` is subtracted
-    from the measured losses first.
+    """Returns possible expected losses of models, shape (DRAWS, models); each row is a world that
+    agrees with the losses. `untried` is subtracted from the measured losses first.
 
     The lowest of several measured losses had luck, too. So the expected losses are drawn towards
     their common mean, as far as errors explain the differences (hierarchical normal model: Gelman
@@ -171,7 +185,7 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
     variances = _possible_variances(errors, degrees)
     total = taus[:, None, None] ** 2 + variances
     logs = -0.5 * ((means[:, None] - centers[:, None, None]) ** 2 / total + np.log(total))
-    tops = logs.max(2, keepdims=True)
+    tops = logs.max(2, keepdims=True)  # subtracted, because exp of very low ones is 0
     densities = np.exp(logs - tops)
     # How well each τ explains all losses, with the common mean integrated out.
     evidence = (np.log(densities.mean(2)) + tops[..., 0]).sum(1) - 0.5 * np.log(precisions)
@@ -179,14 +193,14 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
     # For each world, draw τ, then for each model a variance by its density given this τ (from the
     # inverse of the cumulative density), then the mean of all, then the expected losses.
     world = rng.choice(len(taus), size=DRAWS, p=evidence / evidence.sum())
-    cumulative = densities.cumsum(2)
+    cumulative = densities.cumsum(2)  # (τ, models, _QUANTILES), and of each world: [world]
     thresholds = rng.random((DRAWS, len(means), 1)) * cumulative[world, :, -1:]
     picked = (thresholds > cumulative[world]).sum(2)
     variance = variances[np.arange(len(means)), picked]
     center = centers[world] + rng.standard_normal(DRAWS) / np.sqrt(precisions[world])
-    share = taus[world][:, None] ** 2 / (taus[world][:, None] ** 2 + variance)
-    noise = np.sqrt(share * variance) * rng.standard_normal(variance.shape)
-    return center[:, None] + share * (means - center[:, None]) + noise
+    kept = taus[world][:, None] ** 2 / (taus[world][:, None] ** 2 + variance)  # τ² / (τ² + v)
+    noise = np.sqrt(kept * variance) * rng.standard_normal(variance.shape)
+    return center[:, None] + kept * (means - center[:, None]) + noise
 
 
 def _possible_variances(estimates: np.ndarray, degrees: np.ndarray) -> np.ndarray:
@@ -204,48 +218,63 @@ def compare_pairs(
     draws: np.ndarray,
     pair_level: float | None = None,
 ) -> list[Pair]:
-    """Returns the verdicts on all pairs, by `draw_losses` or, with a level, sequential tests."""
+    """Returns the verdicts on all pairs, in which `other` comes before `model` in `models`: by
+    `draw_losses`, or with the level of a pair by sequential tests.
+    """
     pairs = []
     for other, one in itertools.combinations(range(len(models)), 2):
-        differences = draws[:, one] - draws[:, other]
-        names = (models[one], models[other])
-        pairs.append(_pair(names, estimate.difference(one, other), differences, pair_level))
+        difference = estimate.difference(one, other)
+        possible = draws[:, one] - draws[:, other]
+        probability, interval, verdict = _verdict(difference, possible, pair_level)
+        is_open = verdict == "cannot tell" and difference.degrees > 0
+        pairs.append(
+            Pair(
+                model=models[one],
+                other=models[other],
+                seeds=difference.common_orders,
+                difference=difference.mean,
+                interval=interval,
+                probability=probability,
+                verdict=verdict,
+                seeds_needed=seeds_needed(difference, pair_level) if is_open else None,
+            )
+        )
     return pairs
 
 
-def _pair(
-    models: tuple[str, str], difference: Difference, draws: np.ndarray, pair_level: float | None
-) -> Pair:
-    """Returns the verdict on the first model against the second: by `draws`, which are differences
-    that the true one may be, given the runs; with a level, by the sequential test.
+def _verdict(
+    difference: Difference, possible: np.ndarray, pair_level: float | None
+) -> tuple[float, Range | None, str]:
+    """Returns the probability that a difference is below 0, its interval and `Pair.verdict`.
+
+    `possible` are values that it may have, given the runs. With a level, the sequential test decides:
+    which seeds exist then depends on the losses, and the probability does not allow for that.
     """
-    measured = (*models, difference.common_orders, difference.mean)
     if difference.degrees == 0:  # no two models have two seeds
-        return Pair(*measured, None, 0.5, "cannot tell", None)
-    probability = float((draws < 0).mean())
+        return 0.5, None, "cannot tell"
+    probability = float((possible < 0).mean())
     if pair_level:
-        half = difference.half_width_at_all_looks(pair_level)
+        half_width = difference.half_width_at_all_looks(pair_level)
         interval = None
-        if math.isfinite(half):
-            interval = Range(difference.paired - half, difference.paired + half)
-        is_decided = abs(difference.paired) > half
+        if math.isfinite(half_width):
+            interval = Range(difference.paired - half_width, difference.paired + half_width)
+        is_decided = abs(difference.paired) > half_width
         is_lower = difference.paired < 0
     else:
-        low, high = np.quantile(draws, [LEVEL / 2, 1 - LEVEL / 2])
+        low, high = np.quantile(possible, [LEVEL / 2, 1 - LEVEL / 2])
         interval = Range(float(low), float(high))
         is_decided = max(probability, 1 - probability) >= CERTAIN
         is_lower = probability > 0.5
     if not is_decided:
-        needed = seeds_needed(difference, pair_level)
-        return Pair(*measured, interval, probability, "cannot tell", needed)
-    return Pair(*measured, interval, probability, "lower" if is_lower else "higher", None)
+        return probability, interval, "cannot tell"
+    return probability, interval, "lower" if is_lower else "higher"
 
 
 def seeds_needed(difference: Difference, pair_level: float | None = None) -> Range:
-    """Returns how many seeds per model decide with 80% power.
+    """Returns an interval of how many seeds per model would decide on which side of 0 a difference is.
 
-    `pair_level`: the level of this pair in the sequential test, which looks at the losses after each
-    seed; without it, one test at LEVEL, after all seeds.
+    By one t-test at LEVEL after all seeds, with 80% power; with the level of a pair, by the sequential
+    test after each seed.
     """
     # A difference δ of two models whose runs of the same seed differ with the variance σ² needs
     #     n = (1.96 + 0.84)² · σ²/δ² + 1.96²/2
@@ -253,7 +282,7 @@ def seeds_needed(difference: Difference, pair_level: float | None = None) -> Ran
     # term: Guenther, 1981, doi:10.2307/2683297). A few seeds determine neither σ nor δ, so n is a
     # range: INTERVAL of its values over the σ and δ that agree with the losses.
     rng = np.random.default_rng(0)
-    # σ²/s²: with d degrees of freedom, d·s²/σ² is χ²-distributed
+    # σ²/s², because d·s²/σ² is χ²-distributed with d degrees of freedom
     variance_ratios = difference.degrees / np.maximum(
         rng.chisquare(difference.degrees, DRAWS), 1e-12
     )
@@ -272,11 +301,13 @@ def seeds_needed(difference: Difference, pair_level: float | None = None) -> Ran
 
 
 def _interval(estimate: Estimate, index: int) -> Range | None:
-    """Returns the interval of an expected loss, from the spread of the model's own runs."""
+    """Returns the interval of a model's expected loss, from the spread of its own runs; None if no
+    model has two seeds.
+    """
     degrees = estimate.degrees[index].max()  # those of its best known difference
-    if degrees == 0:  # no model has two seeds
+    if degrees == 0:
         return None
     error = float(estimate.deviations[index]) / math.sqrt(estimate.counts[index])
-    half = float(special.stdtrit(degrees, (1 + INTERVAL) / 2) * error)
+    half_width = float(special.stdtrit(degrees, (1 + INTERVAL) / 2) * error)
     mean = float(estimate.means[index])
-    return Range(mean - half, mean + half)
+    return Range(mean - half_width, mean + half_width)

@@ -140,8 +140,11 @@ def next_runs(evidence: Evidence) -> list[NextRun]:
         longest_trained(evidence.candidates), lambda one: one.first.size
     ).values():
         finite = [one for one in candidates if math.isfinite(one.loss)]
-        is_comparable = are_comparable([run for one in finite for run in one.runs])
-        if len(finite) > 1 and is_comparable and evidence.variance_prior_at(finite[0]).is_known:
+        if (
+            len(finite) > 1
+            and are_comparable(finite)
+            and evidence.variance_prior_at(finite[0]).is_known
+        ):
             runs += _runs_of_size(finite, evidence)
     return sorted(runs, key=lambda run: -run.gain / run.flops)
 

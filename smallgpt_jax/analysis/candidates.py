@@ -171,10 +171,9 @@ def _degrees_of_freedom(candidates: Sequence[Candidate]) -> int:
     """
     degrees = 0
     for of_size in grouped(candidates, lambda one: one.first.size).values():
-        orders = [
-            max(len(one.losses) for one in group)
-            for group in grouped(of_size, lambda one: one.first.name).values()
-        ]
+        orders = []  # the most of each model
+        for of_model in grouped(of_size, lambda one: one.first.name).values():
+            orders.append(max(len(one.losses) for one in of_model))
         # The model with the most orders is the one that the others are compared with.
         degrees += sum(count - 1 for count in orders) - (max(orders) - 1)
     return degrees

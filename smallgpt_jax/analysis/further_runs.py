@@ -34,18 +34,16 @@ class Cost:
 
 
 def cost_of(runs: Sequence[Run], fractions: Sequence[float] | None = None) -> Cost:
-    """Returns the cost of the runs, each times its fraction. By default, that is the fraction of steps that
-    it trained itself: a shorter run branches off the longest one of its model and seed.
+    """Returns the cost of training the given fraction of each run; by default, of its steps that were
+    not copied from a longer run of its model and seed.
     """
     fractions = [run.trained_fraction for run in runs] if fractions is None else fractions
 
     def total(field: str) -> float | None:
         costs = [getattr(run.last, field, None) for run in runs]
-        return (
-            None
-            if None in costs
-            else sum(cost * fraction for cost, fraction in zip(costs, fractions, strict=True))
-        )
+        if None in costs:
+            return None
+        return sum(cost * fraction for cost, fraction in zip(costs, fractions, strict=True))
 
     return Cost(len(runs), total("flops"), total("seconds"))
 
@@ -53,68 +51,74 @@ def cost_of(runs: Sequence[Run], fractions: Sequence[float] | None = None) -> Co
 # ------------------------------------------------------------------ rounds of seeds
 @dataclasses.dataclass(frozen=True)
 class Rounds:
+    """When seeds are added: after each round, where pairs of models are undecided."""
+
     first: int  # seeds of each model in the first round
     most: int  # seeds of a model
-    stake: float  # nats; a pair with less at stake gets no further seeds
+    stake: float  # nats of expected regret, below which a pair gets no further seeds
     pair_level: float  # see `Evidence.pair_level`
 
 
 def next_seeds(losses: Mapping[str, Sequence[float]], rounds: Rounds) -> dict[str, int]:
     """Returns {model: number of seeds} after the next round; the present ones if no pair needs more.
 
-    `losses` by model are those of its first seeds, inf if one diverged. Each pair that is open gets
-    one more seed that both have.
+    `losses` by model are those of its first seeds, inf if one diverged. Each undecided pair that is
+    worth it gets one more seed that both have.
     """
-    return dict(_next_seeds(tuple((name, tuple(row)) for name, row in losses.items()), rounds))
+    hashable = tuple((model, tuple(of_seeds)) for model, of_seeds in losses.items())
+    return dict(_next_seeds(hashable, rounds))
 
 
 @functools.lru_cache(maxsize=1024)  # plans are made again after each run
 def _next_seeds(
     losses: tuple[tuple[str, tuple[float, ...]], ...], rounds: Rounds
 ) -> tuple[tuple[str, int], ...]:
-    counts = {name: len(row) for name, row in losses}
-    # A model that diverged needs no further seeds: it is worse than all others.
-    rivals = {name: dict(enumerate(row)) for name, row in losses if all(map(math.isfinite, row))}
-    if len(rivals) > 1:
-        names = list(rivals)
-        estimate = spreads.estimate_alone(spreads.matrix(list(rivals.values())))
-        draws = draw_losses(estimate)
-        pairs = compare_pairs(names, estimate, draws, rounds.pair_level)
-        # in the order of compare_pairs
-        for pair, (other, one) in zip(pairs, itertools.combinations(range(len(names)), 2)):
-            is_costly = _expected_regret(draws[:, one] - draws[:, other]) > rounds.stake
-            is_worth_it = is_costly or _is_in_reach(estimate.difference(one, other), rounds)
-            if is_worth_it and not pair.is_decided:
-                needed = min(pair.seeds + 1, rounds.most)
-                for name in (pair.model, pair.other):
-                    counts[name] = max(counts[name], needed)
+    counts = {model: len(of_seeds) for model, of_seeds in losses}
+    by_seed = {}  # {model: {seed: loss}}
+    for model, of_seeds in losses:
+        if all(
+            map(math.isfinite, of_seeds)
+        ):  # else it is worse than all others, whatever the seeds
+            by_seed[model] = dict(enumerate(of_seeds))
+    if len(by_seed) < 2:
+        return tuple(counts.items())
+    estimate = spreads.estimate_alone(spreads.matrix(list(by_seed.values())))
+    draws = draw_losses(estimate)
+    pairs = compare_pairs(list(by_seed), estimate, draws, rounds.pair_level)
+    indices = itertools.combinations(range(len(by_seed)), 2)  # in the order of compare_pairs
+    for pair, (other, one) in zip(pairs, indices):
+        regret = _expected_regret(draws[:, one] - draws[:, other])
+        is_in_reach = _is_in_reach(estimate.difference(one, other), rounds)
+        if not pair.is_decided and (regret > rounds.stake or is_in_reach):
+            for model in (pair.model, pair.other):
+                counts[model] = max(counts[model], min(pair.seeds + 1, rounds.most))
     return tuple(counts.items())
 
 
-def _is_in_reach(difference: Difference, rounds: Rounds) -> bool:
-    """Whether a difference above `rounds.stake` may be told with the seeds that are allowed.
+def _expected_regret(differences: np.ndarray) -> float:
+    """Returns how much higher the loss of the model that is better on average is expected to be than
+    the lower loss of the two, from equally probable differences of their losses.
+    """
+    return float(min(np.maximum(differences, 0).mean(), np.maximum(-differences, 0).mean()))
 
-    Such a pair gets seeds even if little is at stake: of two models that differ by much, little is
-    at stake long before a verdict is certain, and they would otherwise stay untold.
+
+def _is_in_reach(difference: Difference, rounds: Rounds) -> bool:
+    """Whether a difference is above `rounds.stake`, and may be decided with the seeds allowed.
+
+    Such a pair gets seeds even if the expected regret is low: of two models that differ by much, it
+    is low long before a verdict is certain, and the pair would otherwise stay undecided.
     """
     squared_effect = difference.paired**2 / difference.variance
     seeds = sequential.seeds_of_effects(np.array(squared_effect), rounds.pair_level)
     return abs(difference.paired) > rounds.stake and seeds <= rounds.most
 
 
-def _expected_regret(differences: np.ndarray) -> float:
-    """Returns the mean cost of taking the better of two models, from possible differences."""
-    return float(min(np.maximum(differences, 0).mean(), np.maximum(-differences, 0).mean()))
-
-
 # ------------------------------------------------------------------ the run that is worth most
-
-
 @dataclasses.dataclass(frozen=True)
 class NextRun:
-    """The next seed of a name.
+    """One more seed of a name, MODEL or MODEL@SIZE.
 
-    At stake is what it costs, on average, to train the model with the lowest measured loss, because
+    At stake is what it costs, on average, to take the model with the lowest expected loss, because
     another one may be better. One more seed of a model changes what is expected of it, and thereby
     sometimes which model is taken (knowledge gradient: Frazier, Powell & Dayanik, 2009,
     doi:10.1287/ijoc.1080.0314).
@@ -132,30 +136,27 @@ class NextRun:
 def next_runs(evidence: Evidence) -> list[NextRun]:
     """Returns one run per name of each size, the one with the largest gain per FLOP first.
 
-    Leaves out names whose FLOPs are unknown, that diverged, and sizes at which nobody can tell how
-    much losses vary or which losses cannot be compared.
+    Left out are names that diverged or whose FLOPs are unknown, and sizes at which losses cannot be
+    compared, or no two models have two seeds, so that nothing tells how much losses vary.
     """
     runs = []
-    for candidates in grouped(
-        longest_trained(evidence.candidates), lambda one: one.first.size
-    ).values():
+    sizes = grouped(longest_trained(evidence.candidates), lambda one: one.first.size)
+    for candidates in sizes.values():
         finite = [one for one in candidates if math.isfinite(one.loss)]
-        if (
-            len(finite) > 1
-            and are_comparable(finite)
-            and evidence.variance_prior_at(finite[0]).is_known
-        ):
+        if len(finite) < 2 or not are_comparable(finite):
+            continue
+        if evidence.variance_prior_at(finite[0]).is_known:
             runs += _runs_of_size(finite, evidence)
     return sorted(runs, key=lambda run: -run.gain / run.flops)
 
 
 def _runs_of_size(candidates: Sequence[Candidate], evidence: Evidence) -> list[NextRun]:
-    """Returns one further seed of each candidate, with what it is expected to gain."""
+    """Returns one further seed of each candidate, all of one size, with its expected gain."""
     losses = spreads.matrix([one.losses for one in candidates])
     estimate = spreads.estimate(losses, evidence.variance_prior_at(candidates[0]))
     draws = draw_losses(estimate)
     means, covariance = draws.mean(0), np.cov(draws.T)
-    at_stake = means.min() - draws.min(1).mean()
+    at_stake = means.min() - draws.min(1).mean()  # the best on average minus the best of each draw
     own_variances, _ = estimate.own_variances
     runs = []
     for index, one in enumerate(candidates):
@@ -163,17 +164,18 @@ def _runs_of_size(candidates: Sequence[Candidate], evidence: Evidence) -> list[N
         if not cost.flops:
             continue
         seed = max(run.seed for run in one.runs) + 1
-        # The effect of an order of batches is known if other models have read it.
+        # The effect of an order of batches is known if other models have read it: the loss then varies
+        # only by the model's own part.
         is_read = any(seed in other.losses for other in candidates)
         variance = own_variances[index] if is_read else estimate.deviations[index] ** 2
         gain = expected_gain(means, covariance, index, float(variance))
-        price = (cost.runs, cost.flops, cost.seconds)
-        runs.append(NextRun(one.first.name, seed, float(at_stake), gain, *price))
+        costs = (cost.runs, cost.flops, cost.seconds)
+        runs.append(NextRun(one.first.name, seed, float(at_stake), gain, *costs))
     return runs
 
 
 def _runs_of_a_seed(name: str, runs: Sequence[Run]) -> list[Run]:
-    """Returns the runs of the first evaluated seed of a name, the shorter ones, too."""
+    """Returns the runs of all lengths of the first evaluated seed of a name: what a seed costs."""
     evaluated = [run for run in runs if run.name == name and run.last]
     return [run for run in evaluated if run.seed == evaluated[0].seed]
 

@@ -67,13 +67,13 @@ def cycles_per_token(name: str, context: int, devices: list[jax.Device]) -> tupl
         raise UserError(
             f"{name}, context {context}: needs {needed:.1f} GiB; decrease --blocks"
         ) from None
-    if text is None or not (speed := estimate.tpu_speed(HloModule(text), context, chip)):
+    if text is None or not (cycles := estimate.tpu_cycles(HloModule(text), context, chip)):
         raise UserError(
             f"--topology={_TOPOLOGY.value}: the compiled program has no readable cycles; choose "
             "v5e:1x1"
         )
     tokens = config.train.batch_size * context
-    return speed["estimated_cycles"] / tokens, speed["kernel_cycles"] / tokens
+    return cycles.compiled / tokens, cycles.kernels / tokens
 
 
 def main() -> None:

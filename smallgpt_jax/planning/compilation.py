@@ -132,7 +132,7 @@ def code_fingerprint() -> str:
 
 
 def load(path: Path) -> CompiledProgram | None:
-    """Returns None if the file is missing or damaged."""
+    """Returns a stored program; None if the file is missing or damaged."""
     try:
         with gzip.open(path) as file:
             content = file.read(bounded.MAX_BYTES + 1)

@@ -5,7 +5,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
@@ -49,9 +49,9 @@ class Estimate:
     eval_temp_bytes: int | None = None
     eval_needed_bytes: int | None = None  # with the optimizer state; None if training does not fit
     fits: bool
-    account: dict[str, float]
-    compile_seconds: float
-    compiled_programs: int  # of the two steps; the others are stored, see `Compiler`
+    account: dict[str, float]  # bytes by purpose, by the formula of planning/memory_formula.py
+    compile_seconds: float = 0.0
+    compiled_programs: int = 0  # of the two steps; the others are stored, see `Compiler`
     # {kind: count and bytes}; None without fit or readable HLO
     collectives: dict[str, dict[str, int]] | None = None
     estimated_cycles: int | None = None  # see `HloModule.cycles`
@@ -70,48 +70,64 @@ class Estimate:
         return max(self.needed_bytes, self.eval_needed_bytes or 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class StepMemory:
+    """What the compiler says of a step, in bytes per device."""
+
+    argument_bytes: int
+    temp_bytes: int | None  # None: the compiler has refused the step, because it does not fit
+    needed_bytes: int
+    text: str | None = None  # HLO; None if refused, or if it cannot be read
+
+
 def estimate(program: "Program", progress: _Progress = contextlib.nullcontext) -> Estimate:
     """Compiles both steps. If one does not fit into a device's memory, `Estimate.fits` is False."""
     compiler = Compiler(program.mesh.devices.ravel(), program.compiler_options)
-    known = _properties(program)
+    state_bytes = memory_formula.bytes_on_device(program.abstract_state)
     started = time.monotonic()
-    try:
-        with progress("training step"):
-            step = compiler.compile(program.lowered_train_step)
-    except jax.errors.JaxRuntimeError as error:
-        state_bytes = memory_formula.bytes_on_device(program.abstract_state)
-        return Estimate(
-            **known,
-            argument_bytes=state_bytes,
-            fits=False,
-            needed_bytes=bytes_needed(error, state_bytes),  # raises other errors again
-            compile_seconds=time.monotonic() - started,
-            compiled_programs=compiler.compilations,
-        )
-    with progress("evaluation step"):
-        eval_temp_bytes, eval_needed_bytes = evaluation_memory(program, compiler)
+    evaluation = None
+    with progress("training step"):
+        training = _compile_step(compiler, program.lowered_train_step, state_bytes)
+    if training.temp_bytes is not None:
+        with progress("evaluation step"):
+            evaluation = evaluation_memory(program, compiler)
     seconds = time.monotonic() - started
-    hbm = known["hbm_bytes"]
-    if step.text:
-        known |= _read_program(hlo.HloModule(step.text), program, known["flops_per_token"])
-    fits = eval_temp_bytes is not None
-    if hbm is not None:
-        fits = fits and max(step.total_bytes, eval_needed_bytes) <= hbm
-    return Estimate(
-        **known,
-        argument_bytes=step.argument_bytes,
-        temp_bytes=step.temp_bytes,
-        needed_bytes=step.total_bytes,
-        eval_temp_bytes=eval_temp_bytes,
-        eval_needed_bytes=eval_needed_bytes,
-        fits=fits,
-        compile_seconds=seconds,
-        compiled_programs=compiler.compilations,
+    result = _estimate_memory(program, training, evaluation)
+    result = dataclasses.replace(
+        result, compile_seconds=seconds, compiled_programs=compiler.compilations
     )
+    if not training.text:
+        return result
+    return _with_speed(result, hlo.HloModule(training.text), program)
 
 
-def _properties(program: "Program") -> dict:
-    """Returns the fields of an `Estimate` that need no compilation."""
+def _compile_step(
+    compiler: Compiler, lowered: jax.stages.Lowered, argument_bytes: int
+) -> StepMemory:
+    """`argument_bytes` count where the compiler refuses the step and only says its temporaries."""
+    try:
+        step = compiler.compile(lowered)
+    except jax.errors.JaxRuntimeError as error:
+        needed = bytes_needed(error, argument_bytes)  # raises errors other than a lack of memory
+        return StepMemory(argument_bytes, None, needed)
+    return StepMemory(step.argument_bytes, step.temp_bytes, step.total_bytes, step.text)
+
+
+def evaluation_memory(program: "Program", compiler: Compiler) -> StepMemory:
+    """Returns the memory of an evaluation step, beside which the optimizer's state is kept."""
+    state = program.abstract_state
+    parameter_bytes = memory_formula.bytes_on_device(state.params)
+    step = _compile_step(compiler, program.lower_eval_step(), parameter_bytes)
+    kept_bytes = memory_formula.bytes_on_device((state.opt_state, state.ema))
+    return dataclasses.replace(step, needed_bytes=step.needed_bytes + kept_bytes)
+
+
+def _estimate_memory(
+    program: "Program", training: StepMemory, evaluation: StepMemory | None
+) -> Estimate:
+    """Returns the estimate without the fields that are read from the HLO. `evaluation` is None if
+    training was refused.
+    """
     config, model, mesh = program.config, program.model, program.mesh
     train, state = config.train, program.abstract_state
     tokens = train.batch_size * config.model.context_length
@@ -120,14 +136,19 @@ def _properties(program: "Program") -> dict:
     if cost.flops is not None:
         flops_per_step = cost.flops * tokens + flops.update_flops(state.trained, program.optimizer)
     sequences = train.batch_size / (sharding.num_batch_shards(mesh) * train.microbatches)
-    account = memory_formula.memory_breakdown(
+    formula = memory_formula.memory_breakdown(
         model, mesh, state, sequences, train.loss_chunks, config.data.separate_documents
     )
     if program.teacher:
-        account["teacher"] = memory_formula.bytes_on_device(program.teacher.abstract_constants)
+        formula["teacher"] = memory_formula.bytes_on_device(program.teacher.abstract_constants)
     device_kind = mesh.devices.flat[0].device_kind
     chip = chips.find_chip(device_kind)
-    return dict(
+    hbm = int(chip.hbm) if chip else None
+    steps = [step for step in (training, evaluation) if step]
+    fits = all(step.temp_bytes is not None for step in steps)
+    if hbm is not None:  # else, what compiles counts as fitting
+        fits = fits and all(step.needed_bytes <= hbm for step in steps)
+    return Estimate(
         parameters=models.num_parameters(model),
         active_parameters=models.num_active_parameters(model),
         tokens_per_step=tokens,
@@ -136,33 +157,15 @@ def _properties(program: "Program") -> dict:
         flops_per_step=flops_per_step,
         devices=mesh.size,
         device_kind=device_kind,
-        hbm_bytes=chip and int(chip.hbm),
-        account=account,
+        hbm_bytes=hbm,
+        argument_bytes=training.argument_bytes,
+        temp_bytes=training.temp_bytes,
+        needed_bytes=training.needed_bytes,
+        eval_temp_bytes=evaluation and evaluation.temp_bytes,
+        eval_needed_bytes=evaluation and evaluation.needed_bytes,
+        fits=fits,
+        account=formula,
     )
-
-
-def _read_program(module: hlo.HloModule, program: "Program", flops_per_token: float | None) -> dict:
-    """Returns the fields of an `Estimate` that the text of the training step tells."""
-    fields = _estimate_speed(module, program, flops_per_token)
-    fields["collectives"] = module.collectives()
-    if program.mesh.devices.flat[0].platform == "gpu":
-        deterministic = program.config.train.deterministic
-        fields["unordered_operations"] = unordered_operations(module, deterministic)
-    return fields
-
-
-def evaluation_memory(program: "Program", compiler: Compiler) -> tuple[int | None, int]:
-    """Returns the bytes of the temporaries, None if they do not fit, and of all that is needed."""
-    state = program.abstract_state
-    # it stays in memory during evaluation
-    optimizer_bytes = memory_formula.bytes_on_device((state.opt_state, state.ema))
-    try:
-        step = compiler.compile(program.lower_eval_step())
-    except jax.errors.JaxRuntimeError as error:
-        return None, bytes_needed(
-            error, memory_formula.bytes_on_device(state.params)
-        ) + optimizer_bytes
-    return step.temp_bytes, step.total_bytes + optimizer_bytes
 
 
 # The TPU compiler's two error messages for a program that does not fit into memory.
@@ -188,49 +191,57 @@ def _bytes(number: str, unit: str) -> int:
     return int(float(number) * 1024 ** (1 + "KMGT".index(unit)))
 
 
-def _estimate_speed(
-    module: hlo.HloModule, program: "Program", flops_per_token: float | None
-) -> dict:
-    """Returns the known speed fields of an `Estimate`."""
-    config, devices = program.config, program.mesh.devices.ravel()
-    first = devices[0]
-    chip = chips.find_chip(first.device_kind)  # a TPU or GPU
-    gpu = gpus.find_gpu(first.device_kind)  # None for TPUs
-    speed = {}
+def _with_speed(result: Estimate, module: hlo.HloModule, program: "Program") -> Estimate:
+    """Returns the estimate with the fields that are read from the training step's HLO."""
+    devices = program.mesh.devices.ravel()
+    chip = chips.find_chip(result.device_kind)  # a TPU or GPU
+    gpu = gpus.find_gpu(result.device_kind)  # None for TPUs
+    result = dataclasses.replace(result, collectives=module.collectives())
+    if devices[0].platform == "gpu":
+        unordered = unordered_operations(module, program.config.train.deterministic)
+        result = dataclasses.replace(result, unordered_operations=unordered)
     if gpu:
-        on_first_host = [d for d in devices if d.process_index == first.process_index]
+        on_first_host = [d for d in devices if d.process_index == devices[0].process_index]
         roofline = Roofline(module, gpu, gpus_per_host=len(on_first_host))
         clock = roofline.clock()
-        speed = dict(
+        result = dataclasses.replace(
+            result,
             kernels=roofline.kernels(),
             collective_seconds=clock.collectives,
             exposed_collective_seconds=clock.exposed,
             estimated_step_seconds=clock.total,
         )
     elif chip and chip.hertz:  # a TPU
-        speed = tpu_speed(module, config.model.context_length, chip)
-    seconds = speed.get("estimated_step_seconds")
-    if flops_per_token and seconds:
-        tokens = config.train.batch_size * config.model.context_length
-        flops_per_device = flops_per_token * tokens / len(devices)
-        speed["estimated_mfu"] = flops_per_device / (seconds * chip.flops)
-    return speed
+        cycles = tpu_cycles(module, program.config.model.context_length, chip)
+        if cycles:
+            result = dataclasses.replace(
+                result,
+                estimated_cycles=cycles.compiled,
+                kernel_cycles=cycles.kernels,
+                estimated_step_seconds=sum(cycles) / chip.hertz,
+            )
+    seconds = result.estimated_step_seconds
+    if result.flops_per_token and seconds:
+        flops_per_device = result.flops_per_token * result.tokens_per_step / result.devices
+        mfu = flops_per_device / (seconds * chip.flops)
+        result = dataclasses.replace(result, estimated_mfu=mfu)
+    return result
 
 
-def tpu_speed(module: hlo.HloModule, positions: int, chip: chips.Chip) -> dict:
-    """Returns {} if the module calls a kernel of unknown cost."""
+class TpuCycles(NamedTuple):
+    compiled: int  # by the compiler's annotations, without custom kernels
+    kernels: int  # of the custom kernels, at the chip's peak speed
+
+
+def tpu_cycles(module: hlo.HloModule, positions: int, chip: chips.Chip) -> TpuCycles | None:
+    """Returns the cycles of a program; None if it calls a kernel of unknown cost."""
     kernel_seconds = 0.0
     for times, call in module.kernels():
         seconds = kernels.kernel_seconds(call.line, positions, chip)
         if seconds is None:
-            return {}
+            return None
         kernel_seconds += times * seconds
-    cycles, kernel_cycles = module.cycles(), round(chip.hertz * kernel_seconds)
-    return dict(
-        estimated_cycles=cycles,
-        kernel_cycles=kernel_cycles,
-        estimated_step_seconds=(cycles + kernel_cycles) / chip.hertz,
-    )
+    return TpuCycles(module.cycles(), round(chip.hertz * kernel_seconds))
 
 
 def largest_batch(
@@ -240,8 +251,12 @@ def largest_batch(
     log: Callable[[str], None],
     progress: _Progress = contextlib.nullcontext,
 ) -> int:
-    """Returns the largest multiple of `divisor` sequences that fits into `hbm` bytes per device."""
-    needed: dict[int, int] = {}
+    """Returns the largest multiple of `divisor` sequences that fits into `hbm` bytes per device.
+
+    `build` makes the program of a batch size; `divisor` is the batch size that has one sequence per
+    device at a time.
+    """
+    needed: dict[int, int] = {}  # bytes by sequences per device
 
     def fits(sequences: int) -> bool:
         result = estimate(build(sequences * divisor), progress)
@@ -259,7 +274,7 @@ def largest_batch(
     low, high = 1, 2
     while fits(high):
         low, high = high, 2 * high
-    # interpolates between what fits and what does not, to compile few programs
+    # `low` fits and `high` does not. Interpolates between them, to compile few programs.
     while high - low > 1:
         slope = (needed[high] - needed[low]) / (high - low)
         guess = (low + high) // 2

@@ -103,11 +103,11 @@ class Instruction:
             axes = re.findall(r"'(\w+)'=(\d+)", mesh[1])
             names = [name for name, _ in axes]
             lengths = [int(length) for _, length in axes]
-            # a group is along the named axes, which come last
-            inside = [names.index(name) for name in re.findall(r"'(\w+)'", mesh[2])]
-            outside = [axis for axis in range(len(names)) if axis not in inside]
-            size = math.prod(lengths[axis] for axis in inside)
-            return _first_group(lengths, outside + inside, size)
+            # the devices of a group differ in the named axes, which come last
+            group_axes = [names.index(name) for name in re.findall(r"'(\w+)'", mesh[2])]
+            other_axes = [axis for axis in range(len(names)) if axis not in group_axes]
+            size = math.prod(lengths[axis] for axis in group_axes)
+            return _first_group(lengths, other_axes + group_axes, size)
         return []
 
     @property
@@ -132,6 +132,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _first_group(lengths: list[int], order: list[int], size: int) -> list[int]:
+    """Returns the first `size` devices of a mesh, (*lengths,), whose axes are put into `order`."""
     devices = np.arange(math.prod(lengths)).reshape(lengths).transpose(order)
     return devices.ravel()[:size].tolist()
 
@@ -156,10 +157,10 @@ class HloModule:
 
     def collectives(self) -> dict[str, dict[str, int]]:
         """Returns {kind: {"count": executions, "bytes": of all results}}."""
-        # {(channel, shape of the result): {name: collective}}. Instructions inside fusions, which
-        # are parts of one asynchronous collective, get the name None, and count once, or not at all
-        # beside others with the same key. Those are collectives of their own; the channel does not
-        # tell, since all collectives of a shard_map share it.
+        # {(channel, shape of the result): {name: (kind, executions, bytes)}}. Instructions inside
+        # fusions are parts of one asynchronous collective: they share the name None, so they count
+        # once, or not at all beside instructions outside fusions with the same key. Each of those
+        # counts, because all collectives of a shard_map have one channel.
         unfused = {instruction.name for _, instruction in self.executed(fused=False)}
         channels = {}
         for times, instruction in self.executed():
@@ -168,7 +169,7 @@ class HloModule:
             kind = instruction.opcode.removesuffix("-done")
             if instruction.is_reduce_scatter:
                 kind = "reduce-scatter"
-            # a collective of one device only copies
+            # a collective among one device only copies
             if kind in COLLECTIVES and len(self._started(instruction).group) != 1:
                 name = instruction.name if instruction.name in unfused else None
                 instructions = channels.setdefault((instruction.channel, instruction.shape), {})
@@ -198,9 +199,9 @@ class HloModule:
     def executed(
         self, fused: bool = True, name: str | None = None, times: int = 1
     ) -> Iterator[tuple[int, Instruction]]:
-        """Yields (number of executions, instruction) for a computation, by default the entry, which
-        itself is executed `times` times, and those that it calls. With `fused`, also for those
-        inside fusions.
+        """Yields (number of executions, instruction) for the computation `name`, by default the
+        program's entry, and all that it calls; those inside fusions only with `fused`. `times` is
+        how often the computation itself is executed.
         """
         for instruction in self.computations[name or self.entry]:
             yield times, instruction
@@ -213,8 +214,8 @@ class HloModule:
                     yield from self.executed(fused, called, times)
 
     def trip_count(self, loop: Instruction) -> int:
-        """Returns a loop's iterations, by the compiler's annotation or the constant in its
-        condition.
+        """Returns a loop's iterations, by the compiler's annotation or else by its condition, which
+        compares the counter with a constant.
         """
         annotation = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line)
         if annotation:

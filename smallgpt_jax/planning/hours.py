@@ -25,7 +25,7 @@ def training_hours(planned: Plan) -> float | None:
 
 
 def cost_message(planned: Plan, price: float | None) -> str:
-    """`price` is that of a device and hour."""
+    """Returns how long training takes and, with `price` per device and hour, what it costs."""
     steps, devices = planned.steps, planned.estimate.devices
     hours = training_hours(planned)
     if hours is None:
@@ -45,7 +45,7 @@ def plan_for_hours(recipe: str, topology: str, hours: float) -> SizedPlan:
     """
     flops = _FIRST_MFU * _peak_flops(topology) * 3600 * hours
     for trial in range(1, _TRIALS + 1):
-        sized = f"{recipe}:{flops:.3g}".replace("e+", "e")
+        sized = f"{recipe}:{flops:.3g}".replace("e+", "e")  # sizes are written as 1e18
         planned = plan(sized, topology)
         estimated = training_hours(planned)
         if estimated is None:

@@ -79,8 +79,8 @@ def estimate_inference(
     per_text = decoder.num_cache_bytes(model, c.context_length)
     one_token, two_tokens = (decoder.num_cache_bytes(model, length) for length in (1, 2))
 
-    flops_empty = count(model, weights, 1, 1)
-    flops_full = count(model, weights, 1, c.context_length)
+    flops_empty = count_flops(model, weights, 1, 1)
+    flops_full = count_flops(model, weights, 1, c.context_length)
     empty = DecodingStep(model, weight_bytes, one_token, flops_empty)
     full = DecodingStep(model, weight_bytes, per_text, flops_full)
 
@@ -99,7 +99,7 @@ def estimate_inference(
         weight_bytes=weight_bytes,
         cache_bytes_per_token=two_tokens - one_token,
         cache_bytes_per_text=per_text,
-        prefill_flops=count(model, weights, c.context_length, c.context_length),
+        prefill_flops=count_flops(model, weights, c.context_length, c.context_length),
         decode_flops_empty=flops_empty,
         decode_flops_full=flops_full,
         intensity=full.intensity(batch),
@@ -137,7 +137,8 @@ class DecodingStep:
     def unread_bytes(self, batch: int) -> float:
         """Returns the bytes of embeddings and experts that `batch` tokens do not use."""
         c = self.model.config
-        table_rows = 0 if c.tie_embeddings else c.vocab_size  # the head reads a tied one whole
+        # The head reads a tied embedding whole.
+        table_rows = 0 if c.tie_embeddings else c.vocab_size
         if c.position == "learned":
             table_rows += c.context_length
         tables = max(0, table_rows - batch) * c.d_model
@@ -145,9 +146,10 @@ class DecodingStep:
         for p in jax.tree.leaves(models.abstract_params(self.model)):
             if p.name == "value_embedding":
                 values += math.prod(p.shape)
-        # the experts that one token does not use; each further token uses K/E of them
+        # `routed`: the experts that one token does not use. Each further token uses K/E of them.
         routed = models.num_parameters(self.model) - models.num_active_parameters(self.model)
         experts = routed * (1 - c.experts_per_token / c.num_experts) ** (batch - 1)
+        # Each token reads one row of the value embeddings.
         unread = tables + max(0, 1 - batch / c.vocab_size) * values + experts
         return jnp.dtype(c.dtype).itemsize * unread
 
@@ -167,9 +169,11 @@ class DecodingStep:
         return max(self.bytes(batch) / bandwidth, batch * self.flops / chip.flops)
 
 
-def count(model: models.LanguageModel, weights, tokens: int, length: int) -> float | None:
-    """Returns the FLOPs of the products of a call with `tokens` new tokens and a cache of `length`."""
-    # of "blocks", the padding would count
+def count_flops(model: models.LanguageModel, weights, tokens: int, length: int) -> float | None:
+    """Returns the FLOPs of the products for `tokens` new tokens of one text, with a cache of
+    `length`; None if they cannot be counted.
+    """
+    # The other implementation, "blocks", pads the groups of tokens, and its padding would count.
     model = model.clone(config=dataclasses.replace(model.config, grouped_matmul="ragged"))
     start_B = jnp.zeros(1, jnp.int32)
     length_B = jnp.full(1, tokens, jnp.int32)
@@ -186,7 +190,7 @@ def count(model: models.LanguageModel, weights, tokens: int, length: int) -> flo
 
 
 def compiled_bytes(model: models.LanguageModel, device: jax.Device, batch: int) -> int:
-    """Returns the memory of a greedy decoding step of `batch` texts with full caches."""
+    """Returns the bytes of a compiled, greedy decoding step of `batch` texts with full caches."""
     mesh = sharding.make_mesh(sharding.MeshConfig(), [device])
     on_mesh = sharding.replicated(mesh)
     length = model.config.context_length
@@ -221,6 +225,7 @@ def format_inference(result: InferenceEstimate, architecture: str) -> str:
     def milliseconds(seconds):
         return "unknown" if seconds is None else f"{1000 * seconds:.3f} ms"
 
+    # A missing batch: no batch is compute-bound, or the speed of the device is unknown.
     never = "none" if result.ridge else "unknown"
     rows = [
         ("weights", f"{result.weight_bytes:,} bytes in {result.dtype}"),

@@ -51,22 +51,6 @@ def memory_breakdown(
     tensor = mesh.shape["tensor"]
     element = 2 if c.dtype == "bfloat16" else 4  # bytes
     positions = sequences * c.context_length
-
-    activations = 0.0
-    for count, width in other_mixers(model, mesh):
-        activations += count * positions * width * element * _saved_widths(c, tensor, qkv=0)
-    for layers in attention_layers(model, mesh, separate_documents):
-        # queries and attention outputs, keys and values
-        per_head = 2 + 2 * c.kv_heads / c.num_heads
-        qkv = per_head * layers.heads * layers.head_width / layers.width
-        saved = _saved_widths(c, tensor, qkv)
-        activations += layers.count * positions * layers.width * element * saved
-        if layers.backend == "xla" and c.remat == "none":
-            keys = _keys_per_query(c, layers)
-            activations += layers.count * positions * keys * layers.heads * element / tensor
-    if c.remat != "full":
-        activations += positions * element * _sum_of_ranks(model) / mesh.shape["path"]
-
     # the sizes of arrays are exact, for any optimizer and mesh
     weights, average = bytes_on_device(state.trained), bytes_on_device(state.ema)
     # The state is divided along "data" or "fsdp", never along both: gathering along the other axis
@@ -79,10 +63,35 @@ def memory_breakdown(
         "moments": bytes_on_device(state.opt_state),
         "gradients": whole["data"],
         **({"average": average} if average else {}),
+        # Gathered copies have the dtype of the activations, weights themselves are float32.
         "gathered": gathered * element / 4 if gathered > weights else 0,
-        "activations": activations,
+        "activations": _activation_bytes(model, mesh, positions, separate_documents),
         "logits": positions * c.vocab_size * (4 + element) / (tensor * loss_chunks),
     }
+
+
+def _activation_bytes(
+    model: LanguageModel, mesh, positions: float, separate_documents: bool
+) -> float:
+    """Returns the bytes of activations that the backward pass needs."""
+    c, tensor = model.config, mesh.shape["tensor"]
+    element = 2 if c.dtype == "bfloat16" else 4  # bytes
+    activations = 0.0
+    for count, width in other_mixers(model, mesh):
+        activations += count * positions * width * element * _saved_widths(c, tensor, qkv=0)
+    for layers in attention_layers(model, mesh, separate_documents):
+        # queries and attention outputs, keys and values
+        per_head = 2 + 2 * c.kv_heads / c.num_heads
+        qkv = per_head * layers.heads * layers.head_width / layers.width
+        saved = _saved_widths(c, tensor, qkv)
+        activations += layers.count * positions * layers.width * element * saved
+        # Kernels do not save attention weights, and rematerialization computes them again.
+        if layers.backend == "xla" and c.remat == "none":
+            keys = _keys_per_query(c, layers)
+            activations += layers.count * positions * keys * layers.heads * element / tensor
+    if c.remat != "full":
+        activations += positions * element * _sum_of_ranks(model) / mesh.shape["path"]
+    return activations
 
 
 def _saved_widths(c: ModelConfig, tensor: int, qkv: float) -> float:
@@ -122,7 +131,9 @@ def _sum_of_ranks(model: LanguageModel) -> int:
 
 
 def bytes_on_device(tree, gathered: str = "") -> int:
-    """With `gathered`, as if the arrays were gathered along this mesh axis."""
+    """Returns the bytes that one device holds of abstract arrays; if they were gathered along the
+    mesh axis `gathered`, where it is set.
+    """
     total = 0
     for x in jax.tree.leaves(tree):
         shard_bytes = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -127,23 +127,25 @@ def _with_microbatches(config: Config, devices: list[jax.Device], progress: Call
     """Returns a config with the fewest microbatches that fit, or the most if none fit."""
     chip = chips.find_chip(devices[0].device_kind)
 
-    def needed(microbatches: int) -> float:
+    def needed_bytes(microbatches: int) -> float:
         trial = config.replace(train={"microbatches": microbatches})
         return estimate(build_program(trial, devices), progress).peak_bytes
 
     numbers = possible_numbers(config, sharding.make_mesh(config.mesh, devices))
     limit = chip.hbm if chip else math.inf
-    sizes = fewest_that_fit(numbers, needed, limit)
+    sizes = fewest_that_fit(numbers, needed_bytes, limit)  # {microbatches: bytes}, of those tried
     fitting = [number for number, size in sizes.items() if size <= limit]
     return config.replace(train={"microbatches": min(fitting, default=max(sizes))})
 
 
 def _batch_divisor(config: Config, devices) -> int:
+    """Returns the batch size that has one sequence per device and microbatch."""
     shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh, devices))
     return shards * max(1, config.train.microbatches)
 
 
 def _misfit(program: Program, result: Estimate) -> str:
+    """Says which step does not fit, and what to change."""
     step = "training" if result.needed_bytes == result.peak_bytes else "evaluation"
     assert result.hbm_bytes is not None  # on devices of unknown memory, everything fits
     needed, available = result.peak_bytes / chips.GiB, result.hbm_bytes / chips.GiB
@@ -157,6 +159,7 @@ def remedies(program: Program) -> list[str]:
     """Returns the changes that reduce the memory per device, if the config has room for them."""
     config, mesh = program.config, program.mesh
     changes = []
+    # One sequence cannot be divided into microbatches.
     if config.train.batch_size > _batch_divisor(config, mesh.devices.ravel()):
         changes.append("increase config.train.microbatches")
     if mesh.shape["fsdp"] < mesh.size:

@@ -110,7 +110,7 @@ class Roofline:
         return dict(sums)
 
     def _kind(self, instruction: Instruction) -> str | None:
-        """Returns None for an instruction that is not a kernel."""
+        """Returns who makes a kernel, such as "cuBLAS"; None for an instruction that is none."""
         calls_others = instruction.calls and instruction.opcode != "fusion"
         if instruction.opcode in _FREE or calls_others or _collective_stage(instruction)[0]:
             return None
@@ -133,6 +133,7 @@ class Roofline:
         return max(self._product_seconds(kind, instruction), memory_seconds)
 
     def _product_seconds(self, kind: str, instruction: Instruction) -> float:
+        """Returns the seconds of a kernel's matrix products; 0 without products."""
         num_products = _ATTENTION_PRODUCTS.get(custom_call_target(instruction))
         if num_products:
             queries = self._operands(instruction)[0]
@@ -184,6 +185,7 @@ class Roofline:
         return read + self._written(instruction)
 
     def _fusion_traffic(self, body: list[Instruction]) -> int:
+        """Returns the bytes that a fusion reads and writes; intermediate results stay in registers."""
         users = collections.defaultdict(list)
         for instruction in body:
             for name in instruction.operands:
@@ -197,11 +199,13 @@ class Roofline:
         return read + sum(map(self._written, results))
 
     def _written(self, instruction: Instruction) -> int:
+        """Returns the bytes of an instruction's results that are new."""
         if instruction.opcode == "bitcast" and instruction.operands:
             return self._written(self.module.instructions[instruction.operands[0]])
         if instruction.opcode in _NEW_VALUES_OPERAND:
             values = instruction.operands[_NEW_VALUES_OPERAND[instruction.opcode]]
             return self.module.instructions[values].result_bytes
+        # Library calls return their scratch memory as arrays of bytes.
         workspace = ("s8", "u8") if instruction.opcode == "custom-call" else ()
         return sum(array.bytes for array in instruction.arrays if array.dtype not in workspace)
 
@@ -219,17 +223,17 @@ def _collective_stage(instruction: Instruction) -> tuple[str, str]:
 
 
 def ring_bytes(kind: str, operand_bytes: int, devices: int) -> float:
-    """Returns the bytes that each device sends.
+    """Returns the bytes that each device sends, for an operand of `operand_bytes` on each device.
 
-    Reductions and gathers pass data around a ring (Patarasuk and Yuan, 2009). In an all-to-all, each
-    device keeps its own part of the operand.
+    Reductions and gathers pass data around a ring (Patarasuk and Yuan, 2009).
     """
-    share = (devices - 1) / devices
+    # The operand is cut into one part per device; a device need not send its own part.
+    others = (devices - 1) / devices
     operands_sent = {
-        "all-reduce": 2 * share,
-        "all-gather": devices - 1,
-        "reduce-scatter": share,
-        "all-to-all": share,
+        "all-reduce": 2 * others,  # a reduce-scatter, then an all-gather of the sums
+        "all-gather": devices - 1,  # its operand is one part, its result has all
+        "reduce-scatter": others,
+        "all-to-all": others,
         "collective-permute": 1,
     }
     return operand_bytes * operands_sent[kind]
@@ -264,7 +268,9 @@ def _attention_flops(call: Instruction, queries: Array) -> float:
 
 
 def _read_bytes(parameter: Instruction, users: dict[str, list[Instruction]]) -> int:
-    """Returns what a fusion reads of an operand: of one that is only sliced, the slices."""
+    """Returns the bytes that a fusion reads of an operand: of one that is only sliced, the slices.
+    `users`: {name of an instruction: instructions of the fusion that use its result}.
+    """
     read = 0
     for user in users[parameter.name]:
         is_first = user.operands[0] == parameter.name
@@ -274,6 +280,6 @@ def _read_bytes(parameter: Instruction, users: dict[str, list[Instruction]]) -> 
             read += user.result_bytes
         elif user.opcode in _NEW_VALUES_OPERAND and is_first:
             continue  # changed in place, not read
-        else:
+        else:  # needs all of it
             return parameter.result_bytes
     return min(read, parameter.result_bytes)

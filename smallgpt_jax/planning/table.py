@@ -21,7 +21,7 @@ def format_plan(program: Program, result: Estimate) -> str:
         _collectives(result),
         _cycles(result),
         _roofline(result),
-        _bits(result),
+        _rerun(result),
         _reserved_memory(result),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -46,7 +46,7 @@ def _parameters(program: Program, result: Estimate) -> list[str]:
         lines.append(f"  {component:20} {count:>13,}")
     has_usual_heads = not c.num_kv_heads and not c.head_dim
     is_gpt = c.architecture == "gpt" and set(c.mixers) == {"attention"} and c.mlp == "dense"
-    if is_gpt and has_usual_heads:
+    if is_gpt and has_usual_heads:  # else the rule would not hold
         blocks = (4 + 2 * c.mlp_ratio) * c.num_layers * c.d_model**2
         rule = blocks + c.vocab_size * c.d_model
         lines.append(
@@ -59,9 +59,10 @@ def _parameters(program: Program, result: Estimate) -> list[str]:
 def _memory(result: Estimate) -> list[str]:
     """Compares the compiler's figures per device with the formula of planning/memory_formula.py."""
     formula, total = result.account, sum(result.account.values())
+    # What a step gets as arguments; the other terms of the formula are its temporaries.
     arguments = [name for name in ("weights", "moments", "average", "teacher") if name in formula]
     state = sum(formula[name] for name in arguments)
-    rows = [
+    rows = [  # (name, bytes by the compiler, bytes by the formula)
         (f"state ({', '.join(arguments)}) and batch", result.argument_bytes, state),
         *((f"  {name}", None, formula[name]) for name in arguments),
         ("temporaries", result.temp_bytes, total - state),
@@ -76,7 +77,7 @@ def _memory(result: Estimate) -> list[str]:
     ]
     lines = [f"{'Memory per device':36} {'compiled':>11} {'formula':>11}"]
     for name, compiled, computed in rows:
-        if compiled or computed:
+        if compiled or computed:  # else 0 or unknown
             shown = [format_bytes(size) if size else "" for size in (compiled, computed)]
             lines.append(f"{name:36} {shown[0]:>11} {shown[1]:>11}")
     return [
@@ -111,7 +112,7 @@ def _collectives(result: Estimate) -> list[str]:
     if result.collectives is None and result.fits:
         return ["Cycles and collectives are not available: the compiled program cannot be read"]
     if result.collectives is None:
-        return []
+        return []  # the training step was not compiled
     if not result.collectives:
         return ["No collectives."]
     lines = ["Collectives per step and device:"]
@@ -162,7 +163,8 @@ def _speed(result: Estimate) -> str:
     return f"  {1000 * seconds:,.1f} ms per step, {tokens_per_second:,.0f} tokens/s, {mfu}"
 
 
-def _bits(result: Estimate) -> list[str]:
+def _rerun(result: Estimate) -> list[str]:
+    """Says whether a rerun computes the same bits; nothing where it is unknown, as on TPUs."""
     if result.unordered_operations is None:
         return []
     if not result.unordered_operations:
@@ -176,6 +178,7 @@ def _bits(result: Estimate) -> list[str]:
 
 
 def _reserved_memory(result: Estimate) -> list[str]:
+    """Warns of a program that fits into a GPU, but not into what JAX reserves of it."""
     is_gpu = bool(result.kernels)
     if is_gpu and _PREALLOCATED * result.hbm_bytes < result.peak_bytes <= result.hbm_bytes:
         return [

@@ -84,7 +84,7 @@ def topology_devices(topology: str) -> list[jax.Device]:
     is_cpu = kind == "cpu" and re.fullmatch(r"[1-9]\d*", shape)
     is_tpu = kind in _TPU_SLICES and re.fullmatch(_TPU_SHAPE, shape)
     is_gpu = kind in GPUS and re.fullmatch(_GPU_SHAPE, shape)
-    if is_gpu and "x" in shape:  # several hosts
+    if is_gpu and "x" in shape:  # several hosts, for GPUs that servers connect
         is_gpu = GPUS[kind].network is not None
     if not (is_cpu or is_tpu or is_gpu):
         raise UserError(
@@ -142,7 +142,7 @@ def _examples() -> list[str]:
 
 
 def _similar_shapes(gpu: str, shape: str) -> list[str]:
-    """Returns numbers of GPUs as they follow the name of a GPU: "16" → ["2x8"]."""
+    """Returns shapes of topologies of a GPU that are near a shape that was refused: "16" → ["2x8"]."""
     numbers = re.findall(r"\d+", shape)
     number = math.prod(map(int, numbers)) if numbers else 0
     hosts, rest = divmod(number, _GPUS_PER_HOST)

@@ -273,9 +273,8 @@ def planned(monkeypatch):
             argument_bytes=0, temp_bytes=training, output_bytes=5, alias_bytes=5, text=PROGRAM
         )
         monkeypatch.setattr(Compiler, "compile", lambda compiler, lowered: step)
-        monkeypatch.setattr(
-            estimate, "evaluation_memory", lambda program, compiler: (7, evaluation)
-        )
+        memory = estimate.StepMemory(argument_bytes=0, temp_bytes=7, needed_bytes=evaluation)
+        monkeypatch.setattr(estimate, "evaluation_memory", lambda program, compiler: memory)
         program = build_program(load_config("gpt"), jax.devices()[:1])
         return program, estimate.estimate(program)
 

@@ -60,9 +60,9 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
     probabilities = np.bincount(draws.argmin(1), minlength=len(finite)) / len(draws)
     # so that sequential verdicts allow for what was not tried, too
     paired = estimate.paired - untried[:, None] + untried
-    in_order = dataclasses.replace(estimate, paired=paired).select(ranked)
-    models = [finite[index].model for index in ranked]
-    pairs = compare_pairs(models, in_order, draws[:, ranked], evidence.pair_level)
+    estimate = dataclasses.replace(estimate, paired=paired)
+    models = [one.model for one in finite]
+    pairs = compare_pairs(models, estimate, draws, evidence.pair_level, ranked)
     chosen, refusal, blockers = _decide(
         [finite[index] for index in ranked], probabilities[ranked], prior
     )
@@ -217,12 +217,13 @@ def compare_pairs(
     estimate: Estimate,
     draws: np.ndarray,
     pair_level: float | None = None,
+    ranked: Sequence[int] | None = None,
 ) -> list[Pair]:
-    """Returns the verdicts on all pairs, in which `other` comes before `model` in `models`: by
-    `draw_losses`, or with the level of a pair by sequential tests.
+    """Returns the verdicts on all pairs: by `draw_losses`, or with the level of a pair by sequential
+    tests. In each, `other` comes first in `ranked`, indices of `models`; by default, in `models`.
     """
     pairs = []
-    for other, one in itertools.combinations(range(len(models)), 2):
+    for other, one in itertools.combinations(ranked or range(len(models)), 2):
         difference = estimate.difference(one, other)
         possible = draws[:, one] - draws[:, other]
         probability, interval, verdict = _verdict(difference, possible, pair_level)

@@ -40,11 +40,11 @@ FORMS = {  # of laws
     "size and tokens": ("1", "log N", "log D"),
     "size times tokens": ("1", "log N", "log D", "log N · log D"),
 }
-ContestAt = Callable[[str], Contest | None]  # size → contest of its longest runs
+ContestAt = Callable[[str], Contest | None]  # size → ranking of its longest runs
 
 
 class LawPoint(NamedTuple):
-    """The mean loss of a model's runs of one size and length, or those to predict."""
+    """The mean loss of a model's runs of one size and length; NaN if it is to be predicted."""
 
     model: str
     size: str
@@ -55,7 +55,9 @@ class LawPoint(NamedTuple):
 
 
 def law_points(runs: Sequence[Run]) -> list[LawPoint]:
-    """Returns the mean losses of the finished runs, without those that have a diverged seed."""
+    """Returns the mean losses over seeds of each size and length, without those of which a seed has
+    diverged or is unfinished.
+    """
     points = []
     for group in grouped(runs, lambda run: (run.name, run.horizon)).values():
         losses = [run.loss for run in group]
@@ -68,7 +70,7 @@ def law_points(runs: Sequence[Run]) -> list[LawPoint]:
 
 
 def missing_for_law(points: Sequence[LawPoint]) -> str:
-    """Returns what one model lacks for a law: "sizes", "lengths" or ""."""
+    """Returns of what one model has too few for a law: "sizes", "lengths" or ""."""
     if len({point.parameters for point in points}) < MIN_SIZES:
         return "sizes"
     return "lengths" if len({point.tokens for point in points}) < MIN_LENGTHS else ""
@@ -76,8 +78,8 @@ def missing_for_law(points: Sequence[LawPoint]) -> str:
 
 # ------------------------------------------------------------------ fits
 def fit(form: str, points: Sequence[LawPoint]) -> dict[str, float]:
-    """Returns {term: coefficient} of one model; the solution with the least norm, if the losses do
-    not determine it.
+    """Returns the law of one model, {term: coefficient} of log(loss); the one with the least norm, if
+    the losses do not determine it.
     """
     terms = _terms(form, points)
     losses = np.log([point.loss for point in points])
@@ -91,7 +93,7 @@ def predicted_loss(form: str, law: Mapping[str, float], point: LawPoint) -> floa
 
 
 def _terms(form: str, points: Sequence[LawPoint]) -> np.ndarray:
-    """Returns the values of the terms, shape (points, terms)."""
+    """Returns the values of a form's terms, shape (points, terms)."""
     n = np.log([point.parameters for point in points])
     d = np.log([point.tokens for point in points])
     return np.stack([_TERMS[term](n, d) for term in FORMS[form]], axis=1)
@@ -105,7 +107,9 @@ class _LeftOut(NamedTuple):
 
 
 def _leave_out_largest(points: Sequence[LawPoint]) -> _LeftOut:
-    """Returns the best form of law at the largest size of models that have enough for a law."""
+    """Returns the form whose laws of the smaller sizes predict the largest size best. Each model has
+    enough sizes and lengths for a law (`missing_for_law`).
+    """
     size = _largest_size(points)
     smaller = [point for point in points if point.size != size]
     largest = [point for point in points if point.size == size]
@@ -116,7 +120,7 @@ def _leave_out_largest(points: Sequence[LawPoint]) -> _LeftOut:
 
 
 def _misses(form: str, fitted: Sequence[LawPoint], left_out: Sequence[LawPoint]) -> list[float]:
-    """Returns how far the law of the fitted losses is from each loss that was left out."""
+    """Returns |prediction − loss| of each point that was left out, by the laws of the fitted ones."""
     fits = _fits(form, fitted)
     return [abs(predicted_loss(form, fits[point.model], point) - point.loss) for point in left_out]
 
@@ -127,7 +131,7 @@ def _fits(form: str, points: Sequence[LawPoint]) -> dict[str, dict[str, float]]:
 
 
 def _largest_size(points: Sequence[LawPoint]) -> str:
-    """Returns the largest size that all models have."""
+    """Returns the largest size that all models of the points have; "" without one."""
     models = {point.model for point in points}
     common = []
     for size, group in grouped(points, lambda point: point.size).items():
@@ -140,30 +144,32 @@ def _largest_size(points: Sequence[LawPoint]) -> str:
 def predict(
     runs: Sequence[Run], planned: Sequence[LawPoint], held_out: str, time: str, command: str
 ) -> Predictions:
-    """Returns the predictions of planned runs of a held-out size, from the runs of other sizes."""
+    """Returns the predictions of `planned` runs of a held-out size, from finished runs of the others.
+    `time` and `command` are only stored.
+    """
     points = law_points(runs)
     by_model = grouped(points, _model)
     missing_of = {point.model: missing_for_law(by_model.get(point.model, ())) for point in planned}
     not_predicted = {model: what for model, what in missing_of.items() if what}
     can_be_predicted = missing_of.keys() - not_predicted
     usable = [point for point in points if point.model in can_be_predicted]
-    form, rows = next(iter(FORMS)), []
+    form, predicted = next(iter(FORMS)), []
     if usable:
         left_out = _leave_out_largest(usable)
-        form = left_out.form
-        fits, half = _fits(form, usable), left_out.half_width
-        for point in dict.fromkeys(planned):
+        form, half_width = left_out.form, left_out.half_width
+        fits = _fits(form, usable)
+        for point in dict.fromkeys(planned):  # the seeds of a run have equal predictions
             if point.model in fits:
                 loss = predicted_loss(form, fits[point.model], point)
                 where = (point.model, point.parameters, point.tokens)
-                rows.append(Prediction(*where, loss, loss - half, loss + half))
+                predicted.append(Prediction(*where, loss, loss - half_width, loss + half_width))
     return Predictions(
         time=time,
         command=command,
         held_out=held_out,
         interval=INTERVAL,
         records_sha256=hashlib.sha256(json.dumps(points).encode()).hexdigest(),
-        predictions={"parameters": tuple(rows)},
+        predictions={"parameters": tuple(predicted)},
         not_predicted=not_predicted,
         form=form,
     )
@@ -175,7 +181,9 @@ def _model(point: LawPoint) -> str:
 
 # ------------------------------------------------------------------ findings
 def find_laws(record: Record, contest_at: ContestAt) -> Laws | None:
-    """Returns how well laws predict the models that have enough runs; None without any."""
+    """Returns how well laws of the smaller sizes predict the largest size, of the models that have
+    enough sizes and lengths; None without any.
+    """
     by_model = grouped(law_points(record.runs), _model)
     usable: list[LawPoint] = []
     for points in by_model.values():
@@ -185,32 +193,35 @@ def find_laws(record: Record, contest_at: ContestAt) -> Laws | None:
     left_out = _leave_out_largest(usable)
     form, size = left_out.form, left_out.size
     smaller = [point for point in usable if point.size != size]
+    laws = _fits(form, smaller)
     predicted = {}
-    for model, law in _fits(form, smaller).items():
-        longest = _longest([point for point in usable if point.model == model], size)
-        predicted[model] = predicted_loss(form, law, longest)
+    for model, point in _longest_by_model(usable, size).items():
+        predicted[model] = predicted_loss(form, laws[model], point)
     contest = contest_at(size)
     return Laws(
         form=form,
         size=size,
         error=left_out.error,
         by_law=_decisions(predicted, contest),
-        by_largest_size=_decisions(_losses_at(smaller, _largest_size(smaller)), contest),
+        by_largest_size=_decisions(_losses_of_largest_size(smaller), contest),
     )
 
 
-def _longest(points: Sequence[LawPoint], size: str) -> LawPoint:
-    return max((one for one in points if one.size == size), key=lambda one: one.tokens)
+def _longest_by_model(points: Sequence[LawPoint], size: str) -> dict[str, LawPoint]:
+    of_size = [point for point in points if point.size == size]
+    return {point.model: point for point in sorted(of_size, key=lambda point: point.tokens)}
 
 
-def _losses_at(points: Sequence[LawPoint], size: str) -> dict[str, float]:
-    """Returns {model: loss of its longest runs of a size}."""
-    by_model = grouped([one for one in points if one.size == size], _model)
-    return {model: _longest(group, size).loss for model, group in by_model.items()}
+def _losses_of_largest_size(points: Sequence[LawPoint]) -> dict[str, float]:
+    """Returns {model: loss of its longest training} at the largest size that all models have."""
+    longest = _longest_by_model(points, _largest_size(points))
+    return {model: point.loss for model, point in longest.items()}
 
 
 def _decisions(losses: Mapping[str, float], contest: Contest | None) -> Decisions:
-    """Counts the decided pairs of a contest that an order of losses has right."""
+    """Returns of how many decided pairs of the contest {model: loss}, such as predicted ones, has the
+    better model right.
+    """
     right = pairs = 0
     for model, other in itertools.combinations(losses, 2):
         pair = contest and contest.pair(model, other)
@@ -221,25 +232,27 @@ def _decisions(losses: Mapping[str, float], contest: Contest | None) -> Decision
 
 
 def check_predictions(record: Record, contest_at: ContestAt) -> HeldOut | None:
-    """Returns the predictions of the held-out size beside the trained losses; None without any."""
+    """Returns the record's predictions of the held-out size beside the trained losses; None without
+    predictions.
+    """
     predictions = record.predictions
     if predictions is None:
         return None
     points = law_points(record.runs)
     trained = {(one.model, one.tokens): one for one in points if one.size == predictions.held_out}
     outcomes: list[Outcome] = []
-    for row in predictions.by_parameters:
-        point = trained.get((row.name, row.tokens))
+    for one in predictions.by_parameters:
+        point = trained.get((one.name, one.tokens))
         loss, seeds = (point.loss, point.seeds) if point else (None, 0)
-        interval = Range(row.low, row.high)
-        outcomes.append(Outcome(row.name, row.tokens, row.loss, interval, loss, seeds))
+        interval = Range(one.low, one.high)
+        outcomes.append(Outcome(one.name, one.tokens, one.loss, interval, loss, seeds))
     held_out = HeldOut(
         predictions.held_out, predictions.time, predictions.records_sha256, tuple(outcomes)
     )
-    known = [one for one in outcomes if one.loss is not None]
-    if not known:
+    finished = [one for one in outcomes if one.loss is not None]
+    if not finished:
         return held_out
-    misses = [abs(one.loss - one.predicted) for one in known]
+    misses = [abs(one.loss - one.predicted) for one in finished]
     # Of each model, the prediction for its longest training.
     predicted = {one.model: one.predicted for one in sorted(outcomes, key=lambda one: one.tokens)}
     fitted = [one for one in points if one.size != predictions.held_out and one.model in predicted]
@@ -247,7 +260,7 @@ def check_predictions(record: Record, contest_at: ContestAt) -> HeldOut | None:
     return dataclasses.replace(
         held_out,
         error=float(np.mean(misses)),
-        coverage=float(np.mean([one.is_inside for one in known])),
+        coverage=float(np.mean([one.is_inside for one in finished])),
         by_law=_decisions(predicted, contest),
-        by_largest_size=_decisions(_losses_at(fitted, _largest_size(fitted)), contest),
+        by_largest_size=_decisions(_losses_of_largest_size(fitted), contest),
     )

@@ -22,31 +22,32 @@ from smallgpt_jax.analysis.findings import Mode
 ROUNDING = 1e-4  # nats; smaller deviations are not told apart
 _SPLIT_LEVEL = 0.01  # probability that normally distributed losses are called two modes
 _COPYING = 0.5  # nats; gap in the loss of repeats between seeds that copy and those that do not
-_ONE_OF_TWENTY, _SEVERAL = 0.05, 0.02  # probabilities, see `_split`
-_SAMPLES = 20_000
+_ONE_OF_TWENTY, _SEVERAL = 0.05, 0.02  # probabilities, see `_more_split_than_by_chance`
+_SAMPLES = 20_000  # simulated, of `_critical_ratio`
 
 
 @dataclasses.dataclass(frozen=True)
 class VariancePrior:
-    """The typical variance of the differences of two models, over a record."""
+    """The typical variance of the differences of two models' losses, over the pairs of a record."""
 
-    variance: float
+    variance: float  # of the difference of two runs with the same order of batches
     degrees: float  # it counts as much as a sample with so many degrees of freedom
     total_degrees: float  # of all samples; a shrunken variance gets at most so many
     least: float = 0.0  # no variance is taken to be smaller
 
     @property
     def is_known(self) -> bool:
-        """Whether two models have two seeds, so that their difference has a spread."""
+        """Whether any two models have two common seeds: only then does a difference have a spread."""
         return self.total_degrees > 0
 
     def shrink(
         self, variances: np.ndarray, degrees: np.ndarray, noise: np.ndarray | float = 1.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the variances, drawn towards the typical one, and their degrees of freedom.
+        """Returns sample variances drawn towards the typical one, and their degrees of freedom, which
+        grow by those of the prior.
 
-        `noise`, as a multiple of the variance of trained runs, scales the typical variance, not the
-        samples; it is below 1 between two sizes (see `Contender.noise`).
+        `noise` is the variance of the compared losses as a multiple of that of trained runs, below 1
+        between two sizes (`Contender.noise`). The samples have it already, so it scales the prior.
         """
         degrees, prior = np.asarray(degrees, float), min(self.degrees, self.total_degrees)
         total = prior + degrees
@@ -55,17 +56,19 @@ class VariancePrior:
         # with 4 give (2·4 + 4·1) / 6 = 2 with 6 degrees.
         mean = (prior * self.variance * noise + degrees * variances) / np.maximum(total, 1e-9)
         capped = np.minimum(total, self.total_degrees)
-        is_known = degrees > 0
-        if is_known.any():  # without a sample, the widest one counts
-            mean = np.where(is_known, mean, mean[is_known].max())
-            capped = np.where(is_known, capped, capped[is_known].min())
+        has_sample = degrees > 0
+        if has_sample.any():  # of what has none, the least favorable is assumed
+            mean = np.where(has_sample, mean, mean[has_sample].max())
+            capped = np.where(has_sample, capped, capped[has_sample].min())
         return np.maximum(mean, np.maximum(self.least * noise, ROUNDING**2)), capped
 
 
 def fit_variance_prior(
     variances: Sequence[float], degrees: Sequence[float], total_degrees: float | None = None
 ) -> VariancePrior:
-    """Returns the prior that explains how much sample variances differ (Smyth, 2004, section 6.2)."""
+    """Returns the prior that explains how much sample variances with these degrees of freedom differ
+    (Smyth, 2004, section 6.2). `total_degrees` is their sum, if all are independent.
+    """
     variances = np.maximum(np.asarray(variances, float), ROUNDING**2)
     degrees = np.asarray(degrees, float)
     total_degrees = float(degrees.sum()) if total_degrees is None else total_degrees
@@ -88,7 +91,7 @@ def fit_variance_prior(
 
 
 def _inverse_trigamma(value: float) -> float:
-    """Returns x with trigamma(x) = value, by Newton's method for the nearly linear 1/trigamma."""
+    """Returns x with trigamma(x) = value > 0, by Newton's method for the nearly linear 1/trigamma."""
     x = 0.5 + 1 / value
     for _ in range(8):  # the error is below 1e-8 after four
         trigamma = special.polygamma(1, x)
@@ -98,7 +101,9 @@ def _inverse_trigamma(value: float) -> float:
 
 # ------------------------------------------------------------------ losses of several models
 def matrix(losses: Sequence[Mapping[int, float]]) -> np.ndarray:
-    """Returns losses as an array (models, orders of batches); NaN where a model has no run."""
+    """Returns {order of batches: loss} of each model as an array (models, orders); NaN where a model
+    has no run.
+    """
     orders = sorted(set().union(*losses))
     array = np.full((len(losses), len(orders)), math.nan)
     for row, of_model in zip(array, losses):
@@ -107,7 +112,9 @@ def matrix(losses: Sequence[Mapping[int, float]]) -> np.ndarray:
 
 
 def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the variances (0 of one value) and degrees of freedom of rows, without NaN."""
+    """Returns the variance and the degrees of freedom of each row, of what is not NaN in it; 0 and 0
+    of less than two values.
+    """
     known = ~np.isnan(losses)
     counts = known.sum(1)
     means = np.where(known, losses, 0).sum(1) / np.maximum(counts, 1)
@@ -116,8 +123,9 @@ def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def variance_prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) -> VariancePrior:
-    """Returns the prior of the differences in arrays of losses (models, orders), one per size and
-    length. `total_degrees` are independent: lengths of one run are not.
+    """Returns the prior of the differences of all pairs of models, in one array of losses (models,
+    orders) per size and length. `total_degrees`: the independent ones, which lengths of one run are
+    not.
     """
     variances, degrees = [np.empty(0)], [np.empty(0)]
     for losses in all_losses:
@@ -127,7 +135,7 @@ def variance_prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) ->
         degrees.append(degrees_of_pairs[degrees_of_pairs > 0])
     all_variances, all_degrees = np.concatenate(variances), np.concatenate(degrees)
     prior = fit_variance_prior(all_variances, all_degrees, total_degrees)
-    if not len(all_degrees):
+    if not len(all_degrees):  # no pair has two common seeds
         return prior
     has_three_seeds = all_degrees.max() > 1
     if has_three_seeds and not _more_split_than_by_chance(list(itertools.chain(*all_losses))):
@@ -139,8 +147,9 @@ def variance_prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) ->
 
 
 def correlation(losses: np.ndarray) -> float:
-    """Returns the mean correlation of two models' losses with the same order of batches, at least
-    0; 0 with fewer than three orders, in which any two models agree or disagree fully.
+    """Returns the mean correlation of two models' losses over common orders, from losses (models,
+    orders), between 0 and 0.99; 0 with fewer than three orders: any two models agree or disagree
+    fully in two.
     """
     known = ~np.isnan(losses)
     common = (known.astype(int) @ known.T)[np.triu_indices(len(losses), 1)]
@@ -154,22 +163,23 @@ def correlation(losses: np.ndarray) -> float:
     return float(np.clip(products / np.maximum(common - 1, 0).sum(), 0, 0.99))
 
 
-def expected_losses(losses: np.ndarray, correlated: float) -> np.ndarray:
-    """Returns the mean loss of each model, as if all had read the same orders of batches.
+def expected_losses(losses: np.ndarray, rho: float) -> np.ndarray:
+    """Returns the mean loss of each model, as if all had read the same orders of batches, from losses
+    (models, orders) and their `correlation` ρ.
 
-    If all have, it is the mean. Otherwise, the mean without the effects of the orders: of two good
-    models with ten orders and one with two bad ones of these, the third is not worse for it.
+    If all have, it is the mean. Otherwise, the mean without the effects of the orders: a model that
+    has read only two bad ones of ten is not worse for it.
     """
     # The effect of an order is the mean residual of the k models that have read it, drawn to zero
     # by its reliability kρ / (1 − ρ + kρ), with the correlation ρ (best linear prediction: Robinson,
     # 1991, doi:10.1214/ss/1177011926): with ρ = 0, orders have no effect. Effects and means are
     # computed in turn until they agree.
     known = ~np.isnan(losses)
-    readers = known.sum(0)
-    reliability = readers * correlated / (1 - correlated + readers * correlated)
+    readers = known.sum(0)  # k of each order
+    reliability = readers * rho / (1 - rho + readers * rho)
     effects = np.zeros(losses.shape[1])
     means = np.nanmean(losses, axis=1)
-    for _ in range(0 if known.all() or correlated == 0 else 50):
+    for _ in range(0 if known.all() or rho == 0 else 50):
         residuals = np.where(known, losses - means[:, None], 0)
         effects = reliability * residuals.sum(0) / np.maximum(readers, 1)
         means = np.nanmean(losses - effects, axis=1)
@@ -178,7 +188,7 @@ def expected_losses(losses: np.ndarray, correlated: float) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """An expected difference, whose error has Student's t-distribution."""
+    """The expected loss of a model minus that of another; its error has Student's t-distribution."""
 
     mean: float
     error: float  # standard error of the mean
@@ -188,16 +198,16 @@ class Difference:
     paired: float = math.nan  # mean over the orders that both have read
 
     def half_width(self, probability: float) -> float:
-        """Returns half the width of the interval that contains the difference with a probability;
-        inf if the spread is unknown.
+        """Returns half the width of the interval around `mean` that contains the true difference with a
+        probability; inf if the spread is unknown.
         """
         if self.degrees == 0:
             return math.inf
         return float(special.stdtrit(self.degrees, (1 + probability) / 2)) * self.error
 
     def half_width_at_all_looks(self, level: float) -> float:
-        """Returns half the width of the interval around `paired` that contains the difference after
-        all rounds, except with the probability `level`.
+        """Returns half the width of the interval around `paired` that contains the true difference after
+        every look at the seeds so far, except with the probability `level`.
         """
         return sequential.half_width(self.common_orders, self.variance, self.degrees, level)
 
@@ -214,19 +224,6 @@ class Estimate:
     common_orders: np.ndarray  # that both have read
     paired: np.ndarray  # mean difference over these; NaN without any
 
-    def select(self, models: Sequence[int]) -> "Estimate":
-        """Returns the estimate of some models, in their order."""
-        pairs = np.ix_(models, models)
-        return Estimate(
-            self.means[models],
-            self.counts[models],
-            self.deviations[models],
-            self.variances[pairs],
-            self.degrees[pairs],
-            self.common_orders[pairs],
-            self.paired[pairs],
-        )
-
     def difference(self, one: int, other: int) -> Difference:
         """Returns the expected loss of `one` minus that of `other`."""
         return Difference(
@@ -240,8 +237,8 @@ class Estimate:
 
     @property
     def squared_errors(self) -> np.ndarray:
-        """The error variances of the differences, (models, models)."""
-        # Without a common order, the effects of orders add to the error of both.
+        """The error variances of the expected differences, (models, models)."""
+        # Without a common order, the effects of orders do not cancel: both errors add.
         alone = self.deviations**2 / self.counts
         apart = np.maximum(alone[:, None] + alone, self.variances)
         return np.where(
@@ -280,12 +277,12 @@ def estimate(losses: np.ndarray, prior: VariancePrior, noise: Sequence[float] = 
     """Returns expected losses, and how well their differences are known.
 
     `losses`: (models, orders), NaN where a model has no run. `noise`, by model: the variance of its
-    losses as a multiple of a trained run's; () is 1 for all.
+    losses as a multiple of a trained run's (`Contender.noise`); () is 1 for all.
     """
     known = ~np.isnan(losses)
     models = len(losses)
     one, other = (index.ravel() for index in np.indices((models, models)))
-    differences = losses[one] - losses[other]
+    differences = losses[one] - losses[other]  # (models², orders), of all ordered pairs
     variances, degrees = sample_variances(differences)
     common_orders = known.astype(int) @ known.T
     sums = np.nansum(differences, axis=1).reshape(models, models)
@@ -311,7 +308,9 @@ def estimate(losses: np.ndarray, prior: VariancePrior, noise: Sequence[float] = 
 
 
 def estimate_alone(losses: np.ndarray) -> Estimate:
-    """Returns the estimate of losses with no others to tell how much they vary."""
+    """Returns the estimate of losses (models, orders) whose prior is their own: no other sizes or
+    lengths tell how much they vary.
+    """
     _, degrees = sample_variances(losses)
     # The model with the most orders is the one that the others are compared with.
     return estimate(losses, variance_prior_of([losses], float(degrees.sum() - degrees.max())))
@@ -326,41 +325,38 @@ def estimate_alone(losses: np.ndarray) -> Estimate:
 def modes(losses: Sequence[float], repeats: Sequence[float | None]) -> tuple[Mode, ...]:
     """Returns the two modes of one model's losses, lowest first; () if they do not split visibly.
 
-    `repeats` are the losses of repeats of the same runs, which tell who has learned to copy; None
-    where they were not logged.
+    `repeats` are the same runs' losses on repeated tokens, which tell which have learned to copy;
+    None where they were not logged.
     """
     if len(losses) < 3 or not all(map(math.isfinite, losses)):
         return ()
-    if None in repeats:
-        # The losses split if the largest gap between them is wider than normally distributed ones
-        # have it, in deviations within the two groups: of 3.21, 3.22, 3.93 the gap 0.71 is 100
-        # times the deviation 0.007 within. With three seeds, only such a gap tells.
-        order = sorted(losses)
-        first_above = _largest_gap(order)
-        is_split = _gap_ratio(np.array([order]))[0] > _critical_ratio(len(order), _SPLIT_LEVEL)
+    are_repeats_known = None not in repeats
+    ascending = sorted(zip(repeats if are_repeats_known else losses, losses))
+    values = [value for value, _ in ascending]
+    first_above = (
+        int(np.diff(values).argmax()) + 1
+    )  # index of the first value above the largest gap
+    if are_repeats_known:
+        is_split = values[first_above] - values[first_above - 1] > _COPYING
     else:
-        order = [loss for _, loss in sorted(zip(repeats, losses))]
-        repeats = sorted(repeats)
-        first_above = _largest_gap(repeats)
-        is_split = repeats[first_above] - repeats[first_above - 1] > _COPYING
+        # They split if the largest gap is wider than normally distributed losses have it, in
+        # deviations within the two groups: of 3.21, 3.22, 3.93 the gap 0.71 is 100 times the
+        # deviation 0.007 within. With three seeds, only such a gap tells.
+        is_split = _gap_ratio(np.array([values]))[0] > _critical_ratio(len(values), _SPLIT_LEVEL)
     if not is_split:
         return ()
-    groups = [order[:first_above], order[first_above:]]
+    in_order = [loss for _, loss in ascending]
+    groups = [in_order[:first_above], in_order[first_above:]]
     # Who copies has the lower loss of repeats, but not always the lower loss.
     groups.sort(key=statistics.fmean)
     return tuple(
-        Mode(len(group) / len(order), statistics.fmean(group), len(group)) for group in groups
+        Mode(len(group) / len(losses), statistics.fmean(group), len(group)) for group in groups
     )
 
 
-def _largest_gap(ascending: Sequence[float]) -> int:
-    """Returns the index of the value after the largest gap."""
-    return int(np.diff(ascending).argmax()) + 1
-
-
 def _gap_ratio(samples: np.ndarray) -> np.ndarray:
-    """Returns the largest gap of each ascending sample, (samples, n ≥ 3), in standard deviations within
-    the two groups that it separates.
+    """Returns the largest gap of each ascending sample, (samples, n ≥ 3) → (samples,), in standard
+    deviations within the two groups that it separates.
     """
     samples = samples - samples.mean(1, keepdims=True)
     gaps = np.diff(samples, axis=1)
@@ -376,7 +372,9 @@ def _gap_ratio(samples: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _critical_ratio(count: int, level: float) -> float:
-    """Returns the ratio that normally distributed losses exceed with a probability."""
+    """Returns the `_gap_ratio` that `count` normally distributed losses exceed with the probability
+    `level`, by simulation.
+    """
     samples = np.sort(np.random.default_rng(0).standard_normal((_SAMPLES, count)), axis=1)
     return float(np.quantile(_gap_ratio(samples), 1 - level))
 

@@ -49,9 +49,7 @@ def analyse(record: Record) -> Findings:
 
 
 def _as_trained(evidence: Evidence, size: str | None) -> Contest | None:
-    """Returns the comparison of the longest runs of a size, or of all; None without runs that can be
-    compared.
-    """
+    """Compares the longest runs, of a size or of all; None without runs that can be compared."""
     candidates = longest_trained(evidence.candidates)
     candidates = [one for one in candidates if size is None or one.first.size == size]
     if not candidates or not are_comparable(candidates):

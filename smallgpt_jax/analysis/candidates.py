@@ -49,9 +49,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One of the models that are compared at a budget, or as they were trained: what is known of its
-    loss there.
-    """
+    """A model that is compared at a budget, or as it was trained: what is known of its loss."""
 
     candidate: Candidate  # the trained one, or the nearer of two between which it is interpolated
     losses: dict[int, float]  # by order of batches
@@ -82,9 +80,7 @@ def _candidates_of(runs: Sequence[Run]) -> list[Candidate]:
 
 
 def _losses(runs: Sequence[Run]) -> dict[int, float]:
-    """Returns {order of batches: loss}, so that models are compared on equal batches; {seed: loss} if
-    all runs have one order.
-    """
+    """Returns {order of batches: loss}; {seed: loss} if all runs have one order."""
     groups = grouped(runs, lambda run: run.batch_order)
     if len(groups) == 1:
         groups = grouped(runs, lambda run: run.seed)
@@ -125,16 +121,10 @@ class Evidence:
 
     @property
     def pair_level(self) -> float | None:
-        """The significance level of a pair in the sequential test, whose verdicts hold after each round
-        of seeds; None if no seeds were added in rounds.
-        """
+        """Level of one pair in the sequential test; None if no seeds were added in rounds."""
         if not self.record.seeds_as_needed:
             return None
         return level_of_pair(run.name for run in self.record.runs)
-
-    @property
-    def most_seeds(self) -> int:
-        return max((len(one.losses) for one in self.candidates), default=0)
 
     def equal_to(self, model: str) -> tuple[str, ...]:
         """Returns the other models that compute the same function (`_equal_models`)."""
@@ -189,9 +179,7 @@ def level_of_pair(names: Iterable[str]) -> float:
 
 # ------------------------------------------------------------------ what can be compared
 def are_comparable(candidates: Sequence[Candidate]) -> bool:
-    """Whether the losses are means over the same validation rows, as far as their number of tokens
-    says, and of the same objective.
-    """
+    """Whether the losses are means over equal validation rows, and of the same objective."""
     runs = [run for one in candidates for run in one.runs]
     tokens = [run.last.targets for run in runs if run.last]
     has_same_rows = bool(tokens) and max(tokens) <= _SAME_ROWS * min(tokens)
@@ -212,9 +200,7 @@ def is_scaling(record: Record) -> bool:
 
 
 def largest_common_size(runs: Sequence[Run]) -> str:
-    """Returns the largest SIZE of those at which the most models have finished or diverged runs; ""
-    without such runs.
-    """
+    """Returns the largest SIZE of those with the most models; "" without ended runs."""
     ended = [run for run in runs if run.is_finished or run.diverged]
     runs_of = grouped(ended, lambda run: run.size)
 
@@ -280,9 +266,7 @@ def _have_equal_losses(one: Candidate, other: Candidate) -> bool:
 
 
 def _config_of_function(run: Run) -> dict:
-    """Returns the fields that determine the function: all but seeds. A cgpt with a kernel of one
-    position is written as the lgpt that it is.
-    """
+    """Returns the config without seeds; cgpt with a kernel of one position is lgpt."""
     fields = {field: run.config[field] for field in run.config if not field.endswith(".seed")}
     if fields.get("model.architecture") == "cgpt" and fields.get("model.conv_kernel") == 1:
         fields["model.architecture"] = "lgpt"

@@ -89,9 +89,7 @@ class Asked:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Returns all for a training budget; for others, those trained longest, because length changes
-        no other cost.
-        """
+        """Returns all of a training budget; of others, the longest, whose cost is the same."""
         candidates = list(self.evidence.candidates)
         return candidates if self.is_training else longest_trained(candidates)
 
@@ -128,16 +126,9 @@ class Asked:
         """Returns the answer to a limit. Below all costs, or more than NEAR times above them, nothing is
         chosen, and the models are compared at the nearest cost instead.
         """
-        answer = Choice(
-            self.budget,
-            limit,
-            self.batch,
-            refusal="no cost",
-            front=self.front(),
-            devices=self.devices(),
-        )
+        answer = Choice(self.budget, limit, self.batch, front=self.front(), devices=self.devices())
         if not self.costs:
-            return answer
+            return dataclasses.replace(answer, refusal="no cost")
         least = min(map(min, self.costs.values()))
         largest = sorted(map(max, self.costs.values()))  # cost of each model
         refusal, compared_at, factor = None, limit, None
@@ -216,9 +207,7 @@ class Asked:
         return kept
 
     def front(self) -> tuple[FrontPoint, ...]:
-        """Returns the Pareto front of cost and loss: the candidates, cheapest first, with a lower loss
-        than all that cost no more.
-        """
+        """Returns the Pareto front: candidates with a lower loss than all that cost no more."""
         priced = [(self.cost_of(one), one.loss, one) for one in self.candidates]
         priced = [row for row in priced if row[0] and math.isfinite(row[1])]
         front: list[FrontPoint] = []
@@ -230,9 +219,7 @@ class Asked:
         return tuple(front)
 
     def devices(self) -> tuple[str, ...]:
-        """Returns the devices on which this cost, a time, was measured, if there are several: their
-        times cannot be compared.
-        """
+        """Returns the devices of the measured times if several: these cannot be compared."""
         names: dict[str, None] = {}
         for run in self.evidence.record.runs:
             if self.budget == "decode_ms" and run.inference:
@@ -295,9 +282,7 @@ def _cheapest_of_lowest(contenders: Sequence[Contender]) -> Contender:
 
 # ------------------------------------------------------------------ training budgets
 def _training_contenders(curves_of: dict[str, ScalingCurves], budget: float) -> list[Contender]:
-    """Returns the models, from {model: its curves}, at a training budget; [] if none was trained with
-    so little.
-    """
+    """Returns the models, from {model: its curves}; [] if none was trained with so little."""
     reached = {model: _best_reached(curves, budget) for model, curves in curves_of.items()}
     trained = [one for one in reached.values() if one]
     if not trained:

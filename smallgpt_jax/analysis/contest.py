@@ -86,9 +86,7 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
 
 
 def _ranked(contenders: Sequence[Contender], means: np.ndarray) -> list[int]:
-    """Returns the indices of the contenders: first those trained within the budget, lowest expected
-    loss first; of equal ones, the cheapest.
-    """
+    """Returns the indices, best first: within the budget by expected loss, then the others."""
     are_measured = any(one.cost is not None for one in contenders)
 
     def rank(index: int) -> tuple[bool, float, float]:
@@ -123,9 +121,7 @@ def _decide(
 def _standing(
     contender: Contender, loss: float, interval: Range | None, probability: float
 ) -> Standing:
-    """Returns the row of a contender in the ranking. `loss` and `interval` are the expected ones,
-    `probability` is that of having the lowest loss.
-    """
+    """Returns a row of the ranking, with the expected loss and P(lowest loss)."""
     candidate, run = contender.candidate, contender.candidate.first
     losses = list(contender.losses.values())
     repeats = [run.final("loss_of_repeats") for run in candidate.runs]
@@ -302,9 +298,7 @@ def seeds_needed(difference: Difference, pair_level: float | None = None) -> Ran
 
 
 def _interval(estimate: Estimate, index: int) -> Range | None:
-    """Returns the interval of a model's expected loss, from the spread of its own runs; None if no
-    model has two seeds.
-    """
+    """Returns the interval of a model's expected loss; None if no model has two seeds."""
     degrees = estimate.degrees[index].max()  # those of its best known difference
     if degrees == 0:
         return None

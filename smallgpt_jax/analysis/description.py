@@ -37,7 +37,7 @@ ComparePairs = Callable[[Values], tuple[Pair, ...]]  # each name against the ref
 
 # ------------------------------------------------------------------ setup
 def describe_setup(record: Record) -> Setup | None:
-    """Returns None without runs."""
+    """Returns the ranges of what was trained, on what and when; None without runs."""
     runs = record.runs
     if not runs:
         return None
@@ -76,37 +76,38 @@ def _range(values: Sequence[float]) -> Range:
 
 
 def _sizes(runs: Sequence[Run]) -> tuple[str, ...]:
-    groups = grouped(runs, lambda run: run.size)
-    return tuple(
-        sorted(
-            groups, key=lambda size: statistics.fmean(run.active_parameters for run in groups[size])
-        )
-    )
+    """Returns the sizes in ascending order of their mean parameters."""
+    runs_of = grouped(runs, lambda run: run.size)
+    parameters = {}
+    for size, of_size in runs_of.items():
+        parameters[size] = statistics.fmean(run.active_parameters for run in of_size)
+    return tuple(sorted(parameters, key=parameters.get))
 
 
 def _corpus(runs: Sequence[Run]) -> Corpus:
+    """Returns the text of the first run, of which all have the same, and how often it was read."""
     first = runs[0]
     description = first.text.description if first.text else {}
     stores = description.get("mixture", [description])
-    longest = max(run.tokens for run in runs)
-    tokens, reads = 0, [0.0]
+    most_tokens = max(run.tokens for run in runs)
+    tokens, times_read = 0, [0.0]
     if "probe" not in description:  # the rows of a probe are made when they are read
         for store in stores:
             size = store.get("splits", {}).get("train", {}).get("tokens", 0)
             tokens += size
-            reads.append(store.get("weight", 1.0) * longest / size if size else 0.0)
+            times_read.append(store.get("weight", 1.0) * most_tokens / size if size else 0.0)
     config = first.config
     return Corpus(
         source=config.get("data.mixture") or config.get("data.source", ""),
         tokens=tokens or None,
         tokenizer=config.get("data.tokenizer", ""),
         vocabulary=stores[0].get("vocab_size"),
-        most_read=max(reads),
+        most_read=max(times_read),
     )
 
 
 def _hours(runs: Sequence[Run]) -> float | None:
-    """Returns the hours of training; steps that runs have in common count once."""
+    """Returns the hours of training, without copied steps; None if a speed was not logged."""
     seconds = 0.0
     for run in runs:
         if not run.last or run.last.seconds is None:
@@ -122,10 +123,12 @@ def describe_rates(record: Record) -> tuple[Rates, ...]:
 
 
 def _rates(name: str, grid: Grid, runs: Sequence[Run]) -> Rates:
-    # A rate may be the best if its loss is within the spread over seeds of the best one: two runs
-    # with one seed differ by √2 standard deviations, if the rate makes no difference.
-    longest = [run.loss for run in runs if run.name == name and run.horizon == 1]
-    over_seeds = [loss for loss in longest if math.isfinite(loss)]
+    """Returns the learning rates of a name, as multiples of its own one, and which may be the best, by
+    how much the losses of the name's longest runs vary over seeds.
+    """
+    # Two runs differ by √2 standard deviations, if the rate makes no difference.
+    losses = [run.loss for run in runs if run.name == name and run.horizon == 1]
+    over_seeds = [loss for loss in losses if math.isfinite(loss)]
     deviation = statistics.stdev(over_seeds) if len(over_seeds) > 1 else 0.0
     finite = [loss for loss in grid.losses.values() if loss is not None and loss < math.inf]
     best_loss = min(finite, default=math.nan)
@@ -138,8 +141,8 @@ def _rates(name: str, grid: Grid, runs: Sequence[Run]) -> Rates:
 
 
 def minimum_of(grid: Grid) -> float | None:
-    """Returns the multiple at the minimum of the parabola in ln(rate) through the best one and its
-    neighbors; None at an edge, beside a diverged one, and without a minimum.
+    """Returns the multiple of the learning rate at the minimum of the parabola loss(ln rate) through
+    the best one and its neighbors; None at an edge, beside a diverged one, and without a minimum.
     """
     if grid.best is None or grid.edge:
         return None
@@ -151,6 +154,7 @@ def minimum_of(grid: Grid) -> float | None:
     if math.inf in (y0, y2):
         return None
     slope, next_slope = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+    # The parabola has the slope `slope` in the middle of x0 and x1, and rises by its curvature.
     curvature = 2 * (next_slope - slope) / (x2 - x0)
     if curvature <= 0:
         return None
@@ -159,7 +163,7 @@ def minimum_of(grid: Grid) -> float | None:
 
 # ------------------------------------------------------------------ curves
 def describe_curves(runs: Sequence[Run]) -> tuple[Curve, ...]:
-    """Returns the mean losses over the seeds of each name, where all seeds were evaluated."""
+    """Returns the mean losses over the seeds of each name, at the steps of which all have one."""
     curves = [_curve(name, group) for name, group in grouped(runs, lambda run: run.name).items()]
     return tuple(curve for curve in curves if curve.points)
 
@@ -168,22 +172,22 @@ def _curve(name: str, runs: Sequence[Run]) -> Curve:
     """Returns mean losses over the seeds by step; no points if seeds end on different validation
     rows. Evaluations on other rows than the last one are left out.
     """
-    targets = {run.last.targets for run in runs if run.last}
-    if len(targets) != 1 or any(not run.last for run in runs):
+    targets = {run.last.targets if run.last else None for run in runs}
+    if len(targets) != 1 or None in targets:
         return Curve(name, ())
-    by_step = []
+    curves_by_step = []  # {step: point} of each run
     for run in runs:
-        points = [point for point in run.curve if point.targets in targets]
-        by_step.append({point.step: point for point in points})
-    points = []
-    for step in sorted(set.intersection(*map(set, by_step))):
-        at_step = [points_of_run[step] for points_of_run in by_step]
-        losses = spread_of([point.loss for point in at_step])
+        comparable = [point for point in run.curve if point.targets in targets]
+        curves_by_step.append({point.step: point for point in comparable})
+    means = []
+    for step in sorted(set.intersection(*map(set, curves_by_step))):
+        points = [curve[step] for curve in curves_by_step]
+        losses = spread_of([point.loss for point in points])
         if losses:
-            tokens = _mean([point.tokens for point in at_step])
-            flops = _mean([point.flops for point in at_step])
-            points.append(CurvePoint(tokens, flops, losses))
-    return Curve(name, tuple(points))
+            tokens = _mean([point.tokens for point in points])
+            flops = _mean([point.flops for point in points])
+            means.append(CurvePoint(tokens, flops, losses))
+    return Curve(name, tuple(means))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -191,7 +195,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def spread_of(values: Sequence[float | None]) -> Spread | None:
-    """Returns None without a value, or if one is missing."""
+    """Returns the mean and the range; None without a value, or if one is missing."""
     if not values or None in values:
         return None
     return Spread(statistics.fmean(values), min(values), max(values))
@@ -199,14 +203,12 @@ def spread_of(values: Sequence[float | None]) -> Spread | None:
 
 # ------------------------------------------------------------------ further measures
 def describe_measures(runs: Sequence[Run], compare_pairs: ComparePairs) -> tuple[Measure, ...]:
-    """Returns the measures of finished runs. `compare_pairs` is called for those of _TESTED; the
-    others have no verdicts.
-    """
+    """Returns the measures of finished runs; those of _TESTED with verdicts."""
     finished = [run for run in runs if run.is_finished and not run.diverged]
     measures = []
     for kind, measure_of in _MEASURES:
         for measure, values in _by_measure(finished, measure_of).items():
-            spreads = {name: spread_of(list(by_seed.values())) for name, by_seed in values.items()}
+            spreads = {name: spread_of([*by_seed.values()]) for name, by_seed in values.items()}
             pairs = compare_pairs(values) if kind in _TESTED else ()
             measures.append(Measure(kind, measure, spreads, pairs))
     return tuple(measures)
@@ -250,6 +252,7 @@ def _inside(run: Run) -> dict[str, float | None]:
 
 
 def _inference(run: Run) -> dict[str, float | None]:
+    """Returns {measure: bytes or milliseconds} of decoding; {} if it was not measured."""
     inference = run.inference
     if inference is None:
         return {}

@@ -56,9 +56,7 @@ def compare_at_equal_flops(evidence: Evidence, reference: str) -> tuple[EqualFlo
 def _curves_to_compare(
     evidence: Evidence, reference: str
 ) -> list[tuple[ScalingCurves, ScalingCurves]]:
-    """Returns (curves of a model, those of the reference) per other model. Models of the reference's
-    function are left out: they have no difference to find.
-    """
+    """Returns (curves of a model, of the reference), without those of one function."""
     curves = _curves_over_flops(evidence)
     base = curves.get(reference)
     if base is None:
@@ -104,9 +102,7 @@ def _compare(one: Contender, base: Contender, evidence: Evidence) -> Difference:
 def _decide(
     model: str, reference: str, comparisons: Sequence[BudgetComparison], evidence: Evidence
 ) -> EqualFlops:
-    """Returns which of the two is better in which range of budgets, with the band around the
-    differences: a verdict is a band that excludes 0.
-    """
+    """Returns in which ranges of budgets one is better: where the band excludes 0."""
     # divided by the number of verdicts, so that all hold together (Bonferroni)
     level = LEVEL / max(1, len(comparisons))
     differences = [one.difference for one in comparisons]
@@ -179,9 +175,7 @@ def find_multipliers(
 def _multiplier(
     curves: ScalingCurves, base: ScalingCurves, budget: float, evidence: Evidence
 ) -> Multiplier:
-    """Returns FLOPs of `base` / FLOPs of `curves` at the loss that `base` reaches with the budget:
-    above 1, the model of `curves` needs less.
-    """
+    """Returns FLOPs of `base` / FLOPs of `curves` at the loss of `base` with the budget."""
 
     def refuse(reason: str) -> Multiplier:
         return Multiplier(curves.model, base.model, budget, None, None, reason)
@@ -190,7 +184,8 @@ def _multiplier(
         most_budgets = max(map(len, of_model.curves.values()))
         if most_budgets < 2:
             return refuse("one budget")
-    if not evidence.variance_prior.is_known or evidence.most_seeds < MIN_SEEDS:
+    most_seeds = max(len(one.losses) for one in evidence.candidates)
+    if not evidence.variance_prior.is_known or most_seeds < MIN_SEEDS:
         return refuse("few seeds")
     key = _best_common_key(curves, base, budget)
     if key is None:

@@ -55,9 +55,7 @@ class LawPoint(NamedTuple):
 
 
 def law_points(runs: Sequence[Run]) -> list[LawPoint]:
-    """Returns the mean losses over seeds of each size and length, without those of which a seed has
-    diverged or is unfinished.
-    """
+    """Returns mean losses over seeds, without those of which a seed diverged or is unfinished."""
     points = []
     for group in grouped(runs, lambda run: (run.name, run.horizon)).values():
         losses = [run.loss for run in group]
@@ -78,9 +76,7 @@ def missing_for_law(points: Sequence[LawPoint]) -> str:
 
 # ------------------------------------------------------------------ fits
 def fit(form: str, points: Sequence[LawPoint]) -> dict[str, float]:
-    """Returns the law of one model, {term: coefficient} of log(loss); the one with the least norm, if
-    the losses do not determine it.
-    """
+    """Returns the law of one model, {term: coefficient}; of several, that with the least norm."""
     terms = _terms(form, points)
     losses = np.log([point.loss for point in points])
     coefficients, *_ = np.linalg.lstsq(terms, losses, rcond=None)
@@ -127,7 +123,10 @@ def _misses(form: str, fitted: Sequence[LawPoint], left_out: Sequence[LawPoint])
 
 def _fits(form: str, points: Sequence[LawPoint]) -> dict[str, dict[str, float]]:
     """Returns {model: law}."""
-    return {model: fit(form, group) for model, group in grouped(points, _model).items()}
+    return {
+        model: fit(form, group)
+        for model, group in grouped(points, lambda point: point.model).items()
+    }
 
 
 def _largest_size(points: Sequence[LawPoint]) -> str:
@@ -144,11 +143,9 @@ def _largest_size(points: Sequence[LawPoint]) -> str:
 def predict(
     runs: Sequence[Run], planned: Sequence[LawPoint], held_out: str, time: str, command: str
 ) -> Predictions:
-    """Returns the predictions of `planned` runs of a held-out size, from finished runs of the others.
-    `time` and `command` are only stored.
-    """
+    """Returns the predictions of `planned` runs of a held-out size, by runs of the others."""
     points = law_points(runs)
-    by_model = grouped(points, _model)
+    by_model = grouped(points, lambda point: point.model)
     missing_of = {point.model: missing_for_law(by_model.get(point.model, ())) for point in planned}
     not_predicted = {model: what for model, what in missing_of.items() if what}
     can_be_predicted = missing_of.keys() - not_predicted
@@ -175,16 +172,10 @@ def predict(
     )
 
 
-def _model(point: LawPoint) -> str:
-    return point.model
-
-
 # ------------------------------------------------------------------ findings
 def find_laws(record: Record, contest_at: ContestAt) -> Laws | None:
-    """Returns how well laws of the smaller sizes predict the largest size, of the models that have
-    enough sizes and lengths; None without any.
-    """
-    by_model = grouped(law_points(record.runs), _model)
+    """Returns how well laws of the smaller sizes predict the largest; None without a law."""
+    by_model = grouped(law_points(record.runs), lambda point: point.model)
     usable: list[LawPoint] = []
     for points in by_model.values():
         usable += [] if missing_for_law(points) else points
@@ -219,9 +210,7 @@ def _losses_of_largest_size(points: Sequence[LawPoint]) -> dict[str, float]:
 
 
 def _decisions(losses: Mapping[str, float], contest: Contest | None) -> Decisions:
-    """Returns of how many decided pairs of the contest {model: loss}, such as predicted ones, has the
-    better model right.
-    """
+    """Returns how many decided pairs of the contest are ordered rightly by {model: loss}."""
     right = pairs = 0
     for model, other in itertools.combinations(losses, 2):
         pair = contest and contest.pair(model, other)
@@ -232,9 +221,7 @@ def _decisions(losses: Mapping[str, float], contest: Contest | None) -> Decision
 
 
 def check_predictions(record: Record, contest_at: ContestAt) -> HeldOut | None:
-    """Returns the record's predictions of the held-out size beside the trained losses; None without
-    predictions.
-    """
+    """Returns the record's predictions beside the trained losses; None without any."""
     predictions = record.predictions
     if predictions is None:
         return None

@@ -241,9 +241,7 @@ class Run:
         return 1 - self.copied_steps / self.steps
 
     def final(self, field: str) -> float | None:
-        """Returns the mean of a field over the last evaluations on as many targets as the last; None if
-        a value is missing or not finite.
-        """
+        """Returns the mean over the last evaluations; None if a value is missing or not finite."""
         points = [point for point in self.curve if point.targets == self.curve[-1].targets]
         values = [getattr(point, field) for point in points[-self.averaged :]]
         return None if not values or None in values else math.fsum(values) / len(values)

@@ -53,25 +53,19 @@ class ScalingCurves:
         return {key: contender.loss for key, contender in self.at_budget(budget).items()}
 
     def best_within(self, budget: float) -> ScalingPoint | None:
-        """Returns the point with the lowest loss that costs no more than the budget. With all of the
-        budget, the model reaches at least this loss.
-        """
+        """Returns the best point within the budget, which bounds the loss from above."""
         affordable = [point for point in self.points if point.cost <= SAME_BUDGET * budget]
         return min(affordable, key=lambda point: point.candidate.loss, default=None)
 
     def cheapest_just_above(self, budget: float) -> ScalingPoint | None:
-        """Returns the cheapest point above the budget, up to NEAR times it. With the budget, the model
-        is taken to reach no less than this loss.
-        """
+        """Returns the cheapest point up to NEAR above, which bounds the loss from below."""
         for point in self.points:
             if SAME_BUDGET * budget < point.cost <= NEAR * budget:
                 return point
         return None
 
     def steepness(self, candidate: Candidate) -> float | None:
-        """Returns e of loss ∝ cost^−e between the candidate and the point before it, the largest over
-        its curves; None if it is the first point of all.
-        """
+        """Returns the largest e of loss ∝ cost^−e from the point before the candidate."""
         exponents = []
         for curve in self.curves.values():
             for before, after in itertools.pairwise(curve):

@@ -31,19 +31,20 @@ def evidence(differences: Sequence[float], precision: float = PRECISION) -> floa
     if count < 2 or squares == 0:
         return 1.0
     # The sum of squares that the effect does not explain; n·x²·p/(n + p) if all differences are x.
-    left = squares - total * total / (count + precision)
-    prior = 0.5 * math.log(precision / (count + precision))
-    logarithm = prior + count / 2 * math.log(squares / left)
-    return math.exp(min(logarithm, 700.0))
+    unexplained = squares - total * total / (count + precision)
+    log_prior = 0.5 * math.log(precision / (count + precision))
+    log_evidence = log_prior + count / 2 * math.log(squares / unexplained)
+    return math.exp(min(log_evidence, 700.0))  # 700: exp of more is no float
 
 
 def interval(
     differences: Sequence[float], level: float = 0.05, precision: float = PRECISION
 ) -> tuple[float, float]:
-    """Returns the means that the evidence does not exclude: evidence(differences − mean) < 1/level.
+    """Returns the interval of the means that the evidence does not exclude, those with
+    evidence(differences − mean) < 1/level.
 
-    With a probability of 1 − level, the intervals of all looks contain the true mean. With few
-    differences, they have no limits.
+    With a probability of 1 − level, the intervals of all looks contain the true mean. Of few
+    differences, it is infinite.
     """
     count = len(differences)
     if count < 2:
@@ -57,25 +58,25 @@ def interval(
 def half_width(
     count: int, variance: float, degrees: float, level: float, precision: float = PRECISION
 ) -> float:
-    """Returns half the width of `interval` around the mean of `count` differences, inf without a
-    limit.
+    """Returns half the width of `interval` around the mean of `count` differences, from their sample
+    variance; inf with too few.
 
-    `variance` has more degrees of freedom than count − 1 if it was drawn towards those of other
+    The variance has more degrees of freedom than count − 1 if it was drawn towards those of other
     pairs (`spreads.VariancePrior`): the deviation is then not unknown, but has their distribution.
     """
     if count < 1 or degrees <= 0:
         return math.inf
-    # squares / left at the limits, see `evidence`
+    # squares / unexplained where the evidence is 1/level (see `evidence`), solved for the mean
     ratio = (math.sqrt((count + precision) / precision) / level) ** (2 / (degrees + 1))
     slack = 1 - ratio * precision / (count + precision)
-    if slack <= 0:
+    if slack <= 0:  # the evidence cannot reach 1/level, however large the mean
         return math.inf
     return math.sqrt((ratio - 1) * degrees * variance / (count * slack))
 
 
 def seeds_of_effects(squares: np.ndarray, level: float, precision: float = PRECISION) -> np.ndarray:
-    """Returns after how many seeds the evidence for an effect is about 1/level, from squares of
-    effects in standard deviations.
+    """Returns after how many seeds the evidence for an effect is about 1/level, so that it is found.
+    `squares` are those of effects in standard deviations.
 
     The evidence for n differences with the mean effect x is
 
@@ -83,15 +84,13 @@ def seeds_of_effects(squares: np.ndarray, level: float, precision: float = PRECI
     """
     seeds = np.full(np.shape(squares), 2.0)
     for _ in range(20):  # converges: the right side grows with ln(n)
-        left = precision / (seeds + precision)
-        needed = math.log(1 / level) - 0.5 * np.log(left)
-        growth = 0.5 * np.log((1 + squares) / (1 + squares * left))
-        seeds = np.maximum(needed / np.maximum(growth, 1e-9), 2.0)
+        unexplained = precision / (seeds + precision)  # fraction of the squares
+        needed = math.log(1 / level) - 0.5 * np.log(unexplained)
+        per_seed = 0.5 * np.log((1 + squares) / (1 + squares * unexplained))
+        seeds = np.maximum(needed / np.maximum(per_seed, 1e-9), 2.0)
     return seeds
 
 
 def level_of_question(number: int, level: float = 0.05) -> float:
-    """Returns the level of one of arbitrarily many questions, numbered from 1. Together, all have
-    `level`: 1/2 + 1/6 + 1/12 + … = 1.
-    """
+    """Returns the level of one of many questions: 1/2 + 1/6 + 1/12 + … = 1."""
     return level / (number * (number + 1))

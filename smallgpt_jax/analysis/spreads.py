@@ -101,9 +101,7 @@ def _inverse_trigamma(value: float) -> float:
 
 # ------------------------------------------------------------------ losses of several models
 def matrix(losses: Sequence[Mapping[int, float]]) -> np.ndarray:
-    """Returns {order of batches: loss} of each model as an array (models, orders); NaN where a model
-    has no run.
-    """
+    """Returns {order of batches: loss} of each model as (models, orders); NaN without a run."""
     orders = sorted(set().union(*losses))
     array = np.full((len(losses), len(orders)), math.nan)
     for row, of_model in zip(array, losses):
@@ -112,9 +110,7 @@ def matrix(losses: Sequence[Mapping[int, float]]) -> np.ndarray:
 
 
 def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the variance and the degrees of freedom of each row, of what is not NaN in it; 0 and 0
-    of less than two values.
-    """
+    """Returns variances and degrees of freedom of rows, without NaN; 0 of single values."""
     known = ~np.isnan(losses)
     counts = known.sum(1)
     means = np.where(known, losses, 0).sum(1) / np.maximum(counts, 1)
@@ -198,9 +194,7 @@ class Difference:
     paired: float = math.nan  # mean over the orders that both have read
 
     def half_width(self, probability: float) -> float:
-        """Returns half the width of the interval around `mean` that contains the true difference with a
-        probability; inf if the spread is unknown.
-        """
+        """Returns that of the interval with a probability around `mean`; inf if unknown."""
         if self.degrees == 0:
             return math.inf
         return float(special.stdtrit(self.degrees, (1 + probability) / 2)) * self.error
@@ -308,9 +302,7 @@ def estimate(losses: np.ndarray, prior: VariancePrior, noise: Sequence[float] = 
 
 
 def estimate_alone(losses: np.ndarray) -> Estimate:
-    """Returns the estimate of losses (models, orders) whose prior is their own: no other sizes or
-    lengths tell how much they vary.
-    """
+    """Returns the estimate of losses (models, orders) that are their own prior."""
     _, degrees = sample_variances(losses)
     # The model with the most orders is the one that the others are compared with.
     return estimate(losses, variance_prior_of([losses], float(degrees.sum() - degrees.max())))
@@ -372,9 +364,7 @@ def _gap_ratio(samples: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _critical_ratio(count: int, level: float) -> float:
-    """Returns the `_gap_ratio` that `count` normally distributed losses exceed with the probability
-    `level`, by simulation.
-    """
+    """Returns the `_gap_ratio` that normal losses exceed with a probability, by simulation."""
     samples = np.sort(np.random.default_rng(0).standard_normal((_SAMPLES, count)), axis=1)
     return float(np.quantile(_gap_ratio(samples), 1 - level))
 

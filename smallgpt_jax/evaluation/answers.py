@@ -10,13 +10,13 @@ from smallgpt_jax.run.metrics import ANSWER_BITS, ANSWER_MARGIN
 
 
 def add_answer_bits(results: dict[str, Any], tasks: dict[str, Any]) -> None:
-    """Adds both metrics, means over the questions with standard errors, to results of the harness
-    that have its samples. `tasks` are its tasks by name.
+    """Adds ANSWER_BITS and ANSWER_MARGIN, means over the questions with standard errors, to results
+    of the harness that have its samples. `tasks` are its tasks by name.
     """
     for name, samples in results["samples"].items():
         task = tasks.get(name)
         if task is None or task.OUTPUT_TYPE != "multiple_choice":
-            continue
+            continue  # has no right answer among given ones
         questions = {sample["doc_id"]: sample for sample in samples}  # once per filter
         bits = [_answer_bits_of(sample, task) for sample in questions.values()]
         bits = [question for question in bits if question is not None]

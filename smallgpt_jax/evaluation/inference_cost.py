@@ -74,7 +74,7 @@ def inference_cost(text_model: inference.TextModel, log=print) -> dict[str, Any]
 
 
 def _quartiles(timings: Callable[[], list[float]]) -> dict[str, float] | None:
-    """Returns None if the program does not fit in memory."""
+    """Returns the quartiles of what `timings` measures; None if it does not fit in memory."""
     try:
         milliseconds = timings()
     except jax.errors.JaxRuntimeError as error:

@@ -73,6 +73,7 @@ class SmallGPT(TemplateLM):
         ids = self._tokenizer.encode([string])[0].tolist()
         if self._tokenizer.unknown in ids or self._tokenizer.count_dropped(string) > 0:
             self.unencoded += 1
+        # See the class's docstring. False: the caller adds the beginning, or wants none.
         has_own_beginning = self._tokenizer.begin_of_text != self._tokenizer.end_of_text
         if has_own_beginning and add_special_tokens is not False:
             return [self._tokenizer.begin_of_text, *ids]
@@ -115,8 +116,10 @@ class SmallGPT(TemplateLM):
     def _score(
         self, kind: str, keys: Sequence[tuple], jobs: Sequence[Sequence[TokenSequence]]
     ) -> list[Score]:
-        """Returns the score of each job, a text that is split into sequences. The cache has that of
-        jobs[i] under keys[i].
+        """Returns the score of each job: the sum over its sequences, which make up one text.
+
+        `kind` is the harness's name of the request. The cache has the score of jobs[i] under
+        (kind, keys[i]), from an interrupted evaluation.
         """
         total = [Score(0.0, True)] * len(jobs)
         jobs = list(jobs)
@@ -127,11 +130,11 @@ class SmallGPT(TemplateLM):
             # a rolling log-likelihood is a number alone
             total[i] = Score(cached, True) if isinstance(cached, float) else Score(*cached)
             jobs[i] = ()  # nothing to score
-        sequences, job_of = [], []
+        sequences, job_of = [], []  # of all jobs together, and the job of each
         for job, its_sequences in enumerate(jobs):
             sequences += its_sequences
             job_of += [job] * len(its_sequences)
-        left = [len(its_sequences) for its_sequences in jobs]
+        left = [len(its_sequences) for its_sequences in jobs]  # sequences to score, by job
         done = left.count(0)
         for index, score in self._scorer.score(sequences):
             job = job_of[index]
@@ -147,8 +150,8 @@ class SmallGPT(TemplateLM):
         return total
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Requests with equal settings are batched, longest contexts first. Sampled texts are not
-        cached.
+        """Returns the generated text of each request, (prompt, settings). Requests with equal settings
+        are batched, longest contexts first. Sampled texts are not cached.
         """
         is_sampled = [
             normalize_gen_kwargs(request.args[1], _MAX_NEW_TOKENS)["do_sample"]

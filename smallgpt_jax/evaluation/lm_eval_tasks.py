@@ -122,7 +122,7 @@ def _config_changes(tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Returns {task of the harness: changes of its config}, without repetitions."""
     changes: dict[str, dict[str, Any]] = {}
     for task in tasks:
-        if task == _BABYLM:
+        if task == _BABYLM:  # not a task of the harness
             continue
         for name, of_preset in PRESETS.get(task, {task: {}}).items():
             changes[name] = changes.get(name, {}) | of_preset
@@ -151,6 +151,7 @@ def _quiet_logging():
 
 
 def task_manager(names: Sequence[str]):
+    """Returns the harness's TaskManager, which reads only what the tasks `names` need."""
     from lm_eval import tasks
 
     if not set(names) <= FOLDERS.keys():
@@ -185,6 +186,7 @@ def _task_spec(name: str, changes: dict, data_dir: Path | None, manager) -> str 
 
 
 def load_tasks(specs: Sequence[str | dict], manager, data_dir: Path | None) -> list:
+    """Returns the harness's tasks, and groups of tasks, with their data. Raises UserError."""
     tasks = []
     for spec in specs:
         name = spec if isinstance(spec, str) else spec["task"]

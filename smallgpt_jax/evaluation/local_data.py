@@ -72,7 +72,7 @@ def anli(text: str) -> list[dict]:
         {
             "premise": row["context"],
             "hypothesis": row["hypothesis"],
-            "label": "enc".index(row["label"]),
+            "label": "enc".index(row["label"]),  # entailment, neutral, contradiction
         }
         for row in _json_rows(text)
     ]
@@ -145,7 +145,9 @@ def babylm_tasks(folder: Path | None) -> list[dict]:
 
 
 def _minimal_pairs(task: str, file: Path) -> dict:
-    """The better sentence of a pair is the one that BabyLM calls good."""
+    """Returns the harness's config of a task: which of the two sentences in a row of `file` is the
+    more probable one; right is the one that BabyLM calls good.
+    """
     from datasets import Dataset
 
     good, bad = "sentence_good", "sentence_bad"
@@ -174,6 +176,7 @@ def _minimal_pairs(task: str, file: Path) -> dict:
 
 
 def require_files(names: Sequence[str], folder: Path) -> None:
+    """Raises UserError unless the data of all tasks can be read from `folder`."""
     unknown = [name for name in names if name not in TASKS]
     if unknown:
         raise UserError(
@@ -216,6 +219,7 @@ def task_config(name: str, config: dict, folder: Path) -> dict:
         **config,
         **dict(task.overrides),
         "task": name,
+        # The harness's names of the splits, of which there is one, called "here".
         "custom_dataset": lambda **_: {"here": split},
         "training_split": None,
         "validation_split": "here",

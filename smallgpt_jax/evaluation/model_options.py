@@ -22,6 +22,7 @@ class ModelOptions:
     trust_custom_code: bool = False  # import the modules of custom classes
 
     def load(self, workdir: Path) -> inference.TrainedModel:
+        """Returns the model of a workdir with these options. Raises UserError."""
         if self.dtype not in (None, *DTYPES):
             raise UserError(f"--dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
         trained = inference.load_trained(workdir, self.step, self.trust_custom_code)

@@ -94,8 +94,9 @@ class Text(NamedTuple):
 
 
 def _read_texts(source: str | Path, data: DataConfig, tokenizer: Tokenizer) -> list[Text]:
-    """Returns the texts of a source, one per file that is not empty. The text_field and the
-    text_endings are those of `data`. Raises UserError if there are none, or for an invalid file.
+    """Returns the texts of a source, one per file that is not empty. `data` says which files are
+    texts, and where the text of an item is. Raises UserError if there are none, or for an invalid
+    file.
     """
     rules = Rules(
         data.text_field,
@@ -133,6 +134,7 @@ def _with_advice_of_this_command(text_field: str) -> Generator[None]:
 
 
 def encode_text(file: str, documents: list[str], tokenizer: Tokenizer) -> Text:
+    """Returns the text with its tokens: each document between the tokens that begin and end texts."""
     begin, end = [tokenizer.begin_of_text], [tokenizer.end_of_text]
     tokens = encode(documents, tokenizer)
     unknown = 0

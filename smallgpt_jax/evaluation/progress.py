@@ -14,8 +14,9 @@ class ScoringProgress:
         self._line, self._shown_at, self._started = StatusLine(), 0.0, 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        """Shows that `done` of `total` are done. `what` names them, such as "texts scored"."""
         now = time.monotonic()
-        if done <= 1 or not self._started:
+        if done <= 1 or not self._started:  # a new count: an evaluation may have several
             self._started = self._shown_at = now
         pause = 0.2 if self._line.is_on_terminal else 10
         if done < total and now - self._shown_at < pause:

@@ -49,7 +49,7 @@ def generate_answers(
     max_new_tokens: int,
     progress: Callable[[str, int, int], Any],
 ) -> list[str]:
-    """Longest prompts first, in batches."""
+    """Returns what the model generates after each question's prompt, until the answer ends."""
     answers = [""] * len(questions)
     lengths = [len(question.prompt) for question in questions]
     # prompts of similar lengths have little padding

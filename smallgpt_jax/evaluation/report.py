@@ -40,7 +40,7 @@ def examples_table(results: dict[str, dict[str, float]], count: int) -> str:
 
 
 def texts_table(files: Sequence[dict[str, Any]], total: dict[str, Any]) -> str:
-    """`files` and `total` are those of the results of `evaluate --text`."""
+    """Returns the Markdown table of `evaluate --text`: one row per file (`measures`), and the total."""
     lines = [
         "| text | documents | tokens | bytes | loss | perplexity | bits per byte |",
         "|---|---|---|---|---|---|---|",
@@ -62,7 +62,9 @@ def texts_table(files: Sequence[dict[str, Any]], total: dict[str, Any]) -> str:
 
 
 def results_table(results: dict, model_name: str) -> str:
-    """`results` are those of the harness."""
+    """Returns the Markdown table of the harness's `results`, beside those of arXiv 2404.14462 for
+    the model of this name.
+    """
     logged = dict(zip(PAPER, _LOGGED.get(model_name, ())))
     lines = [
         f"| task | examples | shots | metric | value | chance | paper's {model_name}¹ |",

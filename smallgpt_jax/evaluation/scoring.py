@@ -80,6 +80,7 @@ class Scorer:
             yield from _scores(*pending)
 
     def batches(self, sequences: Sequence[TokenSequence]) -> Iterator[ScoringBatch]:
+        """Yields the sequences in padded batches, the longest first; the last one has empty rows."""
         assert all(0 < sequence.scored < len(sequence.tokens) for sequence in sequences)
         needed = [len(sequence.tokens) - 1 for sequence in sequences]
         lengths = static_lengths(needed, self.model.config.context_length)
@@ -107,6 +108,7 @@ class Scorer:
         return _run(self._variables, tokens_BxT1, scored_BxT, self.model, self.mesh)
 
 
+# Each device scores its rows alone, so that its loop is as long as its own rows need.
 @functools.partial(jax.jit, static_argnames=("model", "mesh"))
 def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, mesh):
     rows = PartitionSpec(("data", "fsdp"))

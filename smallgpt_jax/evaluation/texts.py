@@ -104,7 +104,7 @@ class TextSample:
             )
         self._corpus, self._separate = corpus, config.data.separate_documents
         self.context_length = config.model.context_length
-        self.window_multiple = math.lcm(*contexts)
+        self.window_multiple = math.lcm(*contexts)  # context lengths per window
         self._windows = self._rows(self.window_multiple)
         if not all(packing.num_rows for packing in self._windows.packings):
             raise UserError(
@@ -115,12 +115,13 @@ class TextSample:
         self.bytes_per_token = corpus.bytes_per_token("validation")
         if math.isnan(self.bytes_per_token) and corpus.warning:
             raise UserError(f"config.compare: text {name!r}: {corpus.warning}")
-        wanted = config.train.eval_steps * config.train.batch_size
+        rows_of_evaluation = config.train.eval_steps * config.train.batch_size
         self._window_numbers = batches.sample_rows(
-            self._windows, -(-wanted // self.window_multiple)
+            self._windows, -(-rows_of_evaluation // self.window_multiple)
         )
 
     def _rows(self, multiple: int) -> batches.Mixture:
+        """Returns the whole validation split in rows of `multiple` context lengths."""
         return self._corpus.pack(
             "validation", "concat", self._separate, multiple * self.context_length
         )
@@ -149,7 +150,7 @@ def measure_texts(
     text and the settings are the same.
     """
     if not sources and set(contexts) == {1}:
-        return
+        return  # the evaluations of training have this loss
     config = read_config(folder)
     if config.train.objective == "masked" or config.data.format != "text":
         what = "masked tokens" if config.train.objective == "masked" else "answers"
@@ -181,6 +182,7 @@ def measure_texts(
                 "fingerprint": corpus.fingerprint("validation"),
                 "context_length": multiple * config.model.context_length,
             }
+            # An earlier row with these settings also has the loss.
             same = [before for before in rows_before if row.items() <= before.items()]
             if same:
                 row = same[0]

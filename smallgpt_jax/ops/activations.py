@@ -17,6 +17,7 @@ def gelu(x):
     return _gelu_forward(x)[0]
 
 
+# GELU, and its derivative for the backward pass.
 def _gelu_forward(x):
     dtype = x.dtype
     x = x.astype(jnp.float32)

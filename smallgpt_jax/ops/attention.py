@@ -64,6 +64,7 @@ def _flash_supports(shape: AttentionShape, mask: AttentionMask) -> bool:
     return flash_attention.fits(shape.per_group, shape.head_width, shape.time, shape.dtype)
 
 
+# Why a kernel cannot compute an attention, "" if it can.
 def _reason_against_pallas(
     backend: str, platform: str, shape: AttentionShape, mask: AttentionMask, has_alibi: bool
 ) -> str:

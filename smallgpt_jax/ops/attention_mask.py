@@ -37,7 +37,7 @@ class AttentionMask:
     is_causal: bool = struct.field(pytree_node=False, default=True)
 
     def allowed(self, block: Block):
-        """Returns (B or 1, T, S) bools."""
+        """Returns whether query t may attend to key s, (B or 1, T, S)."""
         distances_TxS = block.distances()
         allowed_TxS = distances_TxS >= 0 if self.is_causal else jnp.ones_like(distances_TxS, bool)
         allowed_BxTxS = allowed_TxS[None]

@@ -30,7 +30,7 @@ class RecurrenceInputs(NamedTuple):
 
 
 def chunk_length(time: int) -> int:
-    """Returns a power of two."""
+    """Returns the positions per chunk, a power of two."""
     longest = _TPU_CHUNK if platform() == "tpu" else CHUNK
     return min(longest, 1 << (time - 1).bit_length())  # 1, 2, 4, 4, 8, … for 1, 2, 3, 4, 5, …
 
@@ -142,7 +142,7 @@ def _run_chunks(kept, erased, added, state, reverse: bool = False):
 
 
 def _in_groups(x, padding: float = 0):
-    """(N, …) → (GROUP, N / GROUP, …)"""
+    """Puts GROUP adjacent chunks on the first axis: (N, …) → (GROUP, N / GROUP, …), padded."""
     if x is None:
         return None
     missing = -len(x) % GROUP  # 7 for 25 chunks, which make two groups of 16

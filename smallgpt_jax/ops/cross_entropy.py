@@ -160,6 +160,7 @@ def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, options: Los
     return jax.lax.scan(add_chunk, jnp.float32(0), chunks)[0]
 
 
+# The sum of the losses, and its gradients by `x_BxTxW` and `head_VxW`, which are all that is saved.
 def _cross_entropy_forward(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, options: LossOptions):
     # Each of P devices accumulates the head's gradient from its own rows; those of all devices are
     # summed after the loop.

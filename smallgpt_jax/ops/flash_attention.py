@@ -31,6 +31,8 @@ OUTPUT = "attention_output"  # name of the forward pass's results in remateriali
 
 
 def is_short(window: int) -> bool:
+    # Then a query reaches so few blocks that loops over them are unrolled, and only blocks at an
+    # edge of the mask are masked.
     return 0 < window <= 2 * _SHORT_BLOCK
 
 
@@ -49,6 +51,7 @@ def fits(per_group: int, head_width: int, time: int, dtype: str) -> bool:
 
 
 def blocks_in_reach(time: int, window: int) -> int:
+    """Returns how many blocks of keys before its own block a query can attend to, at most."""
     length = block_length(time, window)
     if not window:
         return time // length
@@ -77,12 +80,12 @@ def _scores(k_KxS, q_KxC, blocks_apart, window: int):
     length = q_KxC.shape[1]
     is_static = isinstance(blocks_apart, int)
     is_diagonal = is_static and blocks_apart == 0
-    is_inside = not window or (is_static and (blocks_apart + 1) * length <= window)
-    if is_inside and not is_diagonal:  # the whole block is allowed
+    is_in_window = not window or (is_static and (blocks_apart + 1) * length <= window)
+    if is_in_window and not is_diagonal:  # nothing to mask
         return scores_SxC
     key, query = (jax.lax.broadcasted_iota(jnp.int32, scores_SxC.shape, axis) for axis in (0, 1))
     distance = query - key + blocks_apart * length
-    allowed = True if is_inside else distance < window
+    allowed = True if is_in_window else distance < window
     if is_diagonal:
         allowed = allowed & (distance >= 0)
     return jnp.where(allowed, scores_SxC, -1e30)
@@ -111,6 +114,7 @@ def _for_each_block(time: int, window: int, body, count_after: bool = False):
         body(i, neighbors(i))
 
 
+# Of one head: fills `y_KxT` and `log_sums_1xT`, block of queries by block of queries.
 def _forward_kernel(q_KxT, k_KxT, v_KxT, y_KxT, log_sums_1xT, *, window: int):
     width, time = q_KxT.shape
     length = block_length(time, window)
@@ -251,6 +255,7 @@ def _backward(window: int, interpret: bool, saved, dy_BxHxKxT):
     groups = k_BxGxKxT.shape[1]
     per_group = heads // groups
     y_dy_BxHxKxT = y_BxHxKxT.astype(jnp.float32) * dy_BxHxKxT.astype(jnp.float32)
+    # The gradient of a softmax needs y·dy of each query.
     y_dy_BxHx1xT = jnp.sum(y_dy_BxHxKxT, axis=2, keepdims=True)
 
     def spec(*block):

@@ -90,7 +90,7 @@ def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
 
 
 def _one_token(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):
-    """Equation 10."""
+    """Equation 10 of the paper (see this module's docstring), for one token."""
     state_BxHxKxV = kept_BxH[:, :, None, None] * state_BxHxKxV
     read_BxHxV = jnp.einsum("bhk,bhkv->bhv", k_BxHxK, state_BxHxKxV)
     u_BxHxV = beta_BxH[:, :, None] * (v_BxHxV - read_BxHxV)

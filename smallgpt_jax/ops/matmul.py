@@ -7,6 +7,7 @@ from smallgpt_jax.devices.platform import platform
 from smallgpt_jax.ops import bfloat16
 
 
+# `decode`: the product of a decoding step, with few rows and without a gradient.
 def matmul(x_BxTxI, w_IxO, decode: bool):
     if platform() != "cpu":
         return jnp.dot(x_BxTxI, w_IxO)

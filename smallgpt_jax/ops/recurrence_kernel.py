@@ -161,6 +161,8 @@ def _sums_between(x_1xC):
 
 
 def _sums_backward(_, dy):
+    # The sum of a pair (j, i) contains x_p if j < p ≤ i. So a pair counts once where it ends, and
+    # minus once where it starts; the sum of these counts from p on is that of the pairs around p.
     j, i = _row_and_column()
     ends_minus_starts = jnp.sum(dy - dy.T, axis=0, keepdims=True)
     after = (j >= i).astype(jnp.float32)
@@ -367,6 +369,7 @@ def _call(kernel_pass: _Pass, inputs, outputs, arrays: _Arrays, interpret: bool)
     block = math.gcd(time, _BLOCK)
     blocks = time // block
 
+    # The part of the array `x` that a step of the grid gets; the kinds are those of `_Pass`.
     def spec(kind, x):
         heads_of_step = max(1, x.shape[1] * group // heads)
         is_split = x.shape[1] > 1  # over the steps of the grid; otherwise all heads share x

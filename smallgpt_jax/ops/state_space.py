@@ -44,7 +44,7 @@ def state_space(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend:
 
 
 def _one_token(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
-    """Equation 2."""
+    """Equation 2 of the paper (see this module's docstring), for one token."""
     q_BxGxK, k_BxGxK, v_BxHxV, log_decay_BxH, _ = inputs.map(lambda x: x[:, 0])
     kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(log_decay_BxH))
     kept_state_BxHxKxV = kept_BxH[:, :, None, None] * state_BxHxKxV

@@ -110,13 +110,12 @@ class Evidence:
     record: Record
     candidates: tuple[Candidate, ...]
     variance_prior: VariancePrior  # of all differences
-    variance_priors: dict[tuple[str, int], VariancePrior]  # at sizes and steps with _MIN_MODELS
+    # {(size, steps): prior} where _MIN_MODELS were trained: losses vary more at some than at others
+    variance_priors: dict[tuple[str, int], VariancePrior]
     equal: tuple[tuple[str, ...], ...]  # groups of models of one function
 
     def variance_prior_at(self, candidate: Candidate) -> VariancePrior:
-        """Returns the prior at the candidate's size and steps, because losses vary more at some than at
-        others; that of the record where few models were trained.
-        """
+        """Returns the prior at its size and steps; that of the record where models are few."""
         return self.variance_priors.get(_size_and_steps(candidate), self.variance_prior)
 
     @property
@@ -133,9 +132,7 @@ class Evidence:
 
 
 def evidence_of(record: Record) -> Evidence:
-    """Returns the candidates of the finished and diverged runs. A diverged seed makes the loss of its
-    candidate infinite, so that only the others tell how much losses vary.
-    """
+    """Returns the candidates, and how much the losses of those without a diverged seed vary."""
     candidates = _best_rates(_candidates_of(record.runs))
     finite = [one for one in candidates if math.isfinite(one.loss)]
     losses = []  # one array (models, orders of batches) per size and number of steps
@@ -170,9 +167,7 @@ def _degrees_of_freedom(candidates: Sequence[Candidate]) -> int:
 
 
 def level_of_pair(names: Iterable[str]) -> float:
-    """Returns LEVEL divided by the number of pairs, so that all their verdicts hold together with
-    1 − LEVEL (Bonferroni). Names MODEL@SIZE of unequal sizes are no pairs.
-    """
+    """Returns LEVEL, divided among all pairs of names of one size (Bonferroni)."""
     sizes = grouped(dict.fromkeys(names), size_of).values()
     return LEVEL / max(1, sum(math.comb(len(of_size), 2) for of_size in sizes))
 
@@ -231,9 +226,7 @@ def _equal_models(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], ...
 
 
 def _are_equal(some: Sequence[Candidate], others: Sequence[Candidate]) -> bool:
-    """Whether two models have equal losses, or equal configs, in all settings that both were trained
-    in. `some` are the candidates of one, `others` those of the other.
-    """
+    """Whether two models have equal losses, or equal configs, in all common settings."""
     other_at = {_setting(one): one for one in others}
     pairs = [(one, other_at[_setting(one)]) for one in some if _setting(one) in other_at]
     if not pairs:

@@ -68,7 +68,7 @@ def default_choices(evidence: Evidence) -> tuple[Choice, ...]:
     choices = []
     for budget in _DEFAULT_BUDGETS:
         asked = Asked(evidence, budget)
-        choices += [asked.choice(limit) for limit in asked.limits()]
+        choices += [asked.choice(limit) for limit in asked.default_limits()]
     return tuple(choices)
 
 
@@ -176,9 +176,8 @@ class Asked:
         return [_cheapest_of_lowest(group) for group in groups.values()]
 
     def _without_cost_or_loss(self, present: set[str]) -> list[Contender]:
-        """Returns the models that are not `present` and only diverged, or whose cost is unknown: a
-        report names them, and one of unknown cost may be the best.
-        """
+        """Returns further models that only diverged, or whose cost is unknown."""
+        # A report names all of them, and one of unknown cost may be the best.
         diverged, unmeasured = [], []
         for model, group in grouped(self.candidates, lambda one: one.model).items():
             if model in present:
@@ -192,9 +191,7 @@ class Asked:
         return diverged + unmeasured
 
     def _without_equals(self, contenders: Sequence[Contender]) -> list[Contender]:
-        """Returns one of several models of the same function (`Evidence.equal_to`), the best one: all
-        of them would share its probability of being best.
-        """
+        """Returns one model per function: several have more chances to be the best."""
 
         def first_name(one: Contender) -> str:  # the same for all models of a function
             return min((one.model, *self.evidence.equal_to(one.model)))
@@ -229,7 +226,7 @@ class Asked:
         return tuple(names) if len(names) > 1 else ()
 
     # -------------------------------------------------------------- limits of a report
-    def limits(self) -> list[float]:
+    def default_limits(self) -> list[float]:
         """Returns the limits that a report asks about, up to _MAX_LIMITS, in ascending order.
 
         Of training: the costs at which several models were trained, or `_powers_of_ten` if these are

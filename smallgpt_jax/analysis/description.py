@@ -169,13 +169,11 @@ def describe_curves(runs: Sequence[Run]) -> tuple[Curve, ...]:
 
 
 def _curve(name: str, runs: Sequence[Run]) -> Curve:
-    """Returns mean losses over the seeds by step; no points if seeds end on different validation
-    rows. Evaluations on other rows than the last one are left out.
-    """
+    """Returns means over seeds by step; no points if seeds end on different validation rows."""
     targets = {run.last.targets if run.last else None for run in runs}
     if len(targets) != 1 or None in targets:
         return Curve(name, ())
-    curves_by_step = []  # {step: point} of each run
+    curves_by_step = []  # {step: point} of each run, without evaluations on other rows
     for run in runs:
         comparable = [point for point in run.curve if point.targets in targets]
         curves_by_step.append({point.step: point for point in comparable})

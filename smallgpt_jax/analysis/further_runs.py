@@ -96,9 +96,7 @@ def _next_seeds(
 
 
 def _expected_regret(differences: np.ndarray) -> float:
-    """Returns how much higher the loss of the model that is better on average is expected to be than
-    the lower loss of the two, from equally probable differences of their losses.
-    """
+    """Returns the mean of (loss of the model that is better on average − lower loss)."""
     return float(min(np.maximum(differences, 0).mean(), np.maximum(-differences, 0).mean()))
 
 

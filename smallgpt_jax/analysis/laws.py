@@ -103,9 +103,7 @@ class _LeftOut(NamedTuple):
 
 
 def _leave_out_largest(points: Sequence[LawPoint]) -> _LeftOut:
-    """Returns the form whose laws of the smaller sizes predict the largest size best. Each model has
-    enough sizes and lengths for a law (`missing_for_law`).
-    """
+    """Returns the form whose laws of the smaller sizes predict the largest one best."""
     size = _largest_size(points)
     smaller = [point for point in points if point.size != size]
     largest = [point for point in points if point.size == size]

@@ -120,8 +120,7 @@ def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def variance_prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) -> VariancePrior:
     """Returns the prior of the differences of all pairs of models, in one array of losses (models,
-    orders) per size and length. `total_degrees`: the independent ones, which lengths of one run are
-    not.
+    orders) per size and length. `total_degrees` are those of independent runs: lengths are not.
     """
     variances, degrees = [np.empty(0)], [np.empty(0)]
     for losses in all_losses:
@@ -143,13 +142,10 @@ def variance_prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) ->
 
 
 def correlation(losses: np.ndarray) -> float:
-    """Returns the mean correlation of two models' losses over common orders, from losses (models,
-    orders), between 0 and 0.99; 0 with fewer than three orders: any two models agree or disagree
-    fully in two.
-    """
+    """Returns the mean correlation of two models in losses (models, orders), 0 to 0.99."""
     known = ~np.isnan(losses)
     common = (known.astype(int) @ known.T)[np.triu_indices(len(losses), 1)]
-    if (common < 3).all():
+    if (common < 3).all():  # in two orders, any two models agree or disagree fully
         return 0.0
     means = np.nanmean(losses, axis=1, keepdims=True)
     deviations = np.sqrt(np.maximum(sample_variances(losses)[0], ROUNDING**2))
@@ -200,9 +196,7 @@ class Difference:
         return float(special.stdtrit(self.degrees, (1 + probability) / 2)) * self.error
 
     def half_width_at_all_looks(self, level: float) -> float:
-        """Returns half the width of the interval around `paired` that contains the true difference after
-        every look at the seeds so far, except with the probability `level`.
-        """
+        """Returns that of the interval around `paired` that holds at every look."""
         return sequential.half_width(self.common_orders, self.variance, self.degrees, level)
 
 
@@ -347,9 +341,7 @@ def modes(losses: Sequence[float], repeats: Sequence[float | None]) -> tuple[Mod
 
 
 def _gap_ratio(samples: np.ndarray) -> np.ndarray:
-    """Returns the largest gap of each ascending sample, (samples, n ≥ 3) → (samples,), in standard
-    deviations within the two groups that it separates.
-    """
+    """Returns the largest gap of ascending samples (…, n ≥ 3), in deviations within its groups."""
     samples = samples - samples.mean(1, keepdims=True)
     gaps = np.diff(samples, axis=1)
     first_above = gaps.argmax(1)[:, None] + 1

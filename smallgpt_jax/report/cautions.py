@@ -8,8 +8,8 @@ from smallgpt_jax.report import words
 
 COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al., arXiv 2203.15556)
 UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns
-MAX_NAMES = 6  # in a line
-_KINDS = ("cpu family", "model")  # of processors of one name
+MAX_NAMES = 6  # in a sentence
+_PROCESSOR_FIELDS = ("cpu family", "model")  # which tell processors of one name apart
 
 
 def cautions(findings: Findings, record: Record) -> list[str]:
@@ -22,18 +22,19 @@ def cautions(findings: Findings, record: Record) -> list[str]:
         *_learning_rates(findings),
         *_untried(findings, runs),
         *_short_training(runs),
-        *other_work(runs),
+        *uncounted_work(runs),
         *_other_machines(runs),
         *_other_losses(runs),
     ]
 
 
 def _unfinished(runs: Sequence[Run]) -> list[str]:
-    lines = []
+    """Warns of runs that diverged, are unfinished, or did not start from random weights."""
+    sentences = []
     unfinished = []
     for run in runs:
         if run.diverged:
-            lines.append(
+            sentences.append(
                 f"{run.label}, seed {run.seed}, diverged at step {run.steps_done:,}: its loss "
                 "counts as infinite."
             )
@@ -41,36 +42,37 @@ def _unfinished(runs: Sequence[Run]) -> list[str]:
             progress = f"step {run.steps_done:,} of {run.steps:,}"
             unfinished.append(f"{run.label}, seed {run.seed}, at {progress}")
     if unfinished:
-        lines.append(f"Unfinished: {_few(unfinished, '; ')}.")
+        sentences.append(f"Unfinished: {_few(unfinished, '; ')}.")
     imported = dict.fromkeys(run.name for run in runs if run.is_imported)
     if imported:
-        lines.append(f"Started from imported models, not from scratch: {_few(list(imported))}.")
-    return lines
+        sentences.append(f"Started from imported models, not from scratch: {_few(list(imported))}.")
+    return sentences
 
 
 def _learning_rates(findings: Findings) -> list[str]:
-    lines = []
+    """Warns of learning rates that may not be the best, or were chosen by a seed that counts."""
+    sentences = []
     for edge in ("lowest", "highest"):
         names = [one.name for one in findings.rates if one.edge == edge]
         if names:
-            lines.append(
+            sentences.append(
                 f"The best learning rate is the {edge} that was tried, so one beyond it may be "
                 f"better: {_few(names)}. To try more, increase "
                 "config.compare.max_added_learning_rates."
             )
     unsure = [one.name for one in findings.rates if len(one.plausible) > 1]
     if unsure:
-        lines.append(
+        sentences.append(
             "Which learning rate is best is within the spread over seeds, so the models may be "
             f"better at another one: {_few(unsure)}."
         )
     biased = [one.name for one in findings.rates if one.grid.seed in findings.setup.seeds]
     if biased:
-        lines.append(
+        sentences.append(
             "The seed that chose the learning rate is also in the mean, which is therefore too low: "
             f"{_few(biased)}."
         )
-    return lines
+    return sentences
 
 
 def _untried(findings: Findings, runs: Sequence[Run]) -> list[str]:
@@ -100,25 +102,25 @@ def _short_training(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def other_work(runs: Sequence[Run]) -> list[str]:
-    """Returns warnings about what FLOPs do not count."""
+def uncounted_work(runs: Sequence[Run]) -> list[str]:
+    """Warns of unknown FLOPs, and of models that do unequal work besides the FLOPs."""
     problems = {run.name: run.flops_problem for run in runs if run.flops_problem}
-    lines = [f"The FLOPs of {name} are unknown: {why}." for name, why in problems.items()]
-    shares: dict[str, float] = {}
+    sentences = [f"The FLOPs of {name} are unknown: {why}." for name, why in problems.items()]
+    uncounted: dict[str, float] = {}  # by model, per FLOP
     for run in runs:
         if run.uncounted is not None:
-            shares[run.model] = max(run.uncounted, shares.get(run.model, 0.0))
-    if not shares:
-        return lines
-    least, most = min(shares, key=shares.get), max(shares, key=shares.get)
+            uncounted[run.model] = max(run.uncounted, uncounted.get(run.model, 0.0))
+    if not uncounted:
+        return sentences
+    least, most = min(uncounted, key=uncounted.get), max(uncounted, key=uncounted.get)
     # Of two runs at equal FLOPs, this is how much more work one does: 1.12 / 1.03 = 1.09.
-    if (1 + shares[most]) / (1 + shares[least]) > UNCOUNTED:
-        lines.append(
+    if (1 + uncounted[most]) / (1 + uncounted[least]) > UNCOUNTED:
+        sentences.append(
             "FLOPs count only matrix products and convolutions. Other arithmetic (norms, softmax, "
-            f"recurrences) comes on top: {shares[least]:.0%} in {least} to {shares[most]:.0%} in "
-            f"{most}."
+            f"recurrences) comes on top: {uncounted[least]:.0%} in {least} to "
+            f"{uncounted[most]:.0%} in {most}."
         )
-    return lines
+    return sentences
 
 
 def _other_machines(runs: Sequence[Run]) -> list[str]:
@@ -136,11 +138,11 @@ def _other_machines(runs: Sequence[Run]) -> list[str]:
 
 
 def _other_losses(runs: Sequence[Run]) -> list[str]:
-    """Returns warnings about losses that are not of the same tokens or objective."""
-    lines = []
+    """Warns of losses that are not of the same tokens or objective."""
+    sentences = []
     targets = {run.last.targets for run in runs if run.last}
     if targets and max(targets) > 1.01 * min(targets):
-        lines.append(
+        sentences.append(
             f"The last losses are means over different rows, {min(targets):,} to "
             f"{max(targets):,} tokens. To evaluate a finished run again, rerun it with another "
             "config.train.eval_steps."
@@ -149,23 +151,27 @@ def _other_losses(runs: Sequence[Run]) -> list[str]:
     # Answers of probes are compared by accuracy.
     has_answers = any(run.last and "exact_match" in run.last.answers for run in runs)
     if len(objectives) > 1 and not has_answers:
-        lines.append(
+        sentences.append(
             f"The runs have different objectives ({', '.join(objectives)}): their losses are not "
             "comparable."
         )
-    return lines
+    return sentences
 
 
 def _machine(run: Run) -> str:
+    """Returns the devices of a run, with the kind of processor where it is known."""
     session = run.sessions[-1]
     label = f"{session.devices} × {session.device}"
     details = [
-        f"{field} {session.processor[field]}" for field in _KINDS if field in session.processor
+        f"{field} {session.processor[field]}"
+        for field in _PROCESSOR_FIELDS
+        if field in session.processor
     ]
     return f"{label}, {', '.join(details)}" if details else label
 
 
 def _few(names: Sequence[str], separator: str = ", ") -> str:
+    """Returns "a, b, c" of up to MAX_NAMES names, else of the first, "and 3 others"."""
     hidden = len(names) - MAX_NAMES
     shown = list(names[:MAX_NAMES])
     if hidden > 0:

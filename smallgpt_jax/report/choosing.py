@@ -15,6 +15,7 @@ from smallgpt_jax.analysis.candidates import BUDGETS, evidence_of
 from smallgpt_jax.analysis.findings import Choice, Contest, Range, Standing
 from smallgpt_jax.analysis.further_runs import Cost, NextRun, cost_of, next_runs
 from smallgpt_jax.analysis.record import Record, Run, model_of, size_of
+from smallgpt_jax.analysis.scaling_curves import SAME_BUDGET
 from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.formatting import finite
 from smallgpt_jax.report import commands, tables, words
@@ -29,7 +30,6 @@ CHOSEN_SIZE = "runs/chosen-size"  # workdir of `Answer.sized_command`
 MORE_SEEDS = "runs/more-seeds"  # output of the command that trains them
 NEXT_RUN = "runs/next"  # output of the command of `choose --next`
 LEAST_STAKE = 0.01  # nats; with less at stake, no run is worth it
-SAME_BUDGET = 1.01  # ratio of costs up to which a run is trained again with its own steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,7 @@ def choose(results: str | Path, budget: str, limit: float, batch: int = 1) -> An
 
 
 def _answer(choice: Choice, record: Record, results: str) -> Answer:
+    """Returns the choice with commands; `results` is the path of the record, as the user gave it."""
     # Beyond the validated range, neither more seeds nor a trained model would answer.
     if choice.contest is None or choice.refusal == "beyond":
         return Answer(choice)
@@ -100,7 +101,7 @@ def _run_of(standing: Standing, record: Record) -> Run:
 def _distinguishing_fields(run: Run, contest: Contest, record: Record) -> tuple[str, ...]:
     """Returns the fields of `model` in which the run differs from another model of the contest."""
     others = [_run_of(standing, record).config for standing in contest.standings]
-    fields = ["model.architecture", "model.d_model"]
+    fields = ["model.architecture", "model.d_model"]  # always: they say which model it is
     for field, value in run.config.items():
         is_equal = all(other.get(field) == value for other in others)
         if field.startswith("model.") and not is_equal:
@@ -110,7 +111,7 @@ def _distinguishing_fields(run: Run, contest: Contest, record: Record) -> tuple[
 
 # ------------------------------------------------------------------ commands
 def _training(run: Run, ratio: float, record: Record) -> tuple[str, Cost]:
-    """Returns the command that trains the run's model again, and its cost.
+    """Returns the command that trains the run's model with `ratio` times its steps, and its cost.
 
     If its workdir is not on this machine: the comparison's command, restricted to the name, if any.
     """
@@ -127,7 +128,9 @@ def _training(run: Run, ratio: float, record: Record) -> tuple[str, Cost]:
 
 
 def _step_ratio(choice: Choice, run_cost: float | None) -> float:
-    """Returns the steps with which a training budget is used up, per step of the nearest run."""
+    """Returns the steps with which a training budget is used up, per step of the nearest run; 1 for
+    other budgets, and where the run's own steps are within SAME_BUDGET of that.
+    """
     if not BUDGETS[choice.budget].is_training or not run_cost or not choice.compared_at:
         return 1.0
     ratio = choice.compared_at / run_cost
@@ -135,7 +138,7 @@ def _step_ratio(choice: Choice, run_cost: float | None) -> float:
 
 
 def _with_seeds(answer: Answer, contest: Contest, record: Record, results: str) -> Answer:
-    """Adds the seeds that tell the first two apart, and, if they are few, the command for them."""
+    """Adds how many seeds tell the first two apart, and, if they are few, the command for them."""
     needed = contest.seeds_needed
     if needed is None:
         return answer
@@ -175,14 +178,14 @@ def _cost_of_name(name: str, record: Record) -> Cost:
     """
     runs = [run for run in record.runs if run.name == name]
     runs = [run for run in runs if run.seed == runs[0].seed]
-    shares = [run.trained_fraction for run in runs]
+    fractions = [run.trained_fraction for run in runs]
     for grid_name, grid in record.learning_rates.items():
         if model_of(grid_name) == model_of(name):
             # The command trains a grid of its own, at this size.
             longest = [run for run in runs if run.horizon == 1]
             runs += longest * len(grid.rates)
-            shares += [1.0] * (len(runs) - len(shares))
-    return cost_of(runs, shares)
+            fractions += [1.0] * (len(runs) - len(fractions))
+    return cost_of(runs, fractions)
 
 
 # ------------------------------------------------------------------ output
@@ -248,13 +251,13 @@ def choose_next(results: str | Path, stake: float = LEAST_STAKE) -> Advice:
             "--results: no size has two models whose FLOPs are known and whose losses vary over "
             "seeds; train two seeds of two models"
         )
-    most = max(run.at_stake for run in runs)
-    worth = [run for run in runs if run.at_stake > stake]
-    if not worth:
-        return Advice(None, most)
-    command = _next_command(worth[0], record, str(results))
+    most_at_stake = max(run.at_stake for run in runs)
+    worth_it = [run for run in runs if run.at_stake > stake]  # the largest gain per FLOP first
+    if not worth_it:
+        return Advice(None, most_at_stake)
+    command = _next_command(worth_it[0], record, str(results))
     merge_command = commands.merge(str(results), NEXT_RUN) if command else ""
-    return Advice(worth[0], most, command, merge_command)
+    return Advice(worth_it[0], most_at_stake, command, merge_command)
 
 
 def _next_command(run: NextRun, record: Record, results: str) -> str:

@@ -62,9 +62,8 @@ def train_sized(run: Run, flops: float, workdir: str) -> str:
     if sized is None:
         return ""
     recipe, config = sized
-    following = ModelConfig.shape(
-        {"d_model": 64}
-    )  # only its fields count: a recipe sets them itself
+    # Fields that follow from the size, whatever it is: the recipe of another size sets them anew.
+    following = ModelConfig.shape({"d_model": 64}).keys()
     flags = []
     for field, value in run.config.items():
         group, _, name = field.partition(".")
@@ -72,7 +71,8 @@ def train_sized(run: Run, flops: float, workdir: str) -> str:
         if not is_of_model and field != "data.source":
             continue
         value, of_recipe = _as_flag(value), _as_flag(config[group].get(name))
-        if value == of_recipe or of_recipe in (str(AT_START), str(float(AT_START))):
+        is_set_at_start = of_recipe in (str(AT_START), str(float(AT_START)))
+        if value == of_recipe or is_set_at_start:
             continue
         flags.append(f"--config.{field}={AT_START if name in following else value}")
     return command_line("main", f"--config={recipe}", *flags, f"--workdir={workdir}")

@@ -49,7 +49,7 @@ def equal_flops(results: Sequence[EqualFlops], styles: Styles) -> Figure:
     """Plots losses minus that of the reference, with the bands that hold over all budgets."""
     reference = results[0].other
     figure, plot = _new_plot("training FLOPs", f"loss minus that of {reference}, nats")
-    plot.axhline(0, color="0.4", linewidth=1, label="_reference")
+    plot.axhline(0, color="0.4", linewidth=1, label="_reference")  # "_": not in the legend
     differences = []
     for one in results:
         style = styles[one.model]
@@ -60,7 +60,7 @@ def equal_flops(results: Sequence[EqualFlops], styles: Styles) -> Figure:
     _log_flops(plot)
     # A difference to a diverged model is infinite.
     finite = [value for value in differences if math.isfinite(value)]
-    if finite:  # wide bands of few seeds are cut off
+    if finite:  # the axis suits the differences: wide bands of few seeds are cut off
         margin = 0.2 * max(np.ptp(finite), 0.1)
         plot.set_ylim(min(*finite, 0) - margin, max(*finite, 0) + margin)
     plot.annotate(
@@ -82,13 +82,13 @@ def ranking(contest: Contest, runs: Sequence[Run]) -> Figure:
     figure = Figure(figsize=(5.2, 1.2 + 0.34 * len(finite)), layout="constrained")
     plot = figure.subplots()
     style_axes(plot, LOSS, "")
-    longest = [run for run in runs if run.is_finished and run.horizon == 1]  # as ranked
-    seeds = grouped(longest, lambda run: run.name)
+    ranked_runs = [run for run in runs if run.is_finished and run.horizon == 1]
+    runs_of = grouped(ranked_runs, lambda run: run.name)
     for height, one in enumerate(from_below):
         if one.interval:
             plot.hlines(height, one.interval.low, one.interval.high, color=COLORS[5], linewidth=8)
         plot.vlines(one.loss, height - 0.3, height + 0.3, color="black", linewidth=1.5)
-        for run in seeds.get(one.name, []):
+        for run in runs_of.get(one.name, []):
             plot.plot(run.loss, height, "o", color=COLORS[1], markersize=4, alpha=0.8)
     plot.set_yticks(range(len(finite)), [one.name for one in from_below])
     plot.set_ylim(-0.6, len(finite) - 0.4)
@@ -99,10 +99,10 @@ def ranking(contest: Contest, runs: Sequence[Run]) -> Figure:
 
 # ------------------------------------------------------------------ curves and rates
 def loss_curves(axis: str, curves: Sequence[Curve], styles: Styles, logged: LoggedCurves) -> Figure:
-    """Plots mean losses over seeds with bands of their range."""
+    """Plots mean losses over seeds against `axis`, a key of AXES, with bands of their range."""
     figure, plot = _new_plot(AXES[axis], LOSS)
     for curve in curves:
-        losses = {getattr(point, axis): point.loss for point in curve.points}
+        losses = {getattr(point, axis): point.loss for point in curve.points}  # {x: Spread}
         losses.pop(None, None)  # FLOPs that cannot be counted
         if not losses:
             continue
@@ -123,7 +123,7 @@ def learning_rates(all_rates: Sequence[Rates], styles: Styles) -> Figure:
     figure, plot = _new_plot("learning rate", LOSS)
     for one in all_rates:
         style = styles[model_of(one.name)]
-        losses = {}
+        losses = {}  # {learning rate: loss}
         for multiple, loss in one.grid.losses.items():
             if loss is not None and math.isfinite(loss):
                 losses[multiple * one.grid.learning_rate] = loss
@@ -231,6 +231,7 @@ def _has_several_budgets(result: EqualFlops) -> bool:
 
 
 def _line_styles() -> Iterator[dict]:
+    """Yields styles of lines without end; few have two in common."""
     for i in itertools.count():
         yield {
             "color": COLORS[i % len(COLORS)],
@@ -262,6 +263,7 @@ def _log_ticks(plot: Axes) -> None:
 
 
 def _with_legend(figure: Figure, plot: Axes) -> Figure:
+    """Adds a legend below the plot, in as many columns as fit."""
     handles = [line for line in plot.lines if not line.get_label().startswith("_")]
     labels = [line.get_label() for line in handles]
     if labels:

@@ -38,8 +38,8 @@ class Table:
         return tuple(map(_alignment, columns))
 
     @property
-    def kept(self) -> "Table":
-        """The table without columns that are empty in all rows."""
+    def without_empty_columns(self) -> "Table":
+        """The table without columns that are MISSING in all rows; the first column stays."""
         if not self.rows:
             return self
         first, *others = zip(self.head, *self.rows)
@@ -86,6 +86,7 @@ def _environment(skin: str) -> jinja2.Environment:
 
 
 def _escaped(escape: Callable[[str], str], value: Any) -> Any:
+    """Returns a value of a template as text of the format. Markup is escaped already."""
     if value is None or isinstance(value, Markup):
         return value
     return escape(printable(str(value)))

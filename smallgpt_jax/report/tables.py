@@ -9,6 +9,7 @@ from smallgpt_jax.analysis.findings import (
     Choice,
     Contest,
     Findings,
+    FrontPoint,
     HeldOut,
     Measure,
     Outcome,
@@ -32,7 +33,9 @@ def _table(rows: Iterable[Mapping[str, str]], marked: Sequence[int] = ()) -> Tab
     """
     rows = list(rows)
     head = tuple(rows[0]) if rows else ()
-    return Table(head, tuple(tuple(row.values()) for row in rows), tuple(marked)).kept
+    return Table(
+        head, tuple(tuple(row.values()) for row in rows), tuple(marked)
+    ).without_empty_columns
 
 
 # ------------------------------------------------------------------ choices
@@ -61,16 +64,16 @@ def _answer(choice: Choice) -> dict[str, str]:
 
 def contenders(choice: Choice) -> Table:
     """Returns the models within a budget, lowest loss first."""
-    is_known = words.has_probabilities(choice.contest)
+    has_probabilities = words.has_probabilities(choice.contest)
     rows = [
         {
             "model": words.names(one),
             "loss": words.standing_loss(one),
-            "P(lowest loss)": words.percent(one.probability) if is_known else MISSING,
+            "P(lowest loss)": words.percent(one.probability) if has_probabilities else MISSING,
             "cost": MISSING if one.cost is None else words.limit(one.cost, choice.budget),
             "parameters": parameters(one.parameters, one.active_parameters),
             "tokens": words.amount(one.tokens),
-            "known from": words.known(one),
+            "known from": words.known_from(one),
         }
         for one in shown_contenders(choice)
     ]
@@ -78,23 +81,25 @@ def contenders(choice: Choice) -> Table:
 
 
 def shown_contenders(choice: Choice) -> list[Standing]:
-    """Returns those with the lowest losses, and all that may be the best."""
+    """Returns the MAX_CONTENDERS with the lowest losses, and all that may be the best."""
     standings, blockers = choice.contest.standings, choice.contest.blockers
     others = [one for one in standings[MAX_CONTENDERS:] if one.model in blockers]
     return [*standings[:MAX_CONTENDERS], *others]
 
 
 def _marked(contest: Contest, chosen: str | None) -> list[int]:
+    """Returns the row of the chosen model, or none."""
     return [index for index, one in enumerate(contest.standings) if one.model == chosen]
 
 
 def front(choice: Choice) -> Table:
-    """Returns the trained models that are best for their cost, those nearest to the limit."""
+    """Returns the trained models that are best for their cost, the MAX_FRONT nearest to the limit:
+    those far from it answer another question.
+    """
 
-    def distance(point) -> float:
+    def distance(point: FrontPoint) -> float:
         return abs(math.log(point.cost / choice.limit))
 
-    # The front has many points; those far from the budget answer another question.
     near = sorted(choice.front, key=distance)[:MAX_FRONT]
     return _table(
         {
@@ -115,7 +120,8 @@ def parameters(total: int, active: int) -> str:
 
 # ------------------------------------------------------------------ ranking
 def standings(contest: Contest, reference: str) -> Table:
-    is_contest = len(contest.standings) > 1 and words.has_probabilities(contest)
+    """Returns a row per model, the best first, with its difference to the reference."""
+    has_probabilities = len(contest.standings) > 1 and words.has_probabilities(contest)
     rows = []
     for one in contest.standings:
         pair = contest.pair(one.model, reference)  # None for the reference itself
@@ -125,7 +131,7 @@ def standings(contest: Contest, reference: str) -> Table:
                 "loss (80% interval)": words.standing_loss(one),
                 f"minus {reference} (95% interval)": words.difference(pair) if pair else MISSING,
                 "verdict": pair.verdict if pair else "reference",
-                "P(lowest loss)": words.percent(one.probability) if is_contest else MISSING,
+                "P(lowest loss)": words.percent(one.probability) if has_probabilities else MISSING,
                 "seeds": str(one.seeds),
                 "parameters": parameters(one.parameters, one.active_parameters),
             }
@@ -153,11 +159,11 @@ def neighbors(contest: Contest) -> Table:
 
 
 def _by_model(columns: Mapping[str, Mapping[str, str]], models: Iterable[str] = ()) -> Table:
-    """Returns a row per model and a column per key of `columns`. `models` are the first rows."""
+    """Returns a row per model from {heading: {model: cell}}. `models` are the first rows."""
     rows = []
     for model in dict.fromkeys(itertools.chain(models, *columns.values())):
         rows.append((model, *(column.get(model, MISSING) for column in columns.values())))
-    return Table(("model", *columns), tuple(rows)).kept
+    return Table(("model", *columns), tuple(rows)).without_empty_columns
 
 
 # ------------------------------------------------------------------ over budgets
@@ -237,6 +243,7 @@ def measures(measured: Sequence[Measure]) -> list[Table]:
 
 
 def _label(measure: Measure) -> str:
+    """Returns the heading of a measure, with its unit."""
     if measure.measure == "memory_bytes":
         return "MB per device"
     name = measure.measure.replace("cache_bytes_per_token", "cache bytes per token")
@@ -244,6 +251,7 @@ def _label(measure: Measure) -> str:
 
 
 def _measure(measure: Measure, name: str) -> str:
+    """Returns the cell of a name, in as many digits as its kind of measure deserves."""
     spread = measure.spreads[name]
     if measure.measure.endswith("_bytes"):
         megabytes = Spread(spread.mean / 1e6, spread.low / 1e6, spread.high / 1e6)
@@ -275,7 +283,7 @@ def sizes(runs: Sequence[Run]) -> Table:
     for name, group in grouped(runs, lambda run: run.name).items():
         first = group[0]
         bits = [run.final("bits_per_byte") for run in group if run.is_finished]
-        is_known = bits and None not in bits
+        has_bits = bits and None not in bits
         rows.append(
             {
                 "model": name,
@@ -283,13 +291,14 @@ def sizes(runs: Sequence[Run]) -> Table:
                 "FLOPs per token": words.amount(first.flops_per_token),
                 "tokens": words.amount(first.tokens),
                 "learning rate": f"{first.learning_rate:.3g}",
-                "bits per byte": f"{statistics.fmean(bits):.4f}" if is_known else MISSING,
+                "bits per byte": f"{statistics.fmean(bits):.4f}" if has_bits else MISSING,
             }
         )
     return _table(rows)
 
 
 def components(runs: Sequence[Run]) -> Table:
+    """Returns the parameters of each model by component."""
     columns: dict[str, dict[str, str]] = {}
     for run in runs:
         for kind, count in run.components.items():

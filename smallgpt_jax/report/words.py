@@ -138,7 +138,7 @@ def standing_loss(standing: Standing) -> str:
     return f"{text} ({interval(standing.interval)})" if standing.interval else text
 
 
-def known(standing: Standing) -> str:
+def known_from(standing: Standing) -> str:
     return {
         "trained": "trained",
         "interpolated": "interpolated between runs",
@@ -202,12 +202,11 @@ _REFUSALS = {
         "It is {factor:.3g} times as much as any model was trained or measured with.",
     ),
 }
-# With these, not all losses at the budget are known, so neither are the probabilities.
 _UNKNOWN_LOSSES = ("few seeds", "more training", "dearer", "not measured")
 
 
 def choice(answer: Choice) -> str:
-    """Returns the chosen model, or why there is none, or else those that may be the best."""
+    """Returns the cell of an answer: the model or models that may be the best, or why none is chosen."""
     if answer.chosen:
         return probabilities(answer.contest)
     reason, _ = _refusal(answer)
@@ -221,7 +220,7 @@ def refusal(answer: Choice) -> str:
 
 
 def _refusal(answer: Choice) -> list[str]:
-    """Returns the words of _REFUSALS, with their names and numbers."""
+    """Returns [text in a table, sentence] of _REFUSALS, with names and numbers filled in."""
     possible = answer.contest.possible if answer.contest else ()
     blockers = answer.contest.blockers if answer.contest else ()
     unmeasured = f"{BUDGETS[answer.budget]} were not measured"
@@ -247,10 +246,12 @@ def probabilities(contest: Contest) -> str:
 
 
 def has_probabilities(contest: Contest) -> bool:
+    """Whether probabilities of being the best are meaningful: all losses at the budget are known."""
     return contest.refusal not in _UNKNOWN_LOSSES
 
 
 def stake(contest: Contest) -> str:
+    """Formats how many nats the first model may be above the lowest loss (`Contest.at_stake`)."""
     return f"{contest.at_stake:.2g}" if math.isfinite(contest.at_stake) else MISSING
 
 
@@ -263,7 +264,7 @@ def cost(value: Cost | NextRun) -> str:
 
 
 def unequal_flops(contest: Contest) -> str:
-    """Returns the least and the most FLOPs of models that were not trained at equal ones, or ""."""
+    """Returns the least and the most FLOPs of the models; "" if they are about equal or unknown."""
     trained = [one for one in contest.standings if one.cost]
     if not trained:
         return ""
@@ -326,4 +327,5 @@ def main_choice(findings: Findings) -> Choice | None:
 
 
 def hours(value: float) -> str:
+    """Formats hours; less than 10 with minutes."""
     return f"{value:,.0f} hours" if value >= 10 else duration(3600 * value)

@@ -23,7 +23,7 @@ from smallgpt_jax.models.flops import train_cost
 from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.planning import estimate
 from smallgpt_jax.planning.table import format_plan
-from smallgpt_jax.report.cautions import cautions, other_work
+from smallgpt_jax.report.cautions import cautions, uncounted_work
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.trainer import train
@@ -192,8 +192,8 @@ def test_the_report_names_runs_with_uncounted_work():
         SimpleNamespace(model=name, uncounted=cost.uncounted, flops_problem="")
         for name, cost in costs.items()
     ]
-    (line,) = other_work(runs)
+    (line,) = uncounted_work(runs)
     assert (
         f"{costs['plain'].uncounted:.0%} in plain to {costs['deep'].uncounted:.0%} in deep" in line
     )
-    assert not other_work(runs[:1])
+    assert not uncounted_work(runs[:1])

@@ -73,7 +73,7 @@ def _set_steps(name: str, run: ConfigDict, budget: str, step_cost: float, target
         )
     steps_before, run.train.steps = run.train.steps, steps
     for field in ("warmup_steps", "decay_steps"):
-        if run.optimizer[field] != AT_START:
+        if run.optimizer[field] != AT_START:  # else it follows from the number of steps
             run.optimizer[field] = round(run.optimizer[field] * steps / steps_before)
 
 

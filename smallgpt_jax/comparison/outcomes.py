@@ -57,6 +57,7 @@ class Outcomes:
                 return losses
 
     def run(self, planned: PlannedRun) -> Run:
+        """Returns a run that `loss` knows."""
         recorded = self.recorded(planned)
         if recorded:
             return recorded

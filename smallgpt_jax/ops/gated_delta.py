@@ -60,7 +60,7 @@ def gated_delta(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend:
 
 
 def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
-    """As `gated_delta`, of float32 arrays.
+    """As `gated_delta`, of float32 arrays, by the equations of this module's docstring.
 
     On TPUs, the decays and the inverse are computed in float32 (`product`), but products written as
     @ round their inputs to bfloat16.
@@ -81,6 +81,7 @@ def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
     width_v = v.shape[-1]  # where values end and keys begin
     keys_at_end = until_end[..., None] * k
     scores = decays * (q @ jnp.swapaxes(k, -1, -2))
+    # What a chunk adds to the state, (…, K, V), and erases of it, (…, K, K).
     of_chunk = jnp.swapaxes(keys_at_end, -1, -2) @ solutions
     added, erased = jnp.split(of_chunk, [width_v], axis=-1)
     y_NxBxHxCxV, reads = jnp.split(scores @ solutions, [width_v], axis=-1)

@@ -59,7 +59,7 @@ class Compiler:
         self.compilations = 0  # without the programs that are stored
 
     def compile(self, lowered: jax.stages.Lowered) -> CompiledProgram:
-        """Raises JaxRuntimeError, for example if the program does not fit into memory."""
+        """Returns the program, which may be stored. Raises JaxRuntimeError, as if it does not fit."""
         path = folder() / f"{self._fingerprint(lowered)}.json.gz"
         stored = load(path)
         if stored:

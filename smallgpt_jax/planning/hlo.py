@@ -169,7 +169,7 @@ class HloModule:
             kind = instruction.opcode.removesuffix("-done")
             if instruction.is_reduce_scatter:
                 kind = "reduce-scatter"
-            # a collective among one device only copies
+            # a collective of one device only copies
             if kind in COLLECTIVES and len(self._started(instruction).group) != 1:
                 name = instruction.name if instruction.name in unfused else None
                 instructions = channels.setdefault((instruction.channel, instruction.shape), {})

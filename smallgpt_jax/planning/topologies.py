@@ -155,7 +155,7 @@ def _similar_shapes(gpu: str, shape: str) -> list[str]:
 
 
 def _cpu_devices(count: int) -> list[jax.Device]:
-    if not xla_bridge.backends_are_initialized():
+    if not xla_bridge.backends_are_initialized():  # else it is too late
         jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
     if len(devices) < count:

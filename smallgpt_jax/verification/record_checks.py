@@ -119,7 +119,7 @@ def _lengths(by_horizon: dict[float, tuple[Run, dict]]) -> Iterator[Problem]:
     _, longest = by_horizon[1.0]
     for horizon, (run, fields) in by_horizon.items():
         for name in _OF_LENGTH:
-            if abs(fields[name] - horizon * longest[name]) > 0.5:
+            if abs(fields[name] - horizon * longest[name]) > 0.5:  # both are whole steps
                 yield contradiction(
                     "schedule",
                     run,

@@ -45,6 +45,7 @@ $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet pip==26.3  # halves the time of the installation, compared with Python 3.11's pip
 
 # Reinstalls only after a change of setup.py or constraints.txt. --no-compile saves over a minute: Python
 # compiles the modules that it imports.

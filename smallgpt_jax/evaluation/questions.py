@@ -63,6 +63,7 @@ def generate_answers(
         config = GenerationConfig(max_new_tokens, sorted(ends), Sampling(temperature=None))
         texts = model.complete(session, prompts, config)
         for i, text in zip(batch, texts):
+            # What a chat template writes before an answer is no part of it.
             answers[i] = text.strip().removeprefix(questions[i].turn.before.strip())
         progress("answers generated", first + len(batch), len(order))
     return answers

@@ -92,8 +92,8 @@ def _config_on(
 ) -> Config:
     loaded = load_config(config, overrides)
     if loaded.get("model", {}).get("dtype") == AUTO:
-        # `faster_dtype` asks the platform of the current mesh. `Config.of` stays outside the mesh:
-        # it runs programs, which absent devices cannot.
+        # `faster_dtype` is that of the current mesh's platform, here of `devices`. `Config.of` stays
+        # outside the mesh: it runs programs, which absent devices cannot.
         with jax.set_mesh(jax.sharding.Mesh(devices, ("device",))):
             loaded.model.dtype = faster_dtype()
     return Config.of(loaded)

@@ -109,10 +109,10 @@ def _compilation(result: Estimate) -> str:
 
 
 def _collectives(result: Estimate) -> list[str]:
-    if result.collectives is None and result.fits:
-        return ["Cycles and collectives are not available: the compiled program cannot be read"]
     if result.collectives is None:
-        return []  # the training step was not compiled
+        if not result.fits:
+            return []  # it says enough that the program does not fit
+        return ["Cycles and collectives are not available: the compiled program cannot be read"]
     if not result.collectives:
         return ["No collectives."]
     lines = ["Collectives per step and device:"]

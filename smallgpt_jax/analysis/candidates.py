@@ -195,7 +195,7 @@ def is_scaling(record: Record) -> bool:
 
 
 def largest_common_size(runs: Sequence[Run]) -> str:
-    """Returns the largest SIZE of those with the most models; "" without ended runs."""
+    """Returns the SIZE at which the most models have ended runs, the largest one of several."""
     ended = [run for run in runs if run.is_finished or run.diverged]
     runs_of = grouped(ended, lambda run: run.size)
 
@@ -225,15 +225,15 @@ def _equal_models(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], ...
     return tuple(map(tuple, groups))
 
 
-def _are_equal(some: Sequence[Candidate], others: Sequence[Candidate]) -> bool:
+def _are_equal(one_model: Sequence[Candidate], other_model: Sequence[Candidate]) -> bool:
     """Whether two models have equal losses, or equal configs, in all common settings."""
-    other_at = {_setting(one): one for one in others}
-    pairs = [(one, other_at[_setting(one)]) for one in some if _setting(one) in other_at]
+    other_at = {_setting(one): one for one in other_model}
+    pairs = [(one, other_at[_setting(one)]) for one in one_model if _setting(one) in other_at]
     if not pairs:
         return False
     if all(_have_equal_losses(one, other) for one, other in pairs):
         return True
-    runs = [run for one in (*some, *others) for run in one.runs]
+    runs = [run for one in (*one_model, *other_model) for run in one.runs]
     # Imported weights may differ although the configs agree.
     if any(run.is_imported for run in runs):
         return False

@@ -167,7 +167,7 @@ class Asked:
 
     def _contenders_within(self, limit: float) -> list[Contender]:
         """Returns each model at its best candidate that costs no more than the limit."""
-        affordable = []
+        affordable = []  # without those of `_without_cost_or_loss`
         for one in self.candidates:
             cost = self.cost_of(one)
             if cost and cost <= SAME_BUDGET * limit and math.isfinite(one.loss):
@@ -191,7 +191,7 @@ class Asked:
         return diverged + unmeasured
 
     def _without_equals(self, contenders: Sequence[Contender]) -> list[Contender]:
-        """Returns one model per function: several have more chances to be the best."""
+        """Keeps the best of models that compute the same function: several had more chances."""
 
         def first_name(one: Contender) -> str:  # the same for all models of a function
             return min((one.model, *self.evidence.equal_to(one.model)))

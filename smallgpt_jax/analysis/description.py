@@ -112,8 +112,8 @@ def _hours(runs: Sequence[Run]) -> float | None:
     for run in runs:
         if not run.last or run.last.seconds is None:
             return None
-        trained = 1 - run.copied_steps / run.last.step if run.last.step else 0.0
-        seconds += trained * run.last.seconds
+        fraction = 1 - run.copied_steps / run.last.step if run.last.step else 0.0
+        seconds += fraction * run.last.seconds
     return seconds / 3600
 
 

@@ -56,7 +56,7 @@ def compare_at_equal_flops(evidence: Evidence, reference: str) -> tuple[EqualFlo
 def _curves_to_compare(
     evidence: Evidence, reference: str
 ) -> list[tuple[ScalingCurves, ScalingCurves]]:
-    """Returns (curves of a model, of the reference), without those of one function."""
+    """Returns (curves of a model, curves of the reference) per model of another function."""
     curves = _curves_over_flops(evidence)
     base = curves.get(reference)
     if base is None:
@@ -181,8 +181,7 @@ def _multiplier(
         return Multiplier(curves.model, base.model, budget, None, None, reason)
 
     for of_model in (curves, base):
-        most_budgets = max(map(len, of_model.curves.values()))
-        if most_budgets < 2:
+        if max(map(len, of_model.curves.values())) < 2:  # no curve has two points
             return refuse("one budget")
     most_seeds = max(len(one.losses) for one in evidence.candidates)
     if not evidence.variance_prior.is_known or most_seeds < MIN_SEEDS:

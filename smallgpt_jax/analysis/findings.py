@@ -42,7 +42,7 @@ class Mode:
 # ------------------------------------------------------------------ contests
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """A model in a contest, at the best size, length and learning rate within the budget."""
+    """A row of a ranking: a model at its best size, length and learning rate within the budget."""
 
     model: str
     name: str  # of its runs, MODEL@SIZE; of interpolated losses, of the nearer runs
@@ -104,7 +104,7 @@ Refusal = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-    """Models compared within one budget, or as they were trained."""
+    """A ranking of models within one budget, or as they were trained."""
 
     standings: tuple[Standing, ...]  # lowest loss first; of equal losses, the cheapest
     pairs: tuple[Pair, ...]  # all pairs, `model` after `other` in `standings`
@@ -140,6 +140,7 @@ class Contest:
 
 
 def _reversed(pair: Pair) -> Pair:
+    """Returns the same verdict, seen from `other`."""
     opposite = {"lower": "higher", "higher": "lower", "cannot tell": "cannot tell"}
     interval = pair.interval and Range(-pair.interval.high, -pair.interval.low)
     return dataclasses.replace(
@@ -238,7 +239,7 @@ class Multiplier:
 
 @dataclasses.dataclass(frozen=True)
 class Decisions:
-    """Pairs of models at the largest size whose order is decided there."""
+    """How many of the pairs that are decided at the largest size were predicted rightly."""
 
     right: int  # of `pairs`, how many a prediction has ordered rightly
     pairs: int  # with a verdict

@@ -62,8 +62,8 @@ class Rounds:
 def next_seeds(losses: Mapping[str, Sequence[float]], rounds: Rounds) -> dict[str, int]:
     """Returns {model: number of seeds} after the next round; the present ones if no pair needs more.
 
-    `losses` by model are those of its first seeds, inf if one diverged. Each undecided pair that is
-    worth it gets one more seed that both have.
+    `losses` by model are those of its seeds in order, inf if one diverged. Each undecided pair gets
+    one more seed that both have, if its expected regret is high or it can still be decided.
     """
     hashable = tuple((model, tuple(of_seeds)) for model, of_seeds in losses.items())
     return dict(_next_seeds(hashable, rounds))
@@ -73,12 +73,12 @@ def next_seeds(losses: Mapping[str, Sequence[float]], rounds: Rounds) -> dict[st
 def _next_seeds(
     losses: tuple[tuple[str, tuple[float, ...]], ...], rounds: Rounds
 ) -> tuple[tuple[str, int], ...]:
+    """`next_seeds` of items instead of mappings, which can be cached."""
     counts = {model: len(of_seeds) for model, of_seeds in losses}
     by_seed = {}  # {model: {seed: loss}}
     for model, of_seeds in losses:
-        if all(
-            map(math.isfinite, of_seeds)
-        ):  # else it is worse than all others, whatever the seeds
+        # A model that diverged is worse than all others, whatever further seeds say.
+        if all(map(math.isfinite, of_seeds)):
             by_seed[model] = dict(enumerate(of_seeds))
     if len(by_seed) < 2:
         return tuple(counts.items())

@@ -176,7 +176,8 @@ def find_laws(record: Record, contest_at: ContestAt) -> Laws | None:
     by_model = grouped(law_points(record.runs), lambda point: point.model)
     usable: list[LawPoint] = []
     for points in by_model.values():
-        usable += [] if missing_for_law(points) else points
+        if not missing_for_law(points):
+            usable += points
     if not usable or not _largest_size(usable):
         return None
     left_out = _leave_out_largest(usable)

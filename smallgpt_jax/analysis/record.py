@@ -242,6 +242,7 @@ class Run:
 
     def final(self, field: str) -> float | None:
         """Returns the mean over the last evaluations; None if a value is missing or not finite."""
+        # Only evaluations on the same rows as the last one can be averaged with it.
         points = [point for point in self.curve if point.targets == self.curve[-1].targets]
         values = [getattr(point, field) for point in points[-self.averaged :]]
         return None if not values or None in values else math.fsum(values) / len(values)
@@ -257,14 +258,14 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class GridRate:
-    multiple: Positive
+    multiple: Positive  # of `Grid.learning_rate`
     loss: float | None  # after the last step; None if it is unfinished or has diverged
     diverged: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A name's losses at multiples of its own learning rate, with one seed that no mean has."""
+    """A name's losses at multiples of the learning rate of its config, with one seed of its own."""
 
     seed: int
     learning_rate: Positive  # that is multiplied
@@ -286,7 +287,7 @@ class Grid:
 
     @property
     def best(self) -> float | None:
-        """The multiple with the lowest loss, of equal ones the lowest; None until all are known."""
+        """The multiple with the lowest loss, of equal ones the lowest; None until all are trained."""
         if not self.is_finished:
             return None
         return min(self.losses, key=lambda multiple: (self.losses[multiple], multiple))

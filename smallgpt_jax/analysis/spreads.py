@@ -49,12 +49,14 @@ class VariancePrior:
         `noise` is the variance of the compared losses as a multiple of that of trained runs, below 1
         between two sizes (`Contender.noise`). The samples have it already, so it scales the prior.
         """
-        degrees, prior = np.asarray(degrees, float), min(self.degrees, self.total_degrees)
-        total = prior + degrees
+        degrees = np.asarray(degrees, float)
+        prior_degrees = min(self.degrees, self.total_degrees)
+        total = prior_degrees + degrees
         # The mean of both, weighted by degrees of freedom (limma: Smyth, 2004,
         # doi:10.2202/1544-6115.1027, section 3): a variance of 4 with 2 degrees and a prior of 1
         # with 4 give (2·4 + 4·1) / 6 = 2 with 6 degrees.
-        mean = (prior * self.variance * noise + degrees * variances) / np.maximum(total, 1e-9)
+        weighted = prior_degrees * self.variance * noise + degrees * variances
+        mean = weighted / np.maximum(total, 1e-9)
         capped = np.minimum(total, self.total_degrees)
         has_sample = degrees > 0
         if has_sample.any():  # of what has none, the least favorable is assumed
@@ -69,7 +71,7 @@ def fit_variance_prior(
     """Returns the prior that explains how much sample variances with these degrees of freedom differ
     (Smyth, 2004, section 6.2). `total_degrees` is their sum, if all are independent.
     """
-    variances = np.maximum(np.asarray(variances, float), ROUNDING**2)
+    variances = np.maximum(np.asarray(variances, float), ROUNDING**2)  # above 0, for the logarithm
     degrees = np.asarray(degrees, float)
     total_degrees = float(degrees.sum()) if total_degrees is None else total_degrees
     if len(variances) < 2:
@@ -120,7 +122,7 @@ def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def variance_prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) -> VariancePrior:
     """Returns the prior of the differences of all pairs of models, in one array of losses (models,
-    orders) per size and length. `total_degrees` are those of independent runs: lengths are not.
+    orders) per size and length. `total_degrees` count the lengths of one run once.
     """
     variances, degrees = [np.empty(0)], [np.empty(0)]
     for losses in all_losses:
@@ -144,7 +146,7 @@ def variance_prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) ->
 def correlation(losses: np.ndarray) -> float:
     """Returns the mean correlation of two models in losses (models, orders), 0 to 0.99."""
     known = ~np.isnan(losses)
-    common = (known.astype(int) @ known.T)[np.triu_indices(len(losses), 1)]
+    common = (known.astype(int) @ known.T)[np.triu_indices(len(losses), 1)]  # orders of each pair
     if (common < 3).all():  # in two orders, any two models agree or disagree fully
         return 0.0
     means = np.nanmean(losses, axis=1, keepdims=True)

@@ -168,7 +168,7 @@ def _by_model(columns: Mapping[str, Mapping[str, str]], models: Iterable[str] = 
 
 # ------------------------------------------------------------------ over budgets
 def losses_by_budget(choices: Sequence[Choice]) -> Table:
-    """Returns a row per model, in the order at the largest budget."""
+    """Returns a row per model, in the order at the largest budget, which is the last."""
     columns = {}
     for choice in choices:
         if choice.is_direct:

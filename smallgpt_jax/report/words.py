@@ -82,6 +82,7 @@ def _from_to(low: str, high: str) -> str:
 
 
 def limit(value: float, budget: str) -> str:
+    """Formats a limit or a cost of a kind of budget, with its unit."""
     if budget == "flops":
         return exponent(value)
     if budget == "parameters":

@@ -116,7 +116,7 @@ def require_measurable(runs: dict[str, ConfigDict], output: Path, may_measure: b
         speeds = _read_speeds(output)
     for name, run in runs.items():
         if config_digest(run) in speeds:
-            continue
+            continue  # was measured before
         if run_folder(output, name, run.train.seed).exists():
             raise UserError(
                 f"--output={output}: contains a run {name} with another budget or config; "

@@ -202,7 +202,7 @@ def observe(folder: Path) -> None:
 
     steps = read_config(folder).train.steps
     if read_summary(folder, steps):
-        return
+        return  # was observed before
     try:
         diagnosis.diagnose(folder, step=steps, windows=WINDOWS, deep=0)
     except UserError as error:  # a custom architecture, or a masked model

@@ -83,7 +83,7 @@ def require_enough_runs(comparison: Comparison) -> None:
     """Raises UserError if the planned runs determine no law and nothing has been predicted."""
     names = comparison.held_out_names
     if not names or (comparison.output / PREDICTIONS_FILE).exists():
-        return
+        return  # there is nothing to predict, or it is predicted already
     # With a grid of learning rates, `runs` would end with it, because the best are not known yet.
     without_grid = dataclasses.replace(comparison, multiples=())
     planned = [_law_point(run) for run in without_grid.runs({}) if not run.is_held_out]

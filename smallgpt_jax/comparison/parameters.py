@@ -107,7 +107,7 @@ def _valid_widths(config: ConfigDict, num_heads: int, widest: int) -> list[int]:
     for width in range(num_heads, widest, num_heads):
         is_similar = 1 / 2 < width / num_heads / head_width < 2
         if num_heads != config.model.num_heads and not is_similar:
-            continue
+            continue  # it would change the heads too much
         if _is_valid_model({**fields, "d_model": width, "num_heads": num_heads}):
             widths.append(width)
     return widths

@@ -126,7 +126,7 @@ class SmallGPT(TemplateLM):
         for i, key in enumerate(keys):
             cached = self.cache_hook.find(kind, key)
             if cached is None:
-                continue
+                continue  # is scored below
             # a rolling log-likelihood is a number alone
             total[i] = Score(cached, True) if isinstance(cached, float) else Score(*cached)
             jobs[i] = ()  # nothing to score

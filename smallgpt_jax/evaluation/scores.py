@@ -73,7 +73,7 @@ def _examples(evaluations: Path, step: int) -> dict[str, float]:
     for path in sorted(evaluations.glob(f"examples-step{step}-*.json"), key=_modified_at):
         evaluation = read_json_or_none(path, _EXAMPLES)
         if not evaluation or not evaluation.get("is_whole", False):
-            continue
+            continue  # unreadable, or only of a part of the model or the examples
         file = "/".join(Path(evaluation["examples"]).parts[-2:])
         count = f"{evaluation['count']:,} examples"
         for metric, values in evaluation["results"].items():

@@ -125,6 +125,7 @@ def attention(
     return backends[name](q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H)
 
 
+# The backends get queries that are divided by √K.
 def flash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
     assert slopes_H is None and mask == AttentionMask(mask.window), "see select_backend"
     batch, heads, time, head_width = q_BxHxTxK.shape

@@ -70,6 +70,7 @@ class InferenceEstimate:
 def estimate_inference(
     model: models.LanguageModel, device: jax.Device, batch: int
 ) -> InferenceEstimate:
+    """Returns what prefill and decoding of `batch` texts at a time cost. Raises UserError."""
     require_next_tokens(model)
     c, chip = model.config, chips.find_chip(device.device_kind)
     bandwidth = find_bandwidth(device.device_kind)

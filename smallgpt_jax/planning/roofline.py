@@ -67,7 +67,7 @@ class Roofline:
         ends = {}  # {name of a collective: the time at which it ends}
         for instruction in self.module.computations[computation or self.module.entry]:
             kind, stage = _collective_stage(instruction)
-            if not kind:
+            if not kind:  # a kernel, a loop or a call
                 called = self._called(instruction)
                 clock += called or Clock(kernels=self._kernel_seconds(instruction))
                 continue
@@ -154,11 +154,10 @@ class Roofline:
         return self.gpu.chip.flops * _SPEED.get(dtype, 1)
 
     def _products(self, instruction: Instruction) -> list[Instruction]:
+        """Returns the matrix products of a kernel."""
         if instruction.opcode == "fusion":
-            products = []
-            for fused in self.module.computations[instruction.calls[0]]:
-                products += self._products(fused)
-            return products
+            body = self.module.computations[instruction.calls[0]]
+            return [product for fused in body for product in self._products(fused)]
         is_cublas = custom_call_target(instruction).startswith("__cublas$")
         return [instruction] if instruction.opcode == "dot" or is_cublas else []
 

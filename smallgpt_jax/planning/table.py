@@ -134,7 +134,7 @@ def _cycles(result: Estimate) -> list[str]:
     chip = chips.find_chip(result.device_kind)
     if result.collectives is not None and chip and chip.hertz:
         return ["Cycles are not available: the program calls a kernel whose cost is unknown"]
-    return []
+    return []  # not a TPU, or no program that can be read
 
 
 def _roofline(result: Estimate) -> list[str]:

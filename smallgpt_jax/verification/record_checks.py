@@ -115,7 +115,7 @@ def _lengths(by_horizon: dict[float, tuple[Run, dict]]) -> Iterator[Problem]:
     have one name; each comes with the fields of its config.
     """
     if 1.0 not in by_horizon:
-        return
+        return  # the longest run is not in the record
     _, longest = by_horizon[1.0]
     for horizon, (run, fields) in by_horizon.items():
         for name in _OF_LENGTH:
@@ -158,7 +158,7 @@ def _copies(record: Record) -> Iterator[Problem]:
                 distance = math.sqrt(statistics.fmean(x * x for x in deviations))
                 distances.append((name, one, other, distance))
     if len(distances) < 3:
-        return
+        return  # too few to know the usual one
     # Honest seeds of one name are about equally far apart; of few, those of all names tell.
     usual = statistics.median(distance for *_, distance in distances)
     for name, one, other, distance in distances:
@@ -228,7 +228,7 @@ def _budget(record: Record) -> Iterator[Problem]:
     """Longest runs end with the same tokens or FLOPs, where the record says so."""
     for sentence, (field, tolerance) in BUDGET_TOLERANCES.items():
         if not record.budget.startswith(sentence):
-            continue
+            continue  # another budget
         ends = {
             label_of(run): getattr(run.last, field)
             for run in record.runs

@@ -130,7 +130,7 @@ def _losses(run: Run, config: Config) -> Contradictions:
 def _first_loss(first: Point, vocabulary: int) -> Contradictions:
     """Before training, a model is about as good as a uniform guess over the vocabulary."""
     if first.step > 0 or first.loss is None:
-        return
+        return  # no loss before training is recorded
     guess = math.log(vocabulary)
     if not guess - MAX_FIRST_GAIN <= first.loss <= guess + MAX_FIRST_EXCESS:
         yield "first loss", f"{first.loss:.3f} before training; that of a guess is {guess:.3f}"
@@ -185,7 +185,7 @@ def _flops(run: Run, config: Config, counts: Counts) -> Contradictions:
     """The FLOPs of each evaluation are those of the steps before it."""
     per_step = counts.flops_per_step(config)
     if per_step is None:
-        return
+        return  # they cannot be counted
     for point in run.curve:
         if point.flops is not None and not _is_close(point.flops, point.step * per_step):
             yield (

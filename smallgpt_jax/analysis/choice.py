@@ -279,7 +279,7 @@ def _cheapest_of_lowest(contenders: Sequence[Contender]) -> Contender:
 
 # ------------------------------------------------------------------ training budgets
 def _training_contenders(curves_of: dict[str, ScalingCurves], budget: float) -> list[Contender]:
-    """Returns the models, from {model: its curves}; [] if none was trained with so little."""
+    """Returns the models at a training budget; [] if none was trained with so little."""
     reached = {model: _best_reached(curves, budget) for model, curves in curves_of.items()}
     trained = [one for one in reached.values() if one]
     if not trained:

@@ -107,6 +107,7 @@ def _decide(
     if len(ranked) == 1:
         return ranked[0].model, None, ()
     others = sorted(range(1, len(ranked)), key=lambda index: -probabilities[index])
+    # those that may be the best; if none alone may, but all together, the most probable one
     rivals = [index for index in others if probabilities[index] >= POSSIBLE] or others[:1]
     blockers = tuple(ranked[index].model for index in rivals)
     if prior.total_degrees < _MIN_DEGREES:

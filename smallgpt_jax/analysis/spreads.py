@@ -321,9 +321,7 @@ def modes(losses: Sequence[float], repeats: Sequence[float | None]) -> tuple[Mod
     are_repeats_known = None not in repeats
     ascending = sorted(zip(repeats if are_repeats_known else losses, losses))
     values = [value for value, _ in ascending]
-    first_above = (
-        int(np.diff(values).argmax()) + 1
-    )  # index of the first value above the largest gap
+    first_above = int(np.diff(values).argmax()) + 1  # index of the value after the largest gap
     if are_repeats_known:
         is_split = values[first_above] - values[first_above - 1] > _COPYING
     else:
@@ -343,7 +341,7 @@ def modes(losses: Sequence[float], repeats: Sequence[float | None]) -> tuple[Mod
 
 
 def _gap_ratio(samples: np.ndarray) -> np.ndarray:
-    """Returns the largest gap of ascending samples (…, n ≥ 3), in deviations within its groups."""
+    """Returns the largest gap of ascending samples, (samples, n ≥ 3), in deviations within groups."""
     samples = samples - samples.mean(1, keepdims=True)
     gaps = np.diff(samples, axis=1)
     first_above = gaps.argmax(1)[:, None] + 1

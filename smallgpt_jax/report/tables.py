@@ -33,9 +33,8 @@ def _table(rows: Iterable[Mapping[str, str]], marked: Sequence[int] = ()) -> Tab
     """
     rows = list(rows)
     head = tuple(rows[0]) if rows else ()
-    return Table(
-        head, tuple(tuple(row.values()) for row in rows), tuple(marked)
-    ).without_empty_columns
+    cells = tuple(tuple(row.values()) for row in rows)
+    return Table(head, cells, tuple(marked)).without_empty_columns
 
 
 # ------------------------------------------------------------------ choices

@@ -145,7 +145,7 @@ class TrainedComparison:
         """Trains and measures the runs. `report` gets records of the runs so far, now and then."""
         if not self.compare.train:
             self.losses = self.outcomes.losses()
-            return
+            return  # reports on what is finished
         due = 0.0  # when the next report may be written
 
         def after_run() -> None:

@@ -42,7 +42,7 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
     held_out = [record.held_out for record in each if record.held_out]
     predictions = [record.predictions for record in each if record.predictions]
     return Record(
-        title,
+        title=title,
         budget=" ".join(dict.fromkeys(record.budget for record in each)),
         command=command,
         reference=each[0].reference,

@@ -149,7 +149,9 @@ def _num_paths(model: models.LanguageModel) -> int:
 
 
 def _initial_variables(config: Config, model: models.LanguageModel):
-    """Returns those of the run's first step; if it started from other weights, random ones."""
+    """Returns the model's variables before the run's first step, as if it had started from random
+    weights.
+    """
     heads = make_objective(config.train, model).abstract_heads()
     scales = transfer_multipliers(config, {**models.abstract_params(model), **heads})
 

@@ -58,7 +58,7 @@ def loss_of_repeats(losses_NxT: np.ndarray, windows_NxT1: np.ndarray) -> dict[st
     )
 
     def mean(losses: np.ndarray) -> float:
-        return float(losses.mean()) if len(losses) else np.nan  # of none
+        return float(losses.mean()) if len(losses) else np.nan
 
     return {
         "fraction": float(is_repeat_NxT.mean()),

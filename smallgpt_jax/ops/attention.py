@@ -240,7 +240,7 @@ def cudnn(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
             v_BxTxGxK,
             is_causal=mask.is_causal,
             implementation="cudnn",
-            scale=1.0,
+            scale=1.0,  # the queries are scaled already
             **window,
         )
         return y_BxTxHxK.reshape(q_BxTxGxRxK.shape)

@@ -145,8 +145,8 @@ _dot.defvjp(lambda a, b, contract, dtype: (_dot(a, b, contract, dtype), (a, b)),
 
 @jax.custom_vjp
 def _sums_between(x_1xC):
-    """Returns Σ x over the positions after j and up to i, (j, i), with no sum that contains
-    others.
+    """Returns Σ x over the positions after j and up to i, (j, i), not as a difference of two sums,
+    which would lose digits.
     """
     j, i = _row_and_column()
     until = (j <= i).astype(jnp.bfloat16)

@@ -94,8 +94,8 @@ def _flops(result: Estimate) -> str:
     optimizer_flops = result.flops_per_step - result.flops_per_token * result.tokens_per_step
     if not optimizer_flops:
         return line
-    share = optimizer_flops / result.flops_per_step
-    return f"{line}, of which {optimizer_flops:.3e} ({share:.1%}) by the optimizer"
+    fraction = optimizer_flops / result.flops_per_step
+    return f"{line}, of which {optimizer_flops:.3e} ({fraction:.1%}) by the optimizer"
 
 
 def _compilation(result: Estimate) -> str:

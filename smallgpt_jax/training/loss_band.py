@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scipy import special
-
 from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.run.logger import StepMetrics
 
@@ -74,6 +72,9 @@ class LossBand:
 
     def interval(self, point: Point) -> tuple[float, float]:
         """Returns the prediction interval of a further run, simultaneous over all points."""
+        # Here, because most runs have no band, and the import takes 0.2 s of each command's start.
+        from scipy import special
+
         level = (1 - LEVEL) / len(self.points)
         quantile = special.stdtrit(point.runs - 1, 1 - level / 2)
         width = float(quantile) * point.deviation * math.sqrt(1 + 1 / point.runs)

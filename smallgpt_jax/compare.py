@@ -129,7 +129,6 @@ def main() -> None:
             advice = f"needs {needed}" if needed else f"cannot be combined with --{purpose}"
             cli.fail(f"--{flag.name}: {advice}", status=2)
     config, results = _CONFIG.value, _RESULTS.value or ()
-    trust = flags.FLAGS.trust_custom_code
     if purpose == "bundle":
         _write_bundle(results, _BUNDLE.value)
         return
@@ -137,9 +136,14 @@ def main() -> None:
         cli.fail("--output must be given; see --help", status=2)
     if purpose == "verify":
         choice = (_SAMPLE.value, _FRACTION.value, _ONLY.value, _NONCE.value)
-        _verify(_VERIFY.value, _OUTPUT.value, choice, trust)
+        sys.exit(_verify(_VERIFY.value, _OUTPUT.value, choice, flags.FLAGS.trust_custom_code))
     if purpose == "against":
-        _ask_gate(config, _AGAINST.value, _OUTPUT.value, _ONLY.value)
+        sys.exit(_ask_gate(config, _AGAINST.value, _OUTPUT.value, _ONLY.value))
+    _compare(config, results)
+
+
+def _compare(config: ConfigDict | None, results: Sequence[str]) -> None:
+    """Trains and reports, or with --dry_run says what it would train."""
     # Here, because the other purposes need no trainer and no plots.
     from smallgpt_jax.comparison import comparing, dry_run, recipe
 
@@ -167,7 +171,7 @@ def main() -> None:
         results=results,
         command=command,
         logged=_LOGGED.value,
-        trust_custom_code=trust,
+        trust_custom_code=flags.FLAGS.trust_custom_code,
     )
     print(f"\n{report}\n{as_path('--output', _OUTPUT.value) / 'report.html'}")
 
@@ -195,24 +199,24 @@ def _write_bundle(results: Sequence[str], folder: str) -> None:
     print(write_bundle(results[0], folder))
 
 
-def _verify(record: str, output: str, choice: tuple, trust_custom_code: bool) -> None:
-    """Exits with the status of the verdict. `choice` are the fields of a sample."""
+def _verify(record: str, output: str, choice: tuple, trust_custom_code: bool) -> int:
+    """Returns the exit status of the verdict. `choice` are the fields of a `Sample`."""
     from smallgpt_jax.verification.sample import Sample
     from smallgpt_jax.verification.verification import verify
 
     verification = verify(record, output, Sample(*choice), trust_custom_code=trust_custom_code)
     print(f"\n{verification}")
-    sys.exit(verification.status)
+    return verification.status
 
 
-def _ask_gate(candidate: ConfigDict, against: str, output: str, only: str) -> None:
-    """Exits with the status of the answer."""
+def _ask_gate(candidate: ConfigDict, against: str, output: str, only: str) -> int:
+    """Returns the exit status of the answer."""
     from smallgpt_jax.verification import gate
 
     reference = "" if only == "*" else only
     question = gate.ask_gate(candidate, against, output, reference=reference)
     print(f"\n{question}")
-    sys.exit(gate.STATUS[question.verdict])
+    return gate.STATUS[question.verdict]
 
 
 def _repeating_command() -> str:

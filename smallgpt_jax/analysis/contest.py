@@ -52,13 +52,14 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
     estimate = spreads.estimate(losses, prior, [one.noise for one in finite])
     ranked = _ranked(finite, estimate.means)  # indices of `finite`
     first = ranked[0]
-    # What was not tried may make the others better than the first one, but not this one: it is to be
-    # chosen as it was trained.
+    # Nats by which a loss may be lower with sizes or lengths that were not tried. The first one is to
+    # be chosen as it was trained, so it gets none.
     untried = np.array([one.untried for one in finite])
     untried[first] = 0.0
-    draws = draw_losses(estimate, untried)
+    draws = draw_losses(estimate, untried)  # (draws, models)
     probabilities = np.bincount(draws.argmin(1), minlength=len(finite)) / len(draws)
-    # so that sequential verdicts allow for what was not tried, too
+    # paired[a, b]: mean difference of the losses, a − b. Sequential verdicts allow for what was not
+    # tried, too.
     paired = estimate.paired - untried[:, None] + untried
     estimate = dataclasses.replace(estimate, paired=paired)
     models = [one.model for one in finite]
@@ -300,7 +301,9 @@ def seeds_needed(difference: Difference, pair_level: float | None = None) -> Ran
 
 def _interval(estimate: Estimate, index: int) -> Range | None:
     """Returns the interval of a model's expected loss; None if no model has two seeds."""
-    degrees = estimate.degrees[index].max()  # those of its best known difference
+    # The model's deviation is shrunk to that of all models, like the deviations of its differences,
+    # so it is known as well as the best known of these.
+    degrees = estimate.degrees[index].max()
     if degrees == 0:
         return None
     error = float(estimate.deviations[index]) / math.sqrt(estimate.counts[index])

@@ -148,7 +148,8 @@ def predict(
     not_predicted = {model: what for model, what in missing_of.items() if what}
     can_be_predicted = missing_of.keys() - not_predicted
     usable = [point for point in points if point.model in can_be_predicted]
-    form, predicted = next(iter(FORMS)), []
+    form = next(iter(FORMS))  # named also where no model can be predicted
+    predicted = []
     if usable:
         left_out = _leave_out_largest(usable)
         form, half_width = left_out.form, left_out.half_width
@@ -164,7 +165,7 @@ def predict(
         held_out=held_out,
         interval=INTERVAL,
         records_sha256=hashlib.sha256(json.dumps(points).encode()).hexdigest(),
-        predictions={"parameters": tuple(predicted)},
+        predictions={"parameters": tuple(predicted)},  # by the kind of size
         not_predicted=not_predicted,
         form=form,
     )

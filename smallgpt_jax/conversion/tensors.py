@@ -136,14 +136,18 @@ def _router_bias_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
 
 @functools.cache
 def _tensor_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
-    slots = []
+    """Returns, for each exported tensor, its name and its place in the parameters."""
+    subtrees = {}  # by path
     for name, tree in models.abstract_params(model).items():
         if name != "trunk":
-            slots += _subtree_slots(model.config, tree, (name,), (), name)
+            subtrees[name,] = tree
             continue
-        # a trunk with nothing but stacked blocks is no stack itself, so begin with its children
+        # `_subtree_slots` would take a trunk of nothing but stacked blocks for a stack of trunks.
         for child, subtree in tree.items():
-            slots += _subtree_slots(model.config, subtree, (name, child), (), f"{name}.{child}")
+            subtrees[name, child] = subtree
+    slots = []
+    for path, tree in subtrees.items():
+        slots += _subtree_slots(model.config, tree, path, index=(), name=".".join(path))
     return tuple(slots)
 
 

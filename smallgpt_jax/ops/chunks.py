@@ -162,8 +162,10 @@ def _products_before(kept, reverse: bool):
 
 
 def _scan(kept, erased, added, state, reverse: bool):
-    """Runs the recurrence with one state, or with a tree of states; each has its tree of
-    `added`.
+    """Runs state ← kept·state − erased @ state + added over N chunks, from the last one if `reverse`.
+
+    `kept`: (N, …); `erased` (or None) and the leaves of `added`: (N, …, two axes). `state`: one array,
+    or a tree of the structure of `added`. Returns the states before each chunk and the last one.
     """
 
     def next_chunk(state, chunk):

@@ -201,8 +201,12 @@ def _gradient_kernel(
         return dk, dv
 
     def gradients_of_keys(key_block, blocks_after):
+        """Writes dk and dv of one block of keys, sums over the query heads that share it."""
+
         def add_head(head, carry):
             add = functools.partial(add_block, head, key_block)
+            # As in the forward pass: block 0, on the diagonal, needs the distance as a constant for
+            # its mask, and a short window has so few blocks that all are unrolled.
             if not is_short(window):
                 return jax.lax.fori_loop(1, blocks_after + 1, add, add(0, carry))
             for blocks_apart in range(blocks_after + 1):

@@ -142,18 +142,23 @@ def multipliers(trained, base, model: ModelConfig, optimizer: OptimizerConfig):
 
 
 def _of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
-    """Returns the multipliers of a matrix outside blocks."""
+    """Returns the multipliers of a matrix, but for what it gets as a part of a block.
+
+    A dimension is as wide as in the base model (vocabulary, positions) or wider by the ratio of the
+    widths: `inputs` and `outputs` are these ratios.
+    """
     input_axes, output_axes = p.matrix_axes
     inputs = math.prod(p.shape[i] / base.shape[i] for i in input_axes)
     outputs = math.prod(p.shape[i] / base.shape[i] for i in output_axes)
-    if inputs == 1:
+    if inputs == 1:  # an embedding
         return Multipliers()
-    if outputs == 1:
+    if outputs == 1:  # like the head: few outputs of the wide state
         return Multipliers().with_factor(1 / inputs)
     std = 1.0 if _SCALED_BY_INPUTS & set(p.axes) else inputs**-0.5
-    # Muon's updates have singular values that grow as √m. Those of Adam's grow as m, because its
-    # updates of a hidden matrix have a low rank (Yang et al., arXiv 2310.17813).
-    return Multipliers(std, inputs**-0.5 if is_muon and uses_muon(p) else 1 / inputs)
+    # With m times the width, the singular values of Muon's updates grow as √m. Those of Adam's grow
+    # as m, because its updates of a hidden matrix have a low rank (Yang et al., arXiv 2310.17813).
+    rate = inputs**-0.5 if is_muon and uses_muon(p) else 1 / inputs
+    return Multipliers(init=std, rate=rate)
 
 
 def in_block(

@@ -17,6 +17,8 @@ _KERNEL_PRODUCTS = {
     "online-softmax": 1,
 }
 
+_SCORES_PER_VECTOR = 1024  # of one operation of the vector unit: 8 rows of 128 float32 numbers
+
 # {kernel of ops/flash_attention.py: (number of products that compute scores, number of products
 # that use scores, cycles of the vector unit per 1024 scores, the same with a short attention
 # window)}. Heads are padded to 128 in products that compute scores, but not in those that use
@@ -69,9 +71,9 @@ def _shapes(operands: str, min_axes: int = 1) -> list[list[int]]:
 
 def _flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) -> float:
     """Returns the seconds of a kernel of ops/flash_attention.py."""
-    to_scores, with_scores, vector_cycles, vector_cycles_if_short = _FLASH_KERNELS[name]
+    score_products, later_products, vector_cycles, cycles_if_short = _FLASH_KERNELS[name]
     if is_short(window):
-        vector_cycles = vector_cycles_if_short
+        vector_cycles = cycles_if_short
     *rows_and_heads, width, positions = _shapes(operands, min_axes=4)[0]
     length = block_length(positions, window)
     reach = blocks_in_reach(positions, window)
@@ -80,10 +82,12 @@ def _flash_attention_seconds(name: str, window: int, operands: str, chip: Chip) 
     scores = math.prod(rows_and_heads) * blocks * length**2
     # Seconds per score. While the matrix unit computes a block of scores, the vector unit processes
     # the previous block: the slower one counts. Then come the products that use the scores.
-    matrix_unit = to_scores * 2 * max(width, 128) / chip.flops
-    vector_unit = vector_cycles / 1024 / (chip.cores * chip.hertz)
-    later_products = with_scores * 2 * max(width, 16) / chip.flops
-    return scores * (max(matrix_unit, vector_unit) + later_products)
+    # Products that compute scores sum over the head's width, which is padded to the 128 rows of the
+    # matrix unit; the others only to 16.
+    matrix_unit = score_products * 2 * max(width, 128) / chip.flops
+    vector_unit = vector_cycles / _SCORES_PER_VECTOR / (chip.cores * chip.hertz)
+    later_seconds = later_products * 2 * max(width, 16) / chip.flops
+    return scores * (max(matrix_unit, vector_unit) + later_seconds)
 
 
 def _recurrence_seconds(name: str, operands: str, chip: Chip) -> float:

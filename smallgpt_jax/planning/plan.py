@@ -146,11 +146,12 @@ def _batch_divisor(config: Config, devices) -> int:
 
 def _misfit(program: Program, result: Estimate) -> str:
     """Says which step does not fit, and what to change."""
+    # needed_bytes is that of the training step, peak_bytes that of the larger one of both steps
     step = "training" if result.needed_bytes == result.peak_bytes else "evaluation"
     assert result.hbm_bytes is not None  # on devices of unknown memory, everything fits
-    needed, available = result.peak_bytes / chips.GiB, result.hbm_bytes / chips.GiB
+    peak, available = result.peak_bytes / chips.GiB, result.hbm_bytes / chips.GiB
     return (
-        f"does not fit: the {step} step needs {needed:.2f} GiB, the chip has {available:.3g} GiB; "
+        f"does not fit: the {step} step needs {peak:.2f} GiB, the chip has {available:.3g} GiB; "
         f"{' or '.join(remedies(program))}"
     )
 

@@ -132,7 +132,9 @@ def _cycles(result: Estimate) -> list[str]:
             _speed(result),
         ]
     chip = chips.find_chip(result.device_kind)
-    if result.collectives is not None and chip and chip.hertz:
+    is_tpu = chip is not None and bool(chip.hertz)
+    is_readable = result.collectives is not None
+    if is_tpu and is_readable:
         return ["Cycles are not available: the program calls a kernel whose cost is unknown"]
     return []  # not a TPU, or no program that can be read
 

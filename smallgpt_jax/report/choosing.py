@@ -70,9 +70,11 @@ def choose(results: str | Path, budget: str, limit: float, batch: int = 1) -> An
 
 def _answer(choice: Choice, record: Record, results: str) -> Answer:
     """Returns the choice with commands; `results` is the path of the record, as the user gave it."""
-    # Beyond the validated range, neither more seeds nor a trained model would answer.
+    # No command would answer a question beyond the validated range: neither further seeds nor a
+    # training at the budget.
     if choice.contest is None or choice.refusal == "beyond":
         return Answer(choice)
+    # The commands train the chosen model or, without one, the first that may be the best.
     run = _run_of(choice.contest.possible[0], record)
     run_cost = BUDGETS[choice.budget].cost(run, choice.batch)
     command, command_cost = _training(run, _step_ratio(choice, run_cost), record)

@@ -157,7 +157,7 @@ def verify(
     count = Counter()
     problems = check_record(record, count, trust_custom_code)
     count.save()
-    sample = _resumed(sample or Sample(), folder, digest)
+    sample = _with_nonce(sample or Sample(), folder, digest)
     suspects = [problem.run for problem in problems]
     drawn = sample.draw(record.runs, digest, suspects)
     verification = Verification(
@@ -166,7 +166,7 @@ def verify(
         drawn=tuple(map(label_of, drawn)),
         runs=len(sample.candidates(record.runs)),
         problems=tuple(problems),
-        verdicts=(),
+        verdicts=(),  # a resumed call compares finished trainings again, but trains none twice
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -197,7 +197,7 @@ def _write(verification: Verification, folder: Path) -> None:
     write_atomically(folder / VERIFICATION_FILE, text)
 
 
-def _resumed(sample: Sample, folder: Path, digest: str) -> Sample:
+def _with_nonce(sample: Sample, folder: Path, digest: str) -> Sample:
     """Returns the sample with the nonce of an earlier call for this record, or with a new one."""
     schema = {"record_sha256": TEXT, "nonce": TEXT, "fraction": NUMBER, "names": TEXT}
     before = read_json_or_none(folder / VERIFICATION_FILE, schema)

@@ -134,7 +134,8 @@ def _ratio_groups(candidates: Sequence[Candidate]) -> list[int]:
     for size, group in grouped(candidates, lambda one: one.first.size).items():
         typical[size] = statistics.median(one.first.active_parameters for one in group)
     ratios = [one.first.tokens / typical[one.first.size] for one in candidates]
-    number_of, number, lowest = {}, 0, 0.0
+    number_of = {}  # {ratio: number of its group}
+    number, lowest = 0, 0.0  # of the present group
     for ratio in sorted(ratios):
         if ratio > SAME_RATIO * lowest:  # above those of the last group
             number, lowest = number + 1, ratio

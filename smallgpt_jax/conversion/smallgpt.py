@@ -68,6 +68,7 @@ def to_hugging_face(
 def from_hugging_face(
     config: ModelConfig, names, tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
+    """Returns the tensors without a head that copies the tied embedding; names are ours already."""
     return {
         name: x
         for name, x in tensors.items()

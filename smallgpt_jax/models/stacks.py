@@ -161,6 +161,8 @@ def _apply_stack(block: nn.Module, length: int, x_BxTxD, context: Context):
         return block(x_BxTxD, context), None
 
     if config.remat != "none":
+        # A loop keeps the two passes apart; unrolled, XLA would merge the recomputed operations with
+        # those of the forward pass (CSE), and the memory would not be saved.
         step = nn.remat(step, policy=REMAT[config.remat], prevent_cse=not config.scan_layers)
     # Initialization runs only once, so unrolling it would only cost compile time.
     unroll = 1 if config.scan_layers or block.is_initializing() else length

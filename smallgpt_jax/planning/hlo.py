@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# The groups are the first fields of `Instruction`.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\]")

@@ -87,7 +87,7 @@ class Roofline:
         if instruction.opcode == "fusion" or not instruction.calls:
             return None
         longest = max(map(self.clock, instruction.calls), key=lambda clock: clock.total)
-        if instruction.opcode == "while":
+        if instruction.opcode == "while":  # all times, as often as the body runs
             return longest * self.module.trip_count(instruction)
         return longest
 
@@ -135,7 +135,7 @@ class Roofline:
     def _product_seconds(self, kind: str, instruction: Instruction) -> float:
         """Returns the seconds of a kernel's matrix products; 0 without products."""
         num_products = _ATTENTION_PRODUCTS.get(custom_call_target(instruction))
-        if num_products:
+        if num_products:  # cuDNN's attention computes in 16 bits, at the chip's peak
             queries = self._operands(instruction)[0]
             return num_products * _attention_flops(instruction, queries) / self.gpu.chip.flops
         return sum(

@@ -278,6 +278,7 @@ def unequal_flops(contest: Contest) -> str:
 
 # ------------------------------------------------------------------ over budgets
 def multiplier(value: Multiplier) -> str:
+    """Returns how many times the model's FLOPs the reference needs, or why that cannot be told."""
     if value.refusal:
         return {
             "not reached": "does not reach this loss",

@@ -20,7 +20,7 @@ def _bit_checksums(tree):
     def bit_sum(x):
         if x.dtype != bool:  # of which bitcast_convert_type knows no bits
             x = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-        bits = x.astype(jnp.uint32)
+        bits = x.astype(jnp.uint32)  # all bits: JAX computes with at most 32 here
         # 2i + 1, built axis by axis. Odd, so that no bit is lost modulo 2³².
         factors = jnp.ones(bits.shape, jnp.uint32)
         stride = 2

@@ -181,6 +181,7 @@ def _abstract_trained(program):
 
 
 def gather_weights(program, trained):
+    """Returns the trained parameters, {name: tree}, unsharded for all microbatches of a step."""
     if program.config.train.microbatches == 1:
         return trained  # modules gather weights where they use them, which is faster
     abstract = _abstract_trained(program)

@@ -82,7 +82,8 @@ def _allowed(
     num_steps: int,
 ) -> tuple[float | None, str]:
     """Returns the largest difference of a loss to the mean of `values` that rounding explains, and
-    whether as BAND or SEED; None if it was not measured.
+    how it explains them: as BAND, what rounding changes; as SEED, what another seed changes, if
+    rounding changes as much. (None, NO_BAND) if rounding was not measured.
 
     `rounding` and `spread` are standard deviations: over `values`, and over the losses `of_seeds`.
     """

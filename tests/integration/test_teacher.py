@@ -8,11 +8,12 @@ import json
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import call, init, load_config
-from run_helpers import assert_equal, read_untimed_metrics, start_from, state_of
+from float64_model import full_matrices, plain_blocks, plain_layers
+from run_helpers import start_from, train_three_steps
 
 from configs.compare import base as comparison
 from smallgpt_jax import models
@@ -23,13 +24,15 @@ from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import layers, parameters
-from smallgpt_jax.models.context import Context
 from smallgpt_jax.models.flops import train_flops_per_token
+from smallgpt_jax.objectives.examples import Examples
 from smallgpt_jax.planning import memory_formula
 from smallgpt_jax.planning.estimate import estimate
+from smallgpt_jax.run.names import CHECKPOINT_FOLDER
 from smallgpt_jax.run.workdir import ImportedModel, write_imported
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.step import microbatch_loss
+from smallgpt_jax.training.trainer import open_trainer, train
 
 SMALL = dict(
     model__num_layers=2,
@@ -44,145 +47,161 @@ SMALL = dict(
 
 
 def write_teacher(folder, model, params) -> str:
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), models.abstract_model_state(model))
     tokenizer = TokenizerSource("bytes").make()
-    write_imported(folder, ImportedModel(model, params, tokenizer, state), {})
+    write_imported(folder, ImportedModel(model, params, tokenizer, zero_state(model)), {})
     return str(folder)
 
 
-@pytest.fixture
-def teacher(tmp_path):
-    """Returns a function (architecture, **fields) → the workdir of an untrained model of size
-    SMALL.
-    """
-
-    def write(architecture="gpt", seed=1, **fields):
-        model = models.build(**load_config(architecture, **{**SMALL, **fields}).model)
-        return write_teacher(tmp_path / f"teacher-{architecture}-{seed}", model, init(model, seed))
-
-    return write
+def zero_state(model):
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), models.abstract_model_state(model))
 
 
-@functools.cache
-def compiled_program(devices, architecture="gpt", **fields):
-    """Returns a program and its training step."""
-    config = load_config(
-        architecture,
-        **{**SMALL, "train__teacher_step": 0 if "train__teacher" in fields else -1, **fields},
-    )
-    program = build_program(config, jax.devices()[:devices])
-    return program, program.bind(config)
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> str:
+    """Returns the workdir of an untrained gpt of size SMALL."""
+    model = models.build(**load_config("gpt", **SMALL).model)
+    return write_teacher(tmp_path_factory.mktemp("runs") / "teacher", model, init(model, seed=1))
 
 
-def first_step(batch, devices=1, params=None, **fields):
-    """Returns the metrics of the first training step, and the updated parameters."""
-    program, step = compiled_program(devices, **fields)
-    state = start_from(program, init(program.model) if params is None else params)
-    state, metrics = step(state, jax.device_put(batch, sharding.batch_sharding(program.mesh)))
-    return jax.device_get(metrics), jax.device_get(state.params)
-
-
-def block_outputs(model, params, tokens, context):
-    """Returns the output of each block of a gpt, in float64. Output k is that of a model cut after
-    k blocks.
-    """
-    outputs = []
-    for k in range(1, model.config.num_layers + 1):
-        cut = models.LanguageModel(dataclasses.replace(model.config, num_layers=k))
-        blocks = jax.tree.map(lambda x: x[:k], params["trunk"]["blocks"])
-        _, captured = jax.jit(
-            lambda params, cut=cut: cut.apply(
-                {"params": params},
-                tokens,
-                context,
-                method="hidden",
-                mutable=["intermediates"],
-                capture_intermediates=lambda module, _: module.name == "trunk",
-            )
-        )({**params, "trunk": {"blocks": blocks}})
-        outputs.append(np.float64(captured["intermediates"]["trunk"]["__call__"][0]))
-    return outputs
-
-
+ROWS, TIME = 8, SMALL["model__context_length"]
 PACKED = {"data__packing": "best_fit", "data__separate_documents": True}
 
 
-@pytest.mark.slow
-def test_distance_matches_a_float64_formula(teacher):
-    """On eight devices, the loss grows by 0.25 times the mean-square distance, averaged over blocks
-    and over targets in the loss mask.
-    """
-    student = models.build(**load_config("gpt", **SMALL, model__rank_ratio=0.5).model)
-    full = models.build(**load_config("gpt", **SMALL).model)
+def random_batch() -> Batch:
+    """Returns rows of up to three documents, of which a part is in the loss mask."""
     rng = np.random.default_rng(0)
-    segments = np.sort(rng.integers(1, 4, (8, 32)), axis=1).astype(np.int32)
-    mask = rng.random((8, 32)) < rng.random((8, 1))
-    batch = Batch(
-        rng.integers(0, 257, (8, 33), np.int32),
-        segment_ids_BxT=segments,
-        loss_mask_BxT=mask,
-        targets_BxT=rng.integers(0, 257, (8, 32), np.int32),
+    return Batch(
+        rng.integers(0, 257, (ROWS, TIME + 1), np.int32),
+        segment_ids_BxT=np.sort(rng.integers(1, 4, (ROWS, TIME)), axis=1).astype(np.int32),
+        loss_mask_BxT=rng.random((ROWS, TIME)) < rng.random((ROWS, 1)),
+        targets_BxT=rng.integers(0, 257, (ROWS, TIME), np.int32),
     )
-    context = Context(segment_ids_BxT=segments)
-    inputs = batch.tokens_BxT1[:, :-1]
-    features = [
-        block_outputs(model, init(model, seed), inputs, context)
-        for model, seed in ((student, 0), (full, 1))
-    ]
-    expected = np.mean([np.mean((x - y)[mask] ** 2) for x, y in zip(*features, strict=True)])
-
-    fields = {"model__rank_ratio": 0.5, **PACKED}
-    axes = {
-        "train__microbatches": 2,
-        "model__scan_layers": False,
-        "mesh__data": 2,
-        "mesh__fsdp": 2,
-        "mesh__tensor": 2,
-    }
-    plain, _ = first_step(batch, **fields)
-    fields |= {"train__teacher": teacher(), "train__feature_weight": 0.25}
-    found, _ = first_step(batch, devices=8, **fields, **axes)
-    assert found["feature_distance"] == pytest.approx(expected, rel=1e-5) and expected > 0.01
-    assert "feature_distance" not in plain
-    one, _ = first_step(batch, **fields)
-    for metric in ("loss", "grad_norm"):
-        assert found[metric] == pytest.approx(one[metric], rel=1e-5)
-    assert one["loss"] - plain["loss"] == pytest.approx(0.25 * expected, rel=1e-4)
 
 
-BATCH = Batch(np.random.default_rng(0).integers(0, 257, (8, 33), np.int32))
+BATCH = random_batch()
+
+
+def with_weight(program, weight):
+    """Returns the program with another weight of the distance, if it has a teacher."""
+    terms = program.objective.terms.items()
+    terms = {name: dataclasses.replace(term, weight=weight) for name, term in terms}
+    return dataclasses.replace(
+        program, objective=dataclasses.replace(program.objective, terms=terms)
+    )
+
+
+def loss_on_one_device(batch, architecture="gpt", **fields):
+    """Returns the model, and a function (parameters, weight of the distance) → the loss of a
+    training step, and its metrics.
+    """
+    config = load_config(architecture, **{**SMALL, **fields})
+    program = build_program(config, jax.devices()[:1])
+    constants = program.objective.constants()
+
+    def loss(params, weight=0.0):
+        examples = Examples(batch)
+        loss_function = microbatch_loss(
+            with_weight(program, weight), jax.random.key(0), examples.num_targets, constants
+        )
+        value, (_, metrics, _) = loss_function(params, zero_state(program.model), 0, examples)
+        return value, metrics
+
+    return program.model, loss
+
+
+def block_outputs(model, params, tokens_T):
+    """Returns the output of each block of a gpt for one document, (L, T, D), in float64."""
+    params = full_matrices(jax.tree.map(np.float64, params))
+    x, outputs = params["token_embedding"][tokens_T], []
+    x = x + params["position_embedding"][: len(tokens_T)]
+    for i in range(model.config.num_layers):
+        block = jax.tree.map(lambda w: w[None], plain_layers(params["trunk"]["blocks"])[i])
+        x = plain_blocks(model.config, block, x, tokens_T, first=i)
+        outputs.append(x)
+    return np.array(outputs)
+
+
+def mean_square_distance(student, full, batch) -> float:
+    """Returns the mean over blocks, over the width, and over the targets in the loss mask."""
+    squares = []
+    for tokens_T, ids_T, mask_T in zip(
+        batch.tokens_BxT1[:, :-1], batch.segment_ids_BxT, batch.loss_mask_BxT
+    ):
+        for document in np.unique(ids_T):
+            in_document = ids_T == document
+            x, y = (block_outputs(*model, tokens_T[in_document]) for model in (student, full))
+            squares.append(np.square(x - y)[:, mask_T[in_document]].mean(axis=(0, 2)))
+    return float(np.mean(np.concatenate(squares)))
+
+
+@pytest.fixture(scope="module")
+def on_eight_devices(teacher):
+    """Returns a config and its program, whose features are in a list, not in a stack."""
+    config = load_config(
+        "gpt",
+        **{**SMALL, **PACKED},
+        model__rank_ratio=0.5,
+        model__remat="full",
+        model__scan_layers=False,
+        train__teacher=teacher,
+        train__feature_weight=0.25,
+        train__microbatches=2,
+        mesh__data=2,
+        mesh__fsdp=2,
+        mesh__tensor=2,
+    )
+    return config, build_program(config)
 
 
 @pytest.mark.slow
-def test_gradient_of_the_distance(teacher):
-    """With weight 0, the updates are those without a teacher. With weight 10, an update reduces the
-    distance.
+def test_the_distance_of_features(teacher, on_eight_devices):
+    """The loss grows by weight times the mean-square distance, averaged over blocks and over
+    targets in the loss mask. With weight 0, the gradient is that without a teacher; a step along
+    the gradient with weight 10 reduces the distance. On eight devices as on one.
     """
-    fields = {"model__rank_ratio": 0.5}
-    plain, expected = first_step(BATCH, **fields)
-    fields["train__teacher"] = teacher()
-    found, params = first_step(BATCH, train__feature_weight=0.0, **fields)
+    fields = {"model__rank_ratio": 0.5, **PACKED}
+    student, plain_loss = loss_on_one_device(BATCH, **fields)
+    fields["train__teacher"] = teacher
+    _, loss = loss_on_one_device(BATCH, **fields)
+    full = models.build(**load_config("gpt", **SMALL).model)
+    params = init(student)
+    expected = mean_square_distance((student, params), (full, init(full, seed=1)), BATCH)
+
+    (plain, no_metrics), plain_gradients = jax.jit(jax.value_and_grad(plain_loss, has_aux=True))(
+        params
+    )
+    loss_and_gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (_, found), gradients = loss_and_gradients(params, 0.0)
+    assert found["feature_distance"] == pytest.approx(expected, rel=1e-5) and expected > 0.01
+    assert "feature_distance" not in no_metrics
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), params, expected
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7),
+        gradients,
+        plain_gradients,
     )
-    assert (
-        found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6)
-        and found["feature_distance"] > 0.01
-    )
+    (value, _), gradients = loss_and_gradients(params, 10.0)
+    assert value - plain == pytest.approx(10 * expected, rel=1e-5)
     distances = {}
-    for weight in (0.0, 10.0):
-        _, params = first_step(BATCH, train__feature_weight=weight, **fields)
-        after, _ = first_step(BATCH, params=params, train__feature_weight=weight, **fields)
-        distances[weight] = after["feature_distance"]
-    assert distances[10.0] < 0.99 * distances[0.0]
+    for name, direction in (("plain", plain_gradients), ("distance", gradients)):
+        moved = jax.tree.map(lambda x, g: x - 0.3 * g, params, direction)
+        (_, after), _ = loss_and_gradients(moved, 0.0)
+        distances[name] = after["feature_distance"]
+    assert distances["distance"] < 0.99 * distances["plain"]
+
+    config, program = on_eight_devices
+    state, batch = start_from(program, params), sharding.batch_sharding(program.mesh)
+    _, found = program.bind(config)(state, jax.device_put(BATCH, batch))
+    (value, _), gradients = loss_and_gradients(params, 0.25)
+    assert found["feature_distance"] == pytest.approx(expected, rel=1e-5)
+    assert found["loss"] == pytest.approx(float(value), rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "architecture, fields",
     [
         ("gpt", {"model__dropout": 0.3}),
-        ("pgpt", {"model__mlp": "moe", "model__num_experts": 4, "model__remat": "full"}),
-        ("cgpt", {"model__attention_windows": (4, 0), "model__blocks_per_stage": 1}),
+        ("pgpt", {"model__mlp": "moe", "model__num_experts": 4}),
     ],
 )
 @pytest.mark.slow
@@ -199,14 +218,9 @@ def test_full_rank_has_no_distance(tmp_path, monkeypatch, architecture, fields):
         parameters, "trace_variables", functools.cache(uncached)
     )  # apart from the usual shapes
     _, factors = low_rank.with_rank_ratio(model, params, 0.5)
-    metrics, _ = first_step(
-        BATCH,
-        params=factors,
-        architecture=architecture,
-        model__rank_ratio=0.5,
-        train__teacher=folder,
-        **fields,
-    )
+    fields = {**fields, "model__rank_ratio": 0.5, "train__teacher": folder}
+    _, loss = loss_on_one_device(Batch(BATCH.tokens_BxT1), architecture, **fields)
+    _, metrics = jax.jit(loss)(factors)
     if fields.get("model__dropout"):
         assert metrics["feature_distance"] > 1e-3
     else:
@@ -218,20 +232,19 @@ def test_cost(teacher):
     """`plan` includes the teacher's forward pass (without its head) and the memory of its
     weights.
     """
-    config = load_config("gpt", **SMALL, model__rank_ratio=0.5)
-    plain = estimate(build_program(config, jax.devices()[:1]))
-    config.train.teacher = teacher()
+    config = load_config("gpt", **SMALL, model__rank_ratio=0.5, train__teacher=teacher)
     program = build_program(config, jax.devices()[:1])
     found = estimate(program)
     width, blocks, time = 16, 2, 32
     assert (
-        found.flops_per_token - plain.flops_per_token
+        found.flops_per_token - train_flops_per_token(program.model)
         == 2 * 12 * blocks * width**2 + 4 * time * width * blocks
     )
     size = 4 * models.num_parameters(program.teacher.model)
-    assert found.argument_bytes - plain.argument_bytes == size - 4 * (
-        512 * width + width
-    )  # no head, no final norm
+    used = size - 4 * (512 * width + width)  # no head, no final norm
+    inputs = memory_formula.bytes_on_device((program.abstract_state, program.abstract_batch()))
+    hyperparameters = 2 * 4  # learning rate and weight decay; without dropout, no seed
+    assert found.argument_bytes == inputs + hyperparameters + used
     assert (
         found.account["teacher"]
         == size
@@ -242,58 +255,43 @@ def test_cost(teacher):
 
 
 @pytest.mark.slow
-def test_resumption_is_exact_and_refuses_another_teacher(trained_run, text_file, tmp_path, capsys):
-    """A run whose last checkpoint is lost repeats its steps bit for bit, on eight devices."""
-    full = tmp_path / "full"
-    shutil.copytree(trained_run("gpt", **RUN), full)
-    config = load_config(
-        "gpt",
-        data__source=str(text_file),
-        **{**RUN, "model__rank_ratio": 0.5, "model__dropout": 0.1, "train__teacher": str(full)},
-    )
-    folder = tmp_path / "run"
-    train(config, str(folder))
+def test_resumption_is_exact_and_refuses_another_teacher(
+    teacher, on_eight_devices, text_file, tmp_path
+):
+    """The run keeps the step that the teacher had at its start."""
+    config, program = on_eight_devices
+    full, folder = shutil.copytree(teacher, tmp_path / "full"), tmp_path / "run"
+    config = config.copy_and_resolve_references()
+    config.data.source, config.train.teacher = str(text_file), str(full)
+    with open_trainer(config, folder):
+        pass
     assert config.train.teacher_step == -1
-    assert json.loads((folder / "config.json").read_text())["train"]["teacher_step"] == 40
-    before, lines = state_of(folder, 40), read_untimed_metrics(folder)
-    distances = [line["feature_distance"] for line in lines if line["split"] == "train"]
-    assert len(distances) == 4 and min(distances) > 0
-    shutil.rmtree(folder / "checkpoints" / "40")
-    train(config, str(folder))
-    assert ", 20 done" in capsys.readouterr().out
-    assert_equal(state_of(folder, 40), before)
-    assert read_untimed_metrics(folder) == lines
+    assert json.loads((folder / "config.json").read_text())["train"]["teacher_step"] == 0
+    state = start_from(program, init(program.model))
+    train_three_steps(program, config, BATCH, folder / CHECKPOINT_FOLDER, state)
+    with open_trainer(config, folder) as trainer:
+        assert trainer.config.train.teacher_step == 0
     with pytest.raises(
         UserError,
         match=r"was trained with config\.train\.teacher, which comparisons do not support",
     ):
         run_reader.read_run("run", folder)
-    config.train.steps = 41
-    (full / "checkpoints" / "40").rename(full / "checkpoints" / "50")
+    (full / CHECKPOINT_FOLDER / "0").rename(full / CHECKPOINT_FOLDER / "50")
     with pytest.raises(
-        UserError, match=r"teacher: .*/full: no checkpoint of step 40; choose from 20, 50"
+        UserError, match=r"teacher: .*/full: no checkpoint of step 0; choose from 50"
     ):
-        train(config, str(folder))  # a resumed run keeps the teacher's step
+        train(config, folder)  # a resumed run keeps the teacher's step
     config.train.teacher_step = 50
     with pytest.raises(
-        UserError, match=r"config: train\.teacher_step was 40, now 50\.\nUse the same settings"
+        UserError, match=r"config: train\.teacher_step was 0, now 50\.\nUse the same settings"
     ):
-        train(config, str(folder))
+        train(config, folder)
     config.train.teacher_step = -1
     full.rename(tmp_path / "moved")
     with pytest.raises(
         UserError, match=r"config\.train\.teacher: .*/full: no such folder; give the workdir"
     ):
-        train(config, str(folder))
-
-
-RUN = dict(
-    model__d_model=16,
-    model__num_heads=2,
-    model__num_layers=2,
-    model__context_length=32,
-    train__loss_chunks=1,
-)
+        train(config, folder)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +324,7 @@ RUN = dict(
 def test_refused_teachers(teacher, text_file, tmp_path, fields, message):
     fields = {
         **SMALL,
-        "train__teacher": "" if "train__teacher_step" in fields else teacher(),
+        "train__teacher": "" if "train__teacher_step" in fields else teacher,
         **fields,
     }
     flags = [f"--config.{name.replace('__', '.')}={value}" for name, value in fields.items()]
@@ -347,7 +345,7 @@ def test_refuses_other_architectures_and_comparisons(teacher):
     with pytest.raises(
         UserError, match=r"config\.model\.architecture is 'pgpt' here, but 'gpt' in the teacher; "
     ):
-        build_program(load_config("pgpt", **SMALL, train__teacher=teacher()))
+        build_program(load_config("pgpt", **SMALL, train__teacher=teacher))
     config = comparison.recipes(("gpt",), "tiny")
     config.train.teacher = "runs/full"
     with pytest.raises(

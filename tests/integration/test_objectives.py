@@ -5,6 +5,7 @@ of their own.
 import dataclasses
 import functools
 import json
+from collections import Counter
 from unittest import mock
 
 import flax.linen as nn
@@ -15,6 +16,7 @@ import pytest
 from conftest import build, call, forward, init, load_config, save_run
 from data_helpers import random_store
 from float64_model import plain_logits
+from jax.tree_util import keystr
 from run_helpers import (
     SMALL,
     assert_equal,
@@ -211,10 +213,15 @@ def test_resumption_is_exact_and_other_commands_ignore_the_heads(programs, text_
 
 
 def test_muon_updates_the_matrices_of_heads_and_adamw_their_vectors():
-    """The state of the optimizer is sharded and restored like the heads."""
+    """Muon keeps one moment of each matrix, AdamW two of each vector."""
     fields = dict(train__future_tokens=2, train__future_head="ftp", optimizer__name="muon")
-    program = build_program(load_config("gpt", **{**SMALL, **MESH, **fields}))
-    ...
+    state = build_program(load_config("gpt", **{**SMALL, **MESH, **fields})).abstract_state
+    paths = [keystr(path) for path, _ in jax.tree.leaves_with_path(state.opt_state)]
+    moments = Counter(path.partition("ftp']")[2] for path in paths if "ftp']" in path)
+    assert moments == {path: 1 if "kernel" in path else 2 for path in moments}
+    # The moments of queries, keys and values are separate.
+    heads = {keystr(path) for path, _ in jax.tree.leaves_with_path(state.heads["ftp"])}
+    assert {path.partition(".")[0] for path in moments} == heads
 
 
 @pytest.mark.slow

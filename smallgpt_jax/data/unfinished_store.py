@@ -160,7 +160,8 @@ def _last_unchanged_entry(journal: Journal, parts: list[Part], rules: Rules) -> 
     """Returns the last entry before which the text is still the same, or None."""
     trained_on = journal.tokenizer_text_end
     for entry in (journal.latest, journal.earlier):
-        # The rest of the source may have changed; the tokenizer must not have been trained on it.
+        # The rest of the source may have changed; the tokenizer must not have been trained on it. It
+        # is None if the tokenizer was not finished.
         if not entry or trained_on is None or trained_on > entry.place:
             continue
         if digest_before(parts, rules, entry.place) == entry.digest:

@@ -31,12 +31,13 @@ from smallgpt_jax.run.config import TrainConfig
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config of a block of width W: the last block's, with a dense MLP in place of
-    experts.
+    """Returns the config of the block of a prediction head: the last block's, with the width of the
+    model's output, and with a dense MLP as wide as the active experts in place of experts.
     """
     (last,) = layer_configs(config.last_stage, 1, first=config.depth - 1)
     width = config.output_width
-    # Without a head_dim, the width may be that of a narrower stage, which the heads must divide.
+    # An lgpt's output may be narrower than its last block (`compress_last_stage`). Without a head_dim,
+    # the number of attention heads must divide it.
     heads = last.num_heads if last.head_dim else math.gcd(last.num_heads, width)
     block = dataclasses.replace(
         last,

@@ -205,8 +205,8 @@ def _gradient_kernel(
 
         def add_head(head, carry):
             add = functools.partial(add_block, head, key_block)
-            # As in the forward pass: block 0, on the diagonal, needs the distance as a constant for
-            # its mask, and a short window has so few blocks that all are unrolled.
+            # `carry` is (dk, dv). Masks need constant distances on the diagonal (block 0), and at the
+            # edge of a short window, whose few blocks are unrolled: `blocks_after` is an int then.
             if not is_short(window):
                 return jax.lax.fori_loop(1, blocks_after + 1, add, add(0, carry))
             for blocks_apart in range(blocks_after + 1):

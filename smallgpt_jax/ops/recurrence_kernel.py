@@ -415,8 +415,12 @@ def _forward(state, q, k, v, gates, interpret):
 
 
 def _backward(interpret, saved, cotangents):
-    """The kernel sums the gradient of what heads share over the heads of a group."""
-    arrays, _ = saved
+    """Returns the gradients by the arguments of `_forward`.
+
+    A program of the kernel computes a group of gcd(H, _HEADS) heads, and sums over these the gradient
+    of what all heads share, whose axis of heads has the length 1. The sum over groups is done here.
+    """
+    arrays, _states = saved
     dy, d_last = cotangents
     batch, heads = dy.shape[:2]
     groups = heads // math.gcd(heads, _HEADS)

@@ -164,11 +164,13 @@ def _of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
 def in_block(
     outside: Multipliers, p: Parameter, width_ratio: float, depth_ratio: float
 ) -> Multipliers:
+    """Returns the multipliers of a parameter of a block, from those that it has outside of one."""
     inside = outside._replace(epsilon=outside.epsilon / (width_ratio * depth_ratio))
     if p.axes[-1] != "embed" or "vocab" in p.axes:  # value embeddings are no residual branch
         return inside
-    # The last matrix of a residual branch, or its bias. The matrix has the initial std 0.02/√(2N)
-    # for N blocks; the rule starts from the std of the base model.
+    # The last matrix of a residual branch, or its bias, gets the factor 1/r with r times the blocks, and
+    # so the std of the base model times 1/r. Its own std, 0.02/√(2N) for N blocks, is that of the
+    # base model times 1/√r already: 1/√r is left.
     return inside.with_factor(1 / depth_ratio)._replace(init=inside.init / math.sqrt(depth_ratio))
 
 

@@ -21,7 +21,7 @@ from smallgpt_jax.models import Parameter
 from smallgpt_jax.optim import lora
 from smallgpt_jax.optim.config import OptimizerConfig
 
-_FROZEN = -0.0  # an update; x + 0.0 would change −0.0
+_FROZEN = -0.0  # the update of a frozen parameter; x + 0.0 would change −0.0
 
 
 def init_adapters(params, config: OptimizerConfig, key):
@@ -157,7 +157,9 @@ def _has_trained(masks) -> bool:
 
 
 def _fill(updates, masks, trained):
-    """Returns updates of all parameters."""
+    """Returns updates of all parameters: _FROZEN for the frozen ones, which `updates` lacks if they
+    are frozen as a whole.
+    """
     if isinstance(masks, Mapping):
         updates = updates or {}
         return {

@@ -49,6 +49,7 @@ class Clock:
 
     @property
     def total(self) -> float:
+        """The time that passes: of the collectives, what no kernel hides."""
         return self.kernels + self.exposed
 
 

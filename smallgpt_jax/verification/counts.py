@@ -27,7 +27,7 @@ _FIELDS = (
 _MOST_COUNTED = {"context_length": 2**18, "d_model": 2**17, "head_dim": 2**17}
 
 
-class Counter:
+class CachedCounts:
     """A function from a config to its counts; those of the same code are read from the cache folder."""
 
     def __init__(self, folder: Path | None = None):

@@ -27,7 +27,7 @@ from smallgpt_jax.run.names import LOCK_FILE, METRICS_FILE
 from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.paths import as_path
-from smallgpt_jax.verification.counts import Counter
+from smallgpt_jax.verification.counts import CachedCounts
 from smallgpt_jax.verification.record_checks import read_config
 
 LEDGER_FILE = "ledger.json"
@@ -142,7 +142,7 @@ def comparable(candidate: Config, base: Config) -> Config:
     }
     data = dataclasses.asdict(base.data)
     candidate = candidate.replace(data=data, train=evaluation)
-    count = Counter()
+    count = CachedCounts()
     flops, allowed = (_flops(config, count(config)) for config in (candidate, base))
     if flops > (1 + BUDGET_TOLERANCE) * allowed:
         raise UserError(

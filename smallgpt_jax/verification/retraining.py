@@ -121,7 +121,7 @@ def train_variants(
         print(f"again, with {OTHER_INSTRUCTIONS}, in another process", flush=True)
         workdir = folder.with_name(f"{folder.name}-avx2")
         if not is_finished(workdir, config, corpus):
-            _train_in_process(folder, workdir, trust_custom_code)
+            _train_in_subprocess(folder, workdir, trust_custom_code)
         curves.append(read_curve(workdir))
     return curves
 
@@ -146,7 +146,7 @@ def has_other_instructions() -> bool:
     return platform() == "cpu" and "avx512f" in processor_flags()
 
 
-def _train_in_process(trained: Path, folder: Path, trust_custom_code: bool) -> None:
+def _train_in_subprocess(trained: Path, folder: Path, trust_custom_code: bool) -> None:
     """Trains the run in `trained` again, in `folder`, without AVX-512."""
     # XLA reads its flags once per process.
     command = [sys.executable, "-m", "smallgpt_jax.main"]

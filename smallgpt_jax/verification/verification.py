@@ -23,7 +23,7 @@ from smallgpt_jax.storage.json_files import NUMBER, TEXT, read_json_or_none
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.verification import bundle
 from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, ComparedLoss
-from smallgpt_jax.verification.counts import Counter
+from smallgpt_jax.verification.counts import CachedCounts
 from smallgpt_jax.verification.problems import CONTRADICTION, Problem, label_of
 from smallgpt_jax.verification.record_checks import check_record, read_config
 from smallgpt_jax.verification.sample import Sample, chance_to_pass
@@ -154,7 +154,7 @@ def verify(
         path = bundle.open_bundle(path, trust_custom_code)
     digest = hashlib.sha256(_read_bytes(path)).hexdigest()
     record = records.read(path)
-    count = Counter()
+    count = CachedCounts()
     problems = check_record(record, count, trust_custom_code)
     count.save()
     sample = _with_nonce(sample or Sample(), folder, digest)

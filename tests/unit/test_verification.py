@@ -20,7 +20,7 @@ from smallgpt_jax.run.provenance import package_versions
 from smallgpt_jax.storage import typed_json
 from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, compare_curves
 from smallgpt_jax.verification.bundle import open_bundle, write_bundle
-from smallgpt_jax.verification.counts import Counter
+from smallgpt_jax.verification.counts import CachedCounts
 from smallgpt_jax.verification.problems import CONTRADICTION, SUSPICION
 from smallgpt_jax.verification.record_checks import check_record, read_config
 from smallgpt_jax.verification.retraining import machine_differences
@@ -322,7 +322,7 @@ def test_models_that_would_fill_the_memory_are_not_counted(honest, tmp_path):
     content["config"]["model.d_model"] = 2**30
     config = read_config(typed_json.parse(records.Run, content), False)
     with pytest.raises(UserError, match="d_model=1073741824: models are counted up to 131,072"):
-        Counter(tmp_path)(config)
+        CachedCounts(tmp_path)(config)
 
 
 def test_the_draw_follows_from_the_record_and_the_nonce(honest):

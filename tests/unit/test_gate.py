@@ -38,7 +38,7 @@ def fakes(monkeypatch):
     def count(config):
         return Counts({}, 100, 100.0 * config.model.num_layers, 0, 0.0, "", 0)
 
-    monkeypatch.setattr(gate, "Counter", lambda: count)
+    monkeypatch.setattr(gate, "CachedCounts", lambda: count)
     monkeypatch.setattr(gate.secrets, "token_hex", lambda size: "5" * 2 * size)
 
 

@@ -297,7 +297,7 @@ _gather_and_scatter_gradient.defvjp(
 
 
 def look_up(table_VxD, names: tuple[str, str], indices_BxT, dtype: str):
-    """Returns rows of a table, (B, T, D)."""
+    """Returns rows of a table, (B, T, D). `names` are the logical axes of the table."""
     # Along `fsdp`, each device looks up its columns for the indices of all. Then the devices exchange
     # the rows and their gradients, which are smaller than the whole table and its gradient.
     mesh = _current_mesh()

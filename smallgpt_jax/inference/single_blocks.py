@@ -79,7 +79,8 @@ class _WithoutBlocks(LanguageModel):
         if self.is_initializing():
             return super().hidden(tokens_BxT, context)
         if not context.decode:
-            # scans over stacked blocks, of which none can be left out; a prefill calls each
+            # Without a cache, the model scans over stacked blocks, of which none can be left out. A
+            # prefill calls this method again with context.decode, and then block by block.
             if context.segment_ids_BxT is not None:
                 raise ValueError("several documents in a row: a prefill has one text per row")
             return prefill(

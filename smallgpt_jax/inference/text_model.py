@@ -133,7 +133,8 @@ class TextModel:
                 for token in tokens:
                     if not detokenizer.is_done:
                         detokenizer.add(token)
-                    # the token that ended the text is not appended, which finishes the row
+                    # The session samples nothing more for a row that lacks one of its tokens, so the
+                    # token that ended the text is not appended.
                     if not detokenizer.is_done:
                         row.append(token)
         return [detokenizer.text for detokenizer in detokenizers]

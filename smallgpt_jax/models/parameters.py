@@ -144,8 +144,9 @@ def with_axes(tree):
 
 
 def name_axes(call, arguments, keywords, method: nn.module.InterceptorContext):
-    """Boxes parameters without axis names, so that `nn.scan` and `nn.vmap` record the axes that
-    they add.
+    """An interceptor for the initialization (`nn.intercept_methods`): puts each parameter that has
+    no names of its axes into a box with empty ones, in which `nn.scan` and `nn.vmap` record the axes
+    that they add.
     """
     result = call(*arguments, **keywords)
     module = method.module

@@ -199,27 +199,28 @@ class PseudoSequenceDecoder(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxSxW, embedded):
-        """`embedded` are N arrays (B, S, D), the tokens before those to predict. Returns (R, N,
-        W).
+        """`embedded` are N arrays (B, S, D), the tokens before those to predict. Returns (R, N, W),
+        with R = B·S: token n sees its position's pseudo sequence, and by causal attention the tokens
+        1 to n.
         """
         c = self.config
         batch, positions, width = x_BxSxW.shape
         pseudo_BxSxPxW = Dense(
-            (self.pseudo_length, width),
-            ("embed", "pseudo", "embed_compressed"),
-            width**-0.5,
-            True,
-            c.dtype,
+            features=(self.pseudo_length, width),
+            axes=("embed", "pseudo", "embed_compressed"),
+            init_std=width**-0.5,
+            use_bias=True,
+            dtype=c.dtype,
             name="pseudo_sequence",
         )(x_BxSxW, EVALUATION)
         pseudo_RxPxW = pseudo_BxSxPxW.reshape(batch * positions, -1, width)
         y_RxNxD = jnp.stack(embedded, axis=2).reshape(batch * positions, len(embedded), -1)
         y_RxNxW = Dense(
-            (width,),
-            ("embed", "embed_compressed"),
-            y_RxNxD.shape[-1] ** -0.5,
-            False,
-            c.dtype,
+            features=(width,),
+            axes=("embed", "embed_compressed"),
+            init_std=y_RxNxD.shape[-1] ** -0.5,
+            use_bias=False,
+            dtype=c.dtype,
             name="tokens",
         )(rms_norm(c, "tokens_norm")(y_RxNxD), EVALUATION)
         places_NxW = self.param(

@@ -1,12 +1,13 @@
 """Tests of `diagnose` and of models without some of their blocks."""
 
 import json
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 import run_helpers
-from conftest import build, call, forward, init, load_config, save_run
+from conftest import RENDER, build, call, forward, init, load_config, save_run
 from float64_model import plain_attention, plain_layers, plain_logits, plain_mlp, plain_norm
 from scipy.special import logsumexp
 
@@ -20,6 +21,7 @@ from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.inference.single_blocks import num_blocks, without_blocks
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.run import plotting
 
 SMALL = dict(
     vocab_size=40, context_length=12, d_model=16, num_heads=2, num_layers=2, dtype="float32"
@@ -179,7 +181,6 @@ def test_chosen_experts_have_the_loads_of_training():
 
 
 @pytest.mark.slow
-@pytest.mark.draws
 def test_the_command(text_file, tmp_path, monkeypatch):
     """Training's program is the same after a diagnosis."""
 
@@ -197,7 +198,8 @@ def test_the_command(text_file, tmp_path, monkeypatch):
     workdir = save_run(tmp_path / "run", config, init(models.build(**config.model)))
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on a mat while some dog ran. " * 5)
-    done = call("diagnose", f"--workdir={workdir}", f"--text={text}", "--windows=3", "--deep=0")
+    with mock.patch.object(plotting, "render", RENDER):
+        done = call("diagnose", f"--workdir={workdir}", f"--text={text}", "--windows=3", "--deep=0")
     assert done.returncode == 0, done.stderr
     folder = workdir / "diagnosis"
     assert {path.name for path in folder.iterdir()} == {

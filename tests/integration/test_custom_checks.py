@@ -12,6 +12,7 @@ from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import loading
 from smallgpt_jax.inference.decoding_check import ragged_calls
+from smallgpt_jax.models.causality_check import check_causality
 from smallgpt_jax.models.context import Context, cache_variable
 from smallgpt_jax.training import opening, trainer
 from smallgpt_jax.training.trainer import train
@@ -115,24 +116,13 @@ def config_of(mixer: type, **fields):
     return config
 
 
-@pytest.mark.parametrize(
-    "mixer, fields, message",
-    [
-        (NextPosition, {}, "outputs depend on later tokens, which the model learns to predict"),
-        (
-            AllDocuments,
-            {"data__separate_documents": True},
-            r"outputs depend on other documents of their row \(config.data.separate_documents=True",
-        ),
-    ],
-)
-def test_mixers_that_see_too_much_are_refused_before_training(
-    mixer, fields, message, text_file, tmp_path
-):
-    config = config_of(mixer, data__source=str(text_file), **fields)
-    expected = rf"config.model.mixers='{__name__}:{mixer.__name__}': {message}"
+def test_mixers_that_see_too_much_are_refused_before_training(text_file, tmp_path):
+    expected = (
+        rf"config.model.mixers='{__name__}:NextPosition': outputs depend on later tokens, which the "
+        "model learns to predict"
+    )
     with pytest.raises(UserError, match=expected) as error:
-        train(config, str(tmp_path / "run"))
+        train(config_of(NextPosition, data__source=str(text_file)), str(tmp_path / "run"))
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
@@ -140,21 +130,30 @@ class Reached(Exception):
     pass
 
 
-@pytest.mark.parametrize(
-    "mixer, fields",
-    [
-        (Decaying, {"data__separate_documents": True, "mesh__data": 2, "mesh__fsdp": 4}),
-        (InBfloat16, {"model__context_length": 4}),
-        (AllDocuments, {}),  # documents of a row are one text
-    ],
-)
-def test_mixers_that_see_what_they_may_are_trained(mixer, fields, text_file, tmp_path, monkeypatch):
+def test_mixers_that_see_what_they_may_are_trained(text_file, tmp_path, monkeypatch):
     def open_pipeline(*_):
         raise Reached  # after all checks
 
     monkeypatch.setattr(trainer, "open_pipeline", open_pipeline)
+    fields = {"data__separate_documents": True, "mesh__data": 2, "mesh__fsdp": 4}
     with pytest.raises(Reached):
-        train(config_of(mixer, data__source=str(text_file), **fields), str(tmp_path / "run"))
+        train(config_of(Decaying, data__source=str(text_file), **fields), str(tmp_path / "run"))
+
+
+def test_documents_of_a_row_are_one_text_unless_separated():
+    model = models.build(**config_of(AllDocuments).model)
+    check_causality(model, init(model), {}, separate_documents=False)
+    expected = (
+        rf"'{__name__}:AllDocuments': outputs depend on other documents of their row "
+        r"\(config.data.separate_documents=True"
+    )
+    with pytest.raises(UserError, match=expected):
+        check_causality(model, init(model), {}, separate_documents=True)
+
+
+def test_rounding_and_a_short_context_are_no_dependence():
+    model = models.build(**config_of(InBfloat16, model__context_length=4).model)
+    check_causality(model, init(model), {})
 
 
 def test_built_in_models_are_not_checked(text_file, tmp_path, monkeypatch):
@@ -173,7 +172,7 @@ def load(mixer: type):
 
 @pytest.mark.parametrize("mixer", [Decaying, InBfloat16])
 def test_right_caches_are_accepted(mixer):
-    assert len(load(mixer).generate("a", max_new_tokens=3, temperature=0.0)) == 3
+    load(mixer)
 
 
 @pytest.mark.parametrize("mixer", [WrongExponent, DecayedTwice, ReadsPadding, ForgetsWaiting])

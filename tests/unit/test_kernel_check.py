@@ -85,8 +85,13 @@ def check(monkeypatch):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"attention": "flash", "attention_windows": (1,)},  # queries and keys have no gradient
-        {"attention": "flash", "data": 2, "tensor": 2, "num_heads": 4},
+        {  # queries and keys have no gradient
+            "attention": "flash",
+            "data": 2,
+            "tensor": 2,
+            "num_heads": 4,
+            "attention_windows": (1,),
+        },
         {  # replicated heads
             "attention": "flash",
             "tensor": 2,
@@ -155,10 +160,13 @@ def neighbors_keys(kernel):
     ],
 )
 def test_mutated_kernels_are_refused(check, monkeypatch, mutation, fields):
+    """In place of the kernel, which compiles slowly on CPUs, attention in plain JAX."""
+
+    def in_plain_jax(q, k, v, window, interpret):
+        return xla_attention.reference(q, k, v, AttentionMask(window), None)
+
     fields = {"num_heads": 2, **fields}
-    monkeypatch.setattr(
-        flash_attention, "flash_attention", mutation(flash_attention.flash_attention)
-    )
+    monkeypatch.setattr(flash_attention, "flash_attention", mutation(in_plain_jax))
     with pytest.raises(UserError, match=r"relative error of [\d.]+;"):
         check(attention="flash", d_model=16 * fields["num_heads"], **fields)
 
@@ -182,9 +190,10 @@ def test_message_for_wrong_kernels(check, monkeypatch):
     """A kernel that ignores the attention window is refused, and so is one whose results are not
     numbers.
     """
-    flash = attention.flash
     monkeypatch.setattr(
-        attention, "flash", lambda q, k, v, mask, slopes: flash(q, k, v, AttentionMask(), slopes)
+        attention,
+        "flash",
+        lambda q, k, v, mask, slopes: xla_attention.reference(q, k, v, AttentionMask(), slopes),
     )
     with pytest.raises(
         UserError, match=r"config.model.attention=flash.*flash kernel for heads of width 16.*=xla"
@@ -215,10 +224,11 @@ RECURRENT = dict(position="none", d_model=16, num_heads=4, mamba_state=8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer, num_heads", [("delta", 2), ("mamba", 4)])
-def test_correct_kernels_of_recurrences_pass(check, mixer, num_heads):
-    """The heads of mamba share their keys, also the two of a device."""
-    check(**RECURRENT | {"num_heads": num_heads}, mixers=(mixer,), data=2, tensor=2)
+def test_correct_kernels_of_recurrences_pass(check):
+    """The heads of mamba share their keys, also the two of a device. The kernel of delta, which
+    compiles slowly, is that of unit/test_gated_delta.py.
+    """
+    check(**RECURRENT, mixers=("mamba",), data=2, tensor=2)
 
 
 def test_recurrences_are_checked_before_decoding_and_scoring(monkeypatch):
@@ -284,6 +294,20 @@ def no_state_between_blocks(rule, *inputs):
     return jnp.concatenate([y_1, y_2], axis=1), last
 
 
+def in_plain_jax(monkeypatch, mixer, mutated):
+    """Replaces the kernel, which compiles slowly on CPUs, by its mutated formulas in plain JAX."""
+    formulas = {"delta": gated_delta, "mamba": state_space}[mixer].in_plain_jax
+
+    def rule(*arguments):
+        *inputs, begins_BxT, state = arguments
+        return formulas(RecurrenceInputs(*inputs), begins_BxT, state)
+
+    def in_kernel(inputs, *others):
+        return mutated(rule, *(x for x in inputs if x is not None), *others)
+
+    monkeypatch.setattr(recurrence_kernel, "in_kernel", in_kernel)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mixer, mutated, width, part",
@@ -296,17 +320,7 @@ def no_state_between_blocks(rule, *inputs):
     ],
 )
 def test_wrong_kernels_of_recurrences_are_refused(check, monkeypatch, mixer, mutated, width, part):
-    """In place of the kernel, which compiles slowly on CPUs, its formulas in plain JAX."""
-    in_plain_jax = {"delta": gated_delta, "mamba": state_space}[mixer].in_plain_jax
-
-    def rule(*arguments):
-        *inputs, begins_BxT, state = arguments
-        return in_plain_jax(RecurrenceInputs(*inputs), begins_BxT, state)
-
-    def in_kernel(inputs, *others):
-        return mutated(rule, *(x for x in inputs if x is not None), *others)
-
-    monkeypatch.setattr(recurrence_kernel, "in_kernel", in_kernel)
+    in_plain_jax(monkeypatch, mixer, mutated)
     wrong = RECURRENT | {"mixers": (mixer,)}
     with pytest.raises(
         UserError,

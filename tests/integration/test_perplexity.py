@@ -51,7 +51,7 @@ def test_windows_score_each_token_once(length, stride):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture, stride", [("gpt", None), ("llama", 5), ("cgpt", 8)])
+@pytest.mark.parametrize("architecture, stride", [("gpt", None), ("llama", 5)])
 def test_perplexity_is_that_of_transformers(architecture, stride, text_file, tmp_path):
     """The oracle is the loop of transformers' guide to perplexity, on the exported model: of each
     window, the tokens that the window before has are not scored.

@@ -120,16 +120,16 @@ def start_from(program, params):
 
 
 def train_three_steps(program, config, batch, folder, initial) -> tuple[list, list]:
-    """Returns the losses and the states after 0 to 3 steps on one batch. The state is saved after
-    two steps; restored, it continues bit for bit.
+    """Returns the metrics of three steps on one batch, and the states after 0 to 3 steps. The state
+    is saved after two steps; restored, it continues bit for bit.
     """
     state = jax.device_put(jax.device_get(initial), program.shardings)
     step, checkpoints = program.bind(config), Checkpoints(folder, keep=1)
     batch = jax.device_put(batch, sharding.batch_sharding(program.mesh))
-    losses, states = [], [jax.device_get(state)]
+    logged, states = [], [jax.device_get(state)]
     for _ in range(2):
         state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+        logged.append(jax.device_get(metrics))
         states.append(jax.device_get(state))
     checkpoints.save(2, state)
     checkpoints.wait_until_finished()
@@ -137,7 +137,7 @@ def train_three_steps(program, config, batch, folder, initial) -> tuple[list, li
     restored, _ = step(restore_or_initialize(program, checkpoints, config.train.seed), batch)
     checkpoints.close()
     assert_bitwise_equal(jax.device_get(restored), jax.device_get(state))
-    return [*losses, float(metrics["loss"])], [*states, jax.device_get(state)]
+    return [*logged, jax.device_get(metrics)], [*states, jax.device_get(state)]
 
 
 def flip_a_bit(path) -> None:

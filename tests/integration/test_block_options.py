@@ -71,13 +71,14 @@ def test_training_with_all_options(tmp_path):
     for devices, config in ((1, plain), (4, sharded)):
         program = build_program(config, jax.devices()[:devices])
         params = init(program.model)
-        losses, states = train_three_steps(
+        logged, states = train_three_steps(
             program,
             config,
             batch,
             tmp_path / str(devices),
             start_from(program, params)._replace(ema=params),
         )
+        losses = [metrics["loss"] for metrics in logged]
         weights = [state.params for state in states]
         assert losses[0] > losses[1] > losses[2]
         results.append((losses, weights[-1], states[-1].ema))

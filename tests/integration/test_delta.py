@@ -1,5 +1,6 @@
 """Tests of the mixer `delta` (Gated DeltaNet) in models. Random models (test_random_models.py)
-compare it with float64 formulas, packed, cached and sharded; test_gated_delta.py tests its rule.
+compare it with float64 formulas, packed, cached and sharded; test_gated_delta.py tests its rule,
+and test_moe.py trains it.
 """
 
 import jax
@@ -7,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, forward, init, load_config
-from run_helpers import draw_weights, start_from, train_three_steps
+from run_helpers import draw_weights
 
 from smallgpt_jax import models
-from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference import decoder, layout
 from smallgpt_jax.inference.decoder import Decoder, DecodeSession
@@ -20,7 +20,6 @@ from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.gated_delta import GatedDeltaNet
 from smallgpt_jax.optim.muon import uses_muon
-from smallgpt_jax.training.build import build_program
 
 HYBRID = ("delta", "delta", "delta", "attention")
 SIZES = dict(d_model=16, num_heads=2, context_length=24, num_layers=4, vocab_size=64)
@@ -230,36 +229,6 @@ def test_refuses_a_prefix():
             random_tokens(1, 24),
             Context(prefix_BxT=jnp.arange(24)[None] < 3),
         )
-
-
-def losses(devices: int, folder, **axes) -> list[float]:
-    """Returns the losses of three steps of a pgpt with two paths of two blocks, on separate
-    documents.
-    """
-    config = load_config(
-        "pgpt",
-        data__separate_documents=True,
-        train__batch_size=8,
-        train__loss_chunks=1,
-        optimizer__warmup_steps=0,
-        model__mixers=("delta",),
-        **{f"model__{name}": value for name, value in SIZES.items()},
-        **{f"mesh__{axis}": length for axis, length in {"data": 1, **axes}.items()},
-    )
-    program = build_program(config, jax.devices()[:devices])
-    initial = start_from(program, init(program.model))
-    folder = folder / str(devices)
-    segments = np.sort(np.random.default_rng(1).integers(1, 4, (8, 24)), axis=1)
-    batch = Batch(random_tokens(8, 25), segments.astype(np.int32))
-    return train_three_steps(program, config, batch, folder, initial)[0]
-
-
-@pytest.mark.slow
-def test_training_does_not_depend_on_devices_or_resumption(tmp_path):
-    """`train_three_steps` compares the third step with that of a restored state, bit for bit."""
-    one = losses(1, tmp_path)
-    assert one[0] > one[1] > one[2]
-    np.testing.assert_allclose(losses(8, tmp_path, fsdp=2, tensor=2, path=2), one, rtol=1e-5)
 
 
 def test_the_hybrid_recipe():

@@ -14,13 +14,12 @@ import pytest
 import run_helpers
 from conftest import build, forward, init, load_config
 from flax import linen as nn
-from run_helpers import start_from
+from run_helpers import start_from, train_three_steps
 from scipy.special import erf
 
 from smallgpt_jax import models
 from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import texts
 from smallgpt_jax.models.context import EVALUATION, Context
@@ -29,9 +28,8 @@ from smallgpt_jax.models.layers import MLPS
 from smallgpt_jax.models.stacks import stack_blocks
 from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.planning import hlo
-from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.training import trainer
-from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.build import build_program, shared_program
 
 MOE = {
     "mlp": "moe",
@@ -297,7 +295,8 @@ def test_copies_of_a_row_are_summed(block):
     three copies.
     """
     rng, rows, copies = np.random.default_rng(0), 5, 3
-    grouping = grouped_matmul.group_rows(jnp.int32(rng.integers(0, 4, rows * copies)), 4, block)
+    groups = jnp.int32(rng.integers(0, 4, rows * copies))
+    grouping = jax.jit(grouped_matmul.group_rows, static_argnums=(1, 2))(groups, 4, block)
     slot_of_row = np.asarray(grouping.slot_of_row_R)
     x, y = (
         np.float32(rng.standard_normal((size, 2))) for size in (rows, len(grouping.row_of_slot_S))
@@ -310,11 +309,15 @@ def test_copies_of_a_row_are_summed(block):
         (grouped_matmul.into_slots, x, placed, y, summed),
         (grouped_matmul.from_slots, y, summed, x, placed),
     ):
-        found, backward = jax.vjp(
-            lambda a, function=function: function(a, grouping, copies), jnp.float32(argument)
-        )
+
+        @jax.jit
+        def with_gradient(a, ct, function=function):
+            found, backward = jax.vjp(lambda a: function(a, grouping, copies), a)
+            return found, backward(ct)[0]
+
+        found, backward = with_gradient(argument, cotangent)
         np.testing.assert_allclose(found, expected, atol=1e-6)
-        np.testing.assert_allclose(backward(jnp.float32(cotangent))[0], gradient, atol=1e-6)
+        np.testing.assert_allclose(backward, gradient, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -335,90 +338,69 @@ def test_gradients_in_bfloat16_are_summed_in_float32(backend):
             grouped_matmul.grouped_matmul(slots, w, grouping, backend), grouping
         )
 
-    _, gradient = jax.vjp(product, jnp.zeros((256, 4, 4), jnp.bfloat16))
+    @jax.jit
+    def gradient(w, ct):
+        return jax.vjp(product, w)[1](ct)[0]
+
+    found = gradient(jnp.zeros((256, 4, 4), jnp.bfloat16), ct)[0]
     expected = np.float64(x).T @ np.float64(ct)
-    np.testing.assert_allclose(np.float64(gradient(ct)[0][0]), expected, rtol=2**-8)
+    np.testing.assert_allclose(np.float64(found), expected, rtol=2**-8)
 
 
 # ---------------------------------------------------------------------- training
 
 
-@functools.cache
-def compiled_program(devices, recipe="gpt", **fields):
-    """Returns a program and its training step."""
-    moe = {f"model__{name}": value for name, value in MOE.items()}
-    config = load_config(recipe, **{**SMALL, **moe, **fields})
-    program = build_program(config, jax.devices()[:devices])
-    return program, program.bind(config)
-
-
-def train(steps=3, devices=1, recipe="gpt", restart=lambda state, program: state, **fields):
-    """Returns the last state, and the metrics of each step. After each step, `restart` replaces the
-    state.
+def train_on(devices: int, folder, **fields) -> tuple[list, list]:
+    """Returns metrics and states of three steps of a pgpt, whose blocks have experts and the mixer
+    `delta`, on separate documents.
     """
-    program, step = compiled_program(devices, recipe, **fields)
-    state = start_from(program, init(program.model))
-    metrics = []
-    for seed in range(steps):
-        tokens = np.random.default_rng(seed).integers(0, 64, (16, 33)).astype(np.int32)
-        state, values = step(
-            state, Batch(jax.device_put(tokens, sharding.batch_sharding(program.mesh)))
-        )
-        metrics.append(jax.device_get(values))
-        state = restart(state, program)
-    return jax.device_get(state), metrics
-
-
-def mesh(**axes):
-    return {f"mesh__{axis}": length for axis, length in {"data": 1, **axes}.items()}
-
-
-GATED = {"model__balance_loss": 0.01, "model__expert_mlp": "gated"}
+    moe = {f"model__{name}": value for name, value in MOE.items()}
+    config = load_config(
+        "pgpt",
+        **{**SMALL, **moe, **fields},
+        data__separate_documents=True,
+        model__mixers=("delta",),
+        model__expert_mlp="gated",
+        model__balance_loss=0.01,
+    )
+    rng = np.random.default_rng(0)
+    segments = np.sort(rng.integers(1, 4, (16, 32)), axis=1).astype(np.int32)
+    batch = Batch(rng.integers(0, 64, (16, 33), np.int32), segments)
+    program = build_program(config, jax.devices()[:devices])
+    return train_three_steps(
+        program, config, batch, folder, start_from(program, init(program.model))
+    )
 
 
 @pytest.mark.slow
-def test_eight_devices_match_one_device():
+def test_training_does_not_depend_on_devices_or_resumption(tmp_path):
     """Losses and loads match, and biases are equal. One device has scanned layers, one microbatch
-    and the backend "blocks".
+    and the backend "blocks". `train_three_steps` compares the third step with that of a restored
+    state, bit for bit.
     """
-    fields = {
-        **mesh(data=2, tensor=2, path=2),
-        "train__microbatches": 4,
-        "model__grouped_matmul": "ragged",
-        "model__scan_layers": False,
-    }
-    state, metrics = train(devices=8, recipe="pgpt", **GATED, **fields)
-    expected_state, expected = train(recipe="pgpt", **GATED)
+    expected, expected_states = train_on(1, tmp_path / "one")
+    metrics, states = train_on(
+        8,
+        tmp_path / "eight",
+        mesh__data=1,
+        mesh__fsdp=2,
+        mesh__tensor=2,
+        mesh__path=2,
+        train__microbatches=4,
+        model__grouped_matmul="ragged",
+        model__scan_layers=False,
+    )
+    losses = [m["loss"] for m in expected]
+    assert losses[0] > losses[1] > losses[2]
     for name in ("loss", "grad_norm", "expert_load"):
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-5),
             [m[name] for m in metrics],
             [m[name] for m in expected],
         )
-    jax.tree.map(np.testing.assert_array_equal, state.model_state, expected_state.model_state)
-
-
-@pytest.mark.slow
-def test_rows_do_not_move_between_devices():
-    """With data parallelism, devices exchange only weights, gradients and loads, once per step, and
-    no tokens.
-    """
-    program, _ = compiled_program(8, **mesh(data=8), train__microbatches=2)
-    traffic = hlo.HloModule(program.compiled_train_step.as_text()).collectives()
-    stored = [
-        x
-        for x in jax.tree.leaves(program.abstract_state.params)
-        if not x.sharding.is_fully_replicated
-    ]
-    weight_bytes, gradient_bytes = (
-        4 * sum(x.size for x in stored),
-        4 * models.num_parameters(program.model),
+    jax.tree.map(
+        np.testing.assert_array_equal, states[-1].model_state, expected_states[-1].model_state
     )
-    assert traffic.pop("all-gather")["bytes"] == weight_bytes
-    assert traffic.pop("reduce-scatter")["bytes"] == weight_bytes / 8
-    gradient_bytes -= weight_bytes
-    assert set(traffic) == {"all-reduce"}
-    assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes < 1024
 
 
 class ExpertBlock(nn.Module):
@@ -511,26 +493,6 @@ def test_the_bias_rate_affects_only_training():
     assert np.array_equal(*(forward(m, params, tokens, state) for m in (model, other)))
 
 
-@pytest.mark.slow
-def test_resumption_is_exact(tmp_path):
-    """A run that restores the state from a checkpoint after every step has the same parameters and
-    biases.
-    """
-
-    def restore(state, program):
-        checkpoints = Checkpoints(tmp_path, keep=1, log=print)
-        checkpoints.save(int(state.step), state)
-        checkpoints.wait_until_finished()
-        return checkpoints.restore_latest(program.abstract_state)
-
-    # GATED is compiled for one device above.
-    resumed, expected = (
-        train(recipe="pgpt", restart=restart, **GATED)[0]
-        for restart in (restore, lambda state, program: state)
-    )
-    jax.tree.map(np.testing.assert_array_equal, resumed, expected)
-
-
 # ---------------------------------------------------------------------- everything else
 
 
@@ -593,19 +555,24 @@ def test_impossible_fields_are_refused(fields, message):
 
 
 @pytest.mark.slow
-def test_a_run_logs_the_load_of_each_expert(text_file, tmp_path):
-    """The run is trained on eight devices. `compare` can measure it."""
+def test_a_run_on_eight_devices(text_file, tmp_path):
+    """It logs the load of each expert, and `compare` can measure it. With data parallelism, devices
+    exchange only weights, gradients and loads, once per step, and no tokens.
+    """
     config = load_config(
         "moe",
         **run_helpers.SMALL,
         data__source=str(text_file),
         data__validation_fraction=0.2,
+        train__batch_size=16,
+        train__microbatches=2,
         train__steps=2,
         train__log_every=1,
         train__eval_every=2,
         train__eval_steps=1,
     )
     trainer.train(config, str(tmp_path))
+    check_that_rows_do_not_move(shared_program(config))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     loads = [
         np.array(line["expert_load"]["trunk/blocks/mlp/router"])
@@ -620,3 +587,22 @@ def test_a_run_logs_the_load_of_each_expert(text_file, tmp_path):
     )
     sample = texts.TextSample(load_or_prepare(config.data), config, (1,), "own")
     assert 0 < texts.measure_loss(tmp_path, sample, 1)["loss"] < 10
+
+
+def check_that_rows_do_not_move(program):
+    assert "compiled_train_step" in vars(program)  # not compiled again
+    traffic = hlo.HloModule(program.compiled_train_step.as_text()).collectives()
+    stored = [
+        x
+        for x in jax.tree.leaves(program.abstract_state.params)
+        if not x.sharding.is_fully_replicated
+    ]
+    weight_bytes, gradient_bytes = (
+        4 * sum(x.size for x in stored),
+        4 * models.num_parameters(program.model),
+    )
+    assert traffic.pop("all-gather")["bytes"] == weight_bytes
+    assert traffic.pop("reduce-scatter")["bytes"] == weight_bytes / 8
+    gradient_bytes -= weight_bytes
+    assert set(traffic) == {"all-reduce"}
+    assert 0 < traffic["all-reduce"]["bytes"] - gradient_bytes < 1024

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from conftest import call, init, load_config, save_run, spaced_tokenizer
-from run_helpers import SMALL, losses_in
+from run_helpers import SMALL, losses_in, start_from
 
 from smallgpt_jax import UserError, models
 from smallgpt_jax.comparison import run_reader
@@ -17,7 +17,9 @@ from smallgpt_jax.evaluation.example_file import ExampleFile
 from smallgpt_jax.evaluation.perplexity import TextFiles, encode_text, measures
 from smallgpt_jax.evaluation.report import texts_table
 from smallgpt_jax.evaluation.scoring import split_with_stride
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.training import trainer
+from smallgpt_jax.training.build import build_program
 
 TIME = SMALL["model__context_length"]
 
@@ -90,7 +92,7 @@ def test_perplexity_is_that_of_transformers(architecture, stride, text_file, tmp
 @pytest.mark.slow
 def test_measures_in_training_are_those_of_evaluate(tmp_path):
     """The bits per byte of texts, and all measures of multiple-choice examples, which the run
-    computes on eight devices in two microbatches. Each document fills a row, with its mark, so that
+    computes at its end, on eight devices in two microbatches. Each document fills a row, with its mark, so that
     both score the same tokens in the same rows.
     """
     random = np.random.default_rng(0)
@@ -119,7 +121,10 @@ def test_measures_in_training_are_those_of_evaluate(tmp_path):
     answers = itertools.islice(itertools.cycle([" a", " bb", " c d"]), 11)
     rows = [{"prompt": text[:9], "completion": label} for text, label in zip(texts, answers)]
     (tmp_path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trainer.train(config, str(tmp_path / "run"))
+    program = build_program(config)
+    state = start_from(program, init(program.model))
+    save_run(tmp_path / "run", Config.of(config), state.params, opt_state=state.opt_state)
+    trainer.train(config, str(tmp_path / "run"))  # only evaluates
     validation = [text for text in texts if is_validation(text, 0.3)]
     # The last row of validation lacks its last target.
     lines = [json.dumps({"text": text}) + "\n" for text in validation[:-1]]

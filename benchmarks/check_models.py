@@ -18,7 +18,7 @@ from smallgpt_jax import cli
 from smallgpt_jax.errors import UserError
 
 _FIRST = flags.DEFINE_integer(
-    "first", 0, "First seed. The tests check some of the seeds below 400."
+    "first", 0, "First seed. The tests check some of the seeds below 2,500."
 )
 _COUNT = flags.DEFINE_integer("count", 200, "Number of models.", lower_bound=1)
 

@@ -108,6 +108,7 @@ MESHES = (
     dict(fsdp=2, tensor=2),
     dict(data=2, fsdp=2),
 )
+MESHES_WITH_PATHS = (dict(path=2, data=2), dict(path=2, tensor=2))
 
 
 def random_fields(seed: int) -> dict:
@@ -194,14 +195,14 @@ def check(seed: int, folder: Path) -> None:
         )
 
 
+def mesh_lengths(seed: int, num_paths: int) -> dict[str, int]:
+    by_path = MESHES_WITH_PATHS if num_paths % 2 == 0 else ()
+    return random.Random(seed).choice([*MESHES, *by_path])
+
+
 def check_packed_rows(model, params, state, rows, expected, seed):
     """Each document has the same logits in a packed row on four devices as alone in NumPy."""
-    by_path = (
-        [dict(path=2, data=2), dict(path=2, tensor=2)]
-        if getattr(model.config, "num_paths", 1) % 2 == 0
-        else []
-    )
-    lengths = random.Random(seed).choice([*MESHES, *by_path])
+    lengths = mesh_lengths(seed, getattr(model.config, "num_paths", 1))
     mesh = sharding.make_mesh(sharding.MeshConfig(**{"data": 1, **lengths}), jax.devices()[:4])
 
     @jax.jit

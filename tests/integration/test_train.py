@@ -59,14 +59,14 @@ def test_a_run_learns_more_than_bigrams(text_file, tmp_path, optimized):
     train(
         config_for(
             text_file,
-            "pgpt",
-            model__num_layers=2,
+            model__num_layers=1,
             optimizer__learning_rate=6e-3,
             optimizer__decay_steps=150,
             train__steps=150,
             train__log_every=50,
             train__eval_every=75,
             train__eval_steps=16,
+            train__checkpoint_every=75,
         ),
         str(tmp_path),
     )
@@ -136,6 +136,7 @@ def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys, mon
     monkeypatch.setattr(trainer, "find_band", lambda config, text: band)
     config = config_for(
         text_file,
+        **SMALL,
         optimizer__learning_rate=1e30,
         optimizer__warmup_steps=22,
         optimizer__clip_norm=0.0,

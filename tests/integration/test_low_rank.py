@@ -265,7 +265,7 @@ def test_refuses_widths_at_which_factors_save_nothing():
 
 @pytest.mark.slow
 def test_converts_trains_and_exports(trained_run, text_file, tmp_path):
-    """A trained run is factored, trained further, resumed, and exported."""
+    """A trained run is factored, trained further, and exported."""
     source = trained_run("gpt", **SMALL)
     tokens = (
         inference.load(source)
@@ -293,25 +293,19 @@ def test_converts_trains_and_exports(trained_run, text_file, tmp_path):
     assert factored_loss > loss(source) + 0.01
     origin = json.loads((folder / "origin.json").read_text())
     assert origin["rank_ratio"] == 0.2 and origin["format"] == "run"
-    for steps in (4, 8):
-        result = call(
-            "main",
-            f"--config=configs/run.py:{folder}",
-            f"--workdir={folder}",
-            f"--config.train.steps={steps}",
-            f"--config.data.source={text_file}",
-            "--config.optimizer.learning_rate=1e-3",
-            "--config.train.eval_steps=1",
-            "--config.train.checkpoint_every=4",
-            "--config.train.eval_every=4",
-        )
-        assert result.returncode == 0, result.stderr
-    trained = inference.load_trained(folder)
-    assert (
-        trained.step == 8
-        and trained.model.config.rank_ratio == 0.2
-        and loss(folder) < factored_loss
+    result = call(
+        "main",
+        f"--config=configs/run.py:{folder}",
+        f"--workdir={folder}",
+        "--config.train.steps=4",
+        f"--config.data.source={text_file}",
+        "--config.optimizer.learning_rate=1e-3",
+        "--config.train.eval_steps=1",
     )
+    assert result.returncode == 0, result.stderr
+    trained = inference.load_trained(folder)
+    assert trained.step == 4 and trained.model.config.rank_ratio == 0.2
+    assert loss(folder) < factored_loss
     # An exported model has full matrices and the same logits.
     pytest.importorskip("safetensors")
     result = call("convert", "--to=hf", f"--workdir={folder}", f"--output={tmp_path / 'out'}")

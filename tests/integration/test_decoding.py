@@ -38,16 +38,9 @@ VARIANTS = [
     ),
     ("gpt", {"mixers": ("delta", "mamba", "conv"), "num_layers": 3, "use_bias": True}),
     (
-        "pgpt",
-        {
-            "num_layers": 4,
-            "num_paths": 4,
-            "position": "rope",
-            "qk_norm": True,
-            "attention_windows": (6,),
-        },
+        "cgpt",
+        {"conv_kernel": 5, "position": "rope", "qk_norm": True, "attention_windows": (6, 0)},
     ),
-    ("cgpt", {"conv_kernel": 5}),
 ]
 
 

@@ -260,7 +260,8 @@ def test_validation_uses_the_examples_but_no_terms():
     params, tokens = init(model), BATCH.tokens_BxT1[:4, :17]
     batch = Batch(tokens, None, np.tile([[True], [False], [True], [True]], (1, 16)))
     objective = Objective(2, z_loss=1.0, examples=later, terms={"term": Term(weight=1.0)})
-    sums = eval_step(program_of(model, objective, microbatches=2), params, {}, batch)
+    program = program_of(model, objective, microbatches=2)
+    sums = jax.jit(functools.partial(eval_step, program))(params, {}, batch)
     log_p = np.asarray(jax.nn.log_softmax(forward(model, params, tokens[:, :-1])))[[0, 2, 3], :15]
     assert sums.counted == 3 * 15
     assert float(sums.loss) == pytest.approx(
@@ -303,7 +304,9 @@ def test_the_loss_of_masked_tokens():
     params, batch = init(model), Batch(BATCH.tokens_BxT1[:4, :17])
     objective = make_objective(TrainConfig(objective="masked", loss_chunks=1), model)
     sums = jax.jit(functools.partial(eval_step, program_of(model, objective)))(params, {}, batch)
-    examples = objective.examples(batch, row_keys(jax.random.key(0), batch))
+    examples = jax.jit(lambda key: objective.examples(batch, row_keys(key, batch)))(
+        jax.random.key(0)
+    )
     logits = np.array(
         [plain_logits(model.config, params, row) for row in np.asarray(examples.inputs_BxT)]
     )
@@ -375,7 +378,9 @@ def test_the_loss_of_answers_after_prompts_is_that_of_evaluate():
     )
     causal = Objective().examples(Batch(tokens, segments, counted, targets), None)
     assert causal.prefix_BxT is None  # without prefixes, the loss is another one
-    other = eval_step(program_of(program.model), params, {}, causal.batch)
+    other = jax.jit(functools.partial(eval_step, program_of(program.model)))(
+        params, {}, causal.batch
+    )
     assert abs(float(other.loss) - float(sums.loss)) > 1e-3
 
 

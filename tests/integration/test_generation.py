@@ -253,7 +253,7 @@ def test_refuses_workdirs_without_a_model(workdir, tmp_path):
         inference.load(workdir, paths="2")
 
 
-def test_generate(workdir):
+def test_generate(workdir, model):
     """Covers the generate command: one text, several samples, one path, turns from standard input,
     and wrong flags.
     """
@@ -262,7 +262,7 @@ def test_generate(workdir):
         result = call("generate", f"--workdir={workdir}", "--max_new_tokens=4", *flags, **settings)
         return result.returncode, result.stdout, result.stderr
 
-    text = inference.load(workdir).generate("the", 4, temperature=0.8)
+    text = model.generate("the", 4, temperature=0.8)
     assert generate("--prompt=the") == (0, f"the{text}\n", "")
     status, several, error = generate(
         "--prompt=the", "--prompt=a dog", "--samples=2", "--paths=best"

@@ -134,18 +134,16 @@ def test_plan_counts_delta():
     """Parameters and FLOPs per token, which do not depend on the context, unlike those of
     attention.
     """
-    architecture, widths = "lgpt", [16, 16, 8]
+    width, blocks = 16, 3
     fields = {**SIZES, "mixers": HYBRID, "delta_head_dim": 6, "position": "none"}
     found = {}
     for length in (64, 256):
-        model = build(architecture, **{**fields, "context_length": length})
-        plain = build(
-            architecture, **{**fields, "context_length": length, "mixers": ("attention",)}
-        )
-        attention = sum(24 * w**2 + 12 * length * w for w in widths)
+        model = build("gpt", **{**fields, "context_length": length})
+        plain = build("gpt", **{**fields, "context_length": length, "mixers": ("attention",)})
+        attention = blocks * (24 * width**2 + 12 * length * width)
         found[length] = train_flops_per_token(model) - (train_flops_per_token(plain) - attention)
     heads, key, value, chunk = 2, 6, 12, 64
-    matrices = sum(w * heads * (2 * key + 3 * value + 2) for w in widths)
+    matrices = blocks * width * heads * (2 * key + 3 * value + 2)
     # Multiplications per chunk and head: two products of queries and keys, two of (C, C) matrices
     # with keys and values, one of keys with these, those of queries and of a (K, K) matrix with the
     # state, the sums of decays, and two products for each halving of the matrix to invert; blocks
@@ -158,9 +156,9 @@ def test_plan_counts_delta():
         + 2 * chunk**2
         + 2 * (32**3 + 2 * 16**3 + 4 * 3 * 16**3)
     )
-    assert found[64] == found[256] == 6 * (matrices + len(widths) * heads * rule / chunk)
+    assert found[64] == found[256] == 6 * (matrices + blocks * heads * rule / chunk)
     parts = components(model)
-    assert parts["GatedDeltaNet"] == matrices + len(widths) * (
+    assert parts["GatedDeltaNet"] == matrices + blocks * (
         4 * heads * (2 * key + value) + 2 * heads + value
     )
 
@@ -235,7 +233,7 @@ def test_the_hybrid_recipe():
     """Delta has 6·D² parameters in its large matrices, as in the paper; the recipe's docstring names
     this number.
     """
-    paper = models.build(**load_config("hybrid", "paper", model__scan_layers=True).model)
-    assert components(paper)["GatedDeltaNet"] == 9 * (
+    fields = load_config("hybrid", "paper", model__scan_layers=True, model__num_layers=4).model
+    assert components(models.build(**fields))["GatedDeltaNet"] == 3 * (
         6 * 768**2 + 2 * 768 * 12 + 4 * 12 * 4 * 48 + 2 * 12 + 96
     )

@@ -294,9 +294,8 @@ def test_bfloat16_gradients_match_float32():
         model = build("gpt", dtype=dtype, num_layers=1, d_model=16, num_heads=2)
         params = init(model)
         total = functools.partial(eval_step, program_of(model))
-        gradients[dtype] = jax.jit(jax.grad(lambda *arguments, f=total: f(*arguments).loss))(
-            params, {}, Batch(tokens)
-        )
+        gradient = jax.jit(jax.grad(lambda *arguments, f=total: f(*arguments).loss))
+        gradients[dtype] = jax.device_get(gradient(params, {}, Batch(tokens)))
     for (path, expected), found in zip(
         jax.tree_util.tree_leaves_with_path(gradients["float32"]),
         jax.tree.leaves(gradients["bfloat16"]),

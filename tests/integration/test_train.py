@@ -308,7 +308,7 @@ def test_out_of_memory_message(text_file, tmp_path, monkeypatch):
 
         monkeypatch.setattr(Program, "compiled_train_step", property(fail))
         with pytest.raises(raised) as error:
-            train(config_for(text_file), str(tmp_path / "run"))
+            train(config_for(text_file, **SMALL), str(tmp_path / "run"))
         return str(error.value)
 
     message = refused_with(

@@ -6,6 +6,7 @@ import json
 import re
 import resource
 import shutil
+from unittest import mock
 
 import jax
 import numpy as np
@@ -181,7 +182,7 @@ def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp
 
 
 @pytest.mark.slow
-def test_resumes_on_other_devices(text_file, copy_of, monkeypatch):
+def test_resumes_on_other_devices(text_file, copy_of):
     """Twenty steps on each of two meshes give the losses and the state of forty steps on one mesh,
     up to rounding.
     """
@@ -189,9 +190,9 @@ def test_resumes_on_other_devices(text_file, copy_of, monkeypatch):
     one, expected = losses_in(workdir), state_of(workdir, 40)
     shutil.rmtree(workdir / "checkpoints" / "40")
     devices = jax.devices()[:4]
-    monkeypatch.setattr(jax, "devices", lambda *_: devices)
     mesh = dict(mesh__data=1, mesh__fsdp=4, mesh__tensor=1)
-    train(config_for(text_file, **{**RESUMED, **mesh}), str(workdir))
+    with mock.patch.object(jax, "devices", lambda *_: devices):
+        train(config_for(text_file, **{**RESUMED, **mesh}), str(workdir))
     many = losses_in(workdir)
     assert list(many) == list(one) == [15, 30, 40]
     np.testing.assert_allclose(list(many.values()), list(one.values()), rtol=2e-5)

@@ -4,12 +4,14 @@ They cover learning, outputs, divergence, custom architectures, and configs and 
 refused.
 """
 
+import contextlib
 import functools
 import json
 import math
 import os
 import re
 import sys
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -102,7 +104,7 @@ def test_a_run_learns_more_than_bigrams(text_file, tmp_path, optimized):
 
 
 @pytest.mark.slow
-def test_unwritable_standard_output_does_not_end_a_run(text_file, tmp_path, monkeypatch):
+def test_unwritable_standard_output_does_not_end_a_run(text_file, tmp_path):
     """Data preparation, training and the final message continue if standard output is closed."""
 
     class ClosedStream:
@@ -114,13 +116,16 @@ def test_unwritable_standard_output_does_not_end_a_run(text_file, tmp_path, monk
 
         flush = write
 
-    monkeypatch.setattr(sys, "stdout", ClosedStream())
-    train(
-        config_for(text_file, **SMALL, data__store=str(tmp_path / "store"), train__steps=2),
-        str(tmp_path / "run"),
-    )
-    monkeypatch.setattr(inference.TextModel, "stream", lambda *_, **__: iter(["a text"]))
-    print_final_message(str(tmp_path / "run"))
+    # Not by the fixture monkeypatch, so that compiled steps are shared with other runs.
+    with (
+        contextlib.redirect_stdout(ClosedStream()),
+        mock.patch.object(inference.TextModel, "stream", lambda *_, **__: iter(["a text"])),
+    ):
+        train(
+            config_for(text_file, **SMALL, data__store=str(tmp_path / "store"), train__steps=2),
+            str(tmp_path / "run"),
+        )
+        print_final_message(str(tmp_path / "run"))
     assert [line["step"] for line in metrics.read_lines(tmp_path / "run" / "metrics.jsonl")] == [
         2,
         2,

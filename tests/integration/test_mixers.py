@@ -176,7 +176,7 @@ def test_a_cache_that_does_not_grow():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture, widths, paths",
-    [("gpt", [16] * 4, 1), ("pgpt", [16] * 4, 2), ("lgpt", [16, 16, 8, 8], 1)],
+    [("pgpt", [16] * 4, 2), ("lgpt", [16, 16, 8, 8], 1)],
 )
 def test_plan_counts_every_mixer(architecture, widths, paths):
     """Parameters, FLOPs and the formula of memory count each block's own mixer."""

@@ -3,10 +3,12 @@
 `program` is a `Program`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from smallgpt_jax.models import init_variables
+from smallgpt_jax.models import abstract_model_state, abstract_params, init_variables
 from smallgpt_jax.optim.mup import scale_initial
 from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.state import TrainState
@@ -16,12 +18,25 @@ def init_state(program, seed) -> TrainState:
     """A pure function, which `Program.initial_state` compiles."""
     variables = init_variables(program.model, seed)
     params = scale_initial(variables["params"], program.multipliers)
-    heads = _init_heads(program, seed)
+    return _first_state(program, params, variables.get("state", {}), _init_heads(program, seed))
+
+
+def abstract_state(program) -> TrainState:
+    """Returns the shapes of `init_state`, without tracing the model again."""
+    variables = (
+        abstract_params(program.model),
+        abstract_model_state(program.model),
+        program.objective.abstract_heads(),
+    )
+    return jax.eval_shape(functools.partial(_first_state, program), *variables)
+
+
+def _first_state(program, params, model_state, heads) -> TrainState:
     return TrainState(
         step=jnp.int32(0),
         params=params,
         opt_state=program.optimizer.init({**params, **heads}),
-        model_state=variables.get("state", {}),
+        model_state=model_state,
         heads=heads,
         ema=jax.tree.map(jnp.copy, params) if program.config.train.ema else {},
     )

@@ -28,7 +28,7 @@ from smallgpt_jax.objectives.teacher import Teacher
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
-from smallgpt_jax.training.initial_state import init_state
+from smallgpt_jax.training.initial_state import abstract_state, init_state
 from smallgpt_jax.training.step import Hyperparameters, train_step
 from smallgpt_jax.training.validation import eval_step
 
@@ -52,7 +52,7 @@ class Program:
     def abstract_state(self) -> TrainState:
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            self._traced_initialization.out_info,
+            abstract_state(self),
             self.shardings,
         )
 
@@ -170,7 +170,10 @@ class Program:
     @functools.cached_property
     def _initialization(self) -> jax.stages.Compiled:
         """seed → state."""
-        return self._traced_initialization.lower().compile(self._initialization_options)
+        initialize = functools.partial(init_state, self)
+        jitted = jax.jit(initialize, out_shardings=self.shardings)
+        lowered = jitted.lower(self._abstract_number("uint32"))
+        return lowered.compile(self._initialization_options)
 
     @property
     def _initialization_options(self) -> dict | None:
@@ -179,12 +182,6 @@ class Program:
         if self.mesh.devices.flat[0].platform != "cpu" or option in os.environ.get("XLA_FLAGS", ""):
             return None
         return {option: 1}
-
-    @functools.cached_property
-    def _traced_initialization(self) -> jax.stages.Traced:
-        initialize = functools.partial(init_state, self)
-        jitted = jax.jit(initialize, out_shardings=self.shardings)
-        return jitted.trace(self._abstract_number("uint32"))
 
     def _abstract_number(self, dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((), dtype, sharding=sharding.replicated(self.mesh))

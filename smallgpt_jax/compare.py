@@ -139,11 +139,6 @@ def main() -> None:
         sys.exit(_verify(_VERIFY.value, _OUTPUT.value, choice, flags.FLAGS.trust_custom_code))
     if purpose == "against":
         sys.exit(_ask_gate(config, _AGAINST.value, _OUTPUT.value, _ONLY.value))
-    _compare(config, results)
-
-
-def _compare(config: ConfigDict | None, results: Sequence[str]) -> None:
-    """Trains and reports, or with --dry_run says what it would train."""
     # Here, because the other purposes need no trainer and no plots.
     from smallgpt_jax.comparison import comparing, dry_run, recipe
 

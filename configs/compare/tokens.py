@@ -21,8 +21,8 @@ Predictions, before the runs: at 1e13 FLOPs, 0.33M with 10 tokens per parameter 
 of 0.2M with 20, for each model. With each, all runs that learn to copy have read 8 M tokens or
 more, whatever their size. conv does not learn to copy.
 
-docs/results/tokens033.json has the runs at 0.33M. Against the prediction, moe had begun to copy after
-6.6 M tokens; conv has not after 13.1 M.
+docs/results/tokens033.json has the runs at 0.33M. Against the prediction, moe and llama had begun to
+copy after 6.6 M tokens; conv has not after 13.1 M.
 """
 
 from configs.compare import base, rates, scaling

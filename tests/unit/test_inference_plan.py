@@ -65,7 +65,7 @@ def test_gpt_on_a_v5e(monkeypatch):
 
 @pytest.mark.slow
 def test_windows_groups_states_and_stages(monkeypatch):
-    monkeypatch.setattr(inference, "count", lambda *_: 1.0)  # tracing takes seconds
+    monkeypatch.setattr(inference, "count_flops", lambda *_: 1.0)  # tracing takes seconds
     windows = estimate(
         monkeypatch, "cpu", 1, model__attention_windows=(64, 0), model__num_kv_heads=2
     )

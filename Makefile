@@ -13,6 +13,9 @@ VENV := .venv
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 ACTIVATE := echo "to type commands, activate the environment in each terminal: source $(VENV)/bin/activate"
 
+# Where this variable is set, each of the processes that tests start would compile all its modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test test-fast docs install corpus clean
 
 quickstart: $(VENV)/installed
@@ -48,7 +51,7 @@ $(VENV)/bin/pip:
 	@$(PIP) install --quiet pip==26.3  # halves the time of the installation, compared with Python 3.11's pip
 
 # Reinstalls only after a change of setup.py or constraints.txt. --no-compile saves over a minute: Python
-# compiles the modules that it imports.
+# compiles the modules that it imports, and stores them (see `unexport`).
 $(VENV)/installed: setup.py constraints.txt docs/constraints.txt | $(VENV)/bin/pip
 	@echo "installing JAX and what training needs into $(VENV): 0.8 GB on disk, usually within a minute ..."
 	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable .

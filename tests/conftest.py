@@ -106,8 +106,8 @@ def pytest_collection_finish():
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores, because several tests wait for other processes."""
-    return (os.cpu_count() or 1) + 1
+    """Two more than cores, because several tests wait for other processes."""
+    return (os.cpu_count() or 1) + 2
 
 
 @pytest.fixture(scope="session")

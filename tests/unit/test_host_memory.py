@@ -13,7 +13,7 @@ from smallgpt_jax.devices import distributed, host_memory
 # A command whose threads allocate, write and free 200 MB one after another. Prints by how many MB
 # this increases the memory of the process, and how many threads got new memory.
 PROGRAM = """
-import ctypes, pathlib, resource, threading
+import ctypes, pathlib, resource, threading, time
 from smallgpt_jax import cli
 from smallgpt_jax.output import best_effort
 
@@ -26,6 +26,7 @@ def resident_bytes():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 def run(is_done):
+    time.sleep(0.1)  # until the thread before it waits: it may hold the lock of the memory's arena
     before = resident_bytes()
     block = libc.malloc(200_000_000)
     libc.memset(block, 1, 200_000_000)

@@ -40,7 +40,8 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
         if max(counts.values()) / min(counts.values()) - 1 <= PARAMETER_TOLERANCE:
             return resized
         worst = max(counts, key=lambda name: abs(counts[name] / target - 1))
-        missed, target = target, counts[worst]  # what the worst run can reach
+        missed = target
+        target = counts[worst]  # which the worst run can reach
         if abs(target / wanted - 1) > MAX_PARAMETER_CHANGE:
             break
     model = resized[worst].model

@@ -59,7 +59,7 @@ def read_config(run: Run, trust_custom_code: bool) -> Config:
 
 
 def _config_or_error(run: Run, trust_custom_code: bool) -> Config | UserError:
-    """Returns the error that says why the config cannot be used: a problem of this run only."""
+    """Returns the config, or the error that says why it cannot be used: a problem of one run."""
     try:
         return read_config(run, trust_custom_code)
     except UserError as error:

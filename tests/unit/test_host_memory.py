@@ -10,10 +10,10 @@ import pytest
 
 from smallgpt_jax.devices import distributed, host_memory
 
-# A command whose threads allocate, write and free 200 MB one after another. Prints by how many MB
-# this increases the memory of the process, and how many threads got new memory.
+# A command whose threads allocate, write and free 200 MB and less one after another. Prints by how
+# many MB this increases the memory of the process, and how many threads got new memory.
 PROGRAM = """
-import ctypes, pathlib, resource, threading, time
+import ctypes, pathlib, resource, threading
 from smallgpt_jax import cli
 from smallgpt_jax.output import best_effort
 
@@ -25,11 +25,10 @@ increases, new, finished = [], [], threading.Event()
 def resident_bytes():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-def run(is_done):
-    time.sleep(0.1)  # until the thread before it waits: it may hold the lock of the memory's arena
+def run(num_bytes, is_done):
     before = resident_bytes()
-    block = libc.malloc(200_000_000)
-    libc.memset(block, 1, 200_000_000)
+    block = libc.malloc(num_bytes)
+    libc.memset(block, 1, num_bytes)
     new.append(resident_bytes() - before > 100e6)
     libc.free(block)
     increases.append((resident_bytes() - before) / 1e6)
@@ -38,9 +37,10 @@ def run(is_done):
 
 @best_effort("stdout")
 def main():
-    for _ in range(4):
+    # Each needs less than the one before, as small objects may take a part of its freed block.
+    for num_bytes in (200_000_000, 190_000_000, 180_000_000, 170_000_000):
         is_done = threading.Event()
-        threading.Thread(target=run, args=(is_done,)).start()
+        threading.Thread(target=run, args=(num_bytes, is_done)).start()
         is_done.wait()
     finished.set()
     print(sum(increases), sum(new))

@@ -8,13 +8,13 @@ A comparison is a config that its runs share, with two additional groups:
 This example compares three widths:
 
     def get_config(size="quickstart"):
-        common = base.recipe("gpt", size) return base.comparison(common, {f"width {d}": {"model":
-        {"d_model": d}} for d in (64, 128, 256)})
+        common = base.recipe("gpt", size)
+        runs = {f"width {d}": {"model": {"d_model": d}} for d in (64, 128, 256)}
+        return base.comparison(common, runs)
 
-To compare three learning rates instead, replace the last line:
+To compare three learning rates instead, replace its second line:
 
-        return base.comparison(common, {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in
-        (1e-3, 3e-3, 1e-2)})
+        runs = {f"lr {x}": {"optimizer": {"learning_rate": x}} for x in (1e-3, 3e-3, 1e-2)}
 
 On the command line, --config.runs.NAME.GROUP.FIELD=VALUE sets any field of one run. For example,
 '--config.runs.lr 0.003.optimizer.warmup_steps=100' sets a field of the run "lr 0.003". A run's
@@ -23,6 +23,8 @@ fields are None where it has the value of the common config.
 
 import copy
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from ml_collections import ConfigDict, config_dict
 
@@ -62,11 +64,13 @@ def with_placeholders(own: dict[str, dict], common: ConfigDict) -> dict[str, dic
     }
 
 
-def recipe(name: str, size: str) -> ConfigDict:
-    """Returns the config of the recipe configs/NAME.py at size `size`, with all values of a size
-    such as 30M, which budgets change.
+def recipe(name: str, size: str, change: Mapping[str, dict] = MappingProxyType({})) -> ConfigDict:
+    """Returns the config of the recipe configs/NAME.py at size `size`, with the fields of `change`,
+    {group: {field: value}}. It has all values of a size such as 30M, which budgets change.
     """
     config = importlib.import_module(f"configs.{name}").get_config(size)
+    for group, fields in change.items():
+        config[group].update(fields)
     if config.train.size:
         for group, fields in Config.of(config).to_dict().items():
             config[group].update(fields)

@@ -1,5 +1,5 @@
 """Hyperparameter transfer by muP (Yang et al., arXiv 2203.03466) and CompleteP (Dey et al., arXiv
-2505.01618, table 1).
+2505.01618, table 1; ε as corrected in arXiv 2512.22382).
 
 The best learning rate of a small base model is close to the best one of a larger model. With m =
 (number of inputs of a matrix) / (the same in the base model), and m_L = depth / base_depth, the
@@ -8,14 +8,17 @@ rules are:
                          initial variance   Adam's rate   decay   Adam's ε    forward pass
     hidden matrices      1/m                1/m           m       1/(m·m_L)
     biases and norms                                              1/(m·m_L)
+    vectors that do not grow                                      1/m_L
     residual branches                                                         times 1/m_L
-    head, router                                                              logits times 1/m
+    router                                                        1/(m·m_L)   scores times 1/m
     attention                                                                 scores divided by K, not by √K
-    embeddings
+    head                                                          1/m         logits times 1/m
+    embeddings, final norm                                        1/m
 
-Empty fields mean 1. A matrix is hidden if its inputs and its outputs grow with the width; of a
-router, only the inputs grow. ε changes only in blocks. For scores, K is relative to the base model,
-whose scores are divided by √K as usual.
+Empty fields mean 1; outside of blocks, m_L is 1. A matrix is hidden if its inputs and its outputs
+grow with the width; of a router, only the inputs grow. A vector that all heads share, such as the
+scale of the queries' norm, does not grow if the heads have a fixed width. For scores, K is relative
+to the base model, whose scores are divided by √K as usual.
 
 The model does not compute the factors of the last column. A weight w with a factor c is stored as
 their product, which has c times the initial std and the rate of w, and 1/c times its decay and ε:
@@ -35,7 +38,6 @@ from smallgpt_jax import models
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig, Parameter
 from smallgpt_jax.models.language_model import head_std
-from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.muon import uses_muon
 
@@ -97,13 +99,6 @@ def _refuse_models_without_rules(model: ModelConfig, optimizer: OptimizerConfig)
             model.refuse(
                 field, f"cannot be combined with config.optimizer.base_depth; set it to {allowed}"
             )
-    unchecked = set(MIXERS) - {"attention"}  # users check mixers of their own themselves
-    if optimizer.base_width and unchecked & set(model.mixers):
-        model.refuse(
-            "mixers",
-            "cannot be combined with config.optimizer.base_width, whose rules were checked only "
-            "with attention; set base_width to 0",
-        )
     if optimizer.base_depth and model.norm_position != "pre":
         model.refuse(
             "norm_position",
@@ -126,14 +121,15 @@ def multipliers(trained, base, model: ModelConfig, optimizer: OptimizerConfig):
     is_muon = optimizer.name == "muon"
 
     def of_parameter(p: Parameter, base: Parameter) -> Multipliers:
+        usual = Multipliers(epsilon=1 / width_ratio)
         if p.path == ("head",):
             std = head_std(base.shape[1]) / head_std(p.shape[1])
-            return Multipliers(init=std).with_factor(1 / width_ratio)
+            return usual._replace(init=std).with_factor(1 / width_ratio)
         if p.path[0] == "final_norm":  # with tied embeddings, it has the factor of the head
-            return Multipliers().with_factor(1 / width_ratio if model.tie_embeddings else 1.0)
-        result = _of_matrix(p, base, is_muon) if p.is_matrix else Multipliers()
+            return usual.with_factor(1 / width_ratio if model.tie_embeddings else 1.0)
+        result = _of_matrix(usual, p, base, is_muon) if p.is_matrix else _of_vector(p, base)
         if "layers" in p.axes:
-            result = in_block(result, p, width_ratio, depth_ratio)
+            result = in_block(result, p, depth_ratio)
         if p.path[-2:] == ("q_norm", "scale") or ("qkv" in p.axes and not model.qk_norm):
             result = result.with_factor(_query_factors(p, base))
         return result
@@ -141,7 +137,7 @@ def multipliers(trained, base, model: ModelConfig, optimizer: OptimizerConfig):
     return jax.tree.map(of_parameter, trained, base)
 
 
-def _of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
+def _of_matrix(usual: Multipliers, p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
     """Returns the multipliers of a matrix, but for what it gets as a part of a block.
 
     A dimension is as wide as in the base model (vocabulary, positions) or wider by the ratio of the
@@ -151,21 +147,26 @@ def _of_matrix(p: Parameter, base: Parameter, is_muon: bool) -> Multipliers:
     inputs = math.prod(p.shape[i] / base.shape[i] for i in input_axes)
     outputs = math.prod(p.shape[i] / base.shape[i] for i in output_axes)
     if inputs == 1:  # an embedding
-        return Multipliers()
+        return usual
     if outputs == 1:  # like the head: few outputs of the wide state
-        return Multipliers().with_factor(1 / inputs)
+        return usual.with_factor(1 / inputs)
     std = 1.0 if _SCALED_BY_INPUTS & set(p.axes) else inputs**-0.5
     # With m times the width, the singular values of Muon's updates grow as √m. Those of Adam's grow
     # as m, because its updates of a hidden matrix have a low rank (Yang et al., arXiv 2310.17813).
     rate = inputs**-0.5 if is_muon and uses_muon(p) else 1 / inputs
-    return Multipliers(init=std, rate=rate)
+    return usual._replace(init=std, rate=rate)
 
 
-def in_block(
-    outside: Multipliers, p: Parameter, width_ratio: float, depth_ratio: float
-) -> Multipliers:
+def _of_vector(p: Parameter, base: Parameter) -> Multipliers:
+    """The gradient of an entry is the sum over all outputs that it changes: over m times as many,
+    if there are not m times as many entries.
+    """
+    return Multipliers(epsilon=base.size / p.size)
+
+
+def in_block(outside: Multipliers, p: Parameter, depth_ratio: float) -> Multipliers:
     """Returns the multipliers of a parameter of a block, from those that it has outside of one."""
-    inside = outside._replace(epsilon=outside.epsilon / (width_ratio * depth_ratio))
+    inside = outside._replace(epsilon=outside.epsilon / depth_ratio)
     if p.axes[-1] != "embed" or "vocab" in p.axes:  # value embeddings are no residual branch
         return inside
     # The last matrix of a residual branch, or its bias, gets the factor 1/r with r times the blocks, and

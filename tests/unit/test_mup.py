@@ -25,13 +25,13 @@ BLOCK = {  # m = 4, m_L = 2 → (initial std, rate, ε), each relative to a mode
     "mlp_norm/scale": (1, 1, 1 / 8),
 }
 TOP = {
-    "token_embedding": (1, 1, 1),
-    "position_embedding": (1, 1, 1),
-    "final_norm/scale": (1, 1, 1),
-    "head": (1 / 4, 1 / 4, 4),
+    "token_embedding": (1, 1, 1 / 4),
+    "position_embedding": (1, 1, 1 / 4),
+    "final_norm/scale": (1, 1, 1 / 4),
+    "head": (1 / 4, 1 / 4, 1),
 }
 # A dense layer outside of blocks already has the initial std 1/√inputs.
-DENSE = {"kernel": (1, 1 / 4, 1), "bias": (1, 1, 1)}
+DENSE = {"kernel": (1, 1 / 4, 1 / 4), "bias": (1, 1, 1 / 4)}
 QUERIES, KEYS_AND_VALUES = (
     (0.25, 1 / 8, 1 / 4),
     (0.5, 1 / 4, 1 / 8),
@@ -136,7 +136,53 @@ def test_with_qk_norm_its_scale_has_the_factor():
     ]
     assert attention["qkv"]["kernel"].rate == 1 / 4
     np.testing.assert_allclose(attention["q_norm"]["scale"].rate, [[0.5]])
-    assert attention["k_norm"]["scale"].rate == 1
+    assert attention["k_norm"]["scale"] == (1, 1, 1 / 16)
+
+
+def test_scales_that_more_heads_share_keep_epsilon():
+    """Their gradient is the sum over the heads (arXiv 2512.22382, on the norm of queries)."""
+    fields = {**TRANSFER, "model__num_layers": 2, "model__num_heads": 8, "model__head_dim": 16}
+    attention = program("llama", **fields, model__num_kv_heads=4, model__qk_norm=True).multipliers[
+        "trunk"
+    ]["blocks"]["attention"]
+    assert attention["k_norm"]["scale"].epsilon == 1 / 2
+    assert attention["qkv"]["kernel"].epsilon == 1 / 8
+
+
+@pytest.mark.parametrize("name", ["delta", "mamba", "conv"])
+def test_mixers(name):
+    """With heads of a fixed width, a norm of heads is shared by more of them. Mamba's keys and
+    queries have as many entries as in the base model, like a router.
+    """
+    fields = {**TRANSFER, "model__num_layers": 2, "model__num_heads": 8, "model__head_dim": 16}
+    if name == "conv":
+        fields |= {"model__num_heads": 4, "model__head_dim": 0}
+    found = numbers(
+        program("gpt", **fields, model__mixers=(name,), model__position="none").multipliers
+    )
+    hidden, narrow, taps = (1 / 2, 1 / 4, 1 / 8), (1 / 4, 1 / 4, 1 / 2), (1, 1, 1 / 8)
+    expected = {
+        "delta": {
+            "query/kernel": hidden,
+            "beta/kernel": hidden,  # one per head
+            "convolution/taps": taps,
+            "A_log": taps,
+            "out_norm/scale": (1, 1, 1 / 2),
+        },
+        "mamba": {
+            "value/kernel": hidden,
+            "key/kernel": narrow,
+            "query/kernel": narrow,
+            "convolution/taps": taps,
+            "key_query_convolution/taps": (1, 1, 1 / 2),
+            "out_norm/scale": taps,
+        },
+        "conv": {"input_gate/kernel": hidden, "convolution/taps": taps},
+    }[name]
+    for path, values in {"out/kernel": BLOCK["attention/out/kernel"], **expected}.items():
+        np.testing.assert_allclose(
+            found[f"trunk/blocks/mixer/{path}"], np.float64(values)[:, None], err_msg=path
+        )
 
 
 def test_experts_and_router():
@@ -168,15 +214,15 @@ def test_block_options():
         "attention/value_embedding": (1, 1, 1 / 8),
         "attention/gate/kernel": (1 / 4, 1 / 4, 1 / 2),
         "mlp_canon/convolution/taps": (1, 1, 1 / 8),
-        "residual_scales": (1, 1, 1 / 8),
+        "residual_scales": (1, 1, 1 / 2),  # one number for all outputs
     }.items():
         assert found[f"trunk/blocks/{path}"] == tuple([value] for value in values), path
 
 
 def test_a_tied_head_leaves_its_factor_to_the_final_norm():
     found = program("gpt", **TRANSFER, model__tie_embeddings=True).multipliers
-    assert found["token_embedding"] == (1, 1, 1)
-    assert found["final_norm"]["scale"] == (1 / 4, 1 / 4, 4)
+    assert found["token_embedding"] == (1, 1, 1 / 4)
+    assert found["final_norm"]["scale"] == (1 / 4, 1 / 4, 1)
 
 
 def test_muon_scales_with_the_root_of_the_width():
@@ -208,9 +254,9 @@ def test_updates_of_all_recipes_have_the_shapes_of_the_parameters(name):
 
 
 def test_training_follows_the_table_of_completep():
-    """Trains the weights of arXiv 2505.01618, table 1, by AdamW's formula, with their factors in
-    the loss. The products of weights and factors are our weights. Gradients are small, so that ε
-    matters.
+    """Trains the weights of arXiv 2505.01618, table 1, with the ε of arXiv 2512.22382, by AdamW's
+    formula, with their factors in the loss. The products of weights and factors are our weights.
+    Gradients are small, so that ε matters.
     """
     rate, decay, epsilon, m, m_l = 0.1, 0.3, 1e-8, 4, 2
     p = program(
@@ -226,10 +272,10 @@ def test_training_follows_the_table_of_completep():
     # path → (factor in the forward pass, rate, decay, ε)
     in_block = epsilon / (m * m_l)
     table = {
-        "token_embedding": (1, rate, decay, epsilon),
-        "position_embedding": (1, rate, decay, epsilon),
-        "head": (1 / m, rate, decay, epsilon),
-        "final_norm/scale": (1, rate, 0, epsilon),
+        "token_embedding": (1, rate, decay, epsilon / m),
+        "position_embedding": (1, rate, decay, epsilon / m),
+        "head": (1 / m, rate, decay, epsilon / m),
+        "final_norm/scale": (1, rate, 0, epsilon / m),
         "qkv/kernel": (1, rate / m, decay * m, in_block),
         "up/kernel": (1, rate / m, decay * m, in_block),
         "out/kernel": (1 / m_l, rate / m, decay * m, in_block),
@@ -333,10 +379,6 @@ def test_the_head_of_a_wide_model_starts_from_the_std_of_the_base():
         (
             {"optimizer__base_width": 32, "model__rank_ratio": 0.5},
             "config.model.rank_ratio=0.5: cannot be combined",
-        ),
-        (
-            {"optimizer__base_width": 32, "model__mixers": ("attention", "conv")},
-            "config.model.mixers=('attention', 'conv'): cannot be combined",
         ),
         (
             {"optimizer__base_depth": 2, "model__norm_position": "post"},

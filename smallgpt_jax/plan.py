@@ -8,6 +8,7 @@ hardware.
 TPU topologies need no TPU, but the TPU compiler (pip install -c constraints.txt -e '.[plan]'). GPU
 topologies need no GPU, but the GPU compiler (extra plan-gpu). --search finds the largest batch size
 that fits. --price shows hours and cost of the training, --hours finds the size that takes so long.
+--results shows the loss to expect, by the runs of smaller or similar sizes in a comparison.
 --inference estimates decoding on one of the devices instead of training. The exit status
 is 1 if training or evaluation does not fit into the memory of the devices.
 """
@@ -21,6 +22,7 @@ from ml_collections import config_flags
 
 from smallgpt_jax import cli
 from smallgpt_jax.errors import UserError, command_line, config_arguments
+from smallgpt_jax.planning.expected_loss import expected_loss_message
 from smallgpt_jax.planning.hours import cost_message, plan_for_hours
 from smallgpt_jax.planning.inference import format_inference
 from smallgpt_jax.planning.plan import plan, plan_inference
@@ -56,6 +58,9 @@ _HOURS = flags.DEFINE_float(
     "Find the size of the recipe whose training takes about these hours.",
     lower_bound=0.01,
 )
+_RESULTS = flags.DEFINE_string(
+    "results", "", "results.json of a comparison: also show the loss to expect, if its runs tell."
+)
 _JSON = flags.DEFINE_bool(
     "json", False, "Print the estimate as one JSON object, without the table."
 )
@@ -77,8 +82,8 @@ def main() -> None:
             "--search: cannot be combined with --inference, which shows the largest batch; remove "
             "it"
         )
-    for flag in (_HOURS, _PRICE):
-        if _INFERENCE.value and flag.value is not None:
+    for flag in (_HOURS, _PRICE, _RESULTS):
+        if _INFERENCE.value and flag.value not in (None, ""):
             raise UserError(
                 f"--{flag.name}: is about training; it cannot be combined with --inference"
             )
@@ -100,6 +105,8 @@ def main() -> None:
         beside = sys.stderr if _JSON.value else sys.stdout  # standard output is one JSON object
         if recipe or _PRICE.value is not None:
             print(f"\n{cost_message(planned, _PRICE.value)}", file=beside)
+        if recipe or _PRICE.value is not None or _RESULTS.value:
+            print(expected_loss_message(_RESULTS.value, planned), file=beside)
         if recipe:
             command = command_line("main", f"--config={recipe}", "--workdir=runs/sized")
             print(f"To train it: {command}", file=beside)

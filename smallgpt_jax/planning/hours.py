@@ -21,12 +21,12 @@ class SizedPlan(NamedTuple):
 def training_hours(planned: Plan) -> float | None:
     """Returns None if the time of a step is unknown, as on CPUs."""
     seconds = planned.estimate.estimated_step_seconds
-    return seconds and planned.steps * seconds / 3600
+    return seconds and planned.config.train.steps * seconds / 3600
 
 
 def cost_message(planned: Plan, price: float | None) -> str:
     """Returns how long training takes and, with `price` per device and hour, what it costs."""
-    steps, devices = planned.steps, planned.estimate.devices
+    steps, devices = planned.config.train.steps, planned.estimate.devices
     hours = training_hours(planned)
     if hours is None:
         return f"{steps:,} steps: hours not known, because the time of a step is not"
@@ -36,7 +36,7 @@ def cost_message(planned: Plan, price: float | None) -> str:
         money = price * devices * hours
         amount = f"{money:,.2f}" if money >= 0.01 else "less than 0.01"
         message += f", {amount} at {price:g} per device and hour"
-    return f"{message} (estimated, without evaluation and saving; expected loss: not known)"
+    return f"{message} (estimated, without evaluation and saving)"
 
 
 def plan_for_hours(recipe: str, topology: str, hours: float) -> SizedPlan:

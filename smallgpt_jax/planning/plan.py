@@ -29,7 +29,7 @@ class Plan(NamedTuple):
     estimate: Estimate
     table: str
     problem: str  # why it does not fit, and what to change; "" if it fits
-    steps: int  # of the whole training
+    config: Config  # with the values that it was compiled with
 
     def __str__(self) -> str:
         return self.table
@@ -67,7 +67,7 @@ def plan(
         program = build_program(planned, devices)
         result = estimate(program, progress)
         problem = "" if result.fits else _misfit(program, result)
-        return Plan(result, format_plan(program, result), problem, planned.train.steps)
+        return Plan(result, format_plan(program, result), problem, planned)
 
 
 def plan_inference(

@@ -14,7 +14,8 @@ from smallgpt_jax.planning import hours, topologies
 
 def planned(steps: int, seconds: float | None, devices: int = 8) -> SimpleNamespace:
     estimate = SimpleNamespace(estimated_step_seconds=seconds, devices=devices)
-    return SimpleNamespace(estimate=estimate, steps=steps, problem="")
+    config = SimpleNamespace(train=SimpleNamespace(steps=steps))
+    return SimpleNamespace(estimate=estimate, config=config, problem="")
 
 
 def test_the_cost_of_a_training():

@@ -14,15 +14,19 @@ The presets, after a colon, are `tiny` (seconds per run, for tests) and
 
 - `0.33M`: llama, moe, conv and hybrid for 5, 10, 20 and 40 tokens per parameter, 3 seeds, about 4e14
   FLOPs
-- `0.33M-others`: canon and mamba for the same tokens, 2 seeds
+- `0.33M-others`: canon, mamba, delta, windows and x0 for the same tokens, 3 seeds, about 5e14 FLOPs
 - `0.2M`: moe and conv for 40 and 80 tokens per parameter, 2 seeds, about 1e14 FLOPs
 
 Predictions, before the runs: at 1e13 FLOPs, 0.33M with 10 tokens per parameter is within 0.03 nats
 of 0.2M with 20, for each model. With each, all runs that learn to copy have read 8 M tokens or
 more, whatever their size. conv does not learn to copy.
 
-docs/results/tokens033.json has the runs at 0.33M. Against the prediction, moe and llama had begun to
-copy after 6.6 M tokens; conv has not after 13.1 M.
+docs/results/tokens033.json has the runs at 0.33M. Against the prediction, canon, moe and llama had
+begun to copy after 6.6 M tokens; conv has not after 13.1 M.
+
+Predictions for what is left of 0.33M-others: canon's third seed copies after 6.6 M tokens, too. No
+windows, x0 or delta is better than canon with 1.6e13 FLOPs; windows and x0 copy after 13.1 M tokens,
+delta does not.
 """
 
 from configs.compare import base, rates, scaling
@@ -32,7 +36,13 @@ from smallgpt_jax.errors import UserError
 PRESETS = {
     "tiny": (("moe", "conv"), "20k", 2, (0.5, 1.0), 2),
     "0.33M": (("llama", "moe", "conv", "hybrid"), "0.33M", 40, (0.125, 0.25, 0.5, 1.0), 3),
-    "0.33M-others": (("canon", "mamba"), "0.33M", 40, (0.125, 0.25, 0.5, 1.0), 2),
+    "0.33M-others": (
+        ("canon", "mamba", "delta", "windows", "x0"),
+        "0.33M",
+        40,
+        (0.125, 0.25, 0.5, 1.0),
+        3,
+    ),
     "0.2M": (("moe", "conv"), "0.2M", 80, (0.5, 1.0), 2),
 }
 

@@ -25,10 +25,10 @@ ROWS = 512  # of each evaluation
 def get_config(preset: str = "0.2M"):
     if preset not in PRESETS:
         raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
-    size = {"tiny": "20k@0.2"}.get(preset, preset)
+    size = {"tiny": "0.1M@1"}.get(preset, preset)
     common = sized("gpt", size, {})
     runs = {}
-    for model in MODELS:
+    for model in ("gpt", "hybrid") if preset == "tiny" else MODELS:
         for change, fields in changes(model, size).items():
             name = f"{model} {change}" if change else model
             runs[f"{name}@{size.partition('@')[0]}"] = base.differences(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.models.architectures import find_architecture, make_config
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.language_model import LanguageModel
@@ -100,6 +101,10 @@ class _Search:
     def __init__(self, fields: Mapping[str, Any]):
         self.fields = fields
         self.set_fields = {name: value for name, value in fields.items() if value != AT_START}
+        for name in ("d_model", "num_layers", "mlp_ratio"):  # that the search divides by
+            value = self.set_fields.get(name, 1)
+            if not isinstance(value, int | float) or not value > 0:
+                raise UserError(f"config.model.{name}={short_repr(value)}: must be above 0")
         self.rule = find_architecture(fields.get("architecture")).Config.shape
         experts = 1
         kind = self.set_fields.get("mlp", "dense")

@@ -29,17 +29,19 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.checks import check_config
 from smallgpt_jax.training.program import Program
 
-# Comparisons whose models have the learning rates of configs/compare/rates.py → their presets.
-RATED = {
+# Comparisons that have no sizes of recipes → their presets. The models of all but the last have the
+# learning rates of configs/compare/rates.py.
+WITH_PRESETS = {
     "rates": ("tiny", "0.2M", "0.47M"),
-    "tokens": ("tiny", "0.33M", "0.2M"),
+    "tokens": ("tiny", "0.33M", "0.33M-others", "0.2M"),
     "orders": ("tiny", "0.2M"),
     "transition": ("tiny", "first", "all"),
+    "sizes": ("tiny",),
 }
 SHIPPED = sorted(
     path.stem
     for path in (ROOT / "configs" / "compare").glob("*.py")
-    if path.stem not in ("base", "scaling", "mixers", *RATED)
+    if path.stem not in ("base", "scaling", "mixers", *WITH_PRESETS)
 )
 
 
@@ -542,7 +544,7 @@ def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, preset",
     [("mixers", preset) for preset in ("tiny", "small", "medium")]
-    + [(name, preset) for name, presets in RATED.items() for preset in presets],
+    + [(name, preset) for name, presets in WITH_PRESETS.items() for preset in presets],
 )
 def test_presets_of_further_comparisons(name, preset, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "build_program", validate)

@@ -71,6 +71,12 @@ def test_bad_sizes_are_refused_in_one_line(text, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("field", ["d_model", "num_layers", "num_heads", "mlp_ratio"])
+def test_a_shape_of_zero_is_refused(field):
+    with pytest.raises(UserError, match=f"^config.model.{field}=0(.0)?: must be a"):
+        sized("gpt:1M", **{f"model__{field}": 0.0 if field == "mlp_ratio" else 0})
+
+
 @pytest.mark.parametrize(
     "recipe", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])]
 )

@@ -29,19 +29,17 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.checks import check_config
 from smallgpt_jax.training.program import Program
 
-# Comparisons that have no sizes of recipes → their presets. The models of all but the last have the
-# learning rates of configs/compare/rates.py.
-WITH_PRESETS = {
+# Comparisons whose models have the learning rates of configs/compare/rates.py → their presets.
+RATED = {
     "rates": ("tiny", "0.2M", "0.47M"),
     "tokens": ("tiny", "0.33M", "0.33M-others", "0.2M"),
     "orders": ("tiny", "0.2M"),
     "transition": ("tiny", "first", "all"),
-    "sizes": ("tiny",),
 }
 SHIPPED = sorted(
     path.stem
     for path in (ROOT / "configs" / "compare").glob("*.py")
-    if path.stem not in ("base", "scaling", "mixers", *WITH_PRESETS)
+    if path.stem not in ("base", "scaling", "mixers", "sizes", *RATED)
 )
 
 
@@ -544,12 +542,26 @@ def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, preset",
     [("mixers", preset) for preset in ("tiny", "small", "medium")]
-    + [(name, preset) for name, presets in WITH_PRESETS.items() for preset in presets],
+    + [(name, preset) for name, presets in RATED.items() for preset in presets],
 )
 def test_presets_of_further_comparisons(name, preset, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "build_program", validate)
     config = importlib.import_module(f"configs.compare.{name}").get_config(preset)
     assert recipe.make_comparison(config, tmp_path).models.keys() == set(config.runs)
+
+
+def test_the_sweep_around_the_rules_of_sizes(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "build_program", lambda config: Config.of(config))
+    config = importlib.import_module("configs.compare.sizes").get_config("tiny")
+    made = recipe.make_comparison(config, tmp_path)
+    trained = {run.name: run.config for run in made.runs({})}
+    rule, half, deep = (trained[f"gpt{change}@0.1M"] for change in ("", " 0.5x batch", " 6 blocks"))
+    assert (half.train.batch_size, half.train.steps) == (4, 2 * rule.train.steps)
+    assert half.train.eval_steps * 4 == rule.train.eval_steps * 8 == 512
+    assert (
+        deep.model.num_layers == rule.model.num_layers + 2
+        and deep.model.d_model < rule.model.d_model
+    )
 
 
 def test_rates_are_multiples_of_those_that_the_grids_chose():

@@ -138,36 +138,47 @@ def _largest_size(points: Sequence[LawPoint]) -> str:
 
 
 # ------------------------------------------------------------------ predictions
-def predict(
-    runs: Sequence[Run], planned: Sequence[LawPoint], held_out: str, time: str, command: str
-) -> Predictions:
-    """Returns the predictions of `planned` runs of a held-out size, by runs of the others."""
-    points = law_points(runs)
+class Predicted(NamedTuple):
+    form: str  # of the laws
+    losses: tuple[Prediction, ...]
+    not_predicted: dict[str, str]  # {model: what it lacked}
+
+
+def predict(points: Sequence[LawPoint], planned: Sequence[LawPoint]) -> Predicted:
+    """Returns the losses of `planned` points by laws of `points`."""
     by_model = grouped(points, lambda point: point.model)
     missing_of = {point.model: missing_for_law(by_model.get(point.model, ())) for point in planned}
     not_predicted = {model: what for model, what in missing_of.items() if what}
     can_be_predicted = missing_of.keys() - not_predicted
     usable = [point for point in points if point.model in can_be_predicted]
-    form = next(iter(FORMS))  # named also where no model can be predicted
-    predicted = []
-    if usable:
-        left_out = _leave_out_largest(usable)
-        form, half_width = left_out.form, left_out.half_width
-        fits = _fits(form, usable)
-        for point in dict.fromkeys(planned):  # the seeds of a run have equal predictions
-            if point.model in fits:
-                loss = predicted_loss(form, fits[point.model], point)
-                where = (point.model, point.parameters, point.tokens)
-                predicted.append(Prediction(*where, loss, loss - half_width, loss + half_width))
+    if not usable:
+        return Predicted(next(iter(FORMS)), (), not_predicted)
+    left_out = _leave_out_largest(usable)
+    fits, half_width = _fits(left_out.form, usable), left_out.half_width
+    losses = []
+    for point in dict.fromkeys(planned):  # the seeds of a run have equal predictions
+        if point.model in fits:
+            loss = predicted_loss(left_out.form, fits[point.model], point)
+            where = (point.model, point.parameters, point.tokens)
+            losses.append(Prediction(*where, loss, loss - half_width, loss + half_width))
+    return Predicted(left_out.form, tuple(losses), not_predicted)
+
+
+def predictions_of(
+    runs: Sequence[Run], planned: Sequence[LawPoint], held_out: str, time: str, command: str
+) -> Predictions:
+    """Returns the predictions of `planned` runs of a held-out size, by runs of the others."""
+    points = law_points(runs)
+    predicted = predict(points, planned)
     return Predictions(
         time=time,
         command=command,
         held_out=held_out,
         interval=INTERVAL,
         records_sha256=hashlib.sha256(json.dumps(points).encode()).hexdigest(),
-        predictions={"parameters": tuple(predicted)},  # by the kind of size
-        not_predicted=not_predicted,
-        form=form,
+        predictions={"parameters": predicted.losses},  # by the kind of size
+        not_predicted=predicted.not_predicted,
+        form=predicted.form,
     )
 
 

@@ -55,7 +55,8 @@ def write_predictions(outcomes: Outcomes, losses: Mapping[Path, float], command:
         if points:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             held_out = outcomes.comparison.held_out
-            typed_json.write(laws.predict(finished, points, held_out, now, command), path)
+            predictions = laws.predictions_of(finished, points, held_out, now, command)
+            typed_json.write(predictions, path)
             print(f"{path}: predictions of {len(points)} held-out runs", flush=True)
 
 

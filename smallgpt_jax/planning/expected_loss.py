@@ -1,11 +1,12 @@
 """The loss to expect of a training, by the law of one of a record's models."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from smallgpt_jax.analysis import laws, record
 from smallgpt_jax.analysis.laws import LawPoint
-from smallgpt_jax.analysis.record import Record, Run, grouped
+from smallgpt_jax.analysis.record import Run, grouped
 from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.planning.plan import Plan
 from smallgpt_jax.run.config import Config
@@ -27,8 +28,10 @@ def expected_loss_message(results: str, planned: Plan) -> str:
     """Returns the loss with an interval, or why it is not known. `results` is a path, or ""."""
     if not results:
         return "expected loss: not known; --results=results.json of a comparison of sizes may tell"
-    comparison = record.read(Path(results))
-    model, differences = _closest_model(comparison, planned.config)
+    runs = record.read(Path(results)).runs
+    if not runs:
+        return f"expected loss: not known; {results} has no runs"
+    model, differences = _closest_model(runs, planned.config)
     if differences:
         field, value = next(iter(differences.items()))
         return (
@@ -38,25 +41,26 @@ def expected_loss_message(results: str, planned: Plan) -> str:
     train, context_length = planned.config.train, planned.config.model.context_length
     tokens = train.steps * train.batch_size * context_length
     point = LawPoint(model, "", planned.estimate.parameters, tokens)
-    reason = _out_of_reach(comparison, point)
+    points = laws.law_points(runs)
+    reason = _out_of_reach([one for one in points if one.model == model], point)
     if reason:
         return f"expected loss: not known; {results} {reason}"
-    predicted = laws.predict(comparison.runs, [point], "", "", "").by_parameters[0]
+    (predicted,) = laws.predict(points, [point]).losses
     return (
         f"expected loss: {predicted.loss:.3f}, {laws.INTERVAL:.0%} interval {predicted.low:.3f} to "
         f"{predicted.high:.3f} (law of {model} in {results})"
     )
 
 
-def _closest_model(comparison: Record, config: Config) -> tuple[str, dict[str, Any]]:
-    """Returns the model of the record with the fewest differences, and these, {field: its value}.
+def _closest_model(runs: Sequence[Run], config: Config) -> tuple[str, dict[str, Any]]:
+    """Returns the model of a record's runs with the fewest differences, and these, {field: its value}.
     Fields that differ between the runs of a model, such as its width, belong to its sizes.
     """
     wanted = _flat(config)
     model_fields = [f"model.{name}" for name in config.model.field_names(fixed_by="model")]
     differences = {}
-    for model, runs in grouped(comparison.runs, lambda run: run.model).items():
-        common = _common_fields(runs)
+    for model, of_model in grouped(runs, lambda run: run.model).items():
+        common = _common_fields(of_model)
         compared = [field for field in (*model_fields, *_TEXT_AND_TRAINING) if field in common]
         differences[model] = {
             field: common[field] for field in compared if common[field] != wanted[field]
@@ -77,9 +81,8 @@ def _flat(config: Config) -> dict[str, Any]:
     return {field: list(value) if isinstance(value, tuple) else value for field, value in flat}
 
 
-def _out_of_reach(comparison: Record, point: LawPoint) -> str:
-    """Returns why the record's law tells nothing of the point; "" if it does."""
-    points = [one for one in laws.law_points(comparison.runs) if one.model == point.model]
+def _out_of_reach(points: Sequence[LawPoint], point: LawPoint) -> str:
+    """Returns why a law of one model's points tells nothing of another point; "" if it does."""
     lack = laws.missing_for_law(points)
     if lack:
         return f"has too few {lack} of {point.model}"

@@ -65,17 +65,18 @@ def test_predictions_have_the_error_of_the_largest_size_that_was_fitted():
         if one.size == "4M":
             point = dataclasses.replace(point, loss=point.loss + 0.1)
         shifted.append(dataclasses.replace(one, curve=(point,)))
-    predictions = laws.predict(shifted, planned(), "8M", "2026-11-25T10:00:00", "compare …")
+    predictions = laws.predictions_of(shifted, planned(), "8M", "2026-11-25T10:00:00", "compare …")
     rows = predictions.predictions["parameters"]
     assert [(row.name, row.size, row.tokens) for row in rows] == [
         ("gpt", 8e6, ratio * 8e6) for ratio in LENGTHS
     ]
     assert all(row.high - row.loss == pytest.approx(0.1, abs=0.01) for row in rows)
-    exact = laws.predict(fitted, planned(), "8M", "", "").predictions["parameters"]
+    exact = laws.predictions_of(fitted, planned(), "8M", "", "").predictions["parameters"]
     for row in exact:
         assert row.loss == pytest.approx(loss_of("gpt", row.size, row.tokens), rel=1e-6)
     assert (
-        predictions.records_sha256 != laws.predict(fitted, planned(), "8M", "", "").records_sha256
+        predictions.records_sha256
+        != laws.predictions_of(fitted, planned(), "8M", "", "").records_sha256
     )
 
 
@@ -91,7 +92,7 @@ def test_what_a_law_needs(sizes, lengths, lack):
     ]
     assert laws.missing_for_law(points) == lack
     few = [one for one in runs(sizes=sizes) if one.size in sizes]
-    predictions = laws.predict(few, planned(), "8M", "", "")
+    predictions = laws.predictions_of(few, planned(), "8M", "", "")
     assert predictions.not_predicted == ({"gpt": lack} if lack else {})
 
 
@@ -99,7 +100,7 @@ def test_predictions_are_checked_against_the_trained_losses():
     """The losses at 8M are 0.05 above the predictions, whose intervals are narrower."""
     everything = runs(error=0.05)
     fitted = [one for one in everything if one.size != "8M"]
-    predictions = laws.predict(fitted, planned(), "8M", "2026-11-25T10:00:00", "c")
+    predictions = laws.predictions_of(fitted, planned(), "8M", "2026-11-25T10:00:00", "c")
     content = record(*everything, held_out="8M", predictions=predictions)
     found = laws.check_predictions(content, lambda size: None)
     assert (found.error, found.coverage) == (pytest.approx(0.05, abs=1e-6), 0.0)

@@ -20,7 +20,9 @@ from smallgpt_jax.models.parameters import num_active_parameters
 _WIDTHS = (*range(8, 64, 4), *range(64, 128, 8), *range(128, 256, 32), *range(256, 512, 64))
 _WIDTHS += tuple(range(512, 16_385, 128))
 _ASPECT = 64  # width per block, as in nanochat
-_MIN_BLOCKS = 4  # as in all records
+_MIN_BLOCKS = 4  # as in the records
+# With learned positions, two wide blocks are better than four (docs/results/sizes.json).
+_MIN_BLOCKS_LEARNED = 2
 _SPREAD = 1.3  # MLPs are at most this factor wider or narrower than usual
 _CLOSE = 0.01  # relative error at which the search ends
 _TRIALS = 8  # models that are traced at most
@@ -42,11 +44,6 @@ def fit_shape(fields: Mapping[str, Any], parameters: float) -> ModelConfig:
         count.add(shape, config, exact)
         shape, config = search.best(count, parameters)
     return min(tried.values(), key=lambda trial: trial[0])[1]
-
-
-def usual_depth(d_model: int) -> int:
-    """Returns an even number, which two paths or stages divide."""
-    return max(_MIN_BLOCKS, 2 * round(d_model / _ASPECT / 2))
 
 
 class _Shape(NamedTuple):
@@ -144,9 +141,15 @@ class _Search:
 
     def shapes(self, count: _Count, parameters: float) -> Iterator[_Shape]:
         for d in self._options("d_model", _WIDTHS):
-            usual = usual_depth(d)
+            usual = self.usual_depth(d)
             for layers in self._options("num_layers", range(2, 2 * usual + 1, 2)):
                 yield _Shape(d, layers, self._mlp_width(count, parameters, d, layers))
+
+    def usual_depth(self, d_model: int) -> int:
+        """Returns an even number, which two paths or stages divide."""
+        has_learned = self.set_fields["position"] == "learned"
+        least = _MIN_BLOCKS_LEARNED if has_learned else _MIN_BLOCKS
+        return max(least, 2 * round(d_model / _ASPECT / 2))
 
     def _options(self, field: str, usual):
         return (self.set_fields[field],) if field in self.set_fields else usual
@@ -163,6 +166,6 @@ class _Search:
         """An error of 1% costs as much as 2.7 times the usual depth."""
         if ratio <= 0:
             return math.inf
-        depth = math.log(shape.num_layers / usual_depth(shape.d_model))
+        depth = math.log(shape.num_layers / self.usual_depth(shape.d_model))
         mlp = 2 * math.log(shape.mlp_width / (self.usual_ratio * shape.d_model))
         return depth**2 + mlp**2 + (math.log(ratio) / _CLOSE) ** 2

@@ -3,7 +3,7 @@
     python -m smallgpt_jax.compare --config=configs/compare/sizes.py --output=runs/sizes
 
 docs/sizes.md has the rules. Each model is trained as they say, and with one change at a time: half
-and twice the learning rate, half and twice the batch, two blocks less and more. With another batch
+and twice the learning rate, half and twice the batch, two blocks fewer and more. With another batch
 or depth, what follows from it changes, too: learning rate, weight decay, steps, width. All runs of
 a size have the same number of parameters and tokens, within 3%. Names are "MODEL CHANGE@SIZE".
 
@@ -44,26 +44,18 @@ def get_config(preset: str = "0.2M"):
 def changes(model: str, size: str) -> dict[str, dict]:
     """Returns {name of a change: the fields that it sets}."""
     rule = sized(model, size, {})
-    rate, batch, depth = (
-        rule.optimizer.learning_rate,
-        rule.train.batch_size,
-        rule.model.num_layers,
-    )
+    rate, depth = rule.optimizer.learning_rate, rule.model.num_layers
     # One block in four of hybrid has attention: with 2, none has.
     least = 4 if model == "hybrid" else 2
     depths = (depth - 2, depth + 2) if depth > least else (depth + 2, depth + 4)
-    return {
-        "": {},
-        **{
-            f"{multiple:g}x rate": {"optimizer": {"learning_rate": multiple * rate}}
-            for multiple in (0.5, 2)
-        },
-        **{
-            f"{multiple:g}x batch": {"train": {"batch_size": round(multiple * batch)}}
-            for multiple in (0.5, 2)
-        },
-        **{f"{blocks} blocks": {"model": {"num_layers": blocks}} for blocks in depths},
-    }
+    changed = {"": {}}
+    for multiple in (0.5, 2):
+        batch = round(multiple * rule.train.batch_size)
+        changed[f"{multiple:g}x rate"] = {"optimizer": {"learning_rate": multiple * rate}}
+        changed[f"{multiple:g}x batch"] = {"train": {"batch_size": batch}}
+    for blocks in depths:
+        changed[f"{blocks} blocks"] = {"model": {"num_layers": blocks}}
+    return changed
 
 
 def sized(model: str, size: str, change: dict[str, dict]):

@@ -555,7 +555,7 @@ def test_the_sweep_around_the_rules_of_sizes(tmp_path, monkeypatch):
     config = importlib.import_module("configs.compare.sizes").get_config("tiny")
     made = recipe.make_comparison(config, tmp_path)
     trained = {run.name: run.config for run in made.runs({})}
-    rule, half, deep = (trained[f"gpt{change}@0.1M"] for change in ("", " 0.5x batch", " 6 blocks"))
+    rule, half, deep = (trained[f"gpt{change}@0.1M"] for change in ("", " 0.5x batch", " 4 blocks"))
     assert (half.train.batch_size, half.train.steps) == (4, 2 * rule.train.steps)
     assert half.train.eval_steps * 4 == rule.train.eval_steps * 8 == 512
     assert (

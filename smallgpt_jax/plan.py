@@ -59,7 +59,7 @@ _HOURS = flags.DEFINE_float(
     lower_bound=0.01,
 )
 _RESULTS = flags.DEFINE_string(
-    "results", "", "results.json of a comparison: also show the loss to expect, if its runs tell."
+    "results", None, "results.json of a comparison: also show the loss to expect, if its runs tell."
 )
 _JSON = flags.DEFINE_bool(
     "json", False, "Print the estimate as one JSON object, without the table."
@@ -83,7 +83,7 @@ def main() -> None:
             "it"
         )
     for flag in (_HOURS, _PRICE, _RESULTS):
-        if _INFERENCE.value and flag.value not in (None, ""):
+        if _INFERENCE.value and flag.value is not None:
             raise UserError(
                 f"--{flag.name}: is about training; it cannot be combined with --inference"
             )
@@ -105,7 +105,7 @@ def main() -> None:
         beside = sys.stderr if _JSON.value else sys.stdout  # standard output is one JSON object
         if recipe or _PRICE.value is not None:
             print(f"\n{cost_message(planned, _PRICE.value)}", file=beside)
-        if recipe or _PRICE.value is not None or _RESULTS.value:
+        if recipe or _PRICE.value is not None or _RESULTS.value is not None:
             print(expected_loss_message(_RESULTS.value, planned), file=beside)
         if recipe:
             command = command_line("main", f"--config={recipe}", "--workdir=runs/sized")

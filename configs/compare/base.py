@@ -23,8 +23,6 @@ fields are None where it has the value of the common config.
 
 import copy
 import importlib
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from ml_collections import ConfigDict, config_dict
 
@@ -64,12 +62,12 @@ def with_placeholders(own: dict[str, dict], common: ConfigDict) -> dict[str, dic
     }
 
 
-def recipe(name: str, size: str, change: Mapping[str, dict] = MappingProxyType({})) -> ConfigDict:
+def recipe(name: str, size: str, change: dict[str, dict] | None = None) -> ConfigDict:
     """Returns the config of the recipe configs/NAME.py at size `size`, with the fields of `change`,
     {group: {field: value}}. It has all values of a size such as 30M, which budgets change.
     """
     config = importlib.import_module(f"configs.{name}").get_config(size)
-    for group, fields in change.items():
+    for group, fields in (change or {}).items():
         config[group].update(fields)
     if config.train.size:
         for group, fields in Config.of(config).to_dict().items():

@@ -24,9 +24,9 @@ _TEXT_AND_TRAINING = (
 _FARTHEST = 3.0  # ratio of parameters or tokens to those of the runs
 
 
-def expected_loss_message(results: str, planned: Plan) -> str:
-    """Returns the loss with an interval, or why it is not known. `results` is a path, or ""."""
-    if not results:
+def expected_loss_message(results: str | None, planned: Plan) -> str:
+    """Returns the loss with an interval, or why it is not known. `results` is the path of a record."""
+    if results is None:
         return "expected loss: not known; --results=results.json of a comparison of sizes may tell"
     runs = record.read(Path(results)).runs
     if not runs:
@@ -69,9 +69,11 @@ def _closest_model(runs: Sequence[Run], config: Config) -> tuple[str, dict[str, 
 
 
 def _common_fields(runs: list[Run]) -> dict[str, Any]:
-    common = dict(runs[0].config)
-    for run in runs[1:]:
-        common = {field: v for field, v in common.items() if run.config.get(field) == v}
+    """Returns the fields that have the same value in all runs."""
+    common = {}
+    for field, value in runs[0].config.items():
+        if all(run.config.get(field) == value for run in runs):
+            common[field] = value
     return common
 
 

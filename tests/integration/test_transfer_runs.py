@@ -61,8 +61,8 @@ def test_epsilon_is_in_proportion_to_the_gradients():
         """Returns {parameter: its gradient's root mean square, divided by its multiplier of ε}."""
         training = Training(at_width(width, 64))
         training.run(5)
-        (squares,) = optax.tree_utils.tree_get_all_with_path(training.state.opt_state, "nu")
-        return jax.tree.map(lambda square: np.sqrt(np.mean(square)), squares[1])
+        ((_, squares),) = optax.tree_utils.tree_get_all_with_path(training.state.opt_state, "nu")
+        return jax.tree.map(lambda square: np.sqrt(np.mean(square)), squares)
 
     narrow, wide = over_epsilon(64), over_epsilon(512)
     for path, ratio in jax.tree_util.tree_leaves_with_path(jax.tree.map(np.divide, wide, narrow)):

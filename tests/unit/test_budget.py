@@ -566,7 +566,10 @@ def test_the_sweep_around_the_rules_of_sizes(tmp_path, monkeypatch):
 
 def test_rates_are_multiples_of_those_that_the_grids_chose():
     rates = importlib.import_module("configs.compare.rates")
-    for multiples, name in ((rates.SCALING, "scaling"), (rates.MIXERS, "mixers")):
+    for multiples, name in (
+        (rates.SCALING, "scaling"),
+        ({**rates.MIXERS, **rates.OTHERS}, "mixers"),
+    ):
         grids = record.read(ROOT / "docs" / "results" / f"{name}.json").learning_rates
         chosen = {run.partition("@")[0]: grid.best for run, grid in grids.items()}
         assert multiples == {model: chosen[model] for model in multiples}

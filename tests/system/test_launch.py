@@ -177,14 +177,15 @@ def test_cluster_stops_all_when_one_fails(machine):
     machine.fake(
         "python",
         """
+if args[4] == "--process_id=2":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("output of", args[4], flush=True)
+(folder / f"ready {args[4]}").touch()
 if args[4] == "--process_id=1":
-    while len((folder / "calls").read_text().splitlines()) < 4:
+    while len(list(folder.glob("ready *"))) < 4:
         time.sleep(0.02)
     print("it broke")
     sys.exit(3)
-if args[4] == "--process_id=2":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 time.sleep(60)
 """,
     )

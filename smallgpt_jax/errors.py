@@ -57,9 +57,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 class UserError(Exception):
-    """An error that a user can cause and fix, in one or two lines: where, what is wrong, what to
-    do.
-    """
+    """An error that a user can cause and fix: where, what is wrong, what to do."""
 
     def _render_traceback_(self) -> list[str]:
         """A notebook shows the message alone."""

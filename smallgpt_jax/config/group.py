@@ -62,9 +62,7 @@ def free(default, **metadata) -> Any:
 
 
 def not_compiled(default) -> Any:
-    """An input of the compiled steps, or read only between them: runs that differ only in such
-    fields share the steps.
-    """
+    """An input of the compiled steps, or unused by them: runs with other values share them."""
     return dataclasses.field(default=default, metadata=NOT_COMPILED)
 
 
@@ -92,9 +90,7 @@ def of_probe(default) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NotCompiled:
-    """Takes the place of a value in `ConfigGroup.compiled_part`. Arithmetic, order and tests raise
-    TypeError; it equals no value.
-    """
+    """Replaces a value in `ConfigGroup.compiled_part`: equals none; using it raises TypeError."""
 
     field: str
 
@@ -119,9 +115,7 @@ class ConfigGroup:
 
     @classmethod
     def from_fields(cls, fields: Mapping) -> Self:
-        """Missing fields have their defaults. Raises UserError for unknown fields and invalid
-        values.
-        """
+        """Missing fields get defaults. Raises UserError for unknown fields and invalid values."""
         field_types(cls)  # a declaration may be wrong
         declared = {field.name: field for field in dataclasses.fields(cls)}
         owner = f"{fields['architecture']} " if "architecture" in fields else ""
@@ -209,9 +203,7 @@ class ConfigGroup:
             self.refuse(field, f"must be {limit}")
 
     def validate_fraction(self, *fields: str, above: bool = False, below: bool = True) -> None:
-        """Raises UserError for values outside [0, 1). `above` excludes 0; without `below`, 1 is
-        valid.
-        """
+        """Refuses values outside [0, 1). `above` excludes 0; without `below`, 1 is valid."""
         for field in fields:
             value = getattr(self, field)
             is_enough = value > 0 if above else value >= 0
@@ -224,9 +216,7 @@ class ConfigGroup:
 
 @functools.cache
 def field_types(group: type[ConfigGroup]) -> dict[str, Any]:
-    """Returns {field: declared type}. Users declare fields, too; raises UserError for unsupported
-    declarations.
-    """
+    """Returns {field: type}. Raises UserError for unsupported declarations, which users make."""
     fields = {field.name: field for field in dataclasses.fields(group)}
     hints = typing.get_type_hints(group)
     for name, declared in hints.items():

@@ -1,6 +1,4 @@
-"""Looks up what a config names: an entry of a table, or `package.module:name` of the user's own
-package.
-"""
+"""Looks up what a config names: an entry of a table, or `package.module:name` of the user's."""
 
 import importlib
 import inspect

@@ -69,9 +69,7 @@ def _override(fields: ConfigDict, overrides: Mapping[str, Any], where: str) -> N
 
 
 def find_recipe(value: str) -> str:
-    """Returns a value of --config with the name of a recipe replaced by its path: gpt:tiny →
-    FOLDER/gpt.py:tiny.
-    """
+    """Replaces the name of a recipe in a value of --config: gpt:tiny → FOLDER/gpt.py:tiny."""
     refuse_url("--config", value)
     name, colon, argument = value.partition(":")
     if Path(name).is_file():
@@ -100,9 +98,7 @@ def _recipes_in(folder: Path) -> dict[str, Path]:
 
 
 def make_importable() -> None:
-    """Lets recipes import `configs.base`. A configs/ in the working directory takes precedence over
-    FOLDER.
-    """
+    """Lets recipes import `configs.base`, from configs/ in the working directory if it exists."""
     if str(FOLDER.parent) not in sys.path:
         sys.path.append(str(FOLDER.parent))
     configs = importlib.import_module("configs")

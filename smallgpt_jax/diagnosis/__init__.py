@@ -1,3 +1,1 @@
-"""What happens inside a trained model: with depth, in attention, by position, and without some of
-its parts.
-"""
+"""What happens inside a trained model: with depth, in attention, by position."""

@@ -1,6 +1,7 @@
 """Diagnoses a trained model: measures it beside its own initialization; writes JSON and plots."""
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -110,22 +111,20 @@ def _diagnose_model(
     deep: int,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Returns the content of diagnose.json. `texts` are {name: windows}; `deep` is the number of
-    blocks of the untrained model; 0: none.
-    """
+    """Returns the content of diagnose.json. `texts` are {name: windows}; `deep`: see `diagnose`."""
     # bfloat16 would blur what differs between positions
     model = trained.model.clone(config=dataclasses.replace(trained.model.config, dtype="float32"))
-    variables = {"params": trained.params, "state": trained.model_state}
+    trained = trained._replace(model=model)
     windows = np.concatenate(list(texts.values()))
     few_windows = windows[evenly_spaced(len(windows), _MEASURED)]
     log("measuring the initial model")
     of_initial = {"blocks": _measure_blocks(model, _initial_variables(config, model), few_windows)}
     log("measuring the trained model")
-    of_trained = {"blocks": _measure_blocks(model, variables, few_windows)}
+    of_trained = {"blocks": _measure_blocks(model, _variables(trained), few_windows)}
     log("losses without some blocks")
-    of_trained["losses"] = _measure_losses(trained._replace(model=model), windows)
+    of_trained["losses"] = _measure_losses(trained, windows)
     if model.config.mlp == "moe":
-        of_trained["experts"] = _measure_experts(model, variables, texts, trained.tokenizer)
+        of_trained["experts"] = _measure_experts(trained, texts)
     content = {
         "format": FORMAT,
         "step": trained.step,
@@ -148,10 +147,13 @@ def _num_paths(model: models.LanguageModel) -> int:
     return getattr(model.config, "num_paths", 1)
 
 
+def _variables(trained: TrainedModel) -> dict[str, Any]:
+    return {"params": trained.params, "state": trained.model_state}
+
+
 def _initial_variables(config: Config, model: models.LanguageModel):
-    """Returns the model's variables before the run's first step, as if it had started from random
-    weights.
-    """
+    """Returns the model's variables as if the run had started from random weights."""
+    # The multipliers of the initial weights are computed of all that is trained, with the heads.
     heads = make_objective(config.train, model).abstract_heads()
     scales = transfer_multipliers(config, {**models.abstract_params(model), **heads})
 
@@ -182,22 +184,15 @@ def _measure_blocks(model: models.LanguageModel, variables, windows_NxT1: np.nda
 def measure_collapse(
     model: models.LanguageModel, seed: int, depth: int, windows_NxT1: np.ndarray
 ) -> dict[str, Any]:
-    """Returns {ablation of COLLAPSE: {measure: value after each block}} of an untrained stack of
-    `depth` blocks like the model's.
-    """
+    """Returns {ablation of COLLAPSE: {measure: [value after each block]}} of an untrained stack."""
     c = model.config
+    # only the fields of all architectures: a gpt has no paths or stages
     fields = {
         field.name: getattr(c, field.name) for field in dataclasses.fields(models.ModelConfig)
     }
-    fields |= {
-        "architecture": "gpt",
-        "num_layers": depth,
-        "tie_embeddings": True,
-        # without skips, activations would vanish before they become equal
-        "norm_epsilon": 1e-30,
-        "loops": 1,
-    }
-    untrained = models.build(**fields)
+    fields |= {"architecture": "gpt", "num_layers": depth, "tie_embeddings": True, "loops": 1}
+    # without skips, activations would vanish before they become equal
+    untrained = models.build(**{**fields, "norm_epsilon": 1e-30})
     variables = jax.jit(lambda: models.init_variables(untrained, seed))()
     collapse = {}
     for name, ablation in COLLAPSE.items():
@@ -212,25 +207,24 @@ def measure_collapse(
 
 
 def _mean(trees: Sequence[Any]):
-    """Returns a tree with the means of corresponding leaves."""
+    """Returns a tree with the means of corresponding leaves, as numbers or lists for JSON."""
 
-    # numbers, or lists of numbers for arrays, which JSON has
     def mean_of_leaves(*values):
         return np.mean(np.asarray(values, np.float64), axis=0).tolist()
 
     return jax.tree.map(mean_of_leaves, *trees)
 
 
+def _token_losses(trained: TrainedModel, windows_NxT1: np.ndarray, kept_L) -> np.ndarray:
+    return losses.token_losses(trained.model, _variables(trained), windows_NxT1, kept_L)
+
+
 def _measure_losses(trained: TrainedModel, windows_NxT1: np.ndarray) -> dict[str, Any]:
     """Returns mean losses in nats per token, with standard errors over windows."""
-    variables = {"params": trained.params, "state": trained.model_state}
     # The blocks of path 0 have the numbers 0 … depth − 1, those of path 1 depth … 2·depth − 1.
     count, paths = num_blocks(trained.model), _num_paths(trained.model)
     number_L, depth = np.arange(count), count // paths
-
-    def losses_of(kept_L: np.ndarray) -> np.ndarray:
-        return losses.token_losses(trained.model, variables, windows_NxT1, kept_L)
-
+    losses_of = functools.partial(_token_losses, trained, windows_NxT1)
     whole_NxT = losses_of(np.ones(count, bool))
 
     # the error is that of differences within windows: windows differ more than models do
@@ -264,18 +258,15 @@ def _measure_losses(trained: TrainedModel, windows_NxT1: np.ndarray) -> dict[str
 
 def _losses_without_path(trained: TrainedModel, path: int, windows_NxT1: np.ndarray) -> np.ndarray:
     others = [other for other in range(_num_paths(trained.model)) if other != path]
-    shorter = trained.with_paths(others)
-    variables = {"params": shorter.params, "state": shorter.model_state}
-    all_blocks = np.ones(num_blocks(shorter.model), bool)
-    return losses.token_losses(shorter.model, variables, windows_NxT1, all_blocks)
+    fewer = trained.with_paths(others)
+    return _token_losses(fewer, windows_NxT1, np.ones(num_blocks(fewer.model), bool))
 
 
-def _measure_experts(
-    model: models.LanguageModel, variables, texts: Mapping[str, np.ndarray], tokenizer
-) -> list[dict]:
+def _measure_experts(trained: TrainedModel, texts: Mapping[str, np.ndarray]) -> list[dict]:
     """Returns for each block with a router {"by_text": {name: load per expert}, "by_token": [[[token,
     fraction], …] per expert]}.
     """
+    model, variables, tokenizer = trained.model, _variables(trained), trained.tokenizer
     choices = {}  # {name of the text: (N, L, T, K)} for L blocks with a router
     for name, windows in texts.items():
         of_windows = [chosen_experts(model, variables, window[:-1]) for window in windows]

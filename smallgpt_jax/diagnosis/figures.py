@@ -42,8 +42,8 @@ def draw(content: dict[str, Any]) -> dict[str, bytes]:
     return {name: png(figure, _DPI) for name, figure in figures.items()}
 
 
-def _new_figure(rows: int, columns: int, width: float = 4.6, height: float = 3.3):
-    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+def _new_figure(rows: int, columns: int, width: float = 4.6):
+    figure = Figure(figsize=(columns * width, rows * 3.3), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False).ravel()
 
 
@@ -67,15 +67,9 @@ def _depth(content: dict[str, Any]) -> Figure:
                 for number, block in enumerate(blocks[path * depth : (path + 1) * depth]):
                     x += [number, number + 1]
                     y += [block["input"][measure], block["output"][measure]]
-                plot.plot(
-                    x,
-                    y,
-                    linestyle,
-                    color=COLORS[path % len(COLORS)],
-                    marker="o",
-                    markersize=3,
-                    label=f"{state}, path {path}" if paths > 1 else state,
-                )
+                label_of_line = f"{state}, path {path}" if paths > 1 else state
+                style = {"linestyle": linestyle, "color": COLORS[path % len(COLORS)]}
+                plot.plot(x, y, marker="o", markersize=3, label=label_of_line, **style)
         _finish(plot, "blocks before", label)
     plots[0].legend(fontsize=8, frameon=False)
     return figure

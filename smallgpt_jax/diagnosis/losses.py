@@ -17,6 +17,7 @@ _LOGITS = 2**26  # entries that are computed at a time
 
 def token_losses(model: LanguageModel, variables, windows_NxT1, kept_L) -> np.ndarray:
     """Returns −ln p of each next token in nats, (N, T), with the blocks that `kept_L` marks."""
+    # the logits, (rows, T, V), take most of the memory
     rows = max(1, _LOGITS // (windows_NxT1[0].size * model.config.vocab_size))
     kept_L = np.asarray(kept_L, bool)
     losses = []
@@ -57,6 +58,7 @@ def loss_of_repeats(losses_NxT: np.ndarray, windows_NxT1: np.ndarray) -> dict[st
         [is_repeat(jnp.asarray(window[None])) for window in windows_NxT1]
     )
 
+    # a short text may have no repeats
     def mean(losses: np.ndarray) -> float:
         return float(losses.mean()) if len(losses) else np.nan
 

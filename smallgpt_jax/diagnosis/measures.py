@@ -1,6 +1,4 @@
-"""Measures of activations, (T, D) for T positions of width D, and of a matrix A of attention
-weights, (T, T).
-"""
+"""Measures of activations, (T, D) for T positions, and of attention weights A, (T, T)."""
 
 import jax.numpy as jnp
 

@@ -45,16 +45,9 @@ def observe_streams(model: LanguageModel, variables, tokens_T, ablation: Ablatio
     """Returns two measures of each block's output, with neither attention matrices nor the singular
     values of `observe`, which would take most of the time of a deep model.
     """
-    blocks = []
-    for record in _run(model, variables, tokens_T, ablation):
-        y_TxD = record["output"]
-        blocks.append(
-            {
-                "residual": measures.STREAM["residual"](y_TxD),
-                "token_similarity": measures.token_similarity(y_TxD),
-            }
-        )
-    return blocks
+    outputs = [record["output"] for record in _run(model, variables, tokens_T, ablation)]
+    of_streams = ("residual", "token_similarity")
+    return [{name: measures.STREAM[name](y_TxD) for name in of_streams} for y_TxD in outputs]
 
 
 @functools.partial(jax.jit, static_argnames="model")

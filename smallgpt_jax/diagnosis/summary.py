@@ -48,6 +48,7 @@ _DIAGNOSIS = {
 def read_summary(workdir: Path, step: int) -> dict[str, Any] | None:
     """Returns the summary of a checkpoint's diagnosis on the validation split, or None."""
     content = read_json_or_none(workdir / DIAGNOSIS_FOLDER / JSON_FILE, _DIAGNOSIS)
+    # the run may have been trained further since
     return _summarize(content) if content and content["step"] == step else None
 
 

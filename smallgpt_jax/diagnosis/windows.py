@@ -16,9 +16,7 @@ WINDOWS = 64  # per text, by default
 def windows_of_file(
     path: Path, tokenizer: Tokenizer, context_length: int, count: int
 ) -> np.ndarray:
-    """Returns at most `count` windows, (windows, context_length + 1) int32; the file is one
-    document.
-    """
+    """Returns at most `count` windows, (N, context_length + 1) int32, of a file: one document."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

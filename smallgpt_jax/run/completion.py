@@ -18,10 +18,9 @@ def is_finished(workdir: Path, config: Config, corpus: Corpus) -> bool:
 
 
 def is_evaluated(workdir: Path, config: Config, corpus: Corpus, step: int) -> bool:
-    """Counts only the newest evaluation of `step`, and this only if it was on the validation rows of
-    `config`, recognized by their number of targets.
-    """
+    """Returns whether the newest evaluation of `step` was on the validation rows of `config`."""
     _, lines = read_lines_from(workdir / METRICS_FILE, step)
+    # The number of targets tells the rows: it changes with config.train.eval_steps.
     targets = [
         line["targets"] for line in lines if line["split"] == "eval" and line["step"] == step
     ]

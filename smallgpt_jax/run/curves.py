@@ -1,6 +1,4 @@
-"""Plots of a run's metrics. matplotlib is imported only to draw them: its import takes half a
-second.
-"""
+"""Plots of a run's metrics."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,15 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DPI = 110
-# Margins are fixed, because computing them with layout="constrained" doubles the time.
-_MARGINS = {
-    "left": 0.08,
-    "right": 0.98,
-    "bottom": 0.08,
-    "top": 0.97,
-    "wspace": 0.23,
-    "hspace": 0.12,
-}
 
 
 def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
@@ -49,12 +38,14 @@ def draw(lines: Sequence[dict]) -> bytes:
 
 def plot(lines: Sequence[dict]) -> "Figure":
     """Returns a figure of the losses, the learning rate and the speed by step."""
+    # Here, because these imports take half a second, and a run may end without a plot.
     from matplotlib.ticker import EngFormatter
 
     from smallgpt_jax.run import plotting
 
     figure = plotting.NotebookFigure(figsize=(9, 6))
-    figure.subplots_adjust(**_MARGINS)
+    # Margins are fixed, because computing them with layout="constrained" doubles the time.
+    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.08, top=0.97, wspace=0.23, hspace=0.12)
     (loss, bits), (rate, speed) = figure.subplots(2, 2, sharex=True)
     blue, orange, green, *_ = plotting.COLORS
     faint = {"color": blue, "alpha": 0.3, "linewidth": 0.8}
@@ -73,13 +64,10 @@ def plot(lines: Sequence[dict]) -> "Figure":
     speed.plot(*curve(lines, "train", "tokens_per_second"), color=blue)
     speed.set_ylim(bottom=0)
     speed.yaxis.set_major_formatter(EngFormatter(sep=""))
-    for axes, x, y in (
-        (loss, "", "loss, nats per token"),
-        (bits, "", "validation, bits per byte"),
-        (rate, "training step", "learning rate"),
-        (speed, "training step", "tokens per second"),
-    ):
-        plotting.style_axes(axes, x, y)
+    plotting.style_axes(loss, "", "loss, nats per token")
+    plotting.style_axes(bits, "", "validation, bits per byte")
+    plotting.style_axes(rate, "training step", "learning rate")
+    plotting.style_axes(speed, "training step", "tokens per second")
     return figure
 
 

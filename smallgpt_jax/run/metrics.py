@@ -1,6 +1,4 @@
-"""metrics.jsonl, its lines, and their copies in TensorBoard event files and an experiment
-tracker.
-"""
+"""metrics.jsonl, and its copies in TensorBoard event files and experiment trackers."""
 
 import contextlib
 import json
@@ -68,9 +66,7 @@ _EVAL_LINE = {
 
 
 def answers_in(line: dict) -> dict[str, float]:
-    """Returns the measures of answers in an evaluation's line: of a probe, or of
-    config.train.eval_examples.
-    """
+    """Returns the measures of answers, of a probe or config.train.eval_examples, in a line."""
     return {
         name: value
         for name, value in line.items()

@@ -1,10 +1,9 @@
-"""The software that a run uses: package versions, and the commit of the clone that contains the
-package.
-"""
+"""The software that a run uses: package versions, and the commit of the package's clone."""
 
 import hashlib
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -26,13 +25,15 @@ def package_versions() -> dict[str, str]:
     }
 
 
-def source_digest() -> str:
-    """Returns a checksum of the package's Python files."""
+def source_digest(folders: Sequence[str] = (".",)) -> str:
+    """Returns a checksum of the Python files in these folders of the package."""
     package = CLONE / "smallgpt_jax"
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
+    for folder in folders:
+        for path in sorted((package / folder).rglob("*.py")):
+            content = path.read_bytes()
+            # Name and length, so that code cannot move between files without another checksum.
+            digest.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 

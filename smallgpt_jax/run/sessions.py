@@ -1,6 +1,4 @@
-"""sessions.jsonl: the devices, versions and commit of each start, resumption or divergence of a
-run.
-"""
+"""sessions.jsonl: devices, versions and commit of each start, resumption or divergence."""
 
 import contextlib
 import datetime

@@ -62,9 +62,7 @@ class Branch:
 
 
 def open_branch(workdir: Path, config: Config) -> Branch | None:
-    """Returns None if the run has no trunk, or a checkpoint of its own. Raises UserError for an
-    unsuitable trunk.
-    """
+    """Returns None if the run needs no trunk (any more). Raises UserError for an unsuitable one."""
     if not config.train.trunk or saved_steps(workdir / CHECKPOINT_FOLDER):
         return None
     step = decay_start(config.optimizer)
@@ -80,9 +78,7 @@ def open_branch(workdir: Path, config: Config) -> Branch | None:
 
 
 def _require_trunk(folder: Path, config: Config, step: int) -> None:
-    """Raises UserError unless the run in `folder` has the same config as the branch, and its
-    checkpoint of `step`.
-    """
+    """Raises UserError unless `folder` has a run of the same config and a checkpoint of `step`."""
     where = f"config.train.trunk={config.train.trunk!r}"
     try:
         trunk = saved_config(folder)

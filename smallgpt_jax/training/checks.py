@@ -1,6 +1,4 @@
-"""Checks of values that only together are wrong: of a config's groups, the mesh, the text and the
-processes.
-"""
+"""Checks of values that are wrong only together: of config groups, mesh, text and processes."""
 
 from pathlib import Path
 
@@ -18,9 +16,7 @@ from smallgpt_jax.run.trackers import TRACKERS
 
 
 def check_processes(workdir: Path) -> None:
-    """Raises UserError in all processes of a run if they have different workdirs, devices or
-    software (collective).
-    """
+    """Raises UserError if processes differ in workdir, devices or software (collective)."""
     if distributed.is_single_process():
         return
     distributed.require_equal("--workdir", str(workdir))
@@ -92,9 +88,7 @@ def _check_tuning(train: TrainConfig, data: DataConfig) -> None:
 
 
 def require_mask_token(model: models.ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raises UserError unless the last row of the embedding, which is the mask token, is no token
-    of the text.
-    """
+    """Raises UserError unless the embedding's last row, the mask token, is no token of the text."""
     if model.vocab_size == tokenizer.vocab_size:
         model.refuse(
             "vocab_size",

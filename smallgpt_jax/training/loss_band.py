@@ -97,9 +97,7 @@ class LossBand:
 
 
 class LossWatch:
-    """Says once if the losses of a run leave the band of its recipe. It compares the spans whose
-    losses are all of this session.
-    """
+    """Says once if the losses leave the band of the recipe, in spans of this session alone."""
 
     def __init__(self, band: LossBand | None, log: Callable[[str], None]):
         self._band, self._log = band, log

@@ -155,9 +155,7 @@ def log_units(program: Program, pipeline: DataPipeline) -> Units:
 
 
 def peak_tokens_per_second(program: Program) -> float | None:
-    """Returns the tokens per second at the peak FLOP/s of all devices. Prints why the FLOPs are
-    unknown.
-    """
+    """Returns tokens per second at the devices' peak FLOP/s. Prints why FLOPs are unknown."""
     if not (chip := chips.find_chip(program.mesh.devices.flat[0].device_kind)):
         return None
     cost = train_cost(program.model, program.objective.terms.values())
@@ -202,9 +200,7 @@ def _print_sample(folder: Path) -> None:
 
 
 def loss_message(folder: Path) -> str:
-    """Returns "" if fewer than _MIN_BARS losses were logged, or if standard output cannot encode
-    bars.
-    """
+    """Returns "" if few losses were logged, or if standard output cannot encode bars."""
     losses = [
         line["loss_mean"]
         for line in _logged_lines(folder, "train")

@@ -35,9 +35,7 @@ from smallgpt_jax.training.validation import eval_step
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Nothing is traced or compiled before it is first needed, and nothing twice. Only
-    `initial_state` allocates arrays.
-    """
+    """Traces and compiles when needed, and once. Only `initial_state` allocates arrays."""
 
     config: Config  # a `Config.compiled_part`
     mesh: jax.sharding.Mesh

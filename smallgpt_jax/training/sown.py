@@ -28,9 +28,7 @@ def sown_metrics(collections) -> dict[str, Any]:
 
 
 def _named_values(collection) -> list[tuple[str, str, jax.Array]]:
-    """Returns (path of the module, name, value); the values of a module applied several times are
-    averaged.
-    """
+    """Returns (path of the module, name, value): the mean, if the module is applied repeatedly."""
     passes: dict[tuple, list] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(collection):
         keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))

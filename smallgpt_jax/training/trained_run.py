@@ -55,9 +55,7 @@ class TrainedRun:
         return curves.plot(self.metrics)
 
     def load(self, step: int | None = None) -> inference.TextModel:
-        """Returns the model of a checkpoint, by default the newest. `smallgpt_jax.load` has more
-        options.
-        """
+        """Returns the model of a checkpoint, by default the newest; see `smallgpt_jax.load`."""
         return inference.load(self.workdir, step)
 
     def resume(self, overrides: Mapping[str, Any] | None = None) -> "TrainedRun":

@@ -1,3 +1,1 @@
-"""Verification: what a record claims, checked without training and by training some of its runs
-again.
-"""
+"""Verification: checks what a record claims, also by training some of its runs again."""

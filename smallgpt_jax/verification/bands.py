@@ -58,6 +58,7 @@ def compare_curves(
     comparisons = []
     rounding = 0.0  # standard deviation; differences grow with the steps, so the largest so far
     for step in steps:
+        # A variant lacks the losses that were not finite.
         values = [curve[step] for curve in (trained, *variants) if step in curve]
         if len(values) > 1:
             rounding = max(rounding, widening * statistics.stdev(values))

@@ -86,6 +86,7 @@ def open_bundle(folder: Path, trust_custom_code: bool) -> Path:
             content = b""
         if hashlib.sha256(content).hexdigest() != digest:
             raise UserError(f"{folder / name}: is not the file of the bundle; get the bundle again")
+    # An added source file could take the place of a library's module.
     for path in folder.glob(f"{SOURCES_FOLDER}/**/*"):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and "__pycache__" not in path.parts and name not in manifest:
@@ -99,6 +100,7 @@ def _descriptions(record: Record) -> dict[str, bytes]:
     """Returns {path: content} of the files that repeat parts of the record for human readers."""
     files = {}
     for name, runs in grouped(record.runs, lambda run: run.name).items():
+        # The configs of the shorter runs follow from that of the longest, by the horizon.
         longest = max(runs, key=lambda run: run.horizon)
         files[f"configs/{safe_name(name)}.json"] = _json(
             {"name": name, "seeds": sorted({run.seed for run in runs}), "config": longest.config}
@@ -144,19 +146,17 @@ def _distinct(values: Iterable[Any]) -> list:
 
 
 def _sources(record: Record) -> dict[str, bytes]:
-    """Returns {path: content} of the modules that the configs name, with the packages around
-    them.
-    """
+    """Returns {path: content} of the modules that configs name, with their packages."""
     modules = set()
     for run in record.runs:
         for field, value in run.config.items():
             # Only fields of these groups can name modules.
-            if field.startswith(("model.", "optimizer.", "train.")):
-                names = value if isinstance(value, list) else [value]
-                for name in names:
-                    module, attribute = split_name(name)
-                    if attribute.isidentifier():  # unlike that of gs://bucket/examples.jsonl
-                        modules.add(module)
+            if not field.startswith(("model.", "optimizer.", "train.")):
+                continue
+            for name in value if isinstance(value, list) else [value]:
+                module, attribute = split_name(name)
+                if attribute.isidentifier():  # unlike that of gs://bucket/examples.jsonl
+                    modules.add(module)
     files = {}
     for module in sorted(modules):
         files |= _module_files(module)

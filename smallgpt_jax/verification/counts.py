@@ -8,12 +8,12 @@ from typing import Any
 
 from smallgpt_jax.comparison.counts import Counts, count
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.run.provenance import CLONE
+from smallgpt_jax.run.provenance import source_digest
 from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.cache import cache_folder
 
-_CODE = ("config", "inference", "models", "ops", "objectives", "optim")
+_CODE = ("config", "inference", "models", "ops", "objectives", "optim")  # on which counts depend
 # The fields that counts depend on, beside the group `model`.
 _FIELDS = (
     "optimizer.name",
@@ -33,14 +33,14 @@ class CachedCounts:
     def __init__(self, folder: Path | None = None):
         folder = folder or cache_folder() / "counts"
         # A file of its own for each version of the code.
-        self._path = folder / f"{_digest_of_code()[:16]}.json"
+        self._path = folder / f"{source_digest(_CODE)[:16]}.json"
         # {key of a config: counts}
         self._stored: dict[str, Counts] = (
             typed_json.read_or_none(dict[str, Counts], self._path) or {}
         )
+        self._num_read = len(self._stored)
         # Counts of custom code are never stored, because it may change.
         self._custom: dict[str, Counts] = {}
-        self._is_saved = True
 
     def __call__(self, config: Config) -> Counts:
         values = _counted_values(config)
@@ -50,12 +50,11 @@ class CachedCounts:
         if key not in counts_of:
             _require_small(config)
             counts_of[key] = count(config)
-            self._is_saved = self._is_saved and is_custom
         return counts_of[key]
 
     def save(self) -> None:
         """Writes new counts to the cache folder. Ignores errors: the next check counts again."""
-        if self._is_saved:
+        if len(self._stored) == self._num_read:
             return
         content = {key: dataclasses.asdict(counts) for key, counts in self._stored.items()}
         try:
@@ -63,15 +62,6 @@ class CachedCounts:
             write_atomically(self._path, json.dumps(content))
         except OSError:
             pass
-
-
-def _digest_of_code() -> str:
-    """Returns a checksum of the code that counts depend on."""
-    digest = hashlib.sha256()
-    for folder in _CODE:
-        for path in sorted((CLONE / "smallgpt_jax" / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _counted_values(config: Config) -> dict[str, Any]:

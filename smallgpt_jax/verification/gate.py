@@ -99,6 +99,8 @@ def ask_gate(
     import_training_code(config)
     config = comparable(config, base)
     train = train_pair or train_on_new_rows
+    # The question is in the ledger before its first seed is trained, and each difference before the
+    # next one: a search that kills what looks bad finds the same question, with the same seeds.
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(folder / LOCK_FILE, wait=True):  # questions are asked one after another
         ledger = _open_ledger(folder, hashlib.sha256(path.read_bytes()).hexdigest(), name)
@@ -134,14 +136,9 @@ def comparable(candidate: Config, base: Config) -> Config:
     """Returns the candidate with the text and the evaluations of the reference `base`. Raises
     UserError if it takes more FLOPs, or if there are no validation rows that the record has not used.
     """
-    evaluation = {
-        "eval_steps": base.train.eval_steps,
-        "kept_steps": (),
-        "trunk": "",
-        "tracker": "",
-    }
-    data = dataclasses.asdict(base.data)
-    candidate = candidate.replace(data=data, train=evaluation)
+    # Losses on other rows, or after steps that a trunk has computed, could not be compared.
+    train = {"eval_steps": base.train.eval_steps, "kept_steps": (), "trunk": "", "tracker": ""}
+    candidate = candidate.replace(data=dataclasses.asdict(base.data), train=train)
     count = CachedCounts()
     flops, allowed = (_flops(config, count(config)) for config in (candidate, base))
     if flops > (1 + BUDGET_TOLERANCE) * allowed:
@@ -224,9 +221,7 @@ def train_on_new_rows(candidate: Config, base: Config, folder: Path) -> tuple[fl
 
 
 def loss_of_new_rows(workdir: Path, step: int) -> float:
-    """Returns the mean loss over the validation rows that only the larger of the two evaluations
-    after `step` has.
-    """
+    """Returns the mean loss over the rows that only the larger evaluation after `step` has."""
     sums = {  # {number of targets: sum of their losses}
         line["targets"]: line["loss"] * line["targets"]
         for line in read_lines(workdir / METRICS_FILE)

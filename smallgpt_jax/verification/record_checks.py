@@ -29,25 +29,32 @@ from smallgpt_jax.verification.run_checks import CountOf, check_run
 COPY_RATIO = 0.03
 MAX_SEEDS = 64  # of a name whose curves are compared with each other
 MIN_POINTS = 3  # of two curves that are compared
-BUDGET_TOLERANCES = {
-    "All runs are trained on as many tokens": ("tokens", 0.02),
-    "All runs are trained for as many FLOPs": ("flops", 0.02),
+# What a record says of its budget → the field of the last point that is then equal in all runs
+_BUDGETS = {
+    "All runs are trained on as many tokens": "tokens",
+    "All runs are trained for as many FLOPs": "flops",
 }
+_BUDGET_TOLERANCE = 0.02
 _OF_LENGTH = ("train.steps", "optimizer.decay_steps")  # differ between horizons
 
 
 def check_record(record: Record, count: CountOf, trust_custom_code: bool = False) -> list[Problem]:
     """Returns all problems that the record shows without training."""
-    problems, configs = [], []
+    problems = []
+    configs: list[Config | None] = []  # of each run; None: it cannot be used here
     for run in record.runs:
-        config = _config_or_error(run, trust_custom_code)
+        try:
+            config = read_config(run, trust_custom_code)
+        except UserError as error:
+            config = None
+            problems.append(Problem(UNKNOWN, "config", label_of(run), str(error)))
         problems += check_run(run, config, count)
         configs.append(config)
     problems += _comparable(record)
     problems += _same_configs(record, configs)
     for check in (_branches, _copies, _seeds, _grids, _budget, _predictions):
         problems += check(record)
-    return list(dict.fromkeys(problems))
+    return list(dict.fromkeys(problems))  # each once, in this order
 
 
 def read_config(run: Run, trust_custom_code: bool) -> Config:
@@ -56,14 +63,6 @@ def read_config(run: Run, trust_custom_code: bool) -> Config:
     models.refuse_custom_code(groups.get("model", {}), label_of(run), trust_custom_code)
     refuse_training_code(groups, label_of(run), trust_custom_code)
     return Config.of(groups)
-
-
-def _config_or_error(run: Run, trust_custom_code: bool) -> Config | UserError:
-    """Returns the config, or the error that says why it cannot be used: a problem of one run."""
-    try:
-        return read_config(run, trust_custom_code)
-    except UserError as error:
-        return error
 
 
 def _comparable(record: Record) -> Iterator[Problem]:
@@ -77,8 +76,7 @@ def _comparable(record: Record) -> Iterator[Problem]:
         merging.require_comparable(record.runs)
     except UserError as error:
         yield contradiction("text", None, str(error))
-    averages = {run.averaged for run in record.runs}
-    if len(averages) > 1:
+    if len({run.averaged for run in record.runs}) > 1:
         text = "its losses are means over different evaluations"
         yield contradiction("evaluation rows", None, text)
     # A row of another context length has another number of targets.
@@ -90,41 +88,31 @@ def _comparable(record: Record) -> Iterator[Problem]:
             yield contradiction("evaluation rows", None, text)
 
 
-def _same_configs(record: Record, configs: Sequence[Config | UserError]) -> Iterator[Problem]:
+def _same_configs(record: Record, configs: Sequence[Config | None]) -> Iterator[Problem]:
     """Runs of one name and horizon differ in their seeds only; horizons differ in their length."""
-    readable = [
-        (run, config) for run, config in zip(record.runs, configs) if isinstance(config, Config)
-    ]
+    readable = [(run, config) for run, config in zip(record.runs, configs) if config is not None]
     for runs in grouped(readable, lambda pair: pair[0].name).values():
-        by_horizon: dict[float, tuple[Run, dict]] = {}
+        by_horizon: dict[float, tuple[Run, dict]] = {}  # the first run of each, and its fields
         for run, config in runs:
             fields = merging.only_fixed(config.flat())
             other, fields_before = by_horizon.setdefault(run.horizon, (run, fields))
             differences = merging.different(fields_before, fields)
             if differences:
-                yield contradiction(
-                    "configs",
-                    run,
-                    f"its config is not that of seed {other.seed} ({differences})",
-                )
+                text = f"its config is not that of seed {other.seed} ({differences})"
+                yield contradiction("configs", run, text)
         yield from _lengths(by_horizon)
 
 
 def _lengths(by_horizon: dict[float, tuple[Run, dict]]) -> Iterator[Problem]:
-    """Steps and decay are the horizon times those of the longest run, whose horizon is 1. The runs
-    have one name; each comes with the fields of its config.
-    """
+    """Steps and decay are the horizon times those of the longest run, whose horizon is 1."""
     if 1.0 not in by_horizon:
         return  # the longest run is not in the record
     _, longest = by_horizon[1.0]
     for horizon, (run, fields) in by_horizon.items():
         for name in _OF_LENGTH:
             if abs(fields[name] - horizon * longest[name]) > 0.5:  # both are whole steps
-                yield contradiction(
-                    "schedule",
-                    run,
-                    f"{name} is {fields[name]}, but {horizon:g} × {longest[name]} by its horizon",
-                )
+                expected = f"{horizon:g} × {longest[name]} by its horizon"
+                yield contradiction("schedule", run, f"{name} is {fields[name]}, but {expected}")
 
 
 def _branches(record: Record) -> Iterator[Problem]:
@@ -138,12 +126,11 @@ def _branches(record: Record) -> Iterator[Problem]:
         for point in run.curve:
             is_copied = point.step <= run.copied_steps and point.step in losses
             if is_copied and point.loss != losses[point.step]:
-                yield contradiction(
-                    "horizons",
-                    run,
+                text = (
                     f"has another loss at step {point.step} than its longest run, whose steps it "
-                    "has copied",
+                    "has copied"
                 )
+                yield contradiction("horizons", run, text)
 
 
 def _copies(record: Record) -> Iterator[Problem]:
@@ -165,13 +152,11 @@ def _copies(record: Record) -> Iterator[Problem]:
         of_name = [value for other_name, *_, value in distances if other_name == name]
         reference = statistics.median(of_name) if len(of_name) >= 3 else usual
         if distance < COPY_RATIO * reference:
-            yield Problem(
-                SUSPICION,
-                "copied curve",
-                f"{name}, seed {other}",
+            text = (
                 f"its losses are within {distance:.2g} of those of seed {one}; others differ by "
-                f"{reference:.2g}",
+                f"{reference:.2g}"
             )
+            yield Problem(SUSPICION, "copied curve", f"{name}, seed {other}", text)
 
 
 def _pairs_of_seeds(runs: Sequence[Run]) -> Iterator[tuple[int, int, list[float]]]:
@@ -188,19 +173,15 @@ def _pairs_of_seeds(runs: Sequence[Run]) -> Iterator[tuple[int, int, list[float]
 
 
 def _seeds(record: Record) -> Iterator[Problem]:
-    """A comparison trains consecutive seeds, the same for all names. Others may have been chosen
-    for their losses.
-    """
+    """Seeds are consecutive and the same for all names: others may be chosen for their losses."""
     seeds_of = {}
     for name, runs in grouped(record.runs, lambda run: run.name).items():
         seeds_of[name] = sorted({run.seed for run in runs})
     for name, seeds in seeds_of.items():
         gaps = [before + 1 for before, after in itertools.pairwise(seeds) if after > before + 1]
         if gaps:
-            listed = ", ".join(map(str, gaps[:5]))
-            yield Problem(
-                SUSPICION, "seeds", name, f"seeds are left out, such as {listed}; ask for them"
-            )
+            text = f"seeds are left out, such as {', '.join(map(str, gaps[:5]))}; ask for them"
+            yield Problem(SUSPICION, "seeds", name, text)
     if "smallgpt_jax.compare" not in record.command or "--results" in record.command:
         return  # merged records may start at different seeds
     firsts = {seeds[0] for seeds in seeds_of.values()}
@@ -217,16 +198,15 @@ def _grids(record: Record) -> Iterator[Problem]:
         best = grid.best * grid.learning_rate
         for run in record.runs:
             if run.name == name and not math.isclose(run.learning_rate, best, rel_tol=1e-9):
-                yield contradiction(
-                    "learning rate",
-                    run,
-                    f"was trained at {run.learning_rate:g}; the best rate of its grid is {best:g}",
+                text = (
+                    f"was trained at {run.learning_rate:g}; the best rate of its grid is {best:g}"
                 )
+                yield contradiction("learning rate", run, text)
 
 
 def _budget(record: Record) -> Iterator[Problem]:
     """Longest runs end with the same tokens or FLOPs, where the record says so."""
-    for sentence, (field, tolerance) in BUDGET_TOLERANCES.items():
+    for sentence, field in _BUDGETS.items():
         if not record.budget.startswith(sentence):
             continue  # another budget
         ends = {
@@ -234,15 +214,13 @@ def _budget(record: Record) -> Iterator[Problem]:
             for run in record.runs
             if run.is_finished and run.horizon == 1 and getattr(run.last, field)
         }
-        if ends and max(ends.values()) > (1 + tolerance) * min(ends.values()):
+        if ends and max(ends.values()) > (1 + _BUDGET_TOLERANCE) * min(ends.values()):
             most = max(ends, key=lambda label: ends[label])
-            yield Problem(
-                CONTRADICTION,
-                "budget",
-                most,
+            text = (
                 f"has {ends[most]:,.6g} {field}, others {min(ends.values()):,.6g}, although "
-                f"{sentence[0].lower()}{sentence[1:]}",
+                f"{sentence[0].lower()}{sentence[1:]}"
             )
+            yield Problem(CONTRADICTION, "budget", most, text)
 
 
 def _predictions(record: Record) -> Iterator[Problem]:
@@ -254,8 +232,5 @@ def _predictions(record: Record) -> Iterator[Problem]:
         # Later sessions of an interrupted run begin at a later step.
         starts = [session.time for session in run.sessions if session.first_step == 0]
         if run.size == predictions.held_out and starts and min(starts) < predictions.time:
-            yield contradiction(
-                "predictions",
-                run,
-                f"was started at {min(starts)}, before its loss was predicted",
-            )
+            text = f"was started at {min(starts)}, before its loss was predicted"
+            yield contradiction("predictions", run, text)

@@ -61,6 +61,7 @@ def retrained_config(config: Config, steps: int) -> Config:
     inner = mesh.fsdp * mesh.tensor * mesh.path
     if devices % inner or mesh.data not in (-1, devices // inner):
         mesh = mesh.replace(data=-1, fsdp=1, tensor=1, path=1)  # differs by rounding only
+    # Without the trunk, this run computes the steps that the record's run may have copied.
     train = {
         "steps": steps,
         "trunk": "",
@@ -76,6 +77,7 @@ def retrained_config(config: Config, steps: int) -> Config:
 def open_text(config: Config, run: Run) -> Corpus:
     """Returns the text of a run. Raises UserError if it is missing here, or is another one."""
     data = config.data
+    # The record may name the folder of a store on the machine that made it.
     if data.store and not Path(data.store).exists() and not data.mixture:
         data = data.replace(store="")  # prepares it from the source, in the cache folder
     corpus = load_or_prepare(data)
@@ -106,17 +108,14 @@ def read_curve(folder: Path) -> Curve:
 def train_variants(
     config: Config, folder: Path, corpus: Corpus, trust_custom_code: bool
 ) -> list[Curve]:
-    """Returns the curves of runs that only round differently. The run itself is in `folder`; the
-    variants are trained in folders beside it.
-    """
+    """Returns the curves of runs beside that in `folder`, which only round differently."""
     curves = []
     for fields in variant_fields(config):
         ((field, value),) = fields.items()
         name = f"{field}={value}"
         print(f"again, with config.train.{name}, which only rounds differently", flush=True)
-        varied = config.replace(train=fields)
         workdir = folder.with_name(f"{folder.name}-{safe_name(name)}")
-        curves.append(train(varied, workdir, corpus))
+        curves.append(train(config.replace(train=fields), workdir, corpus))
     if has_other_instructions():
         print(f"again, with {OTHER_INSTRUCTIONS}, in another process", flush=True)
         workdir = folder.with_name(f"{folder.name}-avx2")
@@ -127,9 +126,7 @@ def train_variants(
 
 
 def variant_fields(config: Config) -> list[dict[str, int]]:
-    """Returns variants of a run: each has another value of one field of `train`, which only changes
-    the order of sums.
-    """
+    """Returns variants: each sets one field of `train`, which only changes the order of sums."""
     fields = [
         {"loss_chunks": chunks}
         for chunks in LOSS_CHUNKS
@@ -151,8 +148,7 @@ def _train_in_subprocess(trained: Path, folder: Path, trust_custom_code: bool) -
     # XLA reads its flags once per process.
     command = [sys.executable, "-m", "smallgpt_jax.main"]
     command += [f"--config=run:{trained}", f"--workdir={folder}"]
-    if trust_custom_code:
-        command.append("--trust_custom_code")
+    command += ["--trust_custom_code"] if trust_custom_code else []
     flags = shlex.join([*shlex.split(os.environ.get("XLA_FLAGS", "")), OTHER_INSTRUCTIONS])
     log = trained.parent / f"{folder.name}.log"
     with log.open("w", encoding="utf-8") as file:
@@ -178,6 +174,7 @@ def compare_run(
     for other in record.runs:
         if (other.name, other.horizon) == (run.name, run.horizon):
             seeds.append({point.step: point.loss for point in other.curve if point.loss})
+    # Equal bits need no explanation, and variants take several times as long as the run itself.
     is_equal = all(trained[step] == losses[step] for step in losses.keys() & trained.keys())
     variants = [] if is_equal else train_variants(config, folder, corpus, trust_custom_code)
     is_other_machine = machine_differences(run) != ""
@@ -185,9 +182,7 @@ def compare_run(
 
 
 def _require_same_targets(recorded: Mapping[int, Point], folder: Path) -> None:
-    """Raises UserError if an evaluation in `folder` is a mean over other tokens than the record's.
-    `recorded`: {step: evaluation}.
-    """
+    """Raises UserError if evaluations in `folder` are means over other tokens than recorded."""
     for line in read_lines(folder / METRICS_FILE):
         point = recorded.get(line["step"]) if line["split"] == "eval" else None
         if point and point.targets != line["targets"]:

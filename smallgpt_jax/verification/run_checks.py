@@ -1,6 +1,4 @@
-"""Checks of single runs of a record, without training: each number that follows from others is
-computed again.
-"""
+"""Checks of single runs of a record: each number that follows from others is computed again."""
 
 import functools
 import itertools
@@ -24,13 +22,11 @@ RELATIVE = 1e-9  # rounding of float64, with room
 MAX_FIRST_GAIN, MAX_FIRST_EXCESS = 1.0, 2.0
 
 
-def check_run(run: Run, config: Config | UserError, count: CountOf) -> list[Problem]:
-    """Returns what is wrong in a run. `config` is the run's own, or why it cannot be read."""
+def check_run(run: Run, config: Config | None, count: CountOf) -> list[Problem]:
+    """Returns what is wrong in a run. `config` is the run's own; None: it cannot be read."""
     unknown = []
     contradictions = [*_curve(run), *_sessions(run)]
-    if isinstance(config, UserError):
-        unknown.append(Problem(UNKNOWN, "config", label_of(run), str(config)))
-    else:
+    if config is not None:
         contradictions += [*_shape(run, config), *_losses(run, config)]
         try:
             counts = count(config)
@@ -49,11 +45,14 @@ def _shape(run: Run, config: Config) -> Contradictions:
         yield "seed", f"seed {run.seed} is {config.train.seed} in its config"
     padding = run.sessions[-1].padding if run.sessions else 0.0
     expected = _inputs(config) * (1 - padding)
+    # Only sessions record the padding, without which the tokens do not follow from the config.
     if run.sessions and not _is_close(run.tokens_per_step, expected):
         yield (
             "tokens",
-            f"{run.tokens_per_step:,g} tokens per step are {expected:,g} by batch size, context "
-            "and padding",
+            (
+                f"{run.tokens_per_step:,g} tokens per step are {expected:,g} by batch size, context "
+                "and padding"
+            ),
         )
     if padding and config.data.packing == "concat" and not is_synthetic(config.data):
         yield "tokens", "has padding, which joined documents do not have"
@@ -77,18 +76,19 @@ def _curve(run: Run) -> Contradictions:
         last = f"step {steps[-1]}" if steps else "none"
         yield (
             "steps",
-            f"is {'' if run.is_finished else 'not '}finished by its own word, but its last "
-            f"evaluation is {last} of {run.steps}",
+            (
+                f"is {'' if run.is_finished else 'not '}finished by its own word, but its last "
+                f"evaluation is {last} of {run.steps}"
+            ),
         )
     if steps and (steps[-1] > run.steps or (run.is_finished and run.steps_done != run.steps)):
-        yield (
-            "steps",
-            f"has logged step {run.steps_done} and evaluated step {steps[-1]}, of {run.steps}",
-        )
+        text = f"has logged step {run.steps_done} and evaluated step {steps[-1]}, of {run.steps}"
+        yield "steps", text
     seconds = [point.seconds for point in run.curve if point.seconds is not None]
     if any(after <= before for before, after in itertools.pairwise(seconds)):
         yield "seconds", "its training time does not grow"
     for point in run.curve:
+        # A point's tokens are rounded to a whole number.
         if abs(point.tokens - point.step * run.tokens_per_step) > 0.5 + RELATIVE * point.tokens:
             yield "tokens", f"{point.tokens:,} tokens at step {point.step} do not fit the batch"
             return  # the later ones would only repeat it
@@ -105,25 +105,27 @@ def _losses(run: Run, config: Config) -> Contradictions:
         if point.loss is None:
             continue  # was not finite
         if point.loss < 0 or (is_mean and not _is_float32_mean(point)):
-            yield (
-                "loss",
-                f"{point.loss!r} at step {point.step} is no mean of {point.targets} losses",
-            )
+            text = f"{point.loss!r} at step {point.step} is no mean of {point.targets} losses"
+            yield "loss", text
         if bytes_per_token and point.bits_per_byte is not None:
             bits = point.loss / math.log(2) / bytes_per_token
             if not _is_close(bits, point.bits_per_byte):
                 yield (
                     "bits per byte",
-                    f"a loss of {point.loss:.6f} at step {point.step} is {bits:.6f} bits per byte, "
-                    f"not {point.bits_per_byte:.6f}",
+                    (
+                        f"a loss of {point.loss:.6f} at step {point.step} is {bits:.6f} bits per byte, "
+                        f"not {point.bits_per_byte:.6f}"
+                    ),
                 )
     yield from _first_loss(run.curve[0], config.model.vocab_size)
     most = config.train.eval_steps * _inputs(config)  # 0: evaluates all validation rows
     if most and run.curve[-1].targets > most:
         yield (
             "evaluation rows",
-            f"its last loss is a mean over {run.curve[-1].targets:,} targets, but the config "
-            f"evaluates at most {most:,}",
+            (
+                f"its last loss is a mean over {run.curve[-1].targets:,} targets, but the config "
+                f"evaluates at most {most:,}"
+            ),
         )
 
 
@@ -138,7 +140,7 @@ def _first_loss(first: Point, vocabulary: int) -> Contradictions:
 
 def _is_float32_mean(point: Point) -> bool:
     """A mean over n targets times n is the float32 sum from which it was computed."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # of a loss that is too large, which is no such mean
         total = float(np.float32(point.loss * point.targets))
     return total / point.targets == point.loss
 
@@ -164,21 +166,13 @@ def _counts(run: Run, counts: Counts) -> Contradictions:
     if sum(run.components.values()) != run.parameters:
         yield "parameters", f"the components of its {run.parameters:,} parameters have another sum"
     if run.parameters != counts.parameters or run.components != counts.components:
-        yield (
-            "parameters",
-            f"{run.parameters:,} parameters; its config has {counts.parameters:,}",
-        )
-    if run.active_parameters != counts.active_parameters:
-        yield (
-            "parameters",
-            f"{run.active_parameters:,} active parameters; its config has "
-            f"{counts.active_parameters:,}",
-        )
-    if not _is_same(run.flops_per_token, counts.flops_per_token):
-        yield (
-            "FLOPs",
-            f"{run.flops_per_token} FLOPs per token; its config has {counts.flops_per_token}",
-        )
+        yield "parameters", f"{run.parameters:,} parameters; its config has {counts.parameters:,}"
+    recorded, counted = run.active_parameters, counts.active_parameters
+    if recorded != counted:
+        yield "parameters", f"{recorded:,} active parameters; its config has {counted:,}"
+    recorded, counted = run.flops_per_token, counts.flops_per_token
+    if not _is_same(recorded, counted):
+        yield "FLOPs", f"{recorded} FLOPs per token; its config has {counted}"
 
 
 def _flops(run: Run, config: Config, counts: Counts) -> Contradictions:
@@ -188,11 +182,8 @@ def _flops(run: Run, config: Config, counts: Counts) -> Contradictions:
         return  # they cannot be counted
     for point in run.curve:
         if point.flops is not None and not _is_close(point.flops, point.step * per_step):
-            yield (
-                "FLOPs",
-                f"{point.flops:.6g} FLOPs at step {point.step}; its config has "
-                f"{point.step * per_step:.6g}",
-            )
+            counted = f"{point.step * per_step:.6g}"
+            yield "FLOPs", f"{point.flops:.6g} FLOPs at step {point.step}; its config has {counted}"
             return  # the later ones would only repeat it
 
 

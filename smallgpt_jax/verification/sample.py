@@ -48,6 +48,7 @@ class Sample:
         if not candidates:
             raise UserError(f"--only={self.names}: the record has no finished run of such a name")
 
+        # By hashes, and not by a random generator: a larger sample begins with the smaller one.
         def order(run: Run) -> tuple[bool, str]:
             text = f"{record_sha256} {self.nonce} {run.name} {run.seed} {run.horizon!r}"
             is_suspect = run.name in suspects or label_of(run) in suspects

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smallgpt_jax.analysis import record as records
-from smallgpt_jax.analysis.record import RESULTS_FILE, Record, Run
+from smallgpt_jax.analysis.record import Record, Run
 from smallgpt_jax.devices.platform import processor_identity
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import safe_name
@@ -152,14 +152,13 @@ def verify(
     path, folder = as_path("--verify", str(results)), as_path("--output", str(output))
     if path.is_dir():
         path = bundle.open_bundle(path, trust_custom_code)
-    digest = hashlib.sha256(_read_bytes(path)).hexdigest()
     record = records.read(path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     count = CachedCounts()
     problems = check_record(record, count, trust_custom_code)
     count.save()
     sample = _with_nonce(sample or Sample(), folder, digest)
-    suspects = [problem.run for problem in problems]
-    drawn = sample.draw(record.runs, digest, suspects)
+    drawn = sample.draw(record.runs, digest, [problem.run for problem in problems])
     verification = Verification(
         record_sha256=digest,
         sample=sample,
@@ -181,15 +180,6 @@ def verify(
         # After each run: the training of some takes hours, and may be interrupted.
         _write(verification, folder)
     return verification
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"{path}: {error.strerror}; give the {RESULTS_FILE} of a comparison"
-        ) from None
 
 
 def _write(verification: Verification, folder: Path) -> None:
@@ -223,7 +213,8 @@ def _verify_run(
     try:
         config = retraining.retrained_config(read_config(run, trust_custom_code), steps)
         corpus = retraining.open_text(config, run)
-        workdir = folder / retraining.RUNS_FOLDER / _folder_name(run, steps)
+        name = f"{safe_name(run.name)}-seed{run.seed}-{run.horizon:g}-{steps}"
+        workdir = folder / retraining.RUNS_FOLDER / name
         comparisons = retraining.compare_run(
             run, record, config, workdir, corpus, trust_custom_code
         )
@@ -231,10 +222,6 @@ def _verify_run(
         return verdict(CANNOT_TELL, str(error))
     kind, text = judge(comparisons)
     return verdict(kind, text, comparisons)
-
-
-def _folder_name(run: Run, steps: int) -> str:
-    return f"{safe_name(run.name)}-seed{run.seed}-{run.horizon:g}-{steps}"
 
 
 def judge(comparisons: Sequence[ComparedLoss]) -> tuple[str, str]:
@@ -252,11 +239,10 @@ def judge(comparisons: Sequence[ComparedLoss]) -> tuple[str, str]:
         return CANNOT_TELL, "no evaluation of the record was reached"
     if NO_BAND in hows:
         return CANNOT_TELL, "the losses differ, and what rounding changes was not measured"
-    # The weakest agreement of any evaluation counts.
-    how = next(how for how in (SEED, BAND, BITS) if how in hows)
+    if hows == {BITS}:
+        return REPRODUCED, f"{HOW[BITS]} ({len(comparisons)} evaluations)"
+    how = SEED if SEED in hows else BAND  # the weakest agreement of any evaluation counts
     last = comparisons[-1]
-    if how == BITS:
-        return REPRODUCED, f"{HOW[how]} ({len(comparisons)} evaluations)"
     return REPRODUCED, (
         f"{HOW[how]} (recorded {last.recorded:.6f}, here {last.trained:.6f}, "
         f"± {last.allowed or 0:.2g})"

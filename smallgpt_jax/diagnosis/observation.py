@@ -45,9 +45,11 @@ def observe_streams(model: LanguageModel, variables, tokens_T, ablation: Ablatio
     """Returns two measures of each block's output, with neither attention matrices nor the singular
     values of `observe`, which would take most of the time of a deep model.
     """
-    outputs = [record["output"] for record in _run(model, variables, tokens_T, ablation)]
-    of_streams = ("residual", "token_similarity")
-    return [{name: measures.STREAM[name](y_TxD) for name in of_streams} for y_TxD in outputs]
+    blocks = []
+    for record in _run(model, variables, tokens_T, ablation):
+        of_stream = ("residual", "token_similarity")
+        blocks.append({name: measures.STREAM[name](record["output"]) for name in of_stream})
+    return blocks
 
 
 @functools.partial(jax.jit, static_argnames="model")

@@ -114,7 +114,3 @@ def weight_decay(block_parameters: float, batch: float, tokens_per_parameter: fl
 
 def _batch_scale(block_parameters: float, batch: float) -> float:
     return math.sqrt(batch / batch_tokens(block_parameters, TOKENS_PER_PARAMETER))
-
-
-def power_of_two_below(x: float) -> int:
-    return 2 ** math.floor(math.log2(x))

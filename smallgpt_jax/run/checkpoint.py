@@ -278,16 +278,16 @@ class Checkpoints:
             error = failure
             reason = short_reason(root_cause(failure))
         # A process that could read its shards must also know that another one could not.
-        machine_errors = exchange(reason if error and not is_damage(error) else "")
-        if any(machine_errors):
+        machine_error = max(exchange(reason if error and not is_damage(error) else ""))
+        if machine_error:
             raise UserError(
-                f"{self.folder / str(step)}: cannot be read ({max(machine_errors)}); nothing was "
+                f"{self.folder / str(step)}: cannot be read ({machine_error}); nothing was "
                 "changed. If this persists, move the folder away to resume from the previous "
                 "checkpoint"
             ) from error
-        damages = exchange(reason)
-        if any(damages):
-            return {}, max(damages)
+        damage = max(exchange(reason))
+        if damage:
+            return {}, damage
         changed = find_changed_array(saved)
         if changed:
             return {}, f"checksum of {changed} differs"
@@ -357,8 +357,8 @@ class Checkpoints:
             target = self.folder.with_name(DAMAGED_FOLDER) / path.name
             while target.exists():
                 target = target.with_name(target.name + "'")
-            if is_remote(target):
-                object_storage.move_folder(path, target)
+            if is_remote(target):  # an interruption leaves each object in one of the folders
+                object_storage.file_system().mv(str(path), str(target), recursive=True)
             else:
                 target.parent.mkdir(exist_ok=True)
                 path.rename(target)
@@ -370,7 +370,7 @@ class Checkpoints:
 
 
 def _run_in_thread(function: Callable[[], None]) -> Future:
-    """Unlike the thread of an executor, this one does not keep Python from exiting."""
+    # Unlike the thread of an executor, this one does not keep Python from exiting.
     result = Future()
 
     def run():

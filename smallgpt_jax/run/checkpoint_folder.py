@@ -61,7 +61,8 @@ def remove_unfinished(folder: Path, step: int) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """An interruption leaves an unfinished checkpoint, and not a part of a finished one."""
+    # What marks it as finished goes first: an interruption leaves an unfinished checkpoint, and not
+    # a part of one that would be restored.
     if is_remote(path):
         (path / _COMMIT_FILE).unlink(missing_ok=True)
         path.rmtree()
@@ -98,6 +99,6 @@ def copy_checkpoint(source: Path, target: Path) -> None:
             object_storage.upload_folder(Path(folder), target, _COMMIT_FILE)
         return
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed process has left
     shutil.copytree(files, partial)
     rename(partial, target)

@@ -88,7 +88,8 @@ def _rules(model: ModelConfig, size: Size, groups: Mapping[str, dict]) -> dict[s
     sequences = groups["train"]["batch_size"]
     if sequences == AT_START:
         batch = sizes.batch_tokens(block_parameters(model), tokens / parameters)
-        sequences = max(1, sizes.power_of_two_below(batch / model.context_length))
+        most = max(1.0, batch / model.context_length)
+        sequences = 2 ** math.floor(math.log2(most))  # so that devices and microbatches divide it
     steps = groups["train"]["steps"]
     if steps == AT_START:
         steps = max(1, round(tokens / (sequences * model.context_length)))

@@ -30,12 +30,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     with partial.open("wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(
+            file.fileno()
+        )  # before the renaming, which could reach the disk before the content
     rename(partial, path)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Ends the last line first if a killed process has not."""
+    # A killed process may have left a part of a line. It is ended first.
     text = line.encode() + b"\n"
     if is_remote(path):  # objects cannot be appended to
         before = path.read_bytes() if path.exists() else b""
@@ -87,10 +89,9 @@ def sync_tree(folder: Path) -> None:
 def atomic_folder(folder: Path, last: str = "config.json") -> Iterator[Path]:
     """Yields an empty temporary folder that is renamed to `folder` on success and removed on error.
 
-    `folder` must be missing or empty. Missing parent folders are created, and removed again on
-    error. If `folder` is in object storage, the temporary folder is local. Its files are uploaded
-    on success, the file `last` after all others: a folder without it is neither a workdir nor an
-    exported model.
+    `folder` must be missing or empty. If it is in object storage, the temporary folder is local, and
+    its files are uploaded on success, the file `last` after all others: a folder without it is
+    neither a workdir nor an exported model.
     """
     with _temporary_path(folder) as partial:
         partial.mkdir()
@@ -118,10 +119,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _temporary_path(path: Path) -> Iterator[Path]:
     """Yields a path of the same name in a temporary folder of this process: on the disk of `path`,
-    if that is local.
-
-    Creates the missing parent folders of `path`, and removes them again if `path` does not exist at
-    the end.
+    if that is local. Missing parent folders are created, and removed again if `path` does not exist
+    at the end.
     """
     if is_remote(path):
         place = Path(tempfile.gettempdir())

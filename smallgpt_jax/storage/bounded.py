@@ -9,15 +9,8 @@ def read_bounded(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Raises ValueError if the file is larger, or no file: a device may have no end."""
     if path.exists() and not path.is_file():
         raise ValueError("not a file")
-    pieces = []
-    left = max_bytes + 1  # one more than allowed, which shows that the file is too large
     with path.open("rb") as file:
-        while left:
-            piece = file.read(min(left, 2**20))
-            if not piece:
-                break
-            pieces.append(piece)
-            left -= len(piece)
-    if not left:
+        content = file.read(max_bytes + 1)  # one more, which shows that the file is too large
+    if len(content) > max_bytes:
         raise ValueError(f"larger than {max_bytes / 1e6:,.0f} MB")
-    return b"".join(pieces)
+    return content

@@ -19,11 +19,8 @@ def cache_folder() -> Path:
 
 
 def local_copy(path: Path) -> Path:
-    """Returns `path` if it is local. Otherwise copies the file or folder to the cache folder;
-    returns the copy.
-
-    Each version of the file or folder is copied once per machine. If `path` does not exist, the
-    returned path does not exist either.
+    """Returns `path` if it is local, and otherwise its copy in the cache folder. Each version is
+    copied once per machine. If `path` does not exist, neither does the returned path.
     """
     if not is_remote(path):
         return path
@@ -37,12 +34,8 @@ def local_copy(path: Path) -> Path:
     copy.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(copy.parent.with_name(f"{copy.parent.name}.lock"), wait=True):
         if not copy.exists():
-            size = sum(file.size for file in files.values())
-            print(
-                f"copying {path} ({size / 1e6:,.1f} MB) to {copy.parent}",
-                file=sys.stderr,
-                flush=True,
-            )
+            size = f"{sum(file.size for file in files.values()) / 1e6:,.1f} MB"
+            print(f"copying {path} ({size}) to {copy.parent}", file=sys.stderr, flush=True)
             partial = copy.parent / ".partial" / path.name
             shutil.rmtree(partial.parent, ignore_errors=True)  # what a killed process has left
             object_storage.download(path, partial, files)

@@ -26,7 +26,7 @@ class _LocalLock:
     def write_holder(self) -> None:
         self._file.truncate(0)
         self._file.write(self._content)
-        self._file.flush()
+        self._file.flush()  # others read the holder while this process has the file open
 
     def is_at_path(self) -> bool:
         """Whether no other file has taken the place of the locked one."""
@@ -40,6 +40,7 @@ class _LocalLock:
             return True
 
     def release(self) -> None:
+        # Removed before it is closed, which unlocks it: another process may lock it at once.
         if self.is_at_path():
             self.path.unlink(missing_ok=True)
         self._file.close()
@@ -111,5 +112,5 @@ def require_locks(path: Path) -> None:
 
 
 def _open_without_links(path: str, flags: int) -> int:
-    """A symbolic link in a folder of somebody else could name any file of this user."""
+    # A symbolic link in a folder of somebody else could name any file of this user.
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)

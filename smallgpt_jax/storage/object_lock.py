@@ -9,6 +9,7 @@ While a process holds a lock, it writes objects only under this lock; see `objec
 """
 
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -53,6 +54,9 @@ def object_lock(path: Path, wait: bool = False) -> Iterator[None]:
         released.set()
         renewal.join()
         lock.release()
+
+
+_print = functools.partial(print, file=sys.stderr, flush=True)
 
 
 class Lease:
@@ -132,9 +136,7 @@ class Lease:
         until = f"it renews or loses the lock (at most {LEASE_SECONDS:g} s)"
         if wait:
             until = "it releases or loses the lock"
-        print(
-            f"{self._path}: locked by {holder}; waiting until {until}", file=sys.stderr, flush=True
-        )
+        _print(f"{self._path}: locked by {holder}; waiting until {until}")
 
     def renew_until(self, released: threading.Event) -> None:
         while not released.wait(RENEWAL_SECONDS):
@@ -149,11 +151,9 @@ class Lease:
             if not self._is_recent():
                 self._end_process(f"the lock could not be renewed ({short_reason(error)})")
             if not self._is_failing:
-                print(
+                _print(
                     f"{self._path}: the lock could not be renewed ({short_reason(error)}); trying "
-                    f"again every {RENEWAL_SECONDS:g} s",
-                    file=sys.stderr,
-                    flush=True,
+                    f"again every {RENEWAL_SECONDS:g} s"
                 )
             self._is_failing = True
 
@@ -182,12 +182,8 @@ class Lease:
         return now() - self._renewed_at <= LEASE_SECONDS - 2 * RENEWAL_SECONDS
 
     def _end_process(self, reason: str) -> None:
-        print(
-            f"error: {self._path}: {reason}; this process ends without saving",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)
+        _print(f"error: {self._path}: {reason}; this process ends without saving")
+        os._exit(1)  # an exception would only end the thread that renews the lock
 
     def release(self) -> None:
         # If the request fails, the lease ends by itself.

@@ -55,7 +55,7 @@ def remote_path(field: str, url: str) -> Path:
 
 
 def _are_names(names: Iterable[str]) -> bool:
-    """Whether these parts of an object's name can be names of files and folders."""
+    # Of files and folders: an object's name may contain anything between two slashes.
     return not {"", ".", ".."} & set(names)
 
 
@@ -156,12 +156,10 @@ def require_bucket(field: str, path: Path) -> None:
 
 
 class Reader(io.RawIOBase):
-    """An object that is open for reading. Raises a UserError that begins with its path if a request
-    fails.
+    """An object that is open for reading. Raises UserError, with its path, if a request fails."""
 
-    Callers could not tell a failed request from a damaged compressed file: both raise OSError
-    without an errno.
-    """
+    # Callers could not tell a failed request from a damaged compressed file: both raise OSError
+    # without an errno.
 
     def __init__(self, path: Path):
         self._path = str(path)
@@ -198,11 +196,8 @@ class RemoteFile(NamedTuple):
 
 
 def list_files(path: Path, is_pattern: bool = False) -> dict[Path, RemoteFile]:
-    """Returns the file at `path`, or the files in the folder `path` and its subfolders; {} if there
-    are none.
-
-    With `is_pattern=True`, returns the files that match `path`, a pattern with *, ? or []. Raises
-    UserError if the name of an object is not a path, for example because of "..".
+    """Returns the file at `path`, or all files below it. `is_pattern`: those that match `path`, with
+    *, ? or []. Raises UserError if the name of an object is not a path, such as one with "..".
     """
     search = file_system().glob if is_pattern else file_system().find
     files = {}
@@ -303,6 +298,7 @@ def _replace(path: Path, content: bytes, old_generation: int) -> int | None:
 def retry_policy():
     from google.cloud.storage.retry import DEFAULT_RETRY
 
+    # Google's default repeats a request for two minutes, longer than a lease lasts.
     return DEFAULT_RETRY.with_timeout(_RETRY_SECONDS)
 
 
@@ -329,8 +325,3 @@ def upload_folder(folder: Path, target: Path, last: str) -> None:
         if copy not in copies or copies[copy].size != path.stat().st_size:
             raise UserError(f"{copy}: upload is incomplete; rerun the same command")
     file_system().put_file(str(folder / last), str(target / last))
-
-
-def move_folder(folder: Path, target: Path) -> None:
-    """Not atomic: after an interruption, each object is in one of the two folders."""
-    file_system().mv(str(folder), str(target), recursive=True)

@@ -60,7 +60,7 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """After a failure, a library may go on writing there for a moment, in its threads."""
+    # After a failure, a library may go on writing there for a moment, in its threads.
     for pause in (0.1, 0.5, 2.0, 0.0):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -69,6 +69,5 @@ def _remove(folder: Path) -> None:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Returns False for a symbolic link, too."""
-    status = path.lstat()
+    status = path.lstat()  # not stat: a symbolic link may lead anywhere
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

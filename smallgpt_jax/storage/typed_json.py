@@ -69,17 +69,13 @@ def schema_of(kind: Any) -> Any:
     if origin is Annotated:
         return arguments[1].schema if isinstance(arguments[1], Schema) else arguments[1]
     if origin in (types.UnionType, typing.Union):
-        return tuple(map(schema_of, sorted(arguments, key=_is_container)))
+        # None comes first, because the message about a mismatch is that of the last schema.
+        return tuple(map(schema_of, sorted(arguments, key=lambda kind: kind is not types.NoneType)))
     if origin is tuple:
         return [schema_of(arguments[0])]
     if origin is dict:
         return Each(schema_of(arguments[1]))
     return _KINDS[kind]
-
-
-def _is_container(kind: Any) -> bool:
-    """Containers come last in a union, because the message about a mismatch is of the last one."""
-    return kind is not types.NoneType
 
 
 def _field_schema(kind: type, name: str) -> Any:

@@ -22,23 +22,23 @@ from smallgpt_jax.training.program import Program
 
 def build_program(config: ConfigDict | Config, devices=None) -> Program:
     """Raises UserError for an invalid config."""
-    config = _with_known_microbatches(Config.of(config))
-    mesh = sharding.make_mesh(config.mesh, devices)
-    check_config(config, mesh)
-    return _build(config.compiled_part(), mesh)
+    return _build(*_checked(config, devices))
 
 
 def shared_program(config: ConfigDict | Config, devices=None) -> Program:
     """Returns a recent program whose config has an equal compiled part, or a new one."""
-    config = _with_known_microbatches(Config.of(config))
+    return RECENT_PROGRAMS.get(*_checked(config, devices))
+
+
+def _checked(config: ConfigDict | Config, devices) -> tuple[Config, jax.sharding.Mesh]:
+    """Returns what a program depends on: the compiled part of the config, and the mesh."""
+    config = Config.of(config)
+    if not config.train.microbatches:
+        # Training and `plan` replace 0 by the number that fits; other estimates assume one.
+        config = config.replace(train={"microbatches": 1})
     mesh = sharding.make_mesh(config.mesh, devices)
     check_config(config, mesh)
-    return RECENT_PROGRAMS.get(config.compiled_part(), mesh)
-
-
-def _with_known_microbatches(config: Config) -> Config:
-    """Training and `plan` replace 0 by the number that fits; other estimates assume one."""
-    return config if config.train.microbatches else config.replace(train={"microbatches": 1})
+    return config.compiled_part(), mesh
 
 
 @dataclasses.dataclass

@@ -25,21 +25,18 @@ SIMILAR_BYTES_PER_TOKEN = 0.03
 _IRRELEVANT = {"train.seed", "data.seed"}  # beside fields that may change when a run is resumed
 
 
-def mean(losses: Sequence[float]) -> float:
-    return statistics.fmean(losses)
-
-
 def log_scatter(losses: Sequence[float]) -> float:
     """Returns the logarithm of the standard deviation around a slow trend, estimated from the
     differences of successive losses (von Neumann et al., 1941, doi:10.1214/aoms/1177731746).
     """
     squares = [(after - before) ** 2 for before, after in itertools.pairwise(losses)]
+    # Half, because a difference varies twice as much as one loss; 1e-12, for losses that are equal.
     return 0.5 * math.log(statistics.fmean(squares) / 2 + 1e-12)
 
 
 # Name of the measure → function, and its value as text
 MEASURES = {
-    "mean": (mean, lambda value: f"{value:.3f}"),
+    "mean": (statistics.fmean, lambda value: f"{value:.3f}"),
     "log_scatter": (log_scatter, lambda value: f"{math.exp(value):.4f}"),
 }
 _WORDS = {
@@ -123,7 +120,8 @@ def find_band(config: Config, text: Mapping[str, Any]) -> LossBand | None:
     """
     for recipe, content in json.loads(BANDS_FILE.read_text("utf-8")).items():
         is_same = relevant_fields(Config.of(content["config"])) == relevant_fields(config)
-        if is_same and _is_similar(bytes_per_token(text), content["bytes_per_token"]):
+        difference = abs(bytes_per_token(text) / content["bytes_per_token"] - 1)  # may be NaN
+        if is_same and difference <= SIMILAR_BYTES_PER_TOKEN:
             return LossBand(recipe, tuple(Point(**point) for point in content["points"]))
     return None
 
@@ -141,7 +139,3 @@ def bytes_per_token(text: Mapping[str, Any]) -> float:
     """Returns NaN for mixtures and probes."""
     train = text.get("splits", {}).get("train", {})
     return train.get("text_bytes", math.nan) / train.get("tokens", math.nan)
-
-
-def _is_similar(value: float, expected: float) -> bool:
-    return abs(value / expected - 1) <= SIMILAR_BYTES_PER_TOKEN

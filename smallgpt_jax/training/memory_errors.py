@@ -17,7 +17,13 @@ def memory_errors_explained(config: TrainConfig) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(_message(config, error)) from None
+        reason = textwrap.shorten(str(error), 160, placeholder=" …")
+        raise UserError(
+            f"config.train.batch_size={config.batch_size}: needs more memory than a device has, "
+            f"with config.train.microbatches={config.microbatches} ({reason});\nincrease "
+            "config.train.microbatches, set config.model.remat='full' or, on several devices, "
+            "increase config.mesh.fsdp"
+        ) from None
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -27,14 +33,4 @@ def is_out_of_memory(error: Exception) -> bool:
         "RESOURCE_EXHAUSTED" in text
         and "memory space vmem" not in text
         and "memory space smem" not in text
-    )
-
-
-def _message(config: TrainConfig, error: Exception) -> str:
-    reason = textwrap.shorten(str(error), 160, placeholder=" …")
-    return (
-        f"config.train.batch_size={config.batch_size}: needs more memory than a device has, with "
-        f"config.train.microbatches={config.microbatches} ({reason});\nincrease "
-        "config.train.microbatches, set config.model.remat='full' or, on several devices, "
-        "increase config.mesh.fsdp"
     )

@@ -131,16 +131,12 @@ def session_facts(program: Program, pipeline: DataPipeline, memory_stats, first_
         "first_step": first_step,
         "device": chips.device_name(program.mesh.devices.flat[0]),
         "devices": program.mesh.size,
-        **_processor_facts(),
+        # On CPUs, bits and speed depend on the processor.
+        **({"processor": processor_identity()} if jax.default_backend() == "cpu" else {}),
         "argument_bytes": memory_stats.argument_size_in_bytes,
         "temp_bytes": memory_stats.temp_size_in_bytes,
         "padding": pipeline.train.padding,
     }
-
-
-def _processor_facts() -> dict[str, dict]:
-    """Returns {"processor": its identity} on CPUs, whose bits and speed depend on it, else {}."""
-    return {"processor": processor_identity()} if jax.default_backend() == "cpu" else {}
 
 
 def log_units(program: Program, pipeline: DataPipeline) -> Units:

@@ -49,7 +49,11 @@ class NonFiniteGuard:
             reason = f"{self._consecutive} non-finite updates in a row (config.train.max_nonfinite)"
         elif not was_applied:
             advice += ", or --config.train.on_nonfinite=skip"
-        raise DivergenceError(f"{reason}: {description}.\n{self._checkpoint_note()}. {advice}")
+        newest = self._newest_checkpoint()
+        note = "There is no checkpoint"
+        if newest is not None:
+            note = f"The newest checkpoint, of step {newest}, is not affected"
+        raise DivergenceError(f"{reason}: {description}.\n{note}. {advice}")
 
     def _describe(self, step: int, values: dict, was_applied: bool) -> str:
         description = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
@@ -58,9 +62,3 @@ class NonFiniteGuard:
         rows = ", ".join(map(str, self._row_numbers_at(step)))
         rows = textwrap.shorten(rows, 60, placeholder=" …")
         return f"{description}; its batch: rows {rows} of the training text"
-
-    def _checkpoint_note(self) -> str:
-        newest = self._newest_checkpoint()
-        if newest is None:
-            return "There is no checkpoint"
-        return f"The newest checkpoint, of step {newest}, is not affected"

@@ -189,7 +189,6 @@ class Program:
         return self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
 
     def _wait_if_simulated(self, results):
-        """Simulated devices share a few threads of one CPU. Two programs that run at the same time
-        can deadlock, because each holds threads that the other's collectives wait for.
-        """
+        # Simulated devices share a few threads of one CPU. Two programs that run at the same time
+        # can deadlock, because each holds threads that the other's collectives wait for.
         return jax.block_until_ready(results) if self._is_simulated else results

@@ -98,7 +98,7 @@ def _end_recorded(folder: Path) -> Iterator[None]:
     try:
         yield
     except DivergenceError as diverged:
-        append_session(folder, {"diverged": str(diverged)})
+        append_session(folder, {"diverged": str(diverged)})  # a comparison does not try again
         raise
     finally:
         save_curves(folder)
@@ -147,11 +147,14 @@ class Trainer:
         compilations = [] if is_trained else self.program.start_compilation()
         state = restore_or_initialize(self.program, self.checkpoints, self.config.train.seed)
         step = int(state.step)
-        is_evaluated = self._is_evaluated(step)
+        # All processes must agree; a network file system may show them different files.
+        has_evaluation = distributed.from_primary(
+            is_evaluated(self.spool.workdir, self.config, self.pipeline.corpus, step)
+        )
         self.progress.message(
             messages.startup_message(self.config, self.program, self.pipeline, step)
         )
-        if step >= steps and is_evaluated:
+        if step >= steps and has_evaluation:
             return
         for compilation in compilations or self.program.start_compilation():
             compilation.result()  # raises what the compiler raised
@@ -162,7 +165,7 @@ class Trainer:
         stopped = False
         # The previous session was stopped between saving and evaluating, or train.eval_steps has
         # changed.
-        if step and self.config.train.evaluates(step) and not is_evaluated:
+        if step and self.config.train.evaluates(step) and not has_evaluation:
             stopped = not self.log_validation_loss(step, state)
         if not stopped:
             self.profiler.after_step(step, state)  # the trace may begin with the first update
@@ -197,10 +200,6 @@ class Trainer:
         if not self.config.train.check_loss or is_imported or not distributed.is_primary():
             return None
         return find_band(self.config, self.pipeline.corpus.description)
-
-    def _is_evaluated(self, step: int) -> bool:
-        done = is_evaluated(self.spool.workdir, self.config, self.pipeline.corpus, step)
-        return distributed.from_primary(done)
 
     def _log_session(self, first_step: int, seconds: float) -> None:
         memory_stats = self.program.compiled_train_step.memory_analysis()

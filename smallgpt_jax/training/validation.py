@@ -135,7 +135,6 @@ def evaluate_all(
 
 
 def _to_python(number):
-    """Counts become Python's integers, because all batches together may have 2³¹ targets or more.
-    Losses stay float32, in which those of earlier runs were summed.
-    """
+    # Counts become Python's integers, because all batches together may have 2³¹ targets or more.
+    # Losses stay float32, in which those of earlier runs were summed.
     return int(number) if np.issubdtype(number.dtype, np.integer) else number

@@ -109,6 +109,7 @@ class ConfigGroup:
             value, kind = getattr(self, name), _kind(declared)
             if kind is tuple and isinstance(value, list):  # from JSON
                 object.__setattr__(self, name, tuple(value))
+            # An integer for a number is the same value, also in config.json.
             if kind is float and type(value) is int:
                 with contextlib.suppress(OverflowError):
                     object.__setattr__(self, name, float(value))
@@ -175,7 +176,7 @@ class ConfigGroup:
         raise UserError(f"config.{self.GROUP}.{field}={short_repr(getattr(self, field))}: {rule}")
 
     def validate_types(self) -> None:
-        """A config.json can contain values of any type."""
+        # A config.json can contain values of any type.
         for name, declared in field_types(type(self)).items():
             value, kind = getattr(self, name), _kind(declared)
             is_bool_for_number = isinstance(value, bool) and kind is not bool  # True is an int
@@ -217,6 +218,7 @@ class ConfigGroup:
 @functools.cache
 def field_types(group: type[ConfigGroup]) -> dict[str, Any]:
     """Returns {field: type}. Raises UserError for unsupported declarations, which users make."""
+    # A group may also be a user's own class, whose declarations nothing else has checked.
     fields = {field.name: field for field in dataclasses.fields(group)}
     hints = typing.get_type_hints(group)
     for name, declared in hints.items():

@@ -11,9 +11,8 @@ from smallgpt_jax.errors import UserError, suggestion
 def find_named(
     name: str, table: Mapping[str, Any], where: str, arguments: Sequence[str] | None = None
 ):
-    """Returns the entry of `table`, or the function or class `package.module:name`, whose module is
-    imported. UserErrors begin with `where`. `arguments` are those of a function of the user's; None:
-    they are not checked.
+    """Returns the entry of `table`, or imports the function or class `package.module:name`, which
+    must take the `arguments`, if these are given. UserErrors begin with `where`.
     """
     module, attribute = split_name(name)
     if not module:

@@ -49,9 +49,9 @@ def _read_recipe(value: str) -> ConfigDict:
 
 
 def _override(fields: ConfigDict, overrides: Mapping[str, Any], where: str) -> None:
-    """A group that is not locked, such as `model`, may get further fields."""
     for name, value in overrides.items():
         name, dot, rest = name.partition(".")
+        # A group that is not locked, such as `model`, may get further fields.
         if name not in fields and fields.is_locked:
             raise UserError(f"{where}.{name}: no such field{suggestion(name, fields)}")
         if dot:

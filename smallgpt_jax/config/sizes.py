@@ -61,10 +61,9 @@ class Size:
 
 
 def vocabulary(parameters: float) -> int:
-    """Returns a power of two. Larger models deserve larger vocabularies, whose parameters grow
-    slower than the others (Tao et al., arXiv 2407.13623). Up to 1M parameters it is that of the
-    records.
-    """
+    """Returns a power of two; up to 1M parameters, that of the records."""
+    # Larger models deserve larger vocabularies, whose parameters grow slower than the others (Tao et
+    # al., arXiv 2407.13623).
     return max(1024, 2 ** round(math.log2(1024 * (parameters / 0.5e6) ** 0.4)))
 
 
@@ -85,29 +84,26 @@ _REFERENCE_DECAY = 0.1
 
 
 def batch_tokens(block_parameters: float, tokens_per_parameter: float) -> float:
-    """B = 327,680 · (N/108M)^⅔ tokens for 20 tokens per parameter (github.com/allenai/OLMo-core,
-    model_ladder, after Porian et al., arXiv 2406.19146), and B ∝ D^0.383 in the number of tokens
-    (Bergsma et al., arXiv 2505.13738; nanochat).
-    """
+    """Returns B = 327,680 · (N/108M)^⅔ for 20 tokens per parameter, and B ∝ D^0.383 for others."""
+    # D^0.383: Bergsma et al. (arXiv 2505.13738); nanochat
     longer = (tokens_per_parameter / TOKENS_PER_PARAMETER) ** 0.383
+    # N^⅔: github.com/allenai/OLMo-core, model_ladder, after Porian et al. (arXiv 2406.19146)
     return max(_MIN_BATCH, _REFERENCE_BATCH * (block_parameters / _REFERENCE) ** (2 / 3) * longer)
 
 
 def learning_rate(block_parameters: float, batch: float) -> float:
-    """OLMo-core's ½ · 0.0047 at 108M. Above, it falls with the cube root of the size, as theirs;
-    below, with the fourth root, which meets the best rates of docs/results/rates.json at 0.11M;
-    further below it is constant, as those of docs/results/scaling.json. It grows with the square
-    root of the batch (nanochat).
-    """
+    """Returns OLMo-core's ½ · 0.0047 at 108M; grows with the root of the batch (nanochat)."""
+    # Below 0.11M it is constant, as the best rates of docs/results/scaling.json.
     size = max(block_parameters, _FLAT_BELOW) / _REFERENCE
+    # Above 108M it falls with the cube root of the size, as OLMo-core's; below, with the fourth root,
+    # which meets the best rates of docs/results/rates.json at 0.11M.
     rate = _REFERENCE_RATE * size ** (-1 / 3 if size > 1 else -1 / 4)
     return rate * _batch_scale(block_parameters, batch)
 
 
 def weight_decay(block_parameters: float, batch: float, tokens_per_parameter: float) -> float:
-    """B/(rate · decay · D) is constant (Wang and Aitchison, arXiv 2405.13698; nanochat), but short
-    runs get twice the usual decay at most.
-    """
+    # B/(rate · decay · D) is constant (Wang and Aitchison, arXiv 2405.13698; nanochat), but short
+    # runs get twice the usual decay at most.
     scale = _batch_scale(block_parameters, batch) * TOKENS_PER_PARAMETER / tokens_per_parameter
     return _REFERENCE_DECAY * min(scale, 2.0)
 

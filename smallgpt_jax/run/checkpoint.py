@@ -60,12 +60,8 @@ _COMMIT_PHASES = 2
 
 class Checkpoints:
     """The checkpoints in a folder: the newest `keep` and those of `kept_steps` are kept. With
-    `keep` None, the folder is opened read-only.
-
-    `before_save` uploads the metrics of the saved steps, which could otherwise be lost if the run
-    is killed. If it fails, the checkpoint is saved nevertheless.
-
-    All methods but `steps` and `has_average` are collective.
+    `keep` None, the folder is opened read-only. All methods but `steps` and `has_average` are
+    collective.
     """
 
     def __init__(
@@ -123,6 +119,8 @@ class Checkpoints:
         removes the unfinished checkpoint. Of failures in a row, logs only the first.
         """
         self.wait_until_finished()
+        # Uploads the metrics up to this step: a resumed run would not write these lines again. If
+        # that fails, the checkpoint is saved nevertheless.
         self._before_save()
         if step in self._steps:
             return
@@ -223,11 +221,10 @@ class Checkpoints:
         self._is_failing = True
 
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
-        """Returns the newest undamaged state, or None if there is no checkpoint.
+        """Returns the newest undamaged state, or None if there is no checkpoint. Moves newer, damaged
+        checkpoints to DAMAGED_FOLDER. At step 0, `opt_state` is None, and `heads` and `ema` are {}.
 
-        At step 0, `opt_state` is None, and `heads` and `ema` are {}. Moves newer, damaged
-        checkpoints to DAMAGED_FOLDER. Raises UserError if all checkpoints are damaged, or if the
-        machine fails to read one.
+        Raises UserError if all checkpoints are damaged, or if the machine fails to read one.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self._steps):
@@ -294,11 +291,9 @@ class Checkpoints:
         return saved, ""
 
     def restore_model(self, step: int, abstract_params, abstract_model_state, abstract_heads=None):
-        """Returns the moving average, if the checkpoint has one, or else the parameters; model
-        state; heads.
+        """Returns the moving average or, without one, the parameters; the model state; the heads.
 
-        Raises UserError if the step is damaged, cannot be read, or is removed by a run that is
-        training.
+        Raises UserError if the step is damaged, unreadable, or removed by a run that is training.
         """
         path = self.folder / str(step)
         try:

@@ -5,10 +5,8 @@ import jax.numpy as jnp
 
 
 def bit_checksums(tree) -> dict[str, int]:
-    """Returns Σᵢ bitsᵢ · (2i + 1) modulo 2³² per array, which any single flipped bit changes,
-    however it is sharded. bitsᵢ are the bits of element i, read as an unsigned integer of at most
-    32 bits.
-    """
+    """Returns Σᵢ bitsᵢ · (2i + 1) modulo 2³² per array; bitsᵢ: element i as an unsigned integer."""
+    # A sum, which does not depend on the sharding, and which any single flipped bit changes.
     sums = jax.device_get(_bit_checksums(tree))
     return {
         jax.tree_util.keystr(path): int(x) for path, x in jax.tree_util.tree_leaves_with_path(sums)

@@ -35,12 +35,7 @@ class Units(NamedTuple):
 
 
 class Logger:
-    """Reads the metrics of an update only after the next one is dispatched, so that no device waits
-    for the host.
-
-    Of an update that is not logged, it reads only the loss and whether it is finite, because each
-    read takes host time.
-    """
+    """Reads the metrics of an update after dispatching the next: no device waits for the host."""
 
     def __init__(
         self,
@@ -70,6 +65,7 @@ class Logger:
 
     def take(self) -> StepMetrics:
         (step, metrics), self._pending = self._pending, None
+        # Of most updates, nothing else is read, because each read takes host time.
         loss, is_finite = jax.device_get((metrics["loss"], metrics["is_finite"]))
         self.losses.append(float(loss))
         self._clock.progress += 1

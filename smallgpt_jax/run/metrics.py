@@ -85,12 +85,10 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def read_lines_from(path: Path, step: int) -> tuple[int, list[dict]]:
-    """Returns the lines of `step` and later steps, and their position in the file, in bytes.
-
-    Reads only the end of the file, because the lines are in the order of their steps.
-    """
+    """Returns the lines of `step` and later steps, and their position in the file, in bytes."""
     if not path.is_file():
         return 0, []
+    # The lines are in the order of their steps, so the end of a long file is enough.
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         length = _TAIL_BYTES
@@ -130,12 +128,10 @@ def sample_lines(path: Path) -> list[dict]:
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl and TensorBoard files on process 0, and sends the lines of metrics.jsonl
-    to a tracker.
+    """Writes metrics.jsonl and TensorBoard files on process 0, and sends the lines to a tracker.
 
-    Removes the lines after `first_step`, because the run repeats these steps; `start_tracker` gets
-    them too. After the start, write errors do not end the run: a failed line is written with the
-    next line; a failed event file ends.
+    After the start, write errors do not end the run: a failed line is written with the next line; a
+    failed event file ends.
     """
 
     def __init__(
@@ -152,9 +148,10 @@ class MetricsWriter:
         self._path = workdir / METRICS_FILE
         self._log = log
         self._pending_lines = ""
+        # The tracker also gets the lines after `first_step`, which it cannot remove.
         self._tracker = start_tracker and start_tracker(read_lines(self._path))
         if not self._path.is_dir():  # a folder in its place is an error of writing like any other
-            self._remove_lines_after(first_step)
+            self._remove_lines_after(first_step)  # the run repeats these steps
         self._events = None
         with self._stop_events_on_error():
             self._events = EventFile(workdir, first_step)

@@ -11,10 +11,8 @@ from smallgpt_jax.run.spool import Spool
 
 
 class Profiler:
-    """Traces `steps` training steps on process 0, beginning with step `first`; none if `first` is
-    0.
-
-    Waits for the devices before and after the trace. Errors do not end the run.
+    """Traces `steps` training steps from step `first` on, on process 0; 0: none. Errors do not end
+    the run.
     """
 
     def __init__(self, spool: Spool, first: int, steps: int, log: Callable[[str], None] = print):
@@ -29,7 +27,7 @@ class Profiler:
     def after_step(self, step: int, state) -> None:
         """`state` is the result of `step`; it need not be computed yet."""
         if (step + 1 in self._traced) != self._is_active:
-            jax.block_until_ready(state)
+            jax.block_until_ready(state)  # so that the trace has whole steps
             self._switch()
 
     def close(self) -> None:

@@ -26,10 +26,8 @@ CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run 
 
 
 class Spool:
-    """A local folder for the files of a run; `workdir` itself, if that is local.
-
-    Failed uploads do not end the run: `log` is called with a message, and the next upload tries
-    again.
+    """A local folder for the files of a run; `workdir` itself, if that is local. A failed upload is
+    logged, and tried again with the next one.
     """
 
     def __init__(self, workdir: Path, folder: Path, log: Callable[[str], None] = print):

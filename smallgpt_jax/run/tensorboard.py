@@ -7,12 +7,7 @@ from smallgpt_jax.storage.tensorboardx import without_torch
 
 
 class EventFile:
-    """Writes scalars to a TensorBoard event file. All methods raise OSError if it cannot be
-    written.
-
-    Events are written directly, not through tensorboardX's thread, which hangs after a failed
-    write.
-    """
+    """Writes scalars to a TensorBoard event file. All methods raise OSError if it is not writable."""
 
     def __init__(self, folder: Path, first_step: int):
         """TensorBoard ignores events after `first_step` in the older files of a resumed run."""
@@ -21,6 +16,7 @@ class EventFile:
             from tensorboardX.proto.event_pb2 import Event, SessionLog
             from tensorboardX.proto.summary_pb2 import Summary
 
+        # Events are written without tensorboardX's thread, which hangs after a failed write.
         self._events = EventsWriter(str(folder / "events"))
         self._event = Event
         self._summary = Summary

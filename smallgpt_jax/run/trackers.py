@@ -110,12 +110,10 @@ def _project(tracker: str) -> str:
 
 
 def _start_wandb(workdir: Path, run_id: str, config: dict):
-    """Returns the run, the first step that it lacks, and the function that ends it.
-
-    With WANDB_MODE=offline, each session writes all rows of earlier sessions to a folder of its
-    own.
-    """
+    """Returns the run, the first step that it lacks, and the function that ends it."""
     import wandb
+
+    # With WANDB_MODE=offline, run.step is 0, so a session writes all earlier rows to its own folder.
 
     run = wandb.init(
         project=_project("wandb"),

@@ -74,10 +74,9 @@ def check_workdir(workdir: Path, config: Config) -> None:
 
 
 def _require_same_classes(workdir: Path, config: Config) -> None:
-    """Raises UserError if the run in `workdir` has custom classes that `config` does not name.
-    Without this check, reading its config would import a module of somebody else, or ask whether to
-    trust it, to no purpose.
-    """
+    """Raises UserError if the run in `workdir` has custom classes that `config` does not name."""
+    # Before its config is read, which would import a module of somebody else, or ask whether to
+    # trust it, to no purpose.
     if (workdir / CONFIG_FILE).exists():
         foreign = models.foreign_classes(read_groups(workdir)["model"], config.model)
         changes = {f"model.{field}": classes for field, classes in foreign.items()}

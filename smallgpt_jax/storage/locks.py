@@ -95,12 +95,9 @@ def _acquire(path: Path, wait: bool) -> tuple[_LocalLock, bool]:
 
 def require_locks(path: Path) -> None:
     """Raises LockLostError if `path` is below a lock that this process holds, but whose file is no
-    longer at its place. Another process may then write there.
-
-    Call it before each write into a locked folder. Object storage has its own check; see
-    `object_storage.Writer`.
+    longer at its place: another process may write there. Call it before each write.
     """
-    if is_remote(path):
+    if is_remote(path):  # object_storage.Writer has a check of its own
         return
     for lock in list(_held):
         folder = lock.path.parent

@@ -220,17 +220,13 @@ def match(pattern: Path) -> list[Path]:
 
 
 class Writer:
-    """Writes objects. `leases` are the locks that this process holds, each an `object_lock.Lease`.
+    """Writes objects. `leases` are the locks that this process holds, each an `object_lock.Lease`."""
 
-    A process that holds a lock may have been suspended, and another process, its successor, may
-    have taken over the lock. The suspended process must then write nothing, even if it wakes up in
-    the middle of `write`. So each write is conditional on the generation of the object that it
-    replaces. This process has either written this generation, or read it before it renewed its
-    locks. All writes of a successor come later, and change the generation.
-
-    If the condition fails but this process can still renew its locks, it writes again: the other
-    writer was a suspended predecessor, or the answer to an own write was lost.
-    """
+    # A process that holds a lock may have been suspended, and another process, its successor, may
+    # have taken over the lock. The suspended process must then write nothing, even if it wakes up
+    # in the middle of `write`. So each write is conditional on the generation of the object that it
+    # replaces. This process has either written this generation, or read it before it renewed its
+    # locks. All writes of a successor come later, and change the generation.
 
     def __init__(self):
         self.leases: list = []
@@ -257,6 +253,8 @@ class Writer:
         if not self.leases:
             file_system().pipe_file(str(path), content)
             return
+        # If the condition fails but this process can still renew its locks, it writes again: the
+        # other writer was a suspended predecessor, or the answer to an own write was lost.
         for _ in range(_WRITE_ATTEMPTS):
             old_generation = self._generations.pop(str(path), None)
             if old_generation is None:

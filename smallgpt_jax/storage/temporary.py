@@ -22,10 +22,7 @@ _LOCK_FILE = ".lock"  # in a temporary folder
 
 @contextlib.contextmanager
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yields a new folder in `parent`, which is removed at the end.
-
-    First removes the folders with this prefix that killed processes have left.
-    """
+    """Yields a new folder in `parent`, which is removed at the end."""
     remove_abandoned(parent, prefix)
     with contextlib.ExitStack() as held:
         folder = new_locked_folder(parent, prefix, held)
@@ -52,6 +49,7 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
     """Removes folders whose lock no process holds; none where the file system has no locks."""
     for folder in parent.glob(f"{glob.escape(prefix)}*"):
         lock = folder / _LOCK_FILE
+        # A user's folder of such a name has no lock, and another process may be removing this one.
         with contextlib.suppress(LockHeldError, OSError):
             if _is_own_folder(folder) and lock.exists():
                 with file_lock(lock) as is_locked:

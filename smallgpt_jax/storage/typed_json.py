@@ -30,7 +30,6 @@ class Schema:
 
 def read(kind: type[T], path: Path, advice: str, **further: Kind) -> T:
     """Returns the content of a file. Raises UserError, which names the field, if it is no `kind`.
-
     `further` are the schemas of fields beside those of `kind`.
     """
     return parse(kind, json_files.read_json(path, {**further, **schema_of(kind)}, advice))

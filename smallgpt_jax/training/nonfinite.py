@@ -10,8 +10,7 @@ from smallgpt_jax.run.logger import StepMetrics
 
 class NonFiniteGuard:
     """Ends the run at the first non-finite update or, if `on_nonfinite` is "skip", after
-    `max_nonfinite` in a row. The training step skips such updates. An applied update that makes the
-    weights non-finite always ends the run.
+    `max_nonfinite` in a row. Non-finite weights always end it.
     """
 
     def __init__(

@@ -39,13 +39,11 @@ class StopRequest:
         self._signal_time = 0.0  # in seconds, by time.monotonic()
 
     def is_requested_anywhere(self) -> bool:
-        """Returns the same result in all processes (collective).
-
-        With several processes, each call starts a collective and returns the result of the previous
-        call, so that no process waits for another.
-        """
+        """Returns the same result in all processes (collective)."""
         if distributed.is_single_process():
             return self.signal is not None
+        # Each call starts a collective and returns the result of the previous call, so that no
+        # process waits for another.
         answer, self._answer = self._answer, distributed.start_any_process(self.signal is not None)
         return answer is not None and bool(answer)
 

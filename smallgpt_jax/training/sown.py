@@ -40,13 +40,11 @@ def _named_values(collection) -> list[tuple[str, str, jax.Array]]:
 
 
 def rows_are_independent(model: LanguageModel, state: TrainState, batch) -> bool:
-    """Returns whether the loss is a sum over rows: the model has no dropout, no state but the
-    biases of routers, which it only reads, and sows nothing but loads of experts, which are sums
-    over rows.
-    """
-    # Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. Other
-    # state and sown values can depend on several rows together, such as the balance of a router.
+    """Returns whether the loss is a sum over rows, whichever rows are computed together."""
 
+    # Dropout masks are drawn for the whole batch, so that they do not depend on the mesh. State and
+    # sown values can depend on several rows together, such as the balance of a router. But biases of
+    # routers are only read here, and loads of experts are sums over rows.
     def collections(params):
         return model.apply(
             {"params": params, "state": state.model_state},

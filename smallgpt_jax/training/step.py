@@ -33,14 +33,8 @@ class Hyperparameters(NamedTuple):
 
 
 def train_step(program, state: TrainState, batch, hyperparameters: Hyperparameters, constants=None):
-    """Returns the next state and the metrics of one update.
-
-    The batch is split into microbatches, whose gradients are summed in float32. If the rows of a
-    batch are independent, each shard of the mesh axis `data` first sums its own gradients. Only
-    these sums are exchanged. Each device then updates the weights that it stores.
-
-    If loss or gradient is not finite, parameters, optimizer state and model state do not change.
-    Metrics:
+    """Returns the next state and the metrics of one update. If loss or gradient is not finite,
+    parameters, optimizer state and model state do not change. Metrics:
 
     - loss: mean over the targets in the loss mask, in nats, plus the objective's terms and values
       sown into "losses"
@@ -48,9 +42,7 @@ def train_step(program, state: TrainState, batch, hyperparameters: Hyperparamete
     - values sown into "metrics" and "layer_metrics", averaged over the microbatches; for experts,
       also `load_metrics`
     - grad_norm (before clipping), learning_rate, skipped (number of updates skipped so far)
-    - is_finite: loss, gradient and updated parameters. If only the updated parameters are not
-      finite, the update is kept, because undoing it would take a second pass over parameters and
-      optimizer state.
+    - is_finite: loss, gradient and updated parameters
     """
     config, objective = program.config.train, program.objective
     key = jax.random.fold_in(jax.random.key(hyperparameters.seed), state.step)
@@ -59,6 +51,8 @@ def train_step(program, state: TrainState, batch, hyperparameters: Hyperparamete
     loss_function = microbatch_loss(program, key, examples.num_targets, constants)
     sum_microbatches = functools.partial(_sum_microbatches, loss_function, config.microbatches)
     abstract = _abstract_trained(program)
+    # If rows are independent, each shard of the mesh axis `data` sums the gradients of all its
+    # microbatches, and only these sums are exchanged, once per step.
     has_shards = config.microbatches > 1 and sharding.has_data_shards()
     if has_shards and rows_are_independent(program.model, state, batch):
         sum_microbatches = sharding.sum_over_data_shards(
@@ -80,6 +74,8 @@ def train_step(program, state: TrainState, batch, hyperparameters: Hyperparamete
     )
     trained = optax.apply_updates(state.trained, updates)
     average = _moved_average(state, trained, config.ema)
+    # Not if only the updated parameters are not finite: undoing the update then would take a second
+    # pass over parameters and optimizer state.
     is_applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     trained, opt_state, model_state, average = jax.tree.map(
         lambda new, old: jnp.where(is_applied, new, old),

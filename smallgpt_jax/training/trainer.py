@@ -137,9 +137,8 @@ class Trainer:
         self.profiler = Profiler(self.spool, train.profile_from, train.profile_steps, log)
 
     def run(self) -> None:
-        """Trains from the newest checkpoint to the last step. Returns at once if it is evaluated.
-
-        Raises UserError if the last save fails, and StoppedError after a stop request.
+        """Trains from the newest checkpoint to the last step. Raises UserError if the last save
+        fails, and StoppedError after a stop request.
         """
         began, steps = time.monotonic(), self.config.train.steps
         # The steps are compiled while the state is restored, unless all seem to be done.

@@ -82,11 +82,9 @@ def _allowed(
     spread: float | None,
     num_steps: int,
 ) -> tuple[float | None, str]:
-    """Returns the largest difference of a loss to the mean of `values` that rounding explains, and
-    how it explains them: as BAND, what rounding changes; as SEED, what another seed changes, if
-    rounding changes as much. (None, NO_BAND) if rounding was not measured.
-
-    `rounding` and `spread` are standard deviations: over `values`, and over the losses `of_seeds`.
+    """Returns the largest difference to the mean of `values` that rounding explains, and whether as
+    BAND or, if rounding changes as much as another seed, as SEED; (None, NO_BAND) if it was not
+    measured. `rounding` and `spread` are standard deviations over `values` and `of_seeds`.
     """
     if len(values) < 2:
         return None, NO_BAND

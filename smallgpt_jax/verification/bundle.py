@@ -46,9 +46,8 @@ it has to be at the place that the configs name.
 
 
 def write_bundle(results: str | Path, folder: str | Path) -> Path:
-    """Writes the bundle of a results.json into a new or empty folder, and returns the folder.
-
-    Raises UserError, also if a module of the user's own package is not found.
+    """Writes the bundle of a results.json into a new or empty folder, and returns the folder. Raises
+    UserError, also if a module of the user's own package is not found.
     """
     path, folder = as_path("--results", str(results)), as_path("--bundle", str(folder))
     record = records.read(path)
@@ -69,9 +68,7 @@ def write_bundle(results: str | Path, folder: str | Path) -> Path:
 
 def open_bundle(folder: Path, trust_custom_code: bool) -> Path:
     """Returns the results.json of a bundle. With `trust_custom_code`, its modules can be imported
-    from now on.
-
-    Raises UserError if it is no bundle, or if a file of it was changed or a source file was added.
+    from now on. Raises UserError if a file was changed, or a source file added.
     """
     manifest = read_json(folder / MANIFEST_FILE, Each(TEXT), "give a folder of compare --bundle")
     if manifest.pop("format", None) != str(FORMAT) or RESULTS_FILE not in manifest:

@@ -120,7 +120,6 @@ def ask_gate(
 
 def decide(question: Question, difference: float, most_seeds: int) -> Question:
     """Returns the question with one more seed, and with a verdict if the seeds are enough for one.
-
     `difference`: loss of the candidate − loss of the reference. The evidence is two-sided.
     """
     differences = (*question.differences, difference)

@@ -72,11 +72,17 @@ class Contender:
 
 
 def _candidates_of(runs: Sequence[Run]) -> list[Candidate]:
-    """Returns the finished and the diverged runs as candidates."""
+    """Returns one candidate per name and length: the one at the best learning rate."""
     # A diverged seed makes a loss infinite for every reader: who trains the model may meet it.
     ended = [run for run in runs if run.diverged or (run.is_finished and run.tokens > 0)]
-    groups = grouped(ended, lambda run: (run.name, run.steps, run.learning_rate))
-    return [Candidate(tuple(group), _losses(group)) for group in groups.values()]
+    candidates = []
+    for of_length in grouped(ended, lambda run: (run.name, run.steps)).values():
+        of_rates = [
+            Candidate(tuple(group), _losses(group))
+            for group in grouped(of_length, lambda run: run.learning_rate).values()
+        ]
+        candidates.append(min(of_rates, key=lambda one: one.loss))
+    return candidates
 
 
 def _losses(runs: Sequence[Run]) -> dict[int, float]:
@@ -88,12 +94,6 @@ def _losses(runs: Sequence[Run]) -> dict[int, float]:
     for order, group in groups.items():  # several runs with one order are one sample of it
         losses[order] = statistics.fmean(run.loss for run in group)
     return losses
-
-
-def _best_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns one candidate per name and length: the one at the best learning rate."""
-    groups = grouped(candidates, lambda one: (one.first.name, one.first.steps))
-    return [min(group, key=lambda one: one.loss) for group in groups.values()]
 
 
 def longest_trained(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -133,7 +133,7 @@ class Evidence:
 
 def evidence_of(record: Record) -> Evidence:
     """Returns the candidates, and how much the losses of those without a diverged seed vary."""
-    candidates = _best_rates(_candidates_of(record.runs))
+    candidates = _candidates_of(record.runs)
     finite = [one for one in candidates if math.isfinite(one.loss)]
     losses = []  # one array (models, orders of batches) per size and number of steps
     priors = {}
@@ -213,16 +213,12 @@ def _equal_models(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], ...
     They have equal losses wherever both were trained; or they have equal configs, as lgpt and cgpt
     with convolutions over one position have, and started from random weights.
     """
-    groups: list[list[str]] = []
+    groups: dict[str, list[str]] = {}  # {first model: all of its function}
     of_model = grouped(candidates, lambda one: one.model)
     for model, of_this in of_model.items():
-        for group in groups:
-            if _are_equal(of_this, of_model[group[0]]):
-                group.append(model)
-                break
-        else:
-            groups.append([model])
-    return tuple(map(tuple, groups))
+        equal = (first for first in groups if _are_equal(of_this, of_model[first]))
+        groups.setdefault(next(equal, model), []).append(model)
+    return tuple(map(tuple, groups.values()))
 
 
 def _are_equal(one_model: Sequence[Candidate], other_model: Sequence[Candidate]) -> bool:
@@ -253,9 +249,7 @@ def _have_equal_losses(one: Candidate, other: Candidate) -> bool:
     common = one.losses.keys() & other.losses.keys()
     losses = [(one.losses[order], other.losses[order]) for order in common]
     # Losses near zero, of solved tasks, are alike without being of one function.
-    return bool(common) and all(
-        math.isfinite(a) and abs(a - b) < EQUAL * min(1, a, b) for a, b in losses
-    )
+    return bool(common) and all(abs(a - b) < EQUAL * min(1, a, b) for a, b in losses)
 
 
 def _config_of_function(run: Run) -> dict:
@@ -268,14 +262,6 @@ def _config_of_function(run: Run) -> dict:
 
 
 # ------------------------------------------------------------------ costs that a budget can limit
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """A kind of cost that a budget can limit."""
-
-    cost: Callable[[Run, int], float | None]  # of a run, by the batch size; None if not measured
-    is_training: bool = False
-
-
 def _decoding_ms(run: Run, batch: int) -> float | None:
     """Returns the median milliseconds of a decoding step with a full cache."""
     for row in run.inference.decoding if run.inference else ():
@@ -291,12 +277,14 @@ def _decoding_bytes(run: Run, batch: int) -> int | None:
     return run.weight_bytes + batch * run.inference.cache_bytes
 
 
-BUDGETS: dict[str, Budget] = {
-    "flops": Budget(lambda run, batch: run.last and run.last.flops, is_training=True),
-    "seconds": Budget(lambda run, batch: run.last and run.last.seconds, is_training=True),
-    "parameters": Budget(lambda run, batch: run.parameters),
-    "bytes": Budget(lambda run, batch: run.weight_bytes),
-    "decode_ms": Budget(_decoding_ms),
-    "memory": Budget(_decoding_bytes),
-    "training_memory": Budget(lambda run, batch: run.memory_bytes),
+# {kind of budget: cost of a run, by the batch size of decoding; None if it was not measured}
+BUDGETS: dict[str, Callable[[Run, int], float | None]] = {
+    "flops": lambda run, batch: run.last and run.last.flops,
+    "seconds": lambda run, batch: run.last and run.last.seconds,
+    "parameters": lambda run, batch: run.parameters,
+    "bytes": lambda run, batch: run.weight_bytes,
+    "decode_ms": _decoding_ms,
+    "memory": _decoding_bytes,
+    "training_memory": lambda run, batch: run.memory_bytes,
 }
+TRAINING_BUDGETS = ("flops", "seconds")  # that grow with the length of training

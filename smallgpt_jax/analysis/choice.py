@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from smallgpt_jax.analysis.candidates import (
     BUDGETS,
     EQUAL,
+    TRAINING_BUDGETS,
     Candidate,
     Contender,
     Evidence,
@@ -41,10 +42,7 @@ _MAX_LIMITS = 5  # per budget
 
 def choose(record: Record, budget: str, limit: float, batch: int = 1) -> Choice:
     """Returns the answer to at most `limit` of a budget, a key of `BUDGETS`. `batch` is the batch size
-    of decoding.
-
-    Raises UserError without a finished run, for losses that cannot be compared, and for a limit
-    below the cost of one training step.
+    of decoding. Raises UserError for a record that cannot answer it.
     """
     evidence = evidence_of(record)
     runs = [run for one in evidence.candidates for run in one.runs]
@@ -81,16 +79,16 @@ class Asked:
     batch: int = 1  # of decoding
 
     def cost(self, run: Run) -> float | None:
-        return BUDGETS[self.budget].cost(run, self.batch)
+        return BUDGETS[self.budget](run, self.batch)
 
     @property
     def is_training(self) -> bool:
-        return BUDGETS[self.budget].is_training
+        return self.budget in TRAINING_BUDGETS
 
     @property
-    def candidates(self) -> list[Candidate]:
-        """Returns all of a training budget; of others, the longest, whose cost is the same."""
-        candidates = list(self.evidence.candidates)
+    def candidates(self) -> Sequence[Candidate]:
+        # Of other budgets, longer training costs the same, and only improves the loss.
+        candidates = self.evidence.candidates
         return candidates if self.is_training else longest_trained(candidates)
 
     def cost_of(self, candidate: Candidate) -> float | None:
@@ -101,11 +99,13 @@ class Asked:
 
     def require_a_step(self, limit: float) -> None:
         """Raises UserError for a training budget below one step: most likely, its unit is mistaken."""
+        if not self.is_training:
+            return
         costs = []
-        for run in self.evidence.record.runs if self.is_training else ():
+        for run in self.evidence.record.runs:
             if run.last and run.last.step and self.cost(run):
                 costs.append(self.cost(run) / run.last.step)
-        if costs and limit < min(costs):
+        if limit < min(costs, default=0.0):
             raise UserError(
                 f"--{self.budget}={limit:g}: below one training step, which takes "
                 f"{min(costs):.3g} or more; use a larger budget"
@@ -150,15 +150,14 @@ class Asked:
         )
 
     def contest(self, limit: float) -> Contest:
-        """Returns the comparison of the models within the limit, each at its best candidate there. None
-        is chosen while a model whose cost is unknown may be the best.
-        """
+        """Returns the comparison of the models within the limit, each at its best candidate there."""
         if self.is_training:
             contenders = _training_contenders(scaling_curves_of(self.candidates, self.cost), limit)
         else:
             contenders = self._contenders_within(limit)
         contenders += self._without_cost_or_loss({one.model for one in contenders})
         contest = compete(self._without_equals(contenders), self.evidence)
+        # None is chosen while a model whose cost is unknown may be the best.
         may_be_best = [one for one in contest.standings if one.probability >= POSSIBLE]
         blockers = tuple(one.model for one in may_be_best if one.cost is None)
         if not blockers:
@@ -166,7 +165,6 @@ class Asked:
         return dataclasses.replace(contest, chosen=None, refusal="not measured", blockers=blockers)
 
     def _contenders_within(self, limit: float) -> list[Contender]:
-        """Returns each model at its best candidate that costs no more than the limit."""
         affordable = []  # without those of `_without_cost_or_loss`
         for one in self.candidates:
             cost = self.cost_of(one)
@@ -191,13 +189,13 @@ class Asked:
         return diverged + unmeasured
 
     def _without_equals(self, contenders: Sequence[Contender]) -> list[Contender]:
-        """Keeps the best of models that compute the same function: several had more chances."""
-
-        def first_name(one: Contender) -> str:  # the same for all models of a function
-            return min((one.model, *self.evidence.equal_to(one.model)))
-
+        """Keeps the best of models that compute the same function."""
+        # With two names, a function would have two chances to have the lowest loss by luck.
+        by_function = grouped(
+            contenders, lambda one: min((one.model, *self.evidence.equal_to(one.model)))
+        )
         kept = []
-        for group in grouped(contenders, first_name).values():
+        for group in by_function.values():
             best = _cheapest_of_lowest(group)
             others = tuple(one.model for one in group if one is not best)
             kept.append(dataclasses.replace(best, equal_to=others))
@@ -205,14 +203,16 @@ class Asked:
 
     def front(self) -> tuple[FrontPoint, ...]:
         """Returns the Pareto front: candidates with a lower loss than all that cost no more."""
-        priced = [(self.cost_of(one), one.loss, one) for one in self.candidates]
-        priced = [row for row in priced if row[0] and math.isfinite(row[1])]
-        front: list[FrontPoint] = []
-        for cost, loss, one in sorted(priced, key=lambda row: row[:2]):
-            if not front or loss < front[-1].loss:
-                run = one.first
+        points = []
+        for one in self.candidates:
+            cost, run = self.cost_of(one), one.first
+            if cost and math.isfinite(one.loss):
                 sizes = (run.parameters, run.active_parameters, run.tokens)
-                front.append(FrontPoint(one.model, run.label, cost, loss, *sizes))
+                points.append(FrontPoint(one.model, run.label, cost, one.loss, *sizes))
+        front: list[FrontPoint] = []
+        for point in sorted(points, key=lambda point: (point.cost, point.loss)):
+            if not front or point.loss < front[-1].loss:
+                front.append(point)
         return tuple(front)
 
     def devices(self) -> tuple[str, ...]:
@@ -236,17 +236,14 @@ class Asked:
             return _largest_of_near([point.cost for point in self.front()])[-_MAX_LIMITS:]
         limits = []
         for limit in _largest_of_near(list(itertools.chain(*self.costs.values()))):
-            models_near = sum(_has_near(costs, limit) for costs in self.costs.values())
+            models_near = 0
+            for costs in self.costs.values():
+                models_near += any(limit / NEAR <= cost <= limit for cost in costs)
             if models_near > 1:
                 limits.append(limit)
         if len(limits) > _MAX_LIMITS:
             limits = _powers_of_ten(self.costs) or limits
         return limits[-_MAX_LIMITS:]
-
-
-def _has_near(costs: Sequence[float], limit: float) -> bool:
-    """Whether one of the costs is within the limit, by a factor of NEAR at most."""
-    return any(limit / NEAR <= cost <= limit for cost in costs)
 
 
 def _largest_of_near(costs: Sequence[float]) -> list[float]:
@@ -281,18 +278,16 @@ def _cheapest_of_lowest(contenders: Sequence[Contender]) -> Contender:
 def _training_contenders(curves_of: dict[str, ScalingCurves], budget: float) -> list[Contender]:
     """Returns the models at a training budget; [] if none was trained with so little."""
     reached = {model: _best_reached(curves, budget) for model, curves in curves_of.items()}
-    trained = [one for one in reached.values() if one]
-    if not trained:
+    first = min(filter(None, reached.values()), key=lambda one: one.loss, default=None)
+    if first is None:
         return []
-    first = min(trained, key=lambda one: one.loss)
     contenders = [first]
     # Those that were trained only with less or only with more stay, with what they may reach.
     for model, curves in curves_of.items():
         if model != first.model:
             first_curves = curves_of[first.model]
-            one = _with_potential(reached[model], curves, first, first_curves, budget)
-            contenders += [one] if one else []
-    return contenders
+            contenders.append(_with_potential(reached[model], curves, first, first_curves, budget))
+    return [one for one in contenders if one]
 
 
 def _best_reached(curves: ScalingCurves, budget: float) -> Contender | None:

@@ -72,14 +72,12 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
         rivals = [pair.model for pair in pairs if pair.other == chosen and not pair.is_decided]
         if rivals:
             chosen, refusal, blockers = None, "uncertain", tuple(rivals)
-    standings = [
-        _standing(finite[i], estimate.means[i], _interval(estimate, i), probabilities[i])
-        for i in ranked
-    ]
-    pairs += [
-        Pair(worse.model, better.model, 0, math.inf, None, 0.0, "higher", None)
-        for worse, better in itertools.product(diverged, finite)
-    ]
+    standings = []
+    for i in ranked:
+        interval = _interval(estimate, i)
+        standings.append(_standing(finite[i], estimate.means[i], interval, probabilities[i]))
+    for worse, better in itertools.product(diverged, finite):
+        pairs.append(Pair(worse.model, better.model, 0, math.inf, None, 0.0, "higher", None))
     above_lowest = draws[:, first] - draws.min(1)  # what taking the first one costs in each draw
     is_known = prior.is_known or len(finite) == 1
     at_stake = float(np.quantile(above_lowest, STAKE)) if is_known else math.inf
@@ -131,6 +129,7 @@ def _standing(
         repeats = [None]  # not logged, as far as `modes` knows: they are not of these losses
     split = modes(losses, repeats)
     is_unknown = contender.known == "dearer"
+    # Interpolated between two sizes, the active parameters are so in the same proportion.
     parameters = contender.parameters or run.parameters
     return Standing(
         model=contender.model,
@@ -223,6 +222,7 @@ def compare_pairs(
     pairs = []
     for other, one in itertools.combinations(ranked or range(len(models)), 2):
         difference = estimate.difference(one, other)
+        # Of both models in the same worlds: their errors are correlated.
         possible = draws[:, one] - draws[:, other]
         probability, interval, verdict = _verdict(difference, possible, pair_level)
         is_open = verdict == "cannot tell" and difference.degrees > 0
@@ -282,9 +282,8 @@ def seeds_needed(difference: Difference, pair_level: float | None = None) -> Ran
     # range: INTERVAL of its values over the σ and δ that agree with the losses.
     rng = np.random.default_rng(0)
     # σ²/s², because d·s²/σ² is χ²-distributed with d degrees of freedom
-    variance_ratios = difference.degrees / np.maximum(
-        rng.chisquare(difference.degrees, DRAWS), 1e-12
-    )
+    chi_squared = np.maximum(rng.chisquare(difference.degrees, DRAWS), 1e-12)
+    variance_ratios = difference.degrees / chi_squared
     errors = difference.error * np.sqrt(variance_ratios)
     deltas = difference.mean + errors * rng.standard_normal(DRAWS)
     variances = difference.variance * variance_ratios

@@ -19,7 +19,7 @@ from smallgpt_jax.analysis.findings import (
 )
 from smallgpt_jax.analysis.record import Grid, Record, Run, grouped
 
-LIBRARIES = ("jax", "python")  # in `Setup.software`
+_LIBRARIES = ("jax", "python")  # in `Setup.software`
 # Fields of a diagnosis: of the activations after a block, of a block's attention, of the whole model.
 _ACTIVATIONS = ("token_similarity", "neighbour_similarity", "effective_rank")
 _ATTENTION = ("entropy", "first_weight")
@@ -43,13 +43,12 @@ def describe_setup(record: Record) -> Setup | None:
         return None
     sessions = [session for run in runs for session in run.sessions]
     days = sorted(session.time[:10] for session in sessions)
-    versions = dict.fromkeys(
-        f"{name} {session.versions[name]}"
-        for name in LIBRARIES
-        for session in sessions
-        if name in session.versions
-    )
     devices = dict.fromkeys(f"{session.devices} × {session.device}" for session in sessions)
+    versions: dict[str, None] = {}  # a set with an order
+    for name in _LIBRARIES:
+        versions |= {
+            f"{name} {one.versions[name]}": None for one in sessions if name in one.versions
+        }
     return Setup(
         corpus=_corpus(runs),
         models=tuple(dict.fromkeys(run.model for run in runs)),
@@ -126,18 +125,18 @@ def _rates(name: str, grid: Grid, runs: Sequence[Run]) -> Rates:
     """Returns the learning rates of a name, as multiples of its own one, and which may be the best, by
     how much the losses of the name's longest runs vary over seeds.
     """
-    # Two runs differ by √2 standard deviations, if the rate makes no difference.
     losses = [run.loss for run in runs if run.name == name and run.horizon == 1]
     over_seeds = [loss for loss in losses if math.isfinite(loss)]
     deviation = statistics.stdev(over_seeds) if len(over_seeds) > 1 else 0.0
-    finite = [loss for loss in grid.losses.values() if loss is not None and loss < math.inf]
-    best_loss = min(finite, default=math.nan)
-    bound = best_loss + PLAUSIBLE * math.sqrt(2) * deviation
-    plausible = []
-    for multiple, loss in grid.losses.items():
-        if loss is not None and loss <= bound:
-            plausible.append(multiple)
-    return Rates(name, grid, tuple(plausible), minimum_of(grid))
+    finite = {
+        multiple: loss
+        for multiple, loss in grid.losses.items()
+        if loss is not None and math.isfinite(loss)
+    }
+    # Two runs differ by √2 standard deviations, if the rate makes no difference.
+    bound = min(finite.values(), default=math.nan) + PLAUSIBLE * math.sqrt(2) * deviation
+    plausible = tuple(multiple for multiple, loss in finite.items() if loss <= bound)
+    return Rates(name, grid, plausible, minimum_of(grid))
 
 
 def minimum_of(grid: Grid) -> float | None:
@@ -175,16 +174,15 @@ def _curve(name: str, runs: Sequence[Run]) -> Curve:
         return Curve(name, ())
     curves_by_step = []  # {step: point} of each run, without evaluations on other rows
     for run in runs:
-        comparable = [point for point in run.curve if point.targets in targets]
-        curves_by_step.append({point.step: point for point in comparable})
+        curves_by_step.append({one.step: one for one in run.curve if one.targets in targets})
     means = []
     for step in sorted(set.intersection(*map(set, curves_by_step))):
         points = [curve[step] for curve in curves_by_step]
-        losses = spread_of([point.loss for point in points])
-        if losses:
+        losses = [point.loss for point in points]
+        if None not in losses:
             tokens = _mean([point.tokens for point in points])
             flops = _mean([point.flops for point in points])
-            means.append(CurvePoint(tokens, flops, losses))
+            means.append(CurvePoint(tokens, flops, _spread(losses)))
     return Curve(name, tuple(means))
 
 
@@ -192,10 +190,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return None if not values or None in values else statistics.fmean(values)
 
 
-def spread_of(values: Sequence[float | None]) -> Spread | None:
-    """Returns the mean and the range; None without a value, or if one is missing."""
-    if not values or None in values:
-        return None
+def _spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.fmean(values), min(values), max(values))
 
 
@@ -206,7 +201,7 @@ def describe_measures(runs: Sequence[Run], compare_pairs: ComparePairs) -> tuple
     measures = []
     for kind, measure_of in _MEASURES:
         for measure, values in _by_measure(finished, measure_of).items():
-            spreads = {name: spread_of([*by_seed.values()]) for name, by_seed in values.items()}
+            spreads = {name: _spread([*by_seed.values()]) for name, by_seed in values.items()}
             pairs = compare_pairs(values) if kind in _TESTED else ()
             measures.append(Measure(kind, measure, spreads, pairs))
     return tuple(measures)
@@ -246,7 +241,7 @@ def _inside(run: Run) -> dict[str, float | None]:
     for field in _ATTENTION:
         of_blocks = [getattr(block, field) for block in diagnosis.blocks]
         values[field] = _mean([value for value in of_blocks if value is not None])
-    return {**values, **{field: getattr(diagnosis, field) for field in _WHOLE_MODEL}}
+    return values | {field: getattr(diagnosis, field) for field in _WHOLE_MODEL}
 
 
 def _inference(run: Run) -> dict[str, float | None]:

@@ -69,11 +69,10 @@ def _compare_at_trained_budgets(
     curves: ScalingCurves, base: ScalingCurves, evidence: Evidence
 ) -> list[BudgetComparison]:
     """Returns the differences at the budgets that either was trained with, where both have losses
-    on a common curve: at one size, or at one number of tokens per parameter. [] without two seeds of
-    two models, because nothing tells then how far a difference is luck.
+    on a common curve: at one size, or at one number of tokens per parameter.
     """
     if not evidence.variance_prior.is_known:
-        return []
+        return []  # nothing tells how far a difference is luck
     comparisons = []
     for budget in _distinct_budgets((*curves.points, *base.points)):
         pair = pair_at_budget(curves, base, budget)
@@ -114,18 +113,20 @@ def _decide(
     else:
         half_widths = [one.half_width(1 - level) for one in differences]
         means = [one.mean for one in differences]
-    verdicts = []
+    verdicts, low, high = [], [], []
     for mean, half_width in zip(means, half_widths):
         better = model if mean < 0 else reference
         verdicts.append(better if abs(mean) > half_width else None)
+        low.append(mean - half_width)
+        high.append(mean + half_width)
     return EqualFlops(
         model=model,
         other=reference,
         segments=_segments(comparisons, verdicts),
         budgets=tuple(one.budget for one in comparisons),
         differences=tuple(means),
-        low=tuple(mean - half_width for mean, half_width in zip(means, half_widths)),
-        high=tuple(mean + half_width for mean, half_width in zip(means, half_widths)),
+        low=tuple(low),
+        high=tuple(high),
     )
 
 
@@ -148,13 +149,12 @@ def _segments(
         adjacent = [one for one, _ in group]
         sizes = {one.size for one in adjacent}
         is_range = len(adjacent) > 1 or len(comparisons) == 1
-        if better is None or not is_range or len(sizes) < needed:
-            continue
-        low, high = adjacent[0].budget, adjacent[-1].budget
-        if covered < low:
-            segments.append(Segment(covered, low, None))
-        segments.append(Segment(low, high, better))
-        covered = high
+        if better and is_range and len(sizes) >= needed:
+            low, high = adjacent[0].budget, adjacent[-1].budget
+            if covered < low:
+                segments.append(Segment(covered, low, None))
+            segments.append(Segment(low, high, better))
+            covered = high
     if covered < last or not segments:
         segments.append(Segment(covered, last, None))
     return tuple(segments)
@@ -246,12 +246,10 @@ def find_untried(evidence: Evidence) -> dict[str, float]:
     curves = _curves_over_flops(evidence)
     untried = {}
     for one in longest_trained(evidence.candidates):
-        of_model = curves.get(one.model)
-        if of_model is None or not math.isfinite(one.loss) or one.flops is None:
-            continue
-        # at these FLOPs, of all sizes of the model, this one included
-        losses = of_model.losses_at(one.flops).values()
-        if one.loss <= min(losses, default=one.loss):
-            run = one.first
-            untried[run.name] = run.tokens / run.active_parameters
+        of_model, run = curves.get(one.model), one.first
+        if of_model and math.isfinite(one.loss) and one.flops is not None:
+            # at these FLOPs, of all sizes of the model, this one included
+            losses = of_model.losses_at(one.flops).values()
+            if one.loss <= min(losses, default=one.loss):
+                untried[run.name] = run.tokens / run.active_parameters
     return untried

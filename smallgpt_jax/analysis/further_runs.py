@@ -7,7 +7,6 @@ config.compare.most_seeds), and which single run lowers the expected loss at sta
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -82,14 +81,17 @@ def _next_seeds(
             by_seed[model] = dict(enumerate(of_seeds))
     if len(by_seed) < 2:
         return tuple(counts.items())
+    models = list(by_seed)
     estimate = spreads.estimate_alone(spreads.matrix(list(by_seed.values())))
     draws = draw_losses(estimate)
-    pairs = compare_pairs(list(by_seed), estimate, draws, rounds.pair_level)
-    indices = itertools.combinations(range(len(by_seed)), 2)  # in the order of compare_pairs
-    for pair, (other, one) in zip(pairs, indices):
+    for pair in compare_pairs(models, estimate, draws, rounds.pair_level):
+        if pair.is_decided:
+            continue
+        one, other = models.index(pair.model), models.index(pair.other)
         regret = _expected_regret(draws[:, one] - draws[:, other])
-        is_in_reach = _is_in_reach(estimate.difference(one, other), rounds)
-        if not pair.is_decided and (regret > rounds.stake or is_in_reach):
+        # Of two models that differ by much, the regret is low long before a verdict is certain.
+        # Without further seeds, such a pair would stay undecided.
+        if regret > rounds.stake or _is_in_reach(estimate.difference(one, other), rounds):
             for model in (pair.model, pair.other):
                 counts[model] = max(counts[model], min(pair.seeds + 1, rounds.most))
     return tuple(counts.items())
@@ -101,11 +103,7 @@ def _expected_regret(differences: np.ndarray) -> float:
 
 
 def _is_in_reach(difference: Difference, rounds: Rounds) -> bool:
-    """Whether a difference is above `rounds.stake`, and may be decided with the seeds allowed.
-
-    Such a pair gets seeds even if the expected regret is low: of two models that differ by much, it
-    is low long before a verdict is certain, and the pair would otherwise stay undecided.
-    """
+    """Whether a difference is above `rounds.stake`, and may be decided with the seeds allowed."""
     squared_effect = difference.paired**2 / difference.variance
     seeds = sequential.seeds_of_effects(np.array(squared_effect), rounds.pair_level)
     return abs(difference.paired) > rounds.stake and seeds <= rounds.most
@@ -167,13 +165,12 @@ def _runs_of_size(candidates: Sequence[Candidate], evidence: Evidence) -> list[N
         is_read = any(seed in other.losses for other in candidates)
         variance = own_variances[index] if is_read else estimate.deviations[index] ** 2
         gain = expected_gain(means, covariance, index, float(variance))
-        costs = (cost.runs, cost.flops, cost.seconds)
-        runs.append(NextRun(one.first.name, seed, float(at_stake), gain, *costs))
+        runs.append(NextRun(one.first.name, seed, float(at_stake), gain, **vars(cost)))
     return runs
 
 
 def _runs_of_a_seed(name: str, runs: Sequence[Run]) -> list[Run]:
-    """Returns the runs of all lengths of the first evaluated seed of a name: what a seed costs."""
+    """Returns the runs of all lengths of the first evaluated seed of a name."""
     evaluated = [run for run in runs if run.name == name and run.last]
     return [run for run in evaluated if run.seed == evaluated[0].seed]
 

@@ -26,6 +26,7 @@ from smallgpt_jax.analysis.findings import (
 )
 from smallgpt_jax.analysis.record import Prediction, Predictions, Record, Run, grouped
 
+# Without the largest of three sizes, two are left, the least that have a slope.
 MIN_SIZES, MIN_LENGTHS = 3, 3
 # Terms of log(loss), from n = log(parameters) and d = log(tokens).
 _TERMS: dict[str, Callable] = {
@@ -59,11 +60,10 @@ def law_points(runs: Sequence[Run]) -> list[LawPoint]:
     points = []
     for group in grouped(runs, lambda run: (run.name, run.horizon)).values():
         losses = [run.loss for run in group]
-        if not all(map(math.isfinite, losses)):
-            continue
-        run, mean = group[0], math.fsum(losses) / len(losses)
-        point = LawPoint(run.model, run.size, run.parameters, run.tokens, mean, len(losses))
-        points.append(point)
+        if all(map(math.isfinite, losses)):
+            run, mean = group[0], math.fsum(losses) / len(losses)
+            where = (run.model, run.size, run.parameters, run.tokens)
+            points.append(LawPoint(*where, mean, len(losses)))
     return points
 
 
@@ -107,24 +107,21 @@ def _leave_out_largest(points: Sequence[LawPoint]) -> _LeftOut:
     size = _largest_size(points)
     smaller = [point for point in points if point.size != size]
     largest = [point for point in points if point.size == size]
-    misses = {form: _misses(form, smaller, largest) for form in FORMS}
+    misses: dict[str, list[float]] = {}  # {form: |prediction − loss| of each point}
+    for form in FORMS:
+        fits = _fits(form, smaller)
+        misses[form] = [
+            abs(predicted_loss(form, fits[point.model], point) - point.loss) for point in largest
+        ]
     form = min(FORMS, key=lambda form: np.mean(misses[form]))
     error, half_width = np.mean(misses[form]), np.quantile(misses[form], INTERVAL)
     return _LeftOut(size, form, float(error), float(half_width))
 
 
-def _misses(form: str, fitted: Sequence[LawPoint], left_out: Sequence[LawPoint]) -> list[float]:
-    """Returns |prediction − loss| of each point that was left out, by the laws of the fitted ones."""
-    fits = _fits(form, fitted)
-    return [abs(predicted_loss(form, fits[point.model], point) - point.loss) for point in left_out]
-
-
 def _fits(form: str, points: Sequence[LawPoint]) -> dict[str, dict[str, float]]:
     """Returns {model: law}."""
-    return {
-        model: fit(form, group)
-        for model, group in grouped(points, lambda point: point.model).items()
-    }
+    by_model = grouped(points, lambda point: point.model)
+    return {model: fit(form, group) for model, group in by_model.items()}
 
 
 def _largest_size(points: Sequence[LawPoint]) -> str:
@@ -176,7 +173,7 @@ def predictions_of(
         held_out=held_out,
         interval=INTERVAL,
         records_sha256=hashlib.sha256(json.dumps(points).encode()).hexdigest(),
-        predictions={"parameters": predicted.losses},  # by the kind of size
+        predictions={"parameters": predicted.losses},
         not_predicted=predicted.not_predicted,
         form=predicted.form,
     )
@@ -190,7 +187,7 @@ def find_laws(record: Record, contest_at: ContestAt) -> Laws | None:
     for points in by_model.values():
         if not missing_for_law(points):
             usable += points
-    if not usable or not _largest_size(usable):
+    if not _largest_size(usable):
         return None
     left_out = _leave_out_largest(usable)
     form, size = left_out.form, left_out.size
@@ -236,25 +233,23 @@ def check_predictions(record: Record, contest_at: ContestAt) -> HeldOut | None:
     predictions = record.predictions
     if predictions is None:
         return None
-    points = law_points(record.runs)
-    trained = {(one.model, one.tokens): one for one in points if one.size == predictions.held_out}
+    size, points = predictions.held_out, law_points(record.runs)
+    trained = {(one.model, one.tokens): one for one in points if one.size == size}
     outcomes: list[Outcome] = []
     for one in predictions.by_parameters:
         point = trained.get((one.name, one.tokens))
         loss, seeds = (point.loss, point.seeds) if point else (None, 0)
         interval = Range(one.low, one.high)
         outcomes.append(Outcome(one.name, one.tokens, one.loss, interval, loss, seeds))
-    held_out = HeldOut(
-        predictions.held_out, predictions.time, predictions.records_sha256, tuple(outcomes)
-    )
+    held_out = HeldOut(size, predictions.time, predictions.records_sha256, tuple(outcomes))
     finished = [one for one in outcomes if one.loss is not None]
     if not finished:
         return held_out
     misses = [abs(one.loss - one.predicted) for one in finished]
     # Of each model, the prediction for its longest training.
     predicted = {one.model: one.predicted for one in sorted(outcomes, key=lambda one: one.tokens)}
-    fitted = [one for one in points if one.size != predictions.held_out and one.model in predicted]
-    contest = contest_at(predictions.held_out)
+    fitted = [one for one in points if one.size != size and one.model in predicted]
+    contest = contest_at(size)
     return dataclasses.replace(
         held_out,
         error=float(np.mean(misses)),

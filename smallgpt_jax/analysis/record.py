@@ -53,9 +53,8 @@ class Point:
     loss: float | None  # nats per token; None if not finite
     bits_per_byte: float | None
     targets: Count  # tokens over which `loss` is the mean
-    answers: dict[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # of a probe, or of eval_examples
+    # of a probe, or of eval_examples
+    answers: dict[str, float] = dataclasses.field(default_factory=dict)
     loss_of_repeats: float | None = None  # on tokens that end a repeat; None if it was not logged
 
 
@@ -148,13 +147,12 @@ class TrainingText:
     tokenizer: str  # fingerprint
 
 
+# Runs of one model at several sizes are named MODEL@SIZE. Other names have the size "".
 def model_of(name: str) -> str:
-    """Returns MODEL of the name MODEL@SIZE; of another name, the name."""
     return name.partition("@")[0]
 
 
 def size_of(name: str) -> str:
-    """Returns SIZE of the name MODEL@SIZE; of another name, ""."""
     return name.partition("@")[2]
 
 
@@ -287,9 +285,10 @@ class Grid:
 
     @property
     def best(self) -> float | None:
-        """The multiple with the lowest loss, of equal ones the lowest; None until all are trained."""
+        """The multiple with the lowest loss; None until all are trained."""
         if not self.is_finished:
             return None
+        # of equal losses the lowest: if all have diverged, lower rates are tried next
         return min(self.losses, key=lambda multiple: (self.losses[multiple], multiple))
 
     @property

@@ -84,15 +84,18 @@ def scaling_curves_of(candidates: Sequence[Candidate], cost: Cost) -> dict[str, 
     usable, costs = [], []
     for one in candidates:
         costs_of_runs = [cost(run) for run in one.runs]
+        # above 0, because curves are of the logarithm of the loss
         if None not in costs_of_runs and math.isfinite(one.loss) and one.loss > 0:
             usable.append(one)
             costs.append(statistics.median(costs_of_runs))
     ratios = _ratio_groups(usable)
     points = sorted(map(ScalingPoint, usable, costs, ratios), key=lambda point: point.cost)
-    return {
-        model: ScalingCurves(tuple(group), _curves_by_key(group))
-        for model, group in grouped(points, lambda point: point.candidate.model).items()
-    }
+    curves = {}
+    for model, of_model in grouped(points, lambda point: point.candidate.model).items():
+        by_size = grouped(of_model, lambda point: ("size", point.candidate.first.size))
+        by_ratio = grouped(of_model, lambda point: ("ratio", point.ratio))
+        curves[model] = ScalingCurves(tuple(of_model), {**by_size, **by_ratio})
+    return curves
 
 
 def pair_at_budget(
@@ -116,12 +119,6 @@ def pair_at_nearest_budget(
         if pair:
             return pair
     return None
-
-
-def _curves_by_key(points: Sequence[ScalingPoint]) -> dict[CurveKey, list[ScalingPoint]]:
-    by_size = grouped(points, lambda point: ("size", point.candidate.first.size))
-    by_ratio = grouped(points, lambda point: ("ratio", point.ratio))
-    return {**by_size, **by_ratio}
 
 
 def _ratio_groups(candidates: Sequence[Candidate]) -> list[int]:

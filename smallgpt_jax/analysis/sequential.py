@@ -34,12 +34,10 @@ def evidence(differences: Sequence[float], precision: float = PRECISION) -> floa
     unexplained = squares - total * total / (count + precision)
     log_prior = 0.5 * math.log(precision / (count + precision))
     log_evidence = log_prior + count / 2 * math.log(squares / unexplained)
-    return math.exp(min(log_evidence, 700.0))  # 700: exp of more is no float
+    return math.exp(min(log_evidence, 700.0))  # exp of more is no float
 
 
-def interval(
-    differences: Sequence[float], level: float = 0.05, precision: float = PRECISION
-) -> tuple[float, float]:
+def interval(differences: Sequence[float], level: float = 0.05) -> tuple[float, float]:
     """Returns the interval of the means that the evidence does not exclude, those with
     evidence(differences − mean) < 1/level.
 
@@ -51,13 +49,11 @@ def interval(
         return -math.inf, math.inf
     mean = math.fsum(differences) / count
     variance = math.fsum((x - mean) ** 2 for x in differences) / (count - 1)
-    half = half_width(count, variance, count - 1, level, precision)
+    half = half_width(count, variance, count - 1, level)
     return mean - half, mean + half
 
 
-def half_width(
-    count: int, variance: float, degrees: float, level: float, precision: float = PRECISION
-) -> float:
+def half_width(count: int, variance: float, degrees: float, level: float) -> float:
     """Returns half the width of `interval` around the mean of `count` differences, from their sample
     variance; inf with too few.
 
@@ -67,14 +63,14 @@ def half_width(
     if count < 1 or degrees <= 0:
         return math.inf
     # squares / unexplained where the evidence is 1/level (see `evidence`), solved for the mean
-    ratio = (math.sqrt((count + precision) / precision) / level) ** (2 / (degrees + 1))
-    slack = 1 - ratio * precision / (count + precision)
+    ratio = (math.sqrt((count + PRECISION) / PRECISION) / level) ** (2 / (degrees + 1))
+    slack = 1 - ratio * PRECISION / (count + PRECISION)
     if slack <= 0:  # the evidence cannot reach 1/level, however large the mean
         return math.inf
     return math.sqrt((ratio - 1) * degrees * variance / (count * slack))
 
 
-def seeds_of_effects(squares: np.ndarray, level: float, precision: float = PRECISION) -> np.ndarray:
+def seeds_of_effects(squares: np.ndarray, level: float) -> np.ndarray:
     """Returns after how many seeds the evidence for an effect is about 1/level, so that it is found.
     `squares` are those of effects in standard deviations.
 
@@ -84,7 +80,7 @@ def seeds_of_effects(squares: np.ndarray, level: float, precision: float = PRECI
     """
     seeds = np.full(np.shape(squares), 2.0)
     for _ in range(20):  # converges: the right side grows with ln(n)
-        unexplained = precision / (seeds + precision)  # fraction of the squares
+        unexplained = PRECISION / (seeds + PRECISION)  # fraction of the squares
         needed = math.log(1 / level) - 0.5 * np.log(unexplained)
         per_seed = 0.5 * np.log((1 + squares) / (1 + squares * unexplained))
         seeds = np.maximum(needed / np.maximum(per_seed, 1e-9), 2.0)

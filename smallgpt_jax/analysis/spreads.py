@@ -50,6 +50,7 @@ class VariancePrior:
         between two sizes (`Contender.noise`). The samples have it already, so it scales the prior.
         """
         degrees = np.asarray(degrees, float)
+        # Variances that differ only by chance have a prior of infinite degrees.
         prior_degrees = min(self.degrees, self.total_degrees)
         total = prior_degrees + degrees
         # The mean of both, weighted by degrees of freedom (limma: Smyth, 2004,
@@ -74,8 +75,7 @@ def fit_variance_prior(
     variances = np.maximum(np.asarray(variances, float), ROUNDING**2)  # above 0, for the logarithm
     degrees = np.asarray(degrees, float)
     total_degrees = float(degrees.sum()) if total_degrees is None else total_degrees
-    if len(variances) < 2:
-        # Nothing to compare: that variance, or 0, without weight.
+    if len(variances) < 2:  # nothing to compare: that variance, or 0, without weight
         return VariancePrior(float(variances.sum()), 0.0, total_degrees)
     # The logarithm of a sample variance with d degrees of freedom has the variance trigamma(d/2) if
     # all true variances are equal. What the logarithms vary more than that is how much the true
@@ -84,9 +84,8 @@ def fit_variance_prior(
     logs = np.log(variances) - special.digamma(half) + np.log(half)
     excess = logs.var(ddof=1) - special.polygamma(1, half).mean()
     if excess <= 0:  # no more than by chance: all have one variance
-        return VariancePrior(
-            float((variances * degrees).sum() / degrees.sum()), math.inf, total_degrees
-        )
+        pooled = float((variances * degrees).sum() / degrees.sum())
+        return VariancePrior(pooled, math.inf, total_degrees)
     half_of_prior = _inverse_trigamma(excess)
     typical = math.exp(logs.mean() + special.digamma(half_of_prior) - math.log(half_of_prior))
     return VariancePrior(typical, 2 * half_of_prior, total_degrees)
@@ -112,12 +111,14 @@ def matrix(losses: Sequence[Mapping[int, float]]) -> np.ndarray:
 
 
 def sample_variances(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns variances and degrees of freedom of rows, without NaN; 0 of single values."""
+    """Returns variances over the last axis, without NaN, and their degrees of freedom; 0 of single
+    values.
+    """
     known = ~np.isnan(losses)
-    counts = known.sum(1)
-    means = np.where(known, losses, 0).sum(1) / np.maximum(counts, 1)
-    squares = np.where(known, losses - means[:, None], 0) ** 2
-    return squares.sum(1) / np.maximum(counts - 1, 1), np.maximum(counts - 1, 0)
+    counts = known.sum(-1)
+    means = np.where(known, losses, 0).sum(-1) / np.maximum(counts, 1)
+    squares = np.where(known, losses - means[..., None], 0) ** 2
+    return squares.sum(-1) / np.maximum(counts - 1, 1), np.maximum(counts - 1, 0)
 
 
 def variance_prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) -> VariancePrior:
@@ -192,13 +193,13 @@ class Difference:
     paired: float = math.nan  # mean over the orders that both have read
 
     def half_width(self, probability: float) -> float:
-        """Returns that of the interval with a probability around `mean`; inf if unknown."""
+        """Returns half the interval around `mean` with this probability; inf if unknown."""
         if self.degrees == 0:
             return math.inf
         return float(special.stdtrit(self.degrees, (1 + probability) / 2)) * self.error
 
     def half_width_at_all_looks(self, level: float) -> float:
-        """Returns that of the interval around `paired` that holds at every look."""
+        """Returns half the interval around `paired` that holds at every look."""
         return sequential.half_width(self.common_orders, self.variance, self.degrees, level)
 
 
@@ -217,12 +218,12 @@ class Estimate:
     def difference(self, one: int, other: int) -> Difference:
         """Returns the expected loss of `one` minus that of `other`."""
         return Difference(
-            float(self.means[one] - self.means[other]),
-            math.sqrt(self.squared_errors[one, other]),
-            float(self.degrees[one, other]),
-            int(self.common_orders[one, other]),
-            float(self.variances[one, other]),
-            float(self.paired[one, other]),
+            mean=float(self.means[one] - self.means[other]),
+            error=math.sqrt(self.squared_errors[one, other]),
+            degrees=float(self.degrees[one, other]),
+            common_orders=int(self.common_orders[one, other]),
+            variance=float(self.variances[one, other]),
+            paired=float(self.paired[one, other]),
         )
 
     @property
@@ -263,35 +264,37 @@ class Estimate:
         return own, np.median(self.degrees[is_pair].reshape(models, models - 1), axis=1)
 
 
-def estimate(losses: np.ndarray, prior: VariancePrior, noise: Sequence[float] = ()) -> Estimate:
+def estimate(
+    losses: np.ndarray, prior: VariancePrior, noise: Sequence[float] | float = 1.0
+) -> Estimate:
     """Returns expected losses, and how well their differences are known.
 
     `losses`: (models, orders), NaN where a model has no run. `noise`, by model: the variance of its
-    losses as a multiple of a trained run's (`Contender.noise`); () is 1 for all.
+    losses as a multiple of a trained run's (`Contender.noise`).
     """
     known = ~np.isnan(losses)
-    models = len(losses)
-    one, other = (index.ravel() for index in np.indices((models, models)))
-    differences = losses[one] - losses[other]  # (models², orders), of all ordered pairs
-    variances, degrees = sample_variances(differences)
     common_orders = known.astype(int) @ known.T
-    sums = np.nansum(differences, axis=1).reshape(models, models)
-    is_pair = one != other
-    noises = np.array(noise or [1.0] * models)
-    noise_of_pair = (noises[one] + noises[other]) / 2
-    shrunk, known_by = prior.shrink(variances[is_pair], degrees[is_pair], noise_of_pair[is_pair])
-    all_variances, all_degrees = np.zeros(models**2), np.zeros(models**2)
-    all_variances[is_pair], all_degrees[is_pair] = shrunk, known_by
+    differences = losses[:, None] - losses  # (models, models, orders)
+    variances, degrees = sample_variances(differences)
+    # Only pairs are shrunk: a model's difference to itself is no sample.
+    pairs = np.nonzero(~np.eye(len(losses), dtype=bool))
+    noises = np.broadcast_to(noise, len(losses))
+    noise_of_pairs = ((noises[:, None] + noises) / 2)[pairs]
+    shrunk, shrunk_degrees = np.zeros(variances.shape), np.zeros(variances.shape)
+    shrunk[pairs], shrunk_degrees[pairs] = prior.shrink(
+        variances[pairs], degrees[pairs], noise_of_pairs
+    )
     # A run varies half as much as a difference, if orders have no effect. The least variance of
     # differences says nothing of single runs.
     half = dataclasses.replace(prior, variance=prior.variance / 2, least=0.0)
     deviations = np.sqrt(half.shrink(*sample_variances(losses), noises)[0])
+    sums = np.nansum(differences, axis=-1)
     return Estimate(
         means=expected_losses(losses, correlation(losses)),
         counts=known.sum(1),
         deviations=deviations,
-        variances=all_variances.reshape(models, models),
-        degrees=all_degrees.reshape(models, models),
+        variances=shrunk,
+        degrees=shrunk_degrees,
         common_orders=common_orders,
         paired=np.where(common_orders > 0, sums / np.maximum(common_orders, 1), math.nan),
     )
@@ -308,8 +311,6 @@ def estimate_alone(losses: np.ndarray) -> Estimate:
 # Losses that split over seeds, for example into those that have learned to copy and others, are
 # described badly by a mean and a t-interval: three seeds of which one has learned say little about
 # how often the next one will. So the share and the loss of each group are given instead.
-
-
 def modes(losses: Sequence[float], repeats: Sequence[float | None]) -> tuple[Mode, ...]:
     """Returns the two modes of one model's losses, lowest first; () if they do not split visibly.
 
@@ -332,12 +333,11 @@ def modes(losses: Sequence[float], repeats: Sequence[float | None]) -> tuple[Mod
     if not is_split:
         return ()
     in_order = [loss for _, loss in ascending]
-    groups = [in_order[:first_above], in_order[first_above:]]
+    groups = []
+    for group in (in_order[:first_above], in_order[first_above:]):
+        groups.append(Mode(len(group) / len(losses), statistics.fmean(group), len(group)))
     # Who copies has the lower loss of repeats, but not always the lower loss.
-    groups.sort(key=statistics.fmean)
-    return tuple(
-        Mode(len(group) / len(losses), statistics.fmean(group), len(group)) for group in groups
-    )
+    return tuple(sorted(groups, key=lambda mode: mode.loss))
 
 
 def _gap_ratio(samples: np.ndarray) -> np.ndarray:
@@ -368,12 +368,11 @@ def _more_split_than_by_chance(losses: Sequence[np.ndarray]) -> bool:
     Too many: so many or more have a probability below _SEVERAL; 4 of 20 have 1.6%. One model with
     three seeds is never enough.
     """
-    samples = [np.sort(of_model[~np.isnan(of_model)]) for of_model in losses]
-    samples = [sample for sample in samples if len(sample) >= 3]
-    count = 0
-    for sample in samples:
-        count += _gap_ratio(sample[None])[0] > _critical_ratio(len(sample), _ONE_OF_TWENTY)
-    if count == 0:
-        return False
-    # P(`count` or more), binomial
-    return bool(special.bdtrc(count - 1, len(samples), _ONE_OF_TWENTY) < _SEVERAL)
+    models = split = 0
+    for of_model in losses:
+        sample = np.sort(of_model[~np.isnan(of_model)])
+        if len(sample) >= 3:
+            models += 1
+            split += _gap_ratio(sample[None])[0] > _critical_ratio(len(sample), _ONE_OF_TWENTY)
+    # The probability of so many or more is binomial.
+    return split > 0 and bool(special.bdtrc(split - 1, models, _ONE_OF_TWENTY) < _SEVERAL)

@@ -11,7 +11,7 @@ from typing import Any
 
 from smallgpt_jax.analysis import choice as choices
 from smallgpt_jax.analysis import record as records
-from smallgpt_jax.analysis.candidates import BUDGETS, evidence_of
+from smallgpt_jax.analysis.candidates import BUDGETS, TRAINING_BUDGETS, evidence_of
 from smallgpt_jax.analysis.findings import Choice, Contest, Range, Standing
 from smallgpt_jax.analysis.further_runs import Cost, NextRun, cost_of, next_runs
 from smallgpt_jax.analysis.record import Record, Run, model_of, size_of
@@ -76,7 +76,7 @@ def _answer(choice: Choice, record: Record, results: str) -> Answer:
         return Answer(choice)
     # The commands train the chosen model or, without one, the first that may be the best.
     run = _run_of(choice.contest.possible[0], record)
-    run_cost = BUDGETS[choice.budget].cost(run, choice.batch)
+    run_cost = BUDGETS[choice.budget](run, choice.batch)
     command, command_cost = _training(run, _step_ratio(choice, run_cost), record)
     sized_command = ""
     if choice.budget == "flops" and choice.is_direct:
@@ -133,7 +133,7 @@ def _step_ratio(choice: Choice, run_cost: float | None) -> float:
     """Returns the steps with which a training budget is used up, per step of the nearest run; 1 for
     other budgets, and where the run's own steps are within SAME_BUDGET of that.
     """
-    if not BUDGETS[choice.budget].is_training or not run_cost or not choice.compared_at:
+    if choice.budget not in TRAINING_BUDGETS or not run_cost or not choice.compared_at:
         return 1.0
     ratio = choice.compared_at / run_cost
     return 1.0 if 1 / SAME_BUDGET <= ratio <= SAME_BUDGET else ratio

@@ -19,6 +19,7 @@ from absl import flags
 
 from smallgpt_jax import cli
 from smallgpt_jax.analysis.candidates import BATCH_BUDGETS, BUDGETS, DECODING_BATCHES
+from smallgpt_jax.formatting import finite
 from smallgpt_jax.report import choosing, words
 
 _RESULTS = flags.DEFINE_string("results", None, "results.json of a comparison.")
@@ -53,9 +54,9 @@ def main() -> None:
     _check_batch(budget, _BATCH.value)
     answer = choosing.choose(_RESULTS.value, budget, limit, _BATCH.value or 1)
     if _JSON.value:
-        print(json.dumps(choosing.json_content(answer)))
+        print(json.dumps(finite(dataclasses.asdict(answer))))
     else:
-        print(choosing.text(answer), end="")
+        print(answer, end="")
 
 
 def _one_budget(limits: dict[str, float]) -> tuple[str, float]:

@@ -30,17 +30,14 @@ def cautions(findings: Findings, record: Record) -> list[str]:
 
 def _unfinished(runs: Sequence[Run]) -> list[str]:
     """Warns of runs that diverged, are unfinished, or did not start from random weights."""
-    sentences = []
-    unfinished = []
+    sentences, unfinished = [], []
     for run in runs:
+        where = f"{run.label}, seed {run.seed}"
         if run.diverged:
-            sentences.append(
-                f"{run.label}, seed {run.seed}, diverged at step {run.steps_done:,}: its loss "
-                "counts as infinite."
-            )
+            at = f"diverged at step {run.steps_done:,}"
+            sentences.append(f"{where}, {at}: its loss counts as infinite.")
         elif not run.is_finished:
-            progress = f"step {run.steps_done:,} of {run.steps:,}"
-            unfinished.append(f"{run.label}, seed {run.seed}, at {progress}")
+            unfinished.append(f"{where}, at step {run.steps_done:,} of {run.steps:,}")
     if unfinished:
         sentences.append(f"Unfinished: {_few(unfinished, '; ')}.")
     imported = dict.fromkeys(run.name for run in runs if run.is_imported)
@@ -92,7 +89,7 @@ def _untried(findings: Findings, runs: Sequence[Run]) -> list[str]:
 
 
 def _short_training(runs: Sequence[Run]) -> list[str]:
-    most = max((run.tokens / run.active_parameters for run in runs), default=0.0)
+    most = max(run.tokens / run.active_parameters for run in runs)
     if most >= 0.9 * COMPUTE_OPTIMAL:  # nearly as many
         return []
     return [
@@ -127,9 +124,7 @@ def _other_machines(runs: Sequence[Run]) -> list[str]:
     machines = grouped((run for run in runs if run.sessions), _machine)
     if len(machines) < 2:
         return []
-    counts = []
-    for label, on_machine in machines.items():
-        counts.append(f"{label} ({words.plural(len(on_machine), 'run')})")
+    counts = [f"{label} ({words.plural(len(on_it), 'run')})" for label, on_it in machines.items()]
     return [
         f"Trained on different machines: {_few(counts, '; ')}. Times and speeds are not "
         "comparable. Machines round differently, which changes a loss as another seed does, so "
@@ -161,13 +156,11 @@ def _other_losses(runs: Sequence[Run]) -> list[str]:
 def _machine(run: Run) -> str:
     """Returns the devices of a run, with the kind of processor where it is known."""
     session = run.sessions[-1]
-    label = f"{session.devices} × {session.device}"
-    details = [
-        f"{field} {session.processor[field]}"
-        for field in _PROCESSOR_FIELDS
-        if field in session.processor
-    ]
-    return f"{label}, {', '.join(details)}" if details else label
+    texts = [f"{session.devices} × {session.device}"]
+    for field in _PROCESSOR_FIELDS:
+        if field in session.processor:
+            texts.append(f"{field} {session.processor[field]}")
+    return ", ".join(texts)
 
 
 def _few(names: Sequence[str], separator: str = ", ") -> str:

@@ -17,7 +17,6 @@ from smallgpt_jax.analysis.further_runs import Cost, NextRun, cost_of, next_runs
 from smallgpt_jax.analysis.record import Record, Run, model_of, size_of
 from smallgpt_jax.analysis.scaling_curves import SAME_BUDGET
 from smallgpt_jax.errors import UserError, suggestion
-from smallgpt_jax.formatting import finite
 from smallgpt_jax.report import commands, tables, words
 from smallgpt_jax.report.rendering import render
 from smallgpt_jax.run.names import CONFIG_FILE
@@ -49,7 +48,11 @@ class Answer:
     merge_command: str = ""  # that adds these seeds to the record, for another choice
 
     def __str__(self) -> str:
-        return text(self)
+        fields = []
+        for field in self.differences[:MAX_FIELDS]:
+            fields.append(f"{field.partition('.')[2]}={self.config[field]}")
+        content = {"choice": self.choice, "answer": self, "fields": ", ".join(fields)}
+        return render("choice", "text", tables=tables, **content)
 
 
 def choose(results: str | Path, budget: str, limit: float, batch: int = 1) -> Answer:
@@ -57,8 +60,7 @@ def choose(results: str | Path, budget: str, limit: float, batch: int = 1) -> An
     shows the answer.
 
     `budget` is a key of `analysis.candidates.BUDGETS`, such as "flops"; `batch` is the batch size of
-    decoding. Raises UserError for an unknown budget, a damaged file, one without finished runs or with
-    losses that cannot be compared, and a budget below one training step.
+    decoding. Raises UserError for an unknown budget, and a record that cannot answer it.
     """
     if budget not in BUDGETS:
         raise UserError(
@@ -81,7 +83,7 @@ def _answer(choice: Choice, record: Record, results: str) -> Answer:
     sized_command = ""
     if choice.budget == "flops" and choice.is_direct:
         sized_command = commands.train_sized(run, choice.limit, CHOSEN_SIZE)
-    answer = Answer(
+    return Answer(
         choice,
         run=run.label,
         run_cost=run_cost,
@@ -90,8 +92,8 @@ def _answer(choice: Choice, record: Record, results: str) -> Answer:
         command=command,
         cost=command_cost,
         sized_command=sized_command,
+        **_further_seeds(choice.contest, record, results),
     )
-    return _with_seeds(answer, choice.contest, record, results)
 
 
 def _run_of(standing: Standing, record: Record) -> Run:
@@ -139,12 +141,11 @@ def _step_ratio(choice: Choice, run_cost: float | None) -> float:
     return 1.0 if 1 / SAME_BUDGET <= ratio <= SAME_BUDGET else ratio
 
 
-def _with_seeds(answer: Answer, contest: Contest, record: Record, results: str) -> Answer:
-    """Adds how many seeds tell the first two apart, and, if they are few, the command for them."""
+def _further_seeds(contest: Contest, record: Record, results: str) -> dict[str, Any]:
+    """Returns the fields of an answer about the seeds that tell the first two apart."""
     needed = contest.seeds_needed
     if needed is None:
-        return answer
-    answer = dataclasses.replace(answer, seeds_needed=needed)
+        return {}
     # All sizes of the models: the first one of each has the grid of learning rates.
     models = {one.model for one in contest.possible}
     runs = [run for run in record.runs if run.model in models]
@@ -153,7 +154,7 @@ def _with_seeds(answer: Answer, contest: Contest, record: Record, results: str) 
     middle = math.ceil(math.sqrt(needed.low * needed.high))
     seeds = min(middle, MAX_SEEDS)
     if middle > 2 * MAX_SEEDS or seeds <= present:  # MAX_SEEDS would hardly decide
-        return answer
+        return {"seeds_needed": needed}
     names = dict.fromkeys(run.name for run in runs)
     command = commands.compare_again(
         record,
@@ -164,14 +165,14 @@ def _with_seeds(answer: Answer, contest: Contest, record: Record, results: str) 
     )
     added = (seeds - present) / present  # per seed in the record
     cost = cost_of(runs, [run.trained_fraction * added for run in runs])
-    return dataclasses.replace(
-        answer,
-        seeds_command=command,
-        seeds=seeds,
-        seeds_cost=dataclasses.replace(cost, runs=round(len(runs) * added)),
+    return {
+        "seeds_needed": needed,
+        "seeds_command": command,
+        "seeds": seeds,
+        "seeds_cost": dataclasses.replace(cost, runs=round(len(runs) * added)),
         # A report on these models alone estimates their spread from fewer runs.
-        merge_command=commands.merge(results, MORE_SEEDS) if command else "",
-    )
+        "merge_command": commands.merge(results, MORE_SEEDS) if command else "",
+    }
 
 
 def _cost_of_name(name: str, record: Record) -> Cost:
@@ -181,35 +182,13 @@ def _cost_of_name(name: str, record: Record) -> Cost:
     runs = [run for run in record.runs if run.name == name]
     runs = [run for run in runs if run.seed == runs[0].seed]
     fractions = [run.trained_fraction for run in runs]
+    longest = [run for run in runs if run.horizon == 1]
     for grid_name, grid in record.learning_rates.items():
         if model_of(grid_name) == model_of(name):
             # The command trains a grid of its own, at this size.
-            longest = [run for run in runs if run.horizon == 1]
             runs += longest * len(grid.rates)
-            fractions += [1.0] * (len(runs) - len(fractions))
+            fractions += [1.0] * len(longest) * len(grid.rates)
     return cost_of(runs, fractions)
-
-
-# ------------------------------------------------------------------ output
-def text(answer: Answer) -> str:
-    """Returns the answer for a terminal."""
-    fields = []
-    for field in answer.differences[:MAX_FIELDS]:
-        fields.append(f"{field.partition('.')[2]}={answer.config[field]}")
-    return render(
-        "choice",
-        "text",
-        choice=answer.choice,
-        label=words.LIMITED[answer.choice.budget],
-        tables=tables,
-        fields=", ".join(fields),
-        answer=answer,
-    )
-
-
-def json_content(answer: Answer) -> dict[str, Any]:
-    """Returns the answer as JSON has it: no infinity, which a diverged loss has."""
-    return finite(dataclasses.asdict(answer))
 
 
 # ------------------------------------------------------------------ the next run
@@ -226,17 +205,16 @@ class Advice:
                 f"No run is worth it: at most {self.at_stake:.2g} nats are at stake, which is what "
                 "taking the model with the lowest loss costs on average."
             )
-        cost = words.cost(self.run)
-        size = size_of(self.run.name)
-        lines = [
-            f"Next run: {self.run.name}, seed {self.run.seed} ({cost}).",
-            f"At stake{f' at {size}' if size else ''}: {self.run.at_stake:.2g} nats, which this run "
-            f"is expected to lower by {self.run.gain:.2g}.",
-        ]
-        if self.command:
-            lines += ["", f"    {self.command}", "", "Then add it to the record:"]
-            lines += ["", f"    {self.merge_command}"]
-        return "\n".join(lines)
+        run = self.run
+        size = f" at {size_of(run.name)}" if size_of(run.name) else ""
+        text = (
+            f"Next run: {run.name}, seed {run.seed} ({words.cost(run)}).\n"
+            f"At stake{size}: {run.at_stake:.2g} nats, which this run is expected to lower by "
+            f"{run.gain:.2g}."
+        )
+        if not self.command:
+            return text
+        return f"{text}\n\n    {self.command}\n\nThen add it to the record:\n\n    {self.merge_command}"
 
 
 def choose_next(results: str | Path, stake: float = LEAST_STAKE) -> Advice:

@@ -28,6 +28,7 @@ BY_DEPTH = {
     "first_weight": "attention on position 0",
 }
 AXES = {"tokens": "training tokens", "flops": "training FLOPs"}
+_SEVERAL = 1.1  # ratio of the largest and the least budget from which they are drawn over FLOPs
 _STYLES = ("-", (0, (4, 3)))  # every second line is dashed, so that overlapping lines stay visible
 _MARKERS = "os^Dv"
 
@@ -49,29 +50,27 @@ def equal_flops(results: Sequence[EqualFlops], styles: Styles) -> Figure:
     """Plots losses minus that of the reference, with the bands that hold over all budgets."""
     reference = results[0].other
     figure, plot = _new_plot("training FLOPs", f"loss minus that of {reference}, nats")
-    plot.axhline(0, color="0.4", linewidth=1, label="_reference")  # "_": not in the legend
+    plot.axhline(0, color="0.4", linewidth=1)
     differences = []
     for one in results:
         style = styles[one.model]
         plot.plot(one.budgets, one.differences, label=one.model, **style | {"marker": ""})
-        low, high = np.asarray(one.low), np.asarray(one.high)
-        plot.fill_between(one.budgets, low, high, color=style["color"], alpha=0.07, linewidth=0)
+        plot.fill_between(
+            one.budgets, one.low, one.high, color=style["color"], alpha=0.07, linewidth=0
+        )
         differences += one.differences
-    _log_flops(plot)
+    plot.set_xscale("log")
+    plot.xaxis.set_major_locator(LogLocator())
+    plot.xaxis.set_major_formatter(lambda value, _: f"1e{round(math.log10(value))}")
+    plot.xaxis.set_minor_formatter(NullFormatter())
     # A difference to a diverged model is infinite.
     finite = [value for value in differences if math.isfinite(value)]
     if finite:  # the axis suits the differences: wide bands of few seeds are cut off
         margin = 0.2 * max(np.ptp(finite), 0.1)
         plot.set_ylim(min(*finite, 0) - margin, max(*finite, 0) + margin)
-    plot.annotate(
-        f"below 0: better than {reference}",
-        (0.99, 0.01),
-        xycoords="axes fraction",
-        ha="right",
-        va="bottom",
-        fontsize=8,
-        color="0.4",
-    )
+    style = {"ha": "right", "va": "bottom", "fontsize": 8, "color": "0.4"}
+    below = f"below 0: better than {reference}"
+    plot.annotate(below, (0.99, 0.01), xycoords="axes fraction", **style)
     return _with_legend(figure, plot)
 
 
@@ -127,13 +126,15 @@ def learning_rates(all_rates: Sequence[Rates], styles: Styles) -> Figure:
         for multiple, loss in one.grid.losses.items():
             if loss is not None and math.isfinite(loss):
                 losses[multiple * one.grid.learning_rate] = loss
-        plot.plot(
-            list(losses), list(losses.values()), label=one.name, markerfacecolor="none", **style
-        )
-        best = one.best * one.grid.learning_rate if one.best else None
-        if best in losses:
+        rates = list(losses)
+        plot.plot(rates, list(losses.values()), label=one.name, markerfacecolor="none", **style)
+        if one.best:
+            best = one.best * one.grid.learning_rate
             plot.plot(best, losses[best], style["marker"], color=style["color"], markersize=5)
-    _log_ticks(plot)
+    plot.set_xscale("log")
+    # A range of less than a decade gets ticks at 1, 2 and 5, too.
+    plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    plot.xaxis.set_minor_locator(NullLocator())
     plot.xaxis.set_major_formatter("{x:g}")
     return _with_legend(figure, plot)
 
@@ -166,23 +167,19 @@ def _means_by_block(runs: Sequence[Run], measure: str) -> list[tuple[int, float]
 
 # ------------------------------------------------------------------ losses of the paper
 def read_logged(path: Path) -> LoggedCurves:
-    """Returns {model: [(tokens, loss)]}; a step in the file is PAPER_TOKENS_PER_STEP tokens. Raises
-    UserError for another file.
-    """
+    """Returns {model: [(tokens, loss)]}; a step in the file is PAPER_TOKENS_PER_STEP tokens."""
     curves: LoggedCurves = {}
     try:
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 tokens = int(row["step"]) * PAPER_TOKENS_PER_STEP
                 curves.setdefault(row["model"], []).append((tokens, float(row["val_loss"])))
+        if not curves:
+            raise ValueError("no rows")
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise UserError(
             f"--logged={path}: not a CSV file with the columns model,step,val_loss ({error})"
         ) from None
-    if not curves:
-        raise UserError(
-            f"--logged={path}: the table has no rows; expected the columns model,step,val_loss"
-        )
     return curves
 
 
@@ -208,7 +205,10 @@ def draw(findings: Findings, runs: Sequence[Run], logged: LoggedCurves) -> dict[
 
 def _draw_answer(findings: Findings, runs: Sequence[Run], styles: Styles) -> dict[str, Drawn]:
     """Returns the figure beside the answers: at equal FLOPs, or of models with one budget each."""
-    results = [one for one in findings.equal_flops if _has_several_budgets(one)]
+    results = []
+    for one in findings.equal_flops:
+        if one.budgets and max(one.budgets) > _SEVERAL * min(one.budgets):
+            results.append(one)
     if results:
         caption = (
             f"Loss minus that of {findings.reference} at equal training FLOPs. Shaded: where the "
@@ -225,13 +225,9 @@ def _draw_answer(findings: Findings, runs: Sequence[Run], styles: Styles) -> dic
     return {}
 
 
-def _has_several_budgets(result: EqualFlops) -> bool:
-    """Whether the two models were trained with budgets that differ by more than a tenth."""
-    return bool(result.budgets) and max(result.budgets) > 1.1 * min(result.budgets)
-
-
 def _line_styles() -> Iterator[dict]:
-    """Yields styles of lines without end; few have two in common."""
+    """Yields styles of lines without end."""
+    # Of 7 colors, 2 line styles and 5 markers, the combination repeats only after 70 models.
     for i in itertools.count():
         yield {
             "color": COLORS[i % len(COLORS)],
@@ -248,27 +244,10 @@ def _new_plot(x: str, y: str) -> tuple[Figure, Axes]:
     return figure, plot
 
 
-def _log_flops(plot: Axes) -> None:
-    plot.set_xscale("log")
-    plot.xaxis.set_major_locator(LogLocator())
-    plot.xaxis.set_major_formatter(lambda value, _: f"1e{round(math.log10(value))}")
-    plot.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _log_ticks(plot: Axes) -> None:
-    """A range of less than a decade gets ticks at 1, 2 and 5, too."""
-    plot.set_xscale("log")
-    plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    plot.xaxis.set_minor_locator(NullLocator())
-
-
 def _with_legend(figure: Figure, plot: Axes) -> Figure:
     """Adds a legend below the plot, in as many columns as fit."""
-    handles = [line for line in plot.lines if not line.get_label().startswith("_")]
-    labels = [line.get_label() for line in handles]
+    _, labels = plot.get_legend_handles_labels()
     if labels:
         columns = max(1, min(4, 60 // max(map(len, labels))))
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False
-        )
+        figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     return figure

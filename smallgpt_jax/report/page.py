@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.findings import Findings
 from smallgpt_jax.analysis.record import RESULTS_FILE, Record
-from smallgpt_jax.formatting import finite
+from smallgpt_jax.formatting import finite, list_names
 from smallgpt_jax.report import figures, tables
 from smallgpt_jax.report.cautions import cautions
 from smallgpt_jax.report.rendering import render
@@ -71,12 +71,8 @@ def _content(
 
 def title(record: Record) -> str:
     """Returns the record's title with the names of its models, if there are several."""
-    names = list(dict.fromkeys(run.model for run in record.runs))
-    if len(names) < 2:
-        return record.title
-    hidden = len(names[MAX_NAMES:])
-    more = f" and {hidden} more" if hidden else ""
-    return f"{record.title}: {', '.join(names[:MAX_NAMES])}{more}"
+    names = dict.fromkeys(run.model for run in record.runs)
+    return f"{record.title}: {list_names(names, MAX_NAMES)}" if len(names) > 1 else record.title
 
 
 def ranking_facts(findings: Findings) -> dict[str, Any]:
@@ -84,10 +80,11 @@ def ranking_facts(findings: Findings) -> dict[str, Any]:
     contest = findings.ranking
     if contest is None:
         return {"means": {}, "chosen": None, "pairs": []}
-    facts = {
-        "means": {one.name: one.loss for one in contest.standings},
-        "chosen": contest.chosen,
-        "possible": [one.name for one in contest.possible],
-        "pairs": [dataclasses.asdict(pair) for pair in contest.pairs],
-    }
-    return finite(facts)
+    return finite(
+        {
+            "means": {one.name: one.loss for one in contest.standings},
+            "chosen": contest.chosen,
+            "possible": [one.name for one in contest.possible],
+            "pairs": [dataclasses.asdict(pair) for pair in contest.pairs],
+        }
+    )

@@ -34,8 +34,7 @@ class Table:
     @property
     def alignments(self) -> tuple[str, ...]:
         """Returns "number" for columns with a number and no sentences, "text" for the others."""
-        columns = zip(*self.rows) if self.rows else [() for _ in self.head]
-        return tuple(map(_alignment, columns))
+        return tuple(_alignment(cells) for _, *cells in zip(self.head, *self.rows))
 
     @property
     def without_empty_columns(self) -> "Table":
@@ -48,13 +47,10 @@ class Table:
         return Table(head, tuple(rows), self.marked)
 
 
-def _alignment(column: Sequence[str]) -> str:
-    has_sentences = any(":" in cell for cell in column)
-    return "number" if any(map(_is_number, column)) and not has_sentences else "text"
-
-
-def _is_number(cell: str) -> bool:
-    return bool(re.match(r"[-+−]?\.?\d|(over|under) \d", cell))
+def _alignment(cells: Sequence[str]) -> str:
+    has_numbers = any(re.match(r"[-+−]?\.?\d|(over|under) \d", cell) for cell in cells)
+    has_sentences = any(":" in cell for cell in cells)
+    return "number" if has_numbers and not has_sentences else "text"
 
 
 def render(template: str, skin: str, **content: Any) -> str:

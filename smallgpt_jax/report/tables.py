@@ -9,7 +9,6 @@ from smallgpt_jax.analysis.findings import (
     Choice,
     Contest,
     Findings,
-    FrontPoint,
     HeldOut,
     Measure,
     Outcome,
@@ -25,6 +24,12 @@ from smallgpt_jax.report.words import MISSING
 MAX_CONTENDERS = 10  # in one budget
 MAX_MEASURES = 5  # in a table
 MAX_FRONT = 6  # rows of a Pareto front
+_KNOWN_FROM = {  # {`Standing.known`: cell}
+    "trained": "trained",
+    "interpolated": "interpolated between runs",
+    "cheaper": "trained with less; more was not tried",
+    "dearer": "trained only with more than the budget",
+}
 
 
 def _table(rows: Iterable[Mapping[str, str]], marked: Sequence[int] = ()) -> Table:
@@ -72,7 +77,7 @@ def contenders(choice: Choice) -> Table:
             "cost": MISSING if one.cost is None else words.limit(one.cost, choice.budget),
             "parameters": parameters(one.parameters, one.active_parameters),
             "tokens": words.amount(one.tokens),
-            "known from": words.known_from(one),
+            "known from": _KNOWN_FROM[one.known],
         }
         for one in shown_contenders(choice)
     ]
@@ -92,14 +97,9 @@ def _marked(contest: Contest, chosen: str | None) -> list[int]:
 
 
 def front(choice: Choice) -> Table:
-    """Returns the trained models that are best for their cost, the MAX_FRONT nearest to the limit:
-    those far from it answer another question.
-    """
-
-    def distance(point: FrontPoint) -> float:
-        return abs(math.log(point.cost / choice.limit))
-
-    near = sorted(choice.front, key=distance)[:MAX_FRONT]
+    """Returns the trained models that are best for their cost, the MAX_FRONT nearest to the limit."""
+    # Those far from the limit answer another question.
+    near = sorted(choice.front, key=lambda point: abs(math.log(point.cost / choice.limit)))
     return _table(
         {
             "best for the cost": point.name,
@@ -108,7 +108,7 @@ def front(choice: Choice) -> Table:
             "parameters": parameters(point.parameters, point.active_parameters),
             "tokens": words.amount(point.tokens),
         }
-        for point in sorted(near, key=lambda point: point.cost)
+        for point in sorted(near[:MAX_FRONT], key=lambda point: point.cost)
     )
 
 
@@ -177,9 +177,10 @@ def losses_by_budget(choices: Sequence[Choice]) -> Table:
 
 
 def multipliers(findings: Findings) -> Table:
-    columns: dict[str, dict[str, str]] = {}
-    for one in sorted(findings.multipliers, key=lambda one: one.budget):
-        columns.setdefault(words.exponent(one.budget), {})[one.model] = words.multiplier(one)
+    columns = {}
+    in_order = sorted(findings.multipliers, key=lambda one: one.budget)
+    for budget, group in grouped(in_order, lambda one: words.exponent(one.budget)).items():
+        columns[budget] = {one.model: words.multiplier(one) for one in group}
     return _by_model(columns)
 
 

@@ -34,15 +34,6 @@ BUDGETS = {
     "memory": "bytes of weights and cache",
     "training_memory": "bytes of memory per device in training",
 }
-# After a limit: "3 ms per decoding step".
-LIMITED = {
-    **BUDGETS,
-    "seconds": "of training",
-    "bytes": "of weights",
-    "decode_ms": "per decoding step",
-    "memory": "of weights and cache",
-    "training_memory": "of memory per device in training",
-}
 # {budget: how to get a cost that was not measured}
 _HOW_TO_MEASURE = {
     "flops": "ask for --seconds",
@@ -92,6 +83,12 @@ def limit(value: float, budget: str) -> str:
     return f"{value:.3g} {'ms' if budget == 'decode_ms' else 's'}"
 
 
+def limited(budget: str) -> str:
+    """Returns what follows a limit: "training FLOPs", and "per decoding step" after "3 ms"."""
+    text = BUDGETS[budget]
+    return text if budget in ("flops", "parameters") else text.partition(" ")[2]
+
+
 def percent(probability: float) -> str:
     if probability > 0.99:
         return "over 99%"
@@ -139,15 +136,6 @@ def standing_loss(standing: Standing) -> str:
     return f"{text} ({interval(standing.interval)})" if standing.interval else text
 
 
-def known_from(standing: Standing) -> str:
-    return {
-        "trained": "trained",
-        "interpolated": "interpolated between runs",
-        "cheaper": "trained with less; more was not tried",
-        "dearer": "trained only with more than the budget",
-    }[standing.known]
-
-
 def names(standing: Standing) -> str:
     if not standing.equal_to:
         return standing.name
@@ -165,12 +153,10 @@ def seeds_needed(values: Range | None) -> str:
     """Formats the number of seeds per model that would decide."""
     if values is None:
         return MISSING
-    many = f"over {MANY_SEEDS:,}"
-    low, high = [
-        many if value > MANY_SEEDS else f"{math.ceil(value):,}"
-        for value in (values.low, values.high)
-    ]
-    return _from_to(low, high)
+    ends = []
+    for value in (values.low, values.high):
+        ends.append(f"over {MANY_SEEDS:,}" if value > MANY_SEEDS else f"{math.ceil(value):,}")
+    return _from_to(*ends)
 
 
 # ------------------------------------------------------------------ choices
@@ -252,7 +238,7 @@ def has_probabilities(contest: Contest) -> bool:
 
 
 def stake(contest: Contest) -> str:
-    """Formats how many nats the first model may be above the lowest loss (`Contest.at_stake`)."""
+    """Formats `Contest.at_stake`."""
     return f"{contest.at_stake:.2g}" if math.isfinite(contest.at_stake) else MISSING
 
 
@@ -266,27 +252,29 @@ def cost(value: Cost | NextRun) -> str:
 
 def unequal_flops(contest: Contest) -> str:
     """Returns the least and the most FLOPs of the models; "" if they are about equal or unknown."""
-    trained = [one for one in contest.standings if one.cost]
+    trained = sorted((one for one in contest.standings if one.cost), key=lambda one: one.cost)
     if not trained:
         return ""
-    least = min(trained, key=lambda one: one.cost)
-    most = max(trained, key=lambda one: one.cost)
+    least, most = trained[0], trained[-1]
     if most.cost < UNEQUAL * least.cost:
         return ""
     return f"{exponent(least.cost)} ({least.model}) to {exponent(most.cost)} ({most.model})"
 
 
 # ------------------------------------------------------------------ over budgets
+_REFUSED_MULTIPLIERS = {
+    "not reached": "does not reach this loss",
+    "from the start": "better with its least budget",
+    "few seeds": "too few seeds",
+    "one budget": "one budget only",
+    "gap": "runs too far apart",
+}
+
+
 def multiplier(value: Multiplier) -> str:
     """Returns how many times the model's FLOPs the reference needs, or why that cannot be told."""
     if value.refusal:
-        return {
-            "not reached": "does not reach this loss",
-            "from the start": "better with its least budget",
-            "few seeds": "too few seeds",
-            "one budget": "one budget only",
-            "gap": "runs too far apart",
-        }[value.refusal]
+        return _REFUSED_MULTIPLIERS[value.refusal]
     return f"{value.value:.2f} ({interval(value.interval, '.2f')})"
 
 
@@ -307,23 +295,20 @@ def segments(ranges: Sequence[Segment]) -> str:
 
 # ------------------------------------------------------------------ selections
 def by_budget(findings: Findings) -> list[tuple[str, list[Choice]]]:
-    """Returns the answers by kind of budget. Without two budgets of FLOPs that compare models
-    directly, these are left out: the ranking already answers them.
-    """
+    """Returns the answers by kind of budget."""
     groups = grouped(findings.choices, lambda one: one.budget)
     if len(direct_choices(findings)) < 2:
-        groups.pop("flops", None)
+        groups.pop("flops", None)  # the ranking already answers them
     return list(groups.items())
 
 
-def direct_choices(findings: Findings, budget: str = "flops") -> list[Choice]:
-    return [one for one in findings.choices if one.budget == budget and one.is_direct]
+def direct_choices(findings: Findings) -> list[Choice]:
+    """Returns the answers to training FLOPs at which models were compared."""
+    return [one for one in findings.choices if one.budget == "flops" and one.is_direct]
 
 
 def main_choice(findings: Findings) -> Choice | None:
-    """Returns the answer for the largest of several training budgets at which models were compared,
-    or None.
-    """
+    """Returns the answer to the most of several training FLOPs at which models were compared."""
     choices = [one for one in direct_choices(findings) if len(one.contest.standings) > 1]
     return choices[-1] if len(choices) > 1 else None
 

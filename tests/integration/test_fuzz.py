@@ -444,7 +444,7 @@ def read_record(folder):
     path = folder / "results.json"
     record = merging.merge([(path, records.read(path))], "command")
     assert page.markdown(record, analyse(record))
-    assert choosing.text(choosing.choose(path, "flops", 1e15))
+    assert str(choosing.choose(path, "flops", 1e15))
     checked = check_record(records.read(path), lambda config: Counts({}, 1, 1.0, 0, 0.0, "", 0))
     assert all(map(str, checked))
 

@@ -5,6 +5,7 @@ flags.
 import ast
 import dataclasses
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -142,11 +143,11 @@ def test_json_has_no_infinity(tmp_path):
     *others, last = models()
     diverged = run("llama", 3, 2.5, config=RMS, diverged=True, is_finished=False)
     path = saved(tmp_path / "results.json", *others, diverged, command=COMMAND)
-    content = choosing.json_content(choosing.choose(path, "parameters", 100))
-    text = json.dumps(content, allow_nan=False)
-    losses = {one["model"]: one["loss"] for one in content["choice"]["contest"]["standings"]}
-    assert losses["llama"] is None and losses["gpt"] == pytest.approx(3.0) and text
-    assert last.name == "llama"
+    text = call("choose", f"--results={path}", "--parameters=100", "--json").stdout
+    standings = json.loads(text)["choice"]["contest"]["standings"]
+    losses = {one["model"]: one["loss"] for one in standings}
+    assert losses["llama"] is None and losses["gpt"] == pytest.approx(3.0)
+    assert last.name == "llama" and not {"NaN", "Infinity"} & set(re.findall(r"\w+", text))
 
 
 def test_the_command(tmp_path):

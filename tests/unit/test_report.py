@@ -231,7 +231,7 @@ def test_each_refusal_has_its_sentence(refusal):
     if refusal in ("uncertain", "dearer", "more training", "not measured"):
         answer = choice(refusal=refusal, contest=contest(*THREE, refusal=refusal))
     sentence = words.refusal(answer)
-    text = choosing.text(choosing.Answer(answer))
+    text = str(choosing.Answer(answer))
     assert " ".join(sentence.split()) in " ".join(text.split())
     assert text.startswith("1e13 training FLOPs: cannot tell: ")
     expected = {
@@ -244,7 +244,7 @@ def test_each_refusal_has_its_sentence(refusal):
 
 def test_an_answer_at_the_nearest_budget():
     answer = choice(limit=1e14, refusal="beyond", factor=3.4, compared_at=2.93e13)
-    text = " ".join(choosing.text(choosing.Answer(answer)).split())
+    text = " ".join(str(choosing.Answer(answer)).split())
     assert "At 2.93e13, the nearest budget with an answer: cannot tell: moe (93%) or" in text
     text = markdown(findings(choices=(choice(limit=1e12), choice(), answer)))
     assert row(text, "1e14")[1] == "cannot tell: 3.4 times as much as was trained"
@@ -256,7 +256,7 @@ def test_probabilities_are_only_of_known_losses():
     answer = choice(refusal="more training", contest=open_contest)
     text = markdown(findings(choices=(choice(limit=1e12), answer)))
     assert row(text, "1e13")[1] == "cannot tell: moe, or llama with more training"
-    shown = " ".join(choosing.text(choosing.Answer(answer)).split())
+    shown = " ".join(str(choosing.Answer(answer)).split())
     assert "P(lowest loss)" not in shown and "7%" not in shown
     assert "llama may be the best with the whole budget, but was trained with less" in shown
 
@@ -276,7 +276,7 @@ def test_all_choices_of_a_budget_are_in_one_table():
     text = markdown(findings(choices=tuple(choices)))
     assert "| parameters, at most | model (how sure) |" in text
     assert row(text, "45.3 k") and row(text, "213 k")
-    answer = choosing.text(choosing.Answer(choices[1]))
+    answer = str(choosing.Answer(choices[1]))
     assert re.search(r"best for the cost +loss +cost", answer) and "moe@1M" in answer
 
 

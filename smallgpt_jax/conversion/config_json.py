@@ -1,8 +1,6 @@
-"""Reads the JSON files of foreign folders, and tests whether another format can express a model
-config.
+"""Reads a foreign config.json, and tests whether another format can express a model config.
 
-A foreign file can contain anything, so every size in a config.json is compared with the weights
-before use.
+A foreign file can contain anything, so its sizes are compared with the weights before use.
 """
 
 import dataclasses
@@ -53,6 +51,7 @@ class ConfigJson(NamedTuple):
     ) -> int:
         name = next((name for name in names if self.fields.get(name) is not None), names[0])
         value = default if self.fields.get(name) is None else self.fields[name]
+        # true is an int in Python
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self.refuse(name, value, "must be an integer, at least 1")
         if value > most:
@@ -62,6 +61,7 @@ class ConfigJson(NamedTuple):
     def number(self, name: str, default: float) -> float:
         value = default if self.fields.get(name) is None else self.fields[name]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # `not`, because comparisons with NaN are false
         if not is_number or not 0 < value <= _MAX_NUMBER:
             self.refuse(name, value, f"must be a number above 0 and at most {_MAX_NUMBER:g}")
         return float(value)
@@ -80,6 +80,7 @@ class ConfigJson(NamedTuple):
             self.refuse(name, value, f"must have at most {_MAX_ITEMS:,} characters or items")
         if any(isinstance(item, (list, dict)) for item in items):
             self.refuse(name, value, "must not be nested")
+        # no size of a model exceeds the number of its weights
         limit = self.num_weights
         if name in _FLOAT_FIELDS:
             limit = _MAX_NUMBER
@@ -97,7 +98,7 @@ class ConfigJson(NamedTuple):
                 self.refuse(name, self.fields[name], f"not supported; must be {value!r}")
 
 
-def training_fields() -> set[str]:
+def _training_fields() -> set[str]:
     """Returns the fields that do not change the function that a trained model computes."""
     return {*ModelConfig.field_names(fixed_by="run"), *ModelConfig.field_names(fixed_by=None)}
 
@@ -105,6 +106,7 @@ def training_fields() -> set[str]:
 def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """Refuses, without building it, a model with more weights or layers than `shapes` have."""
     num_weights = sum(math.prod(shape) for shape in shapes.values())
+    # A size in a config.json costs nothing to write; a model of it can take hours and all memory.
     width = config.d_model
     experts = config.num_experts + config.num_shared_experts if config.mlp == "moe" else 1
     # field → number of weights of a tensor that becomes larger with it
@@ -132,6 +134,7 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
                 f"tensor of {size:,} weights, but all tensors in the folder together have "
                 f"{num_weights:,}"
             )
+    # each layer has at least one tensor
     if config.num_layers > len(shapes):
         raise UserError(
             f"{path}: config.model.num_layers={config.num_layers}: the folder has only "
@@ -142,11 +145,10 @@ def require_fit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path
 def other_fields(
     config: ModelConfig, fixed: Mapping, free: Iterable[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Returns {field: (value, needed value)} of the fields not in `free` that have another value
-    than in `fixed`, or else than their default. So new fields are unsupported.
-    """
-    config = with_defaults(config)
-    free = {*free, *training_fields()}
+    """Returns {field: (value, needed value)} of the fields that have another value."""
+    # Fields that are neither in `fixed` nor `free` need their default: new ones are unsupported.
+    config = _with_defaults(config)
+    free = {*free, *_training_fields()}
     others = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -156,7 +158,7 @@ def other_fields(
     return others
 
 
-def with_defaults(config: ModelConfig) -> ModelConfig:
+def _with_defaults(config: ModelConfig) -> ModelConfig:
     """Returns an equivalent config with defaults where possible."""
     changes = {}
     for mixer in MIXERS:

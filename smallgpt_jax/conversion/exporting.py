@@ -58,6 +58,7 @@ def export(
     _refuse_custom_classes(source)
     trained = inference.load_trained(source, step).with_paths(form.paths)
     has_low_rank = trained.model.config.rank_ratio > 0
+    # no other format has matrices that are products of two
     if has_low_rank:
         model, params = low_rank.with_rank_ratio(trained.model, trained.params, 0.0)
         trained = trained._replace(model=model, params=params)
@@ -73,10 +74,10 @@ def export(
     return summary
 
 
-def _make_export(name: str, **options) -> Export:
+def _make_export(name: str) -> Export:
     if name not in EXPORTS:
         raise UserError(f"--to={name}: no such format; choose from {', '.join(EXPORTS)}")
-    return EXPORTS[name](**options)
+    return EXPORTS[name]()
 
 
 def _refuse_custom_classes(workdir: Path) -> None:
@@ -159,6 +160,7 @@ class PeftExport:
                 f"--workdir={workdir}: has matrices of low rank; export the merged weights with "
                 "--to=hf"
             )
+        # the weights before the run; the adapter is the difference
         base = inference.load_trained(workdir, trained.step, merge_lora=False)
         with atomic_folder(output, last="adapter_config.json") as folder:
             class_name = peft_adapter.write(

@@ -61,6 +61,7 @@ def write(
             stored = "float16"
             num_wider += 1
         _add_tensor(gguf, writer, tensor_name, x, stored)
+    # the order of the file, which GGUFWriter requires
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -44,7 +44,8 @@ FIXED = dict(
     position="learned",
 )
 FREE = ("vocab_size", "context_length", "num_layers", "num_heads", "d_model", "mlp_ratio")
-# For these fields of GPT-2's config, our model supports only these values.
+# For these fields of GPT-2's config, our model supports only these values. A file that lacks one is
+# accepted, since they are the defaults.
 SUPPORTED_VALUES = {
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
@@ -85,6 +86,7 @@ def to_hugging_face(
     for name, x in tensors.items():
         if ".qkv." in name:
             x = _heads_last(x, config.num_heads)
+        # embeddings and the head are outside the trunk, and not transposed
         is_linear = name.startswith("trunk.") and x.ndim == 2
         theirs[hugging_face_name(name)] = np.ascontiguousarray(x.T if is_linear else x)
     return theirs
@@ -108,7 +110,7 @@ def from_hugging_face(
         our_name = ours[full_name]
         if our_name.startswith("trunk.") and x.ndim == 2:
             x = x.T
-        # tensors of other shapes stay as they are; `tensors.to_params` refuses them by name
+        # tensors of other shapes stay as they are; `tensors.to_variables` refuses them by name
         if ".qkv." in our_name and x.ndim and len(x) % (3 * config.num_heads) == 0:
             x = heads_first(x, config.num_heads)
         renamed[our_name] = x
@@ -128,7 +130,7 @@ def to_config(config: ModelConfig) -> dict:
         "activation_function": "gelu_new",
         "embd_pdrop": config.dropout,
         "resid_pdrop": config.dropout,
-        "attn_pdrop": 0.0,
+        "attn_pdrop": 0.0,  # on attention weights, which we do not drop
         "tie_word_embeddings": True,
         **SUPPORTED_VALUES,
     }
@@ -144,16 +146,13 @@ def from_config(theirs: ConfigJson) -> dict:
             f"not supported; must be one of {', '.join(_ACTIVATIONS)}",
         )
     width = theirs.size("n_embd", "hidden_size")
-    return dict(
-        architecture="gpt",
+    return FIXED | dict(
         vocab_size=theirs.size("vocab_size"),
         context_length=theirs.size("n_positions", "n_ctx"),
         num_layers=theirs.size("n_layer", "num_hidden_layers"),
         num_heads=theirs.size("n_head", "num_attention_heads"),
         d_model=width,
         mlp_ratio=theirs.size("n_inner", default=4 * width) / width,
-        position="learned",
         activation=_ACTIVATIONS[activation],
-        use_bias=True,
         tie_embeddings=theirs.flag("tie_word_embeddings", True),
     )

@@ -38,6 +38,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     theirs = {name.removeprefix("_orig_mod."): x for name, x in arrays.items()}
     config = saved.get("config")
     num_heads = getattr(config, "n_head", None)
+    # `type`, because True is an instance of int
     if not isinstance(config, torch_file.Attributes) or type(num_heads) is not int:
         raise UserError(f"{path}: not a checkpoint of the paper's code (no n_head in its config)")
     try:
@@ -50,14 +51,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
     our_names = {their_name: name for name, their_name in their_names.items()}
     ours = {}
     for their_name, x in theirs.items():
-        name = our_names.get(their_name, their_name)  # `to_params` refuses what has no name of ours
+        name = our_names.get(
+            their_name, their_name
+        )  # `to_variables` refuses what has no name of ours
         ours[name] = _to_our_layout(name, x, num_heads)
-    params = tensors.to_params(model, ours, lambda name: their_names.get(name, name), str(path))
-    facts = {}
-    for name in ("step", "val_loss"):
-        if isinstance(saved.get(name), int | float):
-            facts[name] = saved[name]
-    return Checkpoint(model, params, facts)
+    params, _ = tensors.to_variables(
+        model, ours, lambda name: their_names.get(name, name), str(path)
+    )
+    facts = {name: saved.get(name) for name in ("step", "val_loss")}
+    return Checkpoint(
+        model, params, {name: x for name, x in facts.items() if isinstance(x, int | float)}
+    )
 
 
 def _model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> dict:
@@ -66,13 +70,14 @@ def _model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> 
         context_length, _ = theirs["transformer.wpe.weight"].shape
         first_mlp = next(x for name, x in theirs.items() if name.endswith(".mlp.c_fc.weight"))
         mlp_ratio = first_mlp.shape[0] / first_mlp.shape[1]
+        # the first stage of a cgpt ends with a convolution; other models have none
         num_taps = theirs.get("transformer.h.0.conv_layer.weight", np.zeros((1, 1, 1))).shape[2]
     except (KeyError, ValueError, IndexError, ZeroDivisionError, StopIteration):
         raise UserError(
             f"{path}: not a checkpoint of the paper's code (no transformer.wte, transformer.wpe or "
             "MLP tensor)"
         ) from None
-    num_layers = sum(name.endswith(".ln_1.weight") for name in theirs)
+    num_layers = sum(name.endswith(".ln_1.weight") for name in theirs)  # one per block
     return dict(
         _architecture_fields(theirs, num_layers, num_taps),
         vocab_size=vocab_size,

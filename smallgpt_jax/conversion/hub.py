@@ -13,6 +13,7 @@ def check_repository(name: str) -> None:
     """Raises UserError for a name that is no OWNER/NAME, and if nobody is logged in."""
     if not _REPOSITORY.fullmatch(name):
         raise UserError(f"--push={name}: expected OWNER/NAME, such as ada/my-model")
+    # before the export, which can take minutes
     if import_library("huggingface_hub").get_token() is None:
         raise UserError(
             f"--push={name}: not logged in at the Hugging Face hub; run `hf auth login`, or set "

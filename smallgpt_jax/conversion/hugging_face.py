@@ -90,14 +90,13 @@ def export_folder(
     import_library("safetensors.numpy").save_file(
         {name: np.ascontiguousarray(x) for name, x in theirs.items()},
         folder / "model.safetensors",
-        metadata={"format": "pt"},
+        metadata={"format": "pt"},  # transformers 4 refuses files without it
     )
     (folder / "model.safetensors").chmod(0o666 & ~current_umask())  # safetensors ignores the umask
-    special = {
-        "bos_token_id": tokenizer.begin_of_text if tokenizer else None,
-        "eos_token_id": tokenizer.end_of_text if tokenizer else None,
-        "pad_token_id": tokenizer.end_of_text if tokenizer else None,
-    }
+    begin = tokenizer.begin_of_text if tokenizer else None
+    end = tokenizer.end_of_text if tokenizer else None
+    # Training needs no padding; batches in transformers do.
+    special = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
     write_json(
         folder / "config.json", {**their_config, **special, "dtype": "float32", "use_cache": True}
     )
@@ -105,7 +104,7 @@ def export_folder(
         generation = {
             **special,
             "eos_token_id": _ends_of_texts(tokenizer, chat_template),
-            "max_length": config.context_length,
+            "max_length": config.context_length,  # without it, 20 tokens
         }
         # The embedding may have more rows than the tokenizer has ids; generation must not sample
         # the unused rows.
@@ -129,12 +128,11 @@ def _ends_of_texts(tokenizer: Tokenizer | None, chat_template: str) -> int | lis
     """Returns the ids at which generation stops, in the form of generation_config.json."""
     if not tokenizer:
         return None
-    if not chat_template:
-        return tokenizer.end_of_text
-    end_of_turn = ChatTemplate(chat_template, tokenizer.special_tokens).end_of_turn
-    if end_of_turn in (None, tokenizer.end_of_text):
-        return tokenizer.end_of_text
-    return [tokenizer.end_of_text, end_of_turn]
+    if chat_template:
+        end_of_turn = ChatTemplate(chat_template, tokenizer.special_tokens).end_of_turn
+        if end_of_turn not in (None, tokenizer.end_of_text):
+            return [tokenizer.end_of_text, end_of_turn]
+    return tokenizer.end_of_text
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -158,6 +156,7 @@ def read_folder(
         )
     form = _FORMATS[model_type]
     files = open_weights(folder)
+    # Shapes first: they show whether the config can be true, before it makes anything large.
     num_weights = sum(math.prod(shape) for shape in files.shapes.values())
     fields = dict(dropout=0.0, dtype="float32", scan_layers=False)
     fields |= form.from_config(ConfigJson(their_config, path, num_weights))
@@ -175,14 +174,11 @@ def read_folder(
         weights = form.from_hugging_face(model.config, tensors.shapes(model), weights)
     except UserError as error:
         raise UserError(f"{files.path}: {error}") from None
-    params = tensors.to_params(model, weights, form.hugging_face_name, str(files.path))
-    return ImportedModel(
-        model,
-        params,
-        read_tokenizer(folder) if with_tokenizer else None,
-        tensors.to_model_state(model, weights),
-        own_template(folder),
+    params, model_state = tensors.to_variables(
+        model, weights, form.hugging_face_name, str(files.path)
     )
+    tokenizer = read_tokenizer(folder) if with_tokenizer else None
+    return ImportedModel(model, params, tokenizer, model_state, own_template(folder))
 
 
 def _has_head(form, weights: Mapping[str, np.ndarray]) -> bool:
@@ -196,6 +192,7 @@ def _has_head(form, weights: Mapping[str, np.ndarray]) -> bool:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """Returns None for a folder without a tokenizer. Raises UserError for one that is not supported."""
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab.*", "merges.txt")):
         return None
     try:
@@ -232,6 +229,7 @@ def _download_folder(name: str) -> Path:
     hub = import_library("huggingface_hub")
     try:
         folder = Path(hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
+        # the same weights, usually beside safetensors: not downloaded twice
         if not any(folder.glob("*.safetensors")):
             hub.snapshot_download(name, allow_patterns=["pytorch_model.bin"])
         return folder

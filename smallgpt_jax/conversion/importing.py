@@ -66,10 +66,10 @@ def import_(
     )
 
 
-def _make_import(name: str, **options) -> Import:
+def _make_import(name: str) -> Import:
     if name not in IMPORTS:
         raise UserError(f"--from={name}: no such format; choose from {', '.join(IMPORTS)}")
-    return IMPORTS[name](**options)
+    return IMPORTS[name]()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -57,9 +57,6 @@ _SUPPORTED_VALUES = {
     "use_sliding_window": False,
     "quantization_config": None,
 }
-# Used if config.json lacks the field. Other models: hidden size / heads, and the number of heads.
-_DEFAULT_HEAD_DIM = {"qwen3": 128}
-_DEFAULT_KV_HEADS = {"qwen3": 32}  # not if the field is null; then it is the number of heads
 
 
 def supports(config: ModelConfig) -> bool:
@@ -105,6 +102,7 @@ def from_hugging_face(
     config: ModelConfig, names, tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Accepts tensors of a LlamaModel, too. Tensors that are not in `names` keep their names."""
+    # a LlamaModel has no head, and its names lack the prefix
     tensors = {
         name if name.startswith(("model.", "lm_head.")) else f"model.{name}": x
         for name, x in tensors.items()
@@ -116,7 +114,7 @@ def from_hugging_face(
     for name in names:
         their_names = _projection_names(name) if ".qkv." in name else [hugging_face_name(name)]
         if not all(their_name in tensors for their_name in their_names):
-            continue
+            continue  # `tensors.to_variables` refuses the rest by name
         theirs = {their_name: tensors.pop(their_name) for their_name in their_names}
         ours[name] = _fuse(config, theirs) if ".qkv." in name else theirs[their_names[0]]
     return ours | tensors
@@ -160,20 +158,21 @@ def to_config(config: ModelConfig) -> dict:
 
 def from_config(theirs: ConfigJson) -> dict:
     theirs.require(_SUPPORTED_VALUES)
-    layer_types = theirs.fields.get("layer_types")
-    if layer_types is not None and (
-        not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
-    ):
+    layer_types = theirs.fields.get("layer_types") or []
+    is_list = isinstance(layer_types, list)
+    if not is_list or any(kind != "full_attention" for kind in layer_types):
         theirs.refuse("layer_types", layer_types, "not supported; all must be 'full_attention'")
-    model_type = theirs.fields["model_type"]
+    is_qwen3 = theirs.fields["model_type"] == "qwen3"
     width = theirs.size("hidden_size")
     num_heads = theirs.size("num_attention_heads")
-    default_head_dim = _DEFAULT_HEAD_DIM.get(model_type, max(1, width // num_heads))
+    # as in transformers, where a qwen3 has 32 key–value heads without the field, but not with null
+    default_head_dim = 128 if is_qwen3 else max(1, width // num_heads)
     default_kv_heads = num_heads
-    if "num_key_value_heads" not in theirs.fields:
-        default_kv_heads = _DEFAULT_KV_HEADS.get(model_type, num_heads)
+    if is_qwen3 and "num_key_value_heads" not in theirs.fields:
+        default_kv_heads = 32
     head_dim = theirs.size("head_dim", default=default_head_dim)
     num_kv_heads = theirs.size("num_key_value_heads", default=default_kv_heads)
+    # 0 heads or width: what our config derives from the others, so that equal models compare equal
     return dict(
         vocab_size=theirs.size("vocab_size"),
         context_length=theirs.positions("max_position_embeddings"),
@@ -184,15 +183,16 @@ def from_config(theirs: ConfigJson) -> dict:
         head_dim=0 if head_dim * num_heads == width else head_dim,
         mlp_ratio=theirs.size("intermediate_size") / width,
         norm_epsilon=theirs.number("rms_norm_eps", 1e-6),
-        rope_base=rope_base(theirs),
-        qk_norm=model_type == "qwen3",
+        rope_base=_rope_base(theirs),
+        qk_norm=is_qwen3,
         tie_embeddings=theirs.flag("tie_word_embeddings", False),
         **FIXED,
     )
 
 
-def rope_base(theirs: ConfigJson) -> float:
+def _rope_base(theirs: ConfigJson) -> float:
     """Refuses a rotation that is scaled, covers a part of a head, or depends on the layer."""
+    # transformers 4 has rope_scaling and a rope_theta beside it; 5 has both in rope_parameters
     name = "rope_scaling" if theirs.fields.get("rope_scaling") else "rope_parameters"
     rope = theirs.fields.get(name) or {}
     is_dict = isinstance(rope, dict)

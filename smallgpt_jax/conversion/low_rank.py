@@ -42,10 +42,9 @@ def with_rank_ratio(model: models.LanguageModel, params, rank_ratio: float):
 
 
 def factor(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns U√S, (…, m, rank), and √S·Vᵀ, (…, rank, n), of a matrix (…, m, n); rank ≤ min(m,
-    n).
-    """
+    """Returns U√S, (…, m, rank), and √S·Vᵀ, (…, rank, n), of a matrix (…, m, n)."""
     u, s, v = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
+    # √S on each side, so that both factors have the same scale
     root = np.sqrt(s[..., None, :rank])
     left = u[..., :rank] * root
     right = np.swapaxes(root, -1, -2) * v[..., :rank, :]

@@ -44,6 +44,7 @@ def format_model_card(
         table = ["| training | |", "|---|---|"]
         table += [f"| {escape_markdown(key)} | {escape_markdown(value)} |" for key, value in facts]
         table.append("")
+    # a user who relies on the usual special token would get other tokens than in training
     tokenizer = "The tokenizer encodes `<|endoftext|>` in a text as ordinary text."
     if not adds_begin:
         tokenizer = (
@@ -140,8 +141,10 @@ def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[s
         for line in read_lines(workdir / METRICS_FILE)
         if line["split"] == "eval"
         and line["step"] == step
+        # null: not finite; without bits per byte: the bytes of the text are not known
         and None not in (line["loss"], line.get("bits_per_byte"))
     ]
+    # A resumed run may have evaluated the step twice.
     if evaluations:
         newest = evaluations[-1]
         loss = f"{newest['loss']:.4f} nats per token, {newest['bits_per_byte']:.4f} bits per byte"

@@ -29,6 +29,7 @@ def write(folder: Path, model: models.LanguageModel, base, tuned, rank: int) -> 
     is_transposed = form is gpt2  # GPT-2's matrices are (inputs, outputs)
     factors = {}
     target_modules = []
+    # Float64, because the difference of two close matrices has few digits.
     for name in before:
         delta = np.asarray(after[name], np.float64) - np.asarray(before[name], np.float64)
         if delta.ndim != 2 or not np.any(delta):
@@ -49,7 +50,7 @@ def write(folder: Path, model: models.LanguageModel, base, tuned, rank: int) -> 
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": None,
             "r": rank,
-            "lora_alpha": rank,
+            "lora_alpha": rank,  # a scale of 1: the factors contain the run's scale
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": is_transposed,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smallgpt_jax.conversion.config_json import ConfigJson, training_fields, with_defaults
+from smallgpt_jax.conversion.config_json import ConfigJson, other_fields
 from smallgpt_jax.models import ModelConfig
 
 MODEL_TYPES = ("smallgpt",)
@@ -21,10 +21,10 @@ CODE = (
     "modeling_smallgpt.py",
     "recurrent_smallgpt.py",
 )
-ARCHITECTURES = ("gpt", "pgpt", "lgpt", "cgpt")  # supported by the exported PyTorch code
-# Values that the exported PyTorch code supports, for fields whose tables in models/ or ops/ can be
-# extended.
+# Values that the exported PyTorch code supports, for fields that can have others: their tables in
+# models/ or ops/ can be extended.
 SUPPORTED_VALUES = {
+    "architecture": ("gpt", "pgpt", "lgpt", "cgpt"),
     "norm": ("layer", "rms"),
     "mlp": ("dense", "gated", "moe"),
     "activation": ("gelu", "gelu_tanh", "silu", "relu2"),
@@ -39,12 +39,12 @@ _RENAMED_FIELDS = {
 
 
 def known_fields() -> list[str]:
-    """Returns the fields that the PyTorch code reads: the parameters of its constructor."""
+    """Returns the fields that the PyTorch code reads, but those in _RENAMED_FIELDS."""
     # parsed, because an import would need PyTorch and transformers
     tree = ast.parse((Path(__file__).parent / "exported" / CODE[0]).read_text("utf-8"))
-    constructor = next(node for node in ast.walk(tree) if getattr(node, "name", "") == "__init__")
-    other = {"self", "use_cache", *_RENAMED_FIELDS.values()}
-    return [argument.arg for argument in constructor.args.args if argument.arg not in other]
+    table = next(node.value for node in tree.body if isinstance(node, ast.Assign))
+    other = {"use_cache", *_RENAMED_FIELDS.values()}
+    return [name for name in ast.literal_eval(table) if name not in other]
 
 
 def class_name(config: ModelConfig) -> str:
@@ -77,28 +77,15 @@ def from_hugging_face(
 
 
 def to_config(config: ModelConfig) -> dict:
-    if config.architecture not in ARCHITECTURES:
-        config.refuse(
-            "architecture",
-            "no PyTorch code for the export; smallgpt_jax/conversion/exported/ supports "
-            + ", ".join(ARCHITECTURES),
-        )
-    for field, values in SUPPORTED_VALUES.items():
+    supported = {**SUPPORTED_VALUES, "attention_mask": ("causal", "bidirectional")}
+    for field, values in supported.items():
         used = getattr(config, field)
         used = used if isinstance(used, tuple) else (used,)
         if not set(used) <= set(values):
             config.refuse(field, f"no PyTorch code for the export; it supports {', '.join(values)}")
-    if config.attention_mask == "prefix":
-        config.refuse(
-            "attention_mask", "no PyTorch code for the export; it supports causal, bidirectional"
-        )
-    known = {*known_fields(), *_RENAMED_FIELDS, *training_fields()}
-    # with defaults, because fields of mixers that the model does not use do not matter
-    for field in dataclasses.fields(config):
-        if field.name not in known and getattr(with_defaults(config), field.name) != field.default:
-            config.refuse(
-                field.name, f"no PyTorch code for the export; it supports only {field.default!r}"
-            )
+    others = other_fields(config, fixed={}, free=(*known_fields(), *_RENAMED_FIELDS))
+    for field, (_, needed) in others.items():
+        config.refuse(field, f"no PyTorch code for the export; it supports only {needed!r}")
     theirs = {
         "model_type": "smallgpt",
         "architectures": [class_name(config)],

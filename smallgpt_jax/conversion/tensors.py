@@ -11,7 +11,7 @@ model state, only the routers' biases are converted.
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -30,14 +30,14 @@ _TABLES = ("token_embedding", "position_embedding", "value_embedding", "head")
 
 
 class _TensorSlot(NamedTuple):
-    """A tensor's place in the parameter tree.
+    """A tensor's place in the variables of a model.
 
     For example, trunk.paths.0.blocks.1.mlp.up.weight is at index (0, 1) of the array at
-    ("trunk", "paths", "blocks", "mlp", "up", "kernel").
+    ("params", "trunk", "paths", "blocks", "mlp", "up", "kernel").
     """
 
     name: str
-    path: tuple[str, ...]  # the array that contains the tensor, as a path in the parameter tree
+    path: tuple[str, ...]  # the collection, "params" or "state", and the array's path in it
     index: tuple[int, ...]  # the tensor's index in this array: (), (layer,) or (path, layer)
     axes: tuple[str, ...]
     shape: tuple[int, ...]  # shape of the tensor in this project's layout
@@ -45,98 +45,56 @@ class _TensorSlot(NamedTuple):
 
 def from_params(model: models.LanguageModel, params, model_state=None) -> dict[str, np.ndarray]:
     """Returns {name: float32 tensor}. `model_state` is needed for mixtures of experts."""
-    return _read_slots(_tensor_slots(model), params) | _read_slots(
-        _router_bias_slots(model), model_state or {}
-    )
-
-
-def _read_slots(slots: Iterable[_TensorSlot], tree) -> dict[str, np.ndarray]:
-    arrays = flatten_dict(jax.device_get(tree))
+    arrays = flatten_dict(jax.device_get({"params": params, "state": model_state or {}}))
     tensors = {}
-    for slot in slots:
+    for slot in _tensor_slots(model):
         x = np.asarray(arrays[slot.path][slot.index], np.float32)
         tensors[slot.name] = _to_torch(x, slot)
     return tensors
 
 
 def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
-    return {
-        slot.name: _torch_shape(slot.path[-1], slot.axes, slot.shape)
-        for slot in (*_tensor_slots(model), *_router_bias_slots(model))
-    }
+    shape_of = {}
+    for slot in _tensor_slots(model):
+        no_memory = np.broadcast_to(np.float32(0), slot.shape)
+        shape_of[slot.name] = _to_torch(no_memory, slot).shape
+    return shape_of
 
 
-@functools.cache
-def _torch_shape(leaf: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    # The layers of a model share these arguments, so that this traces once and not per layer.
-    slot = _TensorSlot("", (leaf,), (), axes, shape)
-    return jax.eval_shape(
-        lambda x: _to_torch(x, slot), jax.ShapeDtypeStruct(shape, "float32")
-    ).shape
-
-
-def to_params(
+def to_variables(
     model: models.LanguageModel,
     tensors: Mapping[str, np.ndarray],
-    their_name: Callable[[str], str] = str,
-    where: str = "",
+    their_name: Callable[[str], str],
+    where: str,
 ):
     """Inverts `from_params`. Errors name the file, `where`, and `their_name` of a tensor in it."""
     expected_shapes = shapes(model)
-
-    def refuse(what: str, names: list[str]):
-        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-        raise UserError(f"{where}: {what}: {', '.join(names[:_MAX_LISTED])}{more}")
-
-    missing = [their_name(name) for name in expected_shapes if name not in tensors]
-    if missing:
-        refuse("missing tensors", missing)
-    extra = [their_name(name) for name in tensors if name not in expected_shapes]
-    if extra:
-        refuse("unexpected tensors", extra)
-    misshapen = [
-        f"{their_name(name)} {tensors[name].shape}, expected {shape}"
-        for name, shape in expected_shapes.items()
-        if tensors[name].shape != shape
-    ]
-    if misshapen:
-        refuse("wrong shapes", misshapen)
-    abstract = flatten_dict(models.abstract_params(model))
-    arrays = {path: np.empty(x.shape, np.float32) for path, x in abstract.items()}
+    problems = {
+        "missing tensors": [their_name(name) for name in expected_shapes if name not in tensors],
+        "unexpected tensors": [their_name(name) for name in tensors if name not in expected_shapes],
+        "wrong shapes": [
+            f"{their_name(name)} {tensors[name].shape}, expected {shape}"
+            for name, shape in expected_shapes.items()
+            if name in tensors and tensors[name].shape != shape
+        ],
+    }
+    for problem, names in problems.items():
+        if names:
+            more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+            raise UserError(f"{where}: {problem}: {', '.join(names[:_MAX_LISTED])}{more}")
+    abstract = flatten_dict(models.abstract_variables(model))
+    # zeros, because the model state has more than the routers' biases
+    arrays = {path: np.zeros(p.shape, p.dtype) for path, p in abstract.items()}
     for slot in _tensor_slots(model):
-        arrays[slot.path][slot.index] = _from_torch(
-            np.asarray(tensors[slot.name], np.float32), slot
-        )
-    return unflatten_dict(arrays)
+        arrays[slot.path][slot.index] = _from_torch(tensors[slot.name], slot)
+    variables = unflatten_dict(arrays)
+    return variables["params"], variables.get("state", {})
 
 
-def to_model_state(model: models.LanguageModel, tensors: Mapping[str, np.ndarray]):
-    """`tensors` must have passed `to_params`."""
-    abstract = flatten_dict(models.abstract_model_state(model))
-    arrays = {path: np.zeros(x.shape, x.dtype) for path, x in abstract.items()}
-    for slot in _router_bias_slots(model):
-        arrays[slot.path][slot.index] = tensors[slot.name]
-    return unflatten_dict(arrays)
-
-
-def _router_bias_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
-    # The path of the router's kernel, but in the model state, and with the last key "bias".
-    return tuple(
-        _TensorSlot(
-            slot.name.removesuffix("weight") + "bias",
-            (*slot.path[:-1], "bias"),
-            slot.index,
-            slot.axes[1:],
-            slot.shape[1:],
-        )
-        for slot in _tensor_slots(model)
-        if slot.axes == ROUTER_AXES
-    )
-
-
+# cached, because an import asks for the slots of a model several times
 @functools.cache
 def _tensor_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
-    """Returns, for each exported tensor, its name and its place in the parameters."""
+    """Returns, for each exported tensor, its name and its place in the variables."""
     subtrees = {}  # by path
     for name, tree in models.abstract_params(model).items():
         if name != "trunk":
@@ -147,8 +105,21 @@ def _tensor_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
             subtrees[name, child] = subtree
     slots = []
     for path, tree in subtrees.items():
-        slots += _subtree_slots(model.config, tree, path, index=(), name=".".join(path))
-    return tuple(slots)
+        name = ".".join(path)
+        slots += _subtree_slots(model.config, tree, ("params", *path), index=(), name=name)
+    routers = [slot for slot in slots if slot.axes == ROUTER_AXES]
+    return (*slots, *map(_router_bias_slot, routers))
+
+
+def _router_bias_slot(router: _TensorSlot) -> _TensorSlot:
+    # The path of the router's kernel, but in the model state, and with the last key "bias".
+    return _TensorSlot(
+        router.name.removesuffix("weight") + "bias",
+        ("state", *router.path[1:-1], "bias"),
+        router.index,
+        router.axes[1:],
+        router.shape[1:],
+    )
 
 
 def _subtree_slots(
@@ -183,12 +154,8 @@ def _children(
 def _stacked_modules(
     config, tree, path, axis: int
 ) -> Iterator[tuple[int, Any, tuple[str, ...], int]]:
-    """Yields (number, stack, path of the stack, index in the stack) of each module that is stacked
-    along `axis`.
-
-    `tree` is usually one stack. If blocks have different attention windows, it contains several;
-    see models/stacks.py.
-    """
+    """Yields (number, stack, path of the stack, index in it) of each module stacked along `axis`."""
+    # `tree` is usually one stack. If the blocks differ, it contains several: see models/stacks.py.
     if not all(child.isdigit() for child in tree):  # one stack, of modules such as attention, mlp
         for i in range(jax.tree.leaves(tree)[0].shape[axis]):
             yield i, tree, path, i
@@ -220,16 +187,13 @@ def _to_torch(x, slot: _TensorSlot):
         case "kernel", ("conv_time", *_):  # (taps, inputs, outputs)
             return x.T
         case "kernel", axes:  # (*inputs, *outputs)
-            num_inputs = math.prod(x.shape[: _num_input_axes(axes)])
-            return x.reshape(num_inputs, -1).T
+            # The output projection has (heads, head width, embed), the QKV projection (embed, …).
+            num_input_axes = len(axes) - 1 if axes[-1] == "embed" else 1
+            return x.reshape(math.prod(x.shape[:num_input_axes]), -1).T
     return x
 
 
 def _from_torch(x, slot: _TensorSlot):
+    # The shape divides again what `_to_torch` has flattened, such as heads and their width.
     is_kernel = slot.path[-1] == "kernel"
     return (x.T if is_kernel else x).reshape(slot.shape)
-
-
-def _num_input_axes(axes: tuple[str, ...]) -> int:
-    # The output projection has (heads, head width, embed), the QKV projection (embed, …).
-    return len(axes) - 1 if axes[-1] == "embed" else 1

@@ -26,7 +26,7 @@ def hugging_face_files(
         if "tokenizer_config.json" in tokenizer.files():
             return {}
         tokens = tokenizer.begin_of_text_token, tokenizer.end_of_text_token
-        return {"tokenizer_config.json": settings(*tokens, context_length, is_chat)}
+        return {"tokenizer_config.json": _settings(*tokens, context_length, is_chat)}
     if tokenizer.kind == SYMBOLS:
         raise UserError(
             "the symbols of a probe cannot be exported as a tokenizer; use --tokenizer=skip to "
@@ -43,6 +43,7 @@ def hugging_face_files(
         ]
     )
     converted.encode_special_tokens = True
+    # The two libraries' algorithms differ in details, so a converted tokenizer is tried.
     for text in [*TRIAL_TEXTS, *_probes_of_pieces(tokenizer)]:
         theirs = converted.encode(text, add_special_tokens=False).ids
         ours = tokenizer.encode([text])[0].tolist()
@@ -65,13 +66,13 @@ def hugging_face_files(
         )
     return {
         "tokenizer.json": converted.to_str(),
-        "tokenizer_config.json": settings(
+        "tokenizer_config.json": _settings(
             begin_of_text, end_of_text, context_length, is_chat, **more
         ),
     }
 
 
-def settings(
+def _settings(
     begin_of_text: str, end_of_text: str, context_length: int, is_chat: bool, **more
 ) -> str:
     content = {
@@ -81,7 +82,7 @@ def settings(
         "pad_token": end_of_text,
         "unk_token": None,
         "model_max_length": context_length,
-        "padding_side": "left",
+        "padding_side": "left",  # new tokens are generated on the right
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": not is_chat,
         **more,
@@ -101,9 +102,7 @@ def _byte_level_tokenizer(library, tokenizer: Tokenizer):
 
 
 def byte_pairs(tokenizer: Tokenizer) -> tuple[dict[str, int], list[str]]:
-    """Returns the ids of GPT-2's or the bytes' tokens, in GPT-2's characters for bytes, and the
-    merges in their order, whose two parts are separated by a space.
-    """
+    """Returns {token in GPT-2's characters for bytes: id}, and the merges, such as "t h"."""
     if tokenizer.kind == "bytes":
         return {**gpt2_bytes(), END_OF_TEXT: tokenizer.end_of_text}, []
     files = tokenizer.files()
@@ -193,13 +192,12 @@ def _user_defined(tokenizer: Tokenizer) -> list[int]:
 
 
 def _probes_of_pieces(tokenizer: Tokenizer) -> list[str]:
-    """Returns texts with each user-defined piece: between others, at both ends, and overlapping
-    with its own first or last character.
-    """
+    """Returns texts with each user-defined piece, for the comparison with the original."""
     if tokenizer.kind != "sentencepiece":
         return []
     pieces = sentencepiece_spec(tokenizer).pieces
     names = [pieces[i].piece.replace(SPACE, " ") for i in _user_defined(tokenizer)]
+    # between others, at both ends, and overlapping with the piece's own first or last character
     forms = ("{0}", " {0}", "a{0}b", "a {0} b", "{0}{0}a\n{0}", "  {0}  ", "{1}{0}", "{0}{2}")
     return [form.format(name, name[0], name[-1]) for name in names for form in forms]
 

@@ -30,6 +30,7 @@ def read_torch_file(path: Path, classes: Sequence[str] = ()):
             torch.serialization.safe_globals([_stand_in(name) for name in classes]),
             warnings.catch_warnings(action="ignore"),
         ):
+            # mmap: no tensor is read before its size is checked
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None

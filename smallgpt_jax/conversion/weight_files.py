@@ -1,6 +1,4 @@
-"""Reads the weight files of Hugging Face folders: one or several safetensors files, or a
-`pytorch_model.bin`.
-"""
+"""Reads the weight files of Hugging Face folders: safetensors, or a `pytorch_model.bin`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from smallgpt_jax.errors import UserError, import_library
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.json_files import Each, Kind, read_json
 
+# An index comes from somebody else, so it must not name files elsewhere.
 _FILE_NAME = Kind(
     "the name of a safetensors file in the same folder",
     lambda name: (
@@ -26,6 +25,7 @@ _MAX_HEADER_BYTES = 2**24  # of a safetensors file; a tensor takes about 100
 _SINGLE, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 
+# The shapes are known before the weights are read, so that a config can be checked first.
 class WeightFiles(NamedTuple):
     path: Path  # the file or the index, for error messages
     shapes: dict[str, tuple[int, ...]]
@@ -74,13 +74,8 @@ def _open_safetensors(path: Path, files: list[Path]) -> WeightFiles:
                 ) from None
         return tensors
 
-    def get_shape(opened, name: str) -> tuple[int, ...]:
-        return tuple(opened.get_slice(name).get_shape())
-
-    def get_tensor(opened, name: str) -> np.ndarray:
-        return opened.get_tensor(name)
-
-    return WeightFiles(path, read(get_shape), lambda: read(get_tensor))
+    shapes = read(lambda opened, name: tuple(opened.get_slice(name).get_shape()))
+    return WeightFiles(path, shapes, lambda: read(lambda opened, name: opened.get_tensor(name)))
 
 
 def _require_short_header(path: Path) -> None:

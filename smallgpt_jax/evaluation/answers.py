@@ -10,15 +10,14 @@ from smallgpt_jax.run.metrics import ANSWER_BITS, ANSWER_MARGIN
 
 
 def add_answer_bits(results: dict[str, Any], tasks: dict[str, Any]) -> None:
-    """Adds ANSWER_BITS and ANSWER_MARGIN, means over the questions with standard errors, to results
-    of the harness that have its samples. `tasks` are its tasks by name.
-    """
+    """Adds ANSWER_BITS and ANSWER_MARGIN to the harness's results, which need its samples."""
     for name, samples in results["samples"].items():
         task = tasks.get(name)
         if task is None or task.OUTPUT_TYPE != "multiple_choice":
             continue  # has no right answer among given ones
         questions = {sample["doc_id"]: sample for sample in samples}  # once per filter
         bits = [_answer_bits_of(sample, task) for sample in questions.values()]
+        # None: a question without a right or a wrong choice
         bits = [question for question in bits if question is not None]
         if bits:
             values = results["results"][name]

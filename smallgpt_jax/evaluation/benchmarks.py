@@ -77,6 +77,7 @@ class Benchmarks:
             log_samples=log_samples,
         )
         unencoded = sum(lm.unencoded for lm in built)
+        # characters that are not encoded cost no bits
         if unencoded:
             print(
                 f"warning: {unencoded:,} texts have characters that the model's tokenizer cannot "
@@ -95,6 +96,7 @@ class Benchmarks:
         config = trained.model.config
         is_one_path = model.paths != "all" and getattr(config, "num_paths", 0) == 1
         shown = "pgpt, one path" if is_one_path else config.architecture
+        # file systems limit names to 255 bytes
         return name[:200], results, report.results_table(results, shown)
 
 
@@ -108,6 +110,7 @@ def leave_out(metrics: Sequence[str], results: dict) -> None:
 
 def _model_fingerprint(trained: inference.TrainedModel, end_of_turn: int | None) -> str:
     """Returns a hash of all that the scores depend on: equal models of all runs share a cache."""
+    # not the workdir or the step: two runs with the same weights have the same scores
     variables = [bit_checksums(tree) for tree in (trained.params, trained.model_state) if tree]
     content = [
         _SCORING_VERSION,

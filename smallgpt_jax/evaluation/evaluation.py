@@ -36,6 +36,7 @@ def evaluate(
     the most questions per task or, below 1, a fraction of them. With `log_samples`, the results
     have each question and its scores. Texts take neither. Raises UserError.
     """
+    # not "no limit", as some tools read it
     if limit == 0:
         raise UserError("--limit=0: leaves no questions; use at least 1, or a fraction")
     if isinstance(on, str):
@@ -48,5 +49,6 @@ def evaluate(
     output.mkdir(parents=True, exist_ok=True)
     path = output / f"{name}.json"
     write_atomically(path, json.dumps(results, indent=2, default=str) + "\n")
+    # for readers; `compare` reads the JSON alone
     write_atomically(output / f"{name}.md", table)
     return Evaluation(results, table, path)

@@ -76,7 +76,7 @@ class ExampleFile:
         name = join_name_parts(
             "examples",
             model.file_name(trained.step),
-            Path(self.path).stem[:100],
+            Path(self.path).stem[:100],  # for readers; the fingerprint tells files apart
             *self.metrics,
             None if limit is None else f"limit{limit:g}",
             self.fingerprint(),

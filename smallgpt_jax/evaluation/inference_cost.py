@@ -1,6 +1,4 @@
-"""Measures what inference with a finished run costs: the time of prefill and of decoding steps, and
-the cache.
-"""
+"""Measures the costs of inference with a finished run: prefill, decoding steps, and the cache."""
 
 import json
 from collections.abc import Callable
@@ -42,9 +40,7 @@ def measure_inference(folder: Path, log=print) -> None:
 
 
 def inference_cost(text_model: inference.TextModel, log=print) -> dict[str, Any]:
-    """Returns the content of inference.json (docs/comparison.md), without what does not fit in
-    memory.
-    """
+    """Returns the content of inference.json, without what does not fit in memory."""
     context = text_model.model.config.context_length
 
     def cache_bytes(length: int) -> int:
@@ -52,6 +48,7 @@ def inference_cost(text_model: inference.TextModel, log=print) -> dict[str, Any]
 
     prefill_ms = _quartiles(lambda: time_prefills(text_model))
     log(f"prefill of {context:,} tokens: {_describe(prefill_ms)}")
+    # empty and full, because attention reads the whole cache in each step
     decoding = []
     for batch in DECODING_BATCHES:
         for cache in ("empty", "full"):
@@ -81,6 +78,7 @@ def _quartiles(timings: Callable[[], list[float]]) -> dict[str, float] | None:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return None
+    # not the mean: other processes on the machine cause outliers
     low, median, high = map(float, np.percentile(milliseconds, (25, 50, 75)))
     return {"median": median, "low": low, "high": high, "count": len(milliseconds)}
 
@@ -107,7 +105,7 @@ def time_steps(text_model: inference.TextModel, batch: int, cache: str) -> list[
     even in a mixture of experts, whose products have static sizes.
     """
     context = text_model.model.config.context_length
-    steps = min(STEPS, context // 2)
+    steps = min(STEPS, context // 2)  # leaves room for a prompt in a tiny context
     prompt = random_tokens(text_model, context - steps if cache == "full" else 1)
     milliseconds = []
     for session_number in range(SESSIONS + 1):

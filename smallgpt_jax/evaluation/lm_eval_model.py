@@ -79,6 +79,7 @@ class SmallGPT(TemplateLM):
             return [self._tokenizer.begin_of_text, *ids]
         return ids
 
+    # without the bar that the harness shows while it tokenizes
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
@@ -90,6 +91,7 @@ class SmallGPT(TemplateLM):
         """A request is ((context, continuation), context tokens, continuation tokens)."""
         jobs = []
         for text, context, continuation in requests:
+            # a log-likelihood of 0 would be the most probable answer
             if not continuation:
                 raise UserError(
                     f"nothing to score in {text!r}: the continuation has no tokens; check the "
@@ -100,7 +102,7 @@ class SmallGPT(TemplateLM):
                 split_into_sequences([*context, *continuation], len(context), self.max_length)
             )
         keys = [text for text, _, _ in requests]
-        return [tuple(score) for score in self._score("loglikelihood", keys, jobs)]
+        return self._score("loglikelihood", keys, jobs)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -111,43 +113,39 @@ class SmallGPT(TemplateLM):
         ]
         jobs = [split_into_sequences(tokens, 1, self.max_length) for tokens in texts]
         keys = [request.args for request in requests]
-        return [score.log_likelihood for score in self._score("loglikelihood_rolling", keys, jobs)]
+        return self._score("loglikelihood_rolling", keys, jobs)
 
     def _score(
         self, kind: str, keys: Sequence[tuple], jobs: Sequence[Sequence[TokenSequence]]
-    ) -> list[Score]:
-        """Returns the score of each job: the sum over its sequences, which make up one text.
-
-        `kind` is the harness's name of the request. The cache has the score of jobs[i] under
-        (kind, keys[i]), from an interrupted evaluation.
+    ) -> list:
+        """Returns the result of each job as the harness expects it: the sum of the scores of its
+        sequences, which make up one text; for the request `kind` "loglikelihood_rolling" a number,
+        else also whether the text is what greedy decoding gives.
         """
-        total = [Score(0.0, True)] * len(jobs)
-        jobs = list(jobs)
-        for i, key in enumerate(keys):
-            cached = self.cache_hook.find(kind, key)
-            if cached is None:
-                continue  # is scored below
-            # a rolling log-likelihood is a number alone
-            total[i] = Score(cached, True) if isinstance(cached, float) else Score(*cached)
-            jobs[i] = ()  # nothing to score
+        is_rolling = kind == "loglikelihood_rolling"
+        # what an interrupted evaluation has left under (kind, keys[i]) is not computed again
+        results = [self.cache_hook.find(kind, key) for key in keys]
         sequences, job_of = [], []  # of all jobs together, and the job of each
         for job, its_sequences in enumerate(jobs):
-            sequences += its_sequences
-            job_of += [job] * len(its_sequences)
-        left = [len(its_sequences) for its_sequences in jobs]  # sequences to score, by job
-        done = left.count(0)
+            if not its_sequences:  # of an empty text
+                results[job] = 0.0
+            if results[job] is None:
+                sequences += its_sequences
+                job_of += [job] * len(its_sequences)
+        left = Counter(job_of)  # sequences to score, by job
+        done = len(jobs) - len(left)
+        totals = [Score(0.0, True)] * len(jobs)
         for index, score in self._scorer.score(sequences):
             job = job_of[index]
-            log_likelihood = total[job].log_likelihood + score.log_likelihood
-            total[job] = Score(log_likelihood, total[job].is_greedy and score.is_greedy)
+            log_likelihood = totals[job].log_likelihood + score.log_likelihood
+            totals[job] = Score(log_likelihood, totals[job].is_greedy and score.is_greedy)
             left[job] -= 1
             if left[job] == 0:
-                is_rolling = kind == "loglikelihood_rolling"
-                result = log_likelihood if is_rolling else tuple(total[job])
-                self.cache_hook.add_partial(kind, keys[job], result)
+                results[job] = log_likelihood if is_rolling else tuple(totals[job])
+                self.cache_hook.add_partial(kind, keys[job], results[job])
                 done += 1
                 self._progress("texts scored", done, len(jobs))
-        return total
+        return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns the generated text of each request, (prompt, settings). Requests with equal settings
@@ -164,6 +162,7 @@ class SmallGPT(TemplateLM):
         contexts = [
             self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests
         ]
+        # equal settings adjacent; similar lengths together, because a batch is padded to its longest
         order = sorted(
             (i for i, text in enumerate(texts) if text is None),
             key=lambda i: (repr(requests[i].args[1]), -len(contexts[i])),
@@ -176,7 +175,6 @@ class SmallGPT(TemplateLM):
         done = 0
         while done < len(order):
             settings = requests[order[done]].args[1]
-            # equal settings are adjacent in the order
             batch = order[done : done + _BATCH_ROWS]
             batch = [i for i in batch if requests[i].args[1] == settings]
             continuations = self._generate(
@@ -196,9 +194,7 @@ class SmallGPT(TemplateLM):
     def _generate(
         self, prompts: list[str], contexts: list[list[int]], samples: list[int], settings: dict
     ) -> list[str]:
-        """`contexts` are the tokens of `prompts`. Each of `samples` selects a random stream for its
-        prompt.
-        """
+        """`contexts` are the tokens of `prompts`; `samples` select the prompts' random streams."""
         settings = normalize_gen_kwargs(settings, _MAX_NEW_TOKENS)
         unknown = settings.keys() - _SAMPLING_SETTINGS - _OTHER_SETTINGS
         if unknown:
@@ -216,13 +212,15 @@ class SmallGPT(TemplateLM):
                 if settings[name] or name == "temperature"
             }
         sampling = Sampling(**chosen).validated()
-        room = max(self.max_length - new_tokens, self.max_length // 2, 1)  # tokens of context
+        # A long answer leaves at least half of the context to the question; it may outgrow the rest.
+        room = max(self.max_length - new_tokens, self.max_length // 2, 1)
         ids = [context[-room:] for context in contexts]
         session = self._text_model.session(ids, self._seed, samples)
         stop = [*settings["until"], *self._ends]
         config = GenerationConfig(new_tokens, stop, sampling)
         return self._text_model.complete(session, prompts, config)
 
+    # the harness writes this into its results
     def get_model_info(self) -> dict:
         config = self._scorer.model.config
         return {

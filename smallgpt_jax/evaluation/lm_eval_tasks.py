@@ -139,9 +139,7 @@ def _single_tasks(loaded: Sequence) -> list:
 
 @contextlib.contextmanager
 def _quiet_logging():
-    """Hides Python warnings in a context, and sets the libraries' log level to ERROR,
-    permanently.
-    """
+    """Hides Python warnings, and permanently what the libraries log below ERROR."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("lm_eval", "datasets", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -171,9 +169,7 @@ def _require_known_tasks(names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _task_spec(name: str, changes: dict, data_dir: Path | None, manager) -> str | dict:
-    """Returns the argument of `TaskManager.load`: the task's name, or its config if the config must
-    be changed.
-    """
+    """Returns an argument of `TaskManager.load`: the task's name, or its changed config."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if not data_dir and not changes:

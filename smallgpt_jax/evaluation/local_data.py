@@ -23,16 +23,16 @@ class _LocalTask(NamedTuple):
 
 
 def _json_rows(text: str) -> list[dict]:
+    # not `splitlines`, which also splits at characters that JSON strings may contain, as U+2028
     lines = (line.encode() for line in text.split("\n") if line.strip())
     return [parse_json(line, OBJECT) for line in lines]
 
 
 def hellaswag(text: str) -> list[dict]:
-    """`preprocess` removes WikiHow's markup in brackets from choices, and from queries made of
-    label and context.
-    """
+    """`preprocess` removes WikiHow's markup in brackets."""
     from lm_eval.tasks.hellaswag.utils import preprocess
 
+    # some copies of the file have the query instead of its parts
     def query(row: dict) -> str:
         return row.get("query") or preprocess(
             f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
@@ -145,9 +145,7 @@ def babylm_tasks(folder: Path | None) -> list[dict]:
 
 
 def _minimal_pairs(task: str, file: Path) -> dict:
-    """Returns the harness's config of a task: which of the two sentences in a row of `file` is the
-    more probable one; right is the one that BabyLM calls good.
-    """
+    """Returns the harness's config of a task: which sentence of a pair is more probable."""
     from datasets import Dataset
 
     good, bad = "sentence_good", "sentence_bad"
@@ -183,6 +181,7 @@ def require_files(names: Sequence[str], folder: Path) -> None:
             f"--data_dir: does not support {', '.join(unknown)}, only {', '.join(TASKS)}; leave "
             "the flag out to download the data from the Hugging Face hub"
         )
+    # before any is read: all missing files at once, not one per attempt
     missing = []
     for name in names:
         for file in TASKS[name].files:
@@ -195,9 +194,7 @@ def require_files(names: Sequence[str], folder: Path) -> None:
 
 
 def task_config(name: str, config: dict, folder: Path) -> dict:
-    """Returns the harness's `config` of a task, changed so that the harness reads the rows from
-    files in `folder`.
-    """
+    """Returns the harness's `config` of a task, with the rows of files in `folder`."""
     from datasets import Dataset
 
     task = TASKS[name]
@@ -207,6 +204,7 @@ def task_config(name: str, config: dict, folder: Path) -> dict:
         if not rows:
             raise ValueError("no rows")
         split = Dataset.from_list(rows)
+    # what readers and pyarrow raise on files of another format
     except (
         *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
         RuntimeError,  # a NotImplementedError of pyarrow

@@ -30,6 +30,7 @@ class ModelOptions:
         trained = trained.with_paths(self.paths).without_blocks(self.skip_blocks)
         if self.dtype is None:
             return trained
+        # `clone`, because a model without some blocks is of another class
         config = dataclasses.replace(trained.model.config, dtype=self.dtype)
         return trained._replace(model=trained.model.clone(config=config))
 
@@ -44,9 +45,7 @@ class ModelOptions:
         return self.paths == "all" and not self.skip_blocks and self.dtype is None
 
     def file_name(self, step: int) -> str:
-        """Returns the part of file names that says which weights were evaluated: the step, and what
-        differs from the defaults.
-        """
+        """Returns the step and what differs from the defaults, for names of files."""
         paths = self.paths if isinstance(self.paths, str) else ",".join(map(str, self.paths))
         skipped = "_".join(map(str, self.skip_blocks))
         return join_name_parts(

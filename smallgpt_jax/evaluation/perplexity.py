@@ -94,10 +94,8 @@ class Text(NamedTuple):
 
 
 def _read_texts(source: str | Path, data: DataConfig, tokenizer: Tokenizer) -> list[Text]:
-    """Returns the texts of a source, one per file that is not empty. `data` says which files are
-    texts, and where the text of an item is. Raises UserError if there are none, or for an invalid
-    file.
-    """
+    """Returns the texts of a source, one per file that is not empty. Raises UserError."""
+    # Refused, not skipped as in training: a loss over a part would look like that of the whole.
     rules = Rules(
         data.text_field,
         invalid_utf8="refuse",
@@ -162,7 +160,7 @@ def _score_texts(
             text_of_window += [number] * len(windows_of_document)
     nats = [0.0] * len(texts)
     progress = ScoringProgress()
-    progress("windows", 0, len(windows))
+    progress("windows", 0, len(windows))  # starts its clock, before the first batch compiles
     for done, (window, score) in enumerate(scorer.score(windows), start=1):
         nats[text_of_window[window]] -= score.log_likelihood
         progress("windows", done, len(windows))
@@ -174,6 +172,7 @@ def measures(texts: Sequence[Text], nats: float) -> dict[str, Any]:
     tokens = sum(text.num_scored for text in texts)
     text_bytes = sum(text.text_bytes for text in texts)
     unencoded = sum(text.unencoded for text in texts)
+    # per token over all texts, so that a long text counts more than a short one
     loss = nats / tokens
     return {
         "documents": sum(len(text.documents) for text in texts),

@@ -18,6 +18,7 @@ class ScoringProgress:
         now = time.monotonic()
         if done <= 1 or not self._started:  # a new count: an evaluation may have several
             self._started = self._shown_at = now
+        # a log that is not a terminal keeps every line
         pause = 0.2 if self._line.is_on_terminal else 10
         if done < total and now - self._shown_at < pause:
             return

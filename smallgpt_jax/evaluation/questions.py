@@ -28,9 +28,7 @@ def score_labels(
     labels: Sequence[str],
     progress: Callable[[str, int, int], Any],
 ) -> np.ndarray:
-    """Returns the log-likelihood of each label, including that of the token which ends it, for each
-    question: (questions, labels).
-    """
+    """Returns the log-likelihoods of labels with the token that ends them, (questions, labels)."""
     context_length = scorer.model.config.context_length
     sequences = [
         TokenSequence(tokens, scored)
@@ -74,11 +72,7 @@ def exact_match(answer: str, generated: str) -> float:
 
 
 def rouge_l(answer: str, generated: str) -> float:
-    """Returns the F1 score of the longest common subsequence of words (Lin, ROUGE, 2004), without
-    stemming.
-
-    As in the package rouge_score, words are lower case and consist of a–z and 0–9.
-    """
+    """Returns the F1 score of the longest common subsequence of words (Lin, ROUGE, 2004)."""
     words, generated_words = _words(answer), _words(generated)
     # common[j]: the longest one of the words so far and the first j generated words
     common = [0] * (len(generated_words) + 1)
@@ -95,6 +89,7 @@ def rouge_l(answer: str, generated: str) -> float:
 
 
 def _words(text: str) -> list[str]:
+    # as in the package rouge_score without stemming
     return re.findall(r"[a-z0-9]+", text.lower())
 
 

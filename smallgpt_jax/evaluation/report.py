@@ -1,6 +1,4 @@
-"""Markdown table of evaluation results: scores, standard errors, chance levels, and the scores of
-arXiv 2404.14462.
-"""
+"""Markdown tables of evaluation results, beside chance levels and scores of arXiv 2404.14462."""
 
 import math
 from collections.abc import Sequence
@@ -62,9 +60,8 @@ def texts_table(files: Sequence[dict[str, Any]], total: dict[str, Any]) -> str:
 
 
 def results_table(results: dict, model_name: str) -> str:
-    """Returns the Markdown table of the harness's `results`, beside those of arXiv 2404.14462 for
-    the model of this name.
-    """
+    """Returns the table of the harness's `results`, beside the paper's for `model_name`."""
+    # empty for architectures that the paper does not have
     logged = dict(zip(PAPER, _LOGGED.get(model_name, ())))
     lines = [
         f"| task | examples | shots | metric | value | chance | paper's {model_name}¹ |",

@@ -41,14 +41,11 @@ def read_scores(evaluations: Path, step: int) -> dict[str, float]:
 
 
 def _benchmarks(evaluations: Path, step: int) -> dict[str, float]:
-    """Returns {"task metric (shots, examples)": score} of a checkpoint, from
-    lm-evaluation-harness's result files.
-
-    Uses the newest evaluation of the full model, in its own dtype, on all examples: acc_norm if
-    present, else acc, and the bits per byte of right answers.
+    """Returns {"task metric (shots, examples)": score} from lm-evaluation-harness's results: of
+    acc_norm if present, else acc, and of the bits per byte of right answers.
     """
     # Evaluations of some of pgpt's paths, and those with the flag --dtype, are of other models:
-    # step100-paths….json, step100-float32-….json.
+    # step100-paths….json, step100-float32-….json. Of the others, the newest on all examples counts.
     other_model = re.compile(rf"step{step}-(paths|float32-|bfloat16-)")
     scores = {}
     for path in sorted(evaluations.glob(f"step{step}-*.json"), key=_modified_at):
@@ -65,9 +62,7 @@ def _benchmarks(evaluations: Path, step: int) -> dict[str, float]:
 
 
 def _examples(evaluations: Path, step: int) -> dict[str, float]:
-    """Returns {"file metric (examples)": score} of a checkpoint, from `evaluate --examples`, as
-    `_benchmarks` does.
-    """
+    """Returns {"file metric (examples)": score} from results of `evaluate --examples`."""
     scores = {}
     # A later file replaces the scores of an earlier one.
     for path in sorted(evaluations.glob(f"examples-step{step}-*.json"), key=_modified_at):
@@ -91,6 +86,7 @@ def _finite_metrics(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _modified_at(path: Path) -> float:
+    # etils names it otherwise than pathlib
     return path.stat().mtime if is_remote(path) else path.stat().st_mtime
 
 
@@ -103,9 +99,7 @@ def _is_limited(evaluation: dict, task: str) -> bool:
 
 
 def _settings(evaluation: dict, task: str) -> str:
-    """Returns a suffix such as " (5-shot, 1,000 examples)". Omits numbers that the results do not
-    record.
-    """
+    """Returns a suffix such as " (5-shot, 1,000 examples)", as far as the numbers are recorded."""
     shots = evaluation.get("n-shot", {}).get(task)
     num_examples = evaluation["results"][task].get("sample_len")
     settings = []

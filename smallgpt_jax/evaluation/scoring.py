@@ -1,8 +1,4 @@
-"""Computes log-likelihoods of token sequences, on all devices.
-
-Sequences are sorted by length and padded to one of a few static lengths, with one compiled program
-each.
-"""
+"""Computes log-likelihoods of token sequences, on all devices."""
 
 import functools
 import math
@@ -26,9 +22,7 @@ _CHUNK = 256  # each device computes the logits of this many positions at a time
 
 
 class TokenSequence(NamedTuple):
-    """A sequence of tokens. Only the last `scored` tokens are scored, each given all tokens before
-    it.
-    """
+    """The last `scored` tokens are scored, each given all tokens before it."""
 
     tokens: Sequence[int] | np.ndarray
     scored: int
@@ -84,10 +78,12 @@ class Scorer:
         assert all(0 < sequence.scored < len(sequence.tokens) for sequence in sequences)
         needed = [len(sequence.tokens) - 1 for sequence in sequences]
         lengths = static_lengths(needed, self.model.config.context_length)
+        # the longest first: what does not fit in memory fails at once
         order = sorted(range(len(sequences)), key=lambda i: -needed[i])
         first = 0
         while first < len(order):
             length = next(length for length in lengths if length >= needed[order[first]])
+            # all batches of a length have the same rows, hence one compiled program
             rows = max(1, self._batch_tokens // length) * self.mesh.size
             indices = order[first : first + rows]
             tokens_BxT1 = np.zeros((rows, length + 1), np.int32)
@@ -123,10 +119,7 @@ def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, mesh):
 
 def _log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.LanguageModel):
     """Returns two (B, T) arrays: the log-probability of each next token, and whether it is the most
-    likely token.
-
-    Computed only at scored positions, _CHUNK at a time. Elsewhere, the first array is 0 and the
-    second is True. The prefix of a prefix language model is what comes before the scored tokens.
+    likely token; 0 and True where it is not scored.
     """
     batch, time = scored_BxT.shape
     prefix_BxT = None
@@ -146,11 +139,13 @@ def _log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.Lang
     size = -(-batch * time // _CHUNK) * _CHUNK
     (scored_S,) = jnp.nonzero(scored_BxT.reshape(-1), size=size, fill_value=batch * time)
 
+    # `lax.map` would also compute the chunks after the last scored position
     def add_chunk(carry):
         first, log_p_S, is_best_S = carry
         positions_C = jax.lax.dynamic_slice(scored_S, (first,), (_CHUNK,))
         x_CxW = x_RxW.at[positions_C].get(mode="clip")
         targets_C = targets_R.at[positions_C].get(mode="clip")
+        # of scored positions alone: the head is a large part of a small model
         logits_CxV = jnp.dot(x_CxW, head_VxW.T, preferred_element_type=jnp.float32)
         logits_CxV = cap(logits_CxV, model.config.logit_softcap)
         target_C = jnp.take_along_axis(logits_CxV, targets_C[:, None], axis=1)[:, 0]
@@ -173,15 +168,14 @@ def _log_probabilities(variables, tokens_BxT1, scored_BxT, *, model: models.Lang
 
 def _scores(batch: ScoringBatch, results) -> Iterator[tuple[int, Score]]:
     log_p_BxT, is_best_BxT = (np.asarray(x) for x in results)
+    # float64 on the host: a long text sums many small numbers
     sums_B = log_p_BxT.sum(axis=1, where=batch.scored_BxT, dtype=np.float64)
     for index, total, is_greedy in zip(batch.indices, sums_B, is_best_BxT.all(axis=1)):
         yield index, Score(float(total), bool(is_greedy))
 
 
 def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
-    """Returns at most _STATIC_LENGTHS ascending lengths ≤ `longest`, with the least total
-    padding.
-    """
+    """Returns at most _STATIC_LENGTHS ascending lengths ≤ `longest`, with the least padding."""
 
     def rounded(length: int) -> int:
         return min(longest, -(-max(1, length) // _LENGTH_STEP) * _LENGTH_STEP)
@@ -210,9 +204,7 @@ def static_lengths(needed: Sequence[int], longest: int) -> list[int]:
 def split_into_sequences(
     tokens: Sequence[int], first: int, context_length: int
 ) -> list[TokenSequence]:
-    """Splits a text into as few sequences as possible; each token of tokens[first:] is scored
-    exactly once.
-    """
+    """Splits a text into the fewest sequences that score each token of tokens[first:] once."""
     sequences = []
     for start in range(first, len(tokens), context_length):
         end = min(start + context_length, len(tokens))
@@ -225,11 +217,9 @@ def split_into_sequences(
 def split_with_stride(
     tokens: Sequence[int] | np.ndarray, context_length: int, stride: int
 ) -> Iterator[TokenSequence]:
-    """Yields windows of context_length + 1 tokens that begin `stride` tokens apart; each token of
-    tokens[1:] is scored exactly once.
-
-    The first window scores all of its tokens but the first, the others the tokens that the window
-    before does not have. These see at least context_length - stride + 1 tokens before them.
+    """Yields windows of context_length + 1 tokens that begin `stride` tokens apart, and score each
+    token of tokens[1:] once, given at least context_length - stride + 1 tokens after the first
+    window.
     """
     assert 0 < stride <= context_length
     scored_end = 1

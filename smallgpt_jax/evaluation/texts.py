@@ -44,28 +44,22 @@ def parse_texts(texts: str) -> dict[str, str]:
             raise UserError(
                 f"{where}: {item.strip()!r} is not NAME=SOURCE; give each text a name and a source"
             )
-        if name == OWN_TEXT:
-            raise UserError(
-                f"{where}: the name {name!r} is reserved for the runs' training text; use another "
-                "name"
-            )
-        if name in sources:
-            raise UserError(f"{where}: two texts are named {name!r}; use different names")
+        if name in (OWN_TEXT, *sources):  # OWN_TEXT is the runs' training text
+            raise UserError(f"{where}: the name {name!r} is already used; use another name")
         refuse_url("config.compare.texts", source)  # accepts hf:NAME and tfds:NAME
         sources[name] = source
     return sources
 
 
 def open_texts(config: Config, sources: dict[str, str]) -> dict[str, Corpus]:
-    """Returns {name: corpus} of a run's own text and of `sources`, {name: source}, with the run's
-    tokenizer.
-    """
+    """Returns {name: corpus} of a run's text and of `sources`, all with the run's tokenizer."""
     own = load_or_prepare(config.data)
     corpora = {OWN_TEXT: own}
     if not sources:
         return corpora
     tokenizer = _shared_tokenizer(own)
     for name, source in sources.items():
+        # the text alone: neither a store that the run has prepared nor its mixture
         data = config.data.replace(source=source, store="", mixture="", tokenizer=str(tokenizer))
         corpora[name] = load_or_prepare(data)
     return corpora
@@ -76,6 +70,7 @@ def _shared_tokenizer(corpus: Corpus) -> Path:
     name = tokenizers.fingerprint(corpus.tokenizer)[:16]
     path = cache_folder() / "tokenizers" / name
     path.parent.mkdir(parents=True, exist_ok=True)
+    # the lock, because several comparisons on this machine may want it at the same time
     with file_lock(path.with_suffix(".lock"), wait=True):
         if not path.exists():
             with atomic_folder(path) as folder:
@@ -84,16 +79,12 @@ def _shared_tokenizer(corpus: Corpus) -> Path:
 
 
 class TextSample:
-    """A random sample of a validation split. It can be cut into rows of several lengths, all with
-    the same tokens.
+    """A random sample of a validation split, which can be cut into rows of several lengths with the
+    same tokens.
 
-    `contexts` gives the row lengths as multiples of the config's context length. The sample
-    consists of windows. Every row length divides the length of a window. The sample has as many
-    tokens as an evaluation during training. In a mixture, each token store is sampled in proportion
-    to its weight.
-
-    Raises UserError if a validation split is shorter than one window. The error message calls the
-    text `name`.
+    It consists of windows, whose length is a multiple of all row lengths: `contexts` times the
+    config's context length. It has as many tokens as an evaluation during training. Raises
+    UserError if the validation split of the text `name` is shorter than a window.
     """
 
     def __init__(self, corpus: Corpus, config: Config, contexts: Sequence[int], name: str):
@@ -115,6 +106,7 @@ class TextSample:
         self.bytes_per_token = corpus.bytes_per_token("validation")
         if math.isnan(self.bytes_per_token) and corpus.warning:
             raise UserError(f"config.compare: text {name!r}: {corpus.warning}")
+        # rounded up to whole windows
         rows_of_evaluation = config.train.eval_steps * config.train.batch_size
         self._window_numbers = batches.sample_rows(
             self._windows, -(-rows_of_evaluation // self.window_multiple)
@@ -127,9 +119,7 @@ class TextSample:
         )
 
     def batches(self, multiple: int, batch_size: int) -> Iterator[Batch]:
-        """Yields the sample in batches. The rows are `multiple` times as long as the context
-        length.
-        """
+        """Yields the sample in batches of rows of `multiple` context lengths."""
         rows_per_window, rows = self.window_multiple // multiple, self._rows(multiple)
         packing_of = self._windows.packing_of(self._window_numbers)
         # window numbers within each packing; a window is rows_per_window rows of this length
@@ -160,6 +150,7 @@ def measure_texts(
         )
         return
     corpora = open_texts(config, sources)
+    # a loss on a changed text could not be compared with those that training has logged
     if text_changes(read_identity(folder), identity_of(corpora[OWN_TEXT])):
         raise UserError(
             f"{folder}: the training text has changed since the run; restore the text to measure "
@@ -184,7 +175,7 @@ def measure_texts(
             }
             # An earlier row with these settings also has the loss.
             same = [before for before in rows_before if row.items() <= before.items()]
-            if same:
+            if same:  # such as before an interruption
                 row = same[0]
             else:
                 row |= measure_loss(folder, sample, multiple)
@@ -198,12 +189,10 @@ def measure_texts(
 
 
 def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, float]:
-    """Returns "loss" (nats per token), "bits_per_byte" and "tokens" (targets) at `multiple` context
-    lengths.
-    """
+    """Returns "loss" (nats per token), "bits_per_byte" and "tokens" (targets)."""
     trained = inference.load_trained(folder)
     config = _measuring_config(read_config(folder), multiple)
-    program = shared_program(config)
+    program = shared_program(config)  # compiled once for all runs of a comparison with this config
     params = jax.device_put(trained.params, program.shardings.params)
     model_state = jax.device_put(trained.model_state, program.shardings.model_state)
     batch_sharding = sharding.batch_sharding(program.mesh)
@@ -222,11 +211,9 @@ def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, f
 
 
 def _measuring_config(config: Config, multiple: int) -> Config:
-    """Returns a run's config for evaluation at `multiple` context lengths.
-
-    To fit in memory, a batch has at most as many tokens as a training microbatch. The minimum is
-    one row per device.
-    """
+    """Returns a run's config for evaluation at `multiple` context lengths."""
+    # To fit in memory, a batch has at most as many tokens as a training microbatch, but at least one
+    # row per device.
     shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh))
     rows_per_device = config.train.batch_size // (config.train.microbatches * shards * multiple)
     return config.replace(

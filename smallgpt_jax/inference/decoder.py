@@ -105,9 +105,8 @@ def decode_step(
 def decode_steps(
     decoder: Decoder, weights, state: DecodeState, new: NewTokens, steps, sampler: Sampler
 ):
-    """Calls `decode_step` `steps` ≤ MAX_STEPS times. Returns the state, the sampled tokens (B,
-    MAX_STEPS) int32, of which `steps` columns are valid, and the number of tokens added to the
-    cache per row.
+    """Calls `decode_step` `steps` times. Returns the state, the tokens (B, MAX_STEPS) int32, of which
+    `steps` columns are valid, and the number of tokens added to the cache per row.
     """
 
     # A row ends when it has sampled end_of_text, or at once if its count is 0. From then on, its
@@ -186,12 +185,10 @@ class DecodeSession:
         self._prefix_B: np.ndarray | None = None  # initial lengths, with a prefix language model
 
     def repeat(self, times: int, sampling: Sampling) -> None:
-        """Replaces each row by copies with different random streams, so that prompts are prefilled
-        only once.
-        """
+        """Replaces each row by copies with other random streams, to prefill prompts only once."""
         if times == 1:
             return
-        self.sample(sampling)
+        self.sample(sampling)  # fills the cache, and keeps the logits of the first new tokens
         rows = len(self.ids)
         self.ids = [list(row) for row in self.ids for _ in range(times)]
         copies = np.tile(np.arange(times, dtype=np.uint32), rows)
@@ -210,13 +207,12 @@ class DecodeSession:
         self._cache, self._seen, self._logits = jax.tree.map(repeated, arrays)
 
     def reserve(self, new_tokens: int) -> None:
-        """Makes room for `new_tokens` more per row, so that the cache does not grow during
-        sampling.
-        """
+        """Makes room for `new_tokens` more per row, so that the cache does not grow later."""
         longest = max(map(len, self.ids))
         length = bucket(longest + new_tokens, self._context_length)
         if length <= self._decoder.cache_length:
             return
+        # a static size: the next step compiles for the longer cache
         self._decoder = dataclasses.replace(self._decoder, cache_length=length)
         if self._cache:
             longer = cache_shapes(self.model, self.weights, len(self.ids), length)
@@ -245,7 +241,7 @@ class DecodeSession:
         most_new = int(count_B.max())
         if most_new == 0:
             return sample_tokens(self._logits, seen_BxV, sampler), self._logits
-        self.reserve(0)
+        self.reserve(0)  # the rows may have outgrown the cache
         time = 1 if most_new == 1 else bucket(most_new, self._context_length)
         ids_BxT = np.zeros((len(new_ids), time), np.int32)
         for padded, row in zip(ids_BxT, new_ids):
@@ -258,12 +254,12 @@ class DecodeSession:
             sampler,
             self._prefix_lengths(),
         )
+        # not in place: the dispatched step may still read the old array
         self._cached_B = self._cached_B + count_B
         return sampled_B, self._logits
 
     def sample_steps(self, sampling: Sampling, max_steps: int) -> np.ndarray:
-        """Returns N sampled tokens per row, (B, N) int32, with N ≤ min(max_steps, MAX_STEPS), and N
-        = 1 after a prompt.
+        """Returns N ≤ min(max_steps, MAX_STEPS) sampled tokens per row, (B, N) int32; 1 after a prompt.
 
         To continue a row, append its N tokens to its list in `ids`; those from end-of-text on may
         be left out. A row that leaves out other tokens is finished (see `sample`), unless `resume`
@@ -309,6 +305,7 @@ class DecodeSession:
         return [row[cached:] for row, cached in zip(self.ids, self._cached_B)]
 
     def _sampler(self, count_B: np.ndarray, sampling: Sampling) -> Sampler:
+        # positions in the whole text: a stream does not repeat after tokens have been dropped
         positions_B = self._dropped_B + self._cached_B + count_B
         stream_Bx2 = np.stack([self._stream_B, positions_B.astype(np.uint32)], axis=1)
         return Sampler(self._seed, stream_Bx2, sampling)
@@ -323,6 +320,7 @@ class DecodeSession:
 
     def _drop_oldest(self) -> None:
         """Halves the rows that have outgrown the context."""
+        # half, so that the cache is computed again only every context_length / 2 tokens
         kept = max(1, self._context_length // 2)
         for i, row in enumerate(self.ids):
             if len(row) > self._context_length:

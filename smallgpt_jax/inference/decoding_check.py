@@ -31,6 +31,7 @@ def check_decoding(model: models.LanguageModel, params, model_state=None) -> Non
             f"{name}: cannot be decoded token by token ({type(error).__name__}: "
             f"{first_line[:200]}); {_REMEDY}"
         ) from error
+    # NaN is not less, so it is refused
     if difference <= tolerated:
         return
     check_causality(model, params, model_state)  # what sees later tokens cannot be decoded

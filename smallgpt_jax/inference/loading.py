@@ -57,6 +57,7 @@ def build_text_model(
     mesh = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])
     check_recurrence_kernels(model, mesh)
     weights = layout.pack(model, params, model_state)
+    # the tests of this package check its own parts
     if models.custom_classes(model.config):
         check_decoding(model, params, model_state)
     return TextModel(model, weights, tokenizer)
@@ -101,10 +102,7 @@ def load_trained(
     trust_custom_code: bool = False,
     merge_lora: bool = True,
 ) -> TrainedModel:
-    """Returns the model of a workdir in the training layout. See `load` for the arguments. Of a run
-    with LoRA, the weights have its matrices merged; merge_lora=False: they are those from before
-    the run.
-    """
+    """See `load`. The weights have LoRA's matrices merged, or are those from before the run."""
     # commands call this earlier; other programs that load a model do not
     distributed.skip_tpu_search()
     folder = as_path("--workdir", folder)
@@ -123,6 +121,7 @@ def load_trained(
         rank, train_only = config.optimizer.lora_rank, config.optimizer.train_only
         adapters[lora.NAME] = lora.abstract_pairs(abstract_params, rank, train_only)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    # on one device, whatever mesh the checkpoint is from
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
         (abstract_params, models.abstract_model_state(model), adapters),
@@ -188,6 +187,7 @@ def select_paths(model: models.LanguageModel, params, paths: str | Sequence[int]
         indices = [int(number) for number in numbers]
     except ValueError:
         indices = []
+    # a path that is named twice would count double in the mean
     is_distinct = len(set(indices)) == len(indices)
     is_known = set(indices) <= set(range(c.num_paths))
     if not indices or not is_distinct or not is_known:

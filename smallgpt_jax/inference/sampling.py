@@ -58,6 +58,7 @@ class Sampler:
 def sample_tokens(logits_BxV, seen_BxV, sampler: Sampler):
     key = jax.random.key(sampler.seed)
 
+    # a row's numbers do not depend on the other rows, so batches and single texts agree
     def row_key(stream_2):
         return jax.random.fold_in(jax.random.fold_in(key, stream_2[0]), stream_2[1])
 

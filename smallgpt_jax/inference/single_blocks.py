@@ -6,6 +6,7 @@ that is applied twice has two numbers.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -64,9 +65,7 @@ def num_blocks(model: LanguageModel) -> int:
 
     with replaced_blocks(count):
         tokens = jax.ShapeDtypeStruct((1, 1), "int32")
-        jax.eval_shape(
-            lambda variables, tokens: prefill(model, variables, tokens), variables, tokens
-        )
+        jax.eval_shape(functools.partial(prefill, model), variables, tokens)
     return len(calls)
 
 

@@ -35,19 +35,13 @@ class GenerationConfig(NamedTuple):
 
 
 def _make_config(method: str, max_new_tokens: int, settings: Settings) -> GenerationConfig:
-    """Raises UserError for invalid settings. `method` is what the user has called, for the
-    TypeError of an unknown keyword.
-    """
+    """Raises UserError for invalid settings, and TypeError as `method` would for unknown ones."""
     unknown = settings.keys() - Settings.__annotations__.keys()
     if unknown:
         raise TypeError(f"{method}() got an unexpected keyword argument {min(unknown)!r}")
-    sampling = Sampling(
-        settings.get("temperature", TEMPERATURE),
-        settings.get("top_k"),
-        settings.get("top_p"),
-        settings.get("repetition_penalty"),
-    ).validated()
-    stop = settings.get("stop", ())
+    chosen: dict[str, Any] = {"temperature": TEMPERATURE, **settings}
+    stop = chosen.pop("stop", ())
+    sampling = Sampling(**chosen).validated()
     if isinstance(stop, str):
         raise UserError(f"stop={stop!r}: expected a list of texts")
     if max_new_tokens < 0:
@@ -125,6 +119,7 @@ class TextModel:
             Detokenizer(self.tokenizer, config.stop, row, prompt)
             for row, prompt in zip(session.ids, prompts)
         ]
+        # until all rows are done: finished ones sample along, and the tokens are not used
         left = config.max_new_tokens
         while left and not all(detokenizer.is_done for detokenizer in detokenizers):
             sampled_BxN = session.sample_steps(config.sampling, left)
@@ -284,6 +279,7 @@ class Chat:
         messages = [*self.messages, question]
         ids = self._encode(messages)
         before = len(ids)
+        # Two at a time, since templates expect a question first.
         while len(messages) > 1 and len(ids) > room:
             messages = messages[2:]
             ids = self._encode(messages)
@@ -303,8 +299,7 @@ class Chat:
             for piece in pieces:
                 answer += piece
                 yield piece
-        finally:
-            # templates write spaces around it
+        finally:  # also if the reader stops early; templates write spaces around the answer
             self.messages.append({"role": "assistant", "content": answer.strip()})
 
     def _encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:

@@ -13,6 +13,7 @@ GREEDY = Sampling(temperature=None)
 def time_prefill(session: DecodeSession) -> tuple[np.ndarray, float]:
     """Returns the token after each prompt, (B, 1) int32, and the seconds that this takes."""
     started = time.perf_counter()
+    # returns NumPy arrays, so that the time includes the computation, not only its dispatch
     sampled_Bx1 = session.sample_steps(GREEDY, 1)
     return sampled_Bx1, time.perf_counter() - started
 

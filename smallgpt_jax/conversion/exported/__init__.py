@@ -1,3 +1,1 @@
-"""PyTorch code for Hugging Face's libraries, copied to exported folders. It imports nothing from
-this project.
-"""
+"""PyTorch code that exports contain. It imports nothing from this project."""

@@ -2,14 +2,65 @@
 
 from transformers import PretrainedConfig
 
+# The fields and their defaults. smallgpt.py reads this table without importing it.
+FIELDS = {
+    "architecture": "gpt",
+    "vocab_size": 50304,
+    "context_length": 1024,
+    "num_layers": 12,
+    "num_heads": 12,
+    "num_kv_heads": 0,
+    "head_dim": 0,
+    "d_model": 768,
+    "mlp": "dense",
+    "mlp_ratio": 4,
+    "activation": "gelu",
+    "norm": "layer",
+    "norm_position": "pre",
+    "norm_epsilon": 1e-5,
+    "qk_norm": False,
+    "attention_mask": "causal",
+    "attention_windows": (),
+    "mixers": ("attention",),
+    "delta_head_dim": 0,
+    "delta_value_ratio": 2,
+    "mamba_state": 128,
+    "mamba_expand": 2,
+    "conv_taps": 3,
+    "position": "learned",
+    "rope_base": 10_000.0,
+    "use_bias": False,
+    "input_mix": False,
+    "residual_scales": False,
+    "parallel_block": False,
+    "attention_gate": False,
+    "value_embeddings": (),
+    "logit_softcap": 0.0,
+    "num_experts": 16,
+    "experts_per_token": 3,
+    "num_shared_experts": 1,
+    "expert_mlp": "dense",
+    "expert_scale": 1.0,
+    # only smallgpt_jax's training uses these two
+    "expert_bias_rate": 0.001,
+    "balance_loss": 0.0,
+    # None: not a field of the architecture
+    "num_paths": None,
+    "path_weights": "learned",
+    "blocks_per_stage": None,
+    "compress_last_stage": None,
+    "stage_heads": None,
+    "conv_kernel": None,
+    "training_dtype": "float32",
+    "training_dropout": 0.0,
+    "use_cache": True,
+}
+
 
 class SmallGPTConfig(PretrainedConfig):
-    """Configuration of a GPT, ParallelGPT, LinearGPT or ConvGPT (arXiv 2404.14462) trained by
-    smallgpt_jax.
+    """A GPT, ParallelGPT, LinearGPT or ConvGPT (arXiv 2404.14462) trained by smallgpt_jax.
 
-    Most fields have the same names as in smallgpt_jax's `model` config group. `num_hidden_layers`
-    is the number of layers with a cache: all blocks, and the convolutions if their kernel size is
-    above 1.
+    Most fields have the same names as in smallgpt_jax's `model` config group.
     """
 
     model_type = "smallgpt"
@@ -20,106 +71,16 @@ class SmallGPTConfig(PretrainedConfig):
     }
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
-    def __init__(
-        self,
-        architecture="gpt",
-        vocab_size=50304,
-        context_length=1024,
-        num_layers=12,
-        num_heads=12,
-        num_kv_heads=0,
-        head_dim=0,
-        d_model=768,
-        mlp="dense",
-        mlp_ratio=4,
-        activation="gelu",
-        norm="layer",
-        norm_position="pre",
-        norm_epsilon=1e-5,
-        qk_norm=False,
-        attention_mask="causal",
-        attention_windows=(),
-        mixers=("attention",),
-        delta_head_dim=0,
-        delta_value_ratio=2,
-        mamba_state=128,
-        mamba_expand=2,
-        conv_taps=3,
-        position="learned",
-        rope_base=10_000.0,
-        use_bias=False,
-        input_mix=False,
-        residual_scales=False,
-        parallel_block=False,
-        attention_gate=False,
-        value_embeddings=(),
-        logit_softcap=0.0,
-        num_experts=16,
-        experts_per_token=3,
-        num_shared_experts=1,
-        expert_mlp="dense",
-        expert_scale=1.0,
-        expert_bias_rate=0.001,
-        balance_loss=0.0,
-        num_paths=None,
-        path_weights="learned",
-        blocks_per_stage=None,
-        compress_last_stage=None,
-        stage_heads=None,
-        conv_kernel=None,
-        training_dtype="float32",
-        training_dropout=0.0,
-        tie_word_embeddings=False,
-        use_cache=True,
-        **kwargs,
-    ):
-        self.architecture = architecture
-        self.vocab_size = vocab_size
-        self.context_length = context_length
-        self.num_layers = num_layers
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.d_model = d_model
-        self.mlp = mlp
-        self.mlp_ratio = mlp_ratio
-        self.activation = activation
-        self.norm = norm
-        self.norm_position = norm_position
-        self.norm_epsilon = norm_epsilon
-        self.qk_norm = qk_norm
-        self.attention_mask = attention_mask
-        self.attention_windows = list(attention_windows)
-        self.mixers = list(mixers)
-        self.delta_head_dim, self.delta_value_ratio = delta_head_dim, delta_value_ratio
-        self.mamba_state, self.mamba_expand = mamba_state, mamba_expand
-        self.conv_taps = conv_taps
-        self.position = position
-        self.rope_base = rope_base
-        self.use_bias = use_bias
-        self.input_mix, self.residual_scales = input_mix, residual_scales
-        self.parallel_block, self.attention_gate = parallel_block, attention_gate
-        self.value_embeddings = list(value_embeddings)
-        self.logit_softcap = logit_softcap
-        self.num_experts, self.experts_per_token = num_experts, experts_per_token
-        self.num_shared_experts = num_shared_experts
-        self.expert_mlp, self.expert_scale = expert_mlp, expert_scale
-        # Only smallgpt_jax's training uses these two.
-        self.expert_bias_rate = expert_bias_rate
-        self.balance_loss = balance_loss
-        self.num_paths = num_paths
-        self.path_weights = path_weights
-        self.blocks_per_stage = blocks_per_stage
-        self.compress_last_stage = compress_last_stage
-        self.stage_heads = stage_heads
-        self.conv_kernel = conv_kernel
-        self.training_dtype, self.training_dropout = training_dtype, training_dropout
-        self.use_cache = use_cache
+    def __init__(self, tie_word_embeddings=False, **kwargs):
+        for name, default in FIELDS.items():
+            value = kwargs.pop(name, default)
+            setattr(self, name, list(value) if isinstance(value, tuple) else value)
         # A config.json that transformers has saved contains these two, which follow from the rest.
         kwargs.pop("num_hidden_layers", None)
         kwargs.pop("layer_types", None)
-        self.num_hidden_layers = num_layers
-        if (conv_kernel or 1) > 1:
+        # the layers with a cache: all blocks, and convolutions that read past inputs
+        self.num_hidden_layers = self.num_layers
+        if (self.conv_kernel or 1) > 1:
             self.num_hidden_layers += self.num_compressions
         if set(self.mixers) != {"attention"}:  # read by transformers' DynamicCache
             self.layer_types = self.cache_types()
@@ -147,9 +108,7 @@ class SmallGPTConfig(PretrainedConfig):
         return self.norm_position != "pre" and not self.compress_last_stage
 
     def stage(self, number: int) -> tuple[int, int, int, int]:
-        """Returns (width, number of heads, number of key–value heads, head width) of the blocks of
-        stage `number`.
-        """
+        """Returns (width, heads, key–value heads, head width) of the blocks of a stage."""
         width = self.d_model // 2**number
         divisor = 2**number if self.stage_heads == "scaled" else 1
         heads = self.num_heads // divisor

@@ -46,8 +46,7 @@ class GatedMLP(MLP):
 
 
 class Router(nn.Linear):
-    """Returns a factor for each of N tokens and E experts, (N, E). It is 0 if the token does not
-    use the expert.
+    """Returns a factor for each of N tokens and E experts, (N, E); 0: the expert is not used.
 
     The biases balance the load of the experts. They affect the choice of experts, but not the
     factors (arXiv 2412.19437, section 2.1.2). Weights and biases stay in float32, because the
@@ -63,11 +62,13 @@ class Router(nn.Linear):
         chosen = (scores + self.bias).topk(self.experts_per_token).indices
         chosen_scores = scores.gather(1, chosen)  # without the bias
         gates = torch.zeros_like(scores).scatter(1, chosen, chosen_scores)
+        # A single gate would become 1, and the router would have no gradient.
         if self.experts_per_token > 1:
             gates = gates / gates.sum(1, keepdim=True)
         return self.scale * gates
 
     def _apply(self, fn, recurse=True):  # called by `to`, `bfloat16` and the like
+        # `fn` may move x to another device, which is done, or cast it, which is undone
         def keep_dtype(x):
             y = fn(x)
             return y if y.dtype == x.dtype else x.to(y.device)
@@ -76,9 +77,7 @@ class Router(nn.Linear):
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum of shared experts and of the routed experts that the router chooses for each
-    token.
-    """
+    """The sum of shared experts and of those that the router chooses for each token."""
 
     def __init__(self, config, width, inner):
         super().__init__()
@@ -98,6 +97,7 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, 1)
         gates = self.router(tokens).to(x.dtype)
         y = torch.zeros_like(tokens)
+        # expert by expert, because each has another number of tokens
         for e in range(len(self.up)):
             (chosen,) = gates[:, e].nonzero(as_tuple=True)  # the tokens that use this expert
             output = self.expert(e, tokens[chosen])

@@ -17,6 +17,9 @@ from .configuration_smallgpt import SmallGPTConfig
 from .mlp_smallgpt import MLPS
 from .recurrent_smallgpt import RECURRENT
 
+# Attributes with weights have the names of smallgpt_jax's parameters, since the file names its tensors
+# by them (conversion/tensors.py).
+
 
 class MixerInputs(NamedTuple):
     """The tokens, attention mask, positions and padding of a forward pass."""
@@ -50,9 +53,7 @@ def apply_rope(x, positions, base):
 
 
 def alibi_bias(mask, distances, heads):
-    """Returns ALiBi's bias for the attention scores, (B or 1, H, T, S) (arXiv 2108.12409). Masked
-    keys get −∞.
-    """
+    """Returns the bias of attention scores, (B or 1, H, T, S); −∞: masked (arXiv 2108.12409)."""
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=mask.device) / heads)
     return (-slopes[:, None, None] * distances.abs()).masked_fill(~mask, -torch.inf)
 
@@ -74,12 +75,10 @@ class Attention(nn.Module):
         self.rope_base = config.rope_base
         features = (self.heads + 2 * self.kv_heads) * head_width
         self.qkv = nn.Linear(width, features, bias=config.use_bias)
+        self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(head_width, eps=config.norm_epsilon)
             self.k_norm = nn.RMSNorm(head_width, eps=config.norm_epsilon)
-        else:
-            self.q_norm = nn.Identity()
-            self.k_norm = nn.Identity()
         self.out = nn.Linear(self.heads * head_width, width, bias=config.use_bias)
         self.gate = nn.Linear(width, self.heads, bias=False) if config.attention_gate else None
         self.value_embedding = None
@@ -100,8 +99,9 @@ class Attention(nn.Module):
         if self.position == "rope":
             q = apply_rope(q, inputs.positions, self.rope_base)
             k = apply_rope(k, inputs.positions, self.rope_base)
-        if cache is not None:
+        if cache is not None:  # after the rotation: cached keys are not rotated again
             k, v = cache.update(k, v, self.layer)  # (B, G, S, K)
+        # The cache has the heads once; only this product has copies.
         if shared > 1:
             k = k.repeat_interleave(shared, dim=1)
             v = v.repeat_interleave(shared, dim=1)
@@ -118,8 +118,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A mixer (attention or a recurrent one), then an MLP, each with a residual connection and a
-    norm.
+    """A mixer (attention or a recurrent one), then an MLP, each with a residual and a norm.
 
     `layer` is the number of the block's cache, `number` its place in the patterns of mixers,
     windows and value embeddings.
@@ -164,18 +163,14 @@ class Block(nn.Module):
         return self.add(x, self.mlp_norm, mlp)
 
     def add(self, x, norm, f):
-        """Returns x + f(x). The norm is applied to the input of f ("pre") or to the sum ("post",
-        "deepnorm").
-        """
+        """Returns x + f(x), with the norm on the input of f ("pre") or on the sum."""
         if self.norm_position == "pre":
             return x + f(norm(x))
         return norm(self.alpha * x + f(x))  # DeepNorm: arXiv 2203.00555
 
 
 class CausalConv(nn.Conv1d):
-    """A causal convolution over time. Its past inputs are cached like the keys of an attention
-    layer.
-    """
+    """A causal convolution over time, whose past inputs are cached like keys."""
 
     def __init__(self, width, features, taps, layer):
         super().__init__(width, features, taps)
@@ -189,7 +184,7 @@ class CausalConv(nn.Conv1d):
             # as in unpadded texts.
             x = x * is_text
         if cache is not None and past:
-            # as keys of one head; the values are empty
+            # As keys of one head with empty values: transformers then reorders, crops and counts them.
             keys, _ = cache.update(x[:, None], x[:, None, :, :0], self.layer)
             x = keys[:, 0]
         x = x[:, -(time + past) :]
@@ -267,6 +262,7 @@ class Trunk(nn.Module):
             return paths[0]
         if not hasattr(self, "path_logits"):
             return torch.stack(paths).mean(0)
+        # in float32, as in training
         logits = F.pad(self.path_logits.float(), (0, 1))
         weights = torch.softmax(logits, 0).to(dtype)
         return sum(weight * path for weight, path in zip(weights, paths))
@@ -276,8 +272,9 @@ class SmallGPT(PreTrainedModel):
     """Token and position embeddings, a trunk, the final norm, and an output head."""
 
     config_class = SmallGPTConfig
-    base_model_prefix = ""
+    base_model_prefix = ""  # there is no model without a head inside
     main_input_name = "input_ids"
+    _input_embed_layer = "token_embedding"
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
     _tied_weights_keys = {"head.weight": "token_embedding.weight"}  # noqa: RUF012
@@ -295,12 +292,6 @@ class SmallGPT(PreTrainedModel):
         self._is_stateful = "hybrid" in config.cache_types()
         self.post_init()
 
-    def get_input_embeddings(self):
-        return self.token_embedding
-
-    def set_input_embeddings(self, embedding):
-        self.token_embedding = embedding
-
     def get_output_embeddings(self):
         return self.head
 
@@ -312,6 +303,11 @@ class SmallGPT(PreTrainedModel):
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
+    def loss(self, logits, labels, **kwargs):
+        if labels is None:
+            return None
+        return self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+
     def hidden(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds):
         """Returns the input of the output head, (B, T, W). Texts may be padded on either side;
         `attention_mask` is 1 at tokens and 0 at padding.
@@ -321,6 +317,7 @@ class SmallGPT(PreTrainedModel):
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         key_positions = torch.arange(past + time, device=x.device)[None]
         if attention_mask is not None:  # positions count tokens, not padding
+            # −1 before the first token becomes 0; it is masked, but must be a row of the embedding
             key_positions = attention_mask.long().cumsum(1).sub(1).clamp(min=0)
         if position_ids is None:
             position_ids = key_positions[:, -time:]
@@ -328,8 +325,8 @@ class SmallGPT(PreTrainedModel):
             x = x + self.position_embedding(position_ids)
         mask = torch.ones(time, past + time, dtype=torch.bool, device=x.device)[None, None]
         if self.config.attention_mask == "causal":
-            mask = mask.tril(past)
-        is_text = None
+            mask = mask.tril(past)  # row i is position past + i of the keys
+        is_text = None  # without padding, masks of recurrent states and convolutions are skipped
         if attention_mask is not None:
             # Padding attends to itself, because attention without keys gives NaN.
             here = torch.eye(past + time, dtype=torch.bool, device=x.device)[past:]
@@ -366,13 +363,13 @@ class SmallGPTForCausalLM(SmallGPT, GenerationMixin):
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache(config=self.config)
         x = self.hidden(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        # The head is the largest product, so generation asks for the last position alone.
         # As in transformers: the number of last positions (0: all), or the indices of positions.
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.logits(x[:, keep])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        output = CausalLMOutputWithPast(
+            loss=self.loss(logits, labels, **kwargs), logits=logits, past_key_values=past_key_values
+        )
         return output.to_tuple() if return_dict is False else output
 
 
@@ -396,10 +393,9 @@ class SmallGPTForMaskedLM(SmallGPT):
         """
         x = self.hidden(input_ids, attention_mask, position_ids, None, inputs_embeds)
         logits = self.logits(x)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         output = MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=(x,) if output_hidden_states else None
+            loss=self.loss(logits, labels, **kwargs),
+            logits=logits,
+            hidden_states=(x,) if output_hidden_states else None,
         )
         return output.to_tuple() if return_dict is False else output

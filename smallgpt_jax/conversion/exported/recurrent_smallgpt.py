@@ -17,9 +17,7 @@ CHUNK = 64  # positions per chunk
 
 
 class GatedDeltaNet(nn.Module):
-    """Per head, a state S (K, V) maps keys to values: S ← α·(I − β·k·kᵀ)·S + β·k·vᵀ, and y =
-    Sᵀ·q.
-    """
+    """Per head, with a state S (K, V): S ← α·(I − β·k·kᵀ)·S + β·k·vᵀ and y = Sᵀ·q."""
 
     def __init__(self, config, layer, stage):
         super().__init__()
@@ -44,6 +42,7 @@ class GatedDeltaNet(nn.Module):
         batch, time, _ = x.shape
         by_head = (batch, time, self.heads, -1)
         state = old_state(cache, self.layer)
+        # One convolution for all three: a layer of the cache has one array of past inputs.
         # The channels of the convolution are, head by head, its query, key and value.
         projections = [self.query(x), self.key(x), self.value(x)]
         qkv = torch.cat([projection.view(by_head) for projection in projections], -1)
@@ -66,9 +65,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """Per head, a state h (K, V) decays and adds what a token stores: h ← a·h + b·(Δ·v)ᵀ, and y =
-    hᵀ·c + D·v. All heads share b and c.
-    """
+    """Per head, with a state h (K, V): h ← a·h + b·(Δ·v)ᵀ and y = hᵀ·c + D·v. Heads share b and c."""
 
     def __init__(self, config, layer, stage):
         super().__init__()
@@ -145,10 +142,9 @@ class ShortConvolution(nn.Module):
 
 
 def with_past(x, is_text, cache, layer, num_taps=TAPS):
-    """Returns (B, T + J − 1, C) float32: the last inputs and the new ones; 0 at padding and before
-    the text.
-    """
+    """Returns (B, T + J − 1, C) float32: past and new inputs; 0 at padding and before the text."""
     length = x.shape[1] + num_taps - 1
+    # before the cache, which would keep padding for the next call
     if is_text is not None:
         x = x * is_text
     if cache is not None:
@@ -159,9 +155,7 @@ def with_past(x, is_text, cache, layer, num_taps=TAPS):
 
 
 def old_state(cache, layer):
-    """Returns None for a new text. Call it before `with_past`, after which a state counts as
-    set.
-    """
+    """Returns None for a new text. Call it before `with_past`, which marks the state as set."""
     return None if cache is None else cache.get_recurrent_state(layer)
 
 
@@ -178,6 +172,7 @@ def count_positions(x, cache, layer):
 
 
 def normalize(x):
+    # 1e-6 as in training: a zero vector, such as padding, stays zero
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
@@ -187,12 +182,9 @@ def chunks(*inputs):
 
 
 def decays_in_chunk(log_decay):
-    """Returns Γ, (B, H, C, C), where Γ_ij is the decay from token j to token i, and γ, (B, H, C,
-    1), that up to i.
-
-    log Γ_ij is the sum over m of log_decay_m with j < m ≤ i. Differences of cumulative sums would
-    be less exact.
-    """
+    """Returns the decays Γ_ij from token j to i, (B, H, C, C), and γ_i up to i, (B, H, C, 1)."""
+    # log Γ_ij is the sum of log_decay_m over j < m ≤ i. Differences of cumulative sums would be
+    # less exact.
     length = log_decay.shape[-1]
     # later_mj: whether token m follows token j
     later = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).tril(-1)
@@ -202,6 +194,13 @@ def decays_in_chunk(log_decay):
     # Γ_i1 leaves out the decay of the first token itself.
     from_start = decays[..., :1] * log_decay[..., :1, None].exp()
     return decays, from_start
+
+
+def finish_chunk(q, k, u, decays, kept, state):
+    """Returns a chunk's outputs, and the state after it. Token i adds k_i·u_iᵀ to the state."""
+    from_chunk = (decays * (q @ k.transpose(-1, -2))) @ u
+    added = (decays[..., -1, :, None] * k).transpose(-1, -2) @ u
+    return kept * (q @ state) + from_chunk, kept[..., -1:, :] * state + added
 
 
 def gated_delta(q, k, v, log_decay, beta, state):
@@ -220,26 +219,20 @@ def gated_delta(q, k, v, log_decay, beta, state):
         system = beta_[..., None] * decays * (k_ @ k_.transpose(-1, -2))
         target = beta_[..., None] * (v_ - kept * (k_ @ state))
         u = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
-        from_chunk = (decays * (q_ @ k_.transpose(-1, -2))) @ u
-        outputs.append(kept * (q_ @ state) + from_chunk)
-        added = (decays[..., -1, :, None] * k_).transpose(-1, -2) @ u
-        state = kept[..., -1:, :] * state + added
+        y, state = finish_chunk(q_, k_, u, decays, kept, state)
+        outputs.append(y)
     return torch.cat(outputs, dim=2).transpose(1, 2), state
 
 
 def state_space(c, b, v, log_decay, state):
-    """Returns y (B, T, H, V) and the last state (B, H, K, V), in float32; c and b are (B, T, 1,
-    K).
-    """
+    """Returns y (B, T, H, V) and the last state (B, H, K, V); c and b are (B, T, 1, K)."""
     if state is None:
         state = v.new_zeros(len(v), v.shape[2], b.shape[-1], v.shape[-1], dtype=torch.float32)
     outputs = []
     for c_, b_, v_, log_decay_ in chunks(c, b, v, log_decay):
         decays, kept = decays_in_chunk(log_decay_)
-        from_chunk = (decays * (c_ @ b_.transpose(-1, -2))) @ v_
-        outputs.append(kept * (c_ @ state) + from_chunk)
-        added = (decays[..., -1, :, None] * b_).transpose(-1, -2) @ v_
-        state = kept[..., -1:, :] * state + added
+        y, state = finish_chunk(c_, b_, v_, decays, kept, state)
+        outputs.append(y)
     return torch.cat(outputs, dim=2).transpose(1, 2), state
 
 

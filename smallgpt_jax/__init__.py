@@ -104,7 +104,7 @@ def __dir__() -> list[str]:
 
 class _Package(types.ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
-        """`import smallgpt_jax.plan`, of a command's module, leaves the function `plan` in place."""
+        # `import smallgpt_jax.plan`, of a command's module, leaves the function `plan` in place.
         if not (name in _PUBLIC and isinstance(value, types.ModuleType)):
             super().__setattr__(name, value)
 

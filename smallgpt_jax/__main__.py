@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _first_line(command: str) -> str:
-    """Reads the docstring without importing the command, because imports take seconds."""
+    # Without importing the command, because imports take seconds.
     source = Path(__file__).with_name(f"{command}.py").read_text("utf-8")
     return ast.get_docstring(ast.parse(source)).splitlines()[0]
 

@@ -183,6 +183,7 @@ def _missing_devices(error: Exception) -> str:
 def _require_open_files() -> None:
     """Raises UserError if the process may open too few files for JAX, a checkpoint and the data."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A process may raise its own limit up to the hard one.
     if soft < MIN_FILES <= hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (MIN_FILES, hard))
     elif soft < MIN_FILES:
@@ -222,7 +223,7 @@ def parse(argv: list[str]) -> list[str]:
     except Exception as error:  # a config file is a program and can raise anything
         fail(_error_message(error), status=2)
     finally:
-        sys.argv = arguments
+        sys.argv = arguments  # messages repeat the command as the user has written it
 
 
 # An override of one run of a comparison: --config.runs.NAME.GROUP.FIELD=VALUE, where NAME may be

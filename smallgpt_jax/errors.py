@@ -52,15 +52,14 @@ def import_library(name: str, extra: str = "hf"):
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Returns "; did you mean 'x'?" with the known name most like `name`, or ""."""
-    near = difflib.get_close_matches(name, filter(None, known), n=1)
+    near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class UserError(Exception):
     """An error that a user can cause and fix: where, what is wrong, what to do."""
 
-    def _render_traceback_(self) -> list[str]:
-        """A notebook shows the message alone."""
+    def _render_traceback_(self) -> list[str]:  # which a notebook shows in place of a traceback
         return [f"error: {self}"]
 
 

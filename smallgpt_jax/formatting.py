@@ -35,6 +35,7 @@ def format_bytes(size: float) -> str:
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """Returns at most `width` bars, means of consecutive values: [9, 5, 2, 1] → '█▅▂▁'."""
     count = min(width, len(values))
+    # the bounds of groups of nearly equal size: of 10 values in 4 groups, 0, 2, 5, 7 and 10
     ends = [i * len(values) // count for i in range(count + 1)]
     means = [statistics.fmean(values[start:end]) for start, end in itertools.pairwise(ends)]
     low = min(means)
@@ -43,7 +44,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Libraries wrap errors: `raise … from error`."""
+    # Libraries wrap errors: `raise … from error`.
     while error.__cause__:
         error = error.__cause__
     return error
@@ -84,16 +85,16 @@ def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def short_repr(value, limit: int = 300) -> str:
+def short_repr(value) -> str:
     text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"
+    return text if len(text) <= 300 else f"{text[:300]}…"
 
 
-def list_names(names: Iterable[str], limit: int = 20) -> str:
+def list_names(names: Iterable[str]) -> str:
     """Returns "a, b and 3 more" of names that somebody else has chosen."""
     names = [printable(name[:100]) for name in names]
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return ", ".join(names[:20]) + more
 
 
 def finite(value: Any) -> Any:

@@ -101,11 +101,8 @@ def main() -> None:
                 "--interactive and --chat; omit them"
             )
         if _CHAT.value:
-            chat(
-                model.chat(inference.load_chat_template(_WORKDIR.value), _SEED.value),
-                settings,
-                as_messages=True,
-            )
+            template = inference.load_chat_template(_WORKDIR.value)
+            chat(model.chat(template, _SEED.value), settings, as_messages=True)
         else:
             chat(model.conversation(_SEED.value), settings)
     elif len(prompts) > 1 or _SAMPLES.value != 1:
@@ -131,7 +128,7 @@ def print_stream(prompt: str, pieces) -> str:
 
 
 def _as_shown(text: str) -> str:
-    """On a terminal, replaces control codes, which a model of somebody else may have learned."""
+    # On a terminal, replaces control codes, which a model of somebody else may have learned.
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text) if sys.stdout.isatty() else text
 
 

@@ -60,7 +60,7 @@ class _BackgroundWriter:
         self._thread = threading.Thread(target=self._write_pending, name="output", daemon=True)
 
     def is_usable(self) -> bool:
-        """A forked process does not have the thread."""
+        # A forked process does not have the thread.
         return os.getpid() == self._process
 
     def write(self, data: bytes) -> None:

@@ -140,11 +140,10 @@ class ConfigGroup:
 
     @classmethod
     def config_dict(cls) -> ConfigDict:
-        """Fields without a default are placeholders."""
         values = {}
         for field in dataclasses.fields(cls):
             values[field.name] = field.default
-            if field.default is dataclasses.MISSING:
+            if field.default is dataclasses.MISSING:  # a flag can still set it
                 values[field.name] = config_dict.placeholder(_kind(field_types(cls)[field.name]))
         return ConfigDict(values)
 
@@ -179,7 +178,8 @@ class ConfigGroup:
         # A config.json can contain values of any type.
         for name, declared in field_types(type(self)).items():
             value, kind = getattr(self, name), _kind(declared)
-            is_bool_for_number = isinstance(value, bool) and kind is not bool  # True is an int
+            # Python's True is an int, but no number of steps.
+            is_bool_for_number = isinstance(value, bool) and kind is not bool
             if not isinstance(value, kind) or is_bool_for_number:
                 self.refuse(name, f"must be {_TYPE_NAMES.get(declared, declared)}")
 

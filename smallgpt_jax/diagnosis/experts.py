@@ -24,8 +24,9 @@ def load_by_token(
     """Returns for each expert the (token, fraction of its occurrences that use the expert) with the
     largest fractions.
     """
+    # U different tokens; index_R is the row of each occurrence among them
     tokens, index_R, counts = np.unique(tokens_R, return_inverse=True, return_counts=True)
-    uses_UxE = np.zeros((len(tokens), num_experts))  # U different tokens
+    uses_UxE = np.zeros((len(tokens), num_experts))
     np.add.at(uses_UxE, (index_R[:, None], experts_RxK), 1)
     # the fractions of rare tokens say little
     is_frequent = counts >= _FREQUENT

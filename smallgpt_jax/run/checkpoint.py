@@ -111,7 +111,7 @@ class Checkpoints:
             remove_folder(path)
 
     def steps(self) -> list[int]:
-        """Does not read the folder."""
+        # As of the last save: does not read the folder, which may be slow.
         return list(self._steps)
 
     def save(self, step: int, state: TrainState, unlogged_losses: Sequence[float] = ()) -> None:

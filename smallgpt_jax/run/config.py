@@ -200,6 +200,7 @@ class Config:
             _set_attention_mask(groups["model"], groups["train"].get("objective", "causal"))
         if saved:
             _keep_start_values(groups, saved)
+        # Before the fields are validated: AT_START is no number of steps.
         groups = with_sizes(groups, saved.to_dict() if saved else None)
         data = DataConfig.from_fields(groups["data"])
         mesh = MeshConfig.from_fields(groups["mesh"])
@@ -243,6 +244,7 @@ def _keep_start_values(groups: dict[str, dict], saved: Config) -> None:
             # a step of the old teacher says nothing of another one
             if is_unset and (field != "teacher_step" or is_same_teacher):
                 groups[name][field] = getattr(getattr(saved, name), field)
+    # another number would draw other dropout masks
     if groups["train"].get("microbatches") == 0:
         groups["train"]["microbatches"] = saved.train.microbatches
 

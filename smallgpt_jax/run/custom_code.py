@@ -34,7 +34,7 @@ def refuse_training_code(config: Config | Mapping, where: Path, trust: bool) -> 
 
 
 def import_training_code(config: Config) -> None:
-    """Imports what the user's own config names, so that workdirs of its runs may name it too."""
+    # Imports what the user's own config names, so that workdirs of its runs may name it too.
     for _, name in _named_code(config):
         module, _ = split_name(name)
         importlib.import_module(module)

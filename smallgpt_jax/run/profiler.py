@@ -25,7 +25,7 @@ class Profiler:
         self._is_active = False
 
     def after_step(self, step: int, state) -> None:
-        """`state` is the result of `step`; it need not be computed yet."""
+        # `state` is the result of `step`; it need not be computed yet.
         if (step + 1 in self._traced) != self._is_active:
             jax.block_until_ready(state)  # so that the trace has whole steps
             self._switch()

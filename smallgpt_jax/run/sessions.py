@@ -37,7 +37,6 @@ SESSION = {
 
 
 def append_session(workdir: Path, facts: dict) -> None:
-    """Ignores write errors."""
     if not distributed.is_primary():
         return
     line = {
@@ -46,7 +45,9 @@ def append_session(workdir: Path, facts: dict) -> None:
         "processes": jax.process_count(),
         **software(),
     }
-    with contextlib.suppress(Exception):  # clients of object storage raise many types of exceptions
+    # A run must not fail because of this line. Clients of object storage raise many types of
+    # exceptions.
+    with contextlib.suppress(Exception):
         append_line(workdir / SESSIONS_FILE, json.dumps(line))
 
 

@@ -56,6 +56,7 @@ def _open_fields(group: str, fields: Mapping[str, Any]) -> list[str]:
 @functools.lru_cache(maxsize=16)
 def _fitted(fields: str, size: Size) -> ModelConfig:
     """Returns the model of a size. `fields` are the group `model` as JSON."""
+    # JSON, because arguments of a cached function must have a hash.
     model_fields = json.loads(fields)
     if AT_START not in model_fields.values():
         return make_config(**model_fields)
@@ -66,6 +67,7 @@ def _fitted(fields: str, size: Size) -> ModelConfig:
         ratio = _tokens_of_budget(model, size) / (size.tokens_per_parameter * parameters)
         if abs(ratio - 1) < _NEAR_BUDGET:
             break
+        # With as many tokens per parameter, FLOPs grow with the square of the parameters.
         parameters *= math.sqrt(ratio)
         model = fit_shape(model_fields, parameters)
     return model

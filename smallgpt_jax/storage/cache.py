@@ -14,7 +14,7 @@ from smallgpt_jax.storage.object_storage import is_remote
 
 
 def cache_folder() -> Path:
-    """Follows the XDG base directory specification."""
+    # as the XDG base directory specification says
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "smallgpt_jax"
 
 

@@ -44,10 +44,8 @@ class Each(NamedTuple):
     schema: Any
 
 
-def integer(minimum: int = -_MAX_INTEGER, maximum: int = _MAX_INTEGER) -> Kind:
-    name = "an integer"
-    if minimum > -_MAX_INTEGER:
-        name += f" of at least {minimum}"
+def integer(minimum: int, maximum: int = _MAX_INTEGER) -> Kind:
+    name = f"an integer of at least {minimum}"
     # `type`, because isinstance(True, int)
     return Kind(name, lambda value: type(value) is int and minimum <= value <= maximum)
 
@@ -152,6 +150,7 @@ def _count_values(content: bytes) -> int:
 
 
 def _is_deeper(value, limit: int) -> bool:
+    # Level by level: a recursion would fail at the depths that it has to find.
     level = [value]  # all values at one depth
     for _ in range(limit):
         next_level = []
@@ -199,6 +198,7 @@ def _find_mismatch_in_object(value, schema: Each | dict, field: str) -> str | No
         return _mismatch(field, "an object", value)
     if isinstance(schema, Each):
         schema = dict.fromkeys(value, schema.schema)
+    # Missing fields first, which are the clearer message.
     for name, item_schema in schema.items():
         if name not in value and not isinstance(item_schema, Optional):
             return f"{_join(field, name)}: missing"

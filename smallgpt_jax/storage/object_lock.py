@@ -34,7 +34,7 @@ def now() -> float:
 
 
 @contextlib.contextmanager
-def object_lock(path: Path, wait: bool = False) -> Iterator[None]:
+def object_lock(path: Path, wait: bool) -> Iterator[None]:
     """Holds an exclusive lock, the object at `path`, and removes the object on exit.
 
     With `wait=False`, raises LockHeldError as soon as another holder renews the lock. Takes over a

@@ -317,6 +317,7 @@ def upload_folder(folder: Path, target: Path, last: str) -> None:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / last]
     for path in files:
         file_system().put_file(str(path), str(target / path.relative_to(folder)))
+    # `last` says that the folder is complete, so this is made sure first.
     copies = list_files(target)
     for path in files:
         copy = target / path.relative_to(folder)

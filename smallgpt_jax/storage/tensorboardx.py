@@ -6,7 +6,7 @@ import sys
 
 @contextlib.contextmanager
 def without_torch():
-    """tensorboardX would import PyTorch for images, which takes 1.3 seconds."""
+    # tensorboardX would import PyTorch for images, which takes 1.3 seconds.
     hides = "torch" not in sys.modules
     if hides:
         sys.modules["torch"] = None

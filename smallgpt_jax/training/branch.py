@@ -38,7 +38,6 @@ class Branch:
             )
 
     def copy_to(self, workdir: Path) -> None:
-        """Does nothing if the run has a checkpoint."""
         if saved_steps(workdir / CHECKPOINT_FOLDER):
             return
         try:

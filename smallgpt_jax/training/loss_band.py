@@ -72,6 +72,8 @@ class LossBand:
         # Here, because most runs have no band, and the import takes 0.2 s of each command's start.
         from scipy import special
 
+        # Of all points together (Bonferroni), and two-sided. The further run varies as one of the
+        # runs does, and their mean by 1/runs of this variance.
         level = (1 - LEVEL) / len(self.points)
         quantile = special.stdtrit(point.runs - 1, 1 - level / 2)
         width = float(quantile) * point.deviation * math.sqrt(1 + 1 / point.runs)

@@ -217,8 +217,9 @@ def last_evaluation_message(folder: Path) -> str:
     if not lines:
         return ""
     last = lines[-1]
-    loss = math.nan if last.get("loss") is None else last["loss"]
-    bits = math.nan if last.get("bits_per_byte") is None else last["bits_per_byte"]
+    # null where the loss was not finite
+    loss = math.nan if last["loss"] is None else last["loss"]
+    bits = math.nan if last["bits_per_byte"] is None else last["bits_per_byte"]
     return f"Step {last['step']}: {evaluation_message(loss, bits, answers_in(last))}. "
 
 

@@ -34,6 +34,7 @@ def check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch
         return open_branch(folder, config)
 
     branch = distributed.run_on_primary(check)
+    # Processes with other programs would wait for each other's collectives forever.
     distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
     config = with_microbatches(config)
     program = shared_program(config)
@@ -44,6 +45,7 @@ def check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch
     check_attention_kernels(program.model, program.mesh, config.data.separate_documents)
     check_recurrence_kernels(program.model, program.mesh)
     if models.custom_classes(config.model):
+        # Simulated devices must not run two programs at a time (`Program._wait_if_simulated`).
         state = jax.block_until_ready(program.initial_state(config.train.seed))
         with sharding.use_mesh(program.mesh):
             check_causality(

@@ -74,7 +74,7 @@ class Program:
         )
 
     def initial_state(self, seed: int) -> TrainState:
-        """Each device initializes its own shards."""
+        # Compiled with shardings, so that each device initializes its own shards.
         return self._initialization(np.uint32(seed))
 
     def bind(self, config: ConfigDict | Config) -> Callable:

@@ -73,6 +73,7 @@ def open_trainer(
     """
     clock = RunClock()
     folder = as_path("--workdir", workdir)
+    # Checks and the text come before the lock: a refused run leaves the workdir as it is.
     with best_effort("stdout"), preemption.handle_signals(exits=exits) as stop:
         config, branch, program = check_run(config, folder)
         progress = RunProgress(config.train.steps)

@@ -69,6 +69,7 @@ def eval_step(program, trained, model_state, batch) -> EvaluationSums:
         )
         return jax.tree.map(jnp.add, sums, of_microbatch), None
 
+    # One key for all evaluations, which so draw the same prefixes or masks of a row.
     examples = objective.examples(batch, row_keys(jax.random.key(0), batch))
     microbatches = split_microbatches(examples, config.train.microbatches)
     no_answers = Answers(*[jnp.int32(0)] * 3) if has_answers else None

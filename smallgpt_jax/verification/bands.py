@@ -47,7 +47,7 @@ def compare_curves(
     trained: Curve,
     variants: Sequence[Curve],
     seeds: Sequence[Curve],
-    is_other_machine: bool = False,
+    is_other_machine: bool,
 ) -> list[ComparedLoss]:
     """Returns each recorded loss beside the one that was trained here, with what explains the
     difference. `variants` are trained here as well, with other rounding; `seeds` are the curves of
@@ -67,9 +67,7 @@ def compare_curves(
         allowed, how = _allowed(values, rounding, of_seeds, spread, len(steps))
         if recorded[step] == trained[step]:  # even where nothing was measured
             how = BITS
-        elif allowed is None:
-            how = NO_BAND
-        elif abs(recorded[step] - statistics.fmean(values)) > allowed:
+        elif allowed is not None and abs(recorded[step] - statistics.fmean(values)) > allowed:
             how = OUTSIDE
         comparisons.append(ComparedLoss(step, recorded[step], trained[step], allowed, spread, how))
     return comparisons
@@ -90,12 +88,12 @@ def _allowed(
         return None, NO_BAND
     degrees, how = len(values) - 1, BAND
     if spread is not None and rounding >= AS_WIDE * spread:
-        # Rounding makes another seed of the run, so both are samples of one spread.
-        rounding = math.sqrt(
-            (degrees * rounding**2 + (len(of_seeds) - 1) * spread**2)
-            / (degrees + len(of_seeds) - 1)
-        )
-        degrees, how = degrees + len(of_seeds) - 1, SEED
+        # Rounding makes another seed of the run, so both are samples of one spread. Their variances
+        # are averaged, each with the weight of its degrees of freedom.
+        degrees_of_seeds = len(of_seeds) - 1
+        squares = degrees * rounding**2 + degrees_of_seeds * spread**2
+        degrees, how = degrees + degrees_of_seeds, SEED
+        rounding = math.sqrt(squares / degrees)
     # A prediction interval: two-sided, at LEVEL for all steps together (Bonferroni). The recorded
     # loss varies as one value does, and the mean of n values by 1/n of this variance.
     quantile = special.stdtrit(degrees, 1 - (1 - LEVEL) / 2 / num_steps)

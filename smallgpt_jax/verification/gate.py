@@ -52,7 +52,7 @@ class Question:
         seeds = f"{len(self.differences)} seeds"
         low, high = sequential.interval(self.differences, self.level)
         text = f"question {self.number} at level {self.level:.2g}, {seeds}"
-        if math.isinf(low):
+        if math.isinf(low):  # too few seeds for an interval
             return f"{self.verdict}: {text}"
         return f"{self.verdict}: {text}: loss {low:+.4f} to {high:+.4f} nats"
 

@@ -163,6 +163,7 @@ def _pairs_of_seeds(runs: Sequence[Run]) -> Iterator[tuple[int, int, list[float]
     """Yields (seed, other seed, differences of their losses at common steps) for the runs of one
     name; of many seeds, for the first MAX_SEEDS, because the pairs grow with their square.
     """
+    # {seed: {(horizon, step): loss}}: the runs of a seed are compared together, as one curve.
     losses: dict[int, dict] = defaultdict(dict)
     for run in runs:
         losses[run.seed].update({(run.horizon, p.step): p.loss for p in run.curve if p.loss})

@@ -139,7 +139,7 @@ def _first_loss(first: Point, vocabulary: int) -> Contradictions:
 
 
 def _is_float32_mean(point: Point) -> bool:
-    """A mean over n targets times n is the float32 sum from which it was computed."""
+    # A mean over n targets times n is the float32 sum from which it was computed.
     with np.errstate(over="ignore"):  # of a loss that is too large, which is no such mean
         total = float(np.float32(point.loss * point.targets))
     return total / point.targets == point.loss

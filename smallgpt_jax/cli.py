@@ -72,8 +72,8 @@ def _add_fields(model: ConfigDict) -> None:
     declared = architecture.Config.config_dict()
     with model.unlocked():
         for name in lacking:
-            if name in declared:
-                model[name] = declared.get_ref(name)
+            if name in declared:  # others are refused later, with a suggestion
+                model[name] = declared.get_ref(name)  # with its type, also where it has no value
 
 
 def define_config():

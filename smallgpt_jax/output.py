@@ -105,7 +105,7 @@ class _BackgroundWriter:
             except OSError:
                 written = len(chunk)
             with self._changed:
-                del self._pending[:written]
+                del self._pending[:written]  # perhaps only a part of the chunk
                 self._num_written += written
                 self._is_blocked = False
                 self._changed.notify_all()

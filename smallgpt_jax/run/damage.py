@@ -44,6 +44,7 @@ def is_damage(error: Exception) -> bool:
 
 def find_changed_array(saved: dict) -> str | None:
     """Returns the first array that does not match its saved checksum, or None (collective)."""
+    # Sorted, so that all processes compute the checksums, which are collectives, in one order.
     for item in sorted(saved.keys() - {"check"}):
         for name, checksum in bit_checksums(saved[item]).items():
             if saved["check"][item].get(name) != checksum:

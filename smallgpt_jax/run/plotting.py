@@ -36,12 +36,12 @@ def svg(figure: Figure) -> bytes:
 
 
 def render(figure: Figure, **options) -> bytes:
-    """Equal figures give equal bytes. `$` in labels is not parsed as math."""
     file = io.BytesIO()
     for text in figure.findobj(Text):
-        text.set_parse_math(False)
+        text.set_parse_math(False)  # names of runs may contain a $
         lines = text.get_text().split("\n")
         text.set_text("\n".join(map(printable, lines)))
+    # Without a salt, ids in SVG files are random; equal figures should give equal bytes.
     with matplotlib.rc_context({"svg.hashsalt": "smallgpt_jax"}):
         figure.savefig(file, **options)
     return file.getvalue()

@@ -19,7 +19,7 @@ class RunProgress:
         self.message(self._counted(step, text))
 
     def message(self, text: str, end: str = "\n") -> None:
-        clear = "\r\x1b[K" if self._open else ""
+        clear = "\r\x1b[K" if self._open else ""  # of the line that was updated in place
         # `end` is part of the text: print would write it separately, possibly after the text of
         # another thread.
         print(f"{clear}{text}{end}", end="", flush=True)

@@ -154,6 +154,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 
     with contextlib.ExitStack() as held:
         distributed.run_on_primary(acquire)
+        # In folders of their own, processes would save parts of the state that nobody can join.
         require_shared(workdir)
         yield
 
@@ -162,6 +163,7 @@ def require_shared(workdir: Path) -> None:
     """Raises UserError in all processes if one does not see process 0's lock (collective)."""
     if distributed.is_single_process():
         return
+    # The lock's content is unique, so an equal file is the same file.
     expected = distributed.from_primary(_read_lock(workdir) if distributed.is_primary() else "")
     end = time.monotonic() + VISIBLE_SECONDS
     while _read_lock(workdir) != expected and time.monotonic() < end:

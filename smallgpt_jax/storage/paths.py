@@ -49,7 +49,7 @@ def new_folder(field: str, name: str | Path | None) -> Path:
     if is_remote(folder):
         require_bucket(field, folder)
         is_free = not list_files(folder)
-    elif folder == Path.cwd():
+    elif folder == Path.cwd():  # it would be replaced, and the shell would stay in the removed one
         raise UserError(f"{field}={name}: this is the current folder; choose another")
     else:
         is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))

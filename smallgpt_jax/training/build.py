@@ -86,6 +86,7 @@ def _build(config: Config, mesh: jax.sharding.Mesh) -> Program:
     trained = {**params, **heads}
     # Which entries of each parameter are trained; None: all
     masks = trainable.make_masks(params, heads, config.optimizer)
+    # What the state has → what the model computes with: frozen entries without gradient, LoRA merged
     weights = functools.partial(
         trainable.weights_to_apply, masks=masks, params=params, config=config.optimizer
     )
@@ -116,6 +117,7 @@ def _make_objective(
     if teacher:
         terms = {**terms, "feature_distance": teacher}
     objective = make_objective(config.train, model, **terms)
+    # Of prompts with answers, only the answers are in the loss.
     if config.data.format != "text":
         objective = dataclasses.replace(objective, examples=objective.tuning_examples)
     return objective

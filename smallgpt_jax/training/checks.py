@@ -19,6 +19,7 @@ def check_processes(workdir: Path) -> None:
     """Raises UserError if processes differ in workdir, devices or software (collective)."""
     if distributed.is_single_process():
         return
+    # Processes that differ in these would run other programs, and hang in the first collective.
     distributed.require_equal("--workdir", str(workdir))
     distributed.require_equal("the number of its devices", f"{jax.local_device_count()}")
     for package, version in package_versions().items():

@@ -123,6 +123,7 @@ def open_examples(
         raise UserError(str(error).replace("--examples", _FIELD)) from None
     labels = find_labels(questions, _FIELD, "use examples whose answers are 2 to 20 labels")
     sequences = label_sequences(questions, labels, tokenizer, context_length)
+    # Each process reads the file, perhaps from a disk of its own.
     distributed.require_equal(_FIELD, json.dumps(sequences))
     # The chunks of the loss must divide the length.
     step = _LENGTH_STEP * train.loss_chunks

@@ -25,6 +25,7 @@ def with_microbatches(config: Config, log: Callable[[str], None] = print) -> Con
     if config.train.microbatches:
         return config
     mesh = sharding.make_mesh(config.mesh)
+    # Of one process: all must find the same number, and compile the same programs on the way.
     limit = distributed.from_primary(memory_limit(mesh.devices.flat[0])) or math.inf
 
     def needed(microbatches: int) -> float:
@@ -124,4 +125,5 @@ def _step_bytes(config: Config) -> float:
             raise
         return math.inf
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    # The next state is in the memory of this one, so it does not count twice.
     return total + memory.output_size_in_bytes - memory.alias_size_in_bytes

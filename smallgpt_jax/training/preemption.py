@@ -69,6 +69,7 @@ class StopRequest:
             return  # `_interrupt` handles it
         if self._waits_for_save(number):
             return
+        # The process ends here: the main thread may be in a library call for minutes.
         again = "second request: " if self.signal else ""
         # The main thread goes on, and must not print after the message.
         with contextlib.redirect_stdout(io.StringIO()):

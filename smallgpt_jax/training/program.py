@@ -63,6 +63,7 @@ class Program:
             shape_of_batch = (c.train.batch_size, *lengths)
             return jax.ShapeDtypeStruct(shape_of_batch, dtype, sharding=rows_on_devices)
 
+        # Elsewhere, all targets are the next tokens, so the step computes them from the tokens.
         has_targets = c.data.packing == "best_fit" or is_synthetic(c.data)
         return Batch(
             tokens_BxT1=shape("int32", time + 1),
@@ -160,7 +161,7 @@ class Program:
             pool.submit(lambda: self.compiled_train_step),
             pool.submit(lambda: self.compiled_eval_step),
         ]
-        pool.shutdown(wait=False)
+        pool.shutdown(wait=False)  # its threads end after both compilations
         if self._is_simulated:  # a program that runs during compilation could lack threads
             wait(compilations)
         return compilations

@@ -19,6 +19,7 @@ def sown_metrics(collections) -> dict[str, Any]:
     array}, with the leading axes of the module's parameters.
     """
     values: dict[str, list] = {}
+    # The value of a module in a stack has an axis of layers or paths.
     for _, name, value in _named_values(collections.get("metrics", {})):
         values.setdefault(name, []).append(jnp.mean(value))
     metrics = {name: jnp.mean(jnp.stack(layer_values)) for name, layer_values in values.items()}
@@ -29,6 +30,7 @@ def sown_metrics(collections) -> dict[str, Any]:
 
 def _named_values(collection) -> list[tuple[str, str, jax.Array]]:
     """Returns (path of the module, name, value): the mean, if the module is applied repeatedly."""
+    # flax sows a tuple with a value per call: its positions are in the path, and no DictKey.
     passes: dict[tuple, list] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(collection):
         keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))

@@ -46,73 +46,67 @@ class TrainingTexts:
 class EncodedBatch(NamedTuple):
     tokens: np.ndarray  # (tokens,), with the tokenizer's marks around each document
     lengths: np.ndarray  # (documents,), in tokens, including the marks
-    text_bytes: int
     # (tokens,) bool: whether the loss counts the token after it; None: it counts all
     counted: np.ndarray | None
-    unknown: int  # tokens for characters that the tokenizer cannot encode
-    dropped: int  # characters without a token
+    counts: dict[str, int]  # as in store.COUNTS
 
 
 class _Document(NamedTuple):
     text: str
-    arrays: tuple[np.ndarray, ...]  # its ids
+    ids: np.ndarray  # (tokens,), with the marks
     counted: np.ndarray | None = None  # as in EncodedBatch
 
 
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+
+
 def encode_batch(
-    batch: DocumentBatch,
-    *,
-    tokenizer: Tokenizer,
-    dtype,
-    validation_fraction: float,
+    batch: DocumentBatch, *, tokenizer: Tokenizer, validation_fraction: float
 ) -> dict[str, EncodedBatch]:
     """Returns a batch per split. A batch with examples has no other texts."""
-    documents = []
     are_examples = any(isinstance(text, Example) for text in batch.texts)
     if are_examples:
-        for text in batch.texts:
-            ids, counted = encode_example(text, tokenizer)
-            documents.append(_Document(text, (ids,), counted))
+        documents = [_Document(text, *encode_example(text, tokenizer)) for text in batch.texts]
     else:
-        begin = np.array([tokenizer.begin_of_text], dtype)
-        end = np.array([tokenizer.end_of_text], dtype)
+        begin, end = [tokenizer.begin_of_text], [tokenizer.end_of_text]
         # If they are equal, the beginning of the next document marks the end.
-        marked_end = () if begin == end else (end,)
+        marked_end = [] if begin == end else [end]
+        documents = []
         for text, ids in zip(batch.texts, encode(batch.texts, tokenizer)):
-            documents.append(_Document(text, (begin, ids, *marked_end)))
+            arrays = [begin, ids, *marked_end]
+            ids = np.concatenate(arrays, dtype=token_dtype(tokenizer), casting="unsafe")
+            documents.append(_Document(text, ids))
     of_split = {name: [] for name in SPLITS}
     for document in documents:
         is_held_out = is_validation(document.text, validation_fraction)
         of_split["validation" if is_held_out else "train"].append(document)
     return {
-        name: _join_documents(documents, tokenizer, dtype, are_examples)
+        name: _join_documents(documents, tokenizer, are_examples)
         for name, documents in of_split.items()
     }
 
 
 def _join_documents(
-    documents: Sequence[_Document], tokenizer: Tokenizer, dtype, are_examples: bool
+    documents: Sequence[_Document], tokenizer: Tokenizer, are_examples: bool
 ) -> EncodedBatch:
-    arrays, counted, lengths = [[]], [[]], []  # np.concatenate needs at least one array
-    text_bytes = dropped = unknown = 0
-    for document in documents:
-        arrays += document.arrays
-        lengths.append(sum(map(len, document.arrays)))
-        text_bytes += len(document.text.encode())
-        dropped += tokenizer.count_dropped(document.text)
-        if are_examples:
-            counted.append(document.counted)
-    tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe")
+    ids = [document.ids for document in documents]
+    # np.concatenate needs an array, but a batch may have no document of this split.
+    tokens = np.concatenate([[], *ids], dtype=token_dtype(tokenizer), casting="unsafe")
+    lengths = np.array([len(array) for array in ids], np.int64)
+    counted = None
+    if are_examples:
+        counted = np.concatenate([[], *(document.counted for document in documents)]).astype(bool)
+    counts = {
+        "tokens": len(tokens),
+        "documents": len(documents),
+        "text_bytes": sum(len(document.text.encode()) for document in documents),
+        "unknown": 0,
+        "dropped": sum(tokenizer.count_dropped(document.text) for document in documents),
+    }
     if tokenizer.unknown is not None:
-        unknown = int(np.count_nonzero(tokens == tokenizer.unknown))
-    return EncodedBatch(
-        tokens,
-        np.array(lengths, np.int64),
-        text_bytes,
-        np.concatenate(counted).astype(bool) if are_examples else None,
-        unknown,
-        dropped,
-    )
+        counts["unknown"] = int(np.count_nonzero(tokens == tokenizer.unknown))
+    return EncodedBatch(tokens, lengths, counted, counts)
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
@@ -184,7 +178,7 @@ def log_progress(
     tokens = 0
     for batch, encoded in batches:
         yield batch, encoded
-        tokens += sum(len(split.tokens) for split in encoded.values())
+        tokens += sum(split.counts["tokens"] for split in encoded.values())
         if time.monotonic() - logged >= _PROGRESS_SECONDS:
             logged = time.monotonic()
             seconds = logged - started

@@ -20,39 +20,37 @@ import numpy as np
 
 from smallgpt_jax import __version__
 from smallgpt_jax.data import tokenizer_folder, tokenizers
+from smallgpt_jax.data.encoding import token_dtype
 from smallgpt_jax.data.parts import Part, Shard
 from smallgpt_jax.data.store import (
+    COUNTS,
     DOCUMENTS,
     FORMAT,
     MADE_FROM,
     METADATA_FILE,
     SPLITS,
-    UNENCODED,
     file_sizes,
     fingerprint,
+    holds_examples,
     open_store,
+    require_settings,
+    require_size,
     size_message,
 )
 from smallgpt_jax.data.store_spec import StoreSpec
-from smallgpt_jax.data.tokenizing import (
-    name_store_in_errors,
-    token_dtype,
-    write_metadata,
-    write_splits,
+from smallgpt_jax.data.tokenizing import name_store_in_errors, write_metadata, write_splits
+from smallgpt_jax.data.unfinished_store import (
+    JOURNAL_FILE,
+    START,
+    Entry,
+    add_counts,
+    require_documents,
 )
-from smallgpt_jax.data.unfinished_store import JOURNAL_FILE, START, Entry, require_documents
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import duration, millions
 from smallgpt_jax.storage.atomic import atomic_folder, rename, sync_tree, write_atomically
 from smallgpt_jax.storage.cache import local_copy
-from smallgpt_jax.storage.json_files import (
-    BOOLEAN,
-    TEXT,
-    Each,
-    integer,
-    one_of,
-    read_json,
-)
+from smallgpt_jax.storage.json_files import BOOLEAN, TEXT, Each, integer, one_of, read_json
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import (
     is_remote,
@@ -62,7 +60,6 @@ from smallgpt_jax.storage.object_storage import (
 )
 
 SHARD_FILE = "shard.json"
-_COUNTS = ("tokens", "documents", "text_bytes", *UNENCODED)
 # A place in the source, and a hash of the items before it in the same file.
 _BORDER = {"parts": integer(0), "items": integer(0), "digest": TEXT}
 _SCHEMA = {
@@ -75,12 +72,8 @@ _SCHEMA = {
     "start": _BORDER,
     "end": _BORDER,
     "skipped": Each(integer(1)),
-    "splits": dict.fromkeys(SPLITS, dict.fromkeys(_COUNTS, integer(0))),
-    "plain_text": {
-        "files": integer(0),
-        "passages": integer(0),
-        "validation_files": [TEXT],
-    },
+    "splits": dict.fromkeys(SPLITS, dict.fromkeys(COUNTS, integer(0))),
+    "plain_text": {"files": integer(0), "passages": integer(0), "validation_files": [TEXT]},
     "fingerprints": {name: TEXT for name in SPLITS},
 }
 
@@ -187,13 +180,8 @@ def _remedy(folder: Path) -> str:
 
 
 def _require_same_settings(folder: Path, record: dict, spec: StoreSpec) -> None:
-    for field, value in spec.made_from.items():
-        before = record["made_from"].get(field)
-        if value != before:
-            raise UserError(
-                f"{folder}: was made with config.data.{field}={before!r}, but this config has "
-                f"{value!r}; use the same settings, or {_remedy(folder)}"
-            )
+    advice = f"use the same settings, or {_remedy(folder)}"
+    require_settings(str(folder), record["made_from"], spec.made_from, advice)
 
 
 def find_shards(spec: StoreSpec) -> list[Path]:
@@ -281,21 +269,17 @@ def _require_successive(folders: Sequence[Path], records: Sequence[dict]) -> Non
 
 
 def _join_entries(records: Sequence[dict]) -> Entry:
-    splits, skipped = {name: Counter() for name in SPLITS}, Counter()
-    files, passages, validation_files = 0, 0, []
+    joined = START
     for record in records:
-        skipped.update(record["skipped"])
-        for name in SPLITS:
-            counts = record["splits"][name]
-            splits[name].update({what: counts[what] for what in _COUNTS})
-        files += record["plain_text"]["files"]
-        passages += record["plain_text"]["passages"]
-        validation_files += record["plain_text"]["validation_files"]
-    return START._replace(
-        skipped=dict(skipped),
-        splits={name: dict(counts) for name, counts in splits.items()},
-        plain_text={"files": files, "passages": passages, "validation_files": validation_files},
-    )
+        joined = START._replace(
+            skipped=dict(Counter(joined.skipped) + Counter(record["skipped"])),
+            splits={
+                name: add_counts(counts, record["splits"][name])
+                for name, counts in joined.splits.items()
+            },
+            plain_text=add_counts(joined.plain_text, record["plain_text"]),
+        )
+    return joined
 
 
 def _check_files(folder: Path, local: Path, record: dict) -> tokenizers.Tokenizer:
@@ -303,20 +287,16 @@ def _check_files(folder: Path, local: Path, record: dict) -> tokenizers.Tokenize
     tokenizer = tokenizer_folder.load(local / "tokenizer")
     if tokenizers.fingerprint(tokenizer) != record["tokenizer"]:
         raise UserError(f"{folder / 'tokenizer'}: damaged; {_remedy(folder)}")
-    has_answers = record["made_from"].get("format", "text") != "text"
     for name in SPLITS:
         counts = record["splits"][name]
         sizes = file_sizes(
-            token_dtype(tokenizer), has_answers, counts["tokens"], counts["documents"]
+            token_dtype(tokenizer),
+            holds_examples(record["made_from"]),
+            counts["tokens"],
+            counts["documents"],
         )
         for ending, size in sizes.items():
-            path = local / f"{name}{ending}"
-            actual = path.stat().st_size if path.is_file() else 0
-            if actual != size:
-                raise UserError(
-                    f"{folder / path.name}: damaged, has {actual:,} bytes, expected {size:,}; "
-                    f"{_remedy(folder)}"
-                )
+            require_size(local / f"{name}{ending}", folder, size, _remedy(folder))
         if fingerprint(local, name, counts["text_bytes"]) != record["fingerprints"][name]:
             raise UserError(
                 f"{folder}: damaged, the files of the {name} split have changed; {_remedy(folder)}"

@@ -11,9 +11,8 @@ A store is a folder with:
   counts the prediction of the token after it (uint8)
 
 A document is the tokenizer's begin-of-text id followed by the ids of its text. The end-of-text id
-follows if it is another one; `metadata.json` then has the field `begin_of_text`, too. The `.bin`
-files are flat arrays. Random access to them needs no library. They can be truncated at any token,
-so that an interrupted preparation can resume.
+follows if it is another one. The `.bin` files are flat arrays. Random access to them needs no
+library. They can be truncated at any token, so that an interrupted preparation can resume.
 """
 
 import dataclasses
@@ -64,6 +63,8 @@ LATER_FIELDS = (("format", "text"), ("chat_template", ""))
 # What the tokenizer cannot encode: tokens that stand for unknown characters, and characters without
 # a token.
 UNENCODED = ("unknown", "dropped")
+# What is counted of each split while it is written.
+COUNTS = ("tokens", "documents", "text_bytes", *UNENCODED)
 METADATA = {
     "format": one_of(FORMAT),
     "made_from": MADE_FROM,
@@ -108,6 +109,17 @@ def file_sizes(
     """Returns {ending: size in bytes} of the files of a split."""
     sizes = {TOKENS: tokens * np.dtype(dtype).itemsize, DOCUMENTS: documents * 8}
     return sizes | {COUNTED: tokens} if has_answers else sizes
+
+
+def require_size(path: Path, shown: Path, size: int, advice: str) -> None:
+    """Raises UserError for a file of another size. `shown`: its folder in messages."""
+    if not path.is_file():
+        raise UserError(f"{shown / path.name}: file of the token store is missing; {advice}")
+    actual = path.stat().st_size
+    if actual != size:
+        raise UserError(
+            f"{shown / path.name}: damaged, has {actual:,} bytes, expected {size:,}; {advice}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,20 +170,12 @@ class Split:
         """Raises UserError for invalid files. Reads only a sample of the ids."""
         sizes = file_sizes(self.dtype, self.has_answers, self.tokens, self.documents)
         for ending, size in sizes.items():
-            path, shown = self.folder / f"{self.name}{ending}", self._shown(ending)
-            if not path.is_file():
-                raise UserError(f"{shown}: file of the token store is missing; {_FIX}")
-            actual = path.stat().st_size
-            if actual != size:
-                raise UserError(
-                    f"{shown}: damaged, has {actual:,} bytes, expected {size:,}; {_FIX}"
-                )
+            require_size(self.folder / f"{self.name}{ending}", self.shown, size, _FIX)
         starts = self.starts
         are_ascending = np.all(starts[1:] > starts[:-1])
         if starts[0] or starts[-1] >= self.tokens or not are_ascending:
-            raise UserError(
-                f"{self._shown(DOCUMENTS)}: damaged, the documents are not in order; {_FIX}"
-            )
+            path = self.shown / f"{self.name}{DOCUMENTS}"
+            raise UserError(f"{path}: damaged, the documents are not in order; {_FIX}")
         step = max(self.tokens // _SAMPLES, _SAMPLE_TOKENS)
         for start in range(0, self.tokens, step):
             sample = self.stream[start : start + _SAMPLE_TOKENS]
@@ -183,12 +187,9 @@ class Split:
         largest = int(np.max(ids.view(np.uint32), initial=0))
         if largest >= self.vocab_size:
             raise UserError(
-                f"{self._shown(TOKENS)}: damaged, has the id {largest}, but its vocabulary has "
-                f"only {self.vocab_size}; {_FIX}"
+                f"{self.shown / self.name}{TOKENS}: damaged, has the id {largest}, but its "
+                f"vocabulary has only {self.vocab_size}; {_FIX}"
             )
-
-    def _shown(self, ending: str) -> Path:
-        return self.shown / f"{self.name}{ending}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,8 +243,12 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
         )
     if mismatch := find_mismatch(metadata, METADATA):
         raise UserError(f"{path}: {mismatch}; {_FIX}")
-    settings = {**dict(LATER_FIELDS), **metadata["made_from"]}
-    _require_settings(folder, settings, made_from or {})
+    require_settings(
+        f"config.data.store={str(folder)!r}",
+        metadata["made_from"],
+        made_from or {},
+        "choose another folder, or use the same settings",
+    )
     local = local_copy(folder)
     splits = {}
     for name in SPLITS:
@@ -258,24 +263,26 @@ def open_store(folder: Path, made_from: dict | None = None) -> TokenStore:
             dtype=metadata["dtype"],
             begin_of_text=metadata["begin_of_text"],
             vocab_size=metadata["vocab_size"],
-            has_answers=settings["format"] != "text",
+            has_answers=holds_examples(metadata["made_from"]),
             encodes_all=not _unencoded_share(metadata, name),
         )
         splits[name].check_files()
     return TokenStore(folder, metadata, **splits)
 
 
-def _require_settings(folder: Path, settings: dict, made_from: dict) -> None:
-    before, now = [], []
-    for field, value in made_from.items():
-        if value != settings[field]:
-            before.append(f"{field}={settings[field]!r}")
-            now.append(f"{field}={value!r}")
-    if now:
-        raise UserError(
-            f"config.data.store={str(folder)!r}: was made with {', '.join(before)}, but this "
-            f"config has {', '.join(now)}; choose another folder, or use the same settings"
-        )
+def holds_examples(made_from: dict) -> bool:
+    """Returns whether the documents of a store or shard are examples."""
+    return made_from.get("format", "text") != "text"
+
+
+def require_settings(where: str, made_from: dict, wanted: dict, advice: str) -> None:
+    """Raises UserError if a store or shard was made with other settings than `wanted`."""
+    made_from = {**dict(LATER_FIELDS), **made_from}
+    different = [field for field, value in wanted.items() if value != made_from[field]]
+    if different:
+        before = ", ".join(f"{field}={made_from[field]!r}" for field in different)
+        now = ", ".join(f"{field}={wanted[field]!r}" for field in different)
+        raise UserError(f"{where}: was made with {before}, but this config has {now}; {advice}")
 
 
 def _unencoded_share(metadata: dict, split: str) -> float:

@@ -12,10 +12,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from smallgpt_jax.data import tokenizer_folder
-from smallgpt_jax.data.encoding import TrainingTexts, encode_batch, log_progress, map_in_order
+from smallgpt_jax.data.encoding import (
+    TrainingTexts,
+    encode_batch,
+    log_progress,
+    map_in_order,
+    token_dtype,
+)
 from smallgpt_jax.data.parts import WHOLE, Place, Shard, document_batches, find_start
 from smallgpt_jax.data.store import (
     FORMAT,
@@ -23,6 +27,7 @@ from smallgpt_jax.data.store import (
     STORE_FILES,
     UNENCODED,
     fingerprint,
+    holds_examples,
     size_message,
 )
 from smallgpt_jax.data.store_spec import NOT_FREE, StoreSpec
@@ -78,17 +83,14 @@ def write_splits(
     place, digest = find_start(parts, rules, shard)
     start = START._replace(place=place, digest=digest)
     journal, tokenizer = _resume_or_start(partial, spec, shard, start, log)
-    dtype = token_dtype(tokenizer)
-    encode = functools.partial(
-        encode_batch,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        validation_fraction=spec.made_from["validation_fraction"],
-    )
+    fraction = spec.made_from["validation_fraction"]
+    encode = functools.partial(encode_batch, tokenizer=tokenizer, validation_fraction=fraction)
     batches = document_batches(parts, rules, journal.latest.place, shard)
     encoded = log_progress(map_in_order(encode, batches, workers), journal.latest.done, log)
     writers = {
-        name: SplitWriter(partial, name, dtype, rules.format != "text", counts)
+        name: SplitWriter(
+            partial, name, token_dtype(tokenizer), holds_examples(spec.made_from), counts
+        )
         for name, counts in journal.latest.splits.items()
     }
     try:
@@ -101,10 +103,6 @@ def write_splits(
             shutil.rmtree(partial)
         raise
     return start, journal.latest, tokenizer
-
-
-def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
 
 
 def _resume_or_start(

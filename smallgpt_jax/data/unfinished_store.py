@@ -41,10 +41,10 @@ from smallgpt_jax.data.parts import (
 )
 from smallgpt_jax.data.store import (
     COUNTED,
+    COUNTS,
     DOCUMENTS,
     SPLITS,
     TOKENS,
-    UNENCODED,
     file_sizes,
     format_skipped,
 )
@@ -54,7 +54,6 @@ from smallgpt_jax.storage.json_files import TEXT, read_json_or_none
 
 JOURNAL_FILE = "journal.json"
 _VERSION = 5
-_COUNTS = ("tokens", "documents", "text_bytes", *UNENCODED)
 _MAY_DIFFER = {"made_from", "texts"}  # of a journal's identity on resumption, in part
 JOURNAL_SECONDS = 5  # minimum time between writes of the journal
 
@@ -64,7 +63,7 @@ class Entry(NamedTuple):
     digest: str  # digest of the source up to `place`
     done: float  # fraction of the source that has been read, 0 to 1
     skipped: dict[str, int]  # reason → number of skipped items
-    splits: dict[str, dict[str, int]]  # split → counts, as in _COUNTS
+    splits: dict[str, dict[str, int]]  # split → counts, as in COUNTS
     # {"files", "passages": number, "validation_files": names, if whole files are held out}
     plain_text: dict
 
@@ -74,7 +73,7 @@ START = Entry(
     Digest().hexdigest(),
     0.0,
     {},
-    {name: dict.fromkeys(_COUNTS, 0) for name in SPLITS},
+    {name: dict.fromkeys(COUNTS, 0) for name in SPLITS},
     {"files": 0, "passages": 0, "validation_files": []},
 )
 
@@ -240,12 +239,13 @@ def _count_passages(texts: Sequence[str], journal: Journal) -> dict:
     held_out = []
     if journal.identity["split_by_file"]:
         held_out = [passage.file for passage in first if is_validation(passage, fraction)]
-    before = journal.latest.plain_text
-    return {
-        "files": before["files"] + len(first),
-        "passages": before["passages"] + len(passages),
-        "validation_files": before["validation_files"] + held_out,
-    }
+    added = {"files": len(first), "passages": len(passages), "validation_files": held_out}
+    return add_counts(journal.latest.plain_text, added)
+
+
+def add_counts(one: dict, other: dict) -> dict:
+    """Returns the sum of each field: of numbers, or of lists, which are joined."""
+    return {name: value + other[name] for name, value in one.items()}
 
 
 def require_documents(made_from: dict, latest: Entry) -> None:
@@ -273,7 +273,7 @@ class SplitWriter:
     def __init__(
         self, folder: Path, name: str, dtype: np.dtype, has_answers: bool, counts: dict[str, int]
     ):
-        self.counts = counts  # {name in _COUNTS: number}
+        self.counts = counts  # {name in COUNTS: number}
         sizes = file_sizes(dtype, has_answers, counts["tokens"], counts["documents"])
         self._files = {
             ending: _open_truncated(folder / f"{name}{ending}", size)
@@ -286,14 +286,7 @@ class SplitWriter:
         self._files[DOCUMENTS].write(starts.tobytes())
         if encoded.counted is not None:
             self._files[COUNTED].write(encoded.counted.tobytes())
-        added = {
-            "tokens": len(encoded.tokens),
-            "documents": len(encoded.lengths),
-            "text_bytes": encoded.text_bytes,
-            "unknown": encoded.unknown,
-            "dropped": encoded.dropped,
-        }
-        self.counts = {name: count + added[name] for name, count in self.counts.items()}
+        self.counts = add_counts(self.counts, encoded.counts)
 
     def flush(self) -> None:
         for file in self._files.values():

@@ -143,7 +143,7 @@ def test_refuses_shards_of_other_text_or_settings(tmp_path):
     write_shard(tmp_path / "store", source, 3)
     with pytest.raises(UserError, match="3-of-3: was made from other text"):
         prepare_store(tmp_path / "store", source)
-    with pytest.raises(UserError, match=r"config\.data\.validation_fraction=0\.2, but this config"):
+    with pytest.raises(UserError, match=r"with validation_fraction=0\.2, but this config"):
         write_shard(tmp_path / "store", source, 3, validation_fraction=0.1)
 
 

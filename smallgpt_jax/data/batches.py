@@ -42,10 +42,7 @@ def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDatase
 
 
 def train_batches(
-    mixture: Mixture,
-    batch_size: int,
-    seed: int,
-    rows: slice | np.ndarray = slice(None),
+    mixture: Mixture, batch_size: int, seed: int, rows: slice | np.ndarray = slice(None)
 ) -> grain.MapDataset:
     """Returns an endless dataset of training batches. Item i is this process's `rows` of the batch
     of step i + 1.
@@ -64,10 +61,7 @@ def read_ahead(batches: grain.MapDataset, first: int, workers: int) -> Iterator[
 
 
 def validation_batches(
-    mixture: Mixture,
-    batch_size: int,
-    limit: int,
-    rows: slice | np.ndarray = slice(None),
+    mixture: Mixture, batch_size: int, limit: int, rows: slice | np.ndarray = slice(None)
 ) -> grain.MapDataset:
     """Returns at most `limit` batches of a validation split, or all if `limit` is 0."""
     for packing in mixture.packings:

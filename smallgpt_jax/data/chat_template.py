@@ -159,14 +159,7 @@ def find_template(field: str, tokenizer_folder: Path) -> str:
     """Returns the template in the file `field`, config.data.chat_template, or the tokenizer's."""
     if field:
         where = f"config.data.chat_template={field!r}"
-        try:
-            source = _read_template(Path(field).expanduser())
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{where}: cannot be read ({short_reason(error)}); expected a file with a Jinja "
-                "template"
-            ) from None
-        return _checked(source, where)
+        return _checked(_read_template(Path(field).expanduser(), where), where)
     if source := own_template(tokenizer_folder):
         return _checked(source, f"{tokenizer_folder}: chat template")
     raise UserError(
@@ -179,12 +172,7 @@ def own_template(tokenizer_folder: Path) -> str:
     """Returns the template of the tokenizer, as transformers finds it, or ""."""
     path = tokenizer_folder / TEMPLATE_FILE
     if path.is_file():
-        try:
-            return _read_template(path)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{path}: cannot be read ({short_reason(error)}); restore or delete it"
-            ) from None
+        return _read_template(path, str(path))
     settings = read_json_or_none(tokenizer_folder / SETTINGS_FILES[0], OBJECT) or {}
     template = settings.get("chat_template")
     if isinstance(template, list):  # several templates, by name
@@ -194,9 +182,13 @@ def own_template(tokenizer_folder: Path) -> str:
     return template if isinstance(template, str) else ""
 
 
-def _read_template(path: Path) -> str:
-    """Raises ValueError if the file is too large, or not UTF-8."""
-    text = read_bounded(path, _MAX_TEMPLATE_BYTES).decode()
+def _read_template(path: Path, where: str) -> str:
+    try:
+        text = read_bounded(path, _MAX_TEMPLATE_BYTES).decode()
+    except (OSError, ValueError) as error:  # ValueError: it is too large, or not UTF-8
+        raise UserError(
+            f"{where}: cannot be read ({short_reason(error)}); expected a file with a Jinja template"
+        ) from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -20,15 +20,9 @@ from smallgpt_jax.data.config import DataConfig, is_synthetic
 from smallgpt_jax.data.packing import PACKINGS, Mixture
 from smallgpt_jax.data.prepare import prepare_store
 from smallgpt_jax.data.probe_corpus import ProbeCorpus
-from smallgpt_jax.data.prompts import describe_length, encode_example
+from smallgpt_jax.data.prompts import encode_example
 from smallgpt_jax.data.shards import parse_shard, write_shard
-from smallgpt_jax.data.store import (
-    METADATA,
-    Split,
-    TokenStore,
-    open_store,
-    unencoded_message,
-)
+from smallgpt_jax.data.store import METADATA, Split, TokenStore, open_store, unencoded_message
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError, command_line, config_arguments
@@ -215,8 +209,9 @@ def _find_long_example(data, tokenizer: Tokenizer, context_length: int) -> str:
         return f"{data.mixture}: an example is too long"
     spec = StoreSpec.of(data)
     for example in spec.source.examples(spec.rules):
-        if len(encode_example(example, tokenizer)[0]) > context_length:
-            return f"{example.where}: {describe_length(example, tokenizer)}"
+        length = len(encode_example(example, tokenizer)[0])
+        if length > context_length:
+            return f"{example.where}: has {length:,} tokens"
     return f"{spec.folder}: an example is too long"  # the source has changed since
 
 

@@ -21,7 +21,6 @@ from smallgpt_jax.data.text_files import (
     TextFile,
     content_suffix,
     file_part,
-    local_file,
 )
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.object_storage import (
@@ -64,19 +63,24 @@ class _FileSet(Member):
         return as_path("config.data.source", self.name)
 
     @abc.abstractmethod
-    def find(self) -> list[TextFile]:
-        """Returns the files that are read; raises UserError if there are none."""
+    def describe(self, path: Path) -> TextFile: ...
 
     @cached_property
     def files(self) -> list[TextFile]:
-        files = self.find()
-        for path in (file.path for file in files):
+        """Returns the files that are read. Raises UserError if there are none, and for archives."""
+        read = list(filter(self.is_read, self.paths))
+        if not read:
+            why = "no such file"
+            if self.is_folder:
+                why = f"folder contains no {', '.join(self.endings)} file{self.suggest_endings()}"
+            raise UserError(f"config.data.source={self.name!r}: {why}")
+        for path in read:
             if path.suffix.lower() in ARCHIVE_SUFFIXES:
                 raise UserError(
                     f"{path}: {path.suffix} archives are not supported; unpack it, or compress "
                     f"single files as {', '.join(COMPRESSED_SUFFIXES)}"
                 )
-        return files
+        return sorted(map(self.describe, read))
 
     @property
     def num_plain_texts(self) -> int:
@@ -94,7 +98,7 @@ class _FileSet(Member):
         if not self.is_folder:
             return ""
         read, other = [], []
-        for ending, count in self.count_endings().most_common():
+        for ending, count in self.count_endings():
             names = read if ending in self.endings else other
             names.append(f"{count:,} {ending or 'without ending'}")
         if hidden := sum(map(self.is_hidden, self.paths)):
@@ -109,26 +113,27 @@ class _FileSet(Member):
         return any(name.startswith(".") for name in path.relative_to(self.path).parts)
 
     def is_read(self, path: Path) -> bool:
+        # In object storage, an object can have the name of a folder.
+        if not self.is_folder or path == self.path:
+            return True
         return content_suffix(path) in self.endings and not self.is_hidden(path)
 
-    def count_endings(self) -> Counter:
-        """Ignores hidden files."""
-        return Counter(content_suffix(path) for path in self.paths if not self.is_hidden(path))
+    def count_endings(self) -> list[tuple[str, int]]:
+        """Returns the endings and how often they occur, the most frequent first. Ignores hidden
+        files.
+        """
+        visible = (path for path in self.paths if not self.is_hidden(path))
+        return Counter(map(content_suffix, visible)).most_common()
 
     def suggest_endings(self) -> str:
-        counts = {
-            ending: count
-            for ending, count in self.count_endings().items()
-            if ending not in ("", *self.endings, *ARCHIVE_SUFFIXES)
-        }
-        if not counts:
-            return ""
-        ending = max(counts, key=counts.get)
-        endings = [known for known in self.endings if known not in ROW_SUFFIXES]
-        return (
-            f"; to read its {counts[ending]:,} {ending} files as text, set "
-            f"--config.data.text_endings={','.join([*endings, ending])}"
-        )
+        for ending, count in self.count_endings():
+            if ending not in ("", *self.endings, *ARCHIVE_SUFFIXES):
+                endings = [known for known in self.endings if known not in ROW_SUFFIXES]
+                return (
+                    f"; to read its {count:,} {ending} files as text, set "
+                    f"--config.data.text_endings={','.join([*endings, ending])}"
+                )
+        return ""
 
 
 class LocalFiles(_FileSet):
@@ -153,14 +158,9 @@ class LocalFiles(_FileSet):
             paths = map(Path, glob.glob(str(self.path), recursive=True))
         return _drop_linked_duplicates(sorted(path for path in paths if path.is_file()))
 
-    def find(self) -> list[TextFile]:
-        read = [path for path in self.paths if not self.is_folder or self.is_read(path)]
-        if not read:
-            why = "no such file"
-            if self.is_folder:
-                why = f"folder contains no {', '.join(self.endings)} file{self.suggest_endings()}"
-            raise UserError(f"config.data.source={self.name!r}: {why}")
-        return list(map(local_file, read))
+    def describe(self, path: Path) -> TextFile:
+        stat = path.stat()
+        return TextFile(path, str(path.resolve()), stat.st_size, stat.st_mtime_ns)
 
     def enclosing_folder(self, path: Path) -> Path | None:
         if is_remote(path):
@@ -184,26 +184,15 @@ class RemoteFiles(_FileSet):
 
     @property
     def is_folder(self) -> bool:
-        return not self.is_pattern and self.path not in self.paths
+        return not self.is_pattern and bool(self.paths.keys() - {self.path})
 
     @cached_property
     def paths(self) -> dict[Path, RemoteFile]:
         with name_path_in_errors(f"config.data.source={self.name!r}"):
             return list_files(self.path, self.is_pattern)
 
-    def find(self) -> list[TextFile]:
-        # Beside an object, there can be a folder of the same name.
-        read = [
-            TextFile(path, str(path), *entry)
-            for path, entry in self.paths.items()
-            if self.is_pattern or path == self.path or self.is_read(path)
-        ]
-        if not read:
-            raise UserError(
-                f"config.data.source={self.name!r}: no such file, and no folder with "
-                f"{', '.join(self.endings)} files" + self.suggest_endings()
-            )
-        return sorted(read)
+    def describe(self, path: Path) -> TextFile:
+        return TextFile(path, str(path), *self.paths[path])
 
     def enclosing_folder(self, path: Path) -> Path | None:
         return self.path if self.path in path.parents else None

@@ -29,25 +29,13 @@ class Batch(NamedTuple):
 
 
 class _Packing(Protocol):
-    """An epoch reads each row once."""
-
     @property
     def num_rows(self) -> int: ...
-
     @property
-    def padding(self) -> float:
-        """The fraction of the input tokens that are padding."""
-
+    def padding(self) -> float: ...  # fraction of the input tokens
     @property
-    def cut_documents(self) -> float:
-        """The fraction of the documents that are split over several rows."""
-
-    @property
-    def summary(self) -> str:
-        """The message at the start of a run."""
-
-    def read_rows(self, rows_B: np.ndarray) -> Batch:
-        """Returns the rows with the numbers `rows_B`."""
+    def summary(self) -> str: ...  # message at the start of a run
+    def read_rows(self, rows_B: np.ndarray) -> Batch: ...  # the rows with the numbers `rows_B`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +121,7 @@ class Concat(_SplitRows):
 
     @property
     def cut_documents(self) -> float:
+        """Returns the fraction of the documents that are split over several rows."""
         starts = np.asarray(self.split.starts)
         lasts = np.append(starts[1:], self.split.tokens) - 1  # the last token of each document
         is_cut = starts // self.context_length != lasts // self.context_length
@@ -276,7 +265,7 @@ def _place_pieces(lengths: np.ndarray, row_length: int) -> np.ndarray:
             pieces_in_last = count - (len(rows) - 1) * pieces_per_row
             for filled, pieces in ((rows[:-1], pieces_per_row), (rows[-1:], pieces_in_last)):
                 left = room - pieces * length
-                if left and len(filled):
+                if left and len(filled):  # full rows are done
                     others = rows_by_room.get(left, filled[:0])
                     rows_by_room[left] = np.concatenate([others, filled])
     return row_of

@@ -232,16 +232,22 @@ def digest_before(parts: list[Part], rules: Rules, place: Place) -> str:
     `place`.
     """
     digest = Digest(parts[: place.parts])
+    # A source that has fewer parts now has no such part, and thereby another digest.
     for part in parts[place.parts : place.parts + 1]:
         for item, _ in itertools.islice(part.read(rules), place.items):
             digest.add(item)
     return digest.hexdigest()
 
 
-def _weights(parts: Sequence[Part]) -> list[int]:
-    """Returns the weights of the parts in the progress, and in the division into shards."""
+def _progress(parts: Sequence[Part]) -> Callable[[int, float], float]:
+    """Returns a function: the number of a part, and the fraction read of it → the fraction read of
+    the source.
+    """
     sizes = [part.size for part in parts]
-    return sizes if any(sizes) else [1] * len(parts)
+    if not any(sizes):  # unknown: all parts count equally
+        sizes = [1] * len(parts)
+    *starts, total = itertools.accumulate(sizes, initial=0)
+    return lambda number, fraction: (starts[number] + sizes[number] * fraction) / total
 
 
 def find_start(parts: list[Part], rules: Rules, shard: Shard) -> tuple[Place, str]:
@@ -249,20 +255,18 @@ def find_start(parts: list[Part], rules: Rules, shard: Shard) -> tuple[Place, st
 
     Reads only the part in which the shard begins.
     """
-    weights = _weights(parts)
-    total, before, digest = sum(weights), 0, Digest()
+    digest, progress = Digest(), _progress(parts)
     if shard.number == 1:
         return Place(), digest.hexdigest()
     for number, part in enumerate(parts):
-        end = before + weights[number]
-        if shard.number_of(end / total) >= shard.number:
+        if shard.number_of(progress(number, 1.0)) >= shard.number:
             for count, (item, fraction) in enumerate(part.read(rules)):
-                done = end if fraction is None else before + weights[number] * fraction
-                if shard.number_of(done / total) >= shard.number:
+                # A part of unknown length is not divided: all of it is in the shard of its end.
+                done = progress(number, 1.0 if fraction is None else fraction)
+                if shard.number_of(done) >= shard.number:
                     return Place(number, count), digest.hexdigest()
                 digest.add(item)
         digest.end_part(part)
-        before = end
     return Place(len(parts)), digest.hexdigest()
 
 
@@ -275,21 +279,17 @@ def document_batches(
     """Yields the documents from `start` to the end of `shard`, in batches of about BATCH_CHARACTERS
     characters.
     """
-    weights = _weights(parts)
-    total, before = sum(weights), sum(weights[: start.parts])
-    digest = Digest(parts[: start.parts])
+    digest, progress = Digest(parts[: start.parts]), _progress(parts)
     texts, skipped, characters = [], Counter(), 0
     for number, part in enumerate(parts[start.parts :], start.parts):
-        items_before = start.items if number == start.parts else 0
-        end = before + weights[number]
         for count, (item, fraction) in enumerate(part.read(rules), 1):
-            done = end if fraction is None else before + weights[number] * fraction
-            if shard.number_of(done / total) > shard.number:
+            done = progress(number, 1.0 if fraction is None else fraction)  # as in `find_start`
+            if shard.number_of(done) > shard.number:
                 place = Place(number, count - 1)
                 yield DocumentBatch(texts, skipped, place, 1.0, digest.hexdigest())
                 return
             digest.add(item)
-            if count <= items_before:  # the digest covers these items, too
+            if Place(number, count) <= start:  # the digest covers these items, too
                 continue
             if item and isinstance(item, str):
                 texts.append(item)
@@ -297,15 +297,9 @@ def document_batches(
             else:
                 skipped[item.reason if item else "empty"] += 1
             if characters >= BATCH_CHARACTERS:
-                read = before if fraction is None else done
-                yield DocumentBatch(
-                    texts,
-                    skipped,
-                    Place(number, count),
-                    shard.fraction_read(read / total),
-                    digest.hexdigest(),
-                )
+                place = Place(number, count)
+                shown = shard.fraction_read(progress(number, fraction or 0.0))
+                yield DocumentBatch(texts, skipped, place, shown, digest.hexdigest())
                 texts, skipped, characters = [], Counter(), 0
         digest.end_part(part)
-        before = end
     yield DocumentBatch(texts, skipped, Place(len(parts)), 1.0, digest.hexdigest())

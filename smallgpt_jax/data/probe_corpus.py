@@ -51,8 +51,6 @@ class _ExampleRows:
     length: int
     context_length: int
 
-    cut_documents = 0.0
-
     @property
     def num_rows(self) -> int:
         return _NUM_ROWS[self.split]
@@ -113,13 +111,8 @@ class ProbeCorpus:
                 f"config.data.probe_symbols={probe.num_symbols}: {problem}; increase it, or "
                 "decrease config.data.probe_length"
             )
-        return cls(
-            name,
-            probe,
-            data.probe_min_length or data.probe_length,
-            data.probe_length,
-            tuple(data.probe_test_lengths),
-        )
+        min_length = data.probe_min_length or data.probe_length
+        return cls(name, probe, min_length, data.probe_length, tuple(data.probe_test_lengths))
 
     @cached_property
     def tokenizer(self) -> Symbols:

@@ -182,15 +182,3 @@ def with_begin(source: str, tokenizer: Tokenizer) -> str:
         return source
     names = {i: name for name, i in tokenizer.special_tokens.ids.items()}
     return names.get(tokenizer.begin_of_text, "") + source
-
-
-def describe_length(example: Example, tokenizer: Tokenizer) -> str:
-    total = len(encode_example(example, tokenizer)[0])
-    if example.is_chat:
-        return f"the field {_MESSAGES!r} has {total:,} tokens"
-    prompt, _ = example.pieces
-    prompt_length = len(tokenizer.encode([prompt])[0])
-    return (
-        f"the fields {_PROMPT!r} ({prompt_length:,} tokens) and {_COMPLETION!r} have {total:,} tokens, "
-        "including the marks of beginning and end"
-    )

@@ -36,10 +36,7 @@ class Rendering(NamedTuple):
 
 
 def render(
-    source: str,
-    messages: str,
-    renderings: Sequence[Rendering],
-    variables: Mapping[str, str],
+    source: str, messages: str, renderings: Sequence[Rendering], variables: Mapping[str, str]
 ) -> list[str]:
     """Returns one text per rendering.
 

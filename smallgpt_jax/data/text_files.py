@@ -48,11 +48,6 @@ class TextFile(NamedTuple):
     version: int | str  # modification time in ns; in object storage, the generation of the object
 
 
-def local_file(path: Path) -> TextFile:
-    stat = path.stat()
-    return TextFile(path, str(path.resolve()), stat.st_size, stat.st_mtime_ns)
-
-
 def file_part(file: TextFile, max_passage: int, is_code: bool = False) -> Part:
     """`max_passage`: the most characters per passage. With `is_code`, the file is one document."""
     path, suffix = file.path, content_suffix(file.path)

@@ -8,7 +8,6 @@ from smallgpt_jax.data.probes import PROBES, Probe
 from smallgpt_jax.errors import suggestion
 
 SYNTHETIC = "synthetic:"  # prefix of config.data.source for probes
-_FORMATS = ("text", "completion", "messages")
 SYMBOLS = "symbols"  # the tokenizer of probes
 
 
@@ -82,7 +81,7 @@ class DataConfig(ConfigGroup):
             self.refuse("seed", "must be -1, or at least 0 and below 2^32")
         self.validate_range("max_document_bytes", least=1)
         self.validate_choice("packing", ("concat", "best_fit"))
-        self.validate_choice("format", _FORMATS)
+        self.validate_choice("format", ("text", "completion", "messages"))
         if self.chat_template and self.format != "messages":
             self.refuse("chat_template", 'needs config.data.format="messages"')
         self.validate_choice("invalid_utf8", ("refuse", "replace"))

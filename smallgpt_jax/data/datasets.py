@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 from smallgpt_jax.data.parts import Member, Part, Rules, extract_text
 from smallgpt_jax.data.prompts import extract_document
-from smallgpt_jax.data.text_files import import_data_library, name_file_in_errors, open_binary
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.data.text_files import name_file_in_errors, open_binary
+from smallgpt_jax.errors import UserError, import_library
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.tensorboardx import without_torch
 
@@ -40,17 +40,18 @@ def _name_source_in_errors(source: str) -> Iterator[None]:
 
 def _hugging_face_parts(source: str) -> list[Part]:
     """Returns one streamed `Part` per shard of the training split of `hf:NAME[:CONFIG]`."""
-    datasets = import_data_library("datasets", f"config.data.source={source!r}")
+    datasets = import_library("datasets", "data")
     name, *config = source.removeprefix("hf:").split(":", 1)
     with _name_source_in_errors(source):
         stream = datasets.load_dataset(name, *config, split="train", streaming=True)
-    rows_per_shard = _count_rows(stream) / stream.num_shards
+    split = (stream.info.splits or {}).get("train")
+    num_rows = getattr(split, "num_examples", 0) or 0  # as the dataset's card says, if it does
+    rows_per_shard = num_rows / stream.num_shards
 
     def read(shard: int, rules: Rules):
         with _name_source_in_errors(source):
             rows = stream.shard(num_shards=stream.num_shards, index=shard)
             for number, row in enumerate(rows, 1):
-                # The card gives the rows of all shards together, if any.
                 fraction = min(number / rows_per_shard, 1.0) if rows_per_shard else None
                 item = extract_document(row, f"{source}, shard {shard}, row {number}", rules)
                 yield item, fraction
@@ -61,18 +62,13 @@ def _hugging_face_parts(source: str) -> list[Part]:
     ]
 
 
-def _count_rows(stream) -> int:
-    """Returns the number of rows that the dataset's card gives; 0: none."""
-    splits = stream.info.splits or {}
-    return getattr(splits.get("train"), "num_examples", 0) or 0
-
-
 def _tfds_parts(source: str) -> list[Part]:
     """Returns one `Part` per TFRecord shard of `tfds:NAME`; of other formats, a single one."""
-    tfds = import_data_library("tensorflow_datasets", f"config.data.source={source!r}")
+    tfds = import_library("tensorflow_datasets", "data")
     name = source.removeprefix("tfds:")
     with _name_source_in_errors(source):
         builder = tfds.builder(name)
+        # These are read without TensorFlow, which the library needs for them.
         only_tfrecord = {tfds.core.FileFormat.TFRECORD}
         if builder.is_prepared() and builder.info.available_file_formats() == only_tfrecord:
             split = builder.info.splits["train"]

@@ -15,7 +15,7 @@ import numpy as np
 
 from smallgpt_jax.data.panics import no_panic_messages, panics_as_errors
 from smallgpt_jax.data.special_tokens import VARIABLES, SpecialTokens
-from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.errors import UserError, import_library
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.bounded import read_bounded
 from smallgpt_jax.storage.json_files import OBJECT, parse_json
@@ -35,6 +35,7 @@ _BYTE_CHARACTERS = set(
     map(chr, itertools.chain(range(0x21, 0x7F), range(0xA1, 0xAD), range(0xAE, 0x144)))
 )
 _MAX_TRIED = 300  # tokens whose text is tried, to find what begins a text
+_SEQUENCE_FIELDS = ("normalizers", "pretokenizers", "decoders")  # the steps of a "Sequence"
 
 
 class HuggingFaceTokenizer:
@@ -83,11 +84,7 @@ class HuggingFaceTokenizer:
 
     @staticmethod
     def _open(content: str):
-        try:
-            import tokenizers
-        except ImportError:
-            raise UserError(f"tokenizers is not installed; run {install_command('hf')}") from None
-        tokenizer = tokenizers.Tokenizer.from_str(content)
+        tokenizer = import_library("tokenizers").Tokenizer.from_str(content)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True  # as ordinary text
@@ -190,7 +187,8 @@ class HuggingFaceTokenizer:
     def step_types(self) -> list[str]:
         """Returns the types of the normalizers and pre-tokenizers, in their order."""
         content = json.loads(self._files[TOKENIZER_JSON])
-        return _types_of(content.get("normalizer")) + _types_of(content.get("pre_tokenizer"))
+        steps = _steps(content.get("normalizer")) + _steps(content.get("pre_tokenizer"))
+        return [step["type"] for step in steps]
 
     def names(self) -> Set[str]:
         return self._tokenizer.get_vocab(with_added_tokens=True).keys()
@@ -207,13 +205,14 @@ def _encodes_bytes(content: Mapping, vocabulary: Set[str]) -> bool:
     return '"ByteLevel"' in steps and vocabulary >= _BYTE_CHARACTERS
 
 
-def _types_of(step: Mapping | None) -> list[str]:
+def _steps(step: Mapping | None) -> list[Mapping]:
+    """Returns the steps of a normalizer, pre-tokenizer or decoder, which can be a sequence."""
     if step is None:
         return []
     if step["type"] != "Sequence":
-        return [step["type"]]
-    steps = step.get("normalizers", step.get("pretokenizers"))
-    return list(itertools.chain.from_iterable(map(_types_of, steps)))
+        return [step]
+    (nested,) = (step[name] for name in _SEQUENCE_FIELDS if name in step)
+    return list(itertools.chain.from_iterable(map(_steps, nested)))
 
 
 def _template_variables(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -266,7 +265,7 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
         contents = {name: read_bounded(file) for name, file in files.items()}
         described = parse_json(contents[TOKENIZER_JSON], {"model": OBJECT}, _MAX_VALUES)
         for name in ("normalizer", "decoder"):
-            times = _growth(described.get(name))
+            times = math.prod(map(_growth, _steps(described.get(name))))
             if times > _MAX_GROWTH:
                 raise ValueError(f"its {name} makes texts up to {times:,.0f} times as long")
         dropout = described["model"].get("dropout")
@@ -288,10 +287,8 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
     return tokenizer
 
 
-def _growth(step: dict | None) -> float:
-    """Returns how many times as many characters a normalizer or a decoder can make of a text."""
-    if step is None:
-        return 1
+def _growth(step: Mapping) -> float:
+    """Returns how many times as many characters a step can make of a text."""
     if step["type"] == "Prepend":
         return 1 + len(step["prepend"])
     if step["type"] == "Replace":
@@ -299,7 +296,7 @@ def _growth(step: dict | None) -> float:
         replaced = len(step["pattern"].get("String", ""))
         # A regular expression can match "" before each character.
         return max(1, content / replaced) if replaced else 1 + content
-    return math.prod(map(_growth, step.get("normalizers", step.get("decoders", ()))))
+    return 1
 
 
 @contextlib.contextmanager
@@ -330,7 +327,7 @@ def _without_prefix_space(step: dict | None) -> dict | None:
             "split": step.get("split", True),
         }
     changed = dict(step)
-    for name in ("normalizers", "pretokenizers"):  # the steps of a sequence
+    for name in _SEQUENCE_FIELDS:
         if name in step:
             changed[name] = list(filter(None, map(_without_prefix_space, step[name])))
     if "add_prefix_space" in step:

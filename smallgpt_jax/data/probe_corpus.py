@@ -68,15 +68,12 @@ class _ExampleRows:
             lengths = f"{self.min_length} to {self.length}"
         return f"{SYNTHETIC}{self.name}, {lengths} {self.probe.unit}: {self.padding:.2%} padding"
 
-    def _lengths(self, rows_B: np.ndarray) -> np.ndarray:
-        choices = self.length + 1 - self.min_length
-        longer_Bx1 = RandomNumbers(rows_B, _LENGTHS_STREAM).integers(choices, 1)
-        return self.min_length + longer_Bx1[:, 0]
-
     def read_rows(self, rows_B: np.ndarray) -> Batch:
         tokens_BxT1 = np.zeros((len(rows_B), self.context_length + 1), np.int32)
         answers_BxT = np.full((len(rows_B), self.context_length), NO_ANSWER, np.int32)
-        lengths_B = self._lengths(rows_B)
+        num_lengths = self.length + 1 - self.min_length
+        longer_Bx1 = RandomNumbers(rows_B, _LENGTHS_STREAM).integers(num_lengths, 1)
+        lengths_B = self.min_length + longer_Bx1[:, 0]
         for length in np.unique(lengths_B):
             has_length_B = lengths_B == length
             numbers = RandomNumbers(rows_B[has_length_B], _STREAMS[self.split])

@@ -7,7 +7,6 @@ import codecs
 import contextlib
 import gzip
 import hashlib
-import importlib
 import io
 import itertools
 import json
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 from smallgpt_jax.data.parts import Item, Part, Passage, Rules, Skipped, extract_text
 from smallgpt_jax.data.prompts import extract_document
-from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.errors import UserError, import_library
 from smallgpt_jax.formatting import list_names, short_reason
 from smallgpt_jax.storage.json_files import require_few_values
 from smallgpt_jax.storage.object_storage import Reader, is_remote
@@ -62,9 +61,7 @@ def file_part(file: TextFile, max_passage: int, is_code: bool = False) -> Part:
             raw = open_binary(path)
             content = _decompress(path, raw)
             if suffix in _JSON_SUFFIXES:
-                items = _parse_json_lines(
-                    _read_lines(content, rules.max_document_bytes), path, rules
-                )
+                items = _parse_json_lines(content, path, rules)
             elif is_code:
                 items = [content.read().decode(errors="replace")]
             elif rules.skips_invalid_utf8 and not _is_utf8(path):
@@ -72,9 +69,9 @@ def file_part(file: TextFile, max_passage: int, is_code: bool = False) -> Part:
             else:
                 pieces = _decode_utf8(_read_pieces(content), path, rules.decoding_errors)
                 items = _read_passages(pieces, str(path), max_passage, rules.split_by_file)
-            size = max(file.size, 1)
             for item in items:
-                yield item, min(raw.tell() / size, 1.0)  # of a compressed file, as it is stored
+                # Of a compressed file, the position in what is stored. The file may be growing.
+                yield item, min(raw.tell() / max(file.size, 1), 1.0)
 
     version = (file.location, file.version, max_passage)
     return Part(str(path), file.size, read, version, has_fields=suffix in _JSON_SUFFIXES)
@@ -91,7 +88,7 @@ def _decompress(path: Path, raw) -> io.BufferedIOBase:
     if suffix == ".bz2":
         return bz2.open(raw)
     if suffix == ".zst":
-        pyarrow = import_data_library("pyarrow", str(path))
+        pyarrow = import_library("pyarrow", "data")
         return io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"))
     # The readline of a raw file reads single bytes.
     return io.BufferedReader(raw) if isinstance(raw, io.RawIOBase) else raw
@@ -102,11 +99,9 @@ def name_file_in_errors(path: Path):
     """Raises a UserError that begins with `path` if reading fails in the `with` block."""
     try:
         yield
-    # gzip raises OSError, EOFError and zlib.error; pyarrow raises ValueError and
-    # NotImplementedError.
+    # gzip raises OSError, EOFError and zlib.error; pyarrow ValueError and NotImplementedError.
     except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
-        # An error of the operating system: the file is not damaged.
-        if isinstance(error, OSError) and error.errno:
+        if isinstance(error, OSError) and error.errno:  # such as no permission: it is not damaged
             raise UserError(f"{path}: {error.strerror}") from None
         raise UserError(
             f"{path}: damaged, or of another type than its suffix "
@@ -209,12 +204,12 @@ def _split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]
     yield text
 
 
-def _parse_json_lines(lines: Iterator[bytes], path: Path, rules: Rules) -> Iterator[Item]:
-    offset = 0
-    for number, line in enumerate(lines, start=1):
-        start, offset = offset, offset + len(line)
+def _parse_json_lines(file, path: Path, rules: Rules) -> Iterator[Item]:
+    offset = 0  # of the line in the file, for messages
+    for number, line in enumerate(_read_lines(file, rules.max_document_bytes), start=1):
         if line.strip():
-            yield _parse_json_line(line, path, start, number, rules)
+            yield _parse_json_line(line, path, offset, number, rules)
+        offset += len(line)
 
 
 def _parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Rules) -> Item:
@@ -247,8 +242,8 @@ def _parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: R
 
 
 def _read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
-    parquet = import_data_library("pyarrow.parquet", str(path))
-    types = import_data_library("pyarrow.types", str(path))
+    parquet = import_library("pyarrow.parquet", "data")
+    types = import_library("pyarrow.types", "data")
     file = parquet.ParquetFile(open_binary(path) if is_remote(path) else path)
     columns = file.schema_arrow.names
     if rules.text_field not in columns:
@@ -272,8 +267,13 @@ def _read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
             column = column.cast("large_binary")
         for value in column:  # one at a time becomes an object of Python
             number += 1
-            item = _parquet_text(value, f"{path}, row {number}", columns, rules)
-            yield item, number / rows
+            where = f"{path}, row {number}"
+            # Before it becomes a string: the size of its bytes, if it has any.
+            buffer = value.as_buffer() if hasattr(value, "as_buffer") else None
+            if buffer is not None and buffer.size > rules.max_document_bytes:
+                yield rules.refuse_or_skip_long(where), number / rows
+            else:
+                yield extract_text(value.as_py(), where, columns, rules), number / rows
 
 
 def _name_invalid_dictionary(batches: Iterator, path: Path, column: str) -> Iterator:
@@ -294,26 +294,6 @@ def _largest_chunk(file, column: str) -> int:
     leaves = [file.schema.column(i).path for i in range(len(file.schema.names))]
     if column not in leaves:  # it is nested, which `extract_text` refuses
         return 0
-    number, largest = leaves.index(column), 0
-    for group in range(file.metadata.num_row_groups):
-        chunk = file.metadata.row_group(group).column(number)
-        largest = max(largest, chunk.total_uncompressed_size)
-    return largest
-
-
-def _parquet_text(value, where: str, columns: list[str], rules: Rules) -> Item:
-    """`value` is a scalar of pyarrow."""
-    buffer = value.as_buffer() if hasattr(value, "as_buffer") else None
-    if buffer is not None and buffer.size > rules.max_document_bytes:
-        return rules.refuse_or_skip_long(where)
-    return extract_text(value.as_py(), where, columns, rules)
-
-
-def import_data_library(name: str, what: str):
-    """Raises UserError if the library, which `what` needs, is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise UserError(
-            f"{what}: requires extra libraries; run {install_command('data')}"
-        ) from None
+    number, groups = leaves.index(column), range(file.metadata.num_row_groups)
+    chunks = [file.metadata.row_group(group).column(number) for group in groups]
+    return max((chunk.total_uncompressed_size for chunk in chunks), default=0)

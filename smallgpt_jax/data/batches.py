@@ -21,6 +21,7 @@ def _shuffled(mixture: Mixture, seed: int) -> grain.MapDataset:
     orders = []
     for i, (first, packing) in enumerate(zip(mixture.first_rows, mixture.packings)):
         numbers = grain.MapDataset.range(first, first + packing.num_rows)
+        # With one seed, stores with equal numbers of rows would have the same order.
         orders.append(numbers.seed(seed + i).shuffle().repeat())
     if len(orders) == 1:
         return orders[0]
@@ -30,8 +31,8 @@ def _shuffled(mixture: Mixture, seed: int) -> grain.MapDataset:
 def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDataset:
     """Returns an endless dataset: item i has the row numbers of the batch of step i + 1, (B,)."""
     for packing, weight in zip(mixture.packings, mixture.weights):
-        if packing.num_rows < batch_size * weight:
-            wanted = batch_size * weight
+        wanted = batch_size * weight
+        if packing.num_rows < wanted:
             raise UserError(
                 f"config.train.batch_size: one batch takes {wanted:g} rows of "
                 f"{packing.context_length} + 1 tokens, but the training split has "
@@ -91,6 +92,7 @@ def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:
     counts = np.diff(ends.astype(int))
     samples = []
     for first, packing, count in zip(mixture.first_rows, mixture.packings, counts):
+        # Not the seed of the run: all runs are evaluated on the same rows.
         order = np.random.default_rng(0).permutation(packing.num_rows)
         samples.append(first + order[:count])
     if len(samples) == 1:

@@ -23,12 +23,7 @@ from smallgpt_jax.data.text_files import (
     file_part,
 )
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.storage.object_storage import (
-    RemoteFile,
-    is_remote,
-    list_files,
-    name_path_in_errors,
-)
+from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.paths import as_path
 
 STANDARD_LIBRARY = "python_stdlib"
@@ -163,7 +158,7 @@ class LocalFiles(_FileSet):
         return TextFile(path, str(path.resolve()), stat.st_size, stat.st_mtime_ns)
 
     def enclosing_folder(self, path: Path) -> Path | None:
-        if is_remote(path):
+        if object_storage.is_remote(path):
             return None
         enclosing = set(path.resolve().parents)
         folders = (Path(folder).resolve() for folder, _ in self.folders)
@@ -187,9 +182,9 @@ class RemoteFiles(_FileSet):
         return not self.is_pattern and bool(self.paths.keys() - {self.path})
 
     @cached_property
-    def paths(self) -> dict[Path, RemoteFile]:
-        with name_path_in_errors(f"config.data.source={self.name!r}"):
-            return list_files(self.path, self.is_pattern)
+    def paths(self) -> dict[Path, object_storage.RemoteFile]:
+        with object_storage.name_path_in_errors(f"config.data.source={self.name!r}"):
+            return object_storage.list_files(self.path, self.is_pattern)
 
     def describe(self, path: Path) -> TextFile:
         return TextFile(path, str(path), *self.paths[path])

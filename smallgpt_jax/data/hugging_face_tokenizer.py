@@ -15,6 +15,7 @@ import numpy as np
 
 from smallgpt_jax.data.panics import no_panic_messages, panics_as_errors
 from smallgpt_jax.data.special_tokens import VARIABLES, SpecialTokens
+from smallgpt_jax.data.tokenizers import gpt2_bytes
 from smallgpt_jax.errors import UserError, import_library
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.bounded import read_bounded
@@ -30,10 +31,6 @@ _TRIAL = "The 1st,\n\t ü漢🙂"  # is encoded and decoded when a tokenizer is 
 _MAX_VALUES = 2**22  # of a tokenizer.json; the largest ones have 2 million
 _MAX_GROWTH = 1000  # of a text in a normalizer or a decoder
 _MAX_TOKEN_CHARACTERS = 10_000
-# The characters that represent bytes in byte-level vocabularies: see `tokenizers.gpt2_bytes`.
-_BYTE_CHARACTERS = set(
-    map(chr, itertools.chain(range(0x21, 0x7F), range(0xA1, 0xAD), range(0xAE, 0x144)))
-)
 _MAX_TRIED = 300  # tokens whose text is tried, to find what begins a text
 _SEQUENCE_FIELDS = ("normalizers", "pretokenizers", "decoders")  # the steps of a "Sequence"
 
@@ -72,7 +69,7 @@ class HuggingFaceTokenizer:
 
     def _try_out(self) -> None:
         """Raises ValueError if a text can be encoded as a mark, which separates documents."""
-        # raises for a damaged tokenizer
+        # Some damage, such as a normalizer that fails, shows only when the tokenizer is used.
         self._tokenizer.decode(self._tokenizer.encode(_TRIAL, add_special_tokens=False).ids)
         marks = {
             self.end_of_text_token: self.end_of_text,
@@ -118,6 +115,7 @@ class HuggingFaceTokenizer:
 
         `add_bos_token` in tokenizer_config.json has no effect where there is a tokenizer.json.
         """
+        # A vocabulary of another script or of special symbols encodes neither "a" nor "0".
         tokens = (self._tokenizer.decode([i]) for i in range(min(self.vocab_size, _MAX_TRIED)))
         for text in itertools.chain(["a", "0"], tokens):
             encoding = self._tokenizer.encode(text, add_special_tokens=True)
@@ -147,6 +145,7 @@ class HuggingFaceTokenizer:
 
     def encode_chat(self, text: str, continues: bool = False) -> list[int]:
         """As transformers, except that no space is put before a text that continues another."""
+        # Only the text up to the first special token continues another one.
         first = self.special_tokens.split(text)[0] if continues else ""
         ids = self.encode_continuation(first).tolist() if first else []
         with _failures_named():
@@ -182,6 +181,7 @@ class HuggingFaceTokenizer:
         for start, end in encoding.offsets:
             is_encoded[start:end] = True
         dropped = [text[i] for i in np.flatnonzero(~is_encoded)]
+        # Spaces may be dropped on purpose: many tokenizers split at them.
         return sum(not char.isspace() for char in dropped)
 
     def step_types(self) -> list[str]:
@@ -202,7 +202,7 @@ def _encodes_bytes(content: Mapping, vocabulary: Set[str]) -> bool:
     if content["model"].get("byte_fallback"):
         return {f"<0x{byte:02X}>" for byte in range(256)} <= vocabulary
     steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
-    return '"ByteLevel"' in steps and vocabulary >= _BYTE_CHARACTERS
+    return '"ByteLevel"' in steps and vocabulary >= gpt2_bytes().keys()
 
 
 def _steps(step: Mapping | None) -> list[Mapping]:
@@ -270,7 +270,7 @@ def read_files(path: Path) -> HuggingFaceTokenizer:
                 raise ValueError(f"its {name} makes texts up to {times:,.0f} times as long")
         dropout = described["model"].get("dropout")
         is_random = isinstance(dropout, int | float) and dropout > 0
-        if is_random:
+        if is_random:  # a store, and a resumed preparation of it, must always have the same ids
             described["model"]["dropout"] = None
             contents[TOKENIZER_JSON] = json.dumps(described).encode()
         with no_panic_messages(), panics_as_errors():

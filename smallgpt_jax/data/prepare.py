@@ -36,7 +36,7 @@ def prepare_store(spec: StoreSpec, workers: int | None = None, log=print) -> Tok
     folder, partial = spec.real_folder, spec.partial
     lock = partial.with_name(f".{partial.stem}.lock")
     # Another process may finish or upload the store while this one waits for the lock.
-    if is_remote(folder):
+    if is_remote(folder):  # tokens are appended to files, which objects do not allow
         local = prepare_store(dataclasses.replace(spec, store=""), workers, log)
         with file_lock(lock, wait=True):
             if not (folder / METADATA_FILE).is_file():

@@ -40,6 +40,7 @@ class RandomNumbers:
 
     def integers(self, below: int, count: int) -> np.ndarray:
         """Returns (B, count) int64."""
+        # The remainder favors small numbers by less than below / 2⁶⁴.
         return (self._bits(count) % np.uint64(below)).astype(np.int64)
 
     def fractions(self, count: int) -> np.ndarray:
@@ -48,10 +49,12 @@ class RandomNumbers:
 
     def permutations(self, length: int) -> np.ndarray:
         """Returns (B, length): in each row, the integers below `length` in random order."""
+        # Equal 64-bit keys, which would favor one order, do not occur in practice.
         return np.argsort(self._bits(length), axis=1)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
+    # The constants are SplitMix64's. Products overflow on purpose: they are modulo 2⁶⁴.
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -7,6 +7,7 @@ bit, the one that a single machine makes.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -19,24 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from smallgpt_jax import __version__
-from smallgpt_jax.data import tokenizer_folder, tokenizers
+from smallgpt_jax.data import store, tokenizer_folder, tokenizers
 from smallgpt_jax.data.encoding import token_dtype
 from smallgpt_jax.data.parts import Part, Shard
-from smallgpt_jax.data.store import (
-    COUNTS,
-    DOCUMENTS,
-    FORMAT,
-    MADE_FROM,
-    METADATA_FILE,
-    SPLITS,
-    file_sizes,
-    fingerprint,
-    holds_examples,
-    open_store,
-    require_settings,
-    require_size,
-    size_message,
-)
 from smallgpt_jax.data.store_spec import StoreSpec
 from smallgpt_jax.data.tokenizing import name_store_in_errors, write_metadata, write_splits
 from smallgpt_jax.data.unfinished_store import (
@@ -48,33 +34,28 @@ from smallgpt_jax.data.unfinished_store import (
 )
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import duration, millions
+from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.atomic import atomic_folder, rename, sync_tree, write_atomically
 from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.json_files import BOOLEAN, TEXT, Each, integer, one_of, read_json
 from smallgpt_jax.storage.locks import file_lock
-from smallgpt_jax.storage.object_storage import (
-    is_remote,
-    list_files,
-    name_path_in_errors,
-    upload_folder,
-)
 
 SHARD_FILE = "shard.json"
 # A place in the source, and a hash of the items before it in the same file.
 _BORDER = {"parts": integer(0), "items": integer(0), "digest": TEXT}
 _SCHEMA = {
-    "format": one_of(FORMAT),
+    "format": one_of(store.FORMAT),
     "version": TEXT,  # of smallgpt_jax
-    "made_from": MADE_FROM,
+    "made_from": store.MADE_FROM,
     "texts": TEXT,  # a hash of the names and sizes of the source's files
     "tokenizer": TEXT,
     "split_by_file": BOOLEAN,
     "start": _BORDER,
     "end": _BORDER,
     "skipped": Each(integer(1)),
-    "splits": dict.fromkeys(SPLITS, dict.fromkeys(COUNTS, integer(0))),
+    "splits": dict.fromkeys(store.SPLITS, dict.fromkeys(store.COUNTS, integer(0))),
     "plain_text": {"files": integer(0), "passages": integer(0), "validation_files": [TEXT]},
-    "fingerprints": {name: TEXT for name in SPLITS},
+    "fingerprints": {name: TEXT for name in store.SPLITS},
 }
 
 
@@ -107,12 +88,12 @@ def write_shard(
             "config.data.store='': --shard needs a folder that all machines reach; set "
             "--config.data.store"
         )
-    if (spec.folder / METADATA_FILE).is_file():
-        return open_store(spec.folder, spec.made_from).folder, False
+    if (spec.folder / store.METADATA_FILE).is_file():
+        return store.open_store(spec.folder, spec.made_from).folder, False
     spec.check()
     folder = _shards_folder(spec) / _shard_name(shard)
     local = folder
-    if is_remote(folder):
+    if object_storage.is_remote(folder):  # tokens are appended to files, which objects do not allow
         local = _shards_folder(dataclasses.replace(spec, store="")) / folder.name
     local.parent.mkdir(parents=True, exist_ok=True)
     lock = local.with_name(f".{local.name}.lock")
@@ -127,7 +108,7 @@ def write_shard(
             (local / JOURNAL_FILE).unlink()
         if folder != local:
             log(f"uploading {local} to {folder}")
-            upload_folder(local, folder, last=SHARD_FILE)
+            object_storage.upload_folder(local, folder, last=SHARD_FILE)
             shutil.rmtree(local)
     return folder, True
 
@@ -136,7 +117,7 @@ def _write_shard(partial: Path, spec: StoreSpec, shard: Shard, workers: int, log
     started = time.monotonic()
     start, latest, tokenizer = write_splits(partial, spec, shard, workers, log)
     record = {
-        "format": FORMAT,
+        "format": store.FORMAT,
         "version": __version__,
         "made_from": spec.made_from,
         "texts": _hash_of_sizes(spec.source.parts),
@@ -148,7 +129,7 @@ def _write_shard(partial: Path, spec: StoreSpec, shard: Shard, workers: int, log
         "splits": latest.splits,
         "plain_text": latest.plain_text,
         "fingerprints": {
-            name: fingerprint(partial, name, counts["text_bytes"])
+            name: store.fingerprint(partial, name, counts["text_bytes"])
             for name, counts in latest.splits.items()
         },
     }
@@ -181,19 +162,20 @@ def _remedy(folder: Path) -> str:
 
 def _require_same_settings(folder: Path, record: dict, spec: StoreSpec) -> None:
     advice = f"use the same settings, or {_remedy(folder)}"
-    require_settings(str(folder), record["made_from"], spec.made_from, advice)
+    store.require_settings(str(folder), record["made_from"], spec.made_from, advice)
 
 
 def find_shards(spec: StoreSpec) -> list[Path]:
     """Returns the folders of all shards of a store that does not exist yet, in order; [] if none
     was begun. Raises UserError if some are missing or unfinished.
     """
-    if not spec.store or (spec.folder / METADATA_FILE).is_file():
+    if not spec.store or (spec.folder / store.METADATA_FILE).is_file():
         return []
     folder = _shards_folder(spec)
-    if is_remote(folder):
-        with name_path_in_errors(f"config.data.store={spec.folder}"):
-            names = {path.relative_to(folder).parts[0] for path in list_files(folder)}
+    if object_storage.is_remote(folder):
+        with object_storage.name_path_in_errors(f"config.data.store={spec.folder}"):
+            files = object_storage.list_files(folder)
+        names = {path.relative_to(folder).parts[0] for path in files}
     else:
         names = os.listdir(folder) if folder.is_dir() else []
     matches = [re.fullmatch(r"(\d+)-of-(\d+)(\.partial)?", name) for name in names]
@@ -225,31 +207,31 @@ def join_shards(spec: StoreSpec, folders: Sequence[Path], log) -> None:
     log(f"joining the {len(folders)} shards in {folders[0].parent}")
     records = list(map(_read_record, folders))
     _require_same_settings(folders[0], records[0], spec)
-    for number in range(1, len(folders)):
-        _require_successive(folders[number - 1 : number + 1], records[number - 1 : number + 1])
+    for before, after in itertools.pairwise(zip(folders, records)):
+        _require_successive(*before, *after)
     joined = _join_entries(records)
     require_documents(spec.made_from, joined)
     with (
         name_store_in_errors(spec.real_folder),
-        atomic_folder(spec.real_folder, METADATA_FILE) as partial,
+        atomic_folder(spec.real_folder, store.METADATA_FILE) as partial,
     ):
-        tokens = dict.fromkeys(SPLITS, 0)  # written so far
+        tokens = dict.fromkeys(store.SPLITS, 0)  # written so far
         for folder, record in zip(folders, records):
             local = local_copy(folder)
             tokenizer = _check_files(folder, local, record)
-            for name in SPLITS:
+            for name in store.SPLITS:
                 _append_split(partial, local, name, tokens[name])
                 tokens[name] += record["splits"][name]["tokens"]
         tokenizer_folder.save(tokenizer, partial / "tokenizer")
         split_by_file = records[0]["split_by_file"]
         metadata = write_metadata(partial, spec.made_from, split_by_file, tokenizer, joined)
         sync_tree(partial)
-        log(size_message(partial, metadata, time.monotonic() - started))
+        log(store.size_message(partial, metadata, time.monotonic() - started))
     log(f"{folders[0].parent} is no longer needed")
 
 
-def _require_successive(folders: Sequence[Path], records: Sequence[dict]) -> None:
-    (before, folder), (previous, record) = folders, records
+def _require_successive(before: Path, previous: dict, folder: Path, record: dict) -> None:
+    """Raises UserError unless the shard in `folder` goes on where the one in `before` ends."""
     differences = {
         "version": "was made by another version of smallgpt_jax",
         "made_from": "was made with other config.data settings",
@@ -287,17 +269,13 @@ def _check_files(folder: Path, local: Path, record: dict) -> tokenizers.Tokenize
     tokenizer = tokenizer_folder.load(local / "tokenizer")
     if tokenizers.fingerprint(tokenizer) != record["tokenizer"]:
         raise UserError(f"{folder / 'tokenizer'}: damaged; {_remedy(folder)}")
-    for name in SPLITS:
+    has_answers = store.holds_examples(record["made_from"])
+    for name in store.SPLITS:
         counts = record["splits"][name]
-        sizes = file_sizes(
-            token_dtype(tokenizer),
-            holds_examples(record["made_from"]),
-            counts["tokens"],
-            counts["documents"],
-        )
+        sizes = store.file_sizes(token_dtype(tokenizer), has_answers, counts)
         for ending, size in sizes.items():
-            require_size(local / f"{name}{ending}", folder, size, _remedy(folder))
-        if fingerprint(local, name, counts["text_bytes"]) != record["fingerprints"][name]:
+            store.require_size(local / f"{name}{ending}", folder, size, _remedy(folder))
+        if store.fingerprint(local, name, counts["text_bytes"]) != record["fingerprints"][name]:
             raise UserError(
                 f"{folder}: damaged, the files of the {name} split have changed; {_remedy(folder)}"
             )
@@ -305,10 +283,10 @@ def _check_files(folder: Path, local: Path, record: dict) -> tokenizers.Tokenize
 
 
 def _append_split(partial: Path, shard: Path, name: str, tokens: int) -> None:
-    """`tokens`: the number of tokens in the shards before."""
+    """`tokens`: the number of tokens in the shards before, by which the documents move."""
     for source in shard.glob(f"{name}.*"):
         with source.open("rb") as content, (partial / source.name).open("ab") as file:
-            if source.name == f"{name}{DOCUMENTS}":
+            if source.name == f"{name}{store.DOCUMENTS}":
                 starts = np.fromfile(content, np.int64) + tokens
                 starts.tofile(file)
             else:

@@ -18,7 +18,7 @@ library. They can be truncated at any token, so that an interrupted preparation 
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -104,10 +104,11 @@ STORE_FILES = (
 
 
 def file_sizes(
-    dtype: str | np.dtype, has_answers: bool, tokens: int, documents: int
+    dtype: str | np.dtype, has_answers: bool, counts: Mapping[str, int]
 ) -> dict[str, int]:
     """Returns {ending: size in bytes} of the files of a split."""
-    sizes = {TOKENS: tokens * np.dtype(dtype).itemsize, DOCUMENTS: documents * 8}
+    tokens = counts["tokens"]
+    sizes = {TOKENS: tokens * np.dtype(dtype).itemsize, DOCUMENTS: counts["documents"] * 8}
     return sizes | {COUNTED: tokens} if has_answers else sizes
 
 
@@ -168,7 +169,8 @@ class Split:
 
     def check_files(self) -> None:
         """Raises UserError for invalid files. Reads only a sample of the ids."""
-        sizes = file_sizes(self.dtype, self.has_answers, self.tokens, self.documents)
+        counts = {"tokens": self.tokens, "documents": self.documents}
+        sizes = file_sizes(self.dtype, self.has_answers, counts)
         for ending, size in sizes.items():
             require_size(self.folder / f"{self.name}{ending}", self.shown, size, _FIX)
         starts = self.starts
@@ -216,6 +218,7 @@ class TokenStore:
 
 
 def fingerprint(folder: Path, split: str, text_bytes: int) -> str:
+    # Bits per byte follow from the loss and `text_bytes`, so stores that differ in it are not equal.
     digest = hashlib.blake2b(str(text_bytes).encode(), digest_size=16)
     for path in (folder / f"{split}{ending}" for ending in _ENDINGS):
         if path.exists():  # only examples have COUNTED

@@ -33,9 +33,7 @@ NOT_FREE = "config.data.store={!r}: exists and is not a token store; choose anot
 
 @dataclasses.dataclass(frozen=True)
 class StoreSpec:
-    """The token store that a config's `data` group describes. Nothing is read or checked before it
-    is needed.
-    """
+    """Nothing is read or checked before it is needed."""
 
     store: str  # config.data.store; "": in the cache folder
     source: Source
@@ -53,6 +51,7 @@ class StoreSpec:
 
     @cached_property
     def rules(self) -> Rules:
+        # Some settings of a store, such as the tokenizer, are no rules of reading.
         names = {field.name for field in dataclasses.fields(Rules)} - {"chat_template"}
         fields = {name: value for name, value in self.made_from.items() if name in names}
         template = None

@@ -81,7 +81,7 @@ class _Renderer:
     def answer(self, request: bytes) -> dict:
         with self._lock:
             self._process = self._process or self._start()
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its status tells why
                 self._process.stdin.write(request)
                 self._process.stdin.flush()
             reply = self._process.stdout.readline()
@@ -135,6 +135,7 @@ def _render(
             written = conversation[:length]
             if marked is not None:
                 written[marked] = {**written[marked], "content": CONTENT}
+            # As in transformers. Templates ask whether `tools` is none; undefined is not none.
             text = template.render(
                 messages=written,
                 tools=None,

@@ -185,8 +185,7 @@ def _split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]
     lines.
 
     Otherwise a long book would be one document, entirely in one split. Costs one more end-of-text
-    token per document. `Source.parts` chooses `max_characters` so that a source of 0.1 to 1.6 MB
-    becomes about a hundred documents.
+    token per document.
     """
     text = ""
     for piece in pieces:

@@ -128,6 +128,7 @@ class SentencePiece(Tokenizer):
         self._model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size = self._processor.vocab_size()
+        self._pieces = [self._processor.id_to_piece(i) for i in range(self.vocab_size)]
         self.unknown = self._processor.unk_id()
         ends = [self._processor.piece_to_id(END_OF_TEXT), self._processor.eos_id()]
         ends = list(filter(self._is_control, ends))
@@ -137,6 +138,7 @@ class SentencePiece(Tokenizer):
                 "end-of-sentence piece to mark documents; use another model"
             )
         self.end_of_text = ends[0]
+        # In ours, both marks are one piece; Llama's have two.
         begin = self._processor.bos_id()
         self.begin_of_text = begin if self._is_control(begin) else self.end_of_text
         self.special_tokens = self._find_special_tokens()
@@ -146,14 +148,13 @@ class SentencePiece(Tokenizer):
         return i >= 0 and self._processor.is_control(i)
 
     def _find_special_tokens(self) -> SpecialTokens:
-        pieces = [self._processor.id_to_piece(i) for i in range(self.vocab_size)]
-        control = {piece: i for i, piece in enumerate(pieces) if self._is_control(i)}
+        control = {piece: i for i, piece in enumerate(self._pieces) if self._is_control(i)}
         begin, end = self.begin_of_text, self.end_of_text
-        marks = SpecialTokens.of_marks((pieces[begin], begin), (pieces[end], end))
+        marks = SpecialTokens.of_marks((self._pieces[begin], begin), (self._pieces[end], end))
         return SpecialTokens(control, marks.variables)
 
     def names(self) -> set[str]:
-        return {self._processor.id_to_piece(i) for i in range(self.vocab_size)}
+        return set(self._pieces)
 
     def encode(self, texts):
         if len(texts) == 1 and len(texts[0]) < _SHORT_TEXT:  # a list costs the start of a thread

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from smallgpt_jax.data import tokenizer_folder
+from smallgpt_jax.data import store, tokenizer_folder
 from smallgpt_jax.data.encoding import (
     TrainingTexts,
     encode_batch,
@@ -21,15 +21,6 @@ from smallgpt_jax.data.encoding import (
     token_dtype,
 )
 from smallgpt_jax.data.parts import WHOLE, Place, Shard, document_batches, find_start
-from smallgpt_jax.data.store import (
-    FORMAT,
-    METADATA_FILE,
-    STORE_FILES,
-    UNENCODED,
-    fingerprint,
-    holds_examples,
-    size_message,
-)
 from smallgpt_jax.data.store_spec import NOT_FREE, StoreSpec
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.data.unfinished_store import (
@@ -48,6 +39,7 @@ from smallgpt_jax.storage.atomic import write_atomically
 
 @contextlib.contextmanager
 def name_store_in_errors(folder: Path) -> Iterator[None]:
+    """Raises UserError if the store cannot be written in the `with` block."""
     try:
         yield
     except OSError as error:
@@ -68,7 +60,7 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
     started = time.monotonic()
     _, latest, tokenizer = write_splits(partial, spec, WHOLE, workers, log)
     metadata = write_metadata(partial, spec.made_from, spec.rules.split_by_file, tokenizer, latest)
-    log(size_message(partial, metadata, time.monotonic() - started))
+    log(store.size_message(partial, metadata, time.monotonic() - started))
 
 
 def write_splits(
@@ -89,7 +81,7 @@ def write_splits(
     encoded = log_progress(map_in_order(encode, batches, workers), journal.latest.done, log)
     writers = {
         name: SplitWriter(
-            partial, name, token_dtype(tokenizer), holds_examples(spec.made_from), counts
+            partial, name, token_dtype(tokenizer), store.holds_examples(spec.made_from), counts
         )
         for name, counts in journal.latest.splits.items()
     }
@@ -98,7 +90,7 @@ def write_splits(
         if shard == WHOLE:  # the shards of a store are checked together
             require_documents(spec.made_from, journal.latest)
     except UserError:
-        # If nothing was read, or nothing is left to read, there is nothing to resume.
+        # If nothing was read, or nothing is left to read, a later preparation has nothing to resume.
         if journal.latest.place in (start.place, Place(len(parts))):
             shutil.rmtree(partial)
         raise
@@ -110,7 +102,7 @@ def _resume_or_start(
 ) -> tuple[Journal, Tokenizer]:
     parts, rules = spec.source.parts, spec.rules
     identity = {
-        "format": FORMAT,
+        "format": store.FORMAT,
         "made_from": spec.made_from,
         "texts": spec.source.fingerprint,
         "tokenizer": spec.tokenizer.fingerprint,
@@ -137,10 +129,10 @@ def write_metadata(
     """Completes a store, whose splits `latest` describes. Returns its METADATA (store.py)."""
     splits, unencoded = {}, {}
     for name, counts in latest.splits.items():
-        unencoded[name] = {what: counts[what] for what in UNENCODED}
-        splits[name] = {what: count for what, count in counts.items() if what not in UNENCODED}
+        unencoded[name] = {what: counts[what] for what in store.UNENCODED}
+        splits[name] = {what: counts[what] for what in ("tokens", "documents", "text_bytes")}
     metadata = {
-        "format": FORMAT,
+        "format": store.FORMAT,
         "made_from": made_from,
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,
@@ -149,7 +141,7 @@ def write_metadata(
         "skipped": dict(sorted(latest.skipped.items())),
         "splits": splits,
         "fingerprints": {
-            name: fingerprint(partial, name, counts["text_bytes"])
+            name: store.fingerprint(partial, name, counts["text_bytes"])
             for name, counts in splits.items()
         },
     }
@@ -157,7 +149,7 @@ def write_metadata(
         metadata["unencoded"] = unencoded
     if latest.plain_text["passages"]:
         metadata["plain_text"] = {"split_by_file": split_by_file, **latest.plain_text}
-    write_atomically(partial / METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
+    write_atomically(partial / store.METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
     return metadata
 
 
@@ -165,7 +157,12 @@ def _remove_partial(partial: Path, log) -> None:
     """Raises UserError if the folder contains files that do not belong to an unfinished store."""
     if not partial.exists():
         return
-    ours = {*STORE_FILES, JOURNAL_FILE, f".{JOURNAL_FILE}.partial", f".{METADATA_FILE}.partial"}
+    ours = {
+        *store.STORE_FILES,
+        JOURNAL_FILE,
+        f".{JOURNAL_FILE}.partial",
+        f".{store.METADATA_FILE}.partial",
+    }
     if not partial.is_dir() or {path.name for path in partial.iterdir()} - ours:
         raise UserError(
             f"{partial}: is reserved for the unfinished store, but contains other files; move it, "

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from smallgpt_jax.data import store
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.encoding import EncodedBatch, is_validation
 from smallgpt_jax.data.parts import (
@@ -38,15 +39,6 @@ from smallgpt_jax.data.parts import (
     Place,
     Rules,
     digest_before,
-)
-from smallgpt_jax.data.store import (
-    COUNTED,
-    COUNTS,
-    DOCUMENTS,
-    SPLITS,
-    TOKENS,
-    file_sizes,
-    format_skipped,
 )
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.atomic import write_atomically
@@ -63,7 +55,7 @@ class Entry(NamedTuple):
     digest: str  # digest of the source up to `place`
     done: float  # fraction of the source that has been read, 0 to 1
     skipped: dict[str, int]  # reason → number of skipped items
-    splits: dict[str, dict[str, int]]  # split → counts, as in COUNTS
+    splits: dict[str, dict[str, int]]  # split → counts, as in store.COUNTS
     # {"files", "passages": number, "validation_files": names, if whole files are held out}
     plain_text: dict
 
@@ -73,7 +65,7 @@ START = Entry(
     Digest().hexdigest(),
     0.0,
     {},
-    {name: dict.fromkeys(COUNTS, 0) for name in SPLITS},
+    {name: dict.fromkeys(store.COUNTS, 0) for name in store.SPLITS},
     {"files": 0, "passages": 0, "validation_files": []},
 )
 
@@ -157,10 +149,9 @@ def resume_journal(
 
 def _last_unchanged_entry(journal: Journal, parts: list[Part], rules: Rules) -> Entry | None:
     """Returns the last entry before which the text is still the same, or None."""
-    trained_on = journal.tokenizer_text_end
+    trained_on = journal.tokenizer_text_end  # None: on all of the source
     for entry in (journal.latest, journal.earlier):
-        # The rest of the source may have changed; the tokenizer must not have been trained on it. It
-        # is None if the tokenizer was not finished.
+        # The rest of the source may have changed, so the tokenizer must not have been trained on it.
         if not entry or trained_on is None or trained_on > entry.place:
             continue
         if digest_before(parts, rules, entry.place) == entry.digest:
@@ -253,7 +244,7 @@ def require_documents(made_from: dict, latest: Entry) -> None:
     where = f"config.data.source={made_from['source']!r}"
     total = sum(counts["documents"] for counts in splits.values())
     if not total:
-        skipped = format_skipped(latest.skipped)
+        skipped = store.format_skipped(latest.skipped)
         reasons = f" (skipped: {skipped})" if skipped else ""
         raise UserError(f"{where}: contains no text{reasons}")
     for name, counts in splits.items():
@@ -273,8 +264,8 @@ class SplitWriter:
     def __init__(
         self, folder: Path, name: str, dtype: np.dtype, has_answers: bool, counts: dict[str, int]
     ):
-        self.counts = counts  # {name in COUNTS: number}
-        sizes = file_sizes(dtype, has_answers, counts["tokens"], counts["documents"])
+        self.counts = counts  # {name in store.COUNTS: number}
+        sizes = store.file_sizes(dtype, has_answers, counts)
         self._files = {
             ending: _open_truncated(folder / f"{name}{ending}", size)
             for ending, size in sizes.items()
@@ -282,10 +273,10 @@ class SplitWriter:
 
     def add(self, encoded: EncodedBatch) -> None:
         starts = self.counts["tokens"] + np.cumsum(encoded.lengths) - encoded.lengths
-        self._files[TOKENS].write(encoded.tokens.tobytes())
-        self._files[DOCUMENTS].write(starts.tobytes())
+        self._files[store.TOKENS].write(encoded.tokens.tobytes())
+        self._files[store.DOCUMENTS].write(starts.tobytes())
         if encoded.counted is not None:
-            self._files[COUNTED].write(encoded.counted.tobytes())
+            self._files[store.COUNTED].write(encoded.counted.tobytes())
         self.counts = add_counts(self.counts, encoded.counts)
 
     def flush(self) -> None:

@@ -52,6 +52,7 @@ def _hugging_face_parts(source: str) -> list[Part]:
         with _name_source_in_errors(source):
             rows = stream.shard(num_shards=stream.num_shards, index=shard)
             for number, row in enumerate(rows, 1):
+                # Shards differ in their rows, and a card may be out of date.
                 fraction = min(number / rows_per_shard, 1.0) if rows_per_shard else None
                 item = extract_document(row, f"{source}, shard {shard}, row {number}", rules)
                 yield item, fraction

@@ -177,7 +177,7 @@ class RemoteFiles(_FileSet):
     def is_pattern(self) -> bool:
         return glob.has_magic(self.name)
 
-    @property
+    @cached_property
     def is_folder(self) -> bool:
         return not self.is_pattern and bool(self.paths.keys() - {self.path})
 

@@ -117,6 +117,7 @@ class Concat(_SplitRows):
 
     @property
     def num_rows(self) -> int:
+        # − 1: the last input of the last row needs a target, too.
         return (self.split.tokens - 1) // self.context_length
 
     @property

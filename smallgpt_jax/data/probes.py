@@ -138,6 +138,7 @@ class Recall(Probe):
         asked = numbers.integers(length, length)  # numbers of pairs
         queries = np.take_along_axis(pairs, asked[:, :, None], axis=1)
         text = np.concatenate([pairs, queries], axis=1)  # (B, 2 · length, 2)
+        # end-of-text and the pairs, then keys that ask, each followed by its value
         is_answer = [False] * (1 + 2 * length) + [False, True] * length
         return _next_tokens(_join(text.reshape(len(text), -1)), is_answer)
 
@@ -188,6 +189,7 @@ class Inverse(Probe):
         blank = 1 + self.max_length  # the symbol "_"
         scratch = np.full((len(permutation), self.scratch * length), blank)
         inputs = _join(1 + permutation, scratch)
+        # The answers are no tokens of the text, so a model cannot copy earlier ones.
         answers = np.full(inputs.shape, NO_ANSWER)
         answers[:, -length:] = 1 + np.argsort(permutation, axis=1)  # the inverse permutation
         return inputs, answers

@@ -105,7 +105,7 @@ def label_sequences(
         for label in labels:
             ending = question.tokens_of(label, tokenizer)
             tokens = [*question.prompt, *ending]
-            if len(tokens) > context_length + 1:
+            if len(tokens) > context_length + 1:  # the last token is only a target
                 raise UserError(
                     f"{question.where}: prompt and label have more than {context_length + 1:,} "
                     "tokens; shorten the prompt"

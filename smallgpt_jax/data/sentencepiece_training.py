@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import sentencepiece
 
@@ -21,26 +21,19 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
 
     If the texts are too short for `size` pieces, the model has fewer pieces.
     """
-    unreadable = []  # errors of `texts`, which SentencePiece turns into a RuntimeError
-
-    def lines() -> Iterator[str]:
-        read = 0  # characters
-        try:
-            for text in texts:
-                for line in text.split("\n"):
-                    for start in range(0, len(line), _MAX_LINE_CHARACTERS):
-                        yield line[start : start + _MAX_LINE_CHARACTERS]
-                read += len(text)
-                if read > MAX_TRAINING_CHARACTERS:
-                    return
-        except UserError as error:
-            unreadable.append(error)
-            raise
-
+    # Read first: SentencePiece would turn an error of `texts` into a RuntimeError without its message.
+    lines, read = [], 0  # characters
+    for text in texts:
+        for line in text.split("\n"):
+            for start in range(0, len(line), _MAX_LINE_CHARACTERS):
+                lines.append(line[start : start + _MAX_LINE_CHARACTERS])
+        read += len(text)
+        if read > MAX_TRAINING_CHARACTERS:
+            break
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(),
+            sentence_iterator=iter(lines),
             model_writer=model,
             vocab_size=size,
             model_type="bpe",
@@ -60,8 +53,6 @@ def train_sentencepiece(texts: Iterable[str], size: int) -> SentencePiece:
             minloglevel=2,
         )
     except RuntimeError as error:
-        if unreadable:
-            raise unreadable[0] from None
         # "Internal: src/trainer.cc(12) [condition] why" → "why"
         why = str(error).split("]")[-1].strip() or "it is empty"
         raise UserError(

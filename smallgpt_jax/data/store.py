@@ -72,7 +72,7 @@ METADATA = {
     "end_of_text": integer(0),
     "begin_of_text": integer(0),
     "dtype": one_of("uint16", "uint32"),
-    "skipped": Each(integer(1)),
+    "skipped": Each(integer(1)),  # reason → number of items
     "splits": {
         name: {"tokens": integer(1), "documents": integer(1), "text_bytes": integer(1)}
         for name in SPLITS
@@ -91,7 +91,8 @@ METADATA = {
     ),
 }
 _MAX_NAMED = 5  # files in a message
-# Of each split, so many samples are checked when the store is opened.
+# Of each split, so many samples are checked when the store is opened: reading all ids of a large one
+# would take minutes. `Split.check_ids` also checks each batch.
 _SAMPLES, _SAMPLE_TOKENS = 50, 2000
 _FIX = "remove the folder and rerun smallgpt_jax.prepare"
 # Endings of the files of a split.

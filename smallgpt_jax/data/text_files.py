@@ -148,6 +148,7 @@ def _decode_utf8(pieces: Iterator[bytes], path: Path, errors: str) -> Iterator[s
             data = data.removeprefix(codecs.BOM_UTF8)
             offset = len(codecs.BOM_UTF8)
         try:
+            # Before the last piece, an incomplete character at the end of `data` is left over.
             text, used = codecs.utf_8_decode(data, errors, not piece)
         except UnicodeDecodeError as error:
             line += data.count(b"\n", 0, error.start)

@@ -130,6 +130,7 @@ class SentencePiece(Tokenizer):
         self.vocab_size = self._processor.vocab_size()
         self._pieces = [self._processor.id_to_piece(i) for i in range(self.vocab_size)]
         self.unknown = self._processor.unk_id()
+        # Models that we train name it so; those of others have an end-of-sentence piece.
         ends = [self._processor.piece_to_id(END_OF_TEXT), self._processor.eos_id()]
         ends = list(filter(self._is_control, ends))
         if not ends:
@@ -138,7 +139,6 @@ class SentencePiece(Tokenizer):
                 "end-of-sentence piece to mark documents; use another model"
             )
         self.end_of_text = ends[0]
-        # In ours, both marks are one piece; Llama's have two.
         begin = self._processor.bos_id()
         self.begin_of_text = begin if self._is_control(begin) else self.end_of_text
         self.special_tokens = self._find_special_tokens()

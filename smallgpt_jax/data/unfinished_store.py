@@ -47,7 +47,8 @@ from smallgpt_jax.storage.json_files import TEXT, read_json_or_none
 JOURNAL_FILE = "journal.json"
 _VERSION = 5
 _MAY_DIFFER = {"made_from", "texts"}  # of a journal's identity on resumption, in part
-JOURNAL_SECONDS = 5  # minimum time between writes of the journal
+# Minimum time between writes of the journal, each of which waits until the disk has all tokens.
+JOURNAL_SECONDS = 5
 
 
 class Entry(NamedTuple):

@@ -158,10 +158,7 @@ class Member(abc.ABC):
 
 def extract_text(text, where: str, fields, rules: Rules, field: str = "") -> Item:
     """Returns `text` as a valid string; if it is invalid, returns a Skipped or raises UserError,
-    depending on `rules`.
-
-    The message contains `where` and `fields`, the names of the item's fields. `field`: "" means
-    `text_field`.
+    depending on `rules`. `fields`: the names of the item's fields; `field`: "" means `text_field`.
     """
     if isinstance(text, bytes):
         try:

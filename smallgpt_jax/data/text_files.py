@@ -124,14 +124,13 @@ def _read_lines(file, max_bytes: int) -> Iterator[bytes]:
 
 
 def _is_utf8(path: Path) -> bool:
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    pieces = _read_pieces(_decompress(path, open_binary(path)))
     try:
-        for piece in _read_pieces(_decompress(path, open_binary(path))):
-            decoder.decode(piece)
-        decoder.decode(b"", final=True)
-        return True
-    except UnicodeDecodeError:
+        for _ in _decode_utf8(pieces, path, "strict"):
+            pass
+    except UserError:
         return False
+    return True
 
 
 def _decode_utf8(pieces: Iterator[bytes], path: Path, errors: str) -> Iterator[str]:
@@ -139,24 +138,20 @@ def _decode_utf8(pieces: Iterator[bytes], path: Path, errors: str) -> Iterator[s
 
     If `errors` is "strict", raises UserError with the position of the first invalid byte.
     """
-    newlines = io.IncrementalNewlineDecoder(None, translate=True)
-    offset, line = 0, 1  # of `data` in the file
-    rest = b""  # the beginning of a character whose end is in the next piece
+    decoder = codecs.getincrementaldecoder("utf-8-sig")(errors)
+    decoder = io.IncrementalNewlineDecoder(decoder, translate=True)
+    offset, line = 0, 1  # of `piece` in the file
     for piece in itertools.chain(pieces, [b""]):
-        data = rest + piece
-        if offset == 0 and data.startswith(codecs.BOM_UTF8):
-            data = data.removeprefix(codecs.BOM_UTF8)
-            offset = len(codecs.BOM_UTF8)
         try:
-            # Before the last piece, an incomplete character at the end of `data` is left over.
-            text, used = codecs.utf_8_decode(data, errors, not piece)
+            text = decoder.decode(piece, final=not piece)
         except UnicodeDecodeError as error:
-            line += data.count(b"\n", 0, error.start)
-            raise _not_utf8(path, offset + error.start, line) from None
-        offset += used
-        line += data.count(b"\n", 0, used)
-        rest = data[used:]
-        yield newlines.decode(text, final=not piece)
+            # `error.object` is the piece after the beginning of a character at the end of the piece
+            # before it, or without a byte order mark.
+            byte = offset + len(piece) - len(error.object) + error.start
+            raise _not_utf8(path, byte, line + error.object.count(b"\n", 0, error.start)) from None
+        yield text
+        offset += len(piece)
+        line += piece.count(b"\n")
 
 
 def _not_utf8(path: Path, byte: int, line: int) -> UserError:

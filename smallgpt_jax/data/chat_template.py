@@ -5,7 +5,6 @@ A template gets `messages`, `add_generation_prompt`, and the names of special to
 `eos_token` and so on. What it writes is encoded by `Tokenizer.encode_chat`.
 """
 
-import importlib.util
 import json
 import os.path
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from smallgpt_jax.data import template_process
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES
 from smallgpt_jax.data.special_tokens import SpecialTokens
 from smallgpt_jax.data.template_process import CONTENT, Rendering
-from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.bounded import read_bounded
@@ -44,10 +43,8 @@ class Answer(NamedTuple):
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: SpecialTokens = SpecialTokens()):  # noqa: B008
         """Raises ValueError for a template with wrong syntax."""
-        if not importlib.util.find_spec("jinja2"):
-            raise UserError(f"jinja2 is not installed; run {install_command('hf')}")
         self.source, self.special_tokens = source, special_tokens
-        self._render([], [])
+        self._render([], [])  # compiles it
 
     def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
         """Raises ValueError if the template fails."""

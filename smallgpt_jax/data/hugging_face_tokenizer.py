@@ -319,17 +319,12 @@ def _without_prefix_space(step: dict | None) -> dict | None:
         pattern = step["pattern"].get("Regex", "")
         if pattern.startswith(r"\A"):  # at the beginning of a text, as in our exports
             return None
-    if step["type"] == "Metaspace":
-        return {
-            "type": "Metaspace",
-            "replacement": step["replacement"],
-            "prepend_scheme": "never",
-            "split": step.get("split", True),
-        }
     changed = dict(step)
     for name in _SEQUENCE_FIELDS:
         if name in step:
             changed[name] = list(filter(None, map(_without_prefix_space, step[name])))
     if "add_prefix_space" in step:
         changed["add_prefix_space"] = False
+    if step["type"] == "Metaspace":
+        changed["prepend_scheme"] = "never"
     return changed

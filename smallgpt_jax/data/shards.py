@@ -223,10 +223,9 @@ def join_shards(spec: StoreSpec, folders: Sequence[Path], log) -> None:
                 _append_split(partial, local, name, tokens[name])
                 tokens[name] += record["splits"][name]["tokens"]
         tokenizer_folder.save(tokenizer, partial / "tokenizer")
-        split_by_file = records[0]["split_by_file"]
-        metadata = write_metadata(partial, spec.made_from, split_by_file, tokenizer, joined)
+        write_metadata(partial, spec.made_from, records[0]["split_by_file"], tokenizer, joined)
         sync_tree(partial)
-        log(store.size_message(partial, metadata, time.monotonic() - started))
+        log(store.size_message(store.open_store(partial), time.monotonic() - started))
     log(f"{folders[0].parent} is no longer needed")
 
 

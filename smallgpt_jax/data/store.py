@@ -298,22 +298,18 @@ def _unencoded_share(metadata: dict, split: str) -> float:
     return (counts["unknown"] + counts["dropped"]) / all_units
 
 
-def size_message(folder: Path, metadata: dict, seconds: float) -> str:
-    lengths = []
-    for name in SPLITS:
-        starts = np.fromfile(folder / f"{name}{DOCUMENTS}", np.int64)
-        lengths.append(np.diff(starts, append=metadata["splits"][name]["tokens"]))
-    lengths = np.concatenate(lengths)
+def size_message(store: TokenStore, seconds: float) -> str:
+    metadata, train, validation = store.metadata, store.train, store.validation
+    lengths = np.concatenate([train.lengths, validation.lengths])
     median, most, longest = np.quantile(lengths, (0.5, 0.95, 1), method="nearest")
-    train, validation = (metadata["splits"][name] for name in SPLITS)
-    tokens = train["tokens"] + validation["tokens"]
-    text_bytes = train["text_bytes"] + validation["text_bytes"]
-    documents = _format_documents(metadata, len(lengths))
+    bytes_per_token = (train.text_bytes + validation.text_bytes) / (
+        train.tokens + validation.tokens
+    )
     lines = [
-        f"{metadata['made_from']['source']}: {documents}, "
-        f"{millions(train['tokens'])} tokens for training, "
-        f"{millions(validation['tokens'])} for validation, "
-        f"{text_bytes / tokens:.2f} bytes per token ({duration(seconds)})",
+        f"{metadata['made_from']['source']}: {_format_documents(metadata, len(lengths))}, "
+        f"{millions(train.tokens)} tokens for training, "
+        f"{millions(validation.tokens)} for validation, "
+        f"{bytes_per_token:.2f} bytes per token ({duration(seconds)})",
         f"tokens per document: median {median:,}, 95% at most {most:,}, longest {longest:,}",
     ]
     if "plain_text" in metadata:

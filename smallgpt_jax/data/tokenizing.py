@@ -59,8 +59,8 @@ def write_store(partial: Path, spec: StoreSpec, workers: int, log) -> None:
     """Writes a store to `partial`, or resumes the unfinished store there."""
     started = time.monotonic()
     _, latest, tokenizer = write_splits(partial, spec, WHOLE, workers, log)
-    metadata = write_metadata(partial, spec.made_from, spec.rules.split_by_file, tokenizer, latest)
-    log(store.size_message(partial, metadata, time.monotonic() - started))
+    write_metadata(partial, spec.made_from, spec.rules.split_by_file, tokenizer, latest)
+    log(store.size_message(store.open_store(partial), time.monotonic() - started))
 
 
 def write_splits(
@@ -125,8 +125,8 @@ def _resume_or_start(
 
 def write_metadata(
     partial: Path, made_from: dict, split_by_file: bool, tokenizer: Tokenizer, latest: Entry
-) -> dict:
-    """Completes a store, whose splits `latest` describes. Returns its METADATA (store.py)."""
+) -> None:
+    """Completes a store, whose splits `latest` describes."""
     splits, unencoded = {}, {}
     for name, counts in latest.splits.items():
         unencoded[name] = {what: counts[what] for what in store.UNENCODED}
@@ -150,7 +150,6 @@ def write_metadata(
     if latest.plain_text["passages"]:
         metadata["plain_text"] = {"split_by_file": split_by_file, **latest.plain_text}
     write_atomically(partial / store.METADATA_FILE, json.dumps(metadata, indent=2) + "\n")
-    return metadata
 
 
 def _remove_partial(partial: Path, log) -> None:

@@ -86,8 +86,7 @@ class DataConfig(ConfigGroup):
             self.refuse("chat_template", 'needs config.data.format="messages"')
         self.validate_choice("invalid_utf8", ("refuse", "replace"))
         self.validate_choice("invalid_items", ("refuse", "skip"))
-        if not 0 < self.validation_fraction < 1:
-            self.refuse("validation_fraction", "must be above 0 and below 1")
+        self.validate_fraction("validation_fraction", above=True)
         if is_synthetic(self):
             self.validate_synthetic()
 
@@ -117,6 +116,7 @@ class DataConfig(ConfigGroup):
                 f"must be 0, or at least {least} and at most config.data.probe_length="
                 f"{self.probe_length}",
             )
+        # Their types are not checked before: `validate_types` looks only at the tuple.
         are_valid = all(type(length) is int and length >= least for length in lengths)
         if not are_valid or len(set(lengths)) < len(lengths):
             self.refuse(

@@ -251,6 +251,7 @@ def _place_pieces(lengths: np.ndarray, row_length: int) -> np.ndarray:
         length = int(lengths[first])
         last = int(np.searchsorted(negative_lengths, -length, side="right"))
         while first < last:  # the pieces from first to last - 1 have this length
+            # The fullest rows with room for a piece; empty rows, if there are none.
             room = min((room for room in rows_by_room if room >= length), default=row_length)
             pieces_per_row = room // length
             needed = -(-(last - first) // pieces_per_row)
@@ -258,7 +259,7 @@ def _place_pieces(lengths: np.ndarray, row_length: int) -> np.ndarray:
             if rows is None:
                 rows = np.arange(num_rows, num_rows + needed)
                 num_rows += needed
-            elif needed < len(rows):
+            elif needed < len(rows):  # the others keep their room
                 rows, rows_by_room[room] = rows[:needed], rows[needed:]
             count = min(last - first, len(rows) * pieces_per_row)
             row_of[first : first + count] = np.repeat(rows, pieces_per_row)[:count]

@@ -67,6 +67,7 @@ def open_pipeline(
     or not the same in all processes.
     """
     if not corpus:
+        # `run_on_primary` returns None in the other processes, after process 0 has prepared it.
         corpus = distributed.run_on_primary(lambda: load_or_prepare(data)) or load_or_prepare(data)
     if corpus.tokenizer.vocab_size > model.vocab_size:
         raise UserError(

@@ -27,7 +27,7 @@ import numpy as np
 from smallgpt_jax.data import tokenizer_folder
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.formatting import duration, millions
+from smallgpt_jax.formatting import duration, list_names, millions
 from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.json_files import (
     ANYTHING,
@@ -90,7 +90,6 @@ METADATA = {
         }
     ),
 }
-_MAX_NAMED = 5  # files in a message
 # Of each split, so many samples are checked when the store is opened: reading all ids of a large one
 # would take minutes. `Split.check_ids` also checks each batch.
 _SAMPLES, _SAMPLE_TOKENS = 50, 2000
@@ -340,10 +339,7 @@ def _held_out_message(
             "config.data.validation_fraction, it would be whole files"
         )
     names = [Path(name).name for name in validation_files]
-    shown = ", ".join(names[:_MAX_NAMED])
-    if len(names) > _MAX_NAMED:
-        shown += f" and {len(names) - _MAX_NAMED:,} more"
-    return f"validation: {len(names):,} whole files: {shown}"
+    return f"validation: {len(names):,} whole files: {list_names(names, limit=5)}"
 
 
 def unencoded_message(stores: Sequence[dict]) -> str:

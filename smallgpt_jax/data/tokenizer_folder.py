@@ -83,30 +83,30 @@ def load(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise UserError(f"{folder}: tokenizer folder is missing")
     files = {path.name: path for path in folder.iterdir()}
-    is_foreign = _KIND_FILE not in files  # not written by `save`
-    tokenizer = _read_native(folder, files)
+    is_foreign = _KIND_FILE not in files  # not written by `save`: its files may be incomplete
+    native = _read_native(folder, files)
     if TOKENIZER_JSON in files:
         try:
             theirs = hugging_face_tokenizer.read_files(files[TOKENIZER_JSON])
         except UserError:  # such as a library that is not installed, or a damaged file
-            if not tokenizer:
+            if not native:
                 raise
-            return tokenizer
+            return native
         # Our own class is faster, and has more forms of export.
-        if tokenizer and _encode_equally(tokenizer, theirs):
-            return tokenizer
+        if native and _encode_equally(native, theirs):
+            return native
         if is_foreign:
             _require_added_tokens(theirs, folder)
         return theirs
-    if not tokenizer:
+    if not native:
         raise UserError(
             f"{folder}: contains no tokenizer; expected tokenizer.json (Hugging Face), "
             "tokenizer.model (SentencePiece), or vocab.json and merges.txt, or encoder.json and "
             "vocab.bpe (GPT-2)"
         )
     if is_foreign:
-        _require_complete(tokenizer, folder)
-    return tokenizer
+        _require_complete(native, folder)
+    return native
 
 
 def _read_native(folder: Path, files: Mapping[str, Path]) -> Tokenizer | None:

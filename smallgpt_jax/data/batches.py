@@ -56,7 +56,7 @@ def train_batches(
 
 
 def read_ahead(batches: grain.MapDataset, first: int, workers: int) -> Iterator[Batch]:
-    buffer = _READ_AHEAD if workers else 0
+    buffer = _READ_AHEAD if workers else 0  # without threads, nothing can be read ahead
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=buffer)
     return iter(batches[first:].to_iter_dataset(options))
 

@@ -89,7 +89,7 @@ class _Renderer:
                 return _from_line(reply)
             status = self._process.wait()
             self._process = None
-        if status == -signal.SIGPROF:
+        if status == -signal.SIGPROF:  # the signal of ITIMER_PROF has ended it
             return {"error": f"takes longer than {SECONDS:g} seconds"}
         return {"error": f"its process has ended with status {status}"}
 

@@ -108,7 +108,7 @@ def _resume_or_start(
         "tokenizer": spec.tokenizer.fingerprint,
         "split_by_file": rules.split_by_file,
     }
-    if shard != WHOLE:
+    if shard != WHOLE:  # where it starts depends on all sizes, so on changes of the source
         identity["shard"] = [shard.number, shard.count, *start.place]
     if journal := resume_journal(partial, identity, parts, rules, log):
         log(f"resuming {partial}: {journal.latest.done:.0%} done")

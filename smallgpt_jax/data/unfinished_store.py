@@ -298,5 +298,6 @@ def _open_truncated(path: Path, length: int):
             f"{path}: damaged, has {file.tell():,} bytes, but the journal beside it records "
             f"{length:,}; remove {path.parent} and rerun smallgpt_jax.prepare"
         )
+    # What was written after the last entry of the journal is tokenized again.
     file.truncate(length)
     return file

@@ -90,11 +90,11 @@ def short_repr(value) -> str:
     return text if len(text) <= 300 else f"{text[:300]}…"
 
 
-def list_names(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str], limit: int = 20) -> str:
     """Returns "a, b and 3 more" of names that somebody else has chosen."""
     names = [printable(name[:100]) for name in names]
-    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return ", ".join(names[:20]) + more
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def finite(value: Any) -> Any:

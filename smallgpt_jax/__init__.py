@@ -20,40 +20,29 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# {name: module that defines it}
-_PUBLIC = {
-    "train": "training.trained_run",
-    "TrainedRun": "training.trained_run",
-    "prepare": "data.corpus",
-    "prepare_shard": "data.corpus",
-    "load": "inference",
-    "evaluate": "evaluation.evaluation",
-    "Benchmarks": "evaluation.benchmarks",
-    "ExampleFile": "evaluation.example_file",
-    "TextFiles": "evaluation.perplexity",
-    "ModelOptions": "evaluation.model_options",
-    "export": "conversion.exporting",
-    "HuggingFaceExport": "conversion.exporting",
-    "GgufExport": "conversion.exporting",
-    "PeftExport": "conversion.exporting",
-    "import_": "conversion.importing",
-    "HuggingFaceImport": "conversion.importing",
-    "GPTVariationsImport": "conversion.importing",
-    "RunImport": "conversion.importing",
-    "plan": "planning.plan",
-    "plan_inference": "planning.plan",
-    "diagnose": "diagnosis.diagnosis",
-    "compare": "comparison.comparing",
-    "plan_comparison": "comparison.comparing",
-    "verify": "verification.verification",
-    "Sample": "verification.sample",
-    "write_bundle": "verification.bundle",
-    "ask_gate": "verification.gate",
-    "choose": "report.choosing",
-    "choose_next": "report.choosing",
-    "UserError": "errors",
-    "StoppedError": "errors",
+# {module: public names that it defines}
+_MODULES = {
+    "training.trained_run": ("train", "TrainedRun"),
+    "data.corpus": ("prepare", "prepare_shard"),
+    "inference": ("load",),
+    "evaluation.evaluation": ("evaluate",),
+    "evaluation.benchmarks": ("Benchmarks",),
+    "evaluation.example_file": ("ExampleFile",),
+    "evaluation.perplexity": ("TextFiles",),
+    "evaluation.model_options": ("ModelOptions",),
+    "conversion.exporting": ("export", "HuggingFaceExport", "GgufExport", "PeftExport"),
+    "conversion.importing": ("import_", "HuggingFaceImport", "GPTVariationsImport", "RunImport"),
+    "planning.plan": ("plan", "plan_inference"),
+    "diagnosis.diagnosis": ("diagnose",),
+    "comparison.comparing": ("compare", "plan_comparison"),
+    "verification.verification": ("verify",),
+    "verification.sample": ("Sample",),
+    "verification.bundle": ("write_bundle",),
+    "verification.gate": ("ask_gate",),
+    "report.choosing": ("choose", "choose_next"),
+    "errors": ("UserError", "StoppedError"),
 }
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = list(_PUBLIC)
 
 if TYPE_CHECKING:  # `as` tells type checkers that the names are public

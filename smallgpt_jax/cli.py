@@ -59,6 +59,7 @@ class _RecipeParser(flags.ArgumentParser):
 def _add_fields(model: ConfigDict) -> None:
     """Adds the fields that flags set and the recipe lacks, if the architecture declares them."""
     values = {}  # of the flags, which are parsed later: only what the config has can be set
+    # both forms: --config.model.num_paths=2 and --config.model.num_paths 2
     for argument, following in zip(sys.argv, [*sys.argv[1:], ""]):
         if flag := re.fullmatch(r"--?(?:no)?config\.model\.(\w+)(=.*)?", argument, re.DOTALL):
             name, value = flag.groups()

@@ -181,6 +181,7 @@ def elapsed_time_shown(
                 print(elapsed, file=sys.stderr, flush=True)
         line.clear()
 
+    # A thread, because the caller is in a library, such as a compiler, for minutes.
     thread = threading.Thread(target=update, daemon=True)
     thread.start()
     try:

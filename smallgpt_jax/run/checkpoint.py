@@ -11,10 +11,6 @@ A checkpoint has these items:
   what it needs.
 - `check`: JSON with a checksum per array, and with the losses of steps that are not in
   metrics.jsonl yet. Checksums are needed because orbax does not checksum every file.
-
-In a run of several processes, each writes and reads its own shards. Orbax would wait for all of them
-at its barriers, and a process that fails does not reach them. So here orbax works as if each process
-were alone, and an `Agreement` of all processes decides whether a checkpoint is complete.
 """
 
 import functools
@@ -91,6 +87,9 @@ class Checkpoints:
         self._steps: list[int] = distributed.from_primary(steps)
 
     def _open_checkpointer(self) -> ocp.AsyncCheckpointer:
+        # Each process writes and reads its own shards. Orbax would wait for all of them at its
+        # barriers, and a process that fails does not reach them. So here orbax works as if each
+        # process were alone, and an `Agreement` decides whether a checkpoint is complete.
         alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()})
         options = ocp.options.AsyncOptions(
             timeout_secs=_NO_TIMEOUT,
@@ -232,6 +231,7 @@ class Checkpoints:
             if reason:
                 damaged[step] = reason
                 continue
+            # Only beside a sound checkpoint: otherwise, a user may still mend what is wrong.
             distributed.run_on_primary(lambda: self._quarantine(damaged))
             self._steps = [kept for kept in self._steps if kept not in damaged]
             self.unlogged_losses = saved["check"].get("unlogged_losses", [])

@@ -1,5 +1,6 @@
 """The log of updates and evaluations."""
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -34,27 +35,21 @@ class Units(NamedTuple):
     epochs_per_step: float | None = None  # None for probes, whose examples are made
 
 
+@dataclasses.dataclass
 class Logger:
     """Reads the metrics of an update after dispatching the next: no device waits for the host."""
 
-    def __init__(
-        self,
-        writer: MetricsWriter,
-        progress: RunProgress,
-        clock: RunClock,
-        units: Units,
-        log_every: int,
-        unlogged_losses: Sequence[float] = (),
-    ):
-        """`unlogged_losses`, from the checkpoint, follow the last logged step."""
-        self._writer = writer
-        self._progress = progress
-        self._clock = clock
-        self._units = units
-        self._log_every = log_every
-        self._first_step = self._logged_step = writer.first_step
+    writer: MetricsWriter
+    progress: RunProgress
+    clock: RunClock
+    units: Units
+    log_every: int
+    unlogged_losses: Sequence[float] = ()  # of the checkpoint: of steps after the last logged one
+
+    def __post_init__(self):
+        self._first_step = self._logged_step = self.writer.first_step
         self._logged_seconds = 0.0
-        self.losses = list(unlogged_losses)
+        self.losses = list(self.unlogged_losses)
         self._pending: tuple[int, dict] | None = None
 
     def exchange(self, step: int, metrics: dict) -> StepMetrics | None:
@@ -68,57 +63,58 @@ class Logger:
         # Of most updates, nothing else is read, because each read takes host time.
         loss, is_finite = jax.device_get((metrics["loss"], metrics["is_finite"]))
         self.losses.append(float(loss))
-        self._clock.progress += 1
+        self.clock.progress += 1
         others = {name: array for name, array in metrics.items() if name != "is_finite"}
         return StepMetrics(step, others, bool(is_finite), self.losses[-1])
 
     def log(self, metrics: StepMetrics) -> None:
         step = metrics.step
-        last_step = self._progress.steps
-        if step % self._log_every and step < last_step:
+        last_step = self.progress.steps
+        if step % self.log_every and step < last_step:
             return
-        seconds = self._clock.training_seconds()
-        tokens = (step - self._logged_step) * self._units.tokens_per_step
+        # Without the time of saves and evaluations, on which the speed would depend otherwise.
+        seconds = self.clock.training_seconds()
+        tokens = (step - self._logged_step) * self.units.tokens_per_step
         speed = tokens / (seconds - self._logged_seconds)
         self._logged_step, self._logged_seconds = step, seconds
 
         values = metrics.read()
         values["loss_mean"] = statistics.fmean(self.losses)
-        values["tokens"] = round(step * self._units.tokens_per_step)
-        if self._units.epochs_per_step:
-            values["epochs"] = step * self._units.epochs_per_step
+        values["tokens"] = round(step * self.units.tokens_per_step)
+        if self.units.epochs_per_step:
+            values["epochs"] = step * self.units.epochs_per_step
         values["tokens_per_second"] = speed
         message = f"loss {values['loss']:.4f}   {speed:,.0f} tokens/s"
-        peak = self._units.peak_tokens_per_second
+        peak = self.units.peak_tokens_per_second
         if peak:
             values["mfu"] = speed / peak
             message += f"   MFU {values['mfu']:.1%}"
-        values |= self._clock.lap()
+        values |= self.clock.lap()
         self.losses.clear()
-        self._writer.write(step, "train", values)
+        self.writer.write(step, "train", values)
 
         steps_of_session = step - self._first_step
         seconds_left = (last_step - step) * seconds / steps_of_session
-        self._progress.update(step, f"{message}   {duration(seconds_left)} left")
+        self.progress.update(step, f"{message}   {duration(seconds_left)} left")
 
     def log_evaluation(
         self, step: int, nats: float, targets: int, measures: Mapping[str, float] | None = None
     ) -> None:
         """`nats`: mean loss over `targets` tokens. `measures`: of a probe's answers or repeats."""
         measures = measures or {}
-        bits_per_byte = nats / math.log(2) / self._units.bytes_per_token
+        bits_per_byte = nats / math.log(2) / self.units.bytes_per_token
         values = {
             "loss": nats,
             "bits_per_byte": bits_per_byte,
             "targets": targets,
-            "tokens": round(step * self._units.tokens_per_step),
+            "tokens": round(step * self.units.tokens_per_step),
             **measures,
         }
-        self._writer.write(step, "eval", values)
-        self._progress.print_line(step, evaluation_message(nats, bits_per_byte, measures))
+        self.writer.write(step, "eval", values)
+        self.progress.print_line(step, evaluation_message(nats, bits_per_byte, measures))
 
     def close(self) -> None:
-        self._writer.close()
+        self.writer.close()
 
 
 def evaluation_message(nats: float, bits_per_byte: float, measures: Mapping[str, float]) -> str:

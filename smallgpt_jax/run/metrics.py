@@ -176,6 +176,7 @@ class MetricsWriter:
         for name, value in scalars.items():
             if not math.isfinite(value):  # JSON has no NaN
                 line[name] = None
+        # Lines that could not be written before are written together with this one.
         was_failing = bool(self._pending_lines)
         self._pending_lines += json.dumps(line) + "\n"
         error = self._append()

@@ -28,7 +28,7 @@ def with_sizes(groups: Mapping[str, dict], saved: Mapping[str, dict] | None) -> 
     if not text or not any(open_fields.values()):
         return dict(groups)
     groups = {group: dict(fields) for group, fields in groups.items()}
-    if saved:
+    if saved:  # the rules may have changed since that run started
         for group, names in open_fields.items():
             for field in names:
                 groups[group][field] = saved[group][field]

@@ -5,6 +5,7 @@ uploaded whole.
 """
 
 import contextlib
+import dataclasses
 import shutil
 import tempfile
 import threading
@@ -25,15 +26,17 @@ UPLOAD_SECONDS = 30.0  # maximum time between uploads
 CLOSING_PAUSES = (1.0, 5.0, 10.0)  # seconds between the last tries, when a run ends
 
 
+@dataclasses.dataclass
 class Spool:
     """A local folder for the files of a run; `workdir` itself, if that is local. A failed upload is
     logged, and tried again with the next one.
     """
 
-    def __init__(self, workdir: Path, folder: Path, log: Callable[[str], None] = print):
-        self.workdir = workdir
-        self.folder = folder
-        self._log = log
+    workdir: Path
+    folder: Path
+    log: Callable[[str], None]
+
+    def __post_init__(self):
         self._uploaded: dict[Path, tuple] = {}  # path → (size, time) of the uploaded version
         self._lock = threading.Lock()
         self._failure = ""  # why the last upload failed
@@ -43,10 +46,11 @@ class Spool:
         if self.folder == self.workdir:
             return True
         with self._lock:
-            failures = filter(None, [self._try_to_upload(path) for path in self._files()])
-            failure = next(failures, "")
+            # A list: one failure does not keep the other files from being uploaded.
+            failures = [self._try_to_upload(path) for path in self._files()]
+            failure = next(filter(None, failures), "")
             if failure and not self._failure:
-                self._log(
+                self.log(
                     f"{self.workdir}: metrics could not be uploaded ({failure}). Training "
                     "continues; the upload is repeated"
                 )
@@ -61,7 +65,7 @@ class Spool:
                 return
             if pause is not None:
                 time.sleep(pause)
-        self._log(f"{self.folder}: not uploaded ({self._failure}); copy it to {self.workdir}")
+        self.log(f"{self.folder}: not uploaded ({self._failure}); copy it to {self.workdir}")
 
     def _files(self) -> list[Path]:
         """Returns metrics.jsonl first. Skips *.partial files, which are still being written."""

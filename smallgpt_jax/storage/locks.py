@@ -63,6 +63,7 @@ def file_lock(path: Path, wait: bool = False) -> Iterator[bool]:
             yield True
         return
     lock, is_locked = _acquire(path.absolute(), wait)
+    # Without locks, a missing file is no sign of another process; see `require_locks`.
     if is_locked:
         _held.append(lock)
     try:

@@ -1,8 +1,7 @@
 """A branch: a run that starts from a checkpoint of a longer run with the same config, its trunk.
 
 With a warmup-stable-decay schedule, runs that differ only in their length have all steps in common
-up to the start of the shorter one's decay. The checkpoint and the metrics of these steps are
-copied. Afterwards, the run resumes like any other and no longer needs the trunk.
+up to the start of the shorter one's decay. The checkpoint and the metrics of these steps are copied.
 """
 
 import dataclasses
@@ -62,6 +61,7 @@ class Branch:
 
 def open_branch(workdir: Path, config: Config) -> Branch | None:
     """Returns None if the run needs no trunk (any more). Raises UserError for an unsuitable one."""
+    # With a checkpoint, the run resumes like any other: the trunk may be gone.
     if not config.train.trunk or saved_steps(workdir / CHECKPOINT_FOLDER):
         return None
     step = decay_start(config.optimizer)
@@ -85,10 +85,16 @@ def _require_trunk(folder: Path, config: Config, step: int) -> None:
         raise UserError(f"config.train.trunk: {error}") from None
     if trunk is None:
         raise UserError(f"{where}: not a run; give the workdir of a run")
+    # What only affects the decay may differ: it comes after the steps that both runs share.
+    of_decay = {
+        f"{name}.{field}"
+        for name, group in GROUPS.items()
+        for field in group.field_names(**IN_DECAY)
+    }
     different = [
         f"{field} is {theirs!r} there, but {ours!r} here"
         for field, (theirs, ours) in changed_fields(folder, config).items()
-        if field not in _fields_in_decay()
+        if field not in of_decay
     ]
     if different:
         raise UserError(
@@ -108,12 +114,3 @@ def _require_trunk(folder: Path, config: Config, step: int) -> None:
             f"has steps {', '.join(map(str, saved)) or 'none'}); train the trunk with "
             f"config.train.kept_steps={step}"
         )
-
-
-def _fields_in_decay() -> set[str]:
-    """Returns the fields that affect only the steps after the start of the decay."""
-    return {
-        f"{name}.{field}"
-        for name, group in GROUPS.items()
-        for field in group.field_names(**IN_DECAY)
-    }

@@ -1,9 +1,7 @@
 """Whether the first losses of a run are like those of other runs of its recipe.
 
 loss_bands.json has a band for some recipes, made by experiments/normal_runs.py from runs with other
-seeds and with the standard library of several versions of Python. The loss of one step varies more
-than most mistakes change it, so the points of a band are of spans of steps: the mean loss, and how
-much the loss varies from step to step, which tells the size and the order of the batches.
+seeds and with the standard library of several versions of Python.
 """
 
 import dataclasses
@@ -47,6 +45,9 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Point:
+    # A span of steps, because the loss of one step varies more than most mistakes change it. Of a
+    # span, the band has the mean loss, and how much the loss varies from step to step, which tells
+    # the size and the order of the batches.
     first: int  # step
     last: int
     measure: str  # of the losses of these steps; a key of MEASURES

@@ -216,6 +216,7 @@ class Trainer:
 
     def _open_logger(self, first_step: int) -> Logger:
         config, log = self.config, self.progress.message
+        # The writer starts it, with the lines of earlier sessions, which the tracker may lack.
         start_tracker = config.train.tracker and functools.partial(
             trackers.Tracker,
             config.train.tracker,

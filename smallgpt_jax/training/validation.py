@@ -106,6 +106,7 @@ def evaluate(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -
         if is_stopped():
             return None
         sums.append(eval_step(batch))
+    # Read after the last batch, so that no device waits for the host.
     of_batches = (jax.tree.map(_to_python, of_batch) for of_batch in jax.device_get(sums))
     total = functools.reduce(functools.partial(jax.tree.map, operator.add), of_batches)
     measures = {}

@@ -48,16 +48,14 @@ class Watchdog:
             position = self._clock.progress, is_long
             if position != last:
                 idle, last = 0.0, position
-            if is_long and idle >= _LONG_FACTOR * self._limit:
-                self._end(
-                    f"{PHASES[phase]} has taken {_LONG_FACTOR * self._limit:g} seconds "
-                    f"({_LONG_FACTOR} × config.train.stall_seconds)"
-                )
-            elif not is_long and idle >= self._limit:
-                self._end(
-                    f"no training step has finished for {self._limit:g} seconds "
-                    "(config.train.stall_seconds)"
-                )
+            limit = (_LONG_FACTOR if is_long else 1) * self._limit
+            if idle >= limit:
+                reason = f"no training step has finished for {limit:g} seconds"
+                setting = "config.train.stall_seconds"
+                if is_long:
+                    reason = f"{PHASES[phase]} has taken {limit:g} seconds"
+                    setting = f"{_LONG_FACTOR} × {setting}"
+                self._end(f"{reason} ({setting})")
 
     def _end(self, reason: str) -> None:
         # Ends the process even if nobody reads standard error.

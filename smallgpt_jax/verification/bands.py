@@ -4,10 +4,7 @@ The same run has other losses on another processor or with another version of a 
 are rounded in another order, and training amplifies this, in some models a thousand times. So the
 run is trained here in several ways that only round differently. Their losses are a sample of what
 rounding makes, and the recorded loss has to be one more draw of it: within a 99% prediction interval
-of Student's t distribution. One variant would not do: it was up to five times too narrow.
-
-The variants change some sums, another processor or library changes all, so there the interval is
-wider by OTHER_MACHINE.
+of Student's t distribution.
 """
 
 import dataclasses
@@ -18,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from scipy import special
 
 LEVEL = 0.99  # of the interval, for all evaluations of a run together
-# Runs of docs/results/scaling.json, recorded on an AMD EPYC and trained on an Intel Xeon, were off
-# by up to 1.7 times what the variants alone explain (docs/records.md).
+# Another processor or library changes all sums, and the variants only some: the interval is wider by
+# this factor. Runs of docs/results/scaling.json, recorded on an AMD EPYC and trained on an Intel
+# Xeon, were off by up to 1.7 times what the variants alone explain (docs/records.md).
 OTHER_MACHINE = 3.0
 RESOLUTION = 1e-6  # of a loss, relatively: float32, with room
 MIN_SEEDS = 3  # whose spread is known well enough to compare a run as a seed

@@ -209,12 +209,13 @@ def train_on_new_rows(candidate: Config, base: Config, folder: Path) -> tuple[fl
     corpus = load_or_prepare(base.data)
     losses = []
     for name, config in (("candidate", candidate), ("reference", base)):
-        workdir, steps = folder / name, config.train.eval_steps
+        workdir = folder / name
         config = config.replace(train={"keep_checkpoints": 1})
         trainer.train(config, str(workdir), corpus)
         # On the rows of the record and as many further ones. The run is finished, so it is only
         # evaluated.
-        trainer.train(config.replace(train={"eval_steps": 2 * steps}), str(workdir), corpus)
+        more = config.replace(train={"eval_steps": 2 * config.train.eval_steps})
+        trainer.train(more, str(workdir), corpus)
         losses.append(loss_of_new_rows(workdir, config.train.steps))
     return losses[0], losses[1]
 

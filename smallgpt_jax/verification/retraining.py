@@ -109,6 +109,7 @@ def train_variants(
     config: Config, folder: Path, corpus: Corpus, trust_custom_code: bool
 ) -> list[Curve]:
     """Returns the curves of runs beside that in `folder`, which only round differently."""
+    # Several, because the interval of one variant was up to five times too narrow.
     curves = []
     for fields in variant_fields(config):
         ((field, value),) = fields.items()

@@ -206,10 +206,7 @@ def _verify_run(
 
     steps = retraining.steps_to_train(run, fraction)
     machine = retraining.machine_differences(run)
-
-    def verdict(kind: str, text: str, comparisons: Sequence[ComparedLoss] = ()) -> RunVerdict:
-        return RunVerdict(label_of(run), kind, text, steps, run.steps, machine, tuple(comparisons))
-
+    comparisons = []
     try:
         config = retraining.retrained_config(read_config(run, trust_custom_code), steps)
         corpus = retraining.open_text(config, run)
@@ -218,10 +215,10 @@ def _verify_run(
         comparisons = retraining.compare_run(
             run, record, config, workdir, corpus, trust_custom_code
         )
+        kind, text = judge(comparisons)
     except UserError as error:
-        return verdict(CANNOT_TELL, str(error))
-    kind, text = judge(comparisons)
-    return verdict(kind, text, comparisons)
+        kind, text = CANNOT_TELL, str(error)
+    return RunVerdict(label_of(run), kind, text, steps, run.steps, machine, tuple(comparisons))
 
 
 def judge(comparisons: Sequence[ComparedLoss]) -> tuple[str, str]:

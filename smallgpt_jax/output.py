@@ -147,6 +147,11 @@ def is_output_closed() -> bool:
         return False
 
 
+def print_error(text: str) -> None:
+    """Prints a line on standard error at once, also if that is a pipe."""
+    print(text, file=sys.stderr, flush=True)
+
+
 class StatusLine:
     """One line on standard error, updated in place on a terminal; elsewhere nothing."""
 
@@ -178,7 +183,7 @@ def elapsed_time_shown(
             if line.is_on_terminal:
                 line.show(elapsed)
             else:
-                print(elapsed, file=sys.stderr, flush=True)
+                print_error(elapsed)
         line.clear()
 
     # A thread, because the caller is in a library, such as a compiler, for minutes.

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from smallgpt_jax.inference.single_blocks import num_blocks
 from smallgpt_jax.models.variants import Ablation
 from smallgpt_jax.objectives.objective import make_objective
 from smallgpt_jax.optim.mup import scale_initial
+from smallgpt_jax.output import print_error
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.custom_code import refuse_training_code
@@ -90,7 +90,7 @@ def diagnose(
         windows_of = validation_windows(config, trained.tokenizer, windows)
 
     def log(message: str) -> None:
-        print(f"{folder.name}: {message}", file=sys.stderr, flush=True)
+        print_error(f"{folder.name}: {message}")
 
     content = _diagnose_model(trained, config, windows_of, deep, log)
     content["split"] = None if texts else VALIDATION

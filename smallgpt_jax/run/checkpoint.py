@@ -13,6 +13,7 @@ A checkpoint has these items:
   metrics.jsonl yet. Checksums are needed because orbax does not checksum every file.
 """
 
+import dataclasses
 import functools
 import logging
 import sys
@@ -54,25 +55,22 @@ _NO_TIMEOUT = 10**9  # seconds
 _COMMIT_PHASES = 2
 
 
+@dataclasses.dataclass(eq=False)
 class Checkpoints:
     """The checkpoints in a folder: the newest `keep` and those of `kept_steps` are kept. With
     `keep` None, the folder is opened read-only. All methods but `steps` and `has_average` are
     collective.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int | None = None,
-        log: Callable[[str], None] = print,
-        before_save: Callable[[], None] = lambda: None,
-        kept_steps: Sequence[int] = (),
-    ):
-        self.folder = folder if is_remote(folder) else folder.absolute()
-        self._keep = keep
-        self._kept_steps = kept_steps
-        self._log = log
-        self._before_save = before_save
+    folder: Path
+    keep: int | None = None
+    log: Callable[[str], None] = print
+    before_save: Callable[[], None] = lambda: None
+    kept_steps: Sequence[int] = ()
+
+    def __post_init__(self):
+        if not is_remote(self.folder):
+            self.folder = self.folder.absolute()
         self.unlogged_losses: list[float] = []  # of the restored checkpoint
         self._saving: int | None = None  # the step of the last save
         self._agreement: Agreement | None = None  # of its processes
@@ -81,7 +79,7 @@ class Checkpoints:
         self._unremovable: set[int] = set()  # steps whose removal has failed
         _silence_duplicate_errors()
         self._checkpointer = self._open_checkpointer()
-        if keep is not None:
+        if self.keep is not None:
             distributed.run_on_primary(self._prepare_folder)
         steps = distributed.run_on_primary(lambda: saved_steps(self.folder))
         self._steps: list[int] = distributed.from_primary(steps)
@@ -120,7 +118,7 @@ class Checkpoints:
         self.wait_until_finished()
         # Uploads the metrics up to this step: a resumed run would not write these lines again. If
         # that fails, the checkpoint is saved nevertheless.
-        self._before_save()
+        self.before_save()
         if step in self._steps:
             return
         content = _checkpoint_content(state, unlogged_losses)
@@ -165,7 +163,7 @@ class Checkpoints:
     def _kept(self, steps: Iterable[int]) -> list[int]:
         """Returns, sorted, those of `steps` whose checkpoints are kept."""
         steps = sorted(steps)
-        return [step for step in steps if step in steps[-self._keep :] or step in self._kept_steps]
+        return [step for step in steps if step in steps[-self.keep :] or step in self.kept_steps]
 
     def _remove_old(self) -> None:
         require_locks(self.folder)
@@ -178,7 +176,7 @@ class Checkpoints:
                 self._unremovable.discard(step)
             except Exception as error:  # the next save tries again
                 if step not in self._unremovable:
-                    self._log(f"{path}: could not be removed: {short_reason(error)}")
+                    self.log(f"{path}: could not be removed: {short_reason(error)}")
                 self._unremovable.add(step)
 
     def save_imported(self, params, model_state) -> None:
@@ -204,7 +202,7 @@ class Checkpoints:
             return
         self._steps = self._kept([*self._steps, self._saving])
         if self._is_failing:
-            self._log(f"checkpoints can be written again; newest checkpoint: step {self._saving}")
+            self.log(f"checkpoints can be written again; newest checkpoint: step {self._saving}")
         self._is_failing = False
 
     def _report_failure(self, error: Exception | None) -> None:
@@ -213,7 +211,7 @@ class Checkpoints:
         newest = f"step {self._steps[-1]}" if self._steps else "none"
         reason = short_reason(root_cause(error)) if error else "another process failed"
         if not self._is_failing:
-            self._log(
+            self.log(
                 f"could not write a checkpoint: {reason}. Training continues; newest checkpoint: "
                 f"{newest}"
             )
@@ -357,7 +355,7 @@ class Checkpoints:
             else:
                 target.parent.mkdir(exist_ok=True)
                 path.rename(target)
-            self._log(f"damaged checkpoint of step {step} ({reason}): moved to {target}")
+            self.log(f"damaged checkpoint of step {step} ({reason}): moved to {target}")
 
     def close(self) -> None:
         self.wait_until_finished()

@@ -3,10 +3,10 @@
 import hashlib
 import os
 import shutil
-import sys
 from pathlib import Path
 
 from smallgpt_jax.formatting import safe_name
+from smallgpt_jax.output import print_error
 from smallgpt_jax.storage import object_storage
 from smallgpt_jax.storage.atomic import rename
 from smallgpt_jax.storage.locks import file_lock
@@ -35,7 +35,7 @@ def local_copy(path: Path) -> Path:
     with file_lock(copy.parent.with_name(f"{copy.parent.name}.lock"), wait=True):
         if not copy.exists():
             size = f"{sum(file.size for file in files.values()) / 1e6:,.1f} MB"
-            print(f"copying {path} ({size}) to {copy.parent}", file=sys.stderr, flush=True)
+            print_error(f"copying {path} ({size}) to {copy.parent}")
             partial = copy.parent / ".partial" / path.name
             shutil.rmtree(partial.parent, ignore_errors=True)  # what a killed process has left
             object_storage.download(path, partial, files)

@@ -9,10 +9,8 @@ While a process holds a lock, it writes objects only under this lock; see `objec
 """
 
 import contextlib
-import functools
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -21,6 +19,7 @@ from pathlib import Path
 
 from smallgpt_jax.errors import LockHeldError
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.output import print_error
 from smallgpt_jax.storage.object_storage import bucket_of, writer
 
 LEASE_SECONDS = 60.0
@@ -54,9 +53,6 @@ def object_lock(path: Path, wait: bool) -> Iterator[None]:
         released.set()
         renewal.join()
         lock.release()
-
-
-_print = functools.partial(print, file=sys.stderr, flush=True)
 
 
 class Lease:
@@ -136,7 +132,7 @@ class Lease:
         until = f"it renews or loses the lock (at most {LEASE_SECONDS:g} s)"
         if wait:
             until = "it releases or loses the lock"
-        _print(f"{self._path}: locked by {holder}; waiting until {until}")
+        print_error(f"{self._path}: locked by {holder}; waiting until {until}")
 
     def renew_until(self, released: threading.Event) -> None:
         while not released.wait(RENEWAL_SECONDS):
@@ -151,7 +147,7 @@ class Lease:
             if not self._is_recent():
                 self._end_process(f"the lock could not be renewed ({short_reason(error)})")
             if not self._is_failing:
-                _print(
+                print_error(
                     f"{self._path}: the lock could not be renewed ({short_reason(error)}); trying "
                     f"again every {RENEWAL_SECONDS:g} s"
                 )
@@ -182,7 +178,7 @@ class Lease:
         return now() - self._renewed_at <= LEASE_SECONDS - 2 * RENEWAL_SECONDS
 
     def _end_process(self, reason: str) -> None:
-        _print(f"error: {self._path}: {reason}; this process ends without saving")
+        print_error(f"error: {self._path}: {reason}; this process ends without saving")
         os._exit(1)  # an exception would only end the thread that renews the lock
 
     def release(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import StoppedError
+from smallgpt_jax.output import print_error
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A signal that arrives again within REPEAT_SECONDS does not count as a second request, because the
@@ -60,7 +61,7 @@ class StopRequest:
         if self.signal is None and self.can_save:
             self.signal, self._signal_time = number, time.monotonic()
             start = "\n" if sys.stderr.isatty() else ""  # after the progress and "^C"
-            print(f"{start}{_FINISHING[number]}", file=sys.stderr, flush=True)
+            print_error(f"{start}{_FINISHING[number]}")
             return True
         return self.signal == number and time.monotonic() < self._signal_time + REPEAT_SECONDS
 
@@ -73,7 +74,7 @@ class StopRequest:
         again = "second request: " if self.signal else ""
         # The main thread goes on, and must not print after the message.
         with contextlib.redirect_stdout(io.StringIO()):
-            print(f"{again}{self.unsaved}", file=sys.stderr, flush=True)
+            print_error(f"{again}{self.unsaved}")
             os._exit(128 + number)
 
     def _interrupt(self, number: int, _) -> None:

@@ -2,11 +2,11 @@
 
 import faulthandler
 import os
-import sys
 import tempfile
 import threading
 import time
 
+from smallgpt_jax.output import print_error
 from smallgpt_jax.run.clock import PHASES, RunClock
 
 _STALLED_STATUS = 124  # the exit status of the shell command `timeout`
@@ -60,15 +60,13 @@ class Watchdog:
     def _end(self, reason: str) -> None:
         # Ends the process even if nobody reads standard error.
         threading.Timer(_PRINTING_SECONDS, os._exit, (_STALLED_STATUS,)).start()
-        print(
+        print_error(
             f"error: {reason}; rerun the same command to resume from the newest checkpoint. Stacks "
-            "of all threads:",
-            file=sys.stderr,
-            flush=True,
+            "of all threads:"
         )
         # A dump to a full pipe would stop all threads, and the timer.
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stacks:
             faulthandler.dump_traceback(stacks)
             stacks.seek(0)
-            print(stacks.read(), file=sys.stderr, flush=True)
+            print_error(stacks.read())
         os._exit(_STALLED_STATUS)  # a regular exit would wait for the threads that hang

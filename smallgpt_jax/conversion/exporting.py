@@ -52,7 +52,9 @@ def export(
     """
     if push:
         hub.check_repository(push)
-    form = _make_export(to) if isinstance(to, str) else to
+    if isinstance(to, str) and to not in EXPORTS:
+        raise UserError(f"--to={to}: no such format; choose from {', '.join(EXPORTS)}")
+    form = EXPORTS[to]() if isinstance(to, str) else to
     source = as_path("--workdir", workdir)
     output = form.new_output(output)
     _refuse_custom_classes(source)
@@ -72,12 +74,6 @@ def export(
     if push:
         summary += f"; uploaded to {hub.push(output, push, private)}"
     return summary
-
-
-def _make_export(name: str) -> Export:
-    if name not in EXPORTS:
-        raise UserError(f"--to={name}: no such format; choose from {', '.join(EXPORTS)}")
-    return EXPORTS[name]()
 
 
 def _refuse_custom_classes(workdir: Path) -> None:

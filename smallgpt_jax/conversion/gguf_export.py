@@ -6,7 +6,6 @@ has their algorithm. As in `generate`, a text begins with the begin-of-text toke
 embedding and the head without a token are never sampled: the file does not contain them.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -126,9 +125,7 @@ def _add_sizes(writer, config: ModelConfig) -> None:
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
 
 
-def _llama_cpp_tensors(
-    gguf, config: ModelConfig, ours: Mapping[str, np.ndarray], vocab_size: int
-) -> dict:
+def _llama_cpp_tensors(gguf, config: ModelConfig, ours: tensors.Tensors, vocab_size: int) -> dict:
     """Returns {llama.cpp's name: tensor}. Linear weights have the shape (outputs, inputs)."""
     model_arch = gguf.MODEL_ARCH[architecture(config).upper()]
     names = gguf.get_tensor_name_map(model_arch, config.num_layers)

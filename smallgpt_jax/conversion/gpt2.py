@@ -5,11 +5,11 @@ within a block, but their linear weights have the shape (outputs, inputs), as us
 """
 
 import re
-from collections.abc import Mapping
 
 import numpy as np
 
 from smallgpt_jax.conversion.config_json import ConfigJson, other_fields
+from smallgpt_jax.conversion.tensors import Tensors
 from smallgpt_jax.models import ModelConfig
 
 MODEL_TYPES = ("gpt2",)
@@ -79,9 +79,7 @@ def class_name(config: ModelConfig) -> str:
     return "GPT2LMHeadModel"
 
 
-def to_hugging_face(
-    config: ModelConfig, tensors: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def to_hugging_face(config: ModelConfig, tensors: Tensors) -> Tensors:
     theirs = {}
     for name, x in tensors.items():
         if ".qkv." in name:
@@ -92,9 +90,7 @@ def to_hugging_face(
     return theirs
 
 
-def from_hugging_face(
-    config: ModelConfig, names, tensors: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def from_hugging_face(config: ModelConfig, names, tensors: Tensors) -> Tensors:
     """Accepts tensors of a GPT2Model, too. Tensors that are not in `names` keep their names."""
     ours = {hugging_face_name(name): name for name in names}
     renamed = {}

@@ -21,7 +21,6 @@ import json
 import math
 import reprlib
 import sys
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -181,7 +180,7 @@ def read_folder(
     return ImportedModel(model, params, tokenizer, model_state, own_template(folder))
 
 
-def _has_head(form, weights: Mapping[str, np.ndarray]) -> bool:
+def _has_head(form, weights: tensors.Tensors) -> bool:
     # transformers uses a head that is another matrix than the embedding even if config.json says
     # that they are one.
     head = weights.get(form.hugging_face_name("head.weight"))

@@ -38,7 +38,9 @@ def import_(
     imported. To train the model further, train "run:WORKDIR" in `workdir`. Raises UserError if the
     workdir is not empty or the source is not supported; then nothing is written.
     """
-    form = _make_import(format) if isinstance(format, str) else format
+    if isinstance(format, str) and format not in IMPORTS:
+        raise UserError(f"--from={format}: no such format; choose from {', '.join(IMPORTS)}")
+    form = IMPORTS[format]() if isinstance(format, str) else format
     as_path("--input", source)  # refuses URLs other than gs://; accepts names on the hub
     source = str(source)
     folder = new_folder("--workdir", workdir)
@@ -66,12 +68,6 @@ def import_(
     )
 
 
-def _make_import(name: str) -> Import:
-    if name not in IMPORTS:
-        raise UserError(f"--from={name}: no such format; choose from {', '.join(IMPORTS)}")
-    return IMPORTS[name]()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HuggingFaceImport:
     NAME = "hf"
@@ -84,7 +80,7 @@ class HuggingFaceImport:
         imported = hugging_face.read_folder(folder, not self.tokenizer, trust_custom_code)
         if imported.tokenizer:
             return imported, {}
-        return imported._replace(tokenizer=_make_tokenizer(self.tokenizer)), {}
+        return imported._replace(tokenizer=TokenizerSource(self.tokenizer or "gpt2").make()), {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +91,8 @@ class GPTVariationsImport:
 
     def read(self, source: str, trust_custom_code: bool) -> tuple[ImportedModel, dict[str, Any]]:
         model, params, facts = gpt_variations.read_checkpoint(local_path("--input", source))
-        return ImportedModel(model, params, _make_tokenizer(self.tokenizer)), facts
+        tokenizer = TokenizerSource(self.tokenizer or "gpt2").make()
+        return ImportedModel(model, params, tokenizer), facts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,10 +116,6 @@ class RunImport:
             model, params = low_rank.with_rank_ratio(model, params, self.rank_ratio)
             facts["rank_ratio"] = self.rank_ratio
         return ImportedModel(model, params, tokenizer, model_state, template), facts
-
-
-def _make_tokenizer(name: str | None):
-    return TokenizerSource(name or "gpt2").make()
 
 
 IMPORTS: dict[str, type[Import]] = {

@@ -6,11 +6,11 @@ key–value head.
 """
 
 import re
-from collections.abc import Mapping
 
 import numpy as np
 
 from smallgpt_jax.conversion.config_json import ConfigJson, other_fields
+from smallgpt_jax.conversion.tensors import Tensors
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import ModelConfig
 
@@ -82,9 +82,7 @@ def _projection_names(name: str) -> list[str]:
     return [hugging_face_name(name).replace("{q,k,v}", letter) for letter in "qkv"]
 
 
-def to_hugging_face(
-    config: ModelConfig, tensors: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def to_hugging_face(config: ModelConfig, tensors: Tensors) -> Tensors:
     theirs = {}
     for name, x in tensors.items():
         if ".qkv." in name:
@@ -98,9 +96,7 @@ def to_hugging_face(
     return theirs
 
 
-def from_hugging_face(
-    config: ModelConfig, names, tensors: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def from_hugging_face(config: ModelConfig, names, tensors: Tensors) -> Tensors:
     """Accepts tensors of a LlamaModel, too. Tensors that are not in `names` keep their names."""
     # a LlamaModel has no head, and its names lack the prefix
     tensors = {
@@ -120,7 +116,7 @@ def from_hugging_face(
     return ours | tensors
 
 
-def _fuse(config: ModelConfig, projections: Mapping[str, np.ndarray]) -> np.ndarray:
+def _fuse(config: ModelConfig, projections: Tensors) -> np.ndarray:
     """Returns our attention.qkv of the query, key and value matrices, in this order."""
     groups, width = config.kv_heads, config.head_width
     for (name, x), heads in zip(projections.items(), (config.num_heads, groups, groups)):

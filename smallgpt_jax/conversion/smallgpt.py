@@ -6,12 +6,10 @@ Their tensors have our names and layouts. transformers runs the code with `trust
 
 import ast
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from smallgpt_jax.conversion.config_json import ConfigJson, other_fields
+from smallgpt_jax.conversion.tensors import Tensors
 from smallgpt_jax.models import ModelConfig
 
 MODEL_TYPES = ("smallgpt",)
@@ -59,15 +57,11 @@ def hugging_face_name(name: str) -> str:
     return name
 
 
-def to_hugging_face(
-    config: ModelConfig, tensors: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def to_hugging_face(config: ModelConfig, tensors: Tensors) -> Tensors:
     return dict(tensors)
 
 
-def from_hugging_face(
-    config: ModelConfig, names, tensors: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def from_hugging_face(config: ModelConfig, names, tensors: Tensors) -> Tensors:
     """Returns the tensors without a head that copies the tied embedding; names are ours already."""
     return {
         name: x

@@ -11,8 +11,8 @@ model state, only the routers' biases are converted.
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ from smallgpt_jax.models.stacks import block_numbers, layer_configs
 _MAX_LISTED = 3  # maximum number of tensor names in an error message
 # parameters without a module of their own
 _TABLES = ("token_embedding", "position_embedding", "value_embedding", "head")
+Tensors = Mapping[str, np.ndarray]  # by name
 
 
 class _TensorSlot(NamedTuple):
@@ -43,7 +44,7 @@ class _TensorSlot(NamedTuple):
     shape: tuple[int, ...]  # shape of the tensor in this project's layout
 
 
-def from_params(model: models.LanguageModel, params, model_state=None) -> dict[str, np.ndarray]:
+def from_params(model: models.LanguageModel, params, model_state=None) -> Tensors:
     """Returns {name: float32 tensor}. `model_state` is needed for mixtures of experts."""
     arrays = flatten_dict(jax.device_get({"params": params, "state": model_state or {}}))
     tensors = {}
@@ -63,7 +64,7 @@ def shapes(model: models.LanguageModel) -> dict[str, tuple[int, ...]]:
 
 def to_variables(
     model: models.LanguageModel,
-    tensors: Mapping[str, np.ndarray],
+    tensors: Tensors,
     their_name: Callable[[str], str],
     where: str,
 ):
@@ -78,6 +79,7 @@ def to_variables(
             if name in tensors and tensors[name].shape != shape
         ],
     }
+    # The first kind alone: a tensor under a wrong name is missing and unexpected.
     for problem, names in problems.items():
         if names:
             more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
@@ -95,18 +97,14 @@ def to_variables(
 @functools.cache
 def _tensor_slots(model: models.LanguageModel) -> tuple[_TensorSlot, ...]:
     """Returns, for each exported tensor, its name and its place in the variables."""
-    subtrees = {}  # by path
-    for name, tree in models.abstract_params(model).items():
-        if name != "trunk":
-            subtrees[name,] = tree
-            continue
-        # `_subtree_slots` would take a trunk of nothing but stacked blocks for a stack of trunks.
-        for child, subtree in tree.items():
-            subtrees[name, child] = subtree
     slots = []
-    for path, tree in subtrees.items():
-        name = ".".join(path)
-        slots += _subtree_slots(model.config, tree, ("params", *path), index=(), name=name)
+    for p in jax.tree.leaves(models.abstract_params(model)):
+        axes, shape = p.axes[p.module_stacks :], p.shape[p.module_stacks :]
+        for index in np.ndindex(p.shape[: p.module_stacks]):
+            name = _tensor_name(model.config, p, index)
+            slots.append(_TensorSlot(name, ("params", *p.path), index, axes, shape))
+    # block by block, and not each parameter of all blocks; zeros put block 2 before block 10
+    slots.sort(key=lambda slot: re.sub(r"\d+", lambda number: number[0].zfill(6), slot.name))
     routers = [slot for slot in slots if slot.axes == ROUTER_AXES]
     return (*slots, *map(_router_bias_slot, routers))
 
@@ -122,61 +120,28 @@ def _router_bias_slot(router: _TensorSlot) -> _TensorSlot:
     )
 
 
-def _subtree_slots(
-    config, tree, path: tuple[str, ...], index: tuple[int, ...], name: str
-) -> Iterator[_TensorSlot]:
-    """Yields the slots at `path`. `index` selects a layer or path along each leading axis."""
-    # The tree is a stack of modules if the next axis of every parameter is the same stacking axis,
-    # such as `layers`. A pgpt's path is none: its blocks are stacked, its dense layer is not.
-    axis = len(index)
-    next_axes = {p.axes[axis] if axis < p.module_stacks else None for p in jax.tree.leaves(tree)}
-    is_stack = len(next_axes) == 1 and None not in next_axes
-    # A number after "_" becomes a part of its own: blocks_1 → blocks.1.
-    name = re.sub(r"_(?=\d)", ".", name)
-    if is_stack:
-        for number, stack, stack_path, i in _stacked_modules(config, tree, path, axis):
-            yield from _children(config, stack, stack_path, (*index, i), f"{name}.{number}")
-    else:  # a parameter or module, or stacks that begin further down in the tree
-        yield from _children(config, tree, path, index, name)
-
-
-def _children(
-    config, tree, path: tuple[str, ...], index: tuple[int, ...], name: str
-) -> Iterator[_TensorSlot]:
-    if isinstance(tree, Parameter):
-        axes, shape = tree.axes[len(index) :], tree.shape[len(index) :]
-        yield _TensorSlot(_tensor_name(path[-1], name), path, index, axes, shape)
-        return
-    for child, subtree in tree.items():
-        yield from _subtree_slots(config, subtree, (*path, child), index, f"{name}.{child}")
-
-
-def _stacked_modules(
-    config, tree, path, axis: int
-) -> Iterator[tuple[int, Any, tuple[str, ...], int]]:
-    """Yields (number, stack, path of the stack, index in it) of each module stacked along `axis`."""
-    # `tree` is usually one stack. If the blocks differ, it contains several: see models/stacks.py.
-    if not all(child.isdigit() for child in tree):  # one stack, of modules such as attention, mlp
-        for i in range(jax.tree.leaves(tree)[0].shape[axis]):
-            yield i, tree, path, i
-        return
-    # several stacks, named 0, 1, …
-    length = sum(jax.tree.leaves(stack)[0].shape[axis] for stack in tree.values())
-    # path[-1] is stage_0, stage_1, … in an lgpt or cgpt, whose stages have equally many blocks
-    stage = re.search(r"_(\d+)$", path[-1])
-    first_block = int(stage[1]) * length if stage else 0
-    configs = layer_configs(config, length, first=first_block)
-    for child, numbers in enumerate(block_numbers(configs)):
-        for i, number in enumerate(numbers):
-            yield number, tree[str(child)], (*path, str(child)), i
-
-
-def _tensor_name(leaf: str, name: str) -> str:
-    """PyTorch's names of kernels, scales and embedding tables end in `weight`."""
-    if leaf in _TABLES:
+def _tensor_name(config: models.ModelConfig, p: Parameter, index: tuple[int, ...]) -> str:
+    """Returns trunk.paths.0.blocks.1.mlp.up.weight for trunk/paths/blocks/mlp/up/kernel at (0, 1)."""
+    number = dict(zip(p.axes, index))  # by stacking axis, which is "path" or "layers"
+    name = ".".join(p.path)
+    if "path" in number:
+        name = name.replace(".paths.", f".paths.{number['path']}.")
+    # a stack of blocks; or one of several, as in trunk.stage_1.0.mlp.up.kernel
+    stack = re.search(r"\.(blocks|stage_(\d+))\.(?:(\d+)\.)?", name)
+    if stack:
+        block = number["layers"]
+        if stack[3]:  # the place in this stack → the place among all of them, see models/stacks.py
+            length = getattr(config, "blocks_per_stage", 0)
+            length = length or config.num_layers // getattr(config, "num_paths", 1)
+            configs = layer_configs(config, length, first=int(stack[2] or 0) * length)
+            block = block_numbers(configs)[int(stack[3])][block]
+        name = name.replace(stack[0], f".{stack[1]}.{block}.")
+    name = re.sub(r"_(?=\d)", ".", name)  # stage_1 → stage.1
+    # PyTorch's names of kernels, scales and embedding tables end in `weight`.
+    if p.name in _TABLES:
         return f"{name}.weight"
-    if leaf in ("kernel", "scale"):
-        return f"{name.removesuffix(leaf)}weight"
+    if p.name in ("kernel", "scale"):
+        return f"{name.removesuffix(p.name)}weight"
     return name
 
 

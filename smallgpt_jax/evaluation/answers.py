@@ -26,7 +26,8 @@ def add_answer_bits(results: dict[str, Any], tasks: dict[str, Any]) -> None:
 
 
 def _answer_bits_of(sample: dict[str, Any], task) -> AnswerBits | None:
-    count = len(task.doc_to_choice(sample["doc"]))  # requests beyond have no question
+    # Some tasks have further requests, which score the choices without the question.
+    count = len(task.doc_to_choice(sample["doc"]))
     answers = [arguments[1] for arguments in sample["arguments"][:count]]
     log_likelihoods = [responses[0][0] for responses in sample["resps"][:count]]
     return answer_bits(log_likelihoods, answers, _right_answers(sample["doc"], task))

@@ -42,6 +42,7 @@ class ExampleFile:
             if metric not in METRICS:
                 raise UserError(f"--metrics={metric}: must be one of {', '.join(METRICS)}")
         trained = model.load(workdir)
+        # the prompts are written as in training, so that the model knows where an answer begins
         form, template = training_format(workdir)
         questions = read_questions(
             str(self.path),
@@ -103,10 +104,9 @@ class ExampleFile:
                 values[ANSWER_BITS] = [of_question.right for of_question in known]
                 values[ANSWER_MARGIN] = [of_question.margin for of_question in known]
         if GENERATED.keys() & set(self.metrics):
-            text_model = inference.build_text_model(
-                trained.model, trained.params, trained.tokenizer, trained.model_state
+            answers["text"] = generate_answers(
+                trained.text_model(), questions, self.max_new_tokens, progress
             )
-            answers["text"] = generate_answers(text_model, questions, self.max_new_tokens, progress)
             for metric, function in GENERATED.items():
                 if metric in self.metrics:
                     values[metric] = _measure(function, questions, answers["text"])

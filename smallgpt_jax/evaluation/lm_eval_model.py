@@ -1,7 +1,7 @@
 """Adapter between lm-evaluation-harness and models of this project."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.score_cache import ScoreCache
 from smallgpt_jax.evaluation.scoring import Score, Scorer, TokenSequence, split_into_sequences
-from smallgpt_jax.inference import TextModel, TrainedModel, build_text_model
+from smallgpt_jax.inference import TextModel, TrainedModel
 from smallgpt_jax.inference.sampling import Sampling
 from smallgpt_jax.inference.text_model import GenerationConfig
 
@@ -52,10 +52,7 @@ class SmallGPT(TemplateLM):
     @cached_property
     def _text_model(self) -> TextModel:
         """Building it copies the weights, so it is built only for tasks that generate text."""
-        trained = self._trained
-        return build_text_model(
-            self._scorer.model, trained.params, trained.tokenizer, trained.model_state
-        )
+        return self._trained.text_model()
 
     @property
     def eot_token_id(self) -> int:
@@ -80,14 +77,10 @@ class SmallGPT(TemplateLM):
         return ids
 
     # without the bar that the harness shows while it tokenizes
-    def loglikelihood(
-        self, requests: list[Instance], disable_tqdm: bool = True
-    ) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Instance], **_) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm=True)
 
-    def _loglikelihood_tokens(
-        self, requests, disable_tqdm: bool = False
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
         """A request is ((context, continuation), context tokens, continuation tokens)."""
         jobs = []
         for text, context, continuation in requests:
@@ -104,9 +97,7 @@ class SmallGPT(TemplateLM):
         keys = [text for text, _, _ in requests]
         return self._score("loglikelihood", keys, jobs)
 
-    def loglikelihood_rolling(
-        self, requests: list[Instance], disable_tqdm: bool = False
-    ) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Instance], **_) -> list[float]:
         texts = [
             [self.prefix_token_id, *self.tok_encode(request.args[0], add_special_tokens=False)]
             for request in requests
@@ -115,9 +106,7 @@ class SmallGPT(TemplateLM):
         keys = [request.args for request in requests]
         return self._score("loglikelihood_rolling", keys, jobs)
 
-    def _score(
-        self, kind: str, keys: Sequence[tuple], jobs: Sequence[Sequence[TokenSequence]]
-    ) -> list:
+    def _score(self, kind: str, keys: list[tuple], jobs: list[list[TokenSequence]]) -> list:
         """Returns the result of each job as the harness expects it: the sum of the scores of its
         sequences, which make up one text; for the request `kind` "loglikelihood_rolling" a number,
         else also whether the text is what greedy decoding gives.
@@ -147,7 +136,7 @@ class SmallGPT(TemplateLM):
                 self._progress("texts scored", done, len(jobs))
         return results
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Instance], **_) -> list[str]:
         """Returns the generated text of each request, (prompt, settings). Requests with equal settings
         are batched, longest contexts first. Sampled texts are not cached.
         """

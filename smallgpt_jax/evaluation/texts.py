@@ -122,7 +122,8 @@ class TextSample:
         """Yields the sample in batches of rows of `multiple` context lengths."""
         rows_per_window, rows = self.window_multiple // multiple, self._rows(multiple)
         packing_of = self._windows.packing_of(self._window_numbers)
-        # window numbers within each packing; a window is rows_per_window rows of this length
+        # Window numbers within each packing. A window is rows_per_window rows of this length: with 2,
+        # window 3 of the first packing is rows 6 and 7.
         windows = self._window_numbers - self._windows.first_rows[packing_of]
         first_rows = rows.first_rows[packing_of] + rows_per_window * windows
         row_numbers = (first_rows[:, None] + np.arange(rows_per_window)[None]).ravel()

@@ -19,6 +19,7 @@ _REMEDY = (
 
 def check_decoding(model: models.LanguageModel, params, model_state=None) -> None:
     """Raises UserError if cached decoding differs from the full forward pass, both in float32."""
+    # float32, where rounding is small against what a wrong cache causes
     name = name_custom_classes(model.config)
     model_state = model_state or {}
     model = in_float32(model)
@@ -48,6 +49,8 @@ def _largest_difference(
     """Returns the difference relative to the largest logit, the largest one that rounding may
     cause, and whether any layer keeps a cache.
     """
+    # Two rows of different lengths, in calls of several tokens and of single ones: what is wrong in
+    # a cache usually shows only where rows are padded, or after a second call.
     calls_Nx2 = ragged_calls(min(_LENGTH, model.config.context_length))
     time = int(calls_Nx2.sum(axis=0).max())
     tokens_2xT = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, time))

@@ -45,8 +45,7 @@ def load(
     chosen paths.
     """
     trained = load_trained(folder, step, trust_custom_code)
-    trained = trained.with_paths(paths).without_blocks(skip_blocks)
-    return build_text_model(trained.model, trained.params, trained.tokenizer, trained.model_state)
+    return trained.with_paths(paths).without_blocks(skip_blocks).text_model()
 
 
 def build_text_model(
@@ -95,6 +94,9 @@ class TrainedModel(NamedTuple):
             require_next_tokens(self.model)
         return self._replace(model=without_blocks(self.model, numbers))
 
+    def text_model(self) -> TextModel:
+        return build_text_model(self.model, self.params, self.tokenizer, self.model_state)
+
 
 def load_trained(
     folder: str | Path,
@@ -113,6 +115,7 @@ def load_trained(
     config = read_config(folder, trust_custom_code)
     model = models.LanguageModel(config.model)
     abstract_params = models.abstract_params(model)
+    # after the config, so that a folder that is no run gets that message
     step = find_checkpoint(folder, step)
     # step 0 is the checkpoint of an imported model, before LoRA adds its matrices
     is_adapted = step > 0 and config.optimizer.lora_rank > 0

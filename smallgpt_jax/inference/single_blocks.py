@@ -26,6 +26,7 @@ def replaced_blocks(replacement: Callable):
     numbers = itertools.count()
 
     def intercept(call, arguments, keywords, method: nn.module.InterceptorContext):
+        # all other modules are computed as they are
         if not isinstance(method.module, Block) or method.method_name != "__call__":
             return call(*arguments, **keywords)
         x_BxTxD, *others = arguments

@@ -264,6 +264,7 @@ class Chat:
     ) -> Iterator[str]:
         """Appends the question, or raises UserError, at once; the answer when the iteration ends."""
         config = _make_config("Chat.say", max_new_tokens, settings)
+        # Encoded anew for each question: what a template writes for earlier messages can change.
         ids = self._append({"role": "user", "content": text}, max_new_tokens)
         session = self._model.session([ids], self._seed)
         # the special token with which the template ends an answer

@@ -166,7 +166,8 @@ class Block(nn.Module):
         """Returns x + f(x), with the norm on the input of f ("pre") or on the sum."""
         if self.norm_position == "pre":
             return x + f(norm(x))
-        return norm(self.alpha * x + f(x))  # DeepNorm: arXiv 2203.00555
+        # alpha is 1 but for DeepNorm (arXiv 2203.00555), where it grows with the depth
+        return norm(self.alpha * x + f(x))
 
 
 class CausalConv(nn.Conv1d):
@@ -187,6 +188,7 @@ class CausalConv(nn.Conv1d):
             # As keys of one head with empty values: transformers then reorders, crops and counts them.
             keys, _ = cache.update(x[:, None], x[:, None, :, :0], self.layer)
             x = keys[:, 0]
+        # as many past inputs as the kernel reads; zeros before the first token
         x = x[:, -(time + past) :]
         x = F.pad(x, (0, 0, time + past - x.shape[1], 0))
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
@@ -299,6 +301,7 @@ class SmallGPT(PreTrainedModel):
         self.head = head
 
     def logits(self, x):
+        # the cap is that of Gemma 2 (arXiv 2408.00118): a smooth limit, ±cap
         logits = self.head(x)
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits

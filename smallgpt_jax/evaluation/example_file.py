@@ -53,10 +53,7 @@ class ExampleFile:
             limit,
         )
         answers, values = self.answer(questions, trained, model)
-        results = {}
-        for metric, of_questions in values.items():
-            mean, error = mean_and_error(of_questions)
-            results[metric] = {"mean": mean, "standard_error": error}
+        results = {metric: mean_and_error(column) for metric, column in values.items()}
         record = {
             "step": trained.step,
             "examples": str(self.path),
@@ -66,14 +63,14 @@ class ExampleFile:
             "is_whole": model.is_whole and limit is None,
         }
         if log_samples:
-            record["samples"] = []
-            for i, question in enumerate(questions):
-                sample: dict[str, str | float] = {
-                    "where": question.where,
-                    "answer": question.answer,
-                }
-                sample |= {name: column[i] for name, column in (answers | values).items()}
-                record["samples"].append(sample)
+            columns: dict[str, list] = {
+                "where": [question.where for question in questions],
+                "answer": [question.answer for question in questions],
+                **answers,
+                **values,
+            }
+            rows = zip(*columns.values(), strict=True)
+            record["samples"] = [dict(zip(columns, row)) for row in rows]
         name = join_name_parts(
             "examples",
             model.file_name(trained.step),

@@ -18,8 +18,6 @@ class _LocalTask(NamedTuple):
     files: tuple[str, ...]  # paths in --data_dir
     read: Callable[..., list[dict]]  # maps the contents of the files to rows
     source: str  # URL of the files
-    # fields of the harness's task config, and their values
-    overrides: tuple[tuple[str, object], ...] = ()
 
 
 def _json_rows(text: str) -> list[dict]:
@@ -87,10 +85,7 @@ def wikitext(text: str) -> list[dict]:
 
 TASKS = {
     "hellaswag": _LocalTask(
-        ("hellaswag_val.jsonl",),
-        hellaswag,
-        "https://github.com/rowanz/hellaswag",
-        (("process_docs", None),),
+        ("hellaswag_val.jsonl",), hellaswag, "https://github.com/rowanz/hellaswag"
     ),
     "winogrande": _LocalTask(
         ("winogrande_xl_dev.jsonl",), _json_rows, "https://winogrande.allenai.org"
@@ -215,8 +210,8 @@ def task_config(name: str, config: dict, folder: Path) -> dict:
         ) from None
     return {
         **config,
-        **dict(task.overrides),
         "task": name,
+        "process_docs": None,  # `read` has done it
         # The harness's names of the splits, of which there is one, called "here".
         "custom_dataset": lambda **_: {"here": split},
         "training_split": None,

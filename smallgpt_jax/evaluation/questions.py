@@ -97,7 +97,7 @@ GENERATED = {"exact_match": exact_match, "rouge_l": rouge_l}  # of an answer and
 METRICS = ("accuracy", *GENERATED)
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_error(values: Sequence[float]) -> dict[str, float]:
     # n − 1, because the mean is estimated from the same values; 1 for a single question
     error = np.std(values) / math.sqrt(max(len(values) - 1, 1))
-    return float(np.mean(values)), float(error)
+    return {"mean": float(np.mean(values)), "standard_error": float(error)}

@@ -50,7 +50,9 @@ class ConfigJson(NamedTuple):
         self, names: tuple[str, ...], default: int | None, most: int, what_is_most: str = ""
     ) -> int:
         name = next((name for name in names if self.fields.get(name) is not None), names[0])
-        value = default if self.fields.get(name) is None else self.fields[name]
+        value = self.fields.get(name)
+        if value is None:
+            value = default
         # true is an int in Python
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self.refuse(name, value, "must be an integer, at least 1")
@@ -59,7 +61,9 @@ class ConfigJson(NamedTuple):
         return value
 
     def number(self, name: str, default: float) -> float:
-        value = default if self.fields.get(name) is None else self.fields[name]
+        value = self.fields.get(name)
+        if value is None:
+            value = default
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         # `not`, because comparisons with NaN are false
         if not is_number or not 0 < value <= _MAX_NUMBER:

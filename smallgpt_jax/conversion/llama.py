@@ -123,6 +123,7 @@ def _fuse(config: ModelConfig, projections: Tensors) -> np.ndarray:
         expected = (heads * width, config.d_model)
         if x.shape != expected:
             raise UserError(f"wrong shapes: {name} {x.shape}, expected {expected}")
+    # per key–value head: its queries, one key, one value
     by_group = [x.reshape(groups, -1, width, config.d_model) for x in projections.values()]
     return np.concatenate(by_group, axis=1).reshape(-1, config.d_model)
 

@@ -54,6 +54,7 @@ def factor(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
 def _multiply(kernel_in: np.ndarray, kernel_out: np.ndarray, num_stacks: int) -> np.ndarray:
     """Returns the kernel (*stacks, *inputs, *features); stacks are layers and paths."""
     stacks, rank = kernel_in.shape[:num_stacks], kernel_in.shape[-1]
+    # one matrix each per stack: (*stacks, inputs, rank) and (*stacks, rank, features)
     left = kernel_in.reshape(*stacks, -1, rank).astype(np.float64)
     right = kernel_out.reshape(*stacks, rank, -1).astype(np.float64)
     shape = (*kernel_in.shape[:-1], *kernel_out.shape[num_stacks + 1 :])

@@ -52,6 +52,7 @@ class GatedDeltaNet(nn.Module):
         q, k, v = qkv.split((self.key_width, self.key_width, value_width), dim=-1)
         q = normalize(q) / self.key_width**0.5
         k = normalize(k)
+        # in float32, because a small error in a decay grows with the length of the text
         step = F.softplus(self.decay(x).float() + self.dt_bias.float())
         log_decay = -self.A_log.float().exp() * step
         beta = self.beta(x).float().sigmoid()
@@ -101,7 +102,7 @@ class Mamba2(nn.Module):
         log_decay = -self.A_log.float().exp() * steps
         y, state = state_space(c, b, steps[..., None] * v, log_decay, state)
         save_state(state, x, cache, self.layer)
-        y = (y + self.D.float()[:, None] * v).flatten(2)
+        y = (y + self.D.float()[:, None] * v).flatten(2)  # (B, T, H·V)
         y = y * F.silu(self.gate(x).float())
         return self.out(self.out_norm(y.to(x.dtype)))
 

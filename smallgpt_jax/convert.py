@@ -23,7 +23,6 @@ with --config=run:WORKDIR.
 """
 
 import dataclasses
-import shlex
 
 from absl import flags
 
@@ -110,11 +109,9 @@ def main() -> None:
         summary = import_(
             _INPUT.value, _WORKDIR.value, form(**options), trust_custom_code=_TRUST.value
         )
-        print(
-            f"{_WORKDIR.value}: {summary}. To train it further:\n"
-            f"  {command_line('main', f'--config=run:{_WORKDIR.value}')} "
-            f"{shlex.quote(f'--workdir={_WORKDIR.value}')} --config.data.source=..."
-        )
+        workdir = _WORKDIR.value
+        train = command_line("main", f"--config=run:{workdir}", f"--workdir={workdir}")
+        print(f"{workdir}: {summary}. To train it further:\n  {train} --config.data.source=...")
         return
     if "tokenizer" in options:
         if _TOKENIZER.value != "skip":

@@ -78,9 +78,7 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def processor_identity() -> dict[str, str]:
-    """Returns what the bits and the speed of a program depend on: family, instruction sets, cache
-    sizes, number of cores.
-    """
+    """Returns what the bits and the speed of a program depend on."""
     fields = processor() or {"model name": platform_module.processor()}
     identity = {name: fields[name] for name in _IDENTITY_FIELDS if name in fields}
     flags = fields.get("flags", fields.get("Features", "")).split()

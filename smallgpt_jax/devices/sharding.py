@@ -153,9 +153,7 @@ def gather_stored(weights, params, dtype: str):
 
 
 def scatter_gradients(gradients, params):
-    """Shards gradients, which are sums over all rows, like weights that are stored divided along
-    `data`.
-    """
+    """Shards gradients, sums over all rows, like weights that are divided along `data`."""
     mesh = _current_mesh()
     if not mesh or _storage_axis(mesh) != "data":
         return gradients

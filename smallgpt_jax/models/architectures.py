@@ -41,9 +41,7 @@ def field_names(architecture: str) -> tuple[str, ...]:
 
 
 def make_config(**fields) -> ModelConfig:
-    """Returns the validated config, its dtype never "auto". Raises UserError for unknown, missing
-    and invalid fields.
-    """
+    """Returns the validated config, its dtype never "auto". Raises UserError."""
     architecture = fields.get("architecture")
     config_class = find_architecture(architecture).Config
     config = config_class.from_fields(fields)

@@ -92,9 +92,7 @@ def _split_heads(y_BxTxGxJxK):
 
 
 class OutputProjection(Dense):
-    """The projection of the heads' outputs to the model width: (B, H, T, K) → (B, T, D), kernel (H,
-    K, D).
-    """
+    """Projects the heads' outputs to the model width; the kernel is (H, K, D)."""
 
     @nn.compact
     def __call__(self, x_BxHxTxK, context: Context):
@@ -229,9 +227,7 @@ class Attention(nn.Module):
 
 
 def _attend_in_chunks(q_GxRxTxK, prompt: CachedKeys, mask: AttentionMask, slopes_GxR):
-    """Returns the attention of a prompt to itself, (G, R, T, K). Each chunk of queries reads only
-    the keys that it attends to.
-    """
+    """Returns the attention of a prompt to itself, (G, R, T, K), in chunks of queries."""
     time = q_GxRxTxK.shape[2]
     outputs = []
     for start in range(0, time, QUERIES_PER_CHUNK):

@@ -29,9 +29,7 @@ class AttentionVariant(Attention):
         return self.output(y_BxHxTxK, context)
 
     def value_embeddings(self, context: Context):
-        """Returns what is added to the values, (B, G, T, K): the rows of the tokens in a table (V,
-        G·K).
-        """
+        """Returns the tokens' rows of a table (V, G·K), to add to the values, (B, G, T, K)."""
         c = self.config
         table_VxE = self.param(
             "value_embedding",

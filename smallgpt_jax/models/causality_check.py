@@ -1,6 +1,4 @@
-"""Checks that positions of a model with custom modules see no later tokens, and no other documents.
-Built-in modules are tested instead.
-"""
+"""Checks that custom modules of a model see no later tokens, and no other documents."""
 
 import dataclasses
 import re
@@ -43,9 +41,7 @@ def check_causality(
 
     @jax.jit
     def dependence(params, model_state, changed_BxT, is_kept_BxT, segment_ids_BxT):
-        """Returns the largest change of outputs whose own tokens are kept, relative to the largest
-        output.
-        """
+        """Returns the largest change of an output that must not change, relatively."""
         variables = {"params": _perturbed(params), "state": model_state}
         context = Context(segment_ids_BxT=segment_ids_BxT)
         x_BxTxW = model.apply(variables, tokens_BxT, context, method="hidden")

@@ -1,6 +1,4 @@
-"""ConvGPT (arXiv 2404.14462, section 3.3): LinearGPT with causal convolutions instead of its dense
-layers.
-"""
+"""ConvGPT (arXiv 2404.14462, section 3.3): LinearGPT with convolutions as dense layers."""
 
 import dataclasses
 

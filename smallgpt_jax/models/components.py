@@ -37,9 +37,7 @@ _BETWEEN_BLOCKS = {"paths", "path_logits", "compress"}  # of pgpt, lgpt and cgpt
 
 
 def components(model: LanguageModel) -> dict[str, int]:
-    """Returns {component: number of parameters}; custom modules are listed under their own
-    names.
-    """
+    """Returns {component: number of parameters}; custom modules have their own names."""
     custom = {}  # {path of a mixer: name of its class}
     for path, mixer in mixers(model).items():
         if type(mixer) not in (Attention, AttentionVariant):

@@ -191,9 +191,7 @@ class ModelConfig(ConfigGroup):
 
     @property
     def window(self) -> int:
-        """A block's attention window, 0: unlimited. Of a whole model's config, the window of the
-        first block.
-        """
+        """A block's attention window, 0: unlimited. Of a whole model, the first block's."""
         return self.attention_windows[0] if self.attention_windows else 0
 
     @property
@@ -246,9 +244,7 @@ class ModelConfig(ConfigGroup):
         return 0.65 * factor if "delta" in self.mixers else factor
 
     def validate(self) -> None:
-        """Raises UserError for invalid values. Overriding methods call `super().validate()`
-        first.
-        """
+        """Raises UserError. Overriding methods call `super().validate()` first."""
         self.validate_range(
             "vocab_size",
             "context_length",

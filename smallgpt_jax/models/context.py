@@ -1,6 +1,4 @@
-"""The `Context` that all modules of a model get in a forward pass, and variables of the decoding
-cache.
-"""
+"""The `Context` of a forward pass, which all modules get, and variables of the decoding cache."""
 
 import flax.linen as nn
 import jax
@@ -63,9 +61,7 @@ EVALUATION = Context()
 
 
 def cache_variable(module: nn.Module, name: str, shape: tuple[int, ...], dtype):
-    """Returns a variable of "cache", zero at first, and whether it is new. Each call of a shared
-    layer has its own.
-    """
+    """Returns a variable of "cache", and whether it is new. Each call of a layer has its own."""
     calls = module.get_variable("calls", name, 0)
     module.put_variable("calls", name, calls + 1)
     name_of_call = f"{name}_{calls}"

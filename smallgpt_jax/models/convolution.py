@@ -1,6 +1,4 @@
-"""Causal convolutions over time. The inputs before position 0 of a text are 0; the cache stores the
-last inputs.
-"""
+"""Causal convolutions over time. Inputs before a text are 0; the cache has the last inputs."""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -11,9 +9,7 @@ from smallgpt_jax.models.initializers import normal, zeros
 
 
 class ShortConvolution(nn.Module):
-    """y[t] = Σ_j taps[j]·x[t − (J − 1) + j], one filter of J taps per channel, (B, T, C) → (B, T,
-    C), in float32.
-    """
+    """y[t] = Σ_j taps[j]·x[t − (J − 1) + j], with J taps per channel, (B, T, C) float32."""
 
     num_taps: int
     axis: str  # logical name of the channels
@@ -29,9 +25,7 @@ class ShortConvolution(nn.Module):
 
 
 class CausalConvolution(nn.Module):
-    """y[t] = b + Σ_j W[j]·x[t − (J − 1) + j], (B, T, D) → (B, T, features), with J = `num_taps`; x
-    is 0 before a text's start.
-    """
+    """y[t] = b + Σ_j W[j]·x[t − (J − 1) + j], (B, T, D) → (B, T, features), of J taps."""
 
     features: int
     num_taps: int
@@ -55,9 +49,7 @@ class CausalConvolution(nn.Module):
 
 
 def at_taps(module: nn.Module, x_BxTxD, num_taps: int, context: Context):
-    """Returns x[t − (J − 1) + j] for each of J taps j, with 0 in place of the inputs of another
-    text.
-    """
+    """Returns x[t − (J − 1) + j] for each of J taps j; 0 for inputs of other texts."""
     time = x_BxTxD.shape[1]
     padded = _with_past(module, x_BxTxD, num_taps - 1, context)
     pasts = [padded[:, j : j + time] for j in range(num_taps)]
@@ -73,9 +65,7 @@ def at_taps(module: nn.Module, x_BxTxD, num_taps: int, context: Context):
 
 
 def _with_past(module: nn.Module, x_BxTxD, count: int, context: Context):
-    """Prepends the previous `count` inputs, (B, count + T, D). In decoding, `module` caches
-    them.
-    """
+    """Prepends the previous `count` inputs, (B, count + T, D), in decoding from the cache."""
     batch, _, width = x_BxTxD.shape
     if not context.decode or count == 0:
         return jnp.pad(x_BxTxD, ((0, 0), (count, 0), (0, 0)))

@@ -38,9 +38,7 @@ def find_module(
 
 
 def custom_classes(model: Mapping | ModelConfig) -> list[tuple[str, str]]:
-    """Returns (field, name) of each class that is not built in. Mappings may come from a file, with
-    any values.
-    """
+    """Returns (field, name) of each class that is not built in; a mapping has any values."""
     fields = model if isinstance(model, Mapping) else dataclasses.asdict(model)
     mixers = fields.get("mixers")
     if not isinstance(mixers, (list, tuple)):
@@ -57,9 +55,7 @@ def name_custom_classes(model: ModelConfig) -> str:
 
 
 def foreign_classes(saved: Mapping, model: ModelConfig) -> dict[str, tuple]:
-    """Returns {field: (saved, now)} for custom classes that `saved` names and `model` does not.
-    Imports no module.
-    """
+    """Returns {field: (saved, now)} for custom classes that `model` does not name."""
     known = custom_classes(model)
     return {
         field: (saved[field], getattr(model, field))

@@ -83,9 +83,7 @@ class UnknownFlops(ValueError):
 
 
 class Operations(NamedTuple):
-    """Numbers of multiplications and additions in products, and of other arithmetic operations on
-    real numbers.
-    """
+    """Numbers of operations in products, and of other operations on real numbers."""
 
     products: int = 0
     others: int = 0
@@ -119,9 +117,7 @@ def train_flops_per_token(model: LanguageModel, terms: Iterable = ()) -> float |
 
 
 def forward_operations(model: LanguageModel, method: str = "__call__") -> Operations:
-    """Returns the operations on context_length tokens, equal for all backends (see
-    `ops.xla_attention.counted`).
-    """
+    """Returns the operations on context_length tokens, equal for all attention backends."""
     model = model.clone(config=counted_config(model.config))
     tokens = jax.ShapeDtypeStruct((1, model.config.context_length), "int32")
     variables = abstract_variables(model)
@@ -134,9 +130,7 @@ def counted_config(config: ModelConfig) -> ModelConfig:
 
 
 def update_flops(params, optimizer: optax.GradientTransformation) -> int:
-    """Returns the FLOPs of matrix products per update, which only Muon has. `params` may be
-    shapes.
-    """
+    """Returns the FLOPs of products per update, which only Muon has."""
     update = functools.partial(
         optax.with_extra_args_support(optimizer).update, learning_rate=0.0, weight_decay=0.0
     )

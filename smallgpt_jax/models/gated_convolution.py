@@ -1,6 +1,4 @@
-"""The gated short convolution of LFM2 (arXiv 2511.23404), a mixer whose memory is its last
-inputs.
-"""
+"""The gated short convolution of LFM2 (arXiv 2511.23404), a mixer."""
 
 import flax.linen as nn
 

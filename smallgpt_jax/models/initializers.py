@@ -1,6 +1,4 @@
-"""Initializers and initial stds of weights. `axes` are logical names; devices/sharding.py maps them
-to mesh axes.
-"""
+"""Initializers and initial stds of weights; `axes` are logical names."""
 
 import math
 
@@ -25,18 +23,14 @@ def ones(*axes: str):
 
 
 def deepnorm_gain(config: ModelConfig) -> float:
-    """Returns (8N)^−¼ for N blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only
-    models), or 1.
-    """
+    """Returns (8N)^−¼ for N blocks in sequence (DeepNorm, arXiv 2203.00555), or 1."""
     if config.norm_position != "deepnorm":
         return 1.0
     return (8 * config.blocks_in_sequence) ** -0.25
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Returns 0.02/√(2N) for N pre-norm blocks: 2N projections sum to the variance of one (GPT-2,
-    section 2.3).
-    """
+    """Returns 0.02/√(2N) for N pre-norm blocks, whose 2N outputs are summed (GPT-2)."""
     if config.norm_position == "pre":
         return INIT_STD / math.sqrt(2 * config.loops * config.num_layers)
     return INIT_STD * deepnorm_gain(config)

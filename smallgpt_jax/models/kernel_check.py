@@ -34,9 +34,7 @@ _PARTS = (
 def check_attention_kernels(
     model: LanguageModel, mesh: jax.sharding.Mesh, separate_documents: bool
 ) -> None:
-    """Raises UserError if a kernel is wrong on these devices (collective); wrong gradients would go
-    unnoticed.
-    """
+    """Raises UserError if a kernel is wrong on these devices (collective)."""
     if mesh.devices.flat[0].platform == "cpu":
         return
     c = model.config
@@ -64,9 +62,7 @@ def check_attention_kernels(
 
 
 def check_recurrence_kernels(model: LanguageModel, mesh: jax.sharding.Mesh) -> None:
-    """Raises UserError if a kernel of Gated DeltaNet or Mamba-2 gives wrong results on these
-    devices (collective).
-    """
+    """Raises UserError if a kernel of delta or mamba is wrong on these devices (collective)."""
     c = model.config
     if (
         mesh.devices.flat[0].platform != "tpu"
@@ -89,9 +85,7 @@ def check_recurrence_kernels(model: LanguageModel, mesh: jax.sharding.Mesh) -> N
 
 
 def recurrences(model: LanguageModel) -> set[tuple[str, int, int, int]]:
-    """Returns (mixer, heads, width of keys, width of values) of all blocks; stages of lgpt and cgpt
-    differ in them.
-    """
+    """Returns (mixer, heads, width of keys, width of values) of all blocks."""
     sizes = set()
     for mixer in mixers(model).values():
         c = mixer.config
@@ -148,9 +142,7 @@ def _relative_error(
     separate_documents: bool,
     is_causal: bool = True,
 ) -> float:
-    """Returns the largest ‖x − r‖ / ‖r‖ of outputs and gradients x, sharded as in training; r:
-    `plain_attention`.
-    """
+    """Returns the largest ‖x − r‖ / ‖r‖ of outputs and gradients x; r: `plain_attention`."""
     # Each device gets two rows and, if the layers have as many, two key–value heads.
     tensor, per_group = mesh.shape["tensor"], layers.heads // layers.kv_heads
     groups = min(layers.kv_heads, 2 * tensor) if layers.kv_heads % tensor == 0 else layers.kv_heads
@@ -208,9 +200,7 @@ def _run_on_all(errors, mesh) -> np.ndarray:
 
 
 def _sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.Array]:
-    """Returns random float32 queries, keys, values and output gradients that `dtype` represents
-    exactly.
-    """
+    """Returns float32 queries, keys, values, output gradients that `dtype` represents."""
     rows, groups, per_group, time, width = shape
     q_key, k_key, v_key, dy_key = jax.random.split(jax.random.key(0), 4)
     q = jax.random.normal(q_key, (rows, groups * per_group, time, width))
@@ -230,9 +220,7 @@ def _sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.
 
 
 def plain_attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask):
-    """Returns the attention output, without any code of `ops/`. Chunks of queries bound the
-    memory.
-    """
+    """Returns the attention output without any code of `ops/`, in chunks of queries."""
     batch, _, time, width = q_BxHxTxK.shape
     length = math.gcd(time, 128)
     q_BxGxRxTxK = q_BxHxTxK.reshape(batch, k_BxGxTxK.shape[1], -1, time, width)

@@ -31,9 +31,7 @@ def embed(table_VxD, tokens_BxT, dtype: str):
 
 
 class LanguageModel(nn.Module):
-    """Build it with `models.build`, which validates. With `Context(train=True)`, `apply` needs the
-    rng "dropout".
-    """
+    """Build it with `models.build`. In training, `apply` needs the rng "dropout"."""
 
     config: ModelConfig
 
@@ -56,9 +54,7 @@ class LanguageModel(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def hidden(self, tokens_BxT, context: Context = EVALUATION):
-        """Returns the head's input, (B, T, W). With learned positions, T must be at most
-        context_length.
-        """
+        """Returns the head's input, (B, T, W). Learned positions limit T to context_length."""
         dtype = self.config.dtype
         x_BxTxD = embed(self.token_embedding, tokens_BxT, dtype)
         if self.config.smear:
@@ -102,9 +98,7 @@ class LanguageModel(nn.Module):
         return self.logits(self.hidden(tokens_BxT, context))
 
     def next_logits(self, tokens_BxT, context: Context):
-        """Returns the logits of the token after each row's `context.length_B` tokens, (B, V)
-        float32.
-        """
+        """Returns the logits after each row's `context.length_B` tokens, (B, V) float32."""
         x_BxTxW = self.hidden(tokens_BxT, context)
         last_B = jnp.maximum(context.length_B, 1)  # finished rows have no new token
         last_Bx1xW = jnp.take_along_axis(x_BxTxW, last_B[:, None, None] - 1, axis=1)
@@ -118,7 +112,5 @@ class LanguageModel(nn.Module):
 
 
 def build(**fields) -> LanguageModel:
-    """Returns the model for the fields of a config's `model` group; raises UserError if one is
-    invalid.
-    """
+    """Returns the model of the fields of a config's `model` group. Raises UserError."""
     return LanguageModel(make_config(**fields))

@@ -34,9 +34,7 @@ from smallgpt_jax.ops.matmul import matmul
 
 
 def factor_rank(rank_ratio: float, inputs: int, outputs: int) -> int:
-    """Returns r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1. PELA (arXiv 2310.10700) uses c = 1 /
-    rank_ratio.
-    """
+    """Returns r = ⌊rank_ratio·m·n/(m + n)⌋, at least 1 (PELA, arXiv 2310.10700)."""
     return max(1, math.floor(rank_ratio * inputs * outputs / (inputs + outputs)))
 
 
@@ -107,9 +105,7 @@ def block_dense(
 
 
 def layer_norm(config: ModelConfig, name: str | None) -> nn.LayerNorm:
-    """The variance is E[x²] − E[x]² in float32, which takes one pass over x; E[(x − E[x])²] would
-    take two.
-    """
+    """The variance is E[x²] − E[x]², one pass over x; E[(x − E[x])²] would take two."""
     return nn.LayerNorm(
         epsilon=config.norm_epsilon,
         use_bias=config.use_bias,

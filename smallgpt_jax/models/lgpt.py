@@ -1,6 +1,4 @@
-"""LinearGPT (arXiv 2404.14462, section 3.2): stages of blocks; every stage is half as wide as the
-previous one.
-"""
+"""LinearGPT (arXiv 2404.14462, section 3.2): stages of blocks, each half as wide as the last."""
 
 import dataclasses
 from collections.abc import Mapping

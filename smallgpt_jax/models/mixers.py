@@ -40,9 +40,7 @@ def find_mixer(name: str) -> type[nn.Module]:
 
 
 def refuse_unread_fields(config: ModelConfig) -> None:
-    """Raises UserError for values that have no effect without attention. Mixers of users may read
-    any field.
-    """
+    """Raises UserError for values without effect. Mixers of users may read any field."""
     names = set(config.mixers[: config.depth])
     if "attention" in names or not names <= set(MIXERS):
         return

@@ -1,6 +1,4 @@
-"""A model's parameters: their shapes and logical axes, which flax stores in boxes that only this
-module opens.
-"""
+"""A model's parameters: shapes and logical axes. Only this module opens flax's boxes."""
 
 import dataclasses
 import functools
@@ -33,9 +31,7 @@ _TRACED_POSITIONS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter, or a variable of the model state, without its values. JAX traces it like a
-    ShapeDtypeStruct.
-    """
+    """A parameter or variable of the state, without values, like a ShapeDtypeStruct."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -73,9 +69,7 @@ class Parameter:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the model only reads it cast to its compute dtype: all weights except vectors and
-        routers.
-        """
+        """Whether the model only reads it in its compute dtype: not vectors, not routers."""
         return len(self.own_axes) >= 2 and _FLOAT32 not in self.axes
 
     @property
@@ -100,9 +94,7 @@ def abstract_model_state(model: LanguageModel):
 
 
 def abstract_variables(model: LanguageModel):
-    """Returns the collections "params" and "state" as trees of `Parameter`. Callers must not change
-    them.
-    """
+    """Returns "params" and "state" as trees of `Parameter`. Callers must not change them."""
     return trace_variables(model, named_parts(model.config))
 
 
@@ -119,9 +111,7 @@ def named_parts(config: ModelConfig) -> tuple:
 
 @functools.cache
 def trace_variables(model: LanguageModel, parts: tuple):
-    """`parts` only distinguishes those that use the same name, one after the other, in one
-    process.
-    """
+    """`parts` distinguishes classes that have had the same name in this process."""
     # Trace built-in modules with few positions: their variables do not depend on this number. For
     # Qwen3-0.6B, with a context length of 40,960, this takes 0.5 s instead of 23 s.
     c = model.config
@@ -170,9 +160,7 @@ def _is_box(x) -> bool:
 
 
 class _PlainAxes(nn.LogicallyPartitioned):
-    """A box for a parameter without axis names. Unlike its base class, it accepts added axes
-    without a name.
-    """
+    """A box without axis names; unlike its base class, it accepts added axes without one."""
 
     def add_axis(self, index: int, params: dict):
         return super().add_axis(index, {nn.PARTITION_NAME: None, **params})
@@ -182,9 +170,7 @@ class _PlainAxes(nn.LogicallyPartitioned):
 
 
 def require_factors(model: LanguageModel) -> None:
-    """Custom architectures use `rank_ratio` only through the blocks or the dense layers of this
-    package.
-    """
+    """Custom architectures use `rank_ratio` only through this package's layers."""
     if not model.config.rank_ratio:
         return
     if not any("rank" in p.axes for p in jax.tree.leaves(abstract_params(model))):
@@ -198,9 +184,7 @@ def num_parameters(model: LanguageModel) -> int:
 
 
 def num_active_parameters(model: LanguageModel) -> int:
-    """Returns the number of parameters that one token uses, without the experts not chosen for
-    it.
-    """
+    """Returns the number of parameters that a token uses: not those of other experts."""
     c = model.config
     total = 0
     for p in jax.tree.leaves(abstract_params(model)):

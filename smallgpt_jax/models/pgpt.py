@@ -1,6 +1,4 @@
-"""ParallelGPT (arXiv 2404.14462, section 3.1): parallel paths of blocks; a weighted sum combines
-their outputs.
-"""
+"""ParallelGPT (arXiv 2404.14462, section 3.1): a weighted sum of parallel paths of blocks."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -21,7 +21,5 @@ def apply_rope(x_BxHxTxK, positions_BxT, base: float):
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """Returns 2^(−8/H), 2^(−16/H), …, 2^−8, for any H, (H,) float32 (Press et al., arXiv
-    2108.12409, section 3).
-    """
+    """Returns 2^(−8/H), 2^(−16/H), …, 2^−8, (H,) float32 (ALiBi, arXiv 2108.12409)."""
     return np.float32(2.0 ** (-8 * np.arange(1, heads + 1) / heads))

@@ -46,9 +46,7 @@ class RecurrentMixer(nn.Module):
         return block_dense(c, "out", (c.d_model,), axes, residual_std(c))(y_BxTxHxV, context)
 
     def carry_state(self, context: Context, time: int, shape: tuple[int, ...], rule: Callable):
-        """Returns y of `rule`(begins_BxT, state) → (y, last state). In decoding, the cache has the
-        state.
-        """
+        """Returns y of `rule`(begins_BxT, state) → (y, last state), with a cached state."""
         if not context.decode:
             return rule(context.positions(time) == 0, jnp.zeros(shape))[0]
         state, _ = cache_variable(self, "state", shape, jnp.float32)
@@ -65,9 +63,7 @@ class RecurrentMixer(nn.Module):
         return jnp.exp(self.param("A_log", initial, (self.config.num_heads,)))[None, None]
 
     def step_sizes(self, x_BxTxH):
-        """Returns softplus(x + dt_bias) in float32, initially log-uniform in (0.001, 0.1)
-        (Mamba-2).
-        """
+        """Returns softplus(x + dt_bias), initially log-uniform in (0.001, 0.1) (Mamba-2)."""
 
         def initial(key, shape, dtype=jnp.float32):
             least, most = math.log(0.001), math.log(0.1)

@@ -29,9 +29,7 @@ class Router(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
-        """Returns the chosen experts, (B, T, K) int32, and their gates times `expert_scale`, (B, T,
-        K) float32.
-        """
+        """Returns the chosen experts and their gates times `expert_scale`, (B, T, K)."""
         c = self.config
         scores_BxTxE = nn.sigmoid(self.products(x_BxTxD))
         bias_E = self.variable("state", "bias", jnp.zeros, (c.num_experts,)).value
@@ -107,9 +105,7 @@ def load_metrics(loads) -> dict[str, Any]:
 
 
 def _sequence_balance(scores_BxTxE, in_top_k_BxTxE, mask_BxT, experts_per_token: int):
-    """Returns Σ f_i·P_i over experts, averaged over sequences (arXiv 2412.19437, equations 17 to
-    20).
-    """
+    """Returns Σ f_i·P_i, averaged over sequences (arXiv 2412.19437, equations 17 to 20)."""
 
     def mean_BxE(x_BxTxE):
         if mask_BxT is None:

@@ -29,9 +29,7 @@ _TRIALS = 8  # models that are traced at most
 
 
 def fit_shape(fields: Mapping[str, Any], parameters: float) -> ModelConfig:
-    """Returns the config of a model with about `parameters` active parameters, embeddings and head
-    included. Allocates no weights.
-    """
+    """Returns the config of a model with about `parameters` active parameters, all included."""
     search = _Search(fields)
     count = _Count(search.mlp_matrices)
     tried: dict[_Shape, tuple[float, ModelConfig]] = {}

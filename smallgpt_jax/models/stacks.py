@@ -45,9 +45,7 @@ PER_LAYER = {
 
 
 def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:
-    """Returns the configs of `length` blocks from block `first` on. They differ in mixer, window,
-    value embeddings.
-    """
+    """Returns the configs of `length` blocks from `first` on, by the repeated patterns."""
     mixers = config.mixers
     windows = config.attention_windows or (0,)
     tables = config.value_embeddings or (0,)
@@ -104,9 +102,7 @@ def block_numbers(configs: list[ModelConfig]) -> list[range]:
 
 
 def _period_of(configs: Sequence[ModelConfig]) -> int:
-    """Returns the period with which the configs repeat; the number of configs if they do not
-    repeat.
-    """
+    """Returns the period with which the configs repeat, or their number if they do not."""
     number = len(configs)
     for period in range(1, number):
         if number % period == 0 and configs == configs[:period] * (number // period):

@@ -27,9 +27,7 @@ class AttentionLayers:
 
 
 def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> list[AttentionLayers]:
-    """Returns the attention layers of a model of any architecture, recognized by the axis names of
-    their weights.
-    """
+    """Returns the attention layers, recognized by the axis names of their weights."""
     c = model.config
     shape_1xT = 1, c.context_length
     segment_ids = jax.ShapeDtypeStruct(shape_1xT, "int32") if separate_documents else None
@@ -67,9 +65,7 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
 
 
 def other_mixers(model: LanguageModel, mesh) -> list[tuple[int, int]]:
-    """Returns (number per device, model width) for each group of identical mixers other than
-    attention.
-    """
+    """Returns (number per device, width) of each group of mixers other than attention."""
     if set(model.config.mixers) == {"attention"}:  # tracing long contexts takes seconds
         return []
     groups, params = [], jax.tree.leaves(abstract_params(model))
@@ -91,9 +87,7 @@ def mixers(model: LanguageModel) -> dict[tuple[str, ...], nn.Module]:
 
 @functools.cache
 def _trace_mixers(model: LanguageModel, parts: tuple):
-    """Traces the model, because the weights show neither windows nor classes. For `parts`, see
-    `trace_variables`.
-    """
+    """Traces, because weights show neither windows nor classes; `parts`: `trace_variables`."""
     traced = {}
 
     def note_mixer(call, arguments, keywords, method):

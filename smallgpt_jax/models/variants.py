@@ -1,6 +1,4 @@
-"""Variants of the model by options of the config group `model`: what our comparisons tried beside the
-paper's form (docs/results.md).
-"""
+"""Options of blocks that our comparisons tried beside the paper's form (docs/results.md)."""
 
 from typing import NamedTuple
 
@@ -114,9 +112,7 @@ class Canon(nn.Module):
 
 
 class Smear(nn.Module):
-    """x[t] + λ·sigmoid(w·x[t])·x[t − 1], with λ = 0 at first
-    (github.com/KellerJordan/modded-nanogpt).
-    """
+    """x[t] + λ·sigmoid(w·x[t])·x[t − 1], λ = 0 at first (KellerJordan/modded-nanogpt)."""
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):

@@ -112,9 +112,7 @@ def with_prefixes(batch: Batch, lengths_BxT) -> Examples:
 
 
 def answers(batch: Batch, keys_B) -> Examples:
-    """The prefix of a text is its prompt, up to the position that predicts the first counted
-    target.
-    """
+    """The prefix of a text is its prompt, up to what predicts the first counted target."""
     time = batch.tokens_BxT1.shape[1] - 1
     counted_BxT = batch.loss_mask_BxT.astype(jnp.int32)
     counted_before_BxT = jnp.cumsum(counted_BxT, axis=1) - counted_BxT

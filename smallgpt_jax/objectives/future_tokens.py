@@ -57,9 +57,7 @@ def head_config(config: ModelConfig) -> ModelConfig:
 
 
 class MultiTokenModule(nn.Module):
-    """Predicts one token further than the module before it (DeepSeek-V3, arXiv 2412.19437,
-    equations 21 to 23).
-    """
+    """Predicts one token further than the module before it (DeepSeek-V3, 2412.19437)."""
 
     config: ModelConfig
 
@@ -237,9 +235,7 @@ class PseudoSequenceDecoder(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PseudoSequence(FutureTokens):
-    """Σ γ^k·loss of token k + 1 / Σ γ^k, for k from 0 to N − 1, predicted from every N-th position
-    of a row.
-    """
+    """The mean loss of N tokens, weighted by γ^k, predicted from every N-th position."""
 
     pseudo_length: int
     discount: float

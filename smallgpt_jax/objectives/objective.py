@@ -43,9 +43,7 @@ class Outputs(NamedTuple):
 def forward(
     model: LanguageModel, params, model_state, examples: Examples, dropout_key=None, sown=()
 ) -> Outputs:
-    """With a `dropout_key`, in training mode, in which "state" and the collections `sown`
-    change.
-    """
+    """With a `dropout_key`, in training mode, and "state" and `sown` change."""
     trains = dropout_key is not None
 
     def hidden_and_head(model):  # the logits never exist whole; see ops/cross_entropy.py
@@ -83,9 +81,7 @@ class Term:
         """Returns the arrays of `abstract_constants`."""
 
     def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
-        """Sums over rows, each target weighted; `variables` are the term's parameters or
-        constants.
-        """
+        """Sums over rows, each target weighted; `variables`: parameters or constants."""
         raise NotImplementedError
 
     def train_products(self, model: LanguageModel) -> int:
@@ -139,9 +135,7 @@ class Objective:
         )
 
     def weights_dtype(self, config: ModelConfig) -> str:
-        """Returns the dtype in which weights are gathered. Terms, LoRA and custom modules may read
-        them in float32.
-        """
+        """Returns the dtype of gathered weights. Terms, LoRA, custom modules read float32."""
         return "float32" if self.terms or self.adapters or custom_classes(config) else config.dtype
 
     @property

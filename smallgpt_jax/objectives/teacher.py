@@ -86,9 +86,7 @@ class Teacher(Term):
 def open_teacher(
     train: TrainConfig, student: models.LanguageModel, mesh: jax.sharding.Mesh
 ) -> Teacher | None:
-    """Reads only the teacher's config, and finds its newest checkpoint if `teacher_step` is
-    AT_START.
-    """
+    """Reads only the teacher's config, and finds its newest checkpoint if none is named."""
     if not train.teacher:
         return None
     folder = local_path("config.train.teacher", train.teacher)
@@ -143,9 +141,7 @@ def _has_features(model: models.LanguageModel, variables) -> bool:
 
 
 def _read_teacher(folder: Path, student: models.ModelConfig) -> models.ModelConfig:
-    """Raises UserError unless the teacher is the same model as the student, apart from its
-    `rank_ratio`.
-    """
+    """Raises UserError unless the teacher is the same model apart from its `rank_ratio`."""
     different = models.foreign_classes(read_groups(folder)["model"], student)
     if not different:
         teacher = read_config(folder).model  # imports no module that the student does not name

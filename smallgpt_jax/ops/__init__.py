@@ -1,3 +1,1 @@
-"""Platform-dependent code, kernels and compiler workarounds. All other code of the models is plain
-JAX.
-"""
+"""Kernels, and code for a platform or its compiler. All other code of models is plain JAX."""

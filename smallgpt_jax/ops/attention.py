@@ -43,9 +43,7 @@ class AttentionShape(NamedTuple):
 def select_backend(
     backend: str, platform: str, shape: AttentionShape, mask: AttentionMask, has_alibi: bool = False
 ) -> tuple[str, str]:
-    """Returns the backend for "tpu", "gpu" or "cpu", and the reason for a fallback to "xla", or
-    "".
-    """
+    """Returns the backend on a platform, and the reason for a fallback to "xla", or ""."""
     if backend == "auto":
         backend = {"tpu": "flash", "gpu": "cudnn"}.get(platform, "xla")
     if backend == "flash" and not _flash_supports(shape, mask):
@@ -180,9 +178,7 @@ def splash(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def splash_kernel(heads: int, time: int, head_width: int, mask: AttentionMask, interpret: bool):
-    """Returns the splash kernel for (heads, time, head width) queries, without the documents of
-    `mask`. The kernel never materializes the mask.
-    """
+    """Returns the splash kernel for (heads, time, head width) queries, for one text."""
     lanes = splash_attention_kernel.NUM_LANES
     layouts = splash_attention_kernel.QKVLayout
     # TPUs pad the last axis to a multiple of `lanes`. With narrow heads on the last axis, most

@@ -22,9 +22,7 @@ class Block(NamedTuple):
 
 @struct.dataclass
 class AttentionMask:
-    """A causal or bidirectional mask with a window, borders between texts, or bidirectional
-    prefixes.
-    """
+    """A causal or bidirectional mask with a window, borders of texts, or prefixes."""
 
     # The length of the attention window in positions, including the query's own position; 0:
     # unlimited. A bidirectional mask allows as many later positions as earlier ones.

@@ -16,17 +16,13 @@ def applies(dtype) -> bool:
 
 
 def sliceable(x):
-    """Returns `x`, in float32 where XLA's CPU compiler is slow at gradients of bfloat16 slices;
-    convert them back.
-    """
+    """Returns `x`, in float32 where gradients of bfloat16 slices are slow on CPUs."""
     return x.astype(jnp.float32) if applies(x.dtype) else x
 
 
 @jax.custom_vjp
 def product(a, b):
-    """Returns a·b in float32. Operands, also those of the gradients' products, are rounded to
-    bfloat16.
-    """
+    """Returns a·b in float32, of operands (also of the gradients) rounded to bfloat16."""
     return dot(a, b)
 
 
@@ -47,9 +43,7 @@ def _barrier(x):
 
 
 def transposed_dot(a, b):
-    """Returns aᵀ·b like `dot`. A tall result is computed as (bᵀ·a)ᵀ, because wide results are
-    faster.
-    """
+    """Returns aᵀ·b like `dot`; a tall one as (bᵀ·a)ᵀ, because wide results are faster."""
     if a.shape[-1] > b.shape[-1]:
         return jnp.swapaxes(transposed_dot(b, a), -1, -2)
     return dot(jnp.swapaxes(a, -1, -2), b)

@@ -153,9 +153,7 @@ def _in_groups(x, padding: float = 0):
 
 
 def _products_before(kept, reverse: bool):
-    """Returns the products of all earlier ones, or later ones if `reverse`, along the first
-    axis.
-    """
+    """Returns the products of all earlier ones along the first axis; if `reverse`, later ones."""
     one = jnp.ones_like(kept[:1])
     shifted = [kept[1:], one] if reverse else [one, kept[:-1]]
     return jax.lax.cumprod(jnp.concatenate(shifted), reverse=reverse)

@@ -1,6 +1,4 @@
-"""Cross-entropy over the vocabulary. The loss of each chunk of positions is computed together with
-its gradient.
-"""
+"""Cross-entropy over the vocabulary, whose loss and gradient are computed chunk by chunk."""
 
 import functools
 from typing import NamedTuple
@@ -61,9 +59,7 @@ def row_cross_entropy(
 
 
 def cap(logits, softcap: float):
-    """Returns c·tanh(z/c) of logits z (Gemma 2, arXiv 2408.00118, section 2), or the logits if c =
-    `softcap` is 0.
-    """
+    """Returns c·tanh(z/c) of logits z (Gemma 2, arXiv 2408.00118), or z if c is 0."""
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 

@@ -62,9 +62,7 @@ def blocks_in_reach(time: int, window: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def flash_attention(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window: int, interpret: bool):
-    """Returns softmax(kᵀ·q)·v over keys, (B, H, K, T). T must be a multiple of 128; a window of 0
-    is unlimited.
-    """
+    """Returns softmax(kᵀ·q)·v, (B, H, K, T), for T a multiple of 128; a window of 0: none."""
     return _forward(q_BxHxKxT, k_BxGxKxT, v_BxGxKxT, window, interpret)[0]
 
 

@@ -56,9 +56,7 @@ def block_size(backend: str, rows: int, num_groups: int) -> int:
 
 
 def group_rows(group_of_row_R, num_groups: int, block: int) -> Grouping:
-    """Sorts rows by their group (int32), and pads the rows of each group to a multiple of
-    `block`.
-    """
+    """Sorts rows by group (int32), and pads each group to a multiple of `block`."""
     rows = group_of_row_R.size
     # A group with rows has at most `block` − 1 unused slots.
     num_blocks = (rows + min(num_groups, rows) * (block - 1)) // block
@@ -96,9 +94,7 @@ def group_rows(group_of_row_R, num_groups: int, block: int) -> Grouping:
 # scatter.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def into_slots(x_TxD, grouping: Grouping, copies: int = 1):
-    """Returns T = R / `copies` rows in their slots, (S, D); row i of the grouping is x[i mod T].
-    Unused slots are 0.
-    """
+    """Returns the rows x[i mod T] in their slots, (S, D), 0 in unused ones."""
     row_S = grouping.row_of_slot_S
     rows = len(grouping.slot_of_row_R)
     if len(row_S) == rows:  # filling slots with zeros would be a pass over all rows

@@ -1,6 +1,4 @@
-"""The key–value cache of decoding. A row of it (axis G) belongs to one key–value head of one
-text.
-"""
+"""The key–value cache of decoding; its axis G is for key–value heads of all texts."""
 
 import math
 from typing import NamedTuple
@@ -21,9 +19,7 @@ class CachedKeys(NamedTuple):
 
 
 def update_cache(cache_GxSxK, x_GxTxK, start_G):
-    """Writes row g from slot `start_G[g]` on. Past the end, entries are dropped if T > 1, else in
-    the last slot.
-    """
+    """Writes row g from `start_G[g]` on; beyond the end nothing, or the last slot if T = 1."""
     rows, time, _ = x_GxTxK.shape
     if time > 1:
         slots_GxT = start_G[:, None] + jnp.arange(time)[None]
@@ -38,18 +34,14 @@ def update_cache(cache_GxSxK, x_GxTxK, start_G):
 
 
 def rolling_positions(end_G, slots: int):
-    """Returns each slot's position after `end_G` writes, (G, slots): p is in slot p mod `slots`;
-    negative if empty.
-    """
+    """Returns each slot's position after `end_G` writes, (G, slots); negative if empty."""
     # After 6 writes into 4 slots, the positions are 4, 5, 2 and 3.
     newest_Gx1 = end_G[:, None] - 1
     return newest_Gx1 - (newest_Gx1 - jnp.arange(slots)[None]) % slots
 
 
 def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
-    """Writes the first `count_G[g]` entries of row g, of which the first has position
-    `start_G[g]`.
-    """
+    """Writes the first `count_G[g]` entries of row g, from position `start_G[g]` on."""
     slots, time = cache_GxSxK.shape[1], x_GxTxK.shape[1]
     if time == 1:
         # If a row's only entry is padding, the row is finished, and padding may overwrite its

@@ -28,14 +28,10 @@ def matmul(x_BxTxI, w_IxO, decode: bool):
 
 
 def one_product_is_faster(decode: bool) -> bool:
-    """On TPUs, splitting and transposing one result for q, k and v costs copies; in decoding there
-    are few rows.
-    """
+    """On TPUs, splitting one result for q, k and v costs copies, but few in decoding."""
     return decode or platform() == "cpu"
 
 
 def merging_heads_is_faster(decode: bool, dtype) -> bool:
-    """Merging the heads is a transposition, which is cheap in decoding and lets `matmul` compute
-    the product.
-    """
+    """Merging is a transposition, cheap in decoding, after which `matmul` applies."""
     return decode or bfloat16.applies(dtype)

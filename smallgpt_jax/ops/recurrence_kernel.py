@@ -34,9 +34,7 @@ _FORGET = -1e30  # log decay of a token that does not see the state; sums of it 
 
 
 def fits(time: int, key_width: int, value_width: int) -> bool:
-    """Returns whether there is a chunk, and the blocks fit into the 16 MiB of a core's memory that
-    a kernel may use.
-    """
+    """Returns whether there is a chunk, and its blocks fit into a kernel's 16 MiB."""
     return time >= LENGTH and key_width + value_width <= _MAX_WIDTH
 
 
@@ -93,9 +91,7 @@ def _recurrence(state_BxHxVxK, q_BxGxKxT, k_BxGxKxT, v_BxHxVxT, gates_BxHxRxT, i
 
 
 def _chunk(q_KxC, k_KxC, v_VxC, gates_RxC, state_VxK):
-    """Returns y, (V, C), and the state after the chunk. Matrices over pairs of positions are
-    transposed: (j, i).
-    """
+    """Returns y, (V, C), and the state after the chunk. Matrices of positions are (j, i)."""
     # Γ, γ and ω of ops/chunks.py: `decays`, `from_start`, `to_end`
     log_decay, from_start, to_end, *beta = (gates_RxC[r : r + 1] for r in range(len(gates_RxC)))
     product = functools.partial(_dot, dtype=q_KxC.dtype)
@@ -145,9 +141,8 @@ _dot.defvjp(lambda a, b, contract, dtype: (_dot(a, b, contract, dtype), (a, b)),
 
 @jax.custom_vjp
 def _sums_between(x_1xC):
-    """Returns Σ x over the positions after j and up to i, (j, i), not as a difference of two sums,
-    which would lose digits.
-    """
+    """Returns Σ x over the positions after j and up to i, (j, i)."""
+    # Not as a difference of two sums from the start of the chunk, which would lose digits.
     j, i = _row_and_column()
     until = (j <= i).astype(jnp.bfloat16)
     total = 0.0

@@ -10,9 +10,7 @@ QUERIES_PER_CHUNK = 128  # queries per chunk
 
 
 def reference(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """The oracle of tests and benchmarks: computes all scores at once, including masked ones.
-    Values of any width.
-    """
+    """The oracle of tests and benchmarks: computes all scores at once, also masked ones."""
     row = slice(0, q_BxHxTxK.shape[2])
     return _weighted_values(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, Block(row, row))
 
@@ -34,9 +32,7 @@ def counted(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
-    """Processes QUERIES_PER_CHUNK queries at a time, without the keys that the mask excludes for all of
-    them.
-    """
+    """Processes QUERIES_PER_CHUNK queries at a time, with the keys that one of them sees."""
     time, dtype = q_BxHxTxK.shape[2], q_BxHxTxK.dtype
     q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = map(bfloat16.sliceable, (q_BxHxTxK, k_BxGxTxK, v_BxGxTxK))
     outputs = []
@@ -55,9 +51,7 @@ def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 
 
 def _weighted_values(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, mask: AttentionMask, slopes_H, block: Block):
-    """Returns (B, H, T, K). Normalizing after the product with the values saves a pass over the (T,
-    S) weights.
-    """
+    """Returns (B, H, T, K), normalized last, which saves a pass over the (T, S) weights."""
     batch, heads, time, _ = q_BxHxTxK.shape
     groups = k_BxGxSxK.shape[1]
     per_group = heads // groups

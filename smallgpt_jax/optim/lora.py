@@ -31,9 +31,7 @@ def is_adapted(p: Parameter, pattern: str = "") -> bool:
 
 
 def init(params, rank: int, pattern: str, key):
-    """Returns the pairs for the parameters whose path matches `pattern`, with axis names; the
-    products are 0.
-    """
+    """Returns the pairs for the parameters that match `pattern`, with axis names."""
     pairs = {}
     for number, p in enumerate(jax.tree.leaves(params)):
         if is_adapted(p, pattern):

@@ -73,9 +73,7 @@ def _scale_by_muon(params) -> optax.GradientTransformation:
 
 
 class QKV(NamedTuple):
-    """The parts of a fused projection of shape (…, D, G, H/G + 2, K), see
-    `models.attention.QKVProjection`.
-    """
+    """The parts of a fused projection, (…, D, G, H/G + 2, K); see `QKVProjection`."""
 
     queries: Any  # (…, D, G, H/G, K)
     keys: Any  # (…, D, G, 1, K)

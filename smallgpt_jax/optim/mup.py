@@ -176,9 +176,7 @@ def in_block(outside: Multipliers, p: Parameter, depth_ratio: float) -> Multipli
 
 
 def _query_factors(p: Parameter, base: Parameter) -> np.ndarray:
-    """Returns √(K of the base model / K) for queries, and 1 for keys and values, with one axis per
-    axis of `p`.
-    """
+    """Returns √(K of the base model / K) for queries, 1 for keys and values, like `p`."""
     factor = math.sqrt(base.shape[-1] / p.shape[-1])
     shape = [1] * len(p.shape)
     if "qkv" not in p.axes:  # the scale of the queries' norm
@@ -191,9 +189,7 @@ def _query_factors(p: Parameter, base: Parameter) -> np.ndarray:
 
 
 def scale_initial(params, multipliers):
-    """Returns the initial parameters with the std of the rules. `multipliers` may have more entries
-    than `params`.
-    """
+    """Returns the initial parameters with the std of the rules."""
     if not multipliers:
         return params
     return jax.tree.map(
@@ -204,9 +200,7 @@ def scale_initial(params, multipliers):
 def with_multipliers(
     optimizer: optax.GradientTransformation, multipliers
 ) -> optax.GradientTransformationExtraArgs:
-    """Multiplies Adam's ε by dividing the gradient, on whose scale updates otherwise do not
-    depend.
-    """
+    """Multiplies ε by dividing the gradient: updates do not depend on its scale otherwise."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     def update(gradients, state, params=None, **rates):

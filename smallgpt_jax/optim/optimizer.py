@@ -1,6 +1,4 @@
-"""The optimizer: gradient clipping, one of OPTIMIZERS, weight decay, multiplication by the learning
-rate.
-"""
+"""The optimizer: gradient clipping, one of OPTIMIZERS, weight decay, learning rate."""
 
 import jax
 import optax

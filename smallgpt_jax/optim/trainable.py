@@ -25,9 +25,7 @@ _FROZEN = -0.0  # the update of a frozen parameter; x + 0.0 would change −0.0
 
 
 def init_adapters(params, config: OptimizerConfig, key):
-    """Returns the pairs of LoRA for the model's `params`, a tree of `Parameter`; see
-    `optim.lora`.
-    """
+    """Returns the pairs of LoRA for the model's `params`, a tree of `Parameter`."""
     pairs = lora.init(params, config.lora_rank, config.train_only, key)
     if not pairs:
         adapted = ["/".join(p.path) for p in jax.tree.leaves(params) if lora.is_adapted(p)]
@@ -36,9 +34,7 @@ def init_adapters(params, config: OptimizerConfig, key):
 
 
 def make_masks(params, heads, config: OptimizerConfig):
-    """Returns a tree of masks, or None if everything is trained. Raises UserError if nothing would
-    be trained.
-    """
+    """Returns a tree of masks, or None if all is trained. Raises UserError if nothing is."""
     trained_heads = jax.tree.map(lambda p: _whole_mask(p, True), heads)
     if config.lora_rank:
         return {**jax.tree.map(lambda p: _whole_mask(p, False), params), **trained_heads}
@@ -65,9 +61,7 @@ def _mask_of_matches(p: Parameter, pattern: str) -> np.ndarray:
 
 
 def _name(p: Parameter, index: tuple[int, ...]) -> str:
-    """Returns the path of a parameter, and its indices in stacks: "trunk/paths/dense/kernel
-    path=1".
-    """
+    """Returns the path and the indices in stacks: "trunk/paths/dense/kernel path=1"."""
     indices = [f"{axis}={i}" for axis, i in zip(p.axes, index)]
     return " ".join(["/".join(p.path), *indices])
 
@@ -80,9 +74,7 @@ def _no_match(named: list[str], config: OptimizerConfig, what: str) -> UserError
 
 
 def shardings(mesh: jax.sharding.Mesh, params, masks):
-    """Frozen weights have no optimizer state, so dividing them would save little and exchange them
-    in every step.
-    """
+    """Frozen weights have no optimizer state: dividing them would only cost exchanges."""
     stored, whole = sharding.stored_shardings(mesh, params), sharding.param_shardings(mesh, params)
     if masks is None:
         return stored
@@ -157,9 +149,7 @@ def _has_trained(masks) -> bool:
 
 
 def _fill(updates, masks, trained):
-    """Returns updates of all parameters: _FROZEN for the frozen ones, which `updates` lacks if they
-    are frozen as a whole.
-    """
+    """Returns updates of all parameters: _FROZEN where frozen, which `updates` may lack."""
     if isinstance(masks, Mapping):
         updates = updates or {}
         return {

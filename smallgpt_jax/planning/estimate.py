@@ -5,7 +5,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -93,12 +93,10 @@ def estimate(program: "Program", progress: _Progress = contextlib.nullcontext) -
             evaluation = evaluation_memory(program, compiler)
     seconds = time.monotonic() - started
     result = _estimate_memory(program, training, evaluation)
-    result = dataclasses.replace(
-        result, compile_seconds=seconds, compiled_programs=compiler.compilations
+    speed = _speed(result, hlo.HloModule(training.text), program) if training.text else {}
+    return dataclasses.replace(
+        result, compile_seconds=seconds, compiled_programs=compiler.compilations, **speed
     )
-    if not training.text:
-        return result
-    return _with_speed(result, hlo.HloModule(training.text), program)
 
 
 def _compile_step(
@@ -125,9 +123,7 @@ def evaluation_memory(program: "Program", compiler: Compiler) -> StepMemory:
 def _estimate_memory(
     program: "Program", training: StepMemory, evaluation: StepMemory | None
 ) -> Estimate:
-    """Returns the estimate without the fields that are read from the HLO. `evaluation` is None if
-    training was refused.
-    """
+    """Returns the fields that need no HLO. `evaluation` is None if training was refused."""
     config, model, mesh = program.config, program.model, program.mesh
     train, state = config.train, program.abstract_state
     tokens = train.batch_size * config.model.context_length
@@ -145,8 +141,8 @@ def _estimate_memory(
     chip = chips.find_chip(device_kind)
     hbm = int(chip.hbm) if chip else None
     steps = [step for step in (training, evaluation) if step]
-    fits = all(step.temp_bytes is not None for step in steps)
-    if hbm is not None:  # else, what compiles counts as fitting
+    fits = all(step.temp_bytes is not None for step in steps)  # the compiler refused none
+    if hbm is not None:  # on devices of unknown memory, what compiles counts as fitting
         fits = fits and all(step.needed_bytes <= hbm for step in steps)
     return Estimate(
         parameters=models.num_parameters(model),
@@ -168,64 +164,50 @@ def _estimate_memory(
     )
 
 
-# The TPU compiler's two error messages for a program that does not fit into memory.
+# The TPU compiler's error for a program that does not fit into memory, in either of two forms.
 _TOO_LARGE = re.compile(
-    r"Used ([\d.]+)([KMGT]) of [\d.]+\w hbm"
-    r"|HLO temporaries \(([\d.]+)([KMGT])\) exceeds available HBM"
+    r"(Used |HLO temporaries \()([\d.]+)([KMGT])( of [\d.]+\w hbm|\) exceeds available HBM)"
 )
 
 
 def bytes_needed(error: Exception, argument_bytes: int) -> int:
     """Returns the bytes that a program needs by the compiler's error; re-raises other errors."""
-    sizes = _TOO_LARGE.search(str(error))
-    if not sizes:
+    message = _TOO_LARGE.search(str(error))
+    if not message:
         raise error
-    total, total_unit, temporaries, temporaries_unit = sizes.groups()
-    if total:
-        return _bytes(total, total_unit)
-    # this message counts only the temporaries
-    return _bytes(temporaries, temporaries_unit) + argument_bytes
+    what, number, unit, _ = message.groups()
+    size = int(float(number) * 1024 ** (1 + "KMGT".index(unit)))
+    # the second form does not count the arguments
+    return size if what == "Used " else size + argument_bytes
 
 
-def _bytes(number: str, unit: str) -> int:
-    return int(float(number) * 1024 ** (1 + "KMGT".index(unit)))
-
-
-def _with_speed(result: Estimate, module: hlo.HloModule, program: "Program") -> Estimate:
-    """Returns the estimate with the fields that are read from the training step's HLO."""
+def _speed(result: Estimate, module: hlo.HloModule, program: "Program") -> dict[str, Any]:
+    """Returns the fields of the estimate that are read from the training step's HLO."""
     devices = program.mesh.devices.ravel()
     chip = chips.find_chip(result.device_kind)  # a TPU or GPU
     gpu = gpus.find_gpu(result.device_kind)  # None for TPUs
-    result = dataclasses.replace(result, collectives=module.collectives())
+    fields: dict[str, Any] = {"collectives": module.collectives()}
+    seconds = None
     if devices[0].platform == "gpu":
-        unordered = unordered_operations(module, program.config.train.deterministic)
-        result = dataclasses.replace(result, unordered_operations=unordered)
+        is_ordered = program.config.train.deterministic
+        fields["unordered_operations"] = unordered_operations(module, is_ordered)
     if gpu:
         on_first_host = [d for d in devices if d.process_index == devices[0].process_index]
         roofline = Roofline(module, gpu, gpus_per_host=len(on_first_host))
         clock = roofline.clock()
-        result = dataclasses.replace(
-            result,
-            kernels=roofline.kernels(),
-            collective_seconds=clock.collectives,
-            exposed_collective_seconds=clock.exposed,
-            estimated_step_seconds=clock.total,
-        )
+        seconds = clock.total
+        fields["kernels"] = roofline.kernels()
+        fields["collective_seconds"] = clock.collectives
+        fields["exposed_collective_seconds"] = clock.exposed
     elif chip and chip.hertz:  # a TPU
         cycles = tpu_cycles(module, program.config.model.context_length, chip)
         if cycles:
-            result = dataclasses.replace(
-                result,
-                estimated_cycles=cycles.compiled,
-                kernel_cycles=cycles.kernels,
-                estimated_step_seconds=sum(cycles) / chip.hertz,
-            )
-    seconds = result.estimated_step_seconds
+            seconds = sum(cycles) / chip.hertz
+            fields["estimated_cycles"], fields["kernel_cycles"] = cycles
     if result.flops_per_token and seconds:
         flops_per_device = result.flops_per_token * result.tokens_per_step / result.devices
-        mfu = flops_per_device / (seconds * chip.flops)
-        result = dataclasses.replace(result, estimated_mfu=mfu)
-    return result
+        fields["estimated_mfu"] = flops_per_device / (seconds * chip.flops)
+    return {**fields, "estimated_step_seconds": seconds}
 
 
 class TpuCycles(NamedTuple):

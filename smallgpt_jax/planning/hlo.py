@@ -215,9 +215,7 @@ class HloModule:
                     yield from self.executed(fused, called, times)
 
     def trip_count(self, loop: Instruction) -> int:
-        """Returns a loop's iterations, by the compiler's annotation or else by its condition, which
-        compares the counter with a constant.
-        """
+        """Returns a loop's iterations, as annotated, or as its condition compares them."""
         annotation = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line)
         if annotation:
             return int(annotation[1])

@@ -171,9 +171,7 @@ class DecodingStep:
 
 
 def count_flops(model: models.LanguageModel, weights, tokens: int, length: int) -> float | None:
-    """Returns the FLOPs of the products for `tokens` new tokens of one text, with a cache of
-    `length`; None if they cannot be counted.
-    """
+    """Returns the FLOPs of products for new tokens of one text; None if they are unknown."""
     # The other implementation, "blocks", pads the groups of tokens, and its padding would count.
     model = model.clone(config=dataclasses.replace(model.config, grouped_matmul="ragged"))
     start_B = jnp.zeros(1, jnp.int32)

@@ -131,9 +131,7 @@ def _sum_of_ranks(model: LanguageModel) -> int:
 
 
 def bytes_on_device(tree, gathered: str = "") -> int:
-    """Returns the bytes that one device holds of abstract arrays; if they were gathered along the
-    mesh axis `gathered`, where it is set.
-    """
+    """Returns a device's bytes of abstract arrays, gathered along a mesh axis if one is named."""
     total = 0
     for x in jax.tree.leaves(tree):
         shard_bytes = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -1,6 +1,4 @@
-"""Roofline of a compiled GPU program: an optimistic time for each kernel and collective, and for
-one step.
-"""
+"""Roofline of a compiled GPU program: an optimistic time per kernel, collective and step."""
 
 import collections
 import dataclasses

@@ -38,7 +38,7 @@ def folder() -> Path:
 def processor_kind() -> str:
     """Returns a name that is the same on equal processors, such as x86_64-1f3b09c2."""
     fields = processor()
-    flags = fields.get("flags", fields.get("Features", ""))
+    flags = fields.get("flags", fields.get("Features", ""))  # on x86; on ARM
     described = repr((sorted(processor_identity().items()), flags))
     digest = hashlib.sha256(described.encode()).hexdigest()
     return f"{platform.machine()}-{digest[:8]}"

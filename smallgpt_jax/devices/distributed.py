@@ -39,9 +39,9 @@ def initialize(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int
 ) -> None:
     """Connects this process to the others within `timeout` seconds, and silences all but process 0.
-    Call it before JAX initializes its devices. If `coordinator` (HOST:PORT of process 0),
-    `num_processes` and `process_id` are None, JAX detects them on TPU VMs and in Slurm steps of
-    several tasks; others run one process.
+
+    Call it before JAX initializes its devices. With None for the first three (`coordinator` is
+    HOST:PORT of process 0), JAX detects them on TPU VMs and in Slurm steps of several tasks.
     """
     if not _has_other_processes(coordinator, num_processes, process_id):
         return
@@ -78,14 +78,13 @@ def initialize(
         if not coordinator and not _in_slurm_step():
             # a TPU VM that runs no job on several hosts (for example, a notebook): one process
             return
-        raise UserError(
-            f"multi-process run: cannot be initialized: {short_reason(error)}"
-        ) from None
+        reason = short_reason(error)
+        raise UserError(f"multi-process run: cannot be initialized: {reason}") from None
     finally:
         watchdog.cancel()
     # stack traces of this process do not explain the failure of another process
     faulthandler.disable()
-    if not is_primary():
+    if not is_primary():  # each line once, not once per process
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -93,12 +92,9 @@ def _has_other_processes(
     coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> bool:
     """Raises UserError for flags that do not fit together."""
-    flags = {
-        "--coordinator": coordinator,
-        "--num_processes": num_processes,
-        "--process_id": process_id,
-    }
-    missing = [flag for flag, value in flags.items() if value is None]
+    names = ("--coordinator", "--num_processes", "--process_id")
+    values = (coordinator, num_processes, process_id)
+    missing = [name for name, value in zip(names, values) if value is None]
     if 0 < len(missing) < 3:
         raise UserError(
             f"{' and '.join(missing)}: missing; a multi-process run needs --coordinator, "
@@ -135,16 +131,13 @@ _claims: list[socket.socket] = []  # are kept open until the process ends
 def _require_free_port(coordinator: str) -> None:
     """JAX's service would end the process with a segmentation fault."""
     address = ("", int(coordinator.rpartition(":")[2]))
+    has_ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_ipv6 else socket.AF_INET
     try:
-        if socket.has_dualstack_ipv6():
-            socket.create_server(address, family=socket.AF_INET6, dualstack_ipv6=True).close()
-        else:
-            socket.create_server(address).close()
+        socket.create_server(address, family=family, dualstack_ipv6=has_ipv6).close()
     except (OSError, OverflowError) as error:
-        raise UserError(
-            f"--coordinator={coordinator}: the port cannot be used ({short_reason(error)}); choose "
-            "another"
-        ) from None
+        reason = f"the port cannot be used ({short_reason(error)})"
+        raise UserError(f"--coordinator={coordinator}: {reason}; choose another") from None
 
 
 @contextlib.contextmanager
@@ -187,6 +180,7 @@ def exit_at_once_on_error() -> Iterator[None]:
 
 def _exit(status: int) -> None:
     agreement.leave()
+    # os._exit writes no buffers
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -60,10 +60,11 @@ def _finds_plugin_device() -> bool:
 def available_bytes() -> int | None:
     """Returns the memory that programs can still get, also in a container; None if unknown."""
     limits = []
-    with contextlib.suppress(OSError, ValueError, StopIteration):
+    with contextlib.suppress(OSError):  # not Linux
         lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        limits.append(1024 * int(line.split()[1]))
+        limits += [
+            1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
+        ]
     with contextlib.suppress(OSError, ValueError):  # "max" without a limit
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text("utf-8"))
         limits.append(limit - int(Path("/sys/fs/cgroup/memory.current").read_text("utf-8")))

@@ -137,9 +137,7 @@ def _storage_axis(mesh) -> str:
 
 
 def gather_stored(weights, params, dtype: str):
-    """Gathers weights that are stored divided along `data`, once for all microbatches. The model
-    uses them undivided there.
-    """
+    """Gathers weights that are stored divided along `data`, once for all microbatches."""
     mesh = _current_mesh()
     if not mesh or _storage_axis(mesh) != "data":
         return weights
@@ -157,11 +155,11 @@ def scatter_gradients(gradients, params):
     mesh = _current_mesh()
     if not mesh or _storage_axis(mesh) != "data":
         return gradients
-    return jax.tree.map(
-        lambda p, x: jax.lax.with_sharding_constraint(x, _stored_spec(mesh, p.axes, p.shape)),
-        params,
-        gradients,
-    )
+
+    def scatter(p, x):
+        return jax.lax.with_sharding_constraint(x, _stored_spec(mesh, p.axes, p.shape))
+
+    return jax.tree.map(scatter, params, gradients)
 
 
 def _divisible_spec(
@@ -179,13 +177,11 @@ def _divisible_spec(
 def _ruled_axes(
     mesh, names: tuple[str, ...], shape: tuple[int, ...], embed_axis: str = "fsdp"
 ) -> list[str | tuple[str, ...] | None]:
-    """Returns the mesh axes of each logical axis by _RULES, with `embed_axis` as that of "embed",
-    or of an axis before it (see _BEFORE_EMBED).
-    """
+    """Returns the mesh axes by _RULES, with `embed_axis` for "embed", or an axis before it."""
     rules = _RULES if "data" in _auto_axes(mesh) else _RULES_IN_DATA_SHARD
     ruled = nn.logical_to_mesh_axes(names, rules)
     mesh_axes = [embed_axis if axes == "fsdp" else axes for axes in ruled]
-    if "embed" not in names or mesh.shape["tensor"] > 1:
+    if "embed" not in names or mesh.shape["tensor"] > 1:  # tensor parallelism divides the others
         return mesh_axes
     embed = names.index("embed")
     if mesh_axes[embed] != embed_axis:  # an earlier axis has it
@@ -235,7 +231,7 @@ def _param_state_sharding(mesh: Mesh, param, shape: tuple[int, ...]) -> NamedSha
     """Shards an optimizer's array like its parameter in the dimensions that are equally long."""
     if shape == param.shape:
         return NamedSharding(mesh, _stored_spec(mesh, param.axes, shape))
-    names = [None] * len(shape)
+    names = [None] * len(shape)  # an optimizer's array may have more or fewer axes
     for i, (size, param_size, name) in enumerate(zip(shape, param.shape, param.axes)):
         if size == param_size:
             names[i] = name

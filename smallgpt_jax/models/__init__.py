@@ -22,28 +22,3 @@ from smallgpt_jax.models.parameters import (
 )
 from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.models.variants import block_class
-
-__all__ = [
-    "ARCHITECTURES",
-    "LanguageModel",
-    "ModelConfig",
-    "Parameter",
-    "abstract_model_state",
-    "abstract_params",
-    "abstract_variables",
-    "block_class",
-    "build",
-    "custom_classes",
-    "field_names",
-    "find_architecture",
-    "foreign_classes",
-    "init_variables",
-    "layer_configs",
-    "make_config",
-    "named_parts",
-    "num_active_parameters",
-    "num_parameters",
-    "refuse_custom_code",
-    "require_factors",
-    "stack_blocks",
-]

@@ -47,6 +47,7 @@ def make_config(**fields) -> ModelConfig:
     config = config_class.from_fields(fields)
     if config.dtype == AUTO:
         config = config.replace(dtype=faster_dtype())
+    # All names are looked up here, so that a misspelt one is refused before anything is built.
     config.validate_choice("remat", REMAT)
     find_norm(config.norm)
     find_mlp(config.mlp)
@@ -56,8 +57,7 @@ def make_config(**fields) -> ModelConfig:
     if config.tie_embeddings and config.output_width != config.d_model:
         config.refuse(
             "tie_embeddings",
-            f"the trunk of {architecture} has output width {config.output_width}, but the "
-            f"embedding has width {config.d_model}, so head and embedding cannot share a matrix; "
-            "set config.model.tie_embeddings to False",
+            f"the output width {config.output_width} of {architecture} is not the width of the "
+            f"embedding, {config.d_model}; set config.model.tie_embeddings to False",
         )
     return config

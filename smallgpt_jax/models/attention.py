@@ -10,15 +10,8 @@ import numpy as np
 
 from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.context import Context, cache_variable
-from smallgpt_jax.models.layers import (
-    INIT_STD,
-    Dense,
-    deepnorm_gain,
-    project,
-    residual_std,
-    rms_norm,
-    zeros,
-)
+from smallgpt_jax.models.initializers import INIT_STD, deepnorm_gain, residual_std, zeros
+from smallgpt_jax.models.layers import Dense, project, rms_norm
 from smallgpt_jax.models.positions import alibi_slopes, apply_rope
 from smallgpt_jax.ops import bfloat16
 from smallgpt_jax.ops.attention import attention
@@ -35,9 +28,10 @@ from smallgpt_jax.ops.xla_attention import QUERIES_PER_CHUNK
 
 
 class QKVProjection(Dense):
-    """Projects to queries (B, H, T, K), keys and values (B, G, T, K). The kernel is (D, G, H/G + 2,
-    K), or (D, r) and (r, G, H/G + 2, K): each group has H/G query heads, one key head and one value
-    head. A mesh can shard G.
+    """Projects to queries (B, H, T, K), keys and values (B, G, T, K), with a kernel (D, G, J, K).
+
+    Each group has J = H/G + 2 heads: those of queries, one of keys, one of values. A mesh can
+    shard G.
     """
 
     value_gain: float = 1.0
@@ -50,6 +44,7 @@ class QKVProjection(Dense):
         def scale_values(kernel_DxGxJxK):
             return kernel_DxGxJxK.at[:, :, -1].multiply(self.value_gain)
 
+        # An initializer returns a box of flax around the array.
         return lambda *arguments: jax.tree.map(scale_values, initializer(*arguments))
 
     @nn.compact
@@ -85,8 +80,7 @@ def _split_heads(y_BxTxGxJxK):
     if heads_per_group == 3:  # one of each: a single transposition
         return tuple(jnp.moveaxis(y_BxTxGxJxK, (3, 2), (0, 2)))
     q_BxTxGxRxK = y_BxTxGxJxK[:, :, :, :-2]
-    k_BxTxGxK = y_BxTxGxJxK[:, :, :, -2]
-    v_BxTxGxK = y_BxTxGxJxK[:, :, :, -1]
+    k_BxTxGxK, v_BxTxGxK = y_BxTxGxJxK[:, :, :, -2], y_BxTxGxJxK[:, :, :, -1]
     q_BxTxHxK = q_BxTxGxRxK.reshape(batch, time, groups * (heads_per_group - 2), head_width)
     return tuple(jnp.swapaxes(x, 1, 2) for x in (q_BxTxHxK, k_BxTxGxK, v_BxTxGxK))
 
@@ -144,6 +138,7 @@ class Attention(nn.Module):
             q_BxHxTxK = apply_rope(q_BxHxTxK, positions_BxT, c.rope_base)
             k_BxGxTxK = apply_rope(k_BxGxTxK, positions_BxT, c.rope_base)
         slopes_H = alibi_slopes(c.num_heads) if c.position == "alibi" else None
+        # A prefix is an exception from a causal mask.
         mask = AttentionMask(
             c.window,
             context.segment_ids_BxT,
@@ -167,13 +162,9 @@ class Attention(nn.Module):
         )(y_BxHxTxK, context)
 
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
-        """Returns the attention over the whole cache, (B, H, T, K), after appending the new keys
-        and values to it.
-
-        The padding of shorter rows is stored too, and overwritten before it is read; a rolling
-        cache drops it. Batch and heads are one axis, because with two XLA's CPU compiler would copy
-        the whole cache for every token.
-        """
+        """Appends the new keys and values to the cache. Returns the attention, (B, H, T, K)."""
+        # The padding of shorter rows is stored too, and overwritten before it is read; a rolling
+        # cache drops it.
         batch, groups, time, head_width = k_BxGxTxK.shape
         heads = q_BxHxTxK.shape[1]
         # Keys outside the window are never read again: new ones take their slots.
@@ -182,7 +173,8 @@ class Attention(nn.Module):
         shape = (batch * groups, slots, head_width)
         keys, is_new = cache_variable(self, "keys", shape, k_BxGxTxK.dtype)
         values, _ = cache_variable(self, "values", shape, v_BxGxTxK.dtype)
-        # From here on, G is batch × groups, and R the queries per key–value head.
+        # From here on, G is batch × groups, and R the queries per key–value head. With two axes,
+        # XLA's CPU compiler would copy the whole cache for every token.
         q = q_BxHxTxK.reshape(batch * groups, heads // groups, time, head_width)
         k = k_BxGxTxK.reshape(batch * groups, time, head_width)
         v = v_BxGxTxK.reshape(batch * groups, time, head_width)
@@ -200,7 +192,7 @@ class Attention(nn.Module):
         if is_new:  # these are the first tokens
             if mask.prefix_BxT is None:
                 y = _attend_in_chunks(q, CachedKeys(k, v), mask, slopes)
-            else:
+            else:  # tokens of a prefix see later ones, which `cached_attention` does not support
                 y = attention(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, backend="xla")
             if is_rolling:
                 keys.value, values.value = write(keys, k), write(values, v)
@@ -220,6 +212,7 @@ class Attention(nn.Module):
             keys.value, values.value = write(keys, k), write(values, v)
         else:
             keys.value, values.value = write(keys, k), write(values, v)
+            # A rolling cache has just got one token per row; several are the case above.
             key_positions = rolling_positions(starts + 1, slots) if is_rolling else None
             cache = CachedKeys(keys.value, values.value, key_positions)
             y = cached_attention(q, cache, positions, mask, slopes)
@@ -232,14 +225,11 @@ def _attend_in_chunks(q_GxRxTxK, prompt: CachedKeys, mask: AttentionMask, slopes
     outputs = []
     for start in range(0, time, QUERIES_PER_CHUNK):
         end = min(start + QUERIES_PER_CHUNK, time)
-        first = max(0, start - mask.window + 1) if mask.window else 0
-        keys = CachedKeys(
-            prompt.keys_GxSxK[:, first:end],
-            prompt.values_GxSxK[:, first:end],
-            jnp.arange(first, end)[None],
-        )
+        seen = mask.keys(start, end, time)  # by any of these queries
+        positions_1xS = jnp.arange(seen.start, seen.stop)[None]
+        keys_and_values = prompt.keys_GxSxK[:, seen], prompt.values_GxSxK[:, seen]
+        keys = CachedKeys(*keys_and_values, positions_1xS)
         queries_1xC = jnp.arange(start, end)[None]
-        outputs.append(
-            cached_attention(q_GxRxTxK[:, :, start:end], keys, queries_1xC, mask, slopes_GxR)
-        )
+        q_GxRxCxK = q_GxRxTxK[:, :, start:end]
+        outputs.append(cached_attention(q_GxRxCxK, keys, queries_1xC, mask, slopes_GxR))
     return jnp.concatenate(outputs, axis=2)

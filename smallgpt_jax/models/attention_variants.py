@@ -31,11 +31,8 @@ class AttentionVariant(Attention):
     def value_embeddings(self, context: Context):
         """Returns the tokens' rows of a table (V, G·K), to add to the values, (B, G, T, K)."""
         c = self.config
-        table_VxE = self.param(
-            "value_embedding",
-            normal(INIT_STD, *TABLE_AXES),
-            (c.vocab_size, c.kv_heads * c.head_width),
-        )
+        shape = (c.vocab_size, c.kv_heads * c.head_width)
+        table_VxE = self.param("value_embedding", normal(INIT_STD, *TABLE_AXES), shape)
         # Not `sharding.look_up`: the paths of a pgpt are vmapped, and XLA cannot partition its
         # shard_map there.
         gathered_VxE = sharding.gather_weight(table_VxE, TABLE_AXES)

@@ -1,6 +1,5 @@
 """Checks that custom modules of a model see no later tokens, and no other documents."""
 
-import dataclasses
 import re
 
 import jax
@@ -22,9 +21,7 @@ TOLERANCE, NARROW_TOLERANCE = 1e-4, 0.03
 def check_causality(
     model: LanguageModel, params, model_state, separate_documents: bool = False
 ) -> None:
-    """Raises UserError if an output depends on later tokens or, with `separate_documents`, on
-    another document of its row. Collective; call it under the mesh of the parameters.
-    """
+    """Raises UserError if an output sees tokens that it must not (collective, under the mesh)."""
     c = model.config
     time = min(c.context_length, TIME)
     if time < 2:
@@ -80,9 +77,7 @@ def check_causality(
 
 def in_float32(model: LanguageModel) -> LanguageModel:
     """Returns a model without kernels, whose differences are not those of rounding."""
-    return LanguageModel(
-        dataclasses.replace(model.config, dtype="float32", attention="xla", remat="none")
-    )
+    return LanguageModel(model.config.replace(dtype="float32", attention="xla", remat="none"))
 
 
 def tolerance(function, *arguments) -> float:

@@ -22,10 +22,8 @@ class CGPTConfig(LGPTConfig):
     def validate(self) -> None:
         super().validate()
         if not 1 <= self.conv_kernel <= self.context_length:
-            self.refuse(
-                "conv_kernel",
-                f"must be from 1 to config.model.context_length={self.context_length}",
-            )
+            most = f"config.model.context_length={self.context_length}"
+            self.refuse("conv_kernel", f"must be from 1 to {most}")
 
 
 class CGPT(LGPT):

@@ -9,15 +9,10 @@ from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.attention_variants import AttentionVariant
 from smallgpt_jax.models.structure import mixers
 
+# in the order of the table that `plan` prints
 _BUILT_IN = (
-    "token embedding",
-    "position embedding",
-    "attention",
-    "MLP",
-    "head",
-    "LayerNorms",
-    "between blocks",
-)
+    "token embedding, position embedding, attention, MLP, head, LayerNorms, between blocks"
+).split(", ")
 # {name in a parameter's path: component}; the first that is in the path counts
 _COMPONENT_OF = {
     "value_embedding": "value embeddings",

@@ -17,8 +17,6 @@ from smallgpt_jax.ops import grouped_matmul
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.ops.attention import BACKENDS
 
-_NORM_POSITIONS = ("pre", "post", "deepnorm")
-_ATTENTION_MASKS = ("causal", "prefix", "bidirectional")
 POSITIONS = ("learned", "rope", "alibi", "none")
 # A config.json may come from somebody else. What these count is traced one by one, in about 50 ms.
 _MOST = {"num_layers": 10_000, "loops": 100, "canon_taps": 100, "conv_taps": 100}
@@ -206,7 +204,7 @@ class ModelConfig(ConfigGroup):
 
     @property
     def last_stage(self) -> Self:
-        """The config of the last blocks: of lgpt and cgpt, narrower blocks than the first."""
+        """The config of the last blocks, which are narrower in lgpt and cgpt."""
         return self
 
     @property
@@ -245,35 +243,20 @@ class ModelConfig(ConfigGroup):
 
     def validate(self) -> None:
         """Raises UserError. Overriding methods call `super().validate()` first."""
-        self.validate_range(
-            "vocab_size",
-            "context_length",
-            "num_layers",
-            "num_heads",
-            "d_model",
-            "loops",
-            "delta_value_ratio",
-            "mamba_state",
-            "mamba_expand",
-            least=1,
-        )
+        sizes = "vocab_size context_length num_layers num_heads d_model loops"
+        of_mixers = "delta_value_ratio mamba_state mamba_expand"
+        self.validate_range(*sizes.split(), *of_mixers.split(), least=1)
         self.validate_most()
         self.validate_fraction("dropout")
-        for field, allowed in (
-            ("dtype", ("float32", "bfloat16", AUTO)),
-            ("activation", ACTIVATIONS),
-            ("position", POSITIONS),
-            ("norm_position", _NORM_POSITIONS),
-            ("attention_mask", _ATTENTION_MASKS),
-            ("attention", BACKENDS),
-        ):
-            self.validate_choice(field, allowed)
+        self.validate_choice("dtype", ("float32", "bfloat16", AUTO))
+        self.validate_choice("activation", ACTIVATIONS)
+        self.validate_choice("position", POSITIONS)
+        self.validate_choice("norm_position", ("pre", "post", "deepnorm"))
+        self.validate_choice("attention_mask", ("causal", "prefix", "bidirectional"))
+        self.validate_choice("attention", BACKENDS)
         self.validate_range("norm_epsilon", "rope_base", "mlp_ratio", above=True)
         if any(not isinstance(window, int) or window < 0 for window in self.attention_windows):
-            self.refuse(
-                "attention_windows",
-                "must be integers of at least 0, in positions; 0 means full attention",
-            )
+            self.refuse("attention_windows", "must be integers of at least 0; 0: full attention")
         if not set(self.value_embeddings) <= {0, 1}:
             self.refuse("value_embeddings", "must be 0 or 1 for each block")
         if self.canon_taps < 0 or self.canon_taps == 1:
@@ -282,11 +265,7 @@ class ModelConfig(ConfigGroup):
         if not self.mixers:
             self.refuse("mixers", "must have at least one name")
         if not 0 <= self.rank_ratio < 1:
-            self.refuse(
-                "rank_ratio",
-                "must be at least 0 and below 1; 0 means full matrices. Two factors with as many "
-                "parameters as their matrix, or more, save nothing",
-            )
+            self.refuse("rank_ratio", "must be at least 0 and below 1; 0 means full matrices")
         for field, default in (
             ("num_kv_heads", "num_heads"),
             ("head_dim", "d_model / num_heads"),
@@ -312,52 +291,41 @@ class ModelConfig(ConfigGroup):
         if traced > _MOST_TRACED_BLOCKS:
             self.refuse(
                 "num_layers",
-                f"with its patterns of blocks and config.model.loops={self.loops}, {traced:,} "
-                f"blocks would be traced one by one, more than {_MOST_TRACED_BLOCKS}; use a "
-                "multiple of the patterns' lengths",
+                f"with config.model.loops={self.loops}, {traced:,} blocks would be traced one by "
+                f"one, more than {_MOST_TRACED_BLOCKS}; use a multiple of the patterns' lengths",
             )
 
     def validate_experts(self) -> None:
         self.validate_range("num_experts", least=1)
         if not 1 <= self.experts_per_token <= self.num_experts:
-            self.refuse(
-                "experts_per_token",
-                f"must be at least 1 and at most config.model.num_experts={self.num_experts}",
-            )
+            most = f"config.model.num_experts={self.num_experts}"
+            self.refuse("experts_per_token", f"must be at least 1 and at most {most}")
         self.validate_range("num_shared_experts", "expert_bias_rate", "balance_loss")
         self.validate_range("expert_scale", above=True)
         if self.use_bias:
-            self.refuse(
-                "use_bias",
-                "must be False with config.model.mlp='moe', because experts have no biases",
-            )
+            self.refuse("use_bias", "must be False with config.model.mlp='moe'")
         self.validate_choice("expert_mlp", ("dense", "gated"))
         self.validate_choice("grouped_matmul", grouped_matmul.BACKENDS)
 
     def validate_block(self) -> None:
         """Checks what depends on the width of a block, which can differ between stages."""
         if not self.head_dim and self.d_model % self.num_heads:
-            self.refuse(
-                "num_heads",
-                f"must divide config.model.d_model={self.d_model}, unless config.model.head_dim "
-                "is set",
-            )
+            rule = f"must divide config.model.d_model={self.d_model}"
+            self.refuse("num_heads", f"{rule}, unless config.model.head_dim is set")
         if self.num_heads % self.kv_heads:
             self.refuse("num_kv_heads", f"must divide config.model.num_heads={self.num_heads}")
         if self.position == "rope" and self.head_width % 2:
+            cause = "head_dim" if self.head_dim else "num_heads"
             self.refuse(
                 "position",
                 f"needs an even head width, but heads in blocks of width {self.d_model} have "
-                f"{self.head_width}; change "
-                f"config.model.{'head_dim' if self.head_dim else 'num_heads'}",
+                f"{self.head_width}; change config.model.{cause}",
             )
         if not math.isfinite(self.mlp_ratio * self.d_model):
             self.refuse("mlp_ratio", "gives an MLP of infinite width; decrease it")
         if self.mlp_width < 1:
-            self.refuse(
-                "mlp_ratio",
-                f"rounds to an MLP width of 0 in blocks of width {self.d_model}; increase it",
-            )
+            width = f"an MLP width of 0 in blocks of width {self.d_model}"
+            self.refuse("mlp_ratio", f"rounds to {width}; increase it")
         width = min(self.d_model, self.num_heads * self.head_width)  # of the smallest matrix
         # A W × W matrix has W² parameters, and two factors have at least 2·W.
         if self.rank_ratio and width < 3:

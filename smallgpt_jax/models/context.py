@@ -8,9 +8,9 @@ from flax import struct
 
 @struct.dataclass
 class Context:
-    """In training and evaluation, a row is one text from position 0 on, or several texts with
-    `segment_ids_BxT`. In decoding, it is a text's new tokens, padded at the end; the collection
-    "cache" stores the earlier ones.
+    """In training and evaluation, a row is one text, or several with `segment_ids_BxT`.
+
+    In decoding, it is a text's new tokens, padded at the end; "cache" stores the earlier ones.
     """
 
     train: bool = struct.field(pytree_node=False, default=False)  # applies dropout
@@ -49,9 +49,8 @@ class Context:
 
     @property
     def is_text_BxT(self):
-        """False at the padding, which ends a row after its last counted target. Prompts, which the
-        loss does not count, are text: they are a load for experts. None: all True.
-        """
+        """False at the padding, which ends a row after its last counted target; None: all True."""
+        # Prompts, which the loss does not count, are text: they are a load for experts.
         if self.loss_mask_BxT is None:
             return None
         return jax.lax.cummax(self.loss_mask_BxT.astype(jnp.int32), axis=1, reverse=True) > 0

@@ -56,12 +56,10 @@ def at_taps(module: nn.Module, x_BxTxD, num_taps: int, context: Context):
     if context.segment_ids_BxT is None:  # `_with_past` has prepended zeros
         return pasts
     positions_BxT = context.positions(time)
-
-    def in_text(j: int):  # tap j reads num_taps − 1 − j positions back
+    for j in range(num_taps):  # tap j reads num_taps − 1 − j positions back
         is_in_text_BxT = positions_BxT >= num_taps - 1 - j
-        return jnp.where(is_in_text_BxT[:, :, None], pasts[j], 0)
-
-    return [in_text(j) for j in range(num_taps)]
+        pasts[j] = jnp.where(is_in_text_BxT[:, :, None], pasts[j], 0)
+    return pasts
 
 
 def _with_past(module: nn.Module, x_BxTxD, count: int, context: Context):

@@ -5,7 +5,6 @@ arXiv 2204.02311, appendix B). Other arithmetic, such as that of norms, softmax 
 counted apart.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable
@@ -20,59 +19,18 @@ from smallgpt_jax.models import LanguageModel, ModelConfig, abstract_variables
 
 # Primitives whose FLOPs cannot be counted. They raise an error instead of counting as zero.
 _UNKNOWN = (
-    "scaled_matmul",
-    "custom_call",
-    "ffi_call",
-    "pallas_call",
-    "pure_callback",
-    "fft",
-    "triangular_solve",
+    "scaled_matmul custom_call ffi_call pallas_call pure_callback fft triangular_solve".split()
 )
 # Arithmetic besides products: one operation per element of the result, or, for a reduction, of the
 # input.
-_ELEMENTWISE = {
-    "add",
-    "add_any",
-    "sub",
-    "mul",
-    "div",
-    "neg",
-    "max",
-    "min",
-    "abs",
-    "sign",
-    "exp",
-    "exp2",
-    "expm1",
-    "log",
-    "log1p",
-    "tanh",
-    "logistic",
-    "erf",
-    "erf_inv",
-    "sqrt",
-    "rsqrt",
-    "cbrt",
-    "square",
-    "pow",
-    "integer_pow",
-    "sin",
-    "cos",
-    "tan",
-}
-_REDUCTIONS = {
-    "reduce_sum",
-    "reduce_max",
-    "reduce_min",
-    "reduce_prod",
-    "cumsum",
-    "cumprod",
-    "cummax",
-    "cummin",
-    "cumlogsumexp",
-}
-
-
+_ELEMENTWISE = set(
+    "add add_any sub mul div neg max min abs sign exp exp2 expm1 log log1p tanh logistic erf "
+    "erf_inv sqrt rsqrt cbrt square pow integer_pow sin cos tan".split()
+)
+_REDUCTIONS = set(
+    "reduce_sum reduce_max reduce_min reduce_prod cumsum cumprod cummax cummin cumlogsumexp".split()
+)
+# On other devices, recurrent mixers compute states with more products.
 _CPU = jax.sharding.AbstractMesh(
     (), (), abstract_device=jax.sharding.AbstractDevice("cpu", None, "cpu")
 )
@@ -126,7 +84,7 @@ def forward_operations(model: LanguageModel, method: str = "__call__") -> Operat
 
 def counted_config(config: ModelConfig) -> ModelConfig:
     """Returns a config whose modules compute the products that count, on every platform."""
-    return dataclasses.replace(config, attention="counted", grouped_matmul="ragged", remat="none")
+    return config.replace(attention="counted", grouped_matmul="ragged", remat="none")
 
 
 def update_flops(params, optimizer: optax.GradientTransformation) -> int:
@@ -139,15 +97,11 @@ def update_flops(params, optimizer: optax.GradientTransformation) -> int:
 
 
 def count_operations(function, *arguments) -> Operations:
-    """Returns the operations of function(*arguments).
+    """Returns the operations of function(*arguments), which may be `jax.ShapeDtypeStruct`s.
 
-    The arguments may be `jax.ShapeDtypeStruct`s. The body of a loop is counted once per iteration.
-    In a conditional, only the most expensive branch is counted. In a loop of unknown length,
-    arithmetic besides products is counted once.
-
-    Raises UnknownFlops for products in a loop of unknown length, and for primitives in _UNKNOWN.
+    The body of a loop is counted once per iteration, or once if their number is unknown; of a
+    conditional, the most expensive branch. Raises UnknownFlops.
     """
-    # On other devices, recurrent mixers compute states with more products.
     with jax.sharding.use_abstract_mesh(_CPU):
         return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
 
@@ -184,7 +138,7 @@ def _count_equation(equation) -> Operations:
     inner = [_count(jaxpr) for jaxpr in _inner_jaxprs(equation)]
     if name == "scan":
         return Operations(*(equation.params["length"] * number for number in _sum(inner)))
-    if name == "cond":
+    if name == "cond":  # the dearest branch, by its products
         return max(inner)
     if name == "while" and _sum(inner).products:
         raise UnknownFlops(

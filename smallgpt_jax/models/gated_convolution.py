@@ -21,13 +21,12 @@ class GatedConvolution(nn.Module):
         c = self.config
         refuse_prefix(c, context)
 
-        def dense(
-            name: str, x_BxTxD, axes: tuple[str, str] = ("embed", "mlp"), std: float = INIT_STD
-        ):
-            return block_dense(c, name, (c.d_model,), axes, std)(x_BxTxD, context)
+        def project(name: str, std: float = INIT_STD):
+            return block_dense(c, name, (c.d_model,), ("embed", "mlp"), std)(x_BxTxD, context)
 
-        v_BxTxD = dense("value", x_BxTxD, std=INIT_STD * deepnorm_gain(c))
-        v_BxTxD = v_BxTxD * dense("input_gate", x_BxTxD)
+        v_BxTxD = project("value", INIT_STD * deepnorm_gain(c))
+        v_BxTxD = v_BxTxD * project("input_gate")
         y_BxTxD = ShortConvolution(c.conv_taps, "mlp", name="convolution")(v_BxTxD, context)
-        y_BxTxD *= dense("output_gate", x_BxTxD)
-        return dense("out", y_BxTxD, ("mlp", "embed"), residual_std(c))
+        y_BxTxD *= project("output_gate")
+        out = block_dense(c, "out", (c.d_model,), ("mlp", "embed"), residual_std(c))
+        return out(y_BxTxD, context)

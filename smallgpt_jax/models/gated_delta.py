@@ -38,14 +38,10 @@ class GatedDeltaNet(RecurrentMixer):
         c, (batch, time, _) = self.config, x_BxTxD.shape
         refuse_prefix(c, context)
         key_width, value_width = c.delta_key_width, c.delta_value_width
-        qkv = jnp.concatenate(
-            [
-                self.project("query", key_width, x_BxTxD, context),
-                self.project("key", key_width, x_BxTxD, context),
-                self.project("value", value_width, x_BxTxD, context, deepnorm_gain(c)),
-            ],
-            axis=-1,
-        )
+        q = self.project("query", key_width, x_BxTxD, context)
+        k = self.project("key", key_width, x_BxTxD, context)
+        v = self.project("value", value_width, x_BxTxD, context, deepnorm_gain(c))
+        qkv = jnp.concatenate([q, k, v], axis=-1)  # one convolution for all three
         convolution = ShortConvolution(TAPS, "heads", name="convolution")
         qkv = nn.silu(convolution(qkv.reshape(batch, time, -1), context)).reshape(qkv.shape)
         q, k, v = jnp.split(qkv, (key_width, 2 * key_width), axis=-1)

@@ -13,6 +13,7 @@ import numpy as np
 
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.config import ModelConfig
 from smallgpt_jax.models.gated_delta import GatedDeltaNet
 from smallgpt_jax.models.language_model import LanguageModel
 from smallgpt_jax.models.mamba import Mamba2
@@ -37,38 +38,26 @@ def check_attention_kernels(
     """Raises UserError if a kernel is wrong on these devices (collective)."""
     if mesh.devices.flat[0].platform == "cpu":
         return
-    c = model.config
-    kernels = {}  # one of each kind
+    kernels = {}  # one of each kind, in an order that all processes have
     for layers in attention_layers(model, mesh, separate_documents):
-        kind = (layers.backend, layers.head_width, layers.window, layers.heads, layers.kv_heads)
-        kernels[kind] = layers
-    for _, layers in sorted(kernels.items()):
-        if layers.backend == "xla":
-            continue
-        error = _relative_error(
-            mesh,
-            layers,
-            c.context_length,
-            c.dtype,
-            separate_documents,
-            c.attention_mask != "bidirectional",
-        )
+        if layers.backend != "xla":
+            kind = (layers.backend, layers.head_width, layers.window, layers.heads, layers.kv_heads)
+            kernels[kind] = layers
+    for layers in kernels.values():
+        error = _relative_error(mesh, layers, model.config, separate_documents)
         if not error < TOLERANCE:  # also true for NaN
             raise UserError(
-                f"config.model.attention={c.attention}: on this {jax.devices()[0].device_kind}, "
-                f"the {layers.backend} kernel for heads of width {layers.head_width} has a "
-                f"relative error of {error:.2g}; set --config.model.attention=xla"
+                f"config.model.attention={model.config.attention}: on this "
+                f"{jax.devices()[0].device_kind}, the {layers.backend} kernel for heads of width "
+                f"{layers.head_width} has a relative error of {error:.2g}; set "
+                "--config.model.attention=xla"
             )
 
 
 def check_recurrence_kernels(model: LanguageModel, mesh: jax.sharding.Mesh) -> None:
     """Raises UserError if a kernel of delta or mamba is wrong on these devices (collective)."""
     c = model.config
-    if (
-        mesh.devices.flat[0].platform != "tpu"
-        or c.attention == "xla"
-        or set(c.mixers) == {"attention"}
-    ):
+    if mesh.devices.flat[0].platform != "tpu" or c.attention == "xla":
         return
     for mixer, heads, *widths in sorted(recurrences(model)):
         if not recurrence_kernel.fits(c.context_length, *widths):
@@ -99,9 +88,9 @@ def recurrences(model: LanguageModel) -> set[tuple[str, int, int, int]]:
 def _recurrence_errors(
     mesh, mixer: str, heads: int, key_width: int, value_width: int
 ) -> np.ndarray:
-    """Returns the relative errors of _PARTS, for two rows per device. A row is the end of one text,
-    which sees the state that another call has left, and the beginning of the next.
-    """
+    """Returns the relative errors of _PARTS, for two rows per device."""
+    # A row is the end of one text, which sees the state that another call has left, and the
+    # beginning of the next.
     is_delta = mixer == "delta"
     in_kernel = recurrence_kernel.in_kernel
     in_plain_jax = (gated_delta if is_delta else state_space).in_plain_jax
@@ -119,6 +108,7 @@ def _recurrence_errors(
         decay, beta = normal(time, heads), normal(time, heads)
         state = normal(heads, key_width, value_width)
         k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
+        # values that bfloat16 represents, because the kernel rounds them to it
         q, k, v, dy = (x.astype("bfloat16").astype("float32") for x in (q, k, v, dy))
         inputs = [q, k, v, -jax.nn.softplus(decay - 3)]
         if is_delta:
@@ -135,43 +125,40 @@ def _recurrence_errors(
 
 
 def _relative_error(
-    mesh,
-    layers: AttentionLayers,
-    time: int,
-    dtype: str,
-    separate_documents: bool,
-    is_causal: bool = True,
+    mesh, layers: AttentionLayers, c: ModelConfig, separate_documents: bool
 ) -> float:
     """Returns the largest ‖x − r‖ / ‖r‖ of outputs and gradients x; r: `plain_attention`."""
     # Each device gets two rows and, if the layers have as many, two key–value heads.
     tensor, per_group = mesh.shape["tensor"], layers.heads // layers.kv_heads
     groups = min(layers.kv_heads, 2 * tensor) if layers.kv_heads % tensor == 0 else layers.kv_heads
-    rows = 2 * sharding.num_batch_shards(mesh)
+    rows, time = 2 * sharding.num_batch_shards(mesh), c.context_length
 
     def errors():
         q, k, v, dy = _sample_inputs(
-            (rows, groups, per_group, time, layers.head_width), dtype, layers.window
+            (rows, groups, per_group, time, layers.head_width), c.dtype, layers.window
         )
         # The texts' border differs between the two rows of a device.
         borders_B = (1 + jnp.arange(rows) % 2) * time // 3
         segment_ids = None
         if separate_documents:
             segment_ids = (jnp.arange(time)[None] >= borders_B[:, None]).astype("int32")
+        is_causal = c.attention_mask != "bidirectional"
         mask = AttentionMask(layers.window, segment_ids, is_causal=is_causal)
         return _relative_errors(
             lambda *qkv: (attention(*qkv, mask, backend=layers.backend),),
             lambda *qkv: (plain_attention(*qkv, mask),),
             (q, k, v),
             dy,
-            dtype,
+            c.dtype,
         )
 
     return float(np.max(_run_on_all(errors, mesh)))
 
 
 def _relative_errors(kernel, oracle, inputs, dy, dtype: str = "float32"):
-    """Returns ‖x − r‖ / ‖r‖ of the outputs and of the gradient of the first one by each input; x:
-    `kernel`, of `dtype`; r: `oracle`.
+    """Returns ‖x − r‖ / ‖r‖ of the outputs, and of the gradients of the first one by the inputs.
+
+    x are those of `kernel` in `dtype`, r those of `oracle`.
     """
 
     def outputs_and_gradients(function, dtype):
@@ -215,6 +202,7 @@ def _sample_inputs(shape: tuple[int, ...], dtype: str, window: int) -> list[jax.
         # The score of both keys; less for narrow heads, whose scores vary more.
         score = min(1, width / 16) * math.log(window)
         q += score / math.sqrt(width) * edge_BxHxTxK
+    # The kernel and the oracle, which computes in float32, then read equal numbers.
     dtype = jnp.finfo(dtype)
     return [jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant) for x in (q, k, v, dy)]
 

@@ -24,9 +24,9 @@ def head_std(width: int) -> float:
 
 
 def embed(table_VxD, tokens_BxT, dtype: str):
-    """Returns (B, T, D). The table stays float32, because the gradient of a frequent token sums too
-    many terms for bfloat16.
-    """
+    """Returns the tokens' rows of the table, (B, T, D), in `dtype`."""
+    # The table stays float32, because the gradient of a frequent token sums too many terms for
+    # bfloat16.
     return sharding.look_up(table_VxD, TABLE_AXES, tokens_BxT, dtype)
 
 
@@ -37,15 +37,11 @@ class LanguageModel(nn.Module):
 
     def setup(self):
         c = self.config
-        self.token_embedding = self.param(
-            "token_embedding", normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model)
-        )
+        initial, shape = normal(INIT_STD, *TABLE_AXES), (c.vocab_size, c.d_model)
+        self.token_embedding = self.param("token_embedding", initial, shape)
         if c.position == "learned":  # attention applies the other position encodings
-            self.position_embedding = self.param(
-                "position_embedding",
-                normal(INIT_STD, "position", "embed"),
-                (c.context_length, c.d_model),
-            )
+            initial, shape = normal(INIT_STD, "position", "embed"), (c.context_length, c.d_model)
+            self.position_embedding = self.param("position_embedding", initial, shape)
         if c.smear:
             self.smear = Smear()
         self.trunk = find_architecture(c.architecture)(c)
@@ -86,11 +82,8 @@ class LanguageModel(nn.Module):
         if c.tie_embeddings:
             weight = self.token_embedding
         else:
-            weight = self.param(
-                "head",
-                normal(head_std(c.output_width), *TABLE_AXES),
-                (c.vocab_size, c.output_width),
-            )
+            initial = normal(head_std(c.output_width), *TABLE_AXES)
+            weight = self.param("head", initial, (c.vocab_size, c.output_width))
         return sharding.gather_weight(weight.astype(c.dtype), TABLE_AXES)
 
     def __call__(self, tokens_BxT, context: Context = EVALUATION):

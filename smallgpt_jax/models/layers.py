@@ -9,7 +9,6 @@ An entry of NORMS is a function (config, name) → module, which is called with 
 of MLPS is a module class with a field `config`, called with (B, T, D) activations and a `Context`.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -191,7 +190,7 @@ class MixtureOfExperts(nn.Module):
             return y_BxTxD
         # All shared experts are one MLP, as wide as they are together.
         shared_ratio = c.num_shared_experts * c.mlp_width / c.d_model
-        shared = dataclasses.replace(c, mlp=c.expert_mlp, mlp_ratio=shared_ratio)
+        shared = c.replace(mlp=c.expert_mlp, mlp_ratio=shared_ratio)
         return y_BxTxD + MLPS[c.expert_mlp](shared, name="shared")(x_BxTxD, context)
 
     def weights(self, name: str, shape: tuple[int, int], axes: tuple[str, str], std: float):

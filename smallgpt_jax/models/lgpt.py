@@ -60,20 +60,14 @@ class LGPTConfig(ModelConfig):
         self.validate_choice("stage_heads", ("fixed", "scaled"))
         halvings = self.num_compressions
         if self.d_model % 2**halvings:
-            self.refuse(
-                "d_model",
-                f"is halved {halvings} times, so 2^{halvings} must divide it; "
-                "change it or config.model.blocks_per_stage",
-            )
+            rule = f"is halved {halvings} times, so 2^{halvings} must divide it"
+            self.refuse("d_model", f"{rule}; change it or config.model.blocks_per_stage")
         smallest = 2 ** (self.num_stages - 1)
         for field in ("num_heads", "num_kv_heads"):
             if self.stage_heads == "scaled" and getattr(self, field) % smallest:
-                self.refuse(
-                    field,
-                    f"is halved after each stage but the last ({self.num_stages} stages), so "
-                    f"2^{self.num_stages - 1}={smallest} must divide it",
-                )
-        for stage in stages(self):
+                rule = f"is halved after each of {self.num_stages} stages but the last"
+                self.refuse(field, f"{rule}, so 2^{self.num_stages - 1}={smallest} must divide it")
+        for stage in stages(self):  # a fixed number of heads must also divide narrower stages
             if not self.head_dim and stage.d_model % stage.num_heads:
                 self.refuse("num_heads", f"must divide {stage.d_model}, the width of a stage")
             stage.validate_block()
@@ -115,12 +109,10 @@ def stages(config: LGPTConfig) -> list[LGPTConfig]:
     configs = []
     for i in range(config.num_stages):
         heads_divisor = 2**i if config.stage_heads == "scaled" else 1
-        configs.append(
-            dataclasses.replace(
-                config,
-                d_model=config.d_model // 2**i,
-                num_heads=config.num_heads // heads_divisor,
-                num_kv_heads=config.num_kv_heads // heads_divisor,
-            )
+        stage = config.replace(
+            d_model=config.d_model // 2**i,
+            num_heads=config.num_heads // heads_divisor,
+            num_kv_heads=config.num_kv_heads // heads_divisor,
         )
+        configs.append(stage)
     return configs

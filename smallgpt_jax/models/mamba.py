@@ -39,6 +39,7 @@ class Mamba2(RecurrentMixer):
         v_BxTxHxP = nn.silu(v_BxTxI).reshape(shape)
         k_BxTxN = self.narrow("key", c.mamba_state, "state", x_BxTxD, context)
         q_BxTxN = self.narrow("query", c.mamba_state, "state", x_BxTxD, context)
+        # Apart from the values, because a mesh shards these by heads, which share keys and queries.
         kq_BxTxJ = jnp.concatenate([k_BxTxN, q_BxTxN], axis=-1)
         convolution = ShortConvolution(TAPS, "state", name="key_query_convolution")
         kq_BxTxJ = nn.silu(convolution(kq_BxTxJ, context))

@@ -58,14 +58,13 @@ class Parameter:
 
     @property
     def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The axes of a matrix's inputs and outputs. Outputs are the last axis, or all axes after
-        one in _WHOLE_INPUTS.
-        """
+        """The axes of a matrix's inputs and outputs: the last, or those after _WHOLE_INPUTS."""
+        # (embed, heads, head_width) has one input axis, (heads, head_width, embed) one output axis.
         axes = self.own_axes
         for n, i in enumerate(axes[:-1], start=1):
-            if self.axes[i] in _WHOLE_INPUTS:  # (embed, heads, head_width): one input axis
+            if self.axes[i] in _WHOLE_INPUTS:
                 return axes[:n], axes[n:]
-        return axes[:-1], axes[-1:]  # (heads, head_width, embed): one output axis
+        return axes[:-1], axes[-1:]
 
     @property
     def is_cast(self) -> bool:
@@ -119,8 +118,7 @@ def trace_variables(model: LanguageModel, parts: tuple):
     tokens_1xT = jax.ShapeDtypeStruct((1, time), jnp.int32)
     with nn.intercept_methods(name_axes):
         variables = jax.eval_shape(model.init, jax.random.key(0), tokens_1xT)
-    names = ("params", "state")
-    return {name: with_axes(variables.get(name, {})) for name in names}
+    return {name: with_axes(variables.get(name, {})) for name in ("params", "state")}
 
 
 def with_axes(tree):
@@ -162,6 +160,7 @@ def _is_box(x) -> bool:
 class _PlainAxes(nn.LogicallyPartitioned):
     """A box without axis names; unlike its base class, it accepts added axes without one."""
 
+    # `nn.scan` and `nn.vmap` in the modules of users need not name the axes that they add.
     def add_axis(self, index: int, params: dict):
         return super().add_axis(index, {nn.PARTITION_NAME: None, **params})
 
@@ -185,11 +184,8 @@ def num_parameters(model: LanguageModel) -> int:
 
 def num_active_parameters(model: LanguageModel) -> int:
     """Returns the number of parameters that a token uses: not those of other experts."""
-    c = model.config
-    total = 0
+    c, total = model.config, 0
     for p in jax.tree.leaves(abstract_params(model)):
-        if "expert" in p.axes:
-            total += p.size * c.experts_per_token // c.num_experts
-        else:
-            total += p.size
+        is_routed = "expert" in p.axes
+        total += p.size * c.experts_per_token // c.num_experts if is_routed else p.size
     return total

@@ -34,16 +34,13 @@ class PGPTConfig(ModelConfig):
 
 
 class ParallelPath(nn.Module):
-    """The dense layer's std 1/√D preserves the variance of the embeddings; 0.02 would shrink them
-    in narrow models.
-    """
-
     config: PGPTConfig
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         c = self.config
         axes = ("embed", "path_embed")
+        # The std 1/√D preserves the variance of the embeddings; 0.02 would shrink narrow ones.
         dense = Dense((c.d_model,), axes, c.d_model**-0.5, True, c.dtype, name="dense")
         blocks = stack_blocks(layer_configs(c, c.depth), context)
         return blocks(dense(x_BxTxD, context))
@@ -120,5 +117,5 @@ def with_paths(config: PGPTConfig, params, model_state, paths: Sequence[int]):
         logits = jnp.append(logits, 0.0)[chosen]
         params["trunk"]["path_logits"] = logits[:-1] - logits[-1]
     length = config.num_layers // config.num_paths
-    config = dataclasses.replace(config, num_paths=len(chosen), num_layers=length * len(chosen))
+    config = config.replace(num_paths=len(chosen), num_layers=length * len(chosen))
     return config, params, model_state

@@ -32,6 +32,7 @@ class Router(nn.Module):
         """Returns the chosen experts and their gates times `expert_scale`, (B, T, K)."""
         c = self.config
         scores_BxTxE = nn.sigmoid(self.products(x_BxTxD))
+        # Biases only move the choice: the gates are of the scores without them.
         bias_E = self.variable("state", "bias", jnp.zeros, (c.num_experts,)).value
         experts_BxTxK = self.choose(jax.lax.stop_gradient(scores_BxTxE) + bias_E[None, None])
         mask_BxT = context.is_text_BxT
@@ -89,14 +90,12 @@ def move_biases(state, loads, rate: float):
 
 
 def load_metrics(loads) -> dict[str, Any]:
-    """Returns the `loads` of `move_biases` in a batch, relative to the mean load of a layer: all of
-    them by the path of the router, and the largest load of a layer, averaged over layers.
-    """
+    """Returns loads relative to a layer's mean: by path, and the mean of the layers' largest."""
     relative = {}
     for path, passes in flax.traverse_util.flatten_dict(loads).items():
         load = sum(jnp.sum(x, axis=0) for x in passes)
         mean = jnp.mean(load, axis=-1, keepdims=True)
-        least = 1 / load.shape[-1]  # of a mean, unless there are no tokens
+        least = 1 / load.shape[-1]  # a mean is no less, unless there are no tokens
         relative["/".join(path[:-1])] = load / jnp.maximum(mean, least)
     if not relative:
         return {}

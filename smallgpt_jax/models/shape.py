@@ -30,6 +30,8 @@ _TRIALS = 8  # models that are traced at most
 
 def fit_shape(fields: Mapping[str, Any], parameters: float) -> ModelConfig:
     """Returns the config of a model with about `parameters` active parameters, all included."""
+    # Alternates between choosing by an approximate count, which takes microseconds per shape, and
+    # tracing the chosen model, which makes the count exact for its depth and width.
     search = _Search(fields)
     count = _Count(search.mlp_matrices)
     tried: dict[_Shape, tuple[float, ModelConfig]] = {}
@@ -140,6 +142,7 @@ class _Search:
     def shapes(self, count: _Count, parameters: float) -> Iterator[_Shape]:
         for d in self._options("d_model", _WIDTHS):
             usual = self.usual_depth(d)
+            # even numbers of blocks, up to twice the usual one
             for layers in self._options("num_layers", range(2, 2 * usual + 1, 2)):
                 yield _Shape(d, layers, self._mlp_width(count, parameters, d, layers))
 

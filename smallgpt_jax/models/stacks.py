@@ -7,7 +7,6 @@
 Scanning and rematerialization do not change this layout.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -33,15 +32,7 @@ REMAT = {
 # are added to the training loss. "metrics" are averaged over layers and logged; "layer_metrics" are
 # logged per layer. "loads" of routers are sums over rows; they are logged, and move the biases.
 # "features" are compared with those of a teacher.
-PER_LAYER = {
-    "params": 0,
-    "state": 0,
-    "losses": 0,
-    "metrics": 0,
-    "layer_metrics": 0,
-    "loads": 0,
-    "features": 0,
-}
+PER_LAYER = dict.fromkeys("params state losses metrics layer_metrics loads features".split(), 0)
 
 
 def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[ModelConfig]:
@@ -52,14 +43,13 @@ def layer_configs(config: ModelConfig, length: int, first: int = 0) -> list[Mode
     configs = []
     for i in range(first, first + length):  # each pattern repeats with its own period
         window, table = windows[i % len(windows)], tables[i % len(tables)]
-        configs.append(
-            dataclasses.replace(
-                config,
-                mixers=(mixers[i % len(mixers)],),
-                attention_windows=(window,) if window else (),
-                value_embeddings=(1,) if table else (),
-            )
+        block = config.replace(
+            mixers=(mixers[i % len(mixers)],),
+            # of several ways to say none, one, so that equal blocks have equal configs
+            attention_windows=(window,) if window else (),
+            value_embeddings=(1,) if table else (),
         )
+        configs.append(block)
     return configs
 
 
@@ -86,6 +76,7 @@ def stack_blocks(
         blocks_context = context
         if configs[0].input_mix:
             blocks_context = context.replace(stack_input_BxTxD=x_BxTxD)
+        # The first pass creates the weights, which the others share.
         for _ in range(configs[0].loops):
             x_BxTxD = stack(x_BxTxD, blocks_context)
         return x_BxTxD

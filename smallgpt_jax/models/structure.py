@@ -92,7 +92,8 @@ def _trace_mixers(model: LanguageModel, parts: tuple):
 
     def note_mixer(call, arguments, keywords, method):
         module = method.module
-        *outer, name = module.path or ("",)
+        *outer, name = module.path or ("",)  # the path of the model itself is empty
+        # a custom mixer may have parts that are also called so
         if isinstance(module, Attention) or (name == "mixer" and "mixer" not in outer):
             traced[module.path] = module.clone(parent=None)  # without variables, which are tracers
         return call(*arguments, **keywords)

@@ -77,13 +77,12 @@ def apply_block(block: nn.Module, x_BxTxD, context: Context, ablation: Ablation 
 
 
 def _residual(c: ModelConfig, name: str, f, x_BxTxD, context: Context, ablation: Ablation | None):
-    """Returns x + f(norm(x)), norm(x + f(x)), or DeepNorm's norm(α·x + f(x)) with α = (2N)^¼ for N
-    blocks in sequence (Wang et al., arXiv 2203.00555, decoder-only models).
-    """
+    """Returns x + f(norm(x)), norm(x + f(x)), or DeepNorm's norm(α·x + f(x))."""
     normalize = norm(c, f"{name}_norm")
     canon = Canon(c.canon_taps, name=f"{name}_canon") if c.canon_taps else None
     skip_BxTxD = x_BxTxD if ablation is None else ablation.skips * x_BxTxD
     if c.norm_position == "deepnorm":
+        # α for decoder-only models of N blocks in sequence (Wang et al., arXiv 2203.00555)
         skip_BxTxD = (2 * c.blocks_in_sequence) ** 0.25 * skip_BxTxD
     if c.norm_position == "pre":
         x_BxTxD = normalize(x_BxTxD)

@@ -83,9 +83,7 @@ def next_tokens(batch: Batch, keys_B) -> Examples:
 
 
 def continuations(batch: Batch, keys_B) -> Examples:
-    """Draws the length of each text's prefix, uniform from 0 to its length − 1; the loss includes
-    only what follows it, as in generation after a prompt.
-    """
+    """Draws the length of each text's prefix, from 0 to its length − 1; the loss is what follows."""
     rows, time = batch.tokens_BxT1.shape[0], batch.tokens_BxT1.shape[1] - 1
     # For texts of 3 and 2 positions: positions 0 1 2 0 1, starts 0 0 0 3 3, ends 3 3 3 5 5.
     positions_BxT = jnp.broadcast_to(Examples(batch).context().positions(time), (rows, time))

@@ -22,7 +22,7 @@ from smallgpt_jax.models.context import EVALUATION, Context
 from smallgpt_jax.models.flops import counted_config
 from smallgpt_jax.models.initializers import INIT_STD, normal, residual_std
 from smallgpt_jax.models.language_model import embed
-from smallgpt_jax.models.layers import Dense, make_mlp, norm, rms_norm
+from smallgpt_jax.models.layers import Dense, block_dense, make_mlp, norm, rms_norm
 from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.objectives.examples import Examples
 from smallgpt_jax.objectives.objective import Outputs, Term, forward_products
@@ -31,16 +31,13 @@ from smallgpt_jax.run.config import TrainConfig
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config of the block of a prediction head: the last block's, with the width of the
-    model's output, and with a dense MLP as wide as the active experts in place of experts.
-    """
+    """Returns the config of a prediction head's block: the last block's, of the output's width."""
     (last,) = layer_configs(config.last_stage, 1, first=config.depth - 1)
     width = config.output_width
     # An lgpt's output may be narrower than its last block (`compress_last_stage`). Without a head_dim,
     # the number of attention heads must divide it.
     heads = last.num_heads if last.head_dim else math.gcd(last.num_heads, width)
-    block = dataclasses.replace(
-        last,
+    block = last.replace(
         d_model=width,
         num_heads=heads,
         dropout=0.0,
@@ -52,8 +49,9 @@ def head_config(config: ModelConfig) -> ModelConfig:
     )
     if block.mlp != "moe":
         return block
+    # A head has no experts, but an MLP as wide as those that one token uses.
     active = block.experts_per_token + block.num_shared_experts
-    return dataclasses.replace(block, mlp=block.expert_mlp, mlp_ratio=active * block.mlp_ratio)
+    return block.replace(mlp=block.expert_mlp, mlp_ratio=active * block.mlp_ratio)
 
 
 class MultiTokenModule(nn.Module):
@@ -68,15 +66,9 @@ class MultiTokenModule(nn.Module):
         h_BxTxW = rms_norm(c, "hidden_norm")(h_BxTxW)
         embedded_BxTxD = rms_norm(c, "embedding_norm")(embedded_BxTxD)
         joint = jnp.concatenate([h_BxTxW, embedded_BxTxD], axis=-1)
-        h_BxTxW = Dense(
-            (c.d_model,),
-            ("embed", "embed_compressed"),
-            joint.shape[-1] ** -0.5,
-            False,
-            c.dtype,
-            name="joint",
-        )(joint, context)
-        h_BxTxW = stack_blocks([c], context)(h_BxTxW)
+        axes, std = ("embed", "embed_compressed"), joint.shape[-1] ** -0.5
+        dense = Dense((c.d_model,), axes, std, False, c.dtype, name="joint")
+        h_BxTxW = stack_blocks([c], context)(dense(joint, context))
         if c.norm_position != "pre":  # the block ends with a norm
             return h_BxTxW, h_BxTxW
         return h_BxTxW, norm(c, "final_norm")(h_BxTxW)
@@ -88,9 +80,8 @@ class MultiTokenModules(nn.Module):
 
     @nn.compact
     def __call__(self, h_BxTxW, embedded, context: Context = EVALUATION):
-        """`embedded` are (B, T, D) arrays: for k from 1 to `depth`, the token k positions further.
-        Returns the inputs of the head for the tokens after them.
-        """
+        """Returns the head's inputs for the tokens after the `embedded` ones, (B, T, D) arrays."""
+        # The array k is of the tokens k positions further.
         head_inputs = []
         for k, embedded_BxTxD in enumerate(embedded, start=1):
             module = MultiTokenModule(self.config, name=str(k))
@@ -133,9 +124,8 @@ class MultiToken(FutureTokens):
 
     def __call__(self, outputs: Outputs, variables, examples: Examples, weights_BxT) -> jax.Array:
         targets_BxT = examples.targets_BxT
-        embedded = [
-            self.embedded(outputs, ahead(targets_BxT, k - 1)) for k in range(1, self.count + 1)
-        ]
+        # Each module reads the token that the module before it, or the model, predicts.
+        embedded = [self.embedded(outputs, ahead(targets_BxT, k)) for k in range(self.count)]
         hidden = self.head.apply(
             {"params": variables}, outputs.x_BxTxW, embedded, examples.context()
         )
@@ -159,15 +149,11 @@ class CrossAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x_RxNxW, pseudo_RxPxW):
-        """Attention of N positions in each of R rows to P pseudo-tokens. Without dropout, so the
-        context of evaluation applies in training, too.
-        """
         c = self.config
         features, axes = (c.num_heads, c.head_width), ("embed", "heads", "head_width")
 
-        def project(name, x):
-            dense = Dense(features, axes, INIT_STD, c.use_bias, c.dtype, name=name)
-            return dense(x, EVALUATION)
+        def project(name, x):  # without dropout, so the context of evaluation applies
+            return block_dense(c, name, features, axes, INIT_STD)(x, EVALUATION)
 
         q_RxNxHxK = project("query", x_RxNxW)
         k_RxPxHxK = project("key", pseudo_RxPxW)
@@ -177,14 +163,9 @@ class CrossAttention(nn.Module):
         )
         weights_RxHxNxP = jax.nn.softmax(scores_RxHxNxP / math.sqrt(c.head_width)).astype(c.dtype)
         y_RxNxHxK = jnp.einsum("rhnp,rphk->rnhk", weights_RxHxNxP, v_RxPxHxK)
-        return Dense(
-            (c.d_model,),
-            ("heads", "head_width", "embed"),
-            residual_std(c),
-            c.use_bias,
-            c.dtype,
-            name="out",
-        )(y_RxNxHxK, EVALUATION)
+        axes = ("heads", "head_width", "embed")
+        out = block_dense(c, "out", (c.d_model,), axes, residual_std(c))
+        return out(y_RxNxHxK, EVALUATION)
 
 
 class PseudoSequenceDecoder(nn.Module):
@@ -221,6 +202,7 @@ class PseudoSequenceDecoder(nn.Module):
             dtype=c.dtype,
             name="tokens",
         )(rms_norm(c, "tokens_norm")(y_RxNxD), EVALUATION)
+        # In place of the model's position encoding: the places count from the head's position.
         places_NxW = self.param(
             "places", normal(INIT_STD, "position", "embed"), (len(embedded), width)
         )
@@ -242,8 +224,7 @@ class PseudoSequence(FutureTokens):
 
     @property
     def head(self) -> nn.Module:
-        config = dataclasses.replace(
-            head_config(self.config),
+        config = head_config(self.config).replace(
             mixers=("attention",),
             attention_windows=(),
             attention_mask="causal",
@@ -266,11 +247,8 @@ class PseudoSequence(FutureTokens):
         # The decoder reads each token to predict the next one: the first is the input itself.
         tokens = [at(examples.inputs_BxT)]
         tokens += [at(ahead(examples.targets_BxT, k)) for k in range(count - 1)]
-        y_RxNxW = self.head.apply(
-            {"params": variables},
-            x_BxSxW,
-            [self.embedded(outputs, tokens_BxS) for tokens_BxS in tokens],
-        )
+        embedded = [self.embedded(outputs, tokens_BxS) for tokens_BxS in tokens]
+        y_RxNxW = self.head.apply({"params": variables}, x_BxSxW, embedded)
         targets = [at(ahead(examples.targets_BxT, k)) for k in range(count)]
         targets_BxSxN = jnp.stack(targets, axis=-1)
         discounts = [self.discount**k for k in range(count)]
@@ -296,9 +274,7 @@ def ahead(x_BxT, count: int):
 
 
 def weights_ahead(examples: Examples, weights_BxT, count: int):
-    """Returns the weights of the targets `count` positions further: 0 beyond the row, in another
-    document, or if the position's own target has no weight.
-    """
+    """Returns the weights of the targets `count` positions further, 0 beyond row or document."""
     time = weights_BxT.shape[1]
     # Inside a prefix, where targets have no weight, attention may see what follows.
     is_counted_BxT = (weights_BxT > 0) & (jnp.arange(time)[None] < time - count)
@@ -331,10 +307,8 @@ def future_terms(train: TrainConfig, model: LanguageModel) -> dict[str, Term]:
             "must be 0 with config.train.objective='masked', which predicts no later tokens",
         )
     if train.future_tokens >= model.config.context_length:
-        train.refuse(
-            "future_tokens",
-            f"must be less than config.model.context_length={model.config.context_length}",
-        )
+        limit = f"config.model.context_length={model.config.context_length}"
+        train.refuse("future_tokens", f"must be less than {limit}")
     term = make_term(
         train,
         weight=train.future_weight,

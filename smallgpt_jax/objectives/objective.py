@@ -85,9 +85,8 @@ class Term:
         raise NotImplementedError
 
     def train_products(self, model: LanguageModel) -> int:
-        """Returns the FLOPs of matrix products in training on one row: as of the model, 3 times
-        those of the forward pass. Raises UnknownFlops.
-        """
+        """Returns the FLOPs of matrix products in training on one row. Raises UnknownFlops."""
+        # as of the model, 3 times those of the forward pass
         return 3 * forward_products(self, model)
 
 
@@ -103,6 +102,7 @@ def forward_products(term: Term, model: LanguageModel) -> int:
     tokens_1xT1 = jax.ShapeDtypeStruct((1, c.context_length + 1), "int32")
     weights_1xT = jax.ShapeDtypeStruct((1, c.context_length), "float32")
 
+    # without collections: a term that reads them has its own `train_products`
     def loss(outputs, variables, tokens_1xT1, weights_1xT):
         return term(Outputs(*outputs, {}), variables, Examples(Batch(tokens_1xT1)), weights_1xT)
 

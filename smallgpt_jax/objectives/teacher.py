@@ -100,6 +100,7 @@ def open_teacher(
             )
     except UserError as error:
         raise UserError(f"config.train.teacher: {error}") from None
+    # `_read_teacher` has compared the fields of the weights; the others, as of backends, are ours.
     model = models.LanguageModel(
         student.config.replace(rank_ratio=config.rank_ratio, dropout=0.0, remat="none")
     )

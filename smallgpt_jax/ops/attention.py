@@ -47,12 +47,13 @@ def select_backend(
     if backend == "auto":
         backend = {"tpu": "flash", "gpu": "cudnn"}.get(platform, "xla")
     if backend == "flash" and not _flash_supports(shape, mask):
-        backend = "splash"
-    reason = ""
+        backend = "splash"  # slower, but for more masks, lengths and head widths
+    reasons: dict[str, bool] = {}
     if backend in ("flash", "splash"):
-        reason = _reason_against_pallas(backend, platform, shape, mask, has_alibi)
+        reasons = _reasons_against_pallas(backend, platform, shape, mask, has_alibi)
     elif backend == "cudnn":
-        reason = _reason_against_cudnn(platform, shape, mask, has_alibi)
+        reasons = _reasons_against_cudnn(platform, shape, mask, has_alibi)
+    reason = next((reason for reason, applies in reasons.items() if applies), "")
     return ("xla", reason) if reason else (backend, "")
 
 
@@ -62,41 +63,35 @@ def _flash_supports(shape: AttentionShape, mask: AttentionMask) -> bool:
     return flash_attention.fits(shape.per_group, shape.head_width, shape.time, shape.dtype)
 
 
-# Why a kernel cannot compute an attention, "" if it can.
-def _reason_against_pallas(
+# {why a kernel cannot compute an attention: whether it is so}
+def _reasons_against_pallas(
     backend: str, platform: str, shape: AttentionShape, mask: AttentionMask, has_alibi: bool
-) -> str:
-    if shape.time % splash_attention_kernel.NUM_LANES:
-        return f"{backend} attention needs a multiple of 128 positions"
-    if platform == "gpu":
-        return f"{backend} attention is for TPUs only"
-    if has_alibi:
-        return f"{backend} attention does not support ALiBi"
-    if mask.prefix_BxT is not None:
-        return f"{backend} attention does not support prefixes"
-    return ""
+) -> dict[str, bool]:
+    lanes = splash_attention_kernel.NUM_LANES
+    return {
+        f"{backend} attention needs a multiple of 128 positions": shape.time % lanes > 0,
+        f"{backend} attention is for TPUs only": platform == "gpu",  # on CPUs, it is interpreted
+        f"{backend} attention does not support ALiBi": has_alibi,
+        f"{backend} attention does not support prefixes": mask.prefix_BxT is not None,
+    }
 
 
-def _reason_against_cudnn(
+def _reasons_against_cudnn(
     platform: str, shape: AttentionShape, mask: AttentionMask, has_alibi: bool
-) -> str:
-    if platform != "gpu":
-        return "cuDNN is for NVIDIA GPUs only"
-    if shape.dtype != "bfloat16":
-        return "cuDNN's attention needs bfloat16"
-    if shape.head_width % 8 or shape.head_width > 128:
-        return "cuDNN's attention needs a head width that is a multiple of 8, up to 128"
-    # If both is_causal and a mask are passed to cuDNN's attention, tokens attend to tokens of
-    # other texts.
-    if mask.segment_ids_BxT is not None:
-        return "cuDNN's attention does not support separate documents in a row"
-    if mask.prefix_BxT is not None:
-        return "cuDNN's attention does not support prefixes"
-    if mask.window and not mask.is_causal:
-        return "cuDNN's attention does not support bidirectional windows"
-    if has_alibi:  # cuDNN accepts a bias only as a (time, time) array per head
-        return "cuDNN's attention does not support ALiBi"
-    return ""
+) -> dict[str, bool]:
+    has_wrong_width = shape.head_width % 8 > 0 or shape.head_width > 128
+    has_two_sided_window = mask.window > 0 and not mask.is_causal
+    lacks = "cuDNN's attention does not support"
+    return {
+        "cuDNN is for NVIDIA GPUs only": platform != "gpu",
+        "cuDNN's attention needs bfloat16": shape.dtype != "bfloat16",
+        "cuDNN's attention needs a head width that is a multiple of 8, up to 128": has_wrong_width,
+        # with is_causal and a mask, tokens would attend to tokens of other texts
+        f"{lacks} separate documents in a row": mask.segment_ids_BxT is not None,
+        f"{lacks} prefixes": mask.prefix_BxT is not None,
+        f"{lacks} bidirectional windows": has_two_sided_window,
+        f"{lacks} ALiBi": has_alibi,  # only a bias that is a (time, time) array per head
+    }
 
 
 def attention(

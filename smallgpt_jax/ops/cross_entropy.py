@@ -64,9 +64,7 @@ def cap(logits, softcap: float):
 
 
 def most_probable(x_BxTxW, head_VxW, chunks: int):
-    """Returns the token with the largest logit at each position, (B, T) int32. `chunks` must divide
-    T. A cap of the logits does not change it.
-    """
+    """Returns the token with the largest logit, capped or not, at each position, (B, T) int32."""
 
     def of_chunk(x_BxCxW):
         tokens_R = jnp.argmax(_logits(_rows(x_BxCxW), head_VxW), axis=1)

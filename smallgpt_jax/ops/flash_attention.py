@@ -86,6 +86,7 @@ def _scores(k_KxS, q_KxC, blocks_apart, window: int):
     allowed = True if is_in_window else distance < window
     if is_diagonal:
         allowed = allowed & (distance >= 0)
+    # Finite, because the difference of two infinities would be NaN.
     return jnp.where(allowed, scores_SxC, -1e30)
 
 

@@ -23,17 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smallgpt_jax.devices.platform import platform
-from smallgpt_jax.ops import recurrence_kernel
-from smallgpt_jax.ops.chunks import (
-    RecurrenceInputs,
-    chunk_length,
-    decays_in_chunk,
-    in_chunks,
-    joined,
-    product,
-    states_before_chunks,
-)
+from smallgpt_jax.ops import chunks, recurrence_kernel
+from smallgpt_jax.ops.chunks import RecurrenceInputs
 
 _SMALL = 16  # products of smaller matrices cost more on CPUs than the zeros in larger ones
 
@@ -44,17 +35,9 @@ def gated_delta(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend:
     β = 0, which keeps the state. The `backend` "xla" uses no kernel.
     """
     inputs = inputs.map(lambda x: x.astype(jnp.float32))
-    _, time, _, key_width = inputs.q_BxTxGxK.shape
-    if time == 1:
-        q_BxHxK, k_BxHxK, v_BxHxV, log_decay_BxH, beta_BxH = inputs.map(lambda x: x[:, 0])
-        kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(log_decay_BxH))
-        y_BxHxV, state_BxHxKxV = _one_token(
-            q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV
-        )
-        return y_BxHxV[:, None], state_BxHxKxV
-    value_width = inputs.v_BxTxHxV.shape[-1]
-    fits = recurrence_kernel.fits(time, key_width, value_width)
-    if backend != "xla" and platform() == "tpu" and fits:
+    if inputs.v_BxTxHxV.shape[1] == 1:
+        return _one_token(inputs, begins_BxT, state_BxHxKxV)
+    if recurrence_kernel.applies(inputs, backend):
         return recurrence_kernel.in_kernel(inputs, begins_BxT, state_BxHxKxV)
     return in_plain_jax(inputs, begins_BxT, state_BxHxKxV)
 
@@ -66,10 +49,10 @@ def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
     @ round their inputs to bfloat16.
     """
     time = inputs.q_BxTxGxK.shape[1]
-    length = chunk_length(time)
-    q, k, v, log_decay, beta = inputs.map(lambda x: in_chunks(x, length))  # (N, B, H, C, …)
-    begins_NxBx1xC = in_chunks(begins_BxT[:, :, None], length)
-    decays, kept, until_end = decays_in_chunk(log_decay, begins_NxBx1xC)  # Γ, γ, ω
+    length = chunks.chunk_length(time)
+    q, k, v, log_decay, beta = inputs.map(lambda x: chunks.in_chunks(x, length))  # (N, B, H, C, …)
+    begins_NxBx1xC = chunks.in_chunks(begins_BxT[:, :, None], length)
+    decays, kept, until_end = chunks.decays_in_chunk(log_decay, begins_NxBx1xC)  # Γ, γ, ω
     earlier = jnp.tri(length, k=-1)[None, None, None]
     identity = jnp.eye(length)[None, None, None]
     a_NxBxHxCxC = earlier * beta[..., None] * decays * (k @ jnp.swapaxes(k, -1, -2))
@@ -85,26 +68,27 @@ def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
     of_chunk = jnp.swapaxes(keys_at_end, -1, -2) @ solutions
     added, erased = jnp.split(of_chunk, [width_v], axis=-1)
     y_NxBxHxCxV, reads = jnp.split(scores @ solutions, [width_v], axis=-1)
-    states, state_BxHxKxV = states_before_chunks(kept[..., -1], erased, added, state_BxHxKxV)
+    states, state_BxHxKxV = chunks.states_before_chunks(kept[..., -1], erased, added, state_BxHxKxV)
     y_NxBxHxCxV += (kept[..., None] * q - reads) @ states
-    return joined(y_NxBxHxCxV, time), state_BxHxKxV
+    return chunks.joined(y_NxBxHxCxV, time), state_BxHxKxV
 
 
-def _one_token(q_BxHxK, k_BxHxK, v_BxHxV, kept_BxH, beta_BxH, state_BxHxKxV):
+def _one_token(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
     """Equation 10 of the paper (see this module's docstring), for one token."""
+    q_BxHxK, k_BxHxK, v_BxHxV, log_decay_BxH, beta_BxH = inputs.map(lambda x: x[:, 0])
+    kept_BxH = jnp.where(begins_BxT, 0.0, jnp.exp(log_decay_BxH))
     state_BxHxKxV = kept_BxH[:, :, None, None] * state_BxHxKxV
     read_BxHxV = jnp.einsum("bhk,bhkv->bhv", k_BxHxK, state_BxHxKxV)
     u_BxHxV = beta_BxH[:, :, None] * (v_BxHxV - read_BxHxV)
     state_BxHxKxV += k_BxHxK[..., None] * u_BxHxV[:, :, None]
     y_BxHxV = jnp.einsum("bhk,bhkv->bhv", q_BxHxK, state_BxHxKxV)
-    return y_BxHxV, state_BxHxKxV
+    return y_BxHxV[:, None], state_BxHxKxV
 
 
 @jax.custom_vjp
 def unit_lower_inverse(matrix):
-    """Returns the inverse of (…, C, C) lower triangular matrices with ones on the diagonal; C is a
-    power of two. The powers of the series Σ(I − matrix)ⁿ could overflow.
-    """
+    """Returns the inverse of (…, C, C) lower triangular matrices with ones on the diagonal."""
+    # By halves (C is a power of two), because powers in the series Σ(I − matrix)ⁿ could overflow.
     length = matrix.shape[-1]
     if length <= _SMALL:
         return _small_inverse(matrix)
@@ -113,14 +97,13 @@ def unit_lower_inverse(matrix):
     diagonal_blocks = jnp.stack([matrix[..., :half, :half], matrix[..., half:, half:]])
     p_inverse, q_inverse = unit_lower_inverse(diagonal_blocks)
     r = matrix[..., half:, :half]
-    lower_left = -product(product(q_inverse, r), p_inverse)
+    lower_left = -chunks.product(chunks.product(q_inverse, r), p_inverse)
     return jnp.block([[p_inverse, jnp.zeros_like(p_inverse)], [lower_left, q_inverse]])
 
 
 def _small_inverse(matrix):
-    """Uses the formula of `unit_lower_inverse` from blocks of one row upwards, for all pairs of
-    blocks at once: R is what joins the two blocks of each pair.
-    """
+    # The formula of `unit_lower_inverse` from blocks of one row upwards, for all pairs of blocks at
+    # once: R is what joins the two blocks of each pair.
     length = matrix.shape[-1]
     inverse = jnp.broadcast_to(jnp.eye(length), matrix.shape)
     size = 1  # of the blocks that are inverted: 1, 2, 4, 8 of a matrix of 16 rows
@@ -130,7 +113,7 @@ def _small_inverse(matrix):
         mask = np.where(joins_pair, np.float32(1), np.float32(0))
         r = mask.reshape((1,) * (matrix.ndim - 2) + mask.shape) * matrix
         if size > 1:  # the inverse of blocks of size 1 is the identity
-            r = product(product(inverse, r), inverse)
+            r = chunks.product(chunks.product(inverse, r), inverse)
         inverse -= r
         size *= 2
     return inverse
@@ -143,7 +126,7 @@ def _forward(matrix):
 
 def _backward(inverse, cotangent):
     transposed = jnp.swapaxes(inverse, -1, -2)
-    return (-product(product(transposed, cotangent), transposed),)
+    return (-chunks.product(chunks.product(transposed, cotangent), transposed),)
 
 
 unit_lower_inverse.defvjp(_forward, _backward)

@@ -157,9 +157,8 @@ class ExpertWeights(NamedTuple):
 def grouped_experts(
     x_BxTxD, experts_BxTxK, gates_BxTxK, weights: ExpertWeights, activation, backend: str
 ):
-    """Returns Σ_k gate_k · expert_k(x), (B, T, D). Each device groups its own rows of the batch, so
-    that no token moves to another device.
-    """
+    """Returns Σ_k gate_k · expert_k(x), (B, T, D)."""
+    # Each device groups its own rows of the batch, so that no token moves to another device.
     into_ExDxF, out_ExFxD = weights
     backend = _select_backend(backend)
     is_gated = len(into_ExDxF) == 2

@@ -38,6 +38,13 @@ def fits(time: int, key_width: int, value_width: int) -> bool:
     return time >= LENGTH and key_width + value_width <= _MAX_WIDTH
 
 
+def applies(inputs: RecurrenceInputs, backend: str) -> bool:
+    """Returns whether a recurrence uses the kernel; not if the `backend` is "xla"."""
+    _, time, _, key_width = inputs.q_BxTxGxK.shape
+    value_width = inputs.v_BxTxHxV.shape[-1]
+    return backend != "xla" and platform() == "tpu" and fits(time, key_width, value_width)
+
+
 class _Arrays(NamedTuple):
     """What the kernels read of each token, or the gradients by it."""
 
@@ -81,11 +88,10 @@ def in_kernel(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, dtype: str = 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _recurrence(state_BxHxVxK, q_BxGxKxT, k_BxGxKxT, v_BxHxVxT, gates_BxHxRxT, interpret: bool):
-    """Returns y, (B, H, V, T), and the last state, (B, H, V, K), both float32. T must be a multiple
-    of LENGTH.
+    """Returns y, (B, H, V, T), and the last state, (B, H, V, K), both float32.
 
-    The gates are the logarithm of the decay, γ, ω (see ops/chunks.py) and, for the delta rule, β,
-    all float32.
+    LENGTH must divide T. The gates are the logarithm of the decay, γ, ω (see ops/chunks.py) and, for
+    the delta rule, β, all float32.
     """
     return _forward(state_BxHxVxK, q_BxGxKxT, k_BxGxKxT, v_BxHxVxT, gates_BxHxRxT, interpret)[0]
 
@@ -209,6 +215,7 @@ def _unit_inverse(upper, dtype):
         for n in range(0, LENGTH, _ROWS)
     )
     inverse = (row[:_ROWS] == sides).astype(jnp.float32)
+    # Up to 8 rows, both blocks of a pair are in the same 8 rows of the matrix.
     for size in (1, 2, 4):
         r = jnp.where(_joins(row[:_ROWS], sides, size), blocks, 0.0)
         if size > 1:  # the inverse of blocks of size 1 is the identity
@@ -219,6 +226,7 @@ def _unit_inverse(upper, dtype):
         r = jnp.where(_joins(row, column, size), upper, 0.0)
         joined = _precise(_precise(inverse, r, dtype), _on_diagonal(inverse), dtype)
         is_second = column[:size] // size % 2 == 1
+        # P⁻¹ and −P⁻¹·R·Q⁻¹ are the upper rows of a pair, 0 and Q⁻¹ the lower ones.
         inverse = jnp.concatenate(
             [jnp.where(is_second, -joined, inverse), jnp.where(is_second, inverse, 0.0)]
         )
@@ -254,13 +262,11 @@ def _precise(a, b, dtype):
 
 
 def _of_group(inputs: _Arrays, states):
-    """Returns y and the state after the chunk for each head of a group, from lists of one array per
-    head. A list of queries or keys with one array is for all heads.
-    """
+    """Returns y and the state after the chunk for each head, from lists of one array per head."""
     heads = len(states)
     q, k, v, gates = inputs
-    q = q * (heads // len(q))  # one entry per head
-    k = k * (heads // len(k))
+    # heads that share queries or keys have lists of one array, which are repeated
+    q, k = q * (heads // len(q)), k * (heads // len(k))
     return [_chunk(*arrays) for arrays in zip(q, k, v, gates, states, strict=True)]
 
 
@@ -272,11 +278,10 @@ def _heads_at(positions, inputs: _Arrays) -> _Arrays:
 
 
 def _forward_kernel(inputs: _Arrays, state, y, states, last, carried):
-    """Writes y, the states before each chunk, and the last state. `carried`, (heads, V, K), is the
-    state between chunks, which the steps of the grid hand on.
-    """
+    """Writes y, the states before each chunk, and the last state."""
+    # `carried`, (heads, V, K), is the state between chunks, which the steps of the grid hand on.
 
-    @pl.when(pl.program_id(2) == 0)
+    @pl.when(pl.program_id(2) == 0)  # at the first positions of a row
     def _():
         carried[...] = state[...]
 
@@ -312,6 +317,7 @@ def _gradient_kernel(saved, cotangents, d_inputs: _Arrays, d_state, carried):
     def previous_chunk(step, _):
         n = chunks - 1 - step
         at = pl.ds(n * LENGTH, LENGTH)
+        # The formulas of the forward kernel, from the state that it has saved, differentiated.
         _, gradient = jax.vjp(_of_group, _heads_at(at, inputs), [states[h, n] for h in heads])
         gradients, d_states = gradient([(dy[h, :, at], carried[h]) for h in heads])
         for x, by_head in zip(d_inputs, gradients, strict=True):
@@ -391,6 +397,7 @@ def _call(kernel_pass: _Pass, inputs, outputs, arrays: _Arrays, interpret: bool)
         out_specs=jax.tree.map(spec, kernel_pass.outputs, outputs),
         out_shape=outputs,
         scratch_shapes=[pltpu.VMEM((group, width_v, arrays.k_BxGxKxT.shape[2]), jnp.float32)],
+        # Steps along the positions run in order, because each reads the state of the one before.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
@@ -410,14 +417,12 @@ def _forward(state, q, k, v, gates, interpret):
 
 
 def _backward(interpret, saved, cotangents):
-    """Returns the gradients by the arguments of `_forward`.
-
-    A program of the kernel computes a group of gcd(H, _HEADS) heads, and sums over these the gradient
-    of what all heads share, whose axis of heads has the length 1. The sum over groups is done here.
-    """
+    """Returns the gradients by the arguments of `_forward`."""
     arrays, _states = saved
     dy, d_last = cotangents
     batch, heads = dy.shape[:2]
+    # The kernel sums the gradient of what all heads share, whose axis of heads has the length 1,
+    # over the heads of a group. The sum over groups is done here.
     groups = heads // math.gcd(heads, _HEADS)
 
     def gradient_of(x):

@@ -15,16 +15,8 @@ N chunks of C positions.
 
 import jax.numpy as jnp
 
-from smallgpt_jax.devices.platform import platform
-from smallgpt_jax.ops import recurrence_kernel
-from smallgpt_jax.ops.chunks import (
-    RecurrenceInputs,
-    chunk_length,
-    decays_in_chunk,
-    in_chunks,
-    joined,
-    states_before_chunks,
-)
+from smallgpt_jax.ops import chunks, recurrence_kernel
+from smallgpt_jax.ops.chunks import RecurrenceInputs
 
 
 def state_space(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend: str = "auto"):
@@ -33,12 +25,9 @@ def state_space(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV, *, backend:
     v = 0, which keeps the state. The `backend` "xla" uses no kernel.
     """
     inputs = inputs.map(lambda x: x.astype(jnp.float32))
-    _, time, _, value_width = inputs.v_BxTxHxV.shape
-    if time == 1:
+    if inputs.v_BxTxHxV.shape[1] == 1:
         return _one_token(inputs, begins_BxT, state_BxHxKxV)
-    key_width = inputs.k_BxTxGxK.shape[-1]
-    fits = recurrence_kernel.fits(time, key_width, value_width)
-    if backend != "xla" and platform() == "tpu" and fits:
+    if recurrence_kernel.applies(inputs, backend):
         return recurrence_kernel.in_kernel(inputs, begins_BxT, state_BxHxKxV)
     return in_plain_jax(inputs, begins_BxT, state_BxHxKxV)
 
@@ -57,16 +46,17 @@ def _one_token(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
 def in_plain_jax(inputs: RecurrenceInputs, begins_BxT, state_BxHxKxV):
     """As `state_space`, of float32 arrays."""
     time = inputs.v_BxTxHxV.shape[1]
-    length = chunk_length(time)
-    q, k, v, log_decay, _ = inputs.map(lambda x: in_chunks(x, length))  # (N, B, H or G, C, …)
-    begins_NxBx1xC = in_chunks(begins_BxT[:, :, None], length)
-    decays, kept, until_end = decays_in_chunk(log_decay, begins_NxBx1xC)  # Γ, γ, ω
+    length = chunks.chunk_length(time)
+    # each: (N, B, H or G, C, …)
+    q, k, v, log_decay, _ = inputs.map(lambda x: chunks.in_chunks(x, length))
+    begins_NxBx1xC = chunks.in_chunks(begins_BxT[:, :, None], length)
+    decays, kept, until_end = chunks.decays_in_chunk(log_decay, begins_NxBx1xC)  # Γ, γ, ω
     # (i, j): how much of the value of token j token i reads
     scores = decays * (q @ jnp.swapaxes(k, -1, -2))
     y_NxBxHxCxV = scores @ v
     added_NxBxHxKxV = jnp.swapaxes(until_end[..., None] * k, -1, -2) @ v
-    states_NxBxHxKxV, state_BxHxKxV = states_before_chunks(
+    states_NxBxHxKxV, state_BxHxKxV = chunks.states_before_chunks(
         kept[..., -1], None, added_NxBxHxKxV, state_BxHxKxV
     )
     y_NxBxHxCxV = y_NxBxHxCxV + kept[..., None] * (q @ states_NxBxHxKxV)
-    return joined(y_NxBxHxCxV, time), state_BxHxKxV
+    return chunks.joined(y_NxBxHxCxV, time), state_BxHxKxV

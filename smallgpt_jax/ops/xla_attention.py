@@ -34,6 +34,7 @@ def counted(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
 def chunked(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask: AttentionMask, slopes_H):
     """Processes QUERIES_PER_CHUNK queries at a time, with the keys that one of them sees."""
     time, dtype = q_BxHxTxK.shape[2], q_BxHxTxK.dtype
+    # Slices may be taken of float32 arrays (see `sliceable`); the products are in `dtype` again.
     q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = map(bfloat16.sliceable, (q_BxHxTxK, k_BxGxTxK, v_BxGxTxK))
     outputs = []
     for start in range(0, time, QUERIES_PER_CHUNK):

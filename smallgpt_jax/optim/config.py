@@ -74,24 +74,15 @@ class OptimizerConfig(ConfigGroup):
         return self.lora_alpha / self.lora_rank
 
     def validate(self) -> None:
-        self.validate_range(
-            "learning_rate",
-            "weight_decay",
-            "clip_norm",
-            "base_width",
-            "base_depth",
-            "lora_rank",
-            "lora_alpha",
-        )
+        self.validate_range("learning_rate", "weight_decay", "clip_norm")
+        self.validate_range("base_width", "base_depth", "lora_rank", "lora_alpha")
         try:
             re.compile(self.train_only)
         except re.error as error:
             self.refuse("train_only", f"not a regular expression ({error})")
         if self.lora_rank and (self.base_width or self.base_depth):
-            self.refuse(
-                "lora_rank",
-                "cannot be combined with config.optimizer.base_width or base_depth; set it to 0",
-            )
+            rule = "cannot be combined with config.optimizer.base_width or base_depth"
+            self.refuse("lora_rank", f"{rule}; set it to 0")
         self.validate_fraction("beta1", "beta2", "warmup_fraction", "final_fraction")
         self.validate_fraction("decay_fraction", above=True, below=False)
 
@@ -107,6 +98,7 @@ class OptimizerConfig(ConfigGroup):
             warmup = math.floor(self.warmup_fraction * end)
         if final == AT_START:
             final = self.final_fraction * self.learning_rate
+        # Until here, -1 was a valid value of these fields.
         group = self.replace(warmup_steps=warmup, decay_steps=end, final_learning_rate=final)
         group.validate_range("warmup_steps", "final_learning_rate")
         if end <= warmup:

@@ -19,6 +19,7 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 def cosine(config: OptimizerConfig) -> optax.Schedule:
     steps = config.decay_steps - config.warmup_steps
+    # optax wants the final rate as a fraction of the peak
     floor = config.final_learning_rate / config.learning_rate if config.learning_rate else 0.0
     return optax.cosine_decay_schedule(config.learning_rate, steps, floor)
 
@@ -65,6 +66,7 @@ def _warmup_stable_decay(shape):
         peak, final = config.learning_rate, config.final_learning_rate
 
         def rate(count):
+            # 0 until the decay, the last `length` of the steps after the warmup
             x = jnp.clip((count - (steps - length)) / length, 0.0, 1.0)
             return final + (peak - final) * shape(x)
 

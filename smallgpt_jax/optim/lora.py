@@ -20,6 +20,7 @@ from smallgpt_jax.models.parameters import MODULE_STACKS, STACKS, Parameter
 
 NAME = "lora"  # of the tree, among the heads of a train state
 HEAD = ("head",)  # exists if it is not the embedding
+# Axes of what is no matrix of attention, MLP or dense layer; modules may be stacked.
 _NOT_ADAPTED = {None, "vocab", "position", "router", "conv_time", *STACKS} - {*MODULE_STACKS}
 
 
@@ -59,9 +60,7 @@ def abstract_pairs(params, rank: int, pattern: str):
 
 
 def merge(params, weights, pairs, scale: float):
-    """Returns `weights` with W + scale·A·B, in float32, for each W with a pair. `params` is the
-    tree of `Parameter` of these weights.
-    """
+    """Returns `weights`, `params` with values, with W + scale·A·B for each W with a pair."""
     weights = flax.traverse_util.flatten_dict(weights)
     factors = flax.traverse_util.flatten_dict(pairs)
     for p in jax.tree.leaves(params):

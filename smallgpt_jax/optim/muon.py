@@ -42,8 +42,7 @@ def _scale_by_muon(params) -> optax.GradientTransformation:
 
         return jax.tree.map(of_parameter, params, updates)
 
-    # The RMS of AdamW's updates, so that AdamW's learning rates and weight decay fit (Liu et al.,
-    # arXiv 2502.16982, section 2.2).
+    # so that AdamW's learning rates and weight decay fit
     def scale(x, axes: optax.contrib.MuonDimensionNumbers):
         fan_in = math.prod(x.shape[i] for i in axes.reduction_axis)
         fan_out = math.prod(x.shape[i] for i in axes.output_axis)

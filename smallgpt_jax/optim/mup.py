@@ -1,26 +1,13 @@
 """Hyperparameter transfer by muP (Yang et al., arXiv 2203.03466) and CompleteP (Dey et al., arXiv
 2505.01618, table 1; ε as corrected in arXiv 2512.22382).
 
-The best learning rate of a small base model is close to the best one of a larger model. With m =
-(number of inputs of a matrix) / (the same in the base model), and m_L = depth / base_depth, the
-rules are:
+The best learning rate of a small base model is close to the best one of a larger model. The table
+in docs/optimizers.md has the rules, with m = (number of inputs of a matrix) / (the same in the base
+model), and m_L = depth / base_depth. A matrix is hidden if its inputs and its outputs grow with the
+width; of a router, only the inputs grow. A vector that all heads share, such as the scale of the
+queries' norm, does not grow if the heads have a fixed width.
 
-                         initial variance   Adam's rate   decay   Adam's ε    forward pass
-    hidden matrices      1/m                1/m           m       1/(m·m_L)
-    biases and norms                                              1/(m·m_L)
-    vectors that do not grow                                      1/m_L
-    residual branches                                                         times 1/m_L
-    router                                                        1/(m·m_L)   scores times 1/m
-    attention                                                                 scores divided by K, not by √K
-    head                                                          1/m         logits times 1/m
-    embeddings, final norm                                        1/m
-
-Empty fields mean 1; outside of blocks, m_L is 1. A matrix is hidden if its inputs and its outputs
-grow with the width; of a router, only the inputs grow. A vector that all heads share, such as the
-scale of the queries' norm, does not grow if the heads have a fixed width. For scores, K is relative
-to the base model, whose scores are divided by √K as usual.
-
-The model does not compute the factors of the last column. A weight w with a factor c is stored as
+The model does not compute the factors of the forward pass. A weight w with a factor c is stored as
 their product, which has c times the initial std and the rate of w, and 1/c times its decay and ε:
 Adam's steps do not depend on the scale of the gradient (arXiv 2203.03466, section J.2.1). So
 inference and exports need to know nothing about it.
@@ -60,13 +47,11 @@ class Multipliers(NamedTuple):
 
 
 def base_config(model: ModelConfig, optimizer: OptimizerConfig) -> ModelConfig:
-    """Returns the model config at the base width. In proportion to the width, the head width
-    changes, or the number of heads if `head_dim` is set. Raises UserError for models without rules,
-    and if no such model exists.
-    """
+    """Returns the model config at the base width. Raises UserError if muP has no rules for it."""
     _refuse_models_without_rules(model, optimizer)
     width = optimizer.base_width or model.d_model
     fields = {**dataclasses.asdict(model), "d_model": width}
+    # With heads of a fixed width, their number changes in proportion, otherwise their width does.
     for field in ("num_heads", "num_kv_heads") if model.head_dim else ():
         fields[field], rest = divmod(getattr(model, field) * width, model.d_model)
         if rest:
@@ -86,36 +71,28 @@ def base_config(model: ModelConfig, optimizer: OptimizerConfig) -> ModelConfig:
 
 def _refuse_models_without_rules(model: ModelConfig, optimizer: OptimizerConfig) -> None:
     if model.rank_ratio:
-        model.refuse(
-            "rank_ratio",
-            "cannot be combined with config.optimizer.base_width or base_depth; set it to 0",
-        )
-    if optimizer.base_width and model.smear:
-        model.refuse(
-            "smear", "cannot be combined with config.optimizer.base_width; set it to False"
-        )
-    for field, allowed in (("input_mix", False), ("loops", 1)):
-        if optimizer.base_depth and getattr(model, field) != allowed:
-            model.refuse(
-                field, f"cannot be combined with config.optimizer.base_depth; set it to {allowed}"
-            )
+        rule = "cannot be combined with config.optimizer.base_width or base_depth"
+        model.refuse("rank_ratio", f"{rule}; set it to 0")
+    without_rules = (
+        ("smear", "base_width", False),
+        ("input_mix", "base_depth", False),
+        ("loops", "base_depth", 1),
+    )
+    for field, base, allowed in without_rules:
+        if getattr(optimizer, base) and getattr(model, field) != allowed:
+            rule = f"cannot be combined with config.optimizer.{base}"
+            model.refuse(field, f"{rule}; set it to {allowed}")
     if optimizer.base_depth and model.norm_position != "pre":
-        model.refuse(
-            "norm_position",
-            "must be 'pre' with config.optimizer.base_depth; change it, or set base_depth to 0",
-        )
+        rule = "must be 'pre' with config.optimizer.base_depth"
+        model.refuse("norm_position", f"{rule}; change it, or set base_depth to 0")
     if optimizer.base_width and model.tie_embeddings and model.ends_with_norm:
-        model.refuse(
-            "tie_embeddings",
-            "cannot be combined with config.optimizer.base_width and "
-            f"config.model.norm_position={model.norm_position!r}; set it to False",
-        )
+        position = f"config.model.norm_position={model.norm_position!r}"
+        rule = f"cannot be combined with config.optimizer.base_width and {position}"
+        model.refuse("tie_embeddings", f"{rule}; set it to False")
 
 
 def multipliers(trained, base, model: ModelConfig, optimizer: OptimizerConfig):
-    """Returns a tree of `Multipliers`. `trained` and `base`, of the model at `base_config`, have
-    equal structures and leaves of the type `models.Parameter`.
-    """
+    """Returns a tree of `Multipliers`; `trained` and `base` are trees of `models.Parameter`."""
     width_ratio = model.d_model / (optimizer.base_width or model.d_model)
     depth_ratio = model.depth / (optimizer.base_depth or model.depth)
     is_muon = optimizer.name == "muon"
@@ -158,9 +135,8 @@ def _of_matrix(usual: Multipliers, p: Parameter, base: Parameter, is_muon: bool)
 
 
 def _of_vector(p: Parameter, base: Parameter) -> Multipliers:
-    """The gradient of an entry is the sum over all outputs that it changes: over m times as many,
-    if there are not m times as many entries.
-    """
+    # The gradient of an entry is the sum over all outputs that it changes: over m times as many,
+    # if there are not m times as many entries.
     return Multipliers(epsilon=base.size / p.size)
 
 

@@ -27,13 +27,14 @@ def find_optimizer(name: str):
 def make_optimizer(
     params, config: OptimizerConfig, multipliers=None
 ) -> optax.GradientTransformationExtraArgs:
-    """`params` is a tree of `models.Parameter`; `multipliers` is that of `transfer.multipliers`.
-    `update` needs the keywords `learning_rate` and `weight_decay`, which may be traced. Weight
-    decay applies only to matrices.
+    """`params` is a tree of `models.Parameter`; `multipliers` are those of `optim.mup`. `update`
+    needs the keywords `learning_rate` and `weight_decay`, which may be traced.
     """
     directions = find_optimizer(config.name)(params, config)
     is_matrix = jax.tree.map(lambda p: p.is_matrix, params)
 
+    # Made anew for each update, because the rates are traced: a rate that were a constant would
+    # compile the step again when a resumed run changes it.
     def chain(learning_rate, weight_decay) -> optax.GradientTransformationExtraArgs:
         return optax.chain(
             optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),

@@ -87,12 +87,9 @@ def shardings(mesh: jax.sharding.Mesh, params, masks):
 
 
 def weights_to_apply(trained, masks, params, config: OptimizerConfig):
-    """Returns the weights to apply the model with: frozen ones without gradient, LoRA merged.
-
-    `trained` is a tree with the names of `params` (a tree of `Parameter`), which are the model's, and
-    further names: the heads of an objective, or lora.NAME with LoRA's pairs. `masks` are those of
-    `make_masks`; None if everything is trained.
-    """
+    """Returns the weights to apply the model with: frozen ones without gradient, LoRA merged."""
+    # `trained` has the model's weights, those of `params`, and further ones, which `params` lacks:
+    # the heads of an objective, or LoRA's pairs.
     if masks is None:
         return trained
     weights = jax.tree.map(_freeze, trained, {name: masks[name] for name in trained})

@@ -42,9 +42,10 @@ class CompiledProgram:
         return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
 
 
-_SIZES = ("argument_bytes", "temp_bytes", "output_bytes", "alias_bytes")
 _SCHEMA = {
-    **dict.fromkeys(_SIZES, json_files.integer(0)),
+    **dict.fromkeys(
+        "argument_bytes temp_bytes output_bytes alias_bytes".split(), json_files.integer(0)
+    ),
     "text": (json_files.TEXT, json_files.NULL),
 }
 
@@ -79,6 +80,8 @@ class Compiler:
         for name in PACKAGES:
             for package in importlib.metadata.distributions(name=name):
                 versions.append((package.name, package.version))
+        # The text of a program does not say for which devices, by which compiler and with which
+        # options it is compiled.
         identity = (
             lowered.as_text(),
             sorted(self._options.items()),

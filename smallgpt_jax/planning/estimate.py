@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,7 +89,7 @@ def estimate(program: "Program", progress: _Progress = contextlib.nullcontext) -
     evaluation = None
     with progress("training step"):
         training = _compile_step(compiler, program.lowered_train_step, state_bytes)
-    if training.temp_bytes is not None:
+    if training.temp_bytes is not None:  # otherwise, nothing more is asked
         with progress("evaluation step"):
             evaluation = evaluation_memory(program, compiler)
     seconds = time.monotonic() - started
@@ -230,7 +231,6 @@ def largest_batch(
     build: Callable[[int], "Program"],
     divisor: int,
     hbm: float,
-    log: Callable[[str], None],
     progress: _Progress = contextlib.nullcontext,
 ) -> int:
     """Returns the largest multiple of `divisor` sequences that fits into `hbm` bytes per device.
@@ -244,8 +244,8 @@ def largest_batch(
         result = estimate(build(sequences * divisor), progress)
         needed[sequences] = result.peak_bytes
         gibibytes = f"{result.peak_bytes / chips.GiB:.2f} GiB"
-        suffix = "" if result.fits else ", does not fit"
-        log(f"{sequences} sequences per device at a time: {gibibytes}{suffix}")
+        line = f"{sequences} sequences per device at a time: {gibibytes}"
+        print(line if result.fits else f"{line}, does not fit", file=sys.stderr, flush=True)
         return result.fits
 
     if not fits(1):
@@ -256,7 +256,8 @@ def largest_batch(
     low, high = 1, 2
     while fits(high):
         low, high = high, 2 * high
-    # `low` fits and `high` does not. Interpolates between them, to compile few programs.
+    # `low` fits and `high` does not. Bytes grow almost linearly with the batch, so interpolation
+    # finds the limit with few compilations.
     while high - low > 1:
         slope = (needed[high] - needed[low]) / (high - low)
         guess = (low + high) // 2

@@ -53,9 +53,8 @@ def expected_loss_message(results: str | None, planned: Plan) -> str:
 
 
 def _closest_model(runs: Sequence[Run], config: Config) -> tuple[str, dict[str, Any]]:
-    """Returns the model of a record's runs with the fewest differences, and these, {field: its value}.
-    Fields that differ between the runs of a model, such as its width, belong to its sizes.
-    """
+    """Returns the model of a record with the fewest differences, and these, {field: its value}."""
+    # Fields that differ between the runs of a model, such as its width, belong to its sizes.
     wanted = _flat(config)
     model_fields = [f"model.{name}" for name in config.model.field_names(fixed_by="model")]
     differences = {}

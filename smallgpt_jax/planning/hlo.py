@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# The groups are the first fields of `Instruction`.
+# "  ROOT %dot.1 = f32[2,3]{1,0} dot(%a, %b), …": the groups are the first fields of `Instruction`.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)")
+# "ENTRY %main (p: f32[2,3]) -> f32[2] {"
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\]")
 
@@ -101,9 +102,8 @@ class Instruction:
             return _first_group(lengths, order, int(iota[1]))
         mesh = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", self.line)
         if mesh:
-            axes = re.findall(r"'(\w+)'=(\d+)", mesh[1])
-            names = [name for name, _ in axes]
-            lengths = [int(length) for _, length in axes]
+            names, lengths = zip(*re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+            lengths = list(map(int, lengths))
             # the devices of a group differ in the named axes, which come last
             group_axes = [names.index(name) for name in re.findall(r"'(\w+)'", mesh[2])]
             other_axes = [axis for axis in range(len(names)) if axis not in group_axes]
@@ -158,12 +158,11 @@ class HloModule:
 
     def collectives(self) -> dict[str, dict[str, int]]:
         """Returns {kind: {"count": executions, "bytes": of all results}}."""
-        # {(channel, shape of the result): {name: (kind, executions, bytes)}}. Instructions inside
-        # fusions are parts of one asynchronous collective: they share the name None, so they count
-        # once, or not at all beside instructions outside fusions with the same key. Each of those
-        # counts, because all collectives of a shard_map have one channel.
+        # (kind, executions, bytes) of collectives outside and inside fusions. Outside, each name
+        # counts, because all collectives of a shard_map have one channel. Inside, all of a channel
+        # and shape are parts of one asynchronous collective.
+        outside, inside = {}, {}
         unfused = {instruction.name for _, instruction in self.executed(fused=False)}
-        channels = {}
         for times, instruction in self.executed():
             # Counts the "-done" instruction of an asynchronous collective. The result of its
             # "-start" instruction also includes the operands.
@@ -171,17 +170,20 @@ class HloModule:
             if instruction.is_reduce_scatter:
                 kind = "reduce-scatter"
             # a collective of one device only copies
-            if kind in COLLECTIVES and len(self._started(instruction).group) != 1:
-                name = instruction.name if instruction.name in unfused else None
-                instructions = channels.setdefault((instruction.channel, instruction.shape), {})
-                instructions[name] = kind, times, times * instruction.result_bytes
+            if kind not in COLLECTIVES or len(self._started(instruction).group) == 1:
+                continue
+            executed = kind, times, times * instruction.result_bytes
+            if instruction.name in unfused:
+                outside[instruction.channel, instruction.shape, instruction.name] = executed
+            else:
+                inside[instruction.channel, instruction.shape] = executed
+        for channel, shape, _ in outside:  # the same collective, outside of the fusions, too
+            inside.pop((channel, shape), None)
         collectives = {}
-        for instructions in channels.values():
-            fused = instructions.pop(None, None)
-            for kind, times, size in instructions.values() or [fused]:
-                sums = collectives.setdefault(kind, {"count": 0, "bytes": 0})
-                sums["count"] += times
-                sums["bytes"] += size
+        for kind, times, size in [*outside.values(), *inside.values()]:
+            sums = collectives.setdefault(kind, {"count": 0, "bytes": 0})
+            sums["count"] += times
+            sums["bytes"] += size
         return collectives
 
     def _started(self, instruction: Instruction) -> Instruction:
@@ -220,6 +222,6 @@ class HloModule:
         if annotation:
             return int(annotation[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.line)[1]
-        lines = [instruction.line for instruction in self.computations[condition]]
-        bounds = [re.search(r"constant\((\d+)\)", line) for line in lines]
-        return max((int(bound[1]) for bound in bounds if bound), default=1)
+        lines = "\n".join(instruction.line for instruction in self.computations[condition])
+        # the counter is compared with the bound, and begins at 0, as that of `jax.lax.scan`
+        return max(map(int, re.findall(r"constant\((\d+)\)", lines)), default=1)

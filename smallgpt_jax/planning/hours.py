@@ -40,9 +40,9 @@ def cost_message(planned: Plan, price: float | None) -> str:
 
 
 def plan_for_hours(recipe: str, topology: str, hours: float) -> SizedPlan:
-    """Returns the plan of the size of a recipe whose training takes about this time. Raises
-    UserError if the speed of the topology is unknown.
-    """
+    """Returns the plan of the size of a recipe whose training takes about this time."""
+    # The time of a step is only known once it is compiled. A guess by MFU starts the search, and
+    # each plan corrects the FLOPs in proportion.
     flops = _FIRST_MFU * _peak_flops(topology) * 3600 * hours
     for trial in range(1, _TRIALS + 1):
         sized = f"{recipe}:{flops:.3g}".replace("e+", "e")  # sizes are written as 1e18

@@ -19,7 +19,6 @@ independently and uniformly.
 import bisect
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +77,7 @@ def estimate_inference(
     weights = layout.packed_shapes(model)
     weight_bytes = layout.num_bytes(weights)
     per_text = decoder.num_cache_bytes(model, c.context_length)
+    # The difference of two lengths leaves out states, whose size does not depend on the length.
     one_token, two_tokens = (decoder.num_cache_bytes(model, length) for length in (1, 2))
 
     flops_empty = count_flops(model, weights, 1, 1)
@@ -85,11 +85,10 @@ def estimate_inference(
     empty = DecodingStep(model, weight_bytes, one_token, flops_empty)
     full = DecodingStep(model, weight_bytes, per_text, flops_full)
 
-    largest_batch = largest_tokens = None
+    largest_batch = None
     if chip and per_text:
         room = _USABLE * chip.hbm - weight_bytes
         largest_batch = max(0, int(room // per_text))
-        largest_tokens = largest_batch * c.context_length
     return InferenceEstimate(
         device_kind=device.device_kind,
         dtype=c.dtype,
@@ -111,7 +110,7 @@ def estimate_inference(
         seconds_one_text=full.seconds(1, bandwidth, chip),
         seconds=full.seconds(batch, bandwidth, chip),
         largest_batch=largest_batch,
-        largest_tokens=largest_tokens,
+        largest_tokens=None if largest_batch is None else largest_batch * c.context_length,
         formula_bytes=weight_bytes + batch * per_text,
         compiled_bytes=compiled_bytes(model, device, batch),
     )
@@ -143,16 +142,14 @@ class DecodingStep:
         if c.position == "learned":
             table_rows += c.context_length
         tables = max(0, table_rows - batch) * c.d_model
-        values = 0
-        for p in jax.tree.leaves(models.abstract_params(self.model)):
-            if p.name == "value_embedding":
-                values += math.prod(p.shape)
+        # Each token reads one row of each block's value embeddings.
+        params = jax.tree.leaves(models.abstract_params(self.model))
+        values = sum(p.size for p in params if p.name == "value_embedding")
+        unread_values = max(0, 1 - batch / c.vocab_size) * values
         # `routed`: the experts that one token does not use. Each further token uses K/E of them.
         routed = models.num_parameters(self.model) - models.num_active_parameters(self.model)
         experts = routed * (1 - c.experts_per_token / c.num_experts) ** (batch - 1)
-        # Each token reads one row of the value embeddings.
-        unread = tables + max(0, 1 - batch / c.vocab_size) * values + experts
-        return jnp.dtype(c.dtype).itemsize * unread
+        return jnp.dtype(c.dtype).itemsize * (tables + unread_values + experts)
 
     def intensity(self, batch: int) -> float | None:
         return None if self.flops is None else batch * self.flops / self.bytes(batch)
@@ -173,7 +170,7 @@ class DecodingStep:
 def count_flops(model: models.LanguageModel, weights, tokens: int, length: int) -> float | None:
     """Returns the FLOPs of products for new tokens of one text; None if they are unknown."""
     # The other implementation, "blocks", pads the groups of tokens, and its padding would count.
-    model = model.clone(config=dataclasses.replace(model.config, grouped_matmul="ragged"))
+    model = model.clone(config=model.config.replace(grouped_matmul="ragged"))
     start_B = jnp.zeros(1, jnp.int32)
     length_B = jnp.full(1, tokens, jnp.int32)
     context = Context(cache_length=length, start_B=start_B, length_B=length_B)
@@ -196,22 +193,23 @@ def compiled_bytes(model: models.LanguageModel, device: jax.Device, batch: int) 
     weights = layout.packed_shapes(model)
     cache = decoder.cache_shapes(model, weights, batch, length)  # makes arrays, hence no use_mesh
 
-    def on_device(tree):
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_mesh), tree
-        )
-
     def numbers(dtype, *shape):
-        return on_device(jax.ShapeDtypeStruct(shape, dtype))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=on_mesh)
 
+    def on_device(tree):
+        return jax.tree.map(lambda x: numbers(x.dtype, *x.shape), tree)
+
+    ids, starts, counts = (
+        numbers("int32", batch, 1),
+        numbers("int32", batch),
+        numbers("int32", batch),
+    )
     with sharding.use_mesh(mesh):
         lowered = decoder.decode_step.lower(
             decoder.Decoder(model, model.config.vocab_size, cache_length=length),
             on_device(weights),
             decoder.DecodeState(on_device(cache), None),
-            decoder.NewTokens(
-                numbers("int32", batch, 1), numbers("int32", batch), numbers("int32", batch)
-            ),
+            decoder.NewTokens(ids, starts, counts),
             Sampler(numbers("uint32"), numbers("uint32", batch, 2), Sampling(temperature=None)),
         )
     return Compiler([device]).compile(lowered).total_bytes

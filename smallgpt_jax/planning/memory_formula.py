@@ -34,6 +34,7 @@ unknown.
 """
 
 import math
+import statistics
 
 import jax
 
@@ -101,12 +102,9 @@ def _saved_widths(c: ModelConfig, tensor: int, qkv: float) -> float:
     # product, too. "none" also saves inputs and outputs of both norms, "dots" results of products
     # and what enters the block, "full" only the latter.
     inner = (4 if c.mlp == "gated" else 2) * c.mlp_ratio
-    saved = {
-        "none": 4 + (qkv + inner) / tensor,
-        "dots": 3 + (qkv + inner / 2) / tensor,
-        "full": 1,
-    }
-    return saved[c.remat]
+    if c.remat == "full":
+        return 1
+    return 4 + (qkv + inner) / tensor if c.remat == "none" else 3 + (qkv + inner / 2) / tensor
 
 
 def _keys_per_query(c: ModelConfig, layers: AttentionLayers) -> float:
@@ -118,16 +116,14 @@ def _keys_per_query(c: ModelConfig, layers: AttentionLayers) -> float:
     for start in range(0, length, QUERIES_PER_CHUNK):
         keys = mask.keys(start, min(start + QUERIES_PER_CHUNK, length), length)
         counts.append(keys.stop - keys.start)
-    return sum(counts) / len(counts)
+    return statistics.fmean(counts)
 
 
 def _sum_of_ranks(model: LanguageModel) -> int:
     """Returns the sum of the ranks of all factored matrices."""
-    ranks = 0
-    for p in jax.tree.leaves(abstract_params(model)):
-        if p.axes[-1:] == ("rank",):  # a first factor
-            ranks += math.prod(p.shape[: p.module_stacks]) * p.shape[-1]
-    return ranks
+    params = jax.tree.leaves(abstract_params(model))
+    first_factors = [p for p in params if p.axes[-1:] == ("rank",)]
+    return sum(math.prod(p.shape[: p.module_stacks]) * p.shape[-1] for p in first_factors)
 
 
 def bytes_on_device(tree, gathered: str = "") -> int:

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -107,20 +106,14 @@ def _find_largest_batch(config: Config, topology: str, devices: list[jax.Device]
     chip = chips.find_chip(devices[0].device_kind)
     if not chip:
         raise UserError(
-            f"--topology={topology}: --search needs chips whose memory size is known; "
-            "choose TPUs or GPUs"
+            f"--topology={topology}: --search needs chips of known memory; choose TPUs or GPUs"
         )
 
     def build(batch_size: int) -> Program:
         return build_program(config.replace(train={"batch_size": batch_size}), devices)
 
-    return largest_batch(
-        build,
-        _batch_divisor(config, devices),
-        chip.hbm,
-        functools.partial(print, file=sys.stderr, flush=True),
-        functools.partial(_compilation_shown, topology),
-    )
+    progress = functools.partial(_compilation_shown, topology)
+    return largest_batch(build, _batch_divisor(config, devices), chip.hbm, progress)
 
 
 def _with_microbatches(config: Config, devices: list[jax.Device], progress: Callable) -> Config:

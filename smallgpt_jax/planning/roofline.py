@@ -110,6 +110,7 @@ class Roofline:
 
     def _kind(self, instruction: Instruction) -> str | None:
         """Returns who makes a kernel, such as "cuBLAS"; None for an instruction that is none."""
+        # loops, branches and calls take the time of what they run
         calls_others = instruction.calls and instruction.opcode != "fusion"
         if instruction.opcode in _FREE or calls_others or _collective_stage(instruction)[0]:
             return None
@@ -190,7 +191,7 @@ class Roofline:
                 users[name].append(instruction)
         root = next(instruction for instruction in body if instruction.is_root)
         results = [root]
-        if root.opcode == "tuple":
+        if root.opcode == "tuple":  # a fusion of several results
             results = [self.module.instructions[name] for name in root.operands]
         parameters = [instruction for instruction in body if instruction.opcode == "parameter"]
         read = sum(_read_bytes(parameter, users) for parameter in parameters)
@@ -266,15 +267,13 @@ def _attention_flops(call: Instruction, queries: Array) -> float:
 
 
 def _read_bytes(parameter: Instruction, users: dict[str, list[Instruction]]) -> int:
-    """Returns the bytes that a fusion reads of an operand: of one that is only sliced, the slices.
-    `users`: {name of an instruction: instructions of the fusion that use its result}.
-    """
+    """Returns the bytes that a fusion reads of an operand; `users`: {name: its result's users}."""
     read = 0
     for user in users[parameter.name]:
         is_first = user.operands[0] == parameter.name
         if user.opcode == "bitcast":
             read += _read_bytes(user, users)
-        elif user.opcode in _SLICES and is_first:
+        elif user.opcode in _SLICES and is_first:  # gathers and slices read only their results
             read += user.result_bytes
         elif user.opcode in _NEW_VALUES_OPERAND and is_first:
             continue  # changed in place, not read

@@ -28,15 +28,13 @@ def format_plan(program: Program, result: Estimate) -> str:
 
 
 def _title(program: Program, result: Estimate) -> str:
-    config = program.config
+    config, train = program.config, program.config.train
     title = f"{config.model.architecture} on {result.devices} × {result.device_kind}"
     axes = [f"{axis} {length}" for axis, length in program.mesh.shape.items() if length > 1]
     if axes:
         title += f" ({' × '.join(axes)})"
-    title += f", {config.train.batch_size} × {config.model.context_length} tokens per step"
-    if config.train.microbatches > 1:
-        title += f" in {config.train.microbatches} microbatches"
-    return title
+    title += f", {train.batch_size} × {config.model.context_length} tokens per step"
+    return f"{title} in {train.microbatches} microbatches" if train.microbatches > 1 else title
 
 
 def _parameters(program: Program, result: Estimate) -> list[str]:
@@ -91,21 +89,19 @@ def _flops(result: Estimate) -> str:
     if result.flops_per_token is None:
         return f"FLOPs unknown: {result.flops_problem}"
     line = f"{result.flops_per_token:,.0f} FLOPs per token, {result.flops_per_step:.3e} per step"
-    optimizer_flops = result.flops_per_step - result.flops_per_token * result.tokens_per_step
-    if not optimizer_flops:
+    by_optimizer = result.flops_per_step - result.flops_per_token * result.tokens_per_step
+    if not by_optimizer:
         return line
-    fraction = optimizer_flops / result.flops_per_step
-    return f"{line}, of which {optimizer_flops:.3e} ({fraction:.1%}) by the optimizer"
+    fraction = by_optimizer / result.flops_per_step
+    return f"{line}, of which {by_optimizer:.3e} ({fraction:.1%}) by the optimizer"
 
 
 def _compilation(result: Estimate) -> str:
-    seconds = f"{result.compile_seconds:.0f} s"
-    if result.compiled_programs == STEPS:
+    compiled, seconds = result.compiled_programs, f"{result.compile_seconds:.0f} s"
+    if compiled == STEPS:
         return f"compiled in {seconds}"
-    return (
-        f"{result.compiled_programs} of {STEPS} programs compiled in {seconds}; earlier "
-        f"compilations are in {compilation.folder()}"
-    )
+    stored = f"earlier compilations are in {compilation.folder()}"
+    return f"{compiled} of {STEPS} programs compiled in {seconds}; {stored}"
 
 
 def _collectives(result: Estimate) -> list[str]:
@@ -132,11 +128,9 @@ def _cycles(result: Estimate) -> list[str]:
             _speed(result),
         ]
     chip = chips.find_chip(result.device_kind)
-    is_tpu = chip is not None and bool(chip.hertz)
-    is_readable = result.collectives is not None
-    if is_tpu and is_readable:
+    if chip and chip.hertz and result.collectives is not None:  # a readable program of a TPU
         return ["Cycles are not available: the program calls a kernel whose cost is unknown"]
-    return []  # not a TPU, or no program that can be read
+    return []
 
 
 def _roofline(result: Estimate) -> list[str]:

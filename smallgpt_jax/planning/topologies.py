@@ -32,11 +32,8 @@ _GPU_SHAPE = rf"([1-9]\d*x)?[1-{_GPUS_PER_HOST}]"  # hosts × GPUs per host
 # What `topology_devices` changes for the whole process.
 _SETTINGS = ("jax_enable_compilation_cache", "jax_platforms", "jax_num_cpu_devices")
 _VARIABLES = (
-    "TPU_SKIP_MDS_QUERY",
-    "TPU_WORKER_HOSTNAMES",
-    "TPU_ACCELERATOR_TYPE",
-    "TPU_STDERR_LOG_LEVEL",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD",
+    *("TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE"),
+    *("TPU_STDERR_LOG_LEVEL", "ALLOW_MULTIPLE_LIBTPU_LOAD"),
 )
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")  # of the extras plan-gpu and cuda
 _CUDNN_VERSION = 10_000 * CUDNN[0] + 100 * CUDNN[1]
@@ -203,6 +200,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     # run in several processes at a time.
     accelerator = f"{kind}-{math.prod(map(int, shape.split('x')))}"
     os.environ.update(zip(_VARIABLES, ("1", "localhost", accelerator, "3", "1")))
+    # The two cores of a v4 chip are one device of JAX, as on a machine that has them.
     one_device_per_chip = {"chip_config_name": "megacore"} if kind == "v4" else {}
     try:
         with _signal_handlers_kept():

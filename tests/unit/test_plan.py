@@ -654,10 +654,7 @@ def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest
         return type("Estimate", (), {"peak_bytes": needed, "fits": needed <= hbm})
 
     monkeypatch.setattr(estimate, "estimate", fake_estimate)
-    assert (
-        estimate.largest_batch(lambda batch_size: batch_size, 16, hbm, log=lambda line: None)
-        == 16 * largest
-    )
+    assert estimate.largest_batch(lambda batch_size: batch_size, 16, hbm) == 16 * largest
     assert len(sizes) == len(set(sizes)) <= 12
 
 
@@ -666,7 +663,7 @@ def test_search_when_nothing_fits(monkeypatch):
         estimate, "estimate", lambda *_: type("Estimate", (), {"peak_bytes": 2, "fits": False})
     )
     with pytest.raises(UserError, match="not even one sequence"):
-        estimate.largest_batch(lambda batch_size: batch_size, 1, 1.0, log=lambda line: None)
+        estimate.largest_batch(lambda batch_size: batch_size, 1, 1.0)
 
 
 # ---------------------------------------------------------------------- chips

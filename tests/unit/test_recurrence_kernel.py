@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smallgpt_jax.ops import gated_delta, state_space
+from smallgpt_jax.ops import gated_delta, recurrence_kernel, state_space
 from smallgpt_jax.ops.chunks import RecurrenceInputs
 from smallgpt_jax.ops.recurrence_kernel import in_kernel
 
@@ -86,7 +86,7 @@ def test_backend(mixer, monkeypatch):
         return f"{name}_forward" in str(program)
 
     assert not uses_kernel(300, "auto")
-    monkeypatch.setattr(module, "platform", lambda: "tpu")
+    monkeypatch.setattr(recurrence_kernel, "platform", lambda: "tpu")
     assert [uses_kernel(300, "auto"), uses_kernel(300, "xla"), uses_kernel(100, "auto")] == [
         True,
         False,

@@ -29,6 +29,7 @@ def missing_devices_message(error: Exception) -> str:
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     if Path(raised_in).name != "xla_bridge.py":
         return ""
+    # names of platforms, with the extra that installs them
     extras = {"cuda": "cuda", "gpu": "cuda", "tpu": "tpu"}
     advice = "unset the variable"
     if requested in extras:

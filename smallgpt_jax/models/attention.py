@@ -115,16 +115,12 @@ class Attention(nn.Module):
     def heads(self, x_BxTxD, context: Context):
         """Returns queries, keys and values, without positions."""
         c = self.config
-        q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = QKVProjection(
-            (c.kv_heads, c.num_heads // c.kv_heads + 2, c.head_width),
-            ("embed", "heads", "qkv", "head_width"),
-            INIT_STD,
-            c.use_bias,
-            c.dtype,
-            c.rank_ratio,
-            value_gain=deepnorm_gain(c),
-            name="qkv",
-        )(x_BxTxD, context)
+        features = (c.kv_heads, c.num_heads // c.kv_heads + 2, c.head_width)
+        axes, options = ("embed", "heads", "qkv", "head_width"), (c.use_bias, c.dtype, c.rank_ratio)
+        project_heads = QKVProjection(
+            features, axes, INIT_STD, *options, value_gain=deepnorm_gain(c), name="qkv"
+        )
+        q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = project_heads(x_BxTxD, context)
         if c.qk_norm:
             q_BxHxTxK = rms_norm(c, "q_norm")(q_BxHxTxK)
             k_BxGxTxK = rms_norm(c, "k_norm")(k_BxGxTxK)
@@ -151,15 +147,9 @@ class Attention(nn.Module):
 
     def output(self, y_BxHxTxK, context: Context):
         c = self.config
-        return OutputProjection(
-            (c.d_model,),
-            ("heads", "head_width", "embed"),
-            residual_std(c),
-            c.use_bias,
-            c.dtype,
-            c.rank_ratio,
-            name="out",
-        )(y_BxHxTxK, context)
+        axes, options = ("heads", "head_width", "embed"), (c.use_bias, c.dtype, c.rank_ratio)
+        project_out = OutputProjection((c.d_model,), axes, residual_std(c), *options, name="out")
+        return project_out(y_BxHxTxK, context)
 
     def attend_with_cache(self, q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, mask, slopes_H, context: Context):
         """Appends the new keys and values to the cache. Returns the attention, (B, H, T, K)."""

@@ -33,7 +33,8 @@ def usual_heads(d_model: int) -> int:
 
     def cost(heads: int) -> float:
         width = d_model // heads
-        # An odd width costs more than any distance to the usual number, because rope refuses it.
+        # An odd width costs more than any distance to the usual number, because rope refuses it. Of
+        # an even number of heads, two can share keys and values; see `ModelConfig.shape`.
         return abs(math.log(heads / usual)) + heads % 2 + 4 * (width % 2) + (width % 8 > 0) / 2
 
     return min((heads for heads in range(1, d_model + 1) if d_model % heads == 0), key=cost)

@@ -57,6 +57,7 @@ def name_custom_classes(model: ModelConfig) -> str:
 def foreign_classes(saved: Mapping, model: ModelConfig) -> dict[str, tuple]:
     """Returns {field: (saved, now)} for custom classes that `model` does not name."""
     known = custom_classes(model)
+    # A class may be in another place of a pattern of mixers, so pairs are compared, not fields.
     return {
         field: (saved[field], getattr(model, field))
         for field, name in custom_classes(saved)

@@ -59,6 +59,7 @@ class LanguageModel(nn.Module):
             x_BxTxD += self.position_vectors(tokens_BxT.shape[1], context).astype(dtype)
         x_BxTxD = self.dropout(x_BxTxD, deterministic=not context.train)
         x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "time", "embed_activation"))
+        # value embeddings look the tokens up again
         x_BxTxW = self.trunk(x_BxTxD, context.replace(tokens_BxT=tokens_BxT))
         if not self.config.ends_with_norm:
             x_BxTxW = self.final_norm(x_BxTxW)

@@ -94,14 +94,8 @@ class LGPT(nn.Module):
         """Returns the dense layer after a stage, which halves the width: (B, T, D) → (B, T, D/2)."""
         # The std 1/√D preserves the variance; with 0.02, it would fall below the norms' ε in narrow
         # stages.
-        return Dense(
-            features=(stage.d_model // 2,),
-            axes=("embed", "embed_compressed"),
-            init_std=stage.d_model**-0.5,
-            use_bias=True,
-            dtype=stage.dtype,
-            name=name,
-        )
+        axes, std = ("embed", "embed_compressed"), stage.d_model**-0.5
+        return Dense((stage.d_model // 2,), axes, std, True, stage.dtype, name=name)
 
 
 def stages(config: LGPTConfig) -> list[LGPTConfig]:

@@ -60,7 +60,7 @@ class PGPT(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD, context: Context):
         num_paths = self.config.num_paths
-        if context.decode:
+        if context.decode:  # without vmap, because each path has its own arrays (see `apply_slice`)
             path = ParallelPath(self.config, name="paths")
             outputs = [apply_slice(path, p, x_BxTxD, context) for p in range(num_paths)]
             y_PxBxTxD = jnp.stack(outputs)

@@ -85,6 +85,7 @@ def move_biases(state, loads, rate: float):
     for path, passes in flax.traverse_util.flatten_dict(loads).items():
         bias = (*path[:-1], "bias")
         load = sum(jnp.sum(x, axis=0) for x in passes)
+        # The sign only: a bias moves as fast whether an expert has far too few tokens or few.
         moved[bias] += rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
     return flax.traverse_util.unflatten_dict(moved)
 

@@ -40,6 +40,7 @@ def attention_layers(model: LanguageModel, mesh, separate_documents: bool) -> li
     for path, sizes in _axis_sizes(model).items():
         if "qkv" not in sizes or "embed" not in sizes:
             continue
+        # the projection of queries, keys and values is a part of the mixer
         window = windows.get(path[:-1], 0)
         per_group = sizes["qkv"] - 2  # queries per key–value head
         backend, fallback_reason = select_backend(

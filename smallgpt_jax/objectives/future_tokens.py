@@ -63,6 +63,7 @@ class MultiTokenModule(nn.Module):
     def __call__(self, h_BxTxW, embedded_BxTxD, context: Context):
         """Returns the input of the next module and that of the head."""
         c = self.config
+        # as in the paper, both inputs are normalized before they are joined
         h_BxTxW = rms_norm(c, "hidden_norm")(h_BxTxW)
         embedded_BxTxD = rms_norm(c, "embedding_norm")(embedded_BxTxD)
         joint = jnp.concatenate([h_BxTxW, embedded_BxTxD], axis=-1)
@@ -184,24 +185,13 @@ class PseudoSequenceDecoder(nn.Module):
         """
         c = self.config
         batch, positions, width = x_BxSxW.shape
-        pseudo_BxSxPxW = Dense(
-            features=(self.pseudo_length, width),
-            axes=("embed", "pseudo", "embed_compressed"),
-            init_std=width**-0.5,
-            use_bias=True,
-            dtype=c.dtype,
-            name="pseudo_sequence",
-        )(x_BxSxW, EVALUATION)
-        pseudo_RxPxW = pseudo_BxSxPxW.reshape(batch * positions, -1, width)
+        shape, axes = (self.pseudo_length, width), ("embed", "pseudo", "embed_compressed")
+        dense = Dense(shape, axes, width**-0.5, True, c.dtype, name="pseudo_sequence")
+        pseudo_RxPxW = dense(x_BxSxW, EVALUATION).reshape(batch * positions, -1, width)
         y_RxNxD = jnp.stack(embedded, axis=2).reshape(batch * positions, len(embedded), -1)
-        y_RxNxW = Dense(
-            features=(width,),
-            axes=("embed", "embed_compressed"),
-            init_std=y_RxNxD.shape[-1] ** -0.5,
-            use_bias=False,
-            dtype=c.dtype,
-            name="tokens",
-        )(rms_norm(c, "tokens_norm")(y_RxNxD), EVALUATION)
+        axes, std = ("embed", "embed_compressed"), y_RxNxD.shape[-1] ** -0.5
+        dense = Dense((width,), axes, std, False, c.dtype, name="tokens")
+        y_RxNxW = dense(rms_norm(c, "tokens_norm")(y_RxNxD), EVALUATION)
         # In place of the model's position encoding: the places count from the head's position.
         places_NxW = self.param(
             "places", normal(INIT_STD, "position", "embed"), (len(embedded), width)

@@ -168,6 +168,7 @@ class Objective:
 
     def abstract_heads(self) -> dict[str, Any]:
         """Returns `init_heads` as trees of `models.Parameter`."""
+        # a user's head may have parameters without names of axes
         with nn.intercept_methods(name_axes):
             return with_axes(jax.eval_shape(self._init_boxed, 0))
 

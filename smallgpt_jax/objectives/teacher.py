@@ -54,6 +54,7 @@ class Teacher(Term):
         positions, averaged over blocks.
         """
         context = examples.context().replace(loss_mask_BxT=None)
+        # Only the features are mutable: the teacher's state stays as it was restored.
         _, collections = self.model.apply(
             variables, examples.inputs_BxT, context, method="hidden", mutable=[_FEATURES]
         )
@@ -70,6 +71,7 @@ class Teacher(Term):
 
     def train_products(self, student: models.LanguageModel) -> int:
         """Returns the FLOPs of the teacher's forward pass, without the head."""
+        # nothing that is trained leads to the teacher's outputs: no backward pass
         return forward_operations(self.model, "hidden").products
 
     def check_tokenizer(self, tokenizer: tokenizers.Tokenizer) -> None:

@@ -84,11 +84,6 @@ def _rows(x_BxCxW):
     return x_BxCxW.reshape(-1, x_BxCxW.shape[-1])
 
 
-def _chunk_loss(chunk, head_VxW, options: LossOptions):
-    _, _, weights_BxC = chunk
-    return jnp.sum(weights_BxC.reshape(-1) * _chunk_losses(chunk, head_VxW, options))
-
-
 def _chunk_losses(chunk, head_VxW, options: LossOptions):
     """Returns the loss at each position, without weights, (R,)."""
     x_BxCxW, _, _ = chunk
@@ -148,7 +143,8 @@ def _chunk_loss_and_gradient(chunk, head_VxW, options: LossOptions):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _cross_entropy(x_BxTxW, head_VxW, targets_NxBxC, weights_NxBxC, options: LossOptions):
     def add_chunk(total, chunk):
-        return total + _chunk_loss(chunk, head_VxW, options), None
+        weights_R = chunk[2].reshape(-1)
+        return total + jnp.sum(weights_R * _chunk_losses(chunk, head_VxW, options)), None
 
     chunks = _in_chunks(x_BxTxW, len(targets_NxBxC)), targets_NxBxC, weights_NxBxC
     return jax.lax.scan(add_chunk, jnp.float32(0), chunks)[0]

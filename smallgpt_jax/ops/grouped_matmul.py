@@ -39,12 +39,6 @@ class Grouping(NamedTuple):
     group_of_block_N: jax.Array
 
 
-def _select_backend(name: str) -> str:
-    if name == "auto":
-        return "ragged" if platform() == "tpu" else "blocks"
-    return name
-
-
 def block_size(backend: str, rows: int, num_groups: int) -> int:
     """Returns a power of two, at most half of the mean number of rows per group."""
     if backend == "ragged":
@@ -160,7 +154,8 @@ def grouped_experts(
     """Returns Σ_k gate_k · expert_k(x), (B, T, D)."""
     # Each device groups its own rows of the batch, so that no token moves to another device.
     into_ExDxF, out_ExFxD = weights
-    backend = _select_backend(backend)
+    if backend == "auto":
+        backend = "ragged" if platform() == "tpu" else "blocks"
     is_gated = len(into_ExDxF) == 2
 
     def on_one_device(x_BxTxD, experts_BxTxK, gates_BxTxK, *weights):

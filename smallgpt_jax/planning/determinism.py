@@ -29,6 +29,7 @@ def _adds_with_atomics(instruction: Instruction) -> bool:
     if instruction.opcode not in ("scatter", "select-and-scatter"):
         return False
     has_floats = any(array.dtype.startswith(_FLOATS) for array in instruction.arrays)
+    # at indices that differ, each number is added to once
     return has_floats and "unique_indices=true" not in instruction.line
 
 

@@ -117,6 +117,7 @@ def evaluation_memory(program: "Program", compiler: Compiler) -> StepMemory:
     state = program.abstract_state
     parameter_bytes = memory_formula.bytes_on_device(state.params)
     step = _compile_step(compiler, program.lower_eval_step(), parameter_bytes)
+    # not arguments of the step, but in the device's memory while it runs
     kept_bytes = memory_formula.bytes_on_device((state.opt_state, state.ema))
     return dataclasses.replace(step, needed_bytes=step.needed_bytes + kept_bytes)
 

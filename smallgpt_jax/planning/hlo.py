@@ -206,6 +206,7 @@ class HloModule:
         program's entry, and all that it calls; those inside fusions only with `fused`. `times` is
         how often the computation itself is executed.
         """
+        # Nested loops multiply: what is called in the body of a loop is executed once per iteration.
         for instruction in self.computations[name or self.entry]:
             yield times, instruction
             if instruction.is_reduce_scatter:  # one collective; what it calls describes the sum

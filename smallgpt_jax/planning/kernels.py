@@ -50,6 +50,7 @@ def kernel_seconds(line: str, positions: int, chip: Chip) -> float | None:
         return 0.0
     if "ragged-dot" in line:
         return _ragged_dot_flops(line, operands) / chip.flops
+    # The names of the kernels are in the line, whatever the compiler calls the instruction.
     names = [*_FLASH_KERNELS, *_RECURRENCE_KERNELS, *_KERNEL_PRODUCTS]
     name = next((name for name in names if name in line), None)
     if name in _FLASH_KERNELS:

@@ -127,6 +127,7 @@ def _with_microbatches(config: Config, devices: list[jax.Device], progress: Call
     numbers = possible_numbers(config, sharding.make_mesh(config.mesh, devices))
     limit = chip.hbm if chip else math.inf
     sizes = fewest_that_fit(numbers, needed_bytes, limit)  # {microbatches: bytes}, of those tried
+    # If nothing fits, the most microbatches need the least memory, and the message states it.
     fitting = [number for number, size in sizes.items() if size <= limit]
     return config.replace(train={"microbatches": min(fitting, default=max(sizes))})
 

@@ -96,13 +96,12 @@ def cost_per_step(config: ConfigDict | Config, budget: str) -> float:
 
 def tokens_per_step(config: ConfigDict | Config) -> float:
     """Returns the number of tokens in a batch, without padding."""
-    inputs = config.train.batch_size * config.model.context_length
-    if config.data.packing == "concat":  # there is no padding, so the text need not be read
+    data, context_length = config.data, config.model.context_length
+    inputs = config.train.batch_size * context_length
+    if data.packing == "concat":  # there is no padding, so the text need not be read
         return inputs
-    corpus = load_or_prepare(config.data)
-    rows = corpus.pack(
-        "train", config.data.packing, config.data.separate_documents, config.model.context_length
-    )
+    corpus = load_or_prepare(data)
+    rows = corpus.pack("train", data.packing, data.separate_documents, context_length)
     return inputs * (1 - rows.padding)
 
 

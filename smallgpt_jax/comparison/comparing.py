@@ -30,6 +30,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import inference_cost, texts
 from smallgpt_jax.report import figures, page
 from smallgpt_jax.report.page import Report
+from smallgpt_jax.report.words import plural
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.custom_code import import_training_code
@@ -73,10 +74,10 @@ def compare(
     folder = as_path("--output", str(output))
     curves = figures.read_logged(local_path("--logged", logged)) if logged else {}
     if config is not None:
-        comparison = TrainedComparison(_loaded(config, overrides), folder, results, command)
+        comparison = TrainedComparison(load_config(config, overrides), folder, results, command)
         comparison.train(lambda record: _report(record, folder, curves))
-        return _report(comparison.record(), folder, curves)
-    if workdirs is not None:
+        record = comparison.record()
+    elif workdirs is not None:
         record = _record_of_workdirs(workdirs, folder, command, trust_custom_code)
     else:
         record = _merged_record(results, folder, command)
@@ -97,14 +98,8 @@ def plan_comparison(
     Trains nothing, but measures the speed of steps, unless a topology is given.
     """
     folder = as_path("--output", str(output))
-    comparison = TrainedComparison(_loaded(config, overrides), folder, results, "")
+    comparison = TrainedComparison(load_config(config, overrides), folder, results, "")
     return dry_run.forecast(comparison.outcomes, topology)
-
-
-def _loaded(config: str | Mapping[str, Any], overrides: Mapping[str, Any] | None) -> ConfigDict:
-    if isinstance(config, ConfigDict) and not overrides:
-        return config
-    return load_config(config, overrides)
 
 
 def _report(record: Record, folder: Path, logged: figures.LoggedCurves) -> Report:
@@ -146,6 +141,8 @@ class TrainedComparison:
         if not self.compare.train:
             self.losses = self.outcomes.losses()
             return  # reports on what is finished
+        # A report takes longer, the more runs there are. Without a limit, most of the time of short
+        # runs would go into reports.
         due = 0.0  # when the next report may be written
 
         def after_run() -> None:
@@ -177,14 +174,12 @@ class TrainedComparison:
     def record(self) -> Record:
         """Returns the record of the runs that are finished so far."""
         names = recipe.run_names(self.config)
-        count = len(set(map(model_of, names)))
+        models = plural(len(set(map(model_of, names))), "model")
         equal = "" if self.compare.budget == "own" else f" at equal {self.compare.budget}"
         comparison = self.outcomes.comparison
-        predictions = None
-        if comparison.held_out:
-            predictions = held_out.read_predictions(comparison.output)
+        predictions = held_out.read_predictions(comparison.output) if comparison.held_out else None
         return Record(
-            title=f"{count} model{'' if count == 1 else 's'}{equal}",
+            title=f"{models}{equal}",
             budget=BUDGETS[self.compare.budget].format(**self.compare),
             command=self.command,
             reference=self.compare.reference,
@@ -214,22 +209,6 @@ def _record_of_workdirs(
     patterns: Sequence[str], output: Path, command: str, trust_custom_code: bool
 ) -> Record:
     """Returns the record of existing runs. The first one is the reference."""
-    runs = [
-        read_run(name, folder, trust_custom_code=trust_custom_code)
-        for name, folder in name_workdirs(find_workdirs(patterns, output))
-    ]
-    first, *others = dict.fromkeys(run.name for run in runs)
-    return Record(
-        "Comparison" if others else first,
-        "Separately trained runs, each with its own config." if len(runs) > 1 else "A single run.",
-        command,
-        first,
-        merging.require_comparable(tuple(runs)),
-    )
-
-
-def find_workdirs(patterns: Sequence[str], output: Path) -> list[Path]:
-    """Returns the folders that the patterns match, unless `output` has the report of others."""
     folders = [folder for pattern in filter(None, patterns) for folder in _find_folders(pattern)]
     if not folders:
         raise UserError("--workdirs: the list is empty; name at least one run")
@@ -237,7 +216,18 @@ def find_workdirs(patterns: Sequence[str], output: Path) -> list[Path]:
     # The report of a comparison's own runs may be written again.
     if not all(resolve(folder).parent == own_runs for folder in folders):
         _refuse_reported(output)
-    return folders
+    runs = []
+    for name, folder in name_workdirs(folders):
+        runs.append(read_run(name, folder, trust_custom_code=trust_custom_code))
+    first, *others = dict.fromkeys(run.name for run in runs)
+    budget = "Separately trained runs, each with its own config." if runs[1:] else "A single run."
+    return Record(
+        title="Comparison" if others else first,
+        budget=budget,
+        command=command,
+        reference=first,
+        runs=merging.require_comparable(tuple(runs)),
+    )
 
 
 def _find_folders(pattern: str) -> list[Path]:

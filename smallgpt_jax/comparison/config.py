@@ -73,7 +73,7 @@ class CompareConfig(ConfigGroup):
     def validate(self) -> None:
         self.validate_choice("budget", BUDGETS)
         self.validate_range("seeds", "averaged_evaluations", least=1)
-        self.validate_range("stake")
+        self.validate_range("stake", "max_added_learning_rates")
         if self.most_seeds and self.most_seeds <= self.seeds:
             self.refuse("most_seeds", f"must be above config.compare.seeds={self.seeds}, or 0")
         if self.most_seeds and self.seeds < 2:
@@ -84,31 +84,27 @@ class CompareConfig(ConfigGroup):
             self.refuse("seconds", "needs config.compare.budget='seconds'")
         if not self.contexts or any(type(times) is not int or times < 1 for times in self.contexts):
             self.refuse("contexts", "must be integers, at least 1")
-        self.validate_learning_rates()
-        self.validate_horizons()
+        self._validate_learning_rates()
+        self._validate_horizons()
 
-    def validate_horizons(self) -> None:
-        horizons = self.horizons
-        if not horizons:
-            return
-        if not all(type(horizon) in (int, float) and horizon > 0 for horizon in horizons):
+    def _validate_horizons(self) -> None:
+        # A bool would count as a number: of tuples, the types of the items are not declared.
+        if not all(type(horizon) in (int, float) and horizon > 0 for horizon in self.horizons):
             self.refuse("horizons", "must be numbers above 0")
-        if horizons[-1] != 1 or any(other <= one for one, other in itertools.pairwise(horizons)):
-            self.refuse(
-                "horizons", "must be in ascending order and end in 1, for example 0.25,0.5,1"
-            )
+        is_ascending = all(one < other for one, other in itertools.pairwise(self.horizons))
+        if self.horizons and (self.horizons[-1] != 1 or not is_ascending):
+            advice = "must be in ascending order and end in 1, for example 0.25,0.5,1"
+            self.refuse("horizons", advice)
 
-    def validate_learning_rates(self) -> None:
+    def _validate_learning_rates(self) -> None:
         rates = self.learning_rates
-        for rate in rates:
-            is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-            if not is_number or not 0 < rate < math.inf:
+        for number, rate in enumerate(rates):
+            if type(rate) not in (int, float) or not 0 < rate < math.inf:
                 self.refuse(
                     "learning_rates",
                     f"{rate!r} is not a positive, finite number; give multiples of the runs' "
                     "own learning rates, for example 0.5,1,2",
                 )
-        for number, rate in enumerate(rates):
             if rate in rates[:number]:
                 self.refuse("learning_rates", f"{rate!r} is listed twice; list each multiple once")
         if len(rates) == 1:
@@ -117,4 +113,3 @@ class CompareConfig(ConfigGroup):
                 "a grid has at least two multiples; to train at a single learning rate, set "
                 "config.optimizer.learning_rate",
             )
-        self.validate_range("max_added_learning_rates")

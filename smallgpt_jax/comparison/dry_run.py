@@ -55,7 +55,24 @@ class Forecast:
         return _total(self.costs, "flops")
 
     def __str__(self) -> str:
-        return format_forecast(self)
+        runs = sum(cost.runs for cost in self.costs)
+        finished = f", {self.finished} more are finished" if self.finished else ""
+        lines = [*aligned_rows(_table(self.costs)), "", f"{runs} runs to train{finished}."]
+        if self.flops is not None:
+            lines.append(f"{self.flops:.3g} training FLOPs.")
+        if self.most_costs:
+            lines.append(_most_text(self.most_costs))
+        if self.corpus_tokens is not None:
+            lines.append(_corpus_text(self))
+        basis = "at the roofline of" if self.is_roofline else "at the speed measured on"
+        if self.seconds is None:
+            lines.append(f"The time is unknown {basis} {self.device}.")
+        else:
+            lines.append(
+                f"{duration(self.seconds)} of training {basis} {self.device}, one run after "
+                "another; compilation, evaluation and measurements come on top."
+            )
+        return "\n".join(lines)
 
 
 def _total(costs: Sequence[NameCost], field: str) -> float | None:
@@ -69,21 +86,19 @@ def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
     it, the cost if as many seeds are added as may be. Seconds are measured here or, with `topology`,
     those of its roofline.
     """
-    losses = outcomes.losses()
-    planned = outcomes.comparison.expected_runs(losses)
+    comparison, losses = outcomes.comparison, outcomes.losses()
+    planned = comparison.expected_runs(losses)
+    most = comparison.expected_runs(losses, at_most=True) if comparison.rounds else []
     missing = [run for run in planned if run.folder not in losses]
-    missing_at_most = []
-    if outcomes.comparison.rounds:
-        most_runs = outcomes.comparison.expected_runs(losses, at_most=True)
-        missing_at_most = [run for run in most_runs if run.folder not in losses]
+    missing_at_most = [run for run in most if run.folder not in losses]
     configs = {}  # of the longest run of each name
     for name, runs in grouped([*missing, *missing_at_most], lambda run: run.name).items():
         configs[name] = max(runs, key=lambda run: run.config.train.steps).config
-    speeds = _speeds(configs, outcomes.comparison.output, topology)
-    most = max(configs.values(), key=_tokens, default=None)  # None: all runs are finished
+    speeds = _speeds(configs, comparison.output, topology)
+    longest = max(configs.values(), key=_tokens, default=None)  # None: all runs are finished
     corpus_tokens, repeats = None, None
-    if most and not is_synthetic(most.data):  # the rows of a probe are generated
-        corpus_tokens, repeats = _reading(outcomes.text, most)
+    if longest and not is_synthetic(longest.data):  # the rows of a probe are generated
+        corpus_tokens, repeats = _reading(outcomes.text, longest)
     return Forecast(
         costs=_costs(missing, configs, speeds),
         finished=len(planned) - len(missing),
@@ -100,27 +115,28 @@ def _costs(
     configs: Mapping[str, Config],
     speeds: Mapping[str, float | None],
 ) -> tuple[NameCost, ...]:
-    """Returns the costs by name. `configs` are those of the longest runs."""
-    by_name = grouped(runs, lambda run: run.name)
-    return tuple(_cost(name, group, configs[name], speeds[name]) for name, group in by_name.items())
-
-
-def _cost(name: str, runs: Sequence[PlannedRun], config: Config, speed: float | None) -> NameCost:
-    """`config` is that of the longest run of the name; `speed` is in steps per second."""
-    steps = sum(map(_own_steps, runs))
-    counts = count(config)
-    flops = counts.flops_per_step(config)
-    return NameCost(
-        name=name,
-        runs=len(runs),
-        parameters=counts.parameters,
-        active_parameters=counts.active_parameters,
-        tokens=_tokens(config),
-        steps=steps,
-        total_tokens=steps * budget.tokens_per_step(config),
-        flops=None if flops is None else steps * flops,
-        seconds=None if speed is None else steps / speed,
-    )
+    """Returns the costs by name. `configs` are those of the longest runs; `speeds` are in steps per
+    second.
+    """
+    costs = []
+    for name, group in grouped(runs, lambda run: run.name).items():
+        config, speed = configs[name], speeds[name]
+        counts = count(config)
+        flops = counts.flops_per_step(config)
+        steps = sum(map(_own_steps, group))
+        cost = NameCost(
+            name=name,
+            runs=len(group),
+            parameters=counts.parameters,
+            active_parameters=counts.active_parameters,
+            tokens=_tokens(config),
+            steps=steps,
+            total_tokens=steps * budget.tokens_per_step(config),
+            flops=None if flops is None else steps * flops,
+            seconds=None if speed is None else steps / speed,
+        )
+        costs.append(cost)
+    return tuple(costs)
 
 
 def _own_steps(run: PlannedRun) -> int:
@@ -157,38 +173,20 @@ def _reading(corpus: Corpus, config: Config) -> tuple[int, float]:
 
 
 # ------------------------------------------------------------------ output
-def format_forecast(result: Forecast) -> str:
+def _table(costs: Sequence[NameCost]) -> list[tuple[str, ...]]:
     rows = [("run", "runs", "parameters", "tokens, longest", "tokens, all", "FLOPs", "time")]
-    for cost in result.costs:
-        rows.append(
-            (
-                cost.name,
-                str(cost.runs),
-                parameter_count(cost.parameters, cost.active_parameters),
-                f"{cost.tokens:,.0f}",
-                f"{cost.total_tokens:,.0f}",
-                "unknown" if cost.flops is None else f"{cost.flops:.2e}",
-                "unknown" if cost.seconds is None else duration(cost.seconds),
-            )
+    for cost in costs:
+        row = (
+            cost.name,
+            str(cost.runs),
+            parameter_count(cost.parameters, cost.active_parameters),
+            f"{cost.tokens:,.0f}",
+            f"{cost.total_tokens:,.0f}",
+            "unknown" if cost.flops is None else f"{cost.flops:.2e}",
+            "unknown" if cost.seconds is None else duration(cost.seconds),
         )
-    runs = sum(cost.runs for cost in result.costs)
-    finished = f", {result.finished} more are finished" if result.finished else ""
-    lines = [*aligned_rows(rows), "", f"{runs} runs to train{finished}."]
-    if result.flops is not None:
-        lines.append(f"{result.flops:.3g} training FLOPs.")
-    if result.most_costs:
-        lines.append(_most_text(result.most_costs))
-    if result.corpus_tokens is not None:
-        lines.append(_corpus_text(result))
-    basis = "at the roofline of" if result.is_roofline else "at the speed measured on"
-    if result.seconds is None:
-        lines.append(f"The time is unknown {basis} {result.device}.")
-    else:
-        lines.append(
-            f"{duration(result.seconds)} of training {basis} {result.device}, one run after "
-            "another; compilation, evaluation and measurements come on top."
-        )
-    return "\n".join(lines)
+        rows.append(row)
+    return rows
 
 
 def _most_text(costs: Sequence[NameCost]) -> str:

@@ -44,10 +44,8 @@ def write_predictions(outcomes: Outcomes, losses: Mapping[Path, float], command:
             return
         started = _started_held_out(outcomes)
         if started:
-            print(
-                f"{started}: has started without {PREDICTIONS_FILE}; no predictions are made",
-                flush=True,
-            )
+            why = f"has started without {PREDICTIONS_FILE}"
+            print(f"{started}: {why}; no predictions are made", flush=True)
             return
         planned = outcomes.comparison.runs_at_best(losses)
         points = [_law_point(run) for run in planned if run.is_held_out]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from smallgpt_jax import models
-from smallgpt_jax.analysis.record import Grid, Record, Run, TrainingText
+from smallgpt_jax.analysis.record import Grid, Record, Run, TextLoss, TrainingText
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
@@ -16,7 +16,7 @@ from smallgpt_jax.run.config import GROUPS, Config, unflatten
 from smallgpt_jax.storage.json_files import find_mismatch
 
 # The config fields that determine the validation rows.
-ROWS = ("model.context_length", "data.packing", "data.separate_documents")
+_ROWS = ("model.context_length", "data.packing", "data.separate_documents")
 
 
 def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
@@ -39,7 +39,6 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
     names = list(dict.fromkeys(run.name for run in runs))
     each = [record for _, record in records]
     title = each[0].title if len(each) == 1 else f"{len(names)} models, from {len(each)} records"
-    held_out = [record.held_out for record in each if record.held_out]
     predictions = [record.predictions for record in each if record.predictions]
     return Record(
         title=title,
@@ -48,7 +47,8 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
         reference=each[0].reference,
         runs=tuple(runs),
         learning_rates=_merged_grids(each, names, merged.keys()),
-        held_out=held_out[0] if held_out else "",
+        held_out=next(filter(None, (record.held_out for record in each)), ""),
+        # A prediction counts from when it was first made.
         predictions=min(predictions, key=lambda one: one.time, default=None),
         seeds_as_needed=any(record.seeds_as_needed for record in each),
     )
@@ -80,34 +80,33 @@ def _merged_grids(
 def require_comparable(runs: tuple[Run, ...]) -> tuple[Run, ...]:
     """Returns the runs. Raises UserError if one is listed twice, or if their texts differ."""
     first_of: dict[tuple, Run] = {}
+    first_row_of: dict[str, tuple[TextLoss, Run]] = {}  # {name of a measured text: …}
     for run in runs:
         other = first_of.setdefault((run.name, run.seed, run.horizon), run)
         if other is not run:
             raise UserError(
                 f"{other.workdir} and {run.workdir}: same config and seed; list the run once"
             )
-    for run in runs[1:]:
-        changes = text_changes(runs[0].text, run.text)
-        if changes:
-            raise UserError(
-                f"{runs[0].workdir} and {run.workdir}: cannot be compared, since their texts "
-                f"differ ({changes}); report on them separately"
-            )
-    _require_same_measured_texts(runs)
-    return runs
-
-
-def _require_same_measured_texts(runs: Sequence[Run]) -> None:
-    first_of: dict[str, tuple] = {}
-    for run in runs:
+        _require_same_text(f"{runs[0].workdir} and {run.workdir}", runs[0], run)
         for row in run.texts:
-            first_row, first_run = first_of.setdefault(row.text, (row, run))
+            first_row, other = first_row_of.setdefault(row.text, (row, run))
             if row.fingerprint != first_row.fingerprint:
                 raise UserError(
-                    f"{first_run.workdir} and {run.workdir}: the texts named {row.text!r} differ "
+                    f"{other.workdir} and {run.workdir}: the texts named {row.text!r} differ "
                     f"({first_row.source!r} and {row.source!r}); measure both runs on the same "
                     "text, or use different names in config.compare.texts"
                 )
+    return runs
+
+
+def _require_same_text(where: str, one: Run, other: Run) -> None:
+    """Raises UserError, beginning with `where`, if the training texts differ."""
+    changes = text_changes(one.text, other.text)
+    if changes:
+        raise UserError(
+            f"{where}: cannot be compared, since their texts differ ({changes}); report on them "
+            "separately"
+        )
 
 
 def text_changes(one: TrainingText | None, other: TrainingText | None) -> str:
@@ -119,14 +118,9 @@ def text_changes(one: TrainingText | None, other: TrainingText | None) -> str:
 
 def _require_mergeable(where: str, one: Run, other: Run) -> None:
     """Raises UserError, beginning with `where`, if runs of two records cannot be compared."""
-    changes = text_changes(one.text, other.text)
-    if changes:
-        raise UserError(
-            f"{where}: cannot be compared, since their texts differ ({changes}); report on them "
-            "separately"
-        )
+    _require_same_text(where, one, other)
     if one.last and other.last:
-        differences = different(evaluation_rows(one), evaluation_rows(other))
+        differences = different(_evaluation_rows(one), _evaluation_rows(other))
         if differences:
             raise UserError(
                 f"{where}: the losses are means over different rows ({differences}); evaluate the "
@@ -137,11 +131,8 @@ def _require_mergeable(where: str, one: Run, other: Run) -> None:
             f"{where}: the losses are means over {one.averaged} and {other.averaged} evaluations; "
             "use the same config.compare.averaged_evaluations"
         )
-    if (one.name, one.horizon) == (other.name, other.horizon):
-        _require_same_model(where, one, other)
-
-
-def _require_same_model(where: str, one: Run, other: Run) -> None:
+    if (one.name, one.horizon) != (other.name, other.horizon):
+        return
     differences = different(fixed_fields(one.config), fixed_fields(other.config))
     if differences:
         raise UserError(
@@ -159,10 +150,10 @@ def _losses(run: Run) -> list[tuple]:
     return [(point.step, point.loss) for point in run.curve]
 
 
-def evaluation_rows(run: Run) -> dict[str, Any]:
+def _evaluation_rows(run: Run) -> dict[str, Any]:
     """Returns what fixes the rows of the last evaluation, beside the text."""
-    rows = {f"config.{field}": run.config.get(field) for field in ROWS}
-    return {**rows, "targets": run.last.targets if run.last else None}
+    rows = {f"config.{field}": run.config.get(field) for field in _ROWS}
+    return {**rows, "targets": run.last.targets}
 
 
 def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:

@@ -58,10 +58,7 @@ class Outcomes:
 
     def run(self, planned: PlannedRun) -> Run:
         """Returns a run that `loss` knows."""
-        recorded = self.recorded(planned)
-        if recorded:
-            return recorded
-        return run_reader.read_run(
+        return self.recorded(planned) or run_reader.read_run(
             planned.name,
             planned.folder,
             averaged=self.comparison.averaged,

@@ -3,6 +3,7 @@ parameters.
 """
 
 import bisect
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -14,9 +15,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 
 PARAMETER_TOLERANCE = 0.02
-# All runs get about the same number of parameters as the reference run. This is the largest
-# relative difference.
-MAX_PARAMETER_CHANGE = 0.1
+MAX_PARAMETER_CHANGE = 0.1  # largest relative difference to the number of the reference run
 
 _num_parameters = functools.cache(models.num_parameters)  # counting traces the model
 
@@ -94,7 +93,9 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
         if near_widths:
             candidates = near_widths
             break
-    width = _nearest_width(candidates, start, target, count)
+    above = _first_at_least(candidates, start, target, count)
+    around = candidates[max(0, above - 1) : above + 1]
+    width = min(around, key=lambda width: abs(count(width) - target))
     return _resize(config, width, num_heads_of[width])
 
 
@@ -109,7 +110,9 @@ def _valid_widths(config: ConfigDict, num_heads: int, widest: int) -> list[int]:
         is_similar = 1 / 2 < width / num_heads / head_width < 2
         if num_heads != config.model.num_heads and not is_similar:
             continue  # it would change the heads too much
-        if _is_valid_model({**fields, "d_model": width, "num_heads": num_heads}):
+        # A config refuses other widths, such as an odd width per head with rotary positions.
+        with contextlib.suppress(UserError):
+            models.build(**{**fields, "d_model": width, "num_heads": num_heads})
             widths.append(width)
     return widths
 
@@ -128,20 +131,7 @@ def _first_at_least(
     return low
 
 
-def _nearest_width(widths: list[int], start: int, target: int, count: Callable[[int], int]) -> int:
-    i = _first_at_least(widths, start, target, count)
-    return min(widths[max(0, i - 1) : i + 1], key=lambda width: abs(count(width) - target))
-
-
 def _resize(config: ConfigDict, d_model: int, num_heads: int) -> ConfigDict:
     config = config.copy_and_resolve_references()
     config.model.update(d_model=d_model, num_heads=num_heads)
     return config
-
-
-def _is_valid_model(fields: dict) -> bool:
-    try:
-        models.build(**fields)
-    except UserError:
-        return False
-    return True

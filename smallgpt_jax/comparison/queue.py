@@ -58,9 +58,8 @@ class Queue:
             held_out.write_predictions(self.outcomes, self.losses, command)
             self._train_runs(is_held_out=True)
         if self.failures:
-            folder, why = next(iter(self.failures.items()))
-            count = len(self.failures)
-            more = f" ({count - 1} more above)" if count > 1 else ""
+            (folder, why), *others = self.failures.items()
+            more = f" ({len(others)} more above)" if others else ""
             raise UserError(f"{folder}: could not be trained: {why}{more}")
 
     def _train_runs(self, is_held_out: bool) -> None:
@@ -71,12 +70,9 @@ class Queue:
         while True:
             # Planned anew after each run, because the losses of grids determine further runs.
             planned = self.outcomes.comparison.runs(self.losses)
+            ended = self.losses.keys() | self.failures.keys()
             missing = [
-                run
-                for run in planned
-                if run.is_held_out == is_held_out
-                and run.folder not in self.losses
-                and run.folder not in self.failures
+                run for run in planned if run.is_held_out == is_held_out and run.folder not in ended
             ]
             next_run = next(filter(self._is_ready, missing), None)
             awaited = self._awaited(missing)
@@ -98,9 +94,9 @@ class Queue:
         grid, a trunk of a run that no process is training, or one that predictions or the next round
         of seeds need. None if there is none.
         """
+        comparison = self.outcomes.comparison
         trunks = {run.trunk for run in missing if run.folder not in self.busy}
         for run in missing:
-            comparison = self.outcomes.comparison
             for_predictions = comparison.held_out and not run.is_held_out
             for_next_round = comparison.rounds and run.trunk is None  # not of shorter horizons
             others_depend = run.in_grid or run.folder in trunks or for_predictions or for_next_round
@@ -121,11 +117,8 @@ class Queue:
                 print(f"\n[{number}/{total}] {describe(run)}", flush=True)
                 loss = self._train(run)
             elif loss == math.inf:
-                print(
-                    f"{run.folder}: diverged in an earlier session; skipped (smallgpt_jax.main can "
-                    "continue the run)",
-                    flush=True,
-                )
+                advice = "skipped (smallgpt_jax.main can continue the run)"
+                print(f"{run.folder}: diverged in an earlier session; {advice}", flush=True)
             # Reports show measurements of the longest runs only, which have no trunk.
             if loss < math.inf and not run.in_grid and run.trunk is None:
                 self.measure_run(run)
@@ -180,9 +173,8 @@ def with_available_trunk(run: PlannedRun) -> Config:
     """
     if run.trunk is None or saved_steps(run.folder / CHECKPOINT_FOLDER):  # or has started already
         return run.config
-    if decay_start(run.config.optimizer) in saved_steps(run.trunk / CHECKPOINT_FOLDER):
-        return run.config
-    return run.config.replace(train={"trunk": ""})
+    has_start = decay_start(run.config.optimizer) in saved_steps(run.trunk / CHECKPOINT_FOLDER)
+    return run.config if has_start else run.config.replace(train={"trunk": ""})
 
 
 def check_existing(run: PlannedRun, output: Path, text: Corpus) -> None:

@@ -106,13 +106,11 @@ def resolve_run(config: ConfigDict, name: str) -> ConfigDict:
     allowed = models.field_names(architecture)
     if architecture != run.model.architecture:
         # Drop the fields that the run's architecture does not have.
-        kept = {field: value for field, value in run.model.items() if field in allowed}
-        run.model = ConfigDict(kept)
+        run.model = ConfigDict({name: run.model[name] for name in run.model if name in allowed})
     for group, fields in overrides.items():
         for field, value in fields.items():
             # The common fields may be those of another architecture, which lacks this one.
-            is_new = group == "model" and field in allowed and field not in run.model
-            if is_new:
+            if group == "model" and field in allowed and field not in run.model:
                 run.model[field] = value
             else:
                 _override(run[group], field, value, f"config.runs.{name}.{group}.{field}")
@@ -133,17 +131,18 @@ def _override(group: ConfigDict, field: str, value, where: str) -> None:
 
 
 def _require_trainable(name: str, run: ConfigDict) -> None:
-    if run.train.trunk:
-        raise UserError(
-            f"run {name!r}: config.train.trunk={run.train.trunk!r}: comparisons set this field; "
-            "use config.compare.horizons"
-        )
-    if run.train.teacher:
-        raise UserError(
-            f"run {name!r}: config.train.teacher={run.train.teacher!r}: comparisons do not "
-            "support a teacher, because they would not count its cost; set it to ''"
-        )
+    trunk, teacher = run.train.trunk, run.train.teacher
     try:
+        if trunk:
+            raise UserError(
+                f"config.train.trunk={trunk!r}: comparisons set this field; use "
+                "config.compare.horizons"
+            )
+        if teacher:
+            raise UserError(
+                f"config.train.teacher={teacher!r}: comparisons do not support a teacher, because "
+                "they would not count its cost; set it to ''"
+            )
         _build(Config.of(run))
     except UserError as error:
         raise UserError(f"run {name!r}: {error}") from None
@@ -168,7 +167,6 @@ def _validate(config: ConfigDict) -> None:
             "config.compare.learning_rates, whose runs have the seed before it"
         )
     _validate_names(config)
-    _validate_held_out(config)
     for name in config.runs:
         if "steps" in own_fields(config, name).get("train", {}) and compare.budget != "own":
             raise UserError(
@@ -179,51 +177,38 @@ def _validate(config: ConfigDict) -> None:
 
 
 def _validate_names(config: ConfigDict) -> None:
+    name_of_folder: dict[Path, str] = {}
     for name in config.runs:
         if "," in name or name != name.strip():
             raise UserError(
                 f"config.runs: {name!r}: names cannot contain commas or start or end with spaces"
             )
-    names = run_names(config)
-    if not names:
-        raise UserError("config.compare.names: the comparison has no runs; name at least one")
-    for name in names:
-        if name not in config.runs:
-            raise UserError(
-                f"config.compare.names: no run {name!r}; choose from {', '.join(config.runs)}"
-            )
-    if config.compare.reference not in config.runs:
-        raise UserError(
-            f"config.compare.reference={config.compare.reference!r}: must be one of "
-            f"{', '.join(config.runs)}"
-        )
-    name_of_folder: dict[Path, str] = {}
-    for name in config.runs:
         other = name_of_folder.setdefault(run_folder(Path(), name, 0), name)
         if other != name:
             raise UserError(
                 f"config.runs: {other!r} and {name!r} have the same workdir; rename one of them"
             )
-
-
-def _validate_held_out(config: ConfigDict) -> None:
-    held_out = config.compare.held_out
-    sizes = list(dict.fromkeys(filter(None, map(size_of, config.runs))))
+    names, choices = run_names(config), ", ".join(config.runs)
+    if not names:
+        raise UserError("config.compare.names: the comparison has no runs; name at least one")
+    for name in names:
+        if name not in config.runs:
+            raise UserError(f"config.compare.names: no run {name!r}; choose from {choices}")
+    reference, held_out = config.compare.reference, config.compare.held_out
+    if reference not in config.runs:
+        raise UserError(f"config.compare.reference={reference!r}: must be one of {choices}")
+    sizes = dict.fromkeys(filter(None, map(size_of, config.runs)))
     if held_out and held_out not in sizes:
-        choices = f"choose from {', '.join(sizes)}" if sizes else "the comparison has none"
+        advice = f"choose from {', '.join(sizes)}" if sizes else "the comparison has none"
         raise UserError(
             f"config.compare.held_out={held_out!r}: must be the SIZE of runs named MODEL@SIZE; "
-            + choices
+            + advice
         )
 
 
 def _require_same_text(runs: dict[str, ConfigDict]) -> None:
-    fields = (
-        *DataConfig.field_names(in_store=True),
-        *DataConfig.field_names(of_probe=True),
-        "store",
-        "mixture",
-    )
+    of_text = (*DataConfig.field_names(in_store=True), *DataConfig.field_names(of_probe=True))
+    fields = (*of_text, "store", "mixture")
     first, *others = runs
     for other in others:
         for field in fields:
@@ -253,23 +238,23 @@ def _require_horizons(name: str, model: Config, horizons: tuple[float, ...]) -> 
         raise UserError(f"{name}: {error}; or remove config.compare.horizons") from None
     steps_before = 0
     for horizon in horizons:
+        where = f"config.compare.horizons: {horizon:g}:"
         run = shortened(model, horizon)
         steps, warmup, end = run.train.steps, run.optimizer.warmup_steps, run.optimizer.decay_steps
         start = end - round(run.optimizer.decay_fraction * end)
         if not max(1, warmup) <= start < steps:
             raise UserError(
-                f"config.compare.horizons: {horizon:g}: the decay of {name} would start at step "
-                f"{start} of {steps}, but must start after the warmup ({warmup} steps) and before "
-                "the end; remove the horizon, or change config.train.steps or "
-                "config.optimizer.decay_fraction"
+                f"{where} the decay of {name} would start at step {start} of {steps}, but must "
+                f"start after the warmup ({warmup} steps) and before the end; remove the horizon, "
+                "or change config.train.steps or config.optimizer.decay_fraction"
             )
         try:
             decay_start(run.optimizer)  # refuses a decay of fewer than two steps
         except UserError as error:
-            raise UserError(f"config.compare.horizons: {horizon:g}: {name}: {error}") from None
+            raise UserError(f"{where} {name}: {error}") from None
         if steps <= steps_before:
             raise UserError(
-                f"config.compare.horizons: {horizon:g}: {name} has {steps} steps, as at the "
-                "horizon before it; remove the horizon, or increase config.train.steps"
+                f"{where} {name} has {steps} steps, as at the horizon before it; remove the "
+                "horizon, or increase config.train.steps"
             )
         steps_before = steps

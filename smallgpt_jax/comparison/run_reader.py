@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -60,12 +59,14 @@ def read_run(
             "because they would not count the cost of the teacher; remove the run"
         )
     counts = count(config)
-    sessions = read_sessions(folder)
+    sessions = tuple(typed_json.parse(Session, session) for session in read_sessions(folder))
     lines = read_lines(folder / METRICS_FILE)
     tokens_per_step = _tokens_per_step(config, sessions)
     curve = _curve(config, counts, lines, tokens_per_step)
     steps, seconds = training_seconds(lines, tokens_per_step)
     evaluations = folder / EVALUATION_FOLDER
+    summary = read_summary(folder, config.train.steps)
+    loads = [line["expert_load"] for line in lines if "expert_load" in line]
     return Run(
         name=name,
         workdir=str(folder),
@@ -82,12 +83,9 @@ def read_run(
         tokens_per_step=tokens_per_step,
         curve=curve,
         tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
-        memory_bytes=max(
-            (session["argument_bytes"] + session["temp_bytes"] for session in sessions),
-            default=None,
-        ),
-        sessions=tuple(typed_json.parse(Session, session) for session in sessions),
-        expert_load=_last_logged(lines, "expert_load"),
+        memory_bytes=max((one.argument_bytes + one.temp_bytes for one in sessions), default=None),
+        sessions=sessions,
+        expert_load=loads[-1] if loads else None,
         texts=_texts(evaluations, config.train.steps),
         benchmarks=read_scores(evaluations, config.train.steps),
         uncounted=counts.uncounted,
@@ -96,7 +94,7 @@ def read_run(
         averaged=averaged,
         weight_bytes=counts.weight_bytes,
         inference=typed_json.read_or_none(Inference, evaluations / INFERENCE_FILE),
-        inside=_inside(folder, config.train.steps),
+        inside=typed_json.parse(Inside, summary) if summary else None,
         horizon=horizon,
         run=str(trunk or config.train.trunk or folder),
     )
@@ -112,10 +110,10 @@ def _require_started(folder: Path) -> None:
     raise UserError(f"{folder}: the run has not started; train it first")
 
 
-def _tokens_per_step(config: Config, sessions: Sequence[dict]) -> float:
+def _tokens_per_step(config: Config, sessions: Sequence[Session]) -> float:
     """Returns the tokens of a batch without padding."""
     inputs = config.train.batch_size * config.model.context_length
-    padding = sessions[-1]["padding"] if sessions else 0
+    padding = sessions[-1].padding if sessions else 0
     return inputs * (1 - padding) if padding else inputs
 
 
@@ -130,7 +128,7 @@ def _curve(
     for line in lines:
         if line["split"] != "eval":
             continue
-        step = line["step"]
+        step, repeats = line["step"], line.get(LOSS_OF_REPEATS)
         points[step] = Point(
             step=step,
             tokens=round(step * tokens_per_step),
@@ -140,13 +138,9 @@ def _curve(
             bits_per_byte=line["bits_per_byte"],
             targets=line["targets"],
             answers=answers_in(line),
-            loss_of_repeats=_number(line.get(LOSS_OF_REPEATS)),
+            loss_of_repeats=repeats if NUMBER.accepts(repeats) else None,
         )
     return tuple(points[step] for step in sorted(points))
-
-
-def _number(value: Any) -> float | None:
-    return value if NUMBER.accepts(value) else None
 
 
 def training_seconds(
@@ -173,22 +167,10 @@ def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | Non
     return seconds[-1] + (step - steps[-1]) * seconds_per_step
 
 
-def _last_logged(lines: Sequence[dict], field: str) -> Any:
-    for line in reversed(lines):
-        if field in line:
-            return line[field]
-    return None
-
-
 # ------------------------------------------------------------------ further measurements
 def _texts(evaluations: Path, step: int) -> tuple[TextLoss, ...]:
     rows = typed_json.read_or_none(tuple[TextLoss, ...], evaluations / TEXTS_FILE) or ()
     return tuple(row for row in rows if row.step == step)
-
-
-def _inside(folder: Path, step: int) -> Inside | None:
-    summary = read_summary(folder, step)
-    return typed_json.parse(Inside, summary) if summary else None
 
 
 # ------------------------------------------------------------------ names

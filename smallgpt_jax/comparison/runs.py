@@ -53,9 +53,8 @@ class Comparison:
 
     @property
     def held_out_names(self) -> list[str]:
-        if not self.held_out:
-            return []
-        return [name for name in self.models if size_of(name) == self.held_out]
+        names = self.models if self.held_out else ()  # the size "" is of names without a size
+        return [name for name in names if size_of(name) == self.held_out]
 
     def runs(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
         """Returns the runs in training order, as far as the known losses determine them.
@@ -162,13 +161,11 @@ class Comparison:
             multiple = multiples[model_of(name)]
             if multiple is None:
                 return None
-            of_name = []
-            for index in range(counts[name]):
-                seed = self.seeds[0] + index
-                of_name.append(losses.get(run_folder(self.output, name, seed, multiple)))
-            if None in of_name:
+            seeds = range(self.seeds[0], self.seeds[0] + counts[name])
+            folders = [run_folder(self.output, name, seed, multiple) for seed in seeds]
+            of_names[name] = [losses.get(folder) for folder in folders]
+            if None in of_names[name]:
                 return None
-            of_names[name] = of_name
         return of_names
 
     def _multiples(
@@ -189,10 +186,8 @@ class Comparison:
         """Returns {first name of a model: grid}; {} without learning rates to try."""
         if not self.multiples:
             return {}
-        first_names: dict[str, str] = {}
-        for name in self.models:
-            first_names.setdefault(model_of(name), name)
-        return {name: self._grid(name, losses) for name in first_names.values()}
+        first_names = [names[0] for names in grouped(self.models, model_of).values()]
+        return {name: self._grid(name, losses) for name in first_names}
 
     def _grid(self, name: str, losses: Mapping[Path, float]) -> Grid:
         def loss_of(multiple: float) -> float | None:

@@ -154,11 +154,12 @@ def _size_and_steps(candidate: Candidate) -> tuple[str, int]:
 
 def _degrees_of_freedom(candidates: Sequence[Candidate]) -> int:
     """Returns the degrees of freedom of all differences between models: (m − 1)(n − 1) for m models
-    with n orders of batches at a size. Lengths do not count: they share their first steps.
+    with n orders of batches at a size.
     """
     degrees = 0
     for of_size in grouped(candidates, lambda one: one.first.size).values():
-        orders = []  # the most of each model
+        # The most of each model: several lengths add none, because they share their first steps.
+        orders = []
         for of_model in grouped(of_size, lambda one: one.first.name).values():
             orders.append(max(len(one.losses) for one in of_model))
         # The model with the most orders is the one that the others are compared with.
@@ -208,11 +209,7 @@ def largest_common_size(runs: Sequence[Run]) -> str:
 
 # ------------------------------------------------------------------ equal models
 def _equal_models(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], ...]:
-    """Returns groups of models that compute the same function; most have one member.
-
-    They have equal losses wherever both were trained; or they have equal configs, as lgpt and cgpt
-    with convolutions over one position have, and started from random weights.
-    """
+    """Returns groups of models that compute the same function; most have one member."""
     groups: dict[str, list[str]] = {}  # {first model: all of its function}
     of_model = grouped(candidates, lambda one: one.model)
     for model, of_this in of_model.items():
@@ -253,7 +250,8 @@ def _have_equal_losses(one: Candidate, other: Candidate) -> bool:
 
 
 def _config_of_function(run: Run) -> dict:
-    """Returns the config without seeds; cgpt with a kernel of one position is lgpt."""
+    """Returns the config without seeds."""
+    # cgpt whose kernel is one position computes the same function as lgpt.
     fields = {field: run.config[field] for field in run.config if not field.endswith(".seed")}
     if fields.get("model.architecture") == "cgpt" and fields.get("model.conv_kernel") == 1:
         fields["model.architecture"] = "lgpt"

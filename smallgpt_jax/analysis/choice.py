@@ -123,12 +123,12 @@ class Asked:
 
     # -------------------------------------------------------------- answers
     def choice(self, limit: float) -> Choice:
-        """Returns the answer to a limit. Below all costs, or more than NEAR times above them, nothing is
-        chosen, and the models are compared at the nearest cost instead.
-        """
+        """Returns the answer to a limit."""
         answer = Choice(self.budget, limit, self.batch, front=self.front(), devices=self.devices())
         if not self.costs:
             return dataclasses.replace(answer, refusal="no cost")
+        # Below all costs, or more than NEAR times above them, nothing is chosen, and the models are
+        # compared at the nearest cost instead.
         least = min(map(min, self.costs.values()))
         largest = sorted(map(max, self.costs.values()))  # cost of each model
         refusal, compared_at, factor = None, limit, None
@@ -227,14 +227,10 @@ class Asked:
 
     # -------------------------------------------------------------- limits of a report
     def default_limits(self) -> list[float]:
-        """Returns the limits that a report asks about, up to _MAX_LIMITS, in ascending order.
-
-        Of training: the costs at which several models were trained, or `_powers_of_ten` if these are
-        too many. Of others: the costs on the front.
-        """
+        """Returns the limits that a report asks about, up to _MAX_LIMITS, in ascending order."""
         if not self.is_training:
             return _largest_of_near([point.cost for point in self.front()])[-_MAX_LIMITS:]
-        limits = []
+        limits = []  # the costs at which several models were trained
         for limit in _largest_of_near(list(itertools.chain(*self.costs.values()))):
             models_near = 0
             for costs in self.costs.values():
@@ -314,9 +310,7 @@ def _with_potential(
     budget: float,
 ) -> Contender | None:
     """Returns a model with `untried`: by how much its loss may be lower at `budget`, with sizes or
-    lengths that were not tried. None if nothing tells.
-
-    `reached` is `_best_reached` of its `curves`. `first` is the model with the lowest loss.
+    lengths that were not tried. None if nothing tells. `first` is the model with the lowest loss.
     """
     potentials = [math.inf if reached is None else reached.loss]
     # On the common curve nearest to the cost of the first one, the model differs from it by d. So at

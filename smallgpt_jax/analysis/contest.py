@@ -39,9 +39,7 @@ _MAX_SEEDS = 10_000
 
 
 def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
-    """Returns the ranking of the contenders, one or more, one per model: a row for each, the verdicts
-    on all pairs, and the chosen model or the reason why none is chosen.
-    """
+    """Returns the ranking of the contenders, one or more, one per model."""
     finite = [one for one in contenders if math.isfinite(one.loss)]
     diverged = [one for one in contenders if not math.isfinite(one.loss)]
     last = [_standing(one, math.inf, None, 0.0) for one in diverged]
@@ -245,14 +243,14 @@ def _verdict(
     difference: Difference, possible: np.ndarray, pair_level: float | None
 ) -> tuple[float, Range | None, str]:
     """Returns the probability that a difference is below 0, its interval and `Pair.verdict`.
-
-    `possible` are values that it may have, given the runs. With a level, the sequential test decides:
-    which seeds exist then depends on the losses, and the probability does not allow for that.
+    `possible` are values that it may have, given the runs.
     """
     if difference.degrees == 0:  # no two models have two seeds
         return 0.5, None, "cannot tell"
     probability = float((possible < 0).mean())
     if pair_level:
+        # Which seeds exist depends on earlier looks at the losses. The probability does not allow
+        # for that, so the sequential test decides.
         half_width = difference.half_width_at_all_looks(pair_level)
         interval = None
         if math.isfinite(half_width):
@@ -270,10 +268,8 @@ def _verdict(
 
 
 def seeds_needed(difference: Difference, pair_level: float | None = None) -> Range:
-    """Returns an interval of how many seeds per model would decide on which side of 0 a difference is.
-
-    By one t-test at LEVEL after all seeds, with 80% power; with the level of a pair, by the sequential
-    test after each seed.
+    """Returns an interval of how many seeds per model would decide on which side of 0 a difference is:
+    by one t-test at LEVEL after all, or with a pair's level by the sequential test after each.
     """
     # A difference δ of two models whose runs of the same seed differ with the variance σ² needs
     #     n = (1.96 + 0.84)² · σ²/δ² + 1.96²/2

@@ -134,13 +134,12 @@ def _segments(
     comparisons: Sequence[BudgetComparison], verdicts: Sequence[str | None]
 ) -> tuple[Segment, ...]:
     """Returns the ranges of budgets over which one model is better, and those between them.
-
-    `verdicts` are the better models at the budgets of `comparisons`, None where neither is. A range
-    needs comparisons at two sizes, if several were trained: the lengths of one size are the same
-    runs, which may all have been lucky.
+    `verdicts` are the better models at the budgets of `comparisons`, None where neither is.
     """
     if not comparisons:
         return ()
+    # A range needs comparisons at two sizes, if several were trained: the lengths of one size are
+    # the same runs, which may all have been lucky.
     needed = min(2, len({one.size for one in comparisons}))
     first, last = comparisons[0].budget, comparisons[-1].budget
     segments: list[Segment] = []
@@ -207,11 +206,10 @@ def _multiplier(
 
 
 def _best_common_key(curves: ScalingCurves, base: ScalingCurves, budget: float) -> CurveKey | None:
-    """Returns the key of a curve of both, on which `base` has a loss at the budget: the one with the
-    lowest sum of both losses; if the other model has none there, with the lowest loss of `base`.
-    """
+    """Returns the key of the best curve of both, on which `base` has a loss at the budget."""
     losses, base_losses = curves.losses_at(budget), base.losses_at(budget)
-    # The loss of `base` alone would prefer the curve on which it had luck.
+    # The best is that with the lowest sum of both losses, where both are known: the loss of `base`
+    # alone would prefer the curve on which it had luck.
     common = {key: loss + losses[key] for key, loss in base_losses.items() if key in losses}
     possible = common or {key: loss for key, loss in base_losses.items() if key in curves.curves}
     return min(possible, key=possible.get, default=None)

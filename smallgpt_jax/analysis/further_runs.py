@@ -60,9 +60,7 @@ class Rounds:
 
 def next_seeds(losses: Mapping[str, Sequence[float]], rounds: Rounds) -> dict[str, int]:
     """Returns {model: number of seeds} after the next round; the present ones if no pair needs more.
-
-    `losses` by model are those of its seeds in order, inf if one diverged. Each undecided pair gets
-    one more seed that both have, if its expected regret is high or it can still be decided.
+    `losses` by model are those of its seeds in order, inf if one diverged.
     """
     hashable = tuple((model, tuple(of_seeds)) for model, of_seeds in losses.items())
     return dict(_next_seeds(hashable, rounds))
@@ -89,8 +87,8 @@ def _next_seeds(
             continue
         one, other = models.index(pair.model), models.index(pair.other)
         regret = _expected_regret(draws[:, one] - draws[:, other])
-        # Of two models that differ by much, the regret is low long before a verdict is certain.
-        # Without further seeds, such a pair would stay undecided.
+        # Both get a seed if a wrong choice would cost much, or if a verdict is near: of two models
+        # that differ by much, the regret is low long before a verdict is certain.
         if regret > rounds.stake or _is_in_reach(estimate.difference(one, other), rounds):
             for model in (pair.model, pair.other):
                 counts[model] = max(counts[model], min(pair.seeds + 1, rounds.most))
@@ -130,18 +128,14 @@ class NextRun:
 
 
 def next_runs(evidence: Evidence) -> list[NextRun]:
-    """Returns one run per name of each size, the one with the largest gain per FLOP first.
-
-    Left out are names that diverged or whose FLOPs are unknown, and sizes at which losses cannot be
-    compared, or no two models have two seeds, so that nothing tells how much losses vary.
-    """
+    """Returns one run per name of each size, the one with the largest gain per FLOP first."""
     runs = []
     sizes = grouped(longest_trained(evidence.candidates), lambda one: one.first.size)
     for candidates in sizes.values():
         finite = [one for one in candidates if math.isfinite(one.loss)]
-        if len(finite) < 2 or not are_comparable(finite):
-            continue
-        if evidence.variance_prior_at(finite[0]).is_known:
+        # Without two seeds of two models, nothing tells how much losses vary.
+        is_known = bool(finite) and evidence.variance_prior_at(finite[0]).is_known
+        if len(finite) > 1 and is_known and are_comparable(finite):
             runs += _runs_of_size(finite, evidence)
     return sorted(runs, key=lambda run: -run.gain / run.flops)
 
@@ -157,7 +151,7 @@ def _runs_of_size(candidates: Sequence[Candidate], evidence: Evidence) -> list[N
     runs = []
     for index, one in enumerate(candidates):
         cost = cost_of(_runs_of_a_seed(one.first.name, evidence.record.runs))
-        if not cost.flops:
+        if not cost.flops:  # no gain per FLOP
             continue
         seed = max(run.seed for run in one.runs) + 1
         # The effect of an order of batches is known if other models have read it: the loss then varies

@@ -89,7 +89,7 @@ def predicted_loss(form: str, law: Mapping[str, float], point: LawPoint) -> floa
 
 
 def _terms(form: str, points: Sequence[LawPoint]) -> np.ndarray:
-    """Returns the values of a form's terms, shape (points, terms)."""
+    """Returns the values of a form's terms, (points, terms)."""
     n = np.log([point.parameters for point in points])
     d = np.log([point.tokens for point in points])
     return np.stack([_TERMS[term](n, d) for term in FORMS[form]], axis=1)

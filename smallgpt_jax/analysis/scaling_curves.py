@@ -24,7 +24,9 @@ SAME_RATIO = 1.1  # ratio up to which two numbers of tokens per parameter count 
 STEEPEST = 0.2  # no loss is expected to fall faster than with budget^-0.2; seen: 0.05 to 0.17
 
 Cost = Callable[[Run], float | None]
-CurveKey = tuple[str, str | int]  # ("size", SIZE), or ("ratio", number of the group of ratios)
+# ("size", SIZE), or ("ratio", number of `_ratio_groups`). Curves of two models with equal keys can be
+# compared.
+CurveKey = tuple[str, str | int]
 
 
 class ScalingPoint(NamedTuple):
@@ -76,11 +78,7 @@ class ScalingCurves:
 
 
 def scaling_curves_of(candidates: Sequence[Candidate], cost: Cost) -> dict[str, ScalingCurves]:
-    """Returns {model: its curves} through the candidates that have a cost and no diverged seed.
-
-    Curves of several models have equal keys if they are of one size, or of about the same tokens per
-    parameter (`_ratio_groups`).
-    """
+    """Returns {model: its curves} through the candidates that have a cost and no diverged seed."""
     usable, costs = [], []
     for one in candidates:
         costs_of_runs = [cost(run) for run in one.runs]
@@ -122,11 +120,9 @@ def pair_at_nearest_budget(
 
 
 def _ratio_groups(candidates: Sequence[Candidate]) -> list[int]:
-    """Returns per candidate the number of its group of about equal tokens per parameter.
-
-    Models of a size were trained on equal tokens with unequal parameters, so the parameters that
-    count are the median of the size.
-    """
+    """Returns per candidate the number of its group of about equal tokens per parameter."""
+    # Models of a size were trained on equal tokens with unequal parameters, so the parameters that
+    # count are the median of the size.
     typical: dict[str, float] = {}  # {size: parameters}
     for size, group in grouped(candidates, lambda one: one.first.size).items():
         typical[size] = statistics.median(one.first.active_parameters for one in group)

@@ -20,15 +20,11 @@ PRECISION = 0.1
 
 
 def evidence(differences: Sequence[float], precision: float = PRECISION) -> float:
-    """Returns how many times likelier the differences are with an effect than without one.
-
-    One difference says nothing: 1.0, whatever it is. Differences that are all equal and not 0 say
-    everything: inf.
-    """
+    """Returns how many times likelier the differences are with an effect than without one."""
     count = len(differences)
     total = math.fsum(differences)
     squares = math.fsum(x * x for x in differences)
-    if count < 2 or squares == 0:
+    if count < 2 or squares == 0:  # one difference says nothing, whatever it is
         return 1.0
     # The sum of squares that the effect does not explain; n·x²·p/(n + p) if all differences are x.
     unexplained = squares - total * total / (count + precision)
@@ -55,10 +51,8 @@ def interval(differences: Sequence[float], level: float = 0.05) -> tuple[float, 
 
 def half_width(count: int, variance: float, degrees: float, level: float) -> float:
     """Returns half the width of `interval` around the mean of `count` differences, from their sample
-    variance; inf with too few.
-
-    The variance has more degrees of freedom than count − 1 if it was drawn towards those of other
-    pairs (`spreads.VariancePrior`): the deviation is then not unknown, but has their distribution.
+    variance; inf with too few. The variance has more degrees of freedom than count − 1 if it was
+    drawn towards those of other pairs (`spreads.VariancePrior`).
     """
     if count < 1 or degrees <= 0:
         return math.inf
@@ -73,11 +67,10 @@ def half_width(count: int, variance: float, degrees: float, level: float) -> flo
 def seeds_of_effects(squares: np.ndarray, level: float) -> np.ndarray:
     """Returns after how many seeds the evidence for an effect is about 1/level, so that it is found.
     `squares` are those of effects in standard deviations.
-
-    The evidence for n differences with the mean effect x is
-
-        √(p/(n + p)) · ((1 + x²)/(1 + x²·p/(n + p)))^(n/2)
     """
+    # The evidence for n differences with the mean effect x is
+    #     √(p/(n + p)) · ((1 + x²)/(1 + x²·p/(n + p)))^(n/2)
+    # Solved for n, with the last n on the right side.
     seeds = np.full(np.shape(squares), 2.0)
     for _ in range(20):  # converges: the right side grows with ln(n)
         unexplained = PRECISION / (seeds + PRECISION)  # fraction of the squares

@@ -44,10 +44,7 @@ class VariancePrior:
         self, variances: np.ndarray, degrees: np.ndarray, noise: np.ndarray | float = 1.0
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns sample variances drawn towards the typical one, and their degrees of freedom, which
-        grow by those of the prior.
-
-        `noise` is the variance of the compared losses as a multiple of that of trained runs, below 1
-        between two sizes (`Contender.noise`). The samples have it already, so it scales the prior.
+        grow by those of the prior. `noise`: see `Contender.noise`.
         """
         degrees = np.asarray(degrees, float)
         # Variances that differ only by chance have a prior of infinite degrees.
@@ -55,7 +52,8 @@ class VariancePrior:
         total = prior_degrees + degrees
         # The mean of both, weighted by degrees of freedom (limma: Smyth, 2004,
         # doi:10.2202/1544-6115.1027, section 3): a variance of 4 with 2 degrees and a prior of 1
-        # with 4 give (2·4 + 4·1) / 6 = 2 with 6 degrees.
+        # with 4 give (2·4 + 4·1) / 6 = 2 with 6 degrees. Samples of losses between two sizes have
+        # less noise already, so it scales only the prior.
         weighted = prior_degrees * self.variance * noise + degrees * variances
         mean = weighted / np.maximum(total, 1e-9)
         capped = np.minimum(total, self.total_degrees)
@@ -161,10 +159,9 @@ def correlation(losses: np.ndarray) -> float:
 def expected_losses(losses: np.ndarray, rho: float) -> np.ndarray:
     """Returns the mean loss of each model, as if all had read the same orders of batches, from losses
     (models, orders) and their `correlation` ρ.
-
-    If all have, it is the mean. Otherwise, the mean without the effects of the orders: a model that
-    has read only two bad ones of ten is not worse for it.
     """
+    # If not all have, it is the mean without the effects of the orders: a model that has read only
+    # two bad ones of ten is not worse for it.
     # The effect of an order is the mean residual of the k models that have read it, drawn to zero
     # by its reliability kρ / (1 − ρ + kρ), with the correlation ρ (best linear prediction: Robinson,
     # 1991, doi:10.1214/ss/1177011926): with ρ = 0, orders have no effect. Effects and means are
@@ -240,15 +237,13 @@ class Estimate:
     def own_variances(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns each model's own part v of the variances V of its differences, so that
         V(a − b) = v(a) + v(b), and the degrees of freedom of each part.
-
-        Of V = 2, 5, 5 for a − b, a − c, b − c, the parts are 1, 1, 4. A single model has no
-        differences: its part is the variance of its losses.
         """
-        # By least squares of the relative errors (V − v(a) − v(b)) / (v(a) + v(b)), repeated with
-        # the last parts in the denominator; a part is at least a quarter of the model's smallest V.
         models = len(self.means)
-        if models == 1:
+        if models == 1:  # no differences: the part is the variance of the losses
             return self.deviations**2, np.zeros(1)
+        # Of V = 2, 5, 5 for a − b, a − c, b − c, the parts are 1, 1, 4. In general, they are found by
+        # least squares of the relative errors (V − v(a) − v(b)) / (v(a) + v(b)), repeated with the
+        # last parts in the denominator; a part is at least a quarter of the model's smallest V.
         is_pair = ~np.eye(models, dtype=bool)
         of_others = self.variances[is_pair].reshape(models, models - 1)
         own = np.median(of_others, axis=1) / 2
@@ -313,12 +308,11 @@ def estimate_alone(losses: np.ndarray) -> Estimate:
 # how often the next one will. So the share and the loss of each group are given instead.
 def modes(losses: Sequence[float], repeats: Sequence[float | None]) -> tuple[Mode, ...]:
     """Returns the two modes of one model's losses, lowest first; () if they do not split visibly.
-
-    `repeats` are the same runs' losses on repeated tokens, which tell which have learned to copy;
-    None where they were not logged.
+    `repeats` are the same runs' losses on repeated tokens; None where they were not logged.
     """
     if len(losses) < 3 or not all(map(math.isfinite, losses)):
         return ()
+    # The loss of repeats tells which runs have learned to copy.
     are_repeats_known = None not in repeats
     ascending = sorted(zip(repeats if are_repeats_known else losses, losses))
     values = [value for value, _ in ascending]
@@ -362,12 +356,10 @@ def _critical_ratio(count: int, level: float) -> float:
 
 
 def _more_split_than_by_chance(losses: Sequence[np.ndarray]) -> bool:
-    """Whether the losses of too many models split into two modes over the seeds.
-
-    If losses are normal, each model splits with a probability of one in twenty (_ONE_OF_TWENTY).
-    Too many: so many or more have a probability below _SEVERAL; 4 of 20 have 1.6%. One model with
-    three seeds is never enough.
-    """
+    """Whether the losses of too many models split into two modes over the seeds."""
+    # If losses are normal, each model splits with a probability of one in twenty. Too many: so many
+    # or more have a probability below _SEVERAL; 4 of 20 have 1.6%. One model with three seeds is
+    # never enough.
     models = split = 0
     for of_model in losses:
         sample = np.sort(of_model[~np.isnan(of_model)])

@@ -55,9 +55,7 @@ def with_equal_budgets(
 
 def _set_steps(name: str, run: ConfigDict, budget: str, step_cost: float, target: float) -> None:
     """Sets the run's number of steps, and scales its learning rate schedule in proportion.
-
-    `step_cost` and `target`, the cost of the run, are in FLOPs, tokens or seconds. Raises UserError if
-    every number of steps misses the target by more than BUDGET_TOLERANCE.
+    `step_cost` and `target`, the cost of the run, are in FLOPs, tokens or seconds.
     """
     steps = max(1, round(target / step_cost))
     error = steps * step_cost / target - 1
@@ -107,15 +105,14 @@ def tokens_per_step(config: ConfigDict | Config) -> float:
 
 # ------------------------------------------------------------------ speed
 def require_measurable(runs: dict[str, ConfigDict], output: Path, may_measure: bool) -> None:
-    """Raises UserError for a run that is not measured but has started: with a speed that is measured
-    now, it would get another number of steps.
-    """
+    """Raises UserError for a run that is not measured, and cannot be."""
     output.mkdir(parents=True, exist_ok=True)
     with file_lock(output / LOCK_FILE, wait=True):
         speeds = _read_speeds(output)
     for name, run in runs.items():
         if config_digest(run) in speeds:
             continue  # was measured before
+        # With a speed that is measured now, a run that has started would get other steps.
         if run_folder(output, name, run.train.seed).exists():
             raise UserError(
                 f"--output={output}: contains a run {name} with another budget or config; "

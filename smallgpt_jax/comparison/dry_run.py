@@ -82,9 +82,8 @@ def _total(costs: Sequence[NameCost], field: str) -> float | None:
 
 
 def forecast(outcomes: Outcomes, topology: str | None = None) -> Forecast:
-    """Returns the cost of the runs that are not finished, assuming that no grid is extended; beside
-    it, the cost if as many seeds are added as may be. Seconds are measured here or, with `topology`,
-    those of its roofline.
+    """Returns the cost of the runs that are not finished; beside it, with as many seeds as may be
+    added. Seconds are measured here or, with `topology`, those of its roofline.
     """
     comparison, losses = outcomes.comparison, outcomes.losses()
     planned = comparison.expected_runs(losses)

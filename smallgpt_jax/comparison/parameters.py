@@ -26,12 +26,11 @@ def num_parameters(config: ConfigDict | Config) -> int:
 
 
 def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str, ConfigDict]:
-    """Returns the runs with new widths, so that their numbers of parameters are within 2%.
-
-    Each run gets the width that comes nearest to a target: first `wanted`, then, if the runs differ
-    by more than 2%, the number of the run that is farthest from the last target. Raises UserError
-    if a target is more than 10% away from `wanted`, or if len(runs) + 1 targets are not enough.
+    """Returns the runs with new widths, so that their numbers of parameters are within 2%. Raises
+    UserError if these would be more than 10% away from `wanted`.
     """
+    # Each run gets the width that comes nearest to a target. If the runs then differ by more than 2%,
+    # the next target is what the run that is farthest from the last one can reach.
     target = wanted
     for _ in range(len(runs) + 1):
         resized = {name: with_parameters(run, target) for name, run in runs.items()}
@@ -40,7 +39,7 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
             return resized
         worst = max(counts, key=lambda name: abs(counts[name] / target - 1))
         missed = target
-        target = counts[worst]  # which the worst run can reach
+        target = counts[worst]
         if abs(target / wanted - 1) > MAX_PARAMETER_CHANGE:
             break
     model = resized[worst].model
@@ -54,14 +53,11 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
 
 
 def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
-    """Returns `config` with the width that brings the number of parameters nearest to `target`.
-
-    Each number of heads allows only certain widths. If none for the config's own number comes
-    within 2% of `target`, other numbers are tried, the nearest first, until one has such a width;
-    the head width then changes by less than a factor of two.
-    """
+    """Returns `config` with the width that brings the number of parameters nearest to `target`."""
     start, heads = config.model.d_model, config.model.num_heads
-    numbers = [heads]  # of heads, in the order in which they are tried
+    # Each number of heads allows only certain widths. If none for the config's own number comes
+    # within 2% of `target`, other numbers are tried, the nearest first.
+    numbers = [heads]
     # With head_dim, the number of parameters depends on the number of heads, which is kept.
     if not config.model.get("head_dim"):
         numbers = sorted(range(1, 2 * heads + 1), key=lambda n: abs(n - heads))

@@ -45,16 +45,16 @@ class Queue:
     compiled: set[ModelConfig] = dataclasses.field(default_factory=set)
 
     def train(self, command: str = "") -> None:
-        """Trains all runs, the held-out ones after their losses are predicted.
-
-        `command` repeats the comparison. Raises UserError at the end if a run could not be trained.
+        """Trains all runs. `command` repeats the comparison. Raises UserError at the end if a run could
+        not be trained.
         """
         comparison = self.outcomes.comparison
         held_out.require_enough_runs(comparison)
-        # The seeds of a model are not trained one after another.
+        # The seeds of a model are not trained one after another, so its program is kept until then.
         RECENT_PROGRAMS.limit = max(RECENT_PROGRAMS.limit, len(comparison.models))
         self._train_runs(is_held_out=False)
         if comparison.held_out and not self.failures:
+            # Before any of them starts: later, a prediction would be none.
             held_out.write_predictions(self.outcomes, self.losses, command)
             self._train_runs(is_held_out=True)
         if self.failures:
@@ -63,10 +63,7 @@ class Queue:
             raise UserError(f"{folder}: could not be trained: {why}{more}")
 
     def _train_runs(self, is_held_out: bool) -> None:
-        """Trains the held-out runs, or the others: always the first missing one that is ready.
-
-        Skips runs that another process is training, but waits for those that others depend on.
-        """
+        """Trains the held-out runs, or the others: always the first missing one that is ready."""
         while True:
             # Planned anew after each run, because the losses of grids determine further runs.
             planned = self.outcomes.comparison.runs(self.losses)
@@ -78,7 +75,7 @@ class Queue:
             awaited = self._awaited(missing)
             if next_run:
                 self._train_or_read(next_run, planned)
-            elif awaited:
+            elif awaited:  # other runs that another process is training are skipped
                 print(f"waiting for {awaited}, which another process is training", flush=True)
                 with file_lock(awaited / LOCK_FILE, wait=True):
                     self.busy.remove(awaited)
@@ -90,10 +87,7 @@ class Queue:
         return has_start and run.folder not in self.busy
 
     def _awaited(self, missing: Sequence[PlannedRun]) -> Path | None:
-        """Returns the folder of a run that another process is training and others depend on: one of a
-        grid, a trunk of a run that no process is training, or one that predictions or the next round
-        of seeds need. None if there is none.
-        """
+        """Returns the folder of a run that another process is training and others depend on."""
         comparison = self.outcomes.comparison
         trunks = {run.trunk for run in missing if run.folder not in self.busy}
         for run in missing:
@@ -166,13 +160,11 @@ def free_programs(model: ModelConfig, compiled: set[ModelConfig]) -> None:
 
 
 def with_available_trunk(run: PlannedRun) -> Config:
-    """Returns the run's config, without its trunk if a new run cannot start from it.
-
-    A trunk that was finished before the horizon was added, or that has diverged, may lack the
-    checkpoint. The run then starts from step 0, with the same results.
-    """
+    """Returns the run's config, without its trunk if a new run cannot start from it."""
     if run.trunk is None or saved_steps(run.folder / CHECKPOINT_FOLDER):  # or has started already
         return run.config
+    # A trunk that was finished before the horizon was added, or that has diverged, may lack the
+    # checkpoint. The run then starts from step 0, with the same results.
     has_start = decay_start(run.config.optimizer) in saved_steps(run.trunk / CHECKPOINT_FOLDER)
     return run.config if has_start else run.config.replace(train={"trunk": ""})
 

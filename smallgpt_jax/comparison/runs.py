@@ -57,18 +57,15 @@ class Comparison:
         return [name for name in names if size_of(name) == self.held_out]
 
     def runs(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
-        """Returns the runs in training order, as far as the known losses determine them.
-
-        First the runs of all grids, with `grid_seed`. Then the runs at the best multiples, seed by
-        seed; each is followed by its shorter runs. Last the runs of the held-out size.
-
-        `losses` maps the folders of finished runs to their losses, inf for a diverged one.
+        """Returns the runs in training order, as far as the known losses determine them. `losses` maps
+        the folders of finished runs to their losses, inf for a diverged one.
         """
-        # The held-out runs come last, because the losses of all others predict theirs.
+        # Grids first, which choose the learning rates of the others. The held-out runs come last,
+        # because the losses of all others predict theirs.
         at_best = self.runs_at_best(losses)
-        held_out = [run for run in at_best if run.is_held_out]
+        held_out = [run for run in at_best if run.is_held_out and self.train_held_out]
         others = [run for run in at_best if not run.is_held_out]
-        return [*self._grid_runs(losses), *others, *(held_out if self.train_held_out else [])]
+        return [*self._grid_runs(losses), *others, *held_out]
 
     def _grid_runs(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
         runs = []
@@ -78,21 +75,17 @@ class Comparison:
         return runs
 
     def runs_at_best(self, losses: Mapping[Path, float]) -> list[PlannedRun]:
-        """Returns the runs of all models, seeds and horizons whose learning rates are known.
-
-        A model is left out while its grid is unfinished, and if it has diverged at every multiple.
-        """
+        """Returns the runs of all models, seeds and horizons whose learning rates are known."""
         multiples = self._multiples(losses)
         return self._runs_at(multiples, self._num_seeds(losses, multiples))
 
     def expected_runs(
         self, losses: Mapping[Path, float], at_most: bool = False
     ) -> list[PlannedRun]:
-        """Returns all runs that the comparison will have, by what is known.
-
-        Names whose grid of learning rates is not finished count at multiple 1, no grid is extended,
-        and no seeds are added; `at_most`: all that may be added are.
+        """Returns all runs that the comparison will have, by what is known: no seeds are added or, with
+        `at_most`, all that may be.
         """
+        # An unfinished grid is taken to choose the multiple 1.
         counts = self._num_seeds(losses, self._multiples(losses), at_most)
         runs = self._runs_at(self._multiples(losses, unknown=1.0), counts)
         if not self.train_held_out:
@@ -102,12 +95,11 @@ class Comparison:
     def _runs_at(
         self, multiples: Mapping[str, float | None], counts: Mapping[str, int]
     ) -> list[PlannedRun]:
-        """Returns the runs, seed by seed.
-
-        `multiples`: {model: best multiple of its learning rate}; a model without one is left out.
-        `counts`: {name: number of seeds}.
+        """Returns the runs at {model: best multiple}, with {name: number of seeds}; models without a
+        multiple are left out.
         """
         runs = []
+        # Seed by seed: a comparison that is stopped has as many seeds of each model.
         for index in range(max(counts.values(), default=0)):
             for name in self.models:
                 multiple = multiples.get(model_of(name))
@@ -124,10 +116,9 @@ class Comparison:
     ) -> dict[str, int]:
         """Returns {name: number of seeds}, after all rounds that the known losses determine. Where
         they do not determine whether the next round adds seeds: none or, with `at_most`, all.
-
-        The next round counts only when all losses of a round are known. So the plan depends neither
-        on the order in which runs finish, nor on the process that makes it.
         """
+        # The next round counts only when all losses of a round are known. So the plan depends neither
+        # on the order in which runs finish, nor on the process that makes it.
         counts = dict.fromkeys(self.models, len(self.seeds))
         if self.rounds is None:
             return counts
@@ -226,9 +217,8 @@ def _shorter_run(run: PlannedRun, horizon: float) -> PlannedRun:
 
 
 def shortened(config: Config, horizon: float) -> Config:
-    """Returns the config of a run of `horizon` times the steps. The warmup is not shortened, because
-    runs of all horizons have it in common.
-    """
+    """Returns the config of a run of `horizon` times the steps."""
+    # The warmup is not shortened, because runs of all horizons have it in common.
     return config.replace(
         train={"steps": round(horizon * config.train.steps)},
         optimizer={"decay_steps": round(horizon * config.optimizer.decay_steps)},
@@ -236,9 +226,7 @@ def shortened(config: Config, horizon: float) -> Config:
 
 
 def run_folder(output: Path, name: str, seed: int, multiple: float = 1.0) -> Path:
-    """Returns the workdir of a run. Multiple 1 is not in its name: a grid that is added later can
-    reuse the run.
-    """
+    # Multiple 1 is not in the name: a grid that is added later can reuse the run.
     suffix = "" if multiple == 1 else f"-lr{format_multiple(multiple)}x"
     return output / RUNS_FOLDER / f"{safe_name(name)}-seed{seed}{suffix}"
 
@@ -252,10 +240,7 @@ def search(
     loss_of: Callable[[float], float | None],
 ) -> Grid:
     """Returns the grid of the multiples to train, as far as the known losses determine them.
-
-    If the best multiple is the lowest or highest, one more is added beyond it, at an equal ratio: 4
-    after 1 and 2; at most `max_added` times. `loss_of` maps a multiple to its loss, as in
-    `Grid.losses`. Processes that know the same losses make the same grid.
+    `loss_of` maps a multiple to its loss, as in `Grid.losses`.
     """
     multiples = sorted(map(float, multiples))
     most = len(multiples) + max_added
@@ -263,6 +248,7 @@ def search(
         grid = Grid(seed, learning_rate, tuple(_rate(one, loss_of(one)) for one in multiples))
         if not grid.edge or len(multiples) == most:
             return grid
+        # Beyond the best multiple, one more is tried at an equal ratio: 4 after 1 and 2.
         if grid.edge == "lowest":
             added = multiples[0] * multiples[0] / multiples[1]
         else:

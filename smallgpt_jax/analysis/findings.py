@@ -199,14 +199,13 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class EqualFlops:
-    """The better of two models over the training FLOPs that both were trained near.
-
-    The verdicts hold over all budgets together: with probability 95%, no segment names the worse.
-    """
+    """The better of two models over the training FLOPs that both were trained near."""
 
     model: str
     other: str  # the reference
-    segments: tuple[Segment, ...]  # () without common budgets or seeds
+    # These hold over all budgets together: with a probability of 95%, none names the worse. ()
+    # without common budgets or seeds
+    segments: tuple[Segment, ...]
     budgets: tuple[float, ...]  # of the following three, for a plot
     differences: tuple[float, ...]  # expected loss of `model` minus that of `other`
     low: tuple[float, ...]  # band in which the whole difference lies with probability 95%
@@ -215,9 +214,8 @@ class EqualFlops:
 
 @dataclasses.dataclass(frozen=True)
 class Multiplier:
-    """FLOPs of `other` divided by those of `model` at the loss that `other` reaches with `budget`.
-
-    Above 1, `model` needs less.
+    """FLOPs of `other` divided by those of `model` at the loss that `other` reaches with `budget`:
+    above 1, `model` needs less.
     """
 
     model: str
@@ -235,8 +233,6 @@ class Multiplier:
 
 
 # ------------------------------------------------------------------ laws
-
-
 @dataclasses.dataclass(frozen=True)
 class Decisions:
     """How many of the pairs that are decided at the largest size were predicted rightly."""

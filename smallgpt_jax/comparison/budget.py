@@ -39,6 +39,7 @@ def with_equal_budgets(
     if compare.budget == "own":
         return runs
     if compare.budget == "seconds":
+        # All are checked before the first is measured, which takes seconds.
         require_measurable(runs, output, compare.train)
         speeds = measured_speeds(runs, output)
         step_costs = {name: 1 / speed for name, speed in speeds.items()}

@@ -72,15 +72,18 @@ def compare(
     that the paper's authors logged. Raises UserError, and StoppedError after a stop request.
     """
     folder = as_path("--output", str(output))
+    # Read before the training, so that a damaged file is refused at once.
     curves = figures.read_logged(local_path("--logged", logged)) if logged else {}
     if config is not None:
-        comparison = TrainedComparison(load_config(config, overrides), folder, results, command)
+        comparison = TrainedComparison(_loaded(config, overrides), folder, results, command)
         comparison.train(lambda record: _report(record, folder, curves))
         record = comparison.record()
     elif workdirs is not None:
         record = _record_of_workdirs(workdirs, folder, command, trust_custom_code)
     else:
-        record = _merged_record(results, folder, command)
+        paths = result_paths(results)
+        _refuse_reported(folder)
+        record = merging.merge([(path, records.read(path)) for path in paths], command)
     return _report(record, folder, curves)
 
 
@@ -98,8 +101,15 @@ def plan_comparison(
     Trains nothing, but measures the speed of steps, unless a topology is given.
     """
     folder = as_path("--output", str(output))
-    comparison = TrainedComparison(load_config(config, overrides), folder, results, "")
+    comparison = TrainedComparison(_loaded(config, overrides), folder, results, "")
     return dry_run.forecast(comparison.outcomes, topology)
+
+
+def _loaded(config: str | Mapping[str, Any], overrides: Mapping[str, Any] | None) -> ConfigDict:
+    # A copy of a ConfigDict would refuse names with a dot, such as gpt@0.2M.
+    if isinstance(config, ConfigDict) and not overrides:
+        return config
+    return load_config(config, overrides)
 
 
 def _report(record: Record, folder: Path, logged: figures.LoggedCurves) -> Report:
@@ -231,17 +241,11 @@ def _record_of_workdirs(
 
 
 def _find_folders(pattern: str) -> list[Path]:
-    """The pattern may be in object storage. One that ends with / matches only folders."""
+    """Returns what a pattern matches, which may be in object storage; else the pattern itself."""
     path = as_path("--workdirs", pattern)
     if is_remote(path):
         return sorted(match(path)) or [path]
     return sorted(map(Path, glob.glob(os.path.expanduser(pattern)))) or [path]
-
-
-def _merged_record(results: Sequence[str], output: Path, command: str) -> Record:
-    paths = result_paths(results)
-    _refuse_reported(output)
-    return merging.merge([(path, records.read(path)) for path in paths], command)
 
 
 def _refuse_reported(output: Path) -> None:

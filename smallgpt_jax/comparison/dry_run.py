@@ -175,16 +175,11 @@ def _reading(corpus: Corpus, config: Config) -> tuple[int, float]:
 def _table(costs: Sequence[NameCost]) -> list[tuple[str, ...]]:
     rows = [("run", "runs", "parameters", "tokens, longest", "tokens, all", "FLOPs", "time")]
     for cost in costs:
-        row = (
-            cost.name,
-            str(cost.runs),
-            parameter_count(cost.parameters, cost.active_parameters),
-            f"{cost.tokens:,.0f}",
-            f"{cost.total_tokens:,.0f}",
-            "unknown" if cost.flops is None else f"{cost.flops:.2e}",
-            "unknown" if cost.seconds is None else duration(cost.seconds),
-        )
-        rows.append(row)
+        parameters = parameter_count(cost.parameters, cost.active_parameters)
+        tokens, total = f"{cost.tokens:,.0f}", f"{cost.total_tokens:,.0f}"
+        flops = "unknown" if cost.flops is None else f"{cost.flops:.2e}"
+        time = "unknown" if cost.seconds is None else duration(cost.seconds)
+        rows.append((cost.name, str(cost.runs), parameters, tokens, total, flops, time))
     return rows
 
 

@@ -29,6 +29,8 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
     for path, record in records:
         _require_texts(path, record.runs)
         for run in record.runs:
+            # With each run of other records, because those of one may have different rows: a record of
+            # --workdirs may.
             for other_path, other in merged.values():
                 if other_path != path:
                     _require_mergeable(f"{other_path} and {path}", other, run)

@@ -54,7 +54,6 @@ class Queue:
         RECENT_PROGRAMS.limit = max(RECENT_PROGRAMS.limit, len(comparison.models))
         self._train_runs(is_held_out=False)
         if comparison.held_out and not self.failures:
-            # Before any of them starts: later, a prediction would be none.
             held_out.write_predictions(self.outcomes, self.losses, command)
             self._train_runs(is_held_out=True)
         if self.failures:
@@ -78,6 +77,7 @@ class Queue:
             elif awaited:  # other runs that another process is training are skipped
                 print(f"waiting for {awaited}, which another process is training", flush=True)
                 with file_lock(awaited / LOCK_FILE, wait=True):
+                    # The run or its process has ended; the next round reads its loss or goes on.
                     self.busy.remove(awaited)
             else:
                 return
@@ -101,6 +101,7 @@ class Queue:
     def _train_or_read(self, run: PlannedRun, planned: Sequence[PlannedRun]) -> None:
         """Trains and measures a run, or reads its results if it is finished or in a record."""
         try:
+            # Again: another process may have started the run since the comparison began.
             check_existing(run, self.outcomes.comparison.output, self.outcomes.text)
             loss = self.outcomes.loss(run)
             is_new = loss is None

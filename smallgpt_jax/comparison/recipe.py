@@ -34,6 +34,7 @@ def make_comparison(config: ConfigDict, output: Path) -> Comparison:
     for name, model in models_by_name.items():
         if compare.horizons:
             _require_horizons(name, model, horizons)
+        # The shortest run has the fewest evaluations.
         _require_evaluations(name, shortened(model, horizons[0]), compare.averaged_evaluations)
     rounds = None
     if compare.most_seeds:

@@ -76,6 +76,7 @@ def equal_flops(results: Sequence[EqualFlops], styles: Styles) -> Figure:
 
 def ranking(contest: Contest, runs: Sequence[Run]) -> Figure:
     """Plots each model's runs, expected loss and its interval, the best on top."""
+    # A diverged loss has no place on the axis.
     finite = [one for one in contest.standings if math.isfinite(one.loss)]
     from_below = finite[::-1]
     figure = Figure(figsize=(5.2, 1.2 + 0.34 * len(finite)), layout="constrained")

@@ -32,6 +32,7 @@ def write(
 ) -> None:
     """Writes the report into an existing folder. `logged` are losses of `figures.read_logged`."""
     drawn = figures.draw(findings, record.runs, logged or {})
+    # Markdown shows these files; report.html contains its figures.
     for name, one in drawn.items():
         write_atomically(folder / f"{name}.png", plotting.png(one.figure))
     results = {**records.content(record), "ranking": ranking_facts(findings)}

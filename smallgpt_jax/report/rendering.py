@@ -67,7 +67,7 @@ def _environment(skin: str) -> jinja2.Environment:
         loader=jinja2.PackageLoader("smallgpt_jax.report"),
         autoescape=True,
         finalize=functools.partial(_escaped, _ESCAPES[skin]),
-        undefined=jinja2.StrictUndefined,
+        undefined=jinja2.StrictUndefined,  # a misspelt name is an error, not an empty text
         trim_blocks=True,
         lstrip_blocks=True,
     )

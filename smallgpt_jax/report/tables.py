@@ -9,6 +9,7 @@ from smallgpt_jax.analysis.findings import (
     Choice,
     Contest,
     Findings,
+    FrontPoint,
     HeldOut,
     Measure,
     Outcome,
@@ -75,7 +76,7 @@ def contenders(choice: Choice) -> Table:
             "loss": words.standing_loss(one),
             "P(lowest loss)": words.percent(one.probability) if has_probabilities else MISSING,
             "cost": MISSING if one.cost is None else words.limit(one.cost, choice.budget),
-            "parameters": parameters(one.parameters, one.active_parameters),
+            "parameters": _parameters(one),
             "tokens": words.amount(one.tokens),
             "known from": _KNOWN_FROM[one.known],
         }
@@ -105,16 +106,16 @@ def front(choice: Choice) -> Table:
             "best for the cost": point.name,
             "loss": words.loss(point.loss),
             "cost": words.limit(point.cost, choice.budget),
-            "parameters": parameters(point.parameters, point.active_parameters),
+            "parameters": _parameters(point),
             "tokens": words.amount(point.tokens),
         }
         for point in sorted(near[:MAX_FRONT], key=lambda point: point.cost)
     )
 
 
-def parameters(total: int, active: int) -> str:
-    text = words.amount(total)
-    return text if total == active else f"{text} ({words.amount(active)} active)"
+def _parameters(one: Standing | FrontPoint | Run) -> str:
+    total, active = words.amount(one.parameters), words.amount(one.active_parameters)
+    return total if one.parameters == one.active_parameters else f"{total} ({active} active)"
 
 
 # ------------------------------------------------------------------ ranking
@@ -132,7 +133,7 @@ def standings(contest: Contest, reference: str) -> Table:
                 "verdict": pair.verdict if pair else "reference",
                 "P(lowest loss)": words.percent(one.probability) if has_probabilities else MISSING,
                 "seeds": str(one.seeds),
-                "parameters": parameters(one.parameters, one.active_parameters),
+                "parameters": _parameters(one),
             }
         )
     return _table(rows, _marked(contest, contest.chosen))
@@ -287,7 +288,7 @@ def sizes(runs: Sequence[Run]) -> Table:
         rows.append(
             {
                 "model": name,
-                "parameters": parameters(first.parameters, first.active_parameters),
+                "parameters": _parameters(first),
                 "FLOPs per token": words.amount(first.flops_per_token),
                 "tokens": words.amount(first.tokens),
                 "learning rate": f"{first.learning_rate:.3g}",

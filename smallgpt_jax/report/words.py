@@ -101,14 +101,12 @@ def loss(value: float | None, digits: int = 3) -> str:
     return "diverged" if math.isinf(value) else f"{value:.{digits}f}"
 
 
-def interval(values: Range | None, form: str = ".3f") -> str:
-    return MISSING if values is None else f"{values.low:{form}} to {values.high:{form}}"
+def interval(values: Range, form: str = ".3f") -> str:
+    return f"{values.low:{form}} to {values.high:{form}}"
 
 
-def spread(values: Spread | None, form: str = ".4g") -> str:
+def spread(values: Spread, form: str) -> str:
     """Formats a mean, with the least and the largest value of several."""
-    if values is None:
-        return MISSING
     mean, low, high = (format(value, form) for value in (values.mean, values.low, values.high))
     return mean if low == high else f"{mean} ({low} to {high})"
 

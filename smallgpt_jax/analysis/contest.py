@@ -45,6 +45,7 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
     last = [_standing(one, math.inf, None, 0.0) for one in diverged]
     if not finite:
         return Contest(tuple(last), (), None, "diverged", (), math.nan)
+    # Losses vary more at some sizes and lengths than at others: that of the best one stands for all.
     prior = evidence.variance_prior_at(min(finite, key=lambda one: one.loss).candidate)
     losses = spreads.matrix([one.losses for one in finite])
     estimate = spreads.estimate(losses, prior, [one.noise for one in finite])
@@ -55,6 +56,7 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
     untried = np.array([one.untried for one in finite])
     untried[first] = 0.0
     draws = draw_losses(estimate, untried)  # (draws, models)
+    # in how many of the draws each model is the lowest
     probabilities = np.bincount(draws.argmin(1), minlength=len(finite)) / len(draws)
     # paired[a, b]: mean difference of the losses, a − b. Sequential verdicts allow for what was not
     # tried, too.
@@ -74,9 +76,10 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
     for i in ranked:
         interval = _interval(estimate, i)
         standings.append(_standing(finite[i], estimate.means[i], interval, probabilities[i]))
-    for worse, better in itertools.product(diverged, finite):
+    for worse, better in itertools.product(diverged, finite):  # worse by inf, whatever the seeds
         pairs.append(Pair(worse.model, better.model, 0, math.inf, None, 0.0, "higher", None))
     above_lowest = draws[:, first] - draws.min(1)  # what taking the first one costs in each draw
+    # Where no spread is known, the draws cannot tell what is at stake.
     is_known = prior.is_known or len(finite) == 1
     at_stake = float(np.quantile(above_lowest, STAKE)) if is_known else math.inf
     return Contest((*standings, *last), tuple(pairs), chosen, refusal, blockers, at_stake)

@@ -51,17 +51,18 @@ def read_checkpoint(path: Path) -> Checkpoint:
     our_names = {their_name: name for name, their_name in their_names.items()}
     ours = {}
     for their_name, x in theirs.items():
-        name = our_names.get(
-            their_name, their_name
-        )  # `to_variables` refuses what has no name of ours
+        # `to_variables` refuses what has no name of ours
+        name = our_names.get(their_name, their_name)
         ours[name] = _to_our_layout(name, x, num_heads)
     params, _ = tensors.to_variables(
         model, ours, lambda name: their_names.get(name, name), str(path)
     )
-    facts = {name: saved.get(name) for name in ("step", "val_loss")}
-    return Checkpoint(
-        model, params, {name: x for name, x in facts.items() if isinstance(x, int | float)}
-    )
+    facts = {
+        name: saved[name]
+        for name in ("step", "val_loss")
+        if isinstance(saved.get(name), int | float)
+    }
+    return Checkpoint(model, params, facts)
 
 
 def _model_fields(theirs: dict[str, np.ndarray], num_heads: int, path: Path) -> dict:

@@ -64,6 +64,18 @@ FOLDERS = {
 }
 
 
+@contextlib.contextmanager
+def _quiet_logging():
+    """Hides Python warnings, and permanently what the libraries log below ERROR."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in ("lm_eval", "datasets", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@_quiet_logging()
 def evaluate(
     model: Callable[[], Any],
     tasks: Sequence[str],
@@ -80,42 +92,41 @@ def evaluate(
     from which an interrupted evaluation resumes. With `log_samples`, the results have each question
     and its scores. `settings` are arguments of `lm_eval.simple_evaluate`.
     """
-    with _quiet_logging():
-        import lm_eval
+    import lm_eval
 
-        if not tasks:
-            raise UserError(
-                "--tasks: is empty; give the name of at least one task, or use --tasks=paper"
+    if not tasks:
+        raise UserError(
+            "--tasks: is empty; give the name of at least one task, or use --tasks=paper"
+        )
+    changes = _config_changes(tasks)
+    manager = task_manager([*changes])
+    _require_known_tasks([*changes], manager.all_tasks)
+    pairs = local_data.babylm_tasks(data_dir) if _BABYLM in tasks else []
+    if data_dir:
+        local_data.require_files([*changes], data_dir)
+    specs = [_task_spec(name, changes[name], data_dir, manager) for name in changes]
+    loaded = load_tasks([*specs, *pairs], manager, data_dir)
+    lm = model()
+    lm.set_cache_hook(ScoreCache(cache))
+    with contextlib.redirect_stdout(io.StringIO()):  # hides the harness's prints
+        try:
+            # with samples, which `add_answer_bits` needs
+            results = lm_eval.simple_evaluate(
+                lm, tasks=loaded, task_manager=manager, log_samples=True, **settings
             )
-        changes = _config_changes(tasks)
-        manager = task_manager([*changes])
-        _require_known_tasks([*changes], manager.all_tasks)
-        pairs = local_data.babylm_tasks(data_dir) if _BABYLM in tasks else []
-        if data_dir:
-            local_data.require_files([*changes], data_dir)
-        specs = [_task_spec(name, changes[name], data_dir, manager) for name in changes]
-        loaded = load_tasks([*specs, *pairs], manager, data_dir)
-        lm = model()
-        lm.set_cache_hook(ScoreCache(cache))
-        with contextlib.redirect_stdout(io.StringIO()):  # hides the harness's prints
-            try:
-                # with samples, which `add_answer_bits` needs
-                results = lm_eval.simple_evaluate(
-                    lm, tasks=loaded, task_manager=manager, log_samples=True, **settings
-                )
-            except ValueError as error:
-                if "larger than population" not in str(error):  # random.sample's message
-                    raise
-                raise UserError(
-                    f"--num_fewshot={settings.get('num_fewshot')}: a task has fewer examples to "
-                    "choose from; use a smaller number"
-                ) from None
-        answers.add_answer_bits(results, {task.task_name: task for task in _single_tasks(loaded)})
-        if pairs:
-            answers.add_means(results, local_data.BABYLM)
-        if not log_samples:
-            del results["samples"]
-        return results
+        except ValueError as error:
+            if "larger than population" not in str(error):  # random.sample's message
+                raise
+            raise UserError(
+                f"--num_fewshot={settings.get('num_fewshot')}: a task has fewer examples to "
+                "choose from; use a smaller number"
+            ) from None
+    answers.add_answer_bits(results, {task.task_name: task for task in _single_tasks(loaded)})
+    if pairs:
+        answers.add_means(results, local_data.BABYLM)
+    if not log_samples:
+        del results["samples"]
+    return results
 
 
 def _config_changes(tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -135,17 +146,6 @@ def _single_tasks(loaded: Sequence) -> list:
     for task in loaded:
         tasks += task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]
     return tasks
-
-
-@contextlib.contextmanager
-def _quiet_logging():
-    """Hides Python warnings, and permanently what the libraries log below ERROR."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in ("lm_eval", "datasets", "huggingface_hub"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def task_manager(names: Sequence[str]):

@@ -46,7 +46,6 @@ class ScoreCache:
             return None
         return tuple(result) if isinstance(result, list) else result
 
-    # as the hook of the harness is called
     def add_partial(self, kind: str, arguments: Sequence, result: Result) -> None:
         if self._path:
             line = {"request": _request_hash(kind, arguments), "result": result}

@@ -83,7 +83,8 @@ def sized(config: ConfigDict, size: Size) -> None:
         config.data.source = "python_stdlib"
         config.data.validation_fraction = 0.1
     config.optimizer.learning_rate = config.optimizer.weight_decay = float(AT_START)
-    # As in the records that the rules come from. A longer run can start from a decayed one's trunk.
+    # As in the records that the rules come from. Runs of several lengths share the steps before the
+    # decay (train.trunk); after it, the rate is 0, and a longer run is a new one.
     config.optimizer.update(FOLLOW_STEPS, schedule="wsd", decay_fraction=0.2, final_fraction=0.0)
     config.train.steps = config.train.batch_size = AT_START
     config.train.microbatches = 0

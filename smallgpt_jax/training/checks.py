@@ -9,7 +9,7 @@ from smallgpt_jax.data.config import DataConfig, is_synthetic
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.optim.learning_rate import learning_rate_schedule
+from smallgpt_jax.optim.learning_rate import SCHEDULES, learning_rate_schedule
 from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.run.provenance import package_versions, source_digest
 from smallgpt_jax.run.trackers import TRACKERS
@@ -68,6 +68,21 @@ def check_config(config: Config, mesh: jax.sharding.Mesh) -> None:
             raise UserError(
                 f"config.mesh.path={path_shards}: must divide config.model.num_paths={paths}"
             )
+
+
+def require_learning_rate(config: Config) -> None:
+    """Raises UserError if the run has steps after a decay to zero, which would train nothing."""
+    optimizer, train = config.optimizer, config.train
+    has_decay = optimizer.schedule in SCHEDULES and optimizer.schedule != "constant"
+    is_beyond = train.steps > optimizer.decay_steps
+    if has_decay and is_beyond and not optimizer.final_learning_rate:
+        train.refuse(
+            "steps",
+            f"the learning rate is 0 from step {optimizer.decay_steps} on, where its decay ends, so "
+            "that further steps would change nothing; train a new run in another --workdir, with "
+            f"--config.optimizer.decay_steps={train.steps}, or import this one and train that "
+            "further (docs/runs.md#train-longer)",
+        )
 
 
 def _check_tuning(train: TrainConfig, data: DataConfig) -> None:

@@ -15,6 +15,7 @@ from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import BARS, format_bytes, parameter_count, sparkline
 from smallgpt_jax.models import structure
 from smallgpt_jax.models.flops import train_cost
+from smallgpt_jax.optim.learning_rate import learning_rate_schedule
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import read_config
@@ -49,7 +50,8 @@ def startup_message(
     steps, decay_steps = config.train.steps, config.optimizer.decay_steps
     if decay_steps != steps and config.optimizer.schedule != "constant":
         lines.append(
-            f"learning rate decay ends at step {decay_steps}, training at step {steps} "
+            f"learning rate decay ends at step {decay_steps}, training at step {steps}; the last "
+            f"rate is {float(learning_rate_schedule(config.optimizer)(steps - 1)):.3g} "
             "(config.optimizer.decay_steps, config.train.steps)"
         )
     return "\n".join([*lines, *fallback_messages(program)])

@@ -19,7 +19,11 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.workdir import check_workdir, config_in_workdir
 from smallgpt_jax.training.branch import Branch, open_branch
 from smallgpt_jax.training.build import shared_program
-from smallgpt_jax.training.checks import check_processes, require_mask_token
+from smallgpt_jax.training.checks import (
+    check_processes,
+    require_learning_rate,
+    require_mask_token,
+)
 from smallgpt_jax.training.microbatches import with_microbatches
 from smallgpt_jax.training.program import Program
 
@@ -31,6 +35,7 @@ def check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch
 
     def check() -> Branch | None:
         check_workdir(folder, config)
+        require_learning_rate(config)
         return open_branch(folder, config)
 
     branch = distributed.run_on_primary(check)

@@ -59,7 +59,10 @@ class TrainedRun:
         return inference.load(self.workdir, step)
 
     def resume(self, overrides: Mapping[str, Any] | None = None) -> "TrainedRun":
-        """Trains further with the run's own config and `overrides`, such as {"train.steps": 4000}."""
+        """Trains further with the run's own config and `overrides`, such as {"train.steps": 4000}.
+
+        Raises UserError for steps after a decay to zero, as that of sized recipes.
+        """
         return train(f"run:{self.workdir}", self.workdir, overrides)
 
 

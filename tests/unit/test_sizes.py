@@ -20,7 +20,9 @@ from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.gpt import GPT
 from smallgpt_jax.run import sizing
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.training.checks import check_config
+from smallgpt_jax.run.config_file import write_config
+from smallgpt_jax.training.checks import check_config, require_learning_rate
+from smallgpt_jax.training.opening import check_run
 from smallgpt_jax.training.size_messages import size_messages
 
 RECIPES = ("gpt", "llama", "pgpt", "lgpt", "moe", "mamba", "hybrid")
@@ -176,6 +178,19 @@ def test_a_resumed_run_keeps_its_size(monkeypatch):
     config = Config.of(load_config("gpt:1M"), saved)
     assert config == saved
     assert Config.of(saved.to_dict()) == saved
+
+
+def test_steps_after_a_decay_to_zero_are_refused(tmp_path):
+    write_config(tmp_path, sized("gpt:20k", train__steps=20).to_dict())
+    (tmp_path / "store.json").touch()  # of a run that has started
+    for recipe in ("gpt:20k", f"run:{tmp_path}"):
+        with pytest.raises(UserError, match="=60: the learning rate is 0 from step 20 on"):
+            check_run(load_config(recipe, {"train.steps": 60}), tmp_path)
+    rises = sized("gpt:20k", train__steps=60, optimizer__decay_steps=20).replace(
+        optimizer={"final_learning_rate": 1e-3}
+    )
+    require_learning_rate(rises)
+    require_learning_rate(rises.replace(optimizer={"schedule": "constant", "learning_rate": 0.1}))
 
 
 def test_rates_that_are_far_too_high_are_named():

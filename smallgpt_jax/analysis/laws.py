@@ -236,7 +236,7 @@ def check_predictions(record: Record, contest_at: ContestAt) -> HeldOut | None:
     size, points = predictions.held_out, law_points(record.runs)
     trained = {(one.model, one.tokens): one for one in points if one.size == size}
     outcomes: list[Outcome] = []
-    for one in predictions.by_parameters:
+    for one in predictions.predictions.get("parameters", ()):
         point = trained.get((one.name, one.tokens))
         loss, seeds = (point.loss, point.seeds) if point else (None, 0)
         interval = Range(one.low, one.high)

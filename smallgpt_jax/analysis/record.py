@@ -323,10 +323,6 @@ class Predictions:
     not_predicted: dict[str, str]  # {model: what it lacked}
     form: str = "power"  # of the law
 
-    @property
-    def by_parameters(self) -> tuple[Prediction, ...]:
-        return self.predictions.get("parameters", ())
-
 
 @dataclasses.dataclass(frozen=True)
 class Record:

@@ -50,21 +50,16 @@ def answers(choices: Sequence[Choice]) -> Table:
 
 
 def _answer(choice: Choice) -> dict[str, str]:
-    row = {
+    contest, is_direct = choice.contest, choice.is_direct
+    # The loss at stake and the seeds to decide need known losses of two models.
+    has_rivals = is_direct and len(contest.possible) > 1 and words.has_probabilities(contest)
+    return {
         f"{words.BUDGETS[choice.budget]}, at most": words.limit(choice.limit, choice.budget),
         "model (how sure)": words.choice(choice),
-        "loss (80% interval)": MISSING,
-        "at stake": MISSING,
-        "seeds to decide": MISSING,
+        "loss (80% interval)": words.standing_loss(contest.possible[0]) if is_direct else MISSING,
+        "at stake": words.stake(contest) if has_rivals else MISSING,
+        "seeds to decide": words.seeds_needed(contest.seeds_needed) if has_rivals else MISSING,
     }
-    if choice.is_direct:
-        possible = choice.contest.possible
-        row["loss (80% interval)"] = words.standing_loss(possible[0])
-        # The loss at stake and the seeds to decide need known losses.
-        if len(possible) > 1 and words.has_probabilities(choice.contest):
-            row["at stake"] = words.stake(choice.contest)
-            row["seeds to decide"] = words.seeds_needed(choice.contest.seeds_needed)
-    return row
 
 
 def contenders(choice: Choice) -> Table:
@@ -162,8 +157,9 @@ def _by_model(columns: Mapping[str, Mapping[str, str]], models: Iterable[str] = 
     """Returns a row per model from {heading: {model: cell}}. `models` are the first rows."""
     rows = []
     for model in dict.fromkeys(itertools.chain(models, *columns.values())):
-        rows.append((model, *(column.get(model, MISSING) for column in columns.values())))
-    return Table(("model", *columns), tuple(rows)).without_empty_columns
+        cells = {heading: column.get(model, MISSING) for heading, column in columns.items()}
+        rows.append({"model": model, **cells})
+    return _table(rows)
 
 
 # ------------------------------------------------------------------ over budgets

@@ -2,11 +2,15 @@
 
 import copy
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import load_config
+from absl import flags
+from conftest import ROOT, load_config
+from ml_collections import ConfigDict, config_flags
 
+from smallgpt_jax import cli
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.record import (
     Depth,
@@ -137,6 +141,19 @@ def saved(path: Path, *runs: Run, **fields) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     records.write(record(*runs, **fields), path)
     return path
+
+
+def config_of(command: str) -> ConfigDict:
+    """Returns the config of a comparison's command, with its flags."""
+    _, _, module, *arguments = shlex.split(command)
+    assert module == "smallgpt_jax.compare"
+    file, *fields = [one for one in arguments if one.startswith("--config")]
+    file = file.replace("--config=", f"--config={ROOT}/")
+    quoted = cli.quote_run_names(["compare", file, *fields])
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=quoted)
+    values(quoted)
+    return values["config"].value
 
 
 class FakeTrain:

@@ -14,7 +14,7 @@ from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.candidates import BUDGETS, TRAINING_BUDGETS, evidence_of
 from smallgpt_jax.analysis.findings import Choice, Contest, Range, Standing
 from smallgpt_jax.analysis.further_runs import Cost, NextRun, cost_of, next_runs
-from smallgpt_jax.analysis.record import Record, Run, model_of, size_of
+from smallgpt_jax.analysis.record import Record, Run, size_of
 from smallgpt_jax.analysis.scaling_curves import SAME_BUDGET
 from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.report import commands, tables, words
@@ -22,7 +22,7 @@ from smallgpt_jax.report.rendering import render
 from smallgpt_jax.run.names import CONFIG_FILE
 from smallgpt_jax.storage.paths import as_path
 
-MAX_FIELDS = 10  # of the config that are printed
+MAX_FIELDS = 12  # of the config that are printed
 MAX_SEEDS = 20  # per model, for which a command is given
 CHOSEN = "runs/chosen"  # output of the command that trains the chosen model
 CHOSEN_SIZE = "runs/chosen-size"  # workdir of `Answer.sized_command`
@@ -37,10 +37,11 @@ class Answer:
     run: str = ""  # the trained run that is nearest to the first model that may be the best
     run_cost: float | None = None  # of this run, in the unit of the budget
     config: dict[str, Any] = dataclasses.field(default_factory=dict)  # of this run
-    differences: tuple[str, ...] = ()  # its fields of `model` in which others of the contest differ
-    command: str = ""  # that trains this model with the budget
+    differences: tuple[str, ...] = ()  # its fields that say which model of the contest it is
+    sized_command: str = ""  # that trains the model at the size that suits a budget of FLOPs
+    command: str = ""  # that trains the nearest run again
+    step_ratio: float = 1.0  # steps of `command`, per step of the nearest run
     cost: Cost | None = None  # of `command`
-    sized_command: str = ""  # that trains its architecture at the size that suits a budget of FLOPs
     seeds_needed: Range | None = None  # per model, to tell the first two that may be the best apart
     seeds_command: str = ""  # that trains such seeds, if they are few
     seeds: int = 0  # per model, after `seeds_command`
@@ -72,26 +73,26 @@ def choose(results: str | Path, budget: str, limit: float, batch: int = 1) -> An
 
 def _answer(choice: Choice, record: Record, results: str) -> Answer:
     """Returns the choice with commands; `results` is the path of the record, as the user gave it."""
-    # No command would answer a question beyond the validated range: neither further seeds nor a
-    # training at the budget.
-    if choice.contest is None or choice.refusal == "beyond":
+    if choice.contest is None:
         return Answer(choice)
     # The commands train the chosen model or, without one, the first that may be the best.
     run = _run_of(choice.contest.possible[0], record)
-    run_cost = BUDGETS[choice.budget](run, choice.batch)
-    command, command_cost = _training(run, _step_ratio(choice, run_cost), record)
+    is_beyond = choice.refusal == "beyond"
     sized_command = ""
-    if choice.budget == "flops" and choice.is_direct:
+    if choice.budget == "flops" and (choice.is_direct or is_beyond):
         sized_command = commands.train_sized(run, choice.limit, CHOSEN_SIZE)
+    # Neither more seeds nor a run of the record would answer a question beyond its range.
+    if is_beyond:
+        return Answer(choice, sized_command=sized_command)
+    run_cost = BUDGETS[choice.budget](run, choice.batch)
     return Answer(
         choice,
         run=run.label,
         run_cost=run_cost,
         config=run.config,
         differences=_distinguishing_fields(run, choice.contest, record),
-        command=command,
-        cost=command_cost,
         sized_command=sized_command,
+        **_training(run, _step_ratio(choice, run_cost), record),
         **_further_seeds(choice.contest, record, results),
     )
 
@@ -103,9 +104,9 @@ def _run_of(standing: Standing, record: Record) -> Run:
 
 
 def _distinguishing_fields(run: Run, contest: Contest, record: Record) -> tuple[str, ...]:
-    """Returns the fields of `model` in which the run differs from another model of the contest."""
+    """Returns shape and rate, and the fields of `model` in which others of the contest differ."""
     others = [_run_of(standing, record).config for standing in contest.standings]
-    fields = ["model.architecture", "model.d_model"]  # always: they say which model it is
+    fields = ["model.architecture", "model.num_layers", "model.d_model", "optimizer.learning_rate"]
     for field, value in run.config.items():
         is_equal = all(other.get(field) == value for other in others)
         if field.startswith("model.") and not is_equal:
@@ -114,21 +115,25 @@ def _distinguishing_fields(run: Run, contest: Contest, record: Record) -> tuple[
 
 
 # ------------------------------------------------------------------ commands
-def _training(run: Run, ratio: float, record: Record) -> tuple[str, Cost]:
-    """Returns the command that trains the run's model with `ratio` times its steps, and its cost.
+def _training(run: Run, ratio: float, record: Record) -> dict[str, Any]:
+    """Returns the fields of an answer about training a run again with `ratio` times its steps.
 
-    If its workdir is not on this machine: the comparison's command, restricted to the name, if any.
+    If its workdir is not on this machine: with the comparison's command, if any, and its own steps.
     """
     if (as_path("--results", run.workdir) / CONFIG_FILE).is_file():
-        return commands.train_again(run, ratio, CHOSEN), cost_of([run], [ratio])
+        command = commands.train_again(run, ratio, CHOSEN)
+        return {"command": command, "step_ratio": ratio, "cost": cost_of([run], [ratio])}
     # A folder of its own: that of the comparison may have a report on all models.
-    flags = (
-        f"--output={CHOSEN}",
-        "--config.compare.seeds=1",
-        f"--config.compare.names={run.name}",
-    )
-    command = commands.compare_again(record, *flags, without=("--results",))
-    return command, _cost_of_name(run.name, record)
+    flags = [f"--output={CHOSEN}", "--config.compare.seeds=1"]
+    same_seed = [one for one in record.runs if (one.name, one.seed) == (run.name, run.seed)]
+    if run.horizon != 1:
+        trained = same_seed  # a shorter run starts from the longest one
+    else:
+        trained = [run]
+        if len(same_seed) > 1:
+            flags.append("--config.compare.horizons=()")
+    command = commands.train_name(record, run.name, *flags)
+    return {"command": command, "cost": cost_of(trained)}
 
 
 def _step_ratio(choice: Choice, run_cost: float | None) -> float:
@@ -173,22 +178,6 @@ def _further_seeds(contest: Contest, record: Record, results: str) -> dict[str, 
         # A report on these models alone estimates their spread from fewer runs.
         "merge_command": commands.merge(results, MORE_SEEDS) if command else "",
     }
-
-
-def _cost_of_name(name: str, record: Record) -> Cost:
-    """Returns the cost of the runs of one seed, and of a grid of learning rates where there is one,
-    which the command trains, too.
-    """
-    runs = [run for run in record.runs if run.name == name]
-    runs = [run for run in runs if run.seed == runs[0].seed]
-    fractions = [run.trained_fraction for run in runs]
-    longest = [run for run in runs if run.horizon == 1]
-    for grid_name, grid in record.learning_rates.items():
-        if model_of(grid_name) == model_of(name):
-            # The command trains a grid of its own, at this size.
-            runs += longest * len(grid.rates)
-            fractions += [1.0] * len(longest) * len(grid.rates)
-    return cost_of(runs, fractions)
 
 
 # ------------------------------------------------------------------ the next run
@@ -243,18 +232,9 @@ def choose_next(results: str | Path, stake: float = LEAST_STAKE) -> Advice:
 def _next_command(run: NextRun, record: Record, results: str) -> str:
     """Returns the command of the comparison, for this name and one seed more; "" if it is unknown."""
     seeds = {one.seed for one in record.runs if one.name == run.name}
-    flags = [
+    flags = (
         f"--output={NEXT_RUN}",
         f"--results={results}",
-        f"--config.compare.names={run.name}",
         f"--config.compare.seeds={len(seeds) + 1}",
-    ]
-    if record.held_out:  # its runs alone determine no law
-        flags.append("--config.compare.held_out=")
-    if any(model_of(name) == model_of(run.name) for name in record.learning_rates):
-        # The rate that the grid has chosen, without a grid of this name.
-        config = next(one.config for one in record.runs if one.name == run.name)
-        flags.append("--config.compare.learning_rates=()")
-        for field in ("optimizer.learning_rate", "optimizer.final_learning_rate"):
-            flags.append(f"--config.runs.{run.name}.{field}={config[field]}")
-    return commands.compare_again(record, *flags)
+    )
+    return commands.train_name(record, run.name, *flags)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from smallgpt_jax.analysis.record import RESULTS_FILE, Record, Run
+from smallgpt_jax.analysis.record import RESULTS_FILE, Record, Run, model_of
 from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.errors import UserError, command_line
@@ -43,6 +43,20 @@ def compare_again(record: Record, *flags: str, without: tuple[str, ...] = ()) ->
     replaced = {*without, *(flag.partition("=")[0] for flag in flags)}
     kept = [word for word in arguments[3:] if word.partition("=")[0] not in replaced]
     return command_line("compare", *kept, *flags)
+
+
+def train_name(record: Record, name: str, *flags: str) -> str:
+    """Returns the record's command for one name, at the learning rate of its runs; "" as above."""
+    flags = (*flags, f"--config.compare.names={name}")
+    if record.held_out:  # the runs of one name determine no law
+        flags += ("--config.compare.held_out=",)
+    if any(model_of(grid) == model_of(name) for grid in record.learning_rates):
+        # The rate that the grid has chosen, without training it again.
+        config = next(run.config for run in record.runs if run.name == name)
+        flags += ("--config.compare.learning_rates=()",)
+        for field in ("optimizer.learning_rate", "optimizer.final_learning_rate"):
+            flags += (f"--config.runs.{name}.{field}={config[field]}",)
+    return compare_again(record, *flags, without=("--results",))
 
 
 def merge(results: str, output: str) -> str:

@@ -135,9 +135,11 @@ def standing_loss(standing: Standing) -> str:
 
 
 def names(standing: Standing) -> str:
+    # No run has an interpolated size: only its model has a name.
+    name = standing.model if standing.known == "interpolated" else standing.name
     if not standing.equal_to:
-        return standing.name
-    return f"{standing.name} (the same function: {', '.join(standing.equal_to)})"
+        return name
+    return f"{name} (the same function: {', '.join(standing.equal_to)})"
 
 
 def difference(pair: Pair) -> str:

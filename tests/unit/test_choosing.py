@@ -11,12 +11,13 @@ import subprocess
 import sys
 
 import pytest
-from comparison_helpers import INFERENCE, SESSION, run, saved
+from comparison_helpers import INFERENCE, config_of, run, saved
 from conftest import ROOT, call
 
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.further_runs import Cost
 from smallgpt_jax.analysis.record import Inference
+from smallgpt_jax.comparison.recipe import make_comparison
 from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import LanguageModel
@@ -25,6 +26,7 @@ from smallgpt_jax.report import choosing, commands, tables
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.storage import typed_json
 
+SCALING = ROOT / "docs" / "results" / "scaling.json"
 COMMAND = "python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper"
 RMS = {"model__norm": "rms"}
 
@@ -86,20 +88,34 @@ def test_no_command_is_offered_for_many_seeds(tmp_path):
     assert "to over 1,000 seeds per model (80% interval)." in str(answer)
 
 
-def test_the_cost_of_training_includes_the_grid(tmp_path):
-    """Each run takes 2e6 FLOPs and 2 seconds; the shorter one has copied the first of its two steps."""
-    shorter = {"train__trunk": "/elsewhere/llama-seed1"}
-    copied = (dataclasses.replace(SESSION, first_step=1),)
-    rates = (records.GridRate(1.0, 3.0, False), records.GridRate(2.0, 3.1, False))
-    runs = [
-        *models(),
-        run("llama", 1, 2.9, config={**RMS, **shorter}, horizon=0.5, sessions=copied),
-    ]
-    grids = {"llama": records.Grid(0, 0.01, rates)}
-    path = saved(tmp_path / "results.json", *runs, command=COMMAND, learning_rates=grids)
-    answer = choosing.choose(path, "parameters", 100)
-    assert answer.cost == Cost(4, 7e6, 7.0)
-    assert "Train it (4 runs, about 7e6 FLOPs, 7s at the speed of the record):" in str(answer)
+def test_a_shorter_run_is_trained_with_its_longest_one():
+    """Each shorter run has copied all but its decay, the last fifth."""
+    answer = choosing.choose(SCALING, "seconds", 60)
+    assert answer.run == "llama@0.2M × 0.25" and "horizons" not in answer.command
+    runs = records.read(SCALING).longest_runs()
+    longest = next(run.last.flops for run in runs if run.name == "llama@0.2M")
+    assert answer.cost.runs == 4
+    assert answer.cost.flops == pytest.approx(longest * (1 + 0.2 * (0.125 + 0.25 + 0.5)), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_command_trains_exactly_the_nearest_run(tmp_path):
+    """Not the grid and the horizons of its comparison, which are other runs."""
+    answer = choosing.choose(SCALING, "flops", 1e13)
+    assert answer.run == "moe@0.2M" and answer.cost.runs == 1
+    assert answer.cost.flops == pytest.approx(answer.run_cost)
+    (planned,) = make_comparison(config_of(answer.command), tmp_path).runs({})
+    config = planned.config.flat()
+    of_horizons = {"train.kept_steps"}
+    for field in answer.config.keys() - of_horizons:
+        value = config[field]
+        assert answer.config[field] == (list(value) if isinstance(value, tuple) else value), field
+    text = " ".join(str(answer).split())
+    assert text.index(answer.sized_command) < text.index(
+        "Train it again (1 run, about 6.5e12 FLOPs"
+    )
+    # Interpolated between sizes, a model has the name of none.
+    assert "moe 2.858 (2.820 to 2.896)" in text and "learning_rate=0.01012" in text
 
 
 def test_models_that_are_left_out_and_runs_above_the_budget_are_said(tmp_path):
@@ -156,7 +172,7 @@ def test_the_command(tmp_path):
     done = call("choose", f"--results={path}", "--decode_ms=2")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("2 ms per decoding step: llama: loss 2.5")
-    assert "Train it (1 run, about 2e6 FLOPs, 2s at the speed of the record):" in done.stdout
+    assert "Train it again (1 run, about 2e6 FLOPs, 2s at the speed of the record):" in done.stdout
     done = call("choose", f"--results={path}", "--parameters=100", "--json")
     assert json.loads(done.stdout)["choice"]["chosen"] == "llama"
     for arguments, message, status in (
@@ -204,12 +220,15 @@ def test_choose_starts_without_jax_and_matplotlib():
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_beyond_the_trained_range_no_command_is_offered():
-    answer = choosing.choose(ROOT / "docs" / "results" / "scaling.json", "flops", 1e15)
+def test_beyond_the_trained_range_only_a_guess_is_offered():
+    answer = choosing.choose(SCALING, "flops", 1e15)
     assert answer.choice.refusal == "beyond" and answer.choice.contest is not None
     assert not answer.command and not answer.seeds_command
+    text = " ".join(str(answer).split())
+    assert text.startswith("1e15 training FLOPs: cannot tell. It is 31.3 times as much as")
+    assert "As a guess, train gpt at the size" in text and "--config=gpt:1e15 " in text
 
 
 def test_an_unknown_budget_is_named():
     with pytest.raises(UserError, match=r"^budget='flop': must be one of flops, .* did you mean"):
-        choosing.choose(ROOT / "docs" / "results" / "scaling.json", "flop", 1e13)
+        choosing.choose(SCALING, "flop", 1e13)

@@ -5,18 +5,14 @@ needed, and the single run that is worth most, with the command that trains it.
 import dataclasses
 import json
 import math
-import shlex
 
 import numpy as np
 import pytest
-from absl import flags
-from comparison_helpers import run, saved
-from conftest import ROOT, call
+from comparison_helpers import config_of, run, saved
+from conftest import call
 from decision_helpers import evidence, record, runs
-from ml_collections import config_flags
 from scipy import stats
 
-from smallgpt_jax import cli
 from smallgpt_jax.analysis.analysis import analyse
 from smallgpt_jax.analysis.candidates import level_of_pair
 from smallgpt_jax.analysis.further_runs import Rounds, expected_gain, next_runs, next_seeds
@@ -180,18 +176,11 @@ def test_the_command_trains_one_run_at_the_rate_of_the_grid(tmp_path):
     grids = {"gpt@20k": grid, "llama@20k": grid}
     path = record_of(tmp_path, 0.2, learning_rates=grids, seeds_as_needed=True)
     advice = choose_next(path)
-    _, _, module, *arguments = shlex.split(advice.command)
-    assert module == "smallgpt_jax.compare" and f"--results={path}" in arguments
-    ours = [one for one in arguments if one.startswith("--config")]
-    ours[0] = f"--config={ROOT}/configs/compare/scaling.py:tiny"
-    values = flags.FlagValues()
-    quoted = cli.quote_run_names(["compare", *ours])
-    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=quoted)
-    values(quoted)
-    config = values["config"].value
+    config = config_of(advice.command)
+    assert f" --results={path} " in advice.command
     assert config.compare.names == advice.run.name and config.compare.seeds == 4
     assert config.compare.learning_rates == () and advice.run.seed == 4
-    assert "--config.compare.most_seeds=0" in ours
+    assert config.compare.most_seeds == 0
     rate = json.loads(path.read_text())["runs"][0]["config"]["optimizer.learning_rate"]
     assert config.runs[advice.run.name].optimizer.learning_rate == rate
     assert advice.merge_command.endswith(f"{path},runs/next/results.json --output=runs/merged")

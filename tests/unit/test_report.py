@@ -233,7 +233,8 @@ def test_each_refusal_has_its_sentence(refusal):
     sentence = words.refusal(answer)
     text = str(choosing.Answer(answer))
     assert " ".join(sentence.split()) in " ".join(text.split())
-    assert text.startswith("1e13 training FLOPs: cannot tell: ")
+    mark = ": " if refusal == "uncertain" else ". "
+    assert text.startswith(f"1e13 training FLOPs: cannot tell{mark}")
     expected = {
         "beyond": "3.12 times",
         "nothing within": "0.32 times",
@@ -245,7 +246,7 @@ def test_each_refusal_has_its_sentence(refusal):
 def test_an_answer_at_the_nearest_budget():
     answer = choice(limit=1e14, refusal="beyond", factor=3.4, compared_at=2.93e13)
     text = " ".join(str(choosing.Answer(answer)).split())
-    assert "At 2.93e13, the nearest budget with an answer: cannot tell: moe (93%) or" in text
+    assert "At 2.93e13, the nearest budget with runs: moe (93%) or" in text
     text = markdown(findings(choices=(choice(limit=1e12), choice(), answer)))
     assert row(text, "1e14")[1] == "cannot tell: 3.4 times as much as was trained"
 

@@ -1,5 +1,4 @@
-"""Compares models at an equal budget: trains them with several seeds and writes a report with
-plots.
+"""Compares models at an equal budget: trains them with several seeds and writes a report.
 
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper
     python -m smallgpt_jax.compare --config=configs/compare/paper.py --output=runs/paper --dry_run

@@ -1,5 +1,4 @@
-"""Measures activations, attention and losses inside a trained model, and the loss without each of
-its blocks.
+"""Measures activations, attention and losses inside a trained model, with and without its blocks.
 
     python -m smallgpt_jax.diagnose --workdir=runs/pgpt
     python -m smallgpt_jax.diagnose --workdir=runs/moe --text=code.txt --text=poems.txt

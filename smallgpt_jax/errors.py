@@ -103,9 +103,16 @@ def exit_on_interrupt() -> None:
 
 
 def raise_on_interrupt() -> None:
-    """Ends `exit_on_interrupt`: from now on, Ctrl-C raises KeyboardInterrupt again."""
+    """Ends `exit_on_interrupt`: from now on, the first Ctrl-C raises KeyboardInterrupt."""
     if signal.getsignal(signal.SIGINT) is _exit:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _raise_once)
+
+
+def _raise_once(*_) -> None:
+    # A second KeyboardInterrupt would end what the first one started, such as JAX's cleanup at exit,
+    # in a traceback or a crash. `timeout -s INT` sends the signal twice.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    raise KeyboardInterrupt
 
 
 def _exit(*_) -> None:

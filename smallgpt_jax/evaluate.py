@@ -1,5 +1,4 @@
-"""Evaluates a trained model on benchmarks with lm-evaluation-harness, on a file of examples, or
-on texts.
+"""Evaluates a trained model on benchmarks (lm-evaluation-harness), examples, or texts.
 
     python -m smallgpt_jax.evaluate --workdir=runs/gpt --tasks=paper
     python -m smallgpt_jax.evaluate --workdir=runs/gpt --tasks=hellaswag,piqa --data_dir=eval_data --limit=500

@@ -1,5 +1,4 @@
-"""Estimates the memory and speed of a recipe on given hardware, by compiling the recipe for this
-hardware.
+"""Estimates memory and speed of a recipe on given hardware, by compiling it for this hardware.
 
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4
     python -m smallgpt_jax.plan --config=configs/gpt.py --topology=v5e:4x4 --search

@@ -55,6 +55,12 @@ class TextModel:
     weights: Any  # in the decoding layout, see `layout.pack`
     tokenizer: tokenizers.Tokenizer
 
+    def __repr__(self) -> str:
+        # not the weights, which a notebook would print
+        config = self.model.config
+        parameters = f"{models.num_parameters(self.model):,}"
+        return f"TextModel({config.architecture}, {config.num_layers} × {config.d_model}, {parameters} parameters)"
+
     def generate(
         self,
         prompt: str = "",

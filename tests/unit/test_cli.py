@@ -163,6 +163,29 @@ def test_ctrl_c_while_a_command_imports_its_libraries(command, tmp_path):
     assert (result.returncode, result.stderr) == (130, "error: stopped\n")
 
 
+def test_a_second_ctrl_c_ends_a_command_at_once():
+    """`timeout -s INT` sends the signal twice, as an impatient user does."""
+    program = """
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from smallgpt_jax import cli, errors
+errors.exit_on_interrupt()
+
+def main():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+        print("cleanup", flush=True)
+
+cli.run(main, uses_jax=False)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
 def test_messages_of_the_hub_are_printed_once():
     """huggingface_hub prints them itself. absl prints again what reaches the root logger."""
     hub_logging = pytest.importorskip("huggingface_hub.utils.logging")

@@ -1,6 +1,7 @@
 """Tests of the parts of text generation that need no weights: settings, prompts, detokenizing."""
 
 import functools
+import re
 import sys
 
 import numpy as np
@@ -42,6 +43,10 @@ def generate(monkeypatch):
     from smallgpt_jax import generate
 
     return generate
+
+
+def test_a_notebook_shows_a_model_in_a_line(model):
+    assert re.fullmatch(r"TextModel\(gpt, \d+ × \d+, [\d,]+ parameters\)", repr(model))
 
 
 def test_every_method_passes_its_settings_on(model, monkeypatch):

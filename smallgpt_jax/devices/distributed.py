@@ -29,6 +29,7 @@ from smallgpt_jax.devices import agreement
 from smallgpt_jax.devices.agreement import PeerError, exchange
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_reason
+from smallgpt_jax.output import print_error
 
 _Result = TypeVar("_Result")
 _Json = TypeVar("_Json")
@@ -48,11 +49,9 @@ def initialize(
 
     def give_up():
         others = f"--coordinator={coordinator}" if coordinator else "other processes of this job"
-        print(
+        print_error(
             f"error: {others}: no answer within {timeout} seconds (--join_timeout); start all "
-            "processes at about the same time, with the same flags except --process_id",
-            file=sys.stderr,
-            flush=True,
+            "processes at about the same time, with the same flags except --process_id"
         )
         os._exit(1)
 
@@ -150,12 +149,9 @@ def exit_on_peer_failure() -> Iterator[None]:
     except (jax.errors.JaxRuntimeError, ValueError, PeerError) as error:
         if is_single_process() or (isinstance(error, ValueError) and "Gloo" not in str(error)):
             raise
-        print(
+        print_error(
             "error: another process of this run has exited or is unreachable "
-            f"({short_reason(error)}).\n"
-            "Restart all processes to resume from the newest checkpoint",
-            file=sys.stderr,
-            flush=True,
+            f"({short_reason(error)}).\nRestart all processes to resume from the newest checkpoint"
         )
         os._exit(1)  # a regular exit would wait for the other processes
 

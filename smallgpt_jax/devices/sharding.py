@@ -69,10 +69,8 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
     if left_over and len(devices) % fixed == 0:
         lengths[left_over[0]] = len(devices) // fixed
     if math.prod(lengths.values()) != len(devices):
-        raise UserError(
-            f"config.mesh: {requested}: the lengths must multiply to the number of devices, "
-            f"which is {len(devices)}"
-        )
+        rule = f"the lengths must multiply to the number of devices, which is {len(devices)}"
+        raise UserError(f"config.mesh: {requested}: {rule}")
     try:
         return jax.make_mesh(
             tuple(lengths.values()),
@@ -405,8 +403,6 @@ def global_batch(mesh: Mesh, rows: np.ndarray, batch_size: int, local) -> jax.Ar
     """Returns the global (batch, …) array of all processes; `local` has the rows `rows`."""
 
     def shard(index):
-        if len(local) == batch_size:
-            return local[index]
         rows_of_shard = np.arange(batch_size)[index[0]]
         return local[np.searchsorted(rows, rows_of_shard)]
 

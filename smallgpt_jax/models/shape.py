@@ -30,8 +30,8 @@ _TRIALS = 8  # models that are traced at most
 
 def fit_shape(fields: Mapping[str, Any], parameters: float) -> ModelConfig:
     """Returns the config of a model with about `parameters` active parameters, all included."""
-    # Alternates between choosing by an approximate count, which takes microseconds per shape, and
-    # tracing the chosen model, which makes the count exact for its depth and width.
+    # Alternates between choosing by an approximate count, which is cheap, and tracing the chosen
+    # model, which makes the count exact for its depth and width.
     search = _Search(fields)
     count = _Count(search.mlp_matrices)
     tried: dict[_Shape, tuple[float, ModelConfig]] = {}
@@ -58,6 +58,7 @@ class _Count:
     """
 
     def __init__(self, mlp: float):
+        # guesses until a model is counted; attention has four matrices of d_model²
         self.per_width, self.mlp, self.rest = 2048.0, mlp, 4.0
         # {(d_model, num_layers): (mlp_width, parameters)}
         self.counted: dict[tuple[int, int], tuple[int, int]] = {}
@@ -79,6 +80,7 @@ class _Count:
         if config.position == "learned":
             self.per_width += config.context_length
         d, layers, width = shape
+        # Two models that differ only in the MLP's width tell the parameters per unit of it.
         other_width, other_exact = self.counted.get((d, layers), (width, exact))
         if width != other_width:  # of lgpt, narrower stages; other models may have no MLP at all
             self.mlp = max(0.0, (exact - other_exact) / (layers * d * (width - other_width)))

@@ -292,10 +292,7 @@ def future_terms(train: TrainConfig, model: LanguageModel) -> dict[str, Term]:
         return {}
     make_term = find_future_head(train.future_head)
     if train.objective == "masked":
-        train.refuse(
-            "future_tokens",
-            "must be 0 with config.train.objective='masked', which predicts no later tokens",
-        )
+        train.refuse("future_tokens", "must be 0 with config.train.objective='masked'")
     if train.future_tokens >= model.config.context_length:
         limit = f"config.model.context_length={model.config.context_length}"
         train.refuse("future_tokens", f"must be less than {limit}")

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import re
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +13,7 @@ from smallgpt_jax import models
 from smallgpt_jax.devices import chips, sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import flops
+from smallgpt_jax.output import print_error
 from smallgpt_jax.planning import gpus, hlo, kernels, memory_formula
 from smallgpt_jax.planning.compilation import Compiler
 from smallgpt_jax.planning.determinism import unordered_operations
@@ -246,7 +246,7 @@ def largest_batch(
         needed[sequences] = result.peak_bytes
         gibibytes = f"{result.peak_bytes / chips.GiB:.2f} GiB"
         line = f"{sequences} sequences per device at a time: {gibibytes}"
-        print(line if result.fits else f"{line}, does not fit", file=sys.stderr, flush=True)
+        print_error(line if result.fits else f"{line}, does not fit")
         return result.fits
 
     if not fits(1):

@@ -7,6 +7,7 @@ from smallgpt_jax.planning import compilation
 from smallgpt_jax.planning.estimate import Estimate
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.program import Program
+from smallgpt_jax.training.size_messages import architecture_name
 
 STEPS = 2  # training step and evaluation step
 _PREALLOCATED = 0.75  # JAX's default of XLA_PYTHON_CLIENT_MEM_FRACTION
@@ -29,7 +30,7 @@ def format_plan(program: Program, result: Estimate) -> str:
 
 def _title(program: Program, result: Estimate) -> str:
     config, train = program.config, program.config.train
-    title = f"{config.model.architecture} on {result.devices} × {result.device_kind}"
+    title = f"{architecture_name(config.model)} on {result.devices} × {result.device_kind}"
     axes = [f"{axis} {length}" for axis, length in program.mesh.shape.items() if length > 1]
     if axes:
         title += f" ({' × '.join(axes)})"

@@ -24,7 +24,7 @@ from smallgpt_jax.run.metrics import answers_in, sample_lines
 from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training.program import Program
-from smallgpt_jax.training.size_messages import size_messages
+from smallgpt_jax.training.size_messages import architecture_name, size_messages
 
 LOSSES = {
     "prefix": "those of tokens after random prefixes",
@@ -96,7 +96,7 @@ def _headline(config: Config, program: Program, first_step: int) -> str:
     if first_step:
         work += f", {first_step} done"
     return (
-        f"{model.config.architecture}, {parameters} parameters, on {devices} in "
+        f"{architecture_name(model.config)}, {parameters} parameters, on {devices} in "
         f"{model.config.dtype}: {work}"
     )
 

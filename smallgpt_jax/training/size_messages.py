@@ -1,13 +1,38 @@
 """Messages at the start of a run about its size and learning rate."""
 
 from smallgpt_jax.config.sizes import Size
-from smallgpt_jax.models import LanguageModel, num_active_parameters
+from smallgpt_jax.models import LanguageModel, ModelConfig, num_active_parameters
+from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.optim.learning_rate import DECAYS, decay_start
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.sizing import usual_rate
 
-_SHOWN_ERROR = 0.03  # of the number of parameters
+_OF_GPT = {"mixers": "attention", "mlp": "dense", "norm": "layer", "position": "learned"}
+_SHOWN_ERROR = 0.03  # of parameters, FLOPs and tokens per parameter
+_SHOWN_BUDGET_ERROR = 0.1  # of the tokens per parameter, which follow from FLOPs only roughly
 _TOO_HIGH = 4.0  # times the rule's learning rate
+
+
+def architecture_name(model: ModelConfig) -> str:
+    """Returns, for example, "gpt (mlp gated, norm rms, position rope)": the architecture, and what
+    its block has instead of GPT's parts. Several recipes have the architecture gpt.
+    """
+    block = {"mixers": " + ".join(dict.fromkeys(model.mixers))}
+    block |= {field: getattr(model, field) for field in ("mlp", "norm", "position")}
+    variants = [f"{field} {value}" for field, value in block.items() if value != _OF_GPT[field]]
+    return f"{model.architecture} ({', '.join(variants)})" if variants else model.architecture
+
+
+def _shape(model: ModelConfig) -> str:
+    shape = f"{model.num_layers} × {model.d_model}"
+    for field, count in (("num_paths", "paths"), ("num_stages", "stages")):
+        if hasattr(model, field):
+            shape += f" in {getattr(model, field)} {count}"
+    shape += f", {model.num_heads} heads, MLP {model.mlp_width}"
+    if model.mlp == "moe":
+        used = model.experts_per_token + model.num_shared_experts
+        shape += f" × {model.num_experts + model.num_shared_experts} experts, {used} per token"
+    return shape
 
 
 def size_messages(config: Config) -> list[str]:
@@ -15,23 +40,53 @@ def size_messages(config: Config) -> list[str]:
         return _rate_messages(config)
     model, train, optimizer = config.model, config.train, config.optimizer
     batch = train.batch_size * model.context_length
-    parameters = num_active_parameters(LanguageModel(model))
+    ratio = train.steps * batch / num_active_parameters(LanguageModel(model))
     schedule = f"rate {optimizer.learning_rate:.3g} after {optimizer.warmup_steps:,} steps"
     if optimizer.schedule in DECAYS:
         schedule += f", decay over the last {optimizer.decay_steps - decay_start(optimizer):,}"
+        if optimizer.decay_steps != train.steps:
+            schedule += f" before step {optimizer.decay_steps:,}"
     lines = [
-        f"size {train.size}: {model.num_layers} × {model.d_model}, {model.num_heads} heads, MLP "
-        f"{model.mlp_width}; {train.steps:,} steps of {batch:,} tokens, "
-        f"{train.steps * batch / parameters:.3g} per parameter; {schedule}; weight decay "
-        f"{optimizer.weight_decay:.3g}"
+        f"size {train.size}: {_shape(model)}; {train.steps:,} steps of {batch:,} tokens, "
+        f"{_short(ratio)} per parameter; {schedule}; weight decay {optimizer.weight_decay:.3g}"
     ]
-    target = Size.parse(train.size, "config.train.size").parameters
-    if target and abs(parameters / target - 1) > _SHOWN_ERROR:
+    if departures := _departures(config, ratio):
         lines.append(
-            f"the model has {parameters:,} active parameters instead of {train.size}, because of "
-            "fields that were set; what was not set follows from these parameters"
+            f"the run has {' and '.join(departures)}, because of fields that were set; what was not "
+            "set follows from them"
         )
     return [*lines, *_rate_messages(config)]
+
+
+def _departures(config: Config, tokens_per_parameter: float) -> list[str]:
+    """Returns what is not as the size says, because flags or a recipe set fields."""
+    size = Size.parse(config.train.size, "config.train.size")
+    language_model = LanguageModel(config.model)
+    parameters = num_active_parameters(language_model)
+    departures = []
+    if size.parameters and not _is_close(parameters, size.parameters):
+        asked = size.text.partition("@")[0]
+        departures.append(f"{parameters:,} active parameters instead of {asked}")
+    per_token = train_flops_per_token(language_model) if size.flops else None
+    if per_token:  # else unknown, of custom code
+        flops = tokens_per_parameter * parameters * per_token
+        if not _is_close(flops, size.flops):
+            departures.append(f"{flops:.3g} training FLOPs instead of {size.flops:.3g}")
+    shown_error = _SHOWN_ERROR if size.parameters else _SHOWN_BUDGET_ERROR
+    if not _is_close(tokens_per_parameter, size.tokens_per_parameter, shown_error):
+        departures.append(
+            f"{_short(tokens_per_parameter)} tokens per parameter instead of "
+            f"{_short(size.tokens_per_parameter)}"
+        )
+    return departures
+
+
+def _is_close(value: float, asked: float, error: float = _SHOWN_ERROR) -> bool:
+    return abs(value / asked - 1) <= error
+
+
+def _short(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.3g}"
 
 
 def _rate_messages(config: Config) -> list[str]:

@@ -23,7 +23,7 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import write_config
 from smallgpt_jax.training.checks import check_config, require_learning_rate
 from smallgpt_jax.training.opening import check_run
-from smallgpt_jax.training.size_messages import size_messages
+from smallgpt_jax.training.size_messages import architecture_name, size_messages
 
 RECIPES = ("gpt", "llama", "pgpt", "lgpt", "moe", "mamba", "hybrid")
 
@@ -160,6 +160,20 @@ def test_fields_that_are_set_win_and_the_rest_follows():
     assert (given.optimizer.learning_rate, given.model) == (0.5, rule.model)
 
 
+def test_the_parts_that_only_some_recipes_have():
+    assert "2 × 104 in 2 paths, 4 heads, MLP 364; " in size_messages(sized("pgpt:0.5M"))[0]
+    assert " × 17 experts, 4 per token; " in size_messages(sized("moe:0.3M"))[0]
+
+
+def test_recipes_of_one_architecture_have_different_names():
+    names = {recipe: architecture_name(sized(f"{recipe}:tiny").model) for recipe in RECIPES}
+    assert names["gpt"] == "gpt" and names["pgpt"] == "pgpt"
+    assert names["llama"] == "gpt (mlp gated, norm rms, position rope)"
+    assert names["moe"] == "gpt (mlp moe)"
+    assert names["hybrid"].startswith("gpt (mixers delta + attention, mlp gated, ")
+    assert len(set(names.values())) == len(names)
+
+
 def test_the_line_of_a_size():
     config = sized("gpt:1M")
     model, train, optimizer = config.model, config.train, config.optimizer
@@ -169,6 +183,36 @@ def test_the_line_of_a_size():
         f"{model.mlp_width}; {train.steps:,} steps of 8,192 tokens, 20 per parameter; rate "
         f"{optimizer.learning_rate:.3g} after {optimizer.warmup_steps} steps, decay over the last "
     )
+
+
+@pytest.mark.parametrize(
+    "recipe, fields, note",
+    [
+        ("gpt:1M@1000", {}, ""),
+        ("gpt:1M", {"train__steps": 100}, "{ratio:.3g} tokens per parameter instead of 20, "),
+        ("gpt:1e12", {}, ""),
+        (
+            "gpt:1e12",
+            {"train__steps": 467},
+            " 5e+11 training FLOPs instead of 1e+12 and 10 tokens ",
+        ),
+        (
+            "gpt:1e12",
+            {"model__d_model": 64},
+            "run has {ratio:.3g} tokens per parameter instead of 20",
+        ),
+    ],
+)
+def test_a_run_that_is_not_what_its_size_says(recipe, fields, note):
+    config = sized(recipe, **fields)
+    tokens = config.train.steps * config.train.batch_size * config.model.context_length
+    line, *notes = size_messages(config)
+    if note:
+        (shown,) = notes
+        assert note.format(ratio=tokens / active_parameters(config)) in shown
+    else:
+        assert not notes
+    assert "e+" not in line
 
 
 def test_a_resumed_run_keeps_its_size(monkeypatch):

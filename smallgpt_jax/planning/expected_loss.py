@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from smallgpt_jax.analysis import laws, record
 from smallgpt_jax.analysis.laws import LawPoint
@@ -22,6 +22,9 @@ _TEXT_AND_TRAINING = (
 )
 # The interval of a law is its error one size beyond the sizes that it was fitted to.
 _FARTHEST = 3.0  # ratio of parameters or tokens to those of the runs
+# {field that the rule of sizes sets: ratio up to which a law holds for another value of it}. Losses
+# depend little on them at equal parameters (Kaplan et al., arXiv 2001.08361, figure 5).
+_NEAR = {"model.num_heads": 2.0, "model.num_kv_heads": 2.0, "model.mlp_ratio": 1.3}
 
 
 def expected_loss_message(results: str | None, planned: Plan) -> str:
@@ -31,13 +34,10 @@ def expected_loss_message(results: str | None, planned: Plan) -> str:
     runs = record.read(Path(results)).runs
     if not runs:
         return f"expected loss: not known; {results} has no runs"
-    model, differences = _closest_model(runs, planned.config)
-    if differences:
-        field, value = next(iter(differences.items()))
-        return (
-            f"expected loss: not known; {model} of {results} has config.{field}="
-            f"{short_repr(value)}, not {short_repr(_flat(planned.config)[field])}"
-        )
+    model, near, far = _closest_model(runs, planned.config)
+    if far:
+        differences = "; ".join([*far, *near])
+        return f"expected loss: not known; {model} of {results} has {differences}"
     train, context_length = planned.config.train, planned.config.model.context_length
     tokens = train.steps * train.batch_size * context_length
     point = LawPoint(model, "", planned.estimate.parameters, tokens)
@@ -46,25 +46,54 @@ def expected_loss_message(results: str | None, planned: Plan) -> str:
     if reason:
         return f"expected loss: not known; {results} {reason}"
     (predicted,) = laws.predict(points, [point]).losses
-    return (
+    message = (
         f"expected loss: {predicted.loss:.3f}, {laws.INTERVAL:.0%} interval {predicted.low:.3f} to "
-        f"{predicted.high:.3f} (law of {model} in {results})"
+        f"{predicted.high:.3f} (law of {model} in {results}"
     )
+    if near:
+        message += f", which has {'; '.join(near)}: the interval does not allow for that"
+    return f"{message})"
 
 
-def _closest_model(runs: Sequence[Run], config: Config) -> tuple[str, dict[str, Any]]:
-    """Returns the model of a record with the fewest differences, and these, {field: its value}."""
-    # Fields that differ between the runs of a model, such as its width, belong to its sizes.
+class _Closest(NamedTuple):
+    model: str
+    # Differences, such as "config.model.num_heads=2, not 4": those for which its law holds, and others.
+    near: list[str]
+    far: list[str]
+
+
+def _closest_model(runs: Sequence[Run], config: Config) -> _Closest:
+    """Returns the model of a record's runs with the fewest differences. Fields that differ between
+    the runs of a model, such as its width, belong to its sizes.
+    """
     wanted = _flat(config)
     model_fields = [f"model.{name}" for name in config.model.field_names(fixed_by="model")]
-    differences = {}
+    closest = []
     for model, of_model in grouped(runs, lambda run: run.model).items():
         common = _common_fields(of_model)
-        compared = [field for field in (*model_fields, *_TEXT_AND_TRAINING) if field in common]
-        differences[model] = {
-            field: common[field] for field in compared if common[field] != wanted[field]
-        }
-    return min(differences.items(), key=lambda item: len(item[1]))
+        near, far = [], []
+        for field in (*model_fields, *_TEXT_AND_TRAINING):
+            if field not in common or common[field] == wanted[field]:
+                continue
+            ours, theirs = _shown(wanted[field]), _shown(common[field])
+            differences = near if _is_near(field, common, wanted) else far
+            differences.append(f"config.{field}={theirs}, not {ours}")
+        closest.append(_Closest(model, near, far))
+    return min(closest, key=lambda one: (len(one.far), len(one.near)))
+
+
+def _is_near(field: str, common: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    if field not in _NEAR:
+        return False
+    # num_kv_heads=0 stands for all heads.
+    low, high = sorted(
+        fields[field] or fields.get("model.num_heads", 0) for fields in (common, wanted)
+    )
+    return high <= _NEAR[field] * low
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else short_repr(value)
 
 
 def _common_fields(runs: list[Run]) -> dict[str, Any]:

@@ -45,7 +45,11 @@ def test_the_loss_of_a_size_that_the_record_lacks(smaller, model):
     ("name", "fields", "parameters", "reason"),
     [
         ("gpt@0.2M", {"model.context_length": 512}, 0, "gpt of {} has config.model.context_length=256, not 512"),
-        ("gpt@0.2M", {"data.source": "books.txt"}, 0, "has config.data.source='python_packages', not 'books.txt'"),
+        (
+            "gpt@0.2M", {"data.source": "books.txt", "model.num_heads": 8, "model.mlp_ratio": 4.5}, 0,
+            "has config.model.num_heads=2, not 8; config.data.source='python_packages', not 'books.txt'; "
+            "config.model.mlp_ratio=4, not 4.5",
+        ),
         ("gpt@0.2M", {}, 30_000_000, "parameters, too far from 30,000,000"),
         ("gpt@0.2M", {"train.steps": 10**6}, 0, "tokens, too far from 2,048,000,000"),
     ],
@@ -56,8 +60,24 @@ def test_why_the_loss_is_not_known(smaller, name, fields, parameters, reason):
 
 
 def test_width_and_rate_belong_to_the_size(smaller):
-    fields = {"model.d_model": 60, "model.num_heads": 2, "optimizer.learning_rate": 0.1}
-    assert "expected loss: " in expected_loss_message(smaller, plan_of("gpt@0.2M", fields))
+    fields = {"model.d_model": 60, "optimizer.learning_rate": 0.1}
+    message = expected_loss_message(smaller, plan_of("gpt@0.2M", fields))
+    assert message.endswith(f"(law of gpt in {smaller})")
+
+
+def test_small_differences_of_the_shape_are_named(smaller):
+    """The rule of sizes sets them, so nearly every sized recipe has some. Here, 0 are two heads."""
+    for fields, differences in (
+        (
+            {"num_heads": 4, "mlp_ratio": 4.5},
+            "num_heads=2, not 4; config.model.mlp_ratio=4, not 4.5",
+        ),
+        ({"num_kv_heads": 1}, "num_kv_heads=0, not 1"),
+    ):
+        planned = plan_of("gpt@0.2M", {f"model.{name}": value for name, value in fields.items()})
+        message = expected_loss_message(smaller, planned)
+        law = f"(law of gpt in {smaller}, which has config.model.{differences}"
+        assert message.endswith(f"{law}: the interval does not allow for that)")
 
 
 def test_the_command_says_how_a_loss_becomes_known():

@@ -301,13 +301,12 @@ def size_message(store: TokenStore, seconds: float) -> str:
     metadata, train, validation = store.metadata, store.train, store.validation
     lengths = np.concatenate([train.lengths, validation.lengths])
     median, most, longest = np.quantile(lengths, (0.5, 0.95, 1), method="nearest")
-    bytes_per_token = (train.text_bytes + validation.text_bytes) / (
-        train.tokens + validation.tokens
-    )
+    tokens = train.tokens + validation.tokens
+    bytes_per_token = (train.text_bytes + validation.text_bytes) / tokens
     lines = [
         f"{metadata['made_from']['source']}: {_format_documents(metadata, len(lengths))}, "
         f"{millions(train.tokens)} tokens for training, "
-        f"{millions(validation.tokens)} for validation, "
+        f"{millions(validation.tokens)} ({validation.tokens / tokens:.0%}) for validation, "
         f"{bytes_per_token:.2f} bytes per token ({duration(seconds)})",
         f"tokens per document: median {median:,}, 95% at most {most:,}, longest {longest:,}",
     ]

@@ -732,6 +732,8 @@ def test_the_validation_split_has_whole_files_where_there_are_enough(tmp_path):
     assert plain_text["passages"] == passages > 100
     assert f"{folder}: 61 files, {passages:,} passages, " in logged[-1]
     assert f"validation: {len(named)} whole files: book" in logged[-1]
+    share = made.validation.tokens / (made.train.tokens + made.validation.tokens)
+    assert f" ({share:.0%}) for validation, " in logged[-1]
     # A file keeps its split if it is renamed, or if others are removed.
     (folder / "book0.txt").rename(folder / "another.txt")
     for i in range(40, 60):

@@ -6,13 +6,15 @@
 
 TPU topologies need no TPU, but the TPU compiler (pip install -c constraints.txt -e '.[plan]'). GPU
 topologies need no GPU, but the GPU compiler (extra plan-gpu). --search finds the largest batch size
-that fits. --price shows hours and cost of the training, --hours finds the size that takes so long.
---results shows the loss to expect, by the runs of smaller or similar sizes in a comparison.
---inference estimates decoding on one of the devices instead of training. The exit status
-is 1 if training or evaluation does not fit into the memory of the devices.
+that fits. Of a sized recipe, the first line says what the size means, before the compilation.
+--price shows hours and cost of the training, --hours finds the size that takes so long. --results
+shows the loss to expect, by the runs of smaller or similar sizes in a comparison. --inference
+estimates decoding on one of the devices instead of training. The exit status is 1 if training or
+evaluation does not fit into the memory of the devices.
 """
 
 import dataclasses
+import functools
 import json
 import sys
 
@@ -93,15 +95,16 @@ def main() -> None:
             table = format_inference(result, _CONFIG.value.model.architecture)
             print(json.dumps(dataclasses.asdict(result)) if _JSON.value else table)
             return
+        beside = sys.stderr if _JSON.value else sys.stdout  # standard output is one JSON object
+        log = functools.partial(print, file=beside, flush=True)
         if _HOURS.value is not None:
             file = config_flags.get_config_filename(flags.FLAGS["config"])
             recipe = _recipe_alone(file, {"--search": _SEARCH.value})
             recipe, planned = plan_for_hours(recipe, _TOPOLOGY.value, _HOURS.value)
         else:
             recipe = ""
-            planned = plan(_CONFIG.value, _TOPOLOGY.value, search=_SEARCH.value)
+            planned = plan(_CONFIG.value, _TOPOLOGY.value, search=_SEARCH.value, log=log)
         print(json.dumps(dataclasses.asdict(planned.estimate)) if _JSON.value else planned)
-        beside = sys.stderr if _JSON.value else sys.stdout  # standard output is one JSON object
         if recipe or _PRICE.value is not None:
             print(f"\n{cost_message(planned, _PRICE.value)}", file=beside)
         if recipe or _PRICE.value is not None or _RESULTS.value is not None:

@@ -13,7 +13,7 @@ from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.devices import chips, sharding
 from smallgpt_jax.devices.platform import faster_dtype
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.output import elapsed_time_shown
+from smallgpt_jax.output import elapsed_time_shown, print_error
 from smallgpt_jax.planning import topologies
 from smallgpt_jax.planning.estimate import Estimate, estimate, largest_batch
 from smallgpt_jax.planning.inference import InferenceEstimate, estimate_inference
@@ -22,6 +22,7 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.microbatches import fewest_that_fit, possible_numbers
 from smallgpt_jax.training.program import Program
+from smallgpt_jax.training.size_messages import size_messages
 
 
 class Plan(NamedTuple):
@@ -45,17 +46,21 @@ def plan(
     overrides: Mapping[str, Any] | None = None,
     *,
     search: bool = False,
+    log: Callable[[str], None] = print_error,
 ) -> Plan:
     """Estimates the memory and speed of training, without the hardware; print() shows a table.
 
     `config` is a recipe such as "gpt:quickstart", or its fields; `overrides` are further values,
     such as {"train.batch_size": 64}. `topology` is, for example, "v5e:4x4", "h100:8" or "cpu:8".
     With `search`, the batch size becomes the largest one that fits, after several compilations.
+    `log` gets what the size of a sized recipe means, before the first compilation.
     Raises UserError, among others if the compiler of the topology is not installed.
     """
     with topologies.settings_restored():
         devices = topologies.topology_devices(topology)
         planned = _config_on(devices, config, overrides)
+        for line in size_messages(planned):
+            log(line)
         progress = functools.partial(_compilation_shown, topology)
         # A search takes 0 as 1: with enough microbatches, almost every batch would fit.
         if planned.train.microbatches == 0 and not search:

@@ -64,8 +64,8 @@ def test_hours_and_prices_are_of_training(flag):
     assert done.returncode == 1 and f"{name}: is about training" in done.stderr
 
 
-def test_a_price_stays_beside_the_json():
-    config = "--config=configs/gpt.py:tiny", "--config.model.num_layers=1"
+def test_size_and_price_stay_beside_the_json():
+    config = "--config=configs/gpt.py:20k", "--config.model.num_layers=1"
     done = call("plan", *config, "--topology=cpu:1", "--json", "--price=2")
     assert done.returncode == 0 and json.loads(done.stdout)["devices"] == 1
-    assert "hours not known" in done.stderr
+    assert "size 20k: 1 × " in done.stderr and "hours not known" in done.stderr

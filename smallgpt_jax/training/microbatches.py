@@ -13,6 +13,7 @@ from smallgpt_jax.formatting import format_bytes
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.build import shared_program
 from smallgpt_jax.training.memory_errors import is_out_of_memory
+from smallgpt_jax.training.program import preparation_shown
 
 # On CPUs, the process keeps its memory, and then needs about twice as much (devices/host_memory.py).
 _OF_HOST = 0.5
@@ -32,7 +33,8 @@ def with_microbatches(config: Config, log: Callable[[str], None] = print) -> Con
         return _step_bytes(config.replace(train={"microbatches": microbatches}))
 
     numbers = possible_numbers(config, mesh)
-    sizes = fewest_that_fit(numbers, needed, limit)
+    with preparation_shown():
+        sizes = fewest_that_fit(numbers, needed, limit)
     number = fitting_number(sizes, limit)
     if number > 1:
         log(microbatches_message(sizes, limit))

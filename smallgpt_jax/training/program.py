@@ -5,6 +5,7 @@ A program is made from `Config.compiled_part`, which lacks the values of the fie
 seed, the learning rate and the weight decay. So runs that differ in nothing else share a program.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -21,16 +22,24 @@ from ml_collections import ConfigDict
 from smallgpt_jax import models
 from smallgpt_jax.data.config import is_synthetic
 from smallgpt_jax.data.packing import Batch
-from smallgpt_jax.devices import sharding
+from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.devices.platform import step_options
 from smallgpt_jax.objectives.objective import Objective
 from smallgpt_jax.objectives.teacher import Teacher
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
+from smallgpt_jax.output import elapsed_time_shown
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training.initial_state import abstract_state, init_state
 from smallgpt_jax.training.step import Hyperparameters, train_step
 from smallgpt_jax.training.validation import eval_step
+
+
+def preparation_shown() -> contextlib.AbstractContextManager:
+    """Shows the time on standard error while steps are compiled and the state is restored."""
+    # Only of one process: a cluster's logs are often one file.
+    is_shown = distributed.is_primary()
+    return elapsed_time_shown("preparing the first step") if is_shown else contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

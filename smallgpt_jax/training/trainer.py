@@ -41,7 +41,7 @@ from smallgpt_jax.training.memory_errors import memory_errors_explained
 from smallgpt_jax.training.nonfinite import NonFiniteGuard
 from smallgpt_jax.training.opening import check_run, open_pipeline
 from smallgpt_jax.training.preemption import StopRequest
-from smallgpt_jax.training.program import Program
+from smallgpt_jax.training.program import Program, preparation_shown
 from smallgpt_jax.training.validation import evaluate_all
 from smallgpt_jax.training.watchdog import Watchdog
 
@@ -144,8 +144,9 @@ class Trainer:
         began, steps = time.monotonic(), self.config.train.steps
         # The steps are compiled while the state is restored, unless all seem to be done.
         is_trained = max(self.checkpoints.steps(), default=0) >= steps
-        compilations = [] if is_trained else self.program.start_compilation()
-        state = restore_or_initialize(self.program, self.checkpoints, self.config.train.seed)
+        with preparation_shown():
+            compilations = [] if is_trained else self.program.start_compilation()
+            state = restore_or_initialize(self.program, self.checkpoints, self.config.train.seed)
         step = int(state.step)
         # All processes must agree; a network file system may show them different files.
         has_evaluation = distributed.from_primary(
@@ -156,8 +157,9 @@ class Trainer:
         )
         if step >= steps and has_evaluation:
             return
-        for compilation in compilations or self.program.start_compilation():
-            compilation.result()  # raises what the compiler raised
+        with preparation_shown():
+            for compilation in compilations or self.program.start_compilation():
+                compilation.result()  # raises what the compiler raised
         self._log_session(step, time.monotonic() - began)
         self._prepare_loop(step)
 

@@ -6,6 +6,7 @@ import json
 import re
 import resource
 import shutil
+import sys
 from unittest import mock
 
 import jax
@@ -89,7 +90,9 @@ def test_resumption_repeats_a_missing_evaluation(text_file, copy_of):
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of, capsys):
+def test_a_finished_run_is_evaluated_again_only_on_other_rows(
+    text_file, copy_of, capsys, monkeypatch
+):
     """A finished run is evaluated again if train.eval_steps selects other validation rows.
 
     The field `targets` in metrics.jsonl identifies the rows.
@@ -103,10 +106,12 @@ def test_a_finished_run_is_evaluated_again_only_on_other_rows(text_file, copy_of
 
     train(config_for(text_file, **SMALL), str(workdir))
     assert path.read_bytes() == before and ", 40 done" in capsys.readouterr().out
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for _ in range(2):
         train(config_for(text_file, **SMALL, train__eval_steps=1), str(workdir))
         assert json.loads((workdir / "config.json").read_text())["train"]["eval_steps"] == 1
         assert targets() == [4 * batch, batch]
+    assert "preparing the first step … 0s" in capsys.readouterr().err
 
     config = config_for(text_file, **SMALL, train__eval_steps=1)
     corpus = open_pipeline(config, build_program(config)).corpus

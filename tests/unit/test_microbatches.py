@@ -1,5 +1,6 @@
 """Tests of the number of microbatches that fits into the memory of a device."""
 
+import io
 import math
 import random
 
@@ -46,8 +47,11 @@ def test_a_step_on_a_small_device(monkeypatch):
     config = Config.of(load_config("gpt", **fields))
     limit = step_bytes(config.replace(train={"microbatches": 1})) - 1
     monkeypatch.setattr(microbatches, "memory_limit", lambda device: limit)
-    lines = []
+    lines, terminal = [], io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
     chosen = microbatches.with_microbatches(config, lines.append)
+    assert "preparing the first step … 0s" in terminal.getvalue()
     assert chosen.train.microbatches == 2 and step_bytes(chosen) <= limit
     (line,) = lines
     assert line.startswith("2 microbatches per step, the fewest that fit: ")

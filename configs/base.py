@@ -19,14 +19,18 @@ A recipe (`gpt.py`, `pgpt.py`, `lgpt.py`, `cgpt.py`, or your own) changes some o
   training FLOPs such as `1e17`: the shape of the model, steps, batch and learning rate follow
   (docs/sizes.md). In these recipes, -1 stands for a value that follows from the size and from the
   fields that are set.
+
+With another data.tokenizer whose value says its size (sentencepiece:4096, bytes, gpt2),
+model.vocab_size follows, unless it is set.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 from smallgpt_jax import models
 from smallgpt_jax.config import sizes
 from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.config.sizes import Size
+from smallgpt_jax.data.config import embedding_rows, stated_entries
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import GROUPS
 
@@ -51,9 +55,25 @@ def get_config(size: str, architecture: str = "gpt") -> ConfigDict:
         tiny(config)
     elif size != "paper":
         sized(config, parse_size(size))
+    _follow_tokenizer(config)
     config.lock()
     config.model.unlock()  # a recipe may name another architecture and add its fields
     return config
+
+
+def _follow_tokenizer(config: ConfigDict) -> None:
+    """Lets model.vocab_size follow another tokenizer than the size's, if that one's value says its
+    size. A value that a recipe or a flag sets replaces the reference.
+    """
+    usual, rows = config.data.tokenizer, config.model.vocab_size
+
+    def follow(rows: int, tokenizer: str) -> int:
+        entries = None if tokenizer == usual else stated_entries(str(tokenizer))
+        return embedding_rows(entries) if entries else rows
+
+    # evaluated when it is read, after the flags that come after --config
+    operation = config_dict._Op(follow, [config.data.get_ref("tokenizer")])
+    config.model.vocab_size = config_dict.FieldReference(rows, op=operation)
 
 
 def parse_size(size: str) -> Size:

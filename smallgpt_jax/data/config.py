@@ -9,6 +9,8 @@ from smallgpt_jax.errors import suggestion
 
 SYNTHETIC = "synthetic:"  # prefix of config.data.source for probes
 SYMBOLS = "symbols"  # the tokenizer of probes
+_ENTRIES = {"bytes": 257, "gpt2": 50_257}  # of tokenizers, by config.data.tokenizer
+_ROW_UNIT = 64  # suits matrix units, and divides among the devices of a mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,21 @@ class DataConfig(ConfigGroup):
         if self.probe_scratch and not probe.has_scratch:
             self.refuse("probe_scratch", f"{self.source} has no scratch tokens; set it to 0")
         self.validate_range("probe_scratch")
+
+
+def stated_entries(tokenizer: str) -> int | None:
+    """Returns the number of a tokenizer's entries if config.data.tokenizer says it; of
+    sentencepiece:SIZE, which has fewer after training on very short texts, the most.
+    """
+    kind, _, size = tokenizer.partition(":")
+    if kind == "sentencepiece" and size.isdecimal():
+        return int(size)
+    return _ENTRIES.get(tokenizer)
+
+
+def embedding_rows(entries: int) -> int:
+    """Returns the usual config.model.vocab_size for a tokenizer: 50,304 for the 50,257 of gpt2."""
+    return -(-entries // _ROW_UNIT) * _ROW_UNIT
 
 
 def is_synthetic(data) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.data import probe_corpus, tokenizers
-from smallgpt_jax.data.config import DataConfig, is_synthetic
+from smallgpt_jax.data.config import DataConfig, embedding_rows, is_synthetic
 from smallgpt_jax.data.packing import PACKINGS, Mixture
 from smallgpt_jax.data.prepare import prepare_store
 from smallgpt_jax.data.probe_corpus import ProbeCorpus
@@ -120,9 +120,9 @@ def _open_stores(data, spec: StoreSpec | None) -> Corpus | None:
     return Corpus((store,)) if store else None
 
 
-def load_or_prepare(data) -> Corpus | ProbeCorpus:
+def load_or_prepare(data, vocab_size: int | None = None) -> Corpus | ProbeCorpus:
     """Prepares a missing store if its source is local and under 1 GB; else raises UserError with
-    the command.
+    the command. Before, refuses a tokenizer that is too large for a model's `vocab_size`.
     """
     spec = StoreSpec.of(data)
     if corpus := open_existing(data, spec):
@@ -133,7 +133,19 @@ def load_or_prepare(data) -> Corpus | ProbeCorpus:
             f"config.data.store: no token store of {spec.source.value!r} in {str(spec.folder)!r}; "
             f"prepare it first: {command}"
         )
+    if vocab_size:
+        require_rows(vocab_size, spec.tokenizer.vocab_size)
     return Corpus((prepare_store(spec),))
+
+
+def require_rows(vocab_size: int, entries: int) -> None:
+    """Raises UserError if a model has fewer rows in its embedding than its tokenizer entries."""
+    if entries > vocab_size:
+        raise UserError(
+            f"config.model.vocab_size={vocab_size}: must be at least {entries}, the vocabulary size "
+            f"of the tokenizer; set it to {embedding_rows(entries)}, or choose another "
+            "config.data.tokenizer"
+        )
 
 
 def prepare(

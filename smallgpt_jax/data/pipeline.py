@@ -3,6 +3,7 @@ the mesh's devices. `data`, `model` and `train` are the groups of a run's config
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any, Self
@@ -11,11 +12,10 @@ import jax
 import numpy as np
 
 from smallgpt_jax.data import batches
-from smallgpt_jax.data.corpus import Corpus, load_or_prepare, require_room
+from smallgpt_jax.data.corpus import Corpus, load_or_prepare, require_room, require_rows
 from smallgpt_jax.data.packing import Batch, Mixture
 from smallgpt_jax.data.probe_corpus import ProbeCorpus
 from smallgpt_jax.devices import distributed, sharding
-from smallgpt_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +67,10 @@ def open_pipeline(
     or not the same in all processes.
     """
     if not corpus:
+        load = functools.partial(load_or_prepare, data, model.vocab_size)
         # `run_on_primary` returns None in the other processes, after process 0 has prepared it.
-        corpus = distributed.run_on_primary(lambda: load_or_prepare(data)) or load_or_prepare(data)
-    if corpus.tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"config.model.vocab_size={model.vocab_size}: must be at least "
-            f"{corpus.tokenizer.vocab_size}, the vocabulary size of the tokenizer"
-        )
+        corpus = distributed.run_on_primary(load) or load()
+    require_rows(model.vocab_size, corpus.tokenizer.vocab_size)
     require_room(data, corpus, model.context_length)
     distributed.require_equal("the training text", json.dumps(corpus.description))
     train_rows = _pack(corpus, "train", data, model)

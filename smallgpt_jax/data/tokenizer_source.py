@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from smallgpt_jax.data import hugging_face_tokenizer, tokenizer_folder
-from smallgpt_jax.data.config import SYMBOLS
+from smallgpt_jax.data.config import SYMBOLS, stated_entries
 from smallgpt_jax.data.hugging_face_tokenizer import SETTINGS_FILES
 from smallgpt_jax.data.sentencepiece_training import TRAINED_END, train_sentencepiece
 from smallgpt_jax.data.special_tokens import END_OF_TEXT, SpecialTokens
@@ -44,6 +44,13 @@ class TokenizerSource:
             return self.make().special_tokens
         end = (END_OF_TEXT, TRAINED_END if self.is_trained else _GPT2_END)
         return SpecialTokens.of_marks(end, end)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Returns that of the tokenizer that `make` returns, without training or download; before
+        training, the most that it can have.
+        """
+        return stated_entries(self.value) or self.make().vocab_size
 
     @cached_property
     def fingerprint(self) -> str:

@@ -48,7 +48,8 @@ class ModelConfig(ConfigGroup):
 
     # gpt | pgpt | lgpt | cgpt | package.module:Class
     architecture: str
-    # rows of the token embedding; at least the tokenizer's vocabulary size
+    # rows of the token embedding; at least the tokenizer's vocabulary size. In recipes, it follows
+    # another config.data.tokenizer whose value says its size (docs/data.md)
     vocab_size: int = 50_304
     # positions per sequence
     context_length: int = 1024

@@ -17,7 +17,7 @@ from smallgpt_jax.config.group import (
     free,
     not_compiled,
 )
-from smallgpt_jax.data.config import DataConfig
+from smallgpt_jax.data.config import DataConfig, embedding_rows, stated_entries
 from smallgpt_jax.devices.sharding import MeshConfig
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_repr
@@ -244,6 +244,10 @@ def _keep_start_values(groups: dict[str, dict], saved: Config) -> None:
             # a step of the old teacher says nothing of another one
             if is_unset and (field != "teacher_step" or is_same_teacher):
                 groups[name][field] = getattr(getattr(saved, name), field)
+    # Recipes did not always follow the tokenizer; their runs keep the rows of their embedding.
+    entries = stated_entries(str(groups["data"].get("tokenizer")))
+    if entries and groups["model"].get("vocab_size") == embedding_rows(entries):
+        groups["model"]["vocab_size"] = saved.model.vocab_size
     # another number would draw other dropout masks
     if groups["train"].get("microbatches") == 0:
         groups["train"]["microbatches"] = saved.train.microbatches

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.data.config import is_synthetic
+from smallgpt_jax.data.config import embedding_rows, is_synthetic
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.devices import chips, distributed, sharding
 from smallgpt_jax.devices.platform import processor_identity
@@ -38,6 +38,8 @@ def startup_message(
     config: Config, program: Program, pipeline: DataPipeline, first_step: int
 ) -> str:
     lines = [_headline(config, program, first_step), *size_messages(config)]
+    if not first_step:
+        lines += _vocabulary_messages(config.model.vocab_size, pipeline.corpus.tokenizer.vocab_size)
     lines += [packing.summary for packing in pipeline.train.packings]
     lines += [pipeline.corpus.warning] if pipeline.corpus.warning else []
     lines += epochs_messages(config, pipeline)
@@ -55,6 +57,15 @@ def startup_message(
             "(config.optimizer.decay_steps, config.train.steps)"
         )
     return "\n".join([*lines, *fallback_messages(program)])
+
+
+def _vocabulary_messages(rows: int, entries: int) -> list[str]:
+    if rows < 2 * entries:
+        return []
+    return [
+        f"config.model.vocab_size={rows}: the tokenizer has only {entries:,} entries; a smaller "
+        f"model has --config.model.vocab_size={embedding_rows(entries)}"
+    ]
 
 
 def epochs(config: Config, pipeline: DataPipeline, steps: int) -> float | None:

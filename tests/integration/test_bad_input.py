@@ -261,8 +261,13 @@ CASES = {
     ),
     "Tokenizer too large for the model": (
         files(a__jsonl=LINES),
-        dict(data__source="HERE/a.jsonl", model__vocab_size=200),
-        "config.model.vocab_size=200: must be at least 257, the vocabulary size of the tokenizer",
+        dict(
+            data__source="HERE/a.jsonl",
+            data__tokenizer="sentencepiece:1000",
+            model__vocab_size=512,
+        ),
+        "config.model.vocab_size=512: must be at least 1000, the vocabulary size of the tokenizer; "
+        "set it to 1024, or choose another config.data.tokenizer",
     ),
     "Invalid tokenizer size": (
         files(a__jsonl=LINES),
@@ -432,6 +437,8 @@ def test_message_and_files(case, tmp_path, request):
     # preparation, and complete if the error was found later.
     assert not [name for name in new if not name.startswith(("store/", "store.partial/"))], new
     assert "store/metadata.json" in new or not [name for name in new if name.startswith("store/")]
+    if case == "Tokenizer too large for the model":  # refused before it is trained
+        assert not new
     assert [path for path, content in before.items() if after.get(path) != content] == []
 
 

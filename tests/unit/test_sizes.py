@@ -101,6 +101,31 @@ def test_models_of_random_sizes(recipe):
         assert exact == (rows + model.context_length + 1) * d + layers * block
 
 
+def test_the_vocabulary_follows_the_tokenizer():
+    """With it the shape, so that the model still has its size; a value that is set wins."""
+    larger = sized("llama:1M", data__tokenizer="sentencepiece:4096")
+    assert larger.model.vocab_size == 4096
+    assert active_parameters(larger) == pytest.approx(1e6, rel=0.03)
+    rows = {
+        (recipe, tokenizer): sized(recipe, data__tokenizer=tokenizer).model.vocab_size
+        for recipe in ("gpt:1M", "gpt:quickstart", "gpt:tiny")
+        for tokenizer in ("bytes", "gpt2", "sentencepiece:1000", "my_tokenizer/")
+    }
+    assert list(rows.values()) == [
+        *(320, 50_304, 1024, 1024),  # 257, 50,257 and 1,000 entries; those of a folder are unknown
+        *(320, 50_304, 1024, 1024),
+        *(512, 50_304, 1024, 512),  # bytes are this recipe's own
+    ]
+    both = sized("gpt:1M", data__tokenizer="bytes", model__vocab_size=512)
+    assert both.model.vocab_size == 512
+
+
+def test_a_resumed_run_keeps_its_vocabulary():
+    """As of before recipes followed the tokenizer."""
+    saved = sized("gpt:1M", data__tokenizer="bytes", model__vocab_size=1024)
+    assert Config.of(load_config("gpt:1M", {"data.tokenizer": "bytes"}), saved) == saved
+
+
 def test_a_budget_of_flops():
     """Steps cost the budget, and train on about 20 tokens per parameter."""
     config = sized("gpt:1e14")

@@ -11,6 +11,7 @@ Exit status:
 """
 
 import ast
+import difflib
 import gc
 import io
 import keyword
@@ -73,8 +74,11 @@ def _add_fields(model: ConfigDict) -> None:
     declared = architecture.Config.config_dict()
     with model.unlocked():
         for name in lacking:
-            if name in declared:  # others are refused later, with a suggestion
+            near = difflib.get_close_matches(name, declared, n=1)
+            if name in declared:
                 model[name] = declared.get_ref(name)  # with its type, also where it has no value
+            elif near:  # perhaps a field that only this architecture declares
+                raise UserError(f"no config field {name!r}; did you mean --config.model.{near[0]}?")
 
 
 def define_config():
@@ -285,6 +289,8 @@ def _error_message(error: Exception) -> str:
         return f"{_error_location(error)}no config field {misspelt[2]!r}; did you mean {meant}?"
     if mistyped := re.match(r"flag (--.+?): .*(int\(\)|to float|boolean)", text):
         return f"{mistyped[1]}: expected {_EXPECTED[mistyped[2]]}"
+    if bound := re.match(r"flag (--\w+=.*): \S+ is not (?:number|integer) >= (\S+)", text):
+        return f"{bound[1]}: must be at least {bound[2]}"
     if isinstance(error, flags.UnrecognizedFlagError):
         if error.flagname.startswith("config."):
             return (

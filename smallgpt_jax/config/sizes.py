@@ -32,7 +32,11 @@ class Size:
     def parse(cls, text: str, where: str = "--config") -> Self:
         match = _PATTERN.fullmatch(text)
         if not match:
-            raise UserError(f"{where}: no size {text!r}; expected a size such as {EXAMPLES}")
+            near = text.replace("m", "M").replace("b", "B")
+            hint = f"expected a size such as {EXAMPLES}"
+            if _PATTERN.fullmatch(near):
+                hint = f"did you mean {near}?"
+            raise UserError(f"{where}: no size {text!r}; {hint}")
         number, unit, exponent, ratio = match.groups()
         tokens_per_parameter = float(ratio) if ratio else TOKENS_PER_PARAMETER
         if not 0 < tokens_per_parameter <= _MAX_TOKENS_PER_PARAMETER:
@@ -46,11 +50,23 @@ class Size:
             parameters, flops = None, float(number) * 10.0 ** int(exponent)
         size = cls(text, parameters, flops, tokens_per_parameter)
         if not _MIN_PARAMETERS <= size.estimated_parameters <= _MAX_PARAMETERS:
-            raise UserError(
-                f"{where}: size {text!r}: a model of {size.estimated_parameters:,.0f} parameters; "
-                "choose a size from 20k to 1000B parameters"
-            )
+            raise UserError(f"{where}: size {text!r}: {size._choice}")
         return size
+
+    @property
+    def _choice(self) -> str:
+        """Returns what to choose in place of this size, in its own unit."""
+        if self.parameters is not None:
+            return (
+                f"a model of {self.parameters:,.0f} parameters; choose a size from 20k to 1000B "
+                "parameters"
+            )
+        bounds = (_MIN_PARAMETERS, _MAX_PARAMETERS)
+        flops = [FLOPS_PER_PARAMETER * self.tokens_per_parameter * n**2 for n in bounds]
+        least, most = (f"{value:.2g}".replace("e+", "e") for value in flops)
+        return (
+            f"choose a budget from {least} to {most} FLOPs, for models of 20k to 1000B parameters"
+        )
 
     @property
     def estimated_parameters(self) -> float:

@@ -318,6 +318,8 @@ class ModelConfig(ConfigGroup):
             self.refuse("num_kv_heads", f"must divide config.model.num_heads={self.num_heads}")
         if self.position == "rope" and self.head_width % 2:
             cause = "head_dim" if self.head_dim else "num_heads"
+            if not self.head_dim and self.d_model % 2:  # no number of heads has an even width
+                cause = "d_model"
             self.refuse(
                 "position",
                 f"needs an even head width, but heads in blocks of width {self.d_model} have "

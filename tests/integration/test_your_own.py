@@ -107,7 +107,7 @@ def test_refuses_wrong_fields():
         models.build(**own_config("my_models.twice:Twice").model)
     flags = ["--config=gpt:tiny", "--config.model.architecture=my_models.twice:Twice"]
     for flag, message in (
-        ("--config.model.passses=2", "no config field 'passses'; configs/base.py documents"),
+        ("--config.model.pases=2", "no config field 'pases'; did you mean --config.model.passes?"),
         ("--config.model.passes=two", "--config.model.passes=two: expected an integer"),
     ):
         result = call("main", *flags, flag, "--workdir=unused")

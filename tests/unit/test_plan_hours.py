@@ -57,6 +57,11 @@ def test_the_size_for_some_hours(monkeypatch, mfu, chosen, trials):
         hours.plan_for_hours("configs/gpt.py", "cpu:8", 10)
 
 
+def test_hours_of_zero():
+    done = call("plan", "--config=gpt", "--topology=cpu:1", "--hours=0")
+    assert (done.returncode, done.stderr) == (2, "error: --hours=0: must be at least 0.01\n")
+
+
 @pytest.mark.parametrize("flag", ["--hours=10", "--price=2"])
 def test_hours_and_prices_are_of_training(flag):
     done = call("plan", "--config=configs/gpt.py:tiny", "--topology=cpu:1", "--inference", flag)

@@ -63,7 +63,9 @@ def test_sizes(text, expected):
         ("", "no size ''; choose from paper, quickstart, tiny, or a size such as 30M"),
         ("0M", "size '0M': a model of 0 parameters; choose a size from 20k to 1000B parameters"),
         ("0.003k", "size '0.003k': a model of 3 parameters; choose a size from 20k"),
-        ("1e99", "choose a size from 20k to 1000B parameters"),
+        ("30m", "no size '30m'; did you mean 30M?"),
+        ("1e10", "size '1e10': choose a budget from 4.8e10 to 1.2e26 FLOPs, for models of 20k to"),
+        ("1e99@40", "size '1e99@40': choose a budget from 9.6e10 to 2.4e26 FLOPs"),
         ("30M@0", "size '30M@0': expected between 0 and 100,000 tokens per parameter after @"),
     ],
 )
@@ -77,6 +79,12 @@ def test_bad_sizes_are_refused_in_one_line(text, message):
 def test_a_shape_of_zero_is_refused(field):
     with pytest.raises(UserError, match=f"^config.model.{field}=0(.0)?: must be a"):
         sized("gpt:1M", **{f"model__{field}": 0.0 if field == "mlp_ratio" else 0})
+
+
+def test_an_odd_width_is_the_cause_of_odd_heads():
+    """The user did not set the number of heads."""
+    with pytest.raises(UserError, match=r"have 17; change config.model.d_model$"):
+        sized("llama:1M", model__d_model=51)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def cost_message(planned: Plan, price: float | None) -> str:
     steps, devices = planned.config.train.steps, planned.estimate.devices
     hours = training_hours(planned)
     if hours is None:
-        return f"{steps:,} steps: hours not known, because the time of a step is not"
+        return f"{steps:,} steps: {_not_known(planned, price)}"
     time = duration(3600 * hours) if hours > 1 / 3600 else "less than a second"
     message = f"{steps:,} steps: {time} on {devices} device{'s' if devices > 1 else ''}"
     if price is not None:
@@ -37,6 +37,16 @@ def cost_message(planned: Plan, price: float | None) -> str:
         amount = f"{money:,.2f}" if money >= 0.01 else "less than 0.01"
         message += f", {amount} at {price:g} per device and hour"
     return f"{message} (estimated, without evaluation and saving)"
+
+
+def _not_known(planned: Plan, price: float | None) -> str:
+    what = "hours" if price is None else f"hours and cost at {price:g} per device and hour"
+    if planned.estimate.device_kind != "cpu":  # it does not fit, or has a kernel of unknown cost
+        return f"{what} not known; the compiled step does not tell its speed"
+    return (
+        f"{what} not known; CPUs have no estimate: main shows the time left, and compare --dry_run "
+        "measures this machine for a comparison"
+    )
 
 
 def plan_for_hours(recipe: str, topology: str, hours: float) -> SizedPlan:

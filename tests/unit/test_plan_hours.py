@@ -13,7 +13,9 @@ from smallgpt_jax.planning import hours, topologies
 
 
 def planned(steps: int, seconds: float | None, devices: int = 8) -> SimpleNamespace:
-    estimate = SimpleNamespace(estimated_step_seconds=seconds, devices=devices)
+    estimate = SimpleNamespace(
+        estimated_step_seconds=seconds, devices=devices, device_kind="TPU v5e"
+    )
     config = SimpleNamespace(train=SimpleNamespace(steps=steps))
     return SimpleNamespace(estimate=estimate, config=config, problem="")
 
@@ -24,7 +26,10 @@ def test_the_cost_of_a_training():
     assert message.startswith("7,200 steps: 1h 00m on 8 devices, 20.00 at 2.5 per device and hour")
     message = hours.cost_message(planned(100, 1e-3), price=2.5)
     assert "less than a second on 8 devices, less than 0.01 at 2.5" in message
-    assert "not known" in hours.cost_message(planned(7200, None), price=2.5)
+    message = hours.cost_message(planned(7200, None), price=2.5)
+    assert (
+        "7,200 steps: hours and cost at 2.5 per device and hour not known; the compiled" in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,4 +78,5 @@ def test_size_and_price_stay_beside_the_json():
     config = "--config=configs/gpt.py:20k", "--config.model.num_layers=1"
     done = call("plan", *config, "--topology=cpu:1", "--json", "--price=2")
     assert done.returncode == 0 and json.loads(done.stdout)["devices"] == 1
-    assert "size 20k: 1 × " in done.stderr and "hours not known" in done.stderr
+    assert "size 20k: 1 × " in done.stderr
+    assert "hours and cost at 2 per device and hour not known; CPUs have no estimate" in done.stderr

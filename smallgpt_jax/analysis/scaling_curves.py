@@ -91,9 +91,22 @@ def scaling_curves_of(candidates: Sequence[Candidate], cost: Cost) -> dict[str, 
     curves = {}
     for model, of_model in grouped(points, lambda point: point.candidate.model).items():
         by_size = grouped(of_model, lambda point: ("size", point.candidate.first.size))
-        by_ratio = grouped(of_model, lambda point: ("ratio", point.ratio))
+        by_ratio = {}
+        for key, group in grouped(of_model, lambda point: ("ratio", point.ratio)).items():
+            by_ratio[key] = _best_of_equal_cost(group)
         curves[model] = ScalingCurves(tuple(of_model), {**by_size, **by_ratio})
     return curves
+
+
+def _best_of_equal_cost(points: Sequence[ScalingPoint]) -> list[ScalingPoint]:
+    """Keeps the best of points of about equal cost, such as one size at several learning rates."""
+    kept: list[ScalingPoint] = []
+    for point in points:
+        if not kept or point.cost > SAME_BUDGET * kept[-1].cost:
+            kept.append(point)
+        elif point.candidate.loss < kept[-1].candidate.loss:
+            kept[-1] = point
+    return kept
 
 
 def pair_at_budget(

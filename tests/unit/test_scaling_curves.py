@@ -82,6 +82,19 @@ def test_sizes_are_one_curve_at_about_equal_tokens_per_parameter():
     assert [point.candidate.first.size for point in own["b"].curves[key]] == ["s", "m"]
 
 
+def test_between_sizes_the_best_of_several_rates_counts():
+    """At 4e7 FLOPs, halfway from the small size at its best rate, 4.0, to the large one, 3.6."""
+    own = curves(
+        runs("a@s-0.5x", [4.3] * 2, steps=10, flops=2e7, parameters=1000),
+        runs("a@s-1x", [4.0] * 2, steps=10, flops=2e7, parameters=1000),
+        runs("a@s-2x", [4.4], steps=10, flops=2e7, parameters=1000),
+        runs("a@m", [3.6] * 2, steps=20, flops=8e7, parameters=2000),
+    )
+    (reading,) = own["a"].at_budget(4e7).values()
+    assert reading.loss == pytest.approx(math.sqrt(4.0 * 3.6))
+    assert len(reading.losses) == 2
+
+
 def test_models_are_compared_on_curves_that_both_have():
     """At 2e6 FLOPs, a is best at the small size, which b does not have."""
     own = curves(

@@ -316,7 +316,7 @@ def test_resumption_is_exact_and_refuses_another_teacher(
             "config.model.context_length is 16 here, but 32",
         ),
         (
-            {"data__tokenizer": "sentencepiece:300"},
+            {"data__tokenizer": "sentencepiece:300", "model__vocab_size": 512},
             "has another tokenizer (bytes, 257 entries) than this run",
         ),
     ],

@@ -154,8 +154,8 @@ def _losses(run: Run) -> list[tuple]:
 
 def _evaluation_rows(run: Run) -> dict[str, Any]:
     """Returns what fixes the rows of the last evaluation, beside the text."""
-    rows = {f"config.{field}": run.config.get(field) for field in _ROWS}
-    return {**rows, "targets": run.last.targets}
+    fields = {f"config.{field}": run.config.get(field) for field in _ROWS}
+    return {**fields, "targets": run.last.targets}
 
 
 def fixed_fields(config: dict[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ LATER_FIELDS = (("format", "text"), ("chat_template", ""))
 # What the tokenizer cannot encode: tokens that stand for unknown characters, and characters without
 # a token.
 UNENCODED = ("unknown", "dropped")
-# What is counted of each split while it is written.
+# Counted for each split while it is written.
 COUNTS = ("tokens", "documents", "text_bytes", *UNENCODED)
 METADATA = {
     "format": one_of(FORMAT),

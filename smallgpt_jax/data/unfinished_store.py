@@ -298,6 +298,6 @@ def _open_truncated(path: Path, length: int):
             f"{path}: damaged, has {file.tell():,} bytes, but the journal beside it records "
             f"{length:,}; remove {path.parent} and rerun smallgpt_jax.prepare"
         )
-    # What was written after the last entry of the journal is tokenized again.
+    # Tokens after the journal's last entry are dropped; their documents are tokenized again.
     file.truncate(length)
     return file

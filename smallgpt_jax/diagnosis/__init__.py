@@ -1,1 +1,1 @@
-"""What happens inside a trained model: with depth, in attention, by position."""
+"""Measures inside a trained model: by depth, in attention, by position, without some blocks."""

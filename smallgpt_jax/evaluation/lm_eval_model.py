@@ -112,7 +112,7 @@ class SmallGPT(TemplateLM):
         else also whether the text is what greedy decoding gives.
         """
         is_rolling = kind == "loglikelihood_rolling"
-        # what an interrupted evaluation has left under (kind, keys[i]) is not computed again
+        # Results that an interrupted evaluation has cached are not computed again.
         results = [self.cache_hook.find(kind, key) for key in keys]
         sequences, job_of = [], []  # of all jobs together, and the job of each
         for job, its_sequences in enumerate(jobs):

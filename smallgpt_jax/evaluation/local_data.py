@@ -199,7 +199,7 @@ def task_config(name: str, config: dict, folder: Path) -> dict:
         if not rows:
             raise ValueError("no rows")
         split = Dataset.from_list(rows)
-    # what readers and pyarrow raise on files of another format
+    # Readers and pyarrow raise these on files of another format.
     except (
         *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
         RuntimeError,  # a NotImplementedError of pyarrow

@@ -61,8 +61,8 @@ def remove_unfinished(folder: Path, step: int) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    # What marks it as finished goes first: an interruption leaves an unfinished checkpoint, and not
-    # a part of one that would be restored.
+    # The mark of a finished checkpoint goes first: after an interruption, the rest is unfinished, and
+    # is not restored.
     if is_remote(path):
         (path / _COMMIT_FILE).unlink(missing_ok=True)
         path.rmtree()
@@ -99,6 +99,6 @@ def copy_checkpoint(source: Path, target: Path) -> None:
             object_storage.upload_folder(Path(folder), target, _COMMIT_FILE)
         return
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what a killed process has left
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     shutil.copytree(files, partial)
     rename(partial, target)

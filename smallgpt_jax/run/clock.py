@@ -71,7 +71,7 @@ class RunClock:
 
     def goodput_message(self) -> str:
         total = self._elapsed()
-        # What is in no other phase is training. Here, waiting for data is lost time; the logged
+        # Time outside the other phases is training. Here, waiting for data is lost time; the logged
         # speed (`training_seconds`) includes it.
         training = total - sum(self._seconds.values())
         lost = ", ".join(

@@ -37,7 +37,7 @@ def local_copy(path: Path) -> Path:
             size = f"{sum(file.size for file in files.values()) / 1e6:,.1f} MB"
             print_error(f"copying {path} ({size}) to {copy.parent}")
             partial = copy.parent / ".partial" / path.name
-            shutil.rmtree(partial.parent, ignore_errors=True)  # what a killed process has left
+            shutil.rmtree(partial.parent, ignore_errors=True)  # left by a killed process
             object_storage.download(path, partial, files)
             rename(partial, copy)
             partial.parent.rmdir()

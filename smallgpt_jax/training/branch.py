@@ -85,7 +85,7 @@ def _require_trunk(folder: Path, config: Config, step: int) -> None:
         raise UserError(f"config.train.trunk: {error}") from None
     if trunk is None:
         raise UserError(f"{where}: not a run; give the workdir of a run")
-    # What only affects the decay may differ: it comes after the steps that both runs share.
+    # Fields that only affect the decay may differ: it comes after the steps that both runs share.
     of_decay = {
         f"{name}.{field}"
         for name, group in GROUPS.items()

@@ -86,7 +86,7 @@ def _build(config: Config, mesh: jax.sharding.Mesh) -> Program:
     trained = {**params, **heads}
     # Which entries of each parameter are trained; None: all
     masks = trainable.make_masks(params, heads, config.optimizer)
-    # What the state has → what the model computes with: frozen entries without gradient, LoRA merged
+    # Trained parameters → weights of the model: frozen entries without gradient, LoRA merged
     weights = functools.partial(
         trainable.weights_to_apply, masks=masks, params=params, config=config.optimizer
     )

@@ -62,14 +62,13 @@ def plan(
         for line in size_messages(planned):
             log(line)
         progress = functools.partial(_compilation_shown, topology)
-        # A search takes 0 as 1: with enough microbatches, almost every batch would fit.
-        if planned.train.microbatches == 0 and not search:
-            planned = _with_microbatches(planned, devices, progress)
         if search:
+            # A search takes 0 as 1: with enough microbatches, almost every batch would fit.
+            planned = planned.replace(train={"microbatches": max(1, planned.train.microbatches)})
             batch_size = _find_largest_batch(planned, topology, devices)
             planned = planned.replace(train={"batch_size": batch_size})
-        program = build_program(planned, devices)
-        result = estimate(program, progress)
+        program, result = _compiled(planned, devices, progress)
+        planned = planned.replace(train={"microbatches": program.config.train.microbatches})
         problem = "" if result.fits else _misfit(program, result)
         return Plan(result, format_plan(program, result), problem, planned)
 
@@ -121,26 +120,34 @@ def _find_largest_batch(config: Config, topology: str, devices: list[jax.Device]
     return largest_batch(build, _batch_divisor(config, devices), chip.hbm, progress)
 
 
-def _with_microbatches(config: Config, devices: list[jax.Device], progress: Callable) -> Config:
-    """Returns a config with the fewest microbatches that fit, or the most if none fit."""
+def _compiled(
+    config: Config, devices: list[jax.Device], progress: Callable
+) -> tuple[Program, Estimate]:
+    """Compiles the config; where its microbatches are 0, with the fewest that fit, or with the most
+    if none fit.
+    """
     chip = chips.find_chip(devices[0].device_kind)
+    trials = {}
 
     def needed_bytes(microbatches: int) -> float:
-        trial = config.replace(train={"microbatches": microbatches})
-        return estimate(build_program(trial, devices), progress).peak_bytes
+        program = build_program(config.replace(train={"microbatches": microbatches}), devices)
+        trials[microbatches] = program, estimate(program, progress)
+        return trials[microbatches][1].peak_bytes
 
-    numbers = possible_numbers(config, sharding.make_mesh(config.mesh, devices))
+    numbers = [config.train.microbatches]
+    if numbers == [0]:
+        numbers = possible_numbers(config, sharding.make_mesh(config.mesh, devices))
     limit = chip.hbm if chip else math.inf
     sizes = fewest_that_fit(numbers, needed_bytes, limit)  # {microbatches: bytes}, of those tried
     # If nothing fits, the most microbatches need the least memory, and the message states it.
     fitting = [number for number, size in sizes.items() if size <= limit]
-    return config.replace(train={"microbatches": min(fitting, default=max(sizes))})
+    return trials[min(fitting, default=max(sizes))]
 
 
 def _batch_divisor(config: Config, devices) -> int:
     """Returns the batch size that has one sequence per device and microbatch."""
     shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh, devices))
-    return shards * max(1, config.train.microbatches)
+    return shards * config.train.microbatches
 
 
 def _misfit(program: Program, result: Estimate) -> str:

@@ -194,7 +194,8 @@ def test_plan_compiles_a_changed_config_anew(compiled, monkeypatch):
         re.MULTILINE,
     )
     assert json.loads(plan("--json", "--config.optimizer.beta1=0.5"))["compiled_programs"] == 1
-    assert json.loads(plan("--json", "--config.model.d_model=32"))["compiled_programs"] == 2
+    wider = plan("--json", "--config.model.d_model=32", "--config.train.microbatches=0")
+    assert json.loads(wider)["compiled_programs"] == 2  # also where the plan tries microbatches
     assert len(compiled) == 5
 
 

@@ -71,7 +71,8 @@ def _follow_tokenizer(config: ConfigDict) -> None:
         entries = None if tokenizer == usual else stated_entries(str(tokenizer))
         return embedding_rows(entries) if entries else rows
 
-    # evaluated when it is read, after the flags that come after --config
+    # Evaluated when it is read, after the flags that come after --config. References apply
+    # functions only by this class, which has no public name.
     operation = config_dict._Op(follow, [config.data.get_ref("tokenizer")])
     config.model.vocab_size = config_dict.FieldReference(rows, op=operation)
 

@@ -33,6 +33,12 @@ _BATCH = flags.DEFINE_integer(
     "Default: 1.",
     lower_bound=1,
 )
+_MODELS = flags.DEFINE_list(
+    "models",
+    [],
+    "Models to choose among, separated by commas. Default: all, also those that were trained with "
+    "less than the budget.",
+)
 _NEXT = flags.DEFINE_bool(
     "next", False, "Instead of a budget: print which run to train next, or that none is worth it."
 )
@@ -47,12 +53,12 @@ def main() -> None:
         others = [*limits, *(["batch"] if _BATCH.value else [])]
         if others:
             cli.fail(f"--next: cannot be combined with --{others[0]}", status=2)
-        advice = choosing.choose_next(_RESULTS.value)
+        advice = choosing.choose_next(_RESULTS.value, models=_MODELS.value)
         print(json.dumps(dataclasses.asdict(advice)) if _JSON.value else advice)
         return
     budget, limit = _one_budget(limits)
     _check_batch(budget, _BATCH.value)
-    answer = choosing.choose(_RESULTS.value, budget, limit, _BATCH.value or 1)
+    answer = choosing.choose(_RESULTS.value, budget, limit, _BATCH.value or 1, _MODELS.value)
     if _JSON.value:
         print(json.dumps(finite(dataclasses.asdict(answer))))
     else:

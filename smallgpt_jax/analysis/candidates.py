@@ -9,6 +9,7 @@ from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.findings import LEVEL
 from smallgpt_jax.analysis.record import Record, Run, grouped, size_of
 from smallgpt_jax.analysis.spreads import VariancePrior
+from smallgpt_jax.errors import UserError, suggestion
 
 EQUAL = 1e-3  # nats; models whose losses differ by less with each seed are the same function
 _MIN_MODELS = 4  # of a size and length, from which its differences have their own typical variance
@@ -124,6 +125,20 @@ class Evidence:
         if not self.record.seeds_as_needed:
             return None
         return level_of_pair(run.name for run in self.record.runs)
+
+    def among(self, models: Sequence[str]) -> "Evidence":
+        """Returns the evidence with candidates of these models only. How much losses vary is still
+        learned from all. Raises UserError for a model that the record does not have.
+        """
+        present = dict.fromkeys(one.model for one in self.candidates)
+        for model in models:
+            if model not in present:
+                raise UserError(
+                    f"--models: the record has no finished run of {model!r}; choose from "
+                    f"{', '.join(present)}{suggestion(model, present)}"
+                )
+        candidates = tuple(one for one in self.candidates if one.model in models)
+        return dataclasses.replace(self, candidates=candidates)
 
     def equal_to(self, model: str) -> tuple[str, ...]:
         """Returns the other models that compute the same function (`_equal_models`)."""

@@ -40,11 +40,16 @@ _DEFAULT_BUDGETS = ("flops", "parameters", "decode_ms", "memory")  # that a repo
 _MAX_LIMITS = 5  # per budget
 
 
-def choose(record: Record, budget: str, limit: float, batch: int = 1) -> Choice:
+def choose(
+    record: Record, budget: str, limit: float, batch: int = 1, models: Sequence[str] = ()
+) -> Choice:
     """Returns the answer to at most `limit` of a budget, a key of `BUDGETS`. `batch` is the batch size
-    of decoding. Raises UserError for a record that cannot answer it.
+    of decoding. Chooses among `models`; (): among all. Raises UserError for a record that cannot
+    answer it.
     """
     evidence = evidence_of(record)
+    if models:
+        evidence = evidence.among(models)
     runs = [run for one in evidence.candidates for run in one.runs]
     if not any(run.is_finished for run in runs):
         raise UserError("--results: has no finished run; finish the comparison")

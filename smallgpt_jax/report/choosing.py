@@ -6,6 +6,7 @@ Imports neither JAX nor matplotlib, so that `choose` starts fast.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,26 @@ class Answer:
         return render("choice", "text", tables=tables, **content)
 
 
-def choose(results: str | Path, budget: str, limit: float, batch: int = 1) -> Answer:
+def choose(
+    results: str | Path,
+    budget: str,
+    limit: float,
+    batch: int = 1,
+    models: Sequence[str] = (),
+) -> Answer:
     """Returns the model of a comparison's results.json for at most `limit` of `budget`; print()
     shows the answer.
 
     `budget` is a key of `analysis.candidates.BUDGETS`, such as "flops"; `batch` is the batch size of
-    decoding. Raises UserError for an unknown budget, and a record that cannot answer it.
+    decoding; `models` are those to choose among, by default all. Raises UserError for an unknown
+    budget, and a record that cannot answer it.
     """
     if budget not in BUDGETS:
         raise UserError(
             f"budget={budget!r}: must be one of {', '.join(BUDGETS)}{suggestion(budget, BUDGETS)}"
         )
     record = records.read(as_path("--results", str(results)))
-    return _answer(choices.choose(record, budget, limit, batch), record, str(results))
+    return _answer(choices.choose(record, budget, limit, batch, models), record, str(results))
 
 
 def _answer(choice: Choice, record: Record, results: str) -> Answer:
@@ -206,15 +214,19 @@ class Advice:
         return f"{text}\n\n    {self.command}\n\nThen add it to the record:\n\n    {self.merge_command}"
 
 
-def choose_next(results: str | Path, stake: float = LEAST_STAKE) -> Advice:
+def choose_next(
+    results: str | Path, stake: float = LEAST_STAKE, models: Sequence[str] = ()
+) -> Advice:
     """Returns the run (model, size and seed) that lowers the expected loss at stake in a comparison's
     results.json most per FLOP, with the command that trains it; print() shows the advice.
 
-    Sizes with less than `stake` nats at stake do not count. Raises UserError if the record does not
+    Sizes with less than `stake` nats at stake do not count. `models` are those to choose among, by
+    default all. Raises UserError if the record does not
     tell how much losses vary.
     """
     record = records.read(as_path("--results", str(results)))
-    runs = next_runs(evidence_of(record))
+    evidence = evidence_of(record)
+    runs = next_runs(evidence.among(models) if models else evidence)
     if not runs:
         raise UserError(
             "--results: no size has two models whose FLOPs are known and whose losses vary over "

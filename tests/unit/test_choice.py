@@ -94,7 +94,9 @@ def test_a_model_that_was_trained_with_less_may_be_the_best_with_the_whole_budge
     groups = (
         runs("a", near(3.6), steps=10), runs("a", near(3.2), steps=20),
         runs("b", near(3.9), steps=25), runs("b", near(3.1), steps=50),
+        runs("c", near(4.4), steps=25), runs("c", near(3.9), steps=50),
     )  # fmt: skip
+    assert choose(record(*groups), "flops", 3e7, models=("b", "c")).chosen == "b"
     answer = choose(record(*groups), "flops", 3e7)
     assert (answer.chosen, answer.refusal) == (None, "more training")
     assert answer.contest.blockers == ("a",)

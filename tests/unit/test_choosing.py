@@ -182,6 +182,7 @@ def test_the_command(tmp_path):
         (["--flops=1e9", "--batch=1"], "--batch: does not apply to --flops", 2),
         (["--decode_ms=1", "--batch=7"], "decoding is measured at 1 and 32", 2),
         (["--flops=1"], "below one training step", 1),
+        (["--flops=1e7", "--models=gpt,lama"], "no finished run of 'lama'", 1),
     ):
         done = call("choose", f"--results={path}", *arguments)
         assert (done.returncode, message in done.stderr) == (status, True), done.stderr

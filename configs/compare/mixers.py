@@ -41,6 +41,8 @@ OPTIONS = {
     "loops": {"model": {"loops": 2}},
     "ema": {"train": {"ema": 0.99}},
 }
+# Both options that were best past copying, which other comparisons train.
+CANON_WINDOWS = {"model": {"canon_taps": 4, "attention_windows": (32, 32, 32, 0)}}
 
 
 def get_config(preset: str = "small"):

@@ -31,7 +31,7 @@ SCALING = {
 }
 MIXERS = {"hybrid": 1.0, "conv": 2.0, "delta": 2.0, "canon": 1.0, "mamba": 4.0, "x0": 1.0}
 # The same for models that are not trained here, but in configs/compare/tokens.py.
-OTHERS = {"windows": 1.0}
+OTHERS = {"windows": 1.0, "canon windows": 1.0}
 MULTIPLES = (0.5, 1.0, 2.0)
 AT_LARGER_SIZE = ("pgpt", "gpt", "llama", "moe")
 # Model → the multiple of the chosen rate that was best here at 0.2M (docs/results/rates.json).
@@ -89,7 +89,8 @@ def mixer_fields(model: str, size: str, steps: int) -> dict[str, dict]:
     llama = base.differences(base.recipe("llama", "quickstart"), base.recipe("gpt", "quickstart"))[
         "model"
     ]
-    own = {**mixers.mixers(width), **mixers.OPTIONS}[model]
+    options = {**mixers.OPTIONS, "canon windows": mixers.CANON_WINDOWS}
+    own = {**mixers.mixers(width), **options}[model]
     fields = scaling.size_fields(size, steps)
     return {
         **fields,

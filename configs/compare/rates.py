@@ -31,7 +31,9 @@ SCALING = {
 }
 MIXERS = {"hybrid": 1.0, "conv": 2.0, "delta": 2.0, "canon": 1.0, "mamba": 4.0, "x0": 1.0}
 # The same for models that are not trained here, but in configs/compare/tokens.py.
-OTHERS = {"windows": 1.0, "canon windows": 1.0}
+OTHERS = {"windows": 1.0}
+# No grid has chosen this one; both of its options have the multiple 1.
+COMBINED = {"canon windows": 1.0}
 MULTIPLES = (0.5, 1.0, 2.0)
 AT_LARGER_SIZE = ("pgpt", "gpt", "llama", "moe")
 # Model → the multiple of the chosen rate that was best here at 0.2M (docs/results/rates.json).
@@ -77,7 +79,7 @@ def common_config(preset: str):
 
 def run_fields(model: str, size: str, steps: int, multiple: float = 0.0) -> dict[str, dict]:
     """Returns the fields of a run. `multiple` is that of the size's rate; 0: the best one."""
-    multiple = multiple or {**SCALING, **MIXERS, **OTHERS}[model] * BEST.get(model, 1.0)
+    multiple = multiple or {**SCALING, **MIXERS, **OTHERS, **COMBINED}[model] * BEST.get(model, 1.0)
     fields = (scaling.run_fields if model in SCALING else mixer_fields)(model, size, steps)
     rate = scaling.learning_rate(size) * multiple
     return {**fields, "optimizer": {**fields["optimizer"], "learning_rate": rate}}

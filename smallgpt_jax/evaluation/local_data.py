@@ -146,10 +146,17 @@ def _minimal_pairs(task: str, file: Path) -> dict:
     good, bad = "sentence_good", "sentence_bad"
     try:
         pairs = []
-        for row in _json_rows(file.read_text(encoding="utf-8")):
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+            if not line.strip():
+                continue
+            row = parse_json(line.encode(), OBJECT)
             pairs.append({good: row[good], bad: row[bad]})
             if not all(isinstance(text, str) and text for text in pairs[-1].values()):
                 raise ValueError("a sentence is empty or no text")
+            if row[good] == row[bad]:  # a tie, which the harness would count as right
+                raise UserError(
+                    f"{file}, line {number}: {good} and {bad} are equal; correct or remove the line"
+                )
         split = Dataset.from_list(pairs)
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(

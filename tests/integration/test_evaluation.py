@@ -482,6 +482,12 @@ def test_babylm_counts_each_file_equally(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             lm_eval_tasks.evaluate(ShortestIsBest, ["babylm"], folder)
+    pairs = (
+        '{"sentence_good": "a", "sentence_bad": "b"}\n\n{"sentence_good": "a", "sentence_bad": "a"}'
+    )
+    (tmp_path / "blimp_filtered" / "b.jsonl").write_text(pairs)
+    with pytest.raises(UserError, match=r"b\.jsonl, line 3: sentence_good and .* are equal"):
+        lm_eval_tasks.evaluate(ShortestIsBest, ["babylm"], tmp_path)
 
 
 class Writes:

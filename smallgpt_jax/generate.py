@@ -101,8 +101,7 @@ def main() -> None:
                 "--interactive and --chat; omit them"
             )
         if _CHAT.value:
-            template = inference.load_chat_template(_WORKDIR.value)
-            chat(model.chat(template, _SEED.value), settings, as_messages=True)
+            chat(model.chat(seed=_SEED.value), settings, as_messages=True)
         else:
             chat(model.conversation(_SEED.value), settings)
     elif len(prompts) > 1 or _SAMPLES.value != 1:

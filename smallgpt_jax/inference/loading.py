@@ -1,7 +1,9 @@
 """Loading a trained model from its workdir."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +47,8 @@ def load(
     chosen paths.
     """
     trained = load_trained(folder, step, trust_custom_code)
-    return trained.with_paths(paths).without_blocks(skip_blocks).text_model()
+    text_model = trained.with_paths(paths).without_blocks(skip_blocks).text_model()
+    return dataclasses.replace(text_model, load_template=partial(_load_chat_template, folder))
 
 
 def build_text_model(
@@ -144,7 +147,7 @@ def load_trained(
     return TrainedModel(model, params, model_state, tokenizer, step)
 
 
-def load_chat_template(folder: str | Path) -> ChatTemplate:
+def _load_chat_template(folder: str | Path) -> ChatTemplate:
     """Raises UserError if the run has none; see `find_chat_template`."""
     template = find_chat_template(folder)
     if not template:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 from smallgpt_jax import models
@@ -54,6 +54,8 @@ class TextModel:
     model: models.LanguageModel
     weights: Any  # in the decoding layout, see `layout.pack`
     tokenizer: tokenizers.Tokenizer
+    # reads that of the run, if the model is from one: only a chat needs it
+    load_template: Callable[[], ChatTemplate] | None = None
 
     def __repr__(self) -> str:
         # not the weights, which a notebook would print
@@ -150,7 +152,14 @@ class TextModel:
     def conversation(self, seed: int = 0) -> "Conversation":
         return Conversation(self, seed)
 
-    def chat(self, template: ChatTemplate, seed: int = 0) -> "Chat":
+    def chat(self, template: ChatTemplate | None = None, seed: int = 0) -> "Chat":
+        """Begins a conversation in the chat template of the run, or in another `template`. Raises
+        UserError if the run has none.
+        """
+        if template is None:
+            if self.load_template is None:
+                raise UserError("template: the model is not from a run; give a ChatTemplate")
+            template = self.load_template()
         return Chat(self, template, seed)
 
     def encode(self, text: str, continues: bool = False) -> list[int]:

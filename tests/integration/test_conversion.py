@@ -389,9 +389,8 @@ def test_a_chat_template_is_exported_and_imported(kind, english, tmp_path):
     shutil.copy(
         tmp_path / "store/metadata.json", run / "store.json"
     )  # as main does when the run starts
-    assert (
-        inference.load_chat_template(run).render(conversations[0][:1]) == "\nUser: a question, 0"
-    )  # as in training
+    template = inference.load(run).chat()._template
+    assert template.render(conversations[0][:1]) == "\nUser: a question, 0"  # as in training
     for direction in (
         ("--to=hf", f"--workdir={run}", f"--output={out}"),
         ("--from=hf", f"--input={out}", f"--workdir={back}"),

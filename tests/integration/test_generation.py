@@ -251,6 +251,8 @@ def test_refuses_workdirs_without_a_model(workdir, tmp_path):
         inference.load(workdir, step=7)
     with pytest.raises(UserError, match="distinct indices from 0 to 1"):
         inference.load(workdir, paths="2")
+    with pytest.raises(UserError, match="no chat template: the run did not train on conversations"):
+        inference.load(workdir).chat()
 
 
 def test_generate(workdir, model):

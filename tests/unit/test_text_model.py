@@ -117,10 +117,12 @@ def test_refuses_impossible_settings(model, settings, substrings):
         assert all(s in str(error.value) for s in substrings), str(error.value)
 
 
-def test_refuses_impossible_batches(model):
+def test_refuses_impossible_batches_and_chats(model):
     for prompts, samples in (("the", 1), ([], 1), (["the"], 0)):
         with pytest.raises(UserError, match=r"prompts=|samples=0"):
             model.generate_batch(prompts, samples=samples)
+    with pytest.raises(UserError, match="template: the model is not from a run; give a"):
+        model.chat()
 
 
 def test_a_refused_turn_changes_nothing(model):

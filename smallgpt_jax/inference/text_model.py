@@ -51,6 +51,8 @@ def _make_config(method: str, max_new_tokens: int, settings: Settings) -> Genera
 
 @dataclasses.dataclass(frozen=True)
 class TextModel:
+    """What `load` returns: a model with its weights and its tokenizer."""
+
     model: models.LanguageModel
     weights: Any  # in the decoding layout, see `layout.pack`
     tokenizer: tokenizers.Tokenizer
@@ -150,6 +152,7 @@ class TextModel:
         return DecodeSession(decoder, self.weights, ids, seed, samples)
 
     def conversation(self, seed: int = 0) -> "Conversation":
+        """Begins a text to which both sides append in turn."""
         return Conversation(self, seed)
 
     def chat(self, template: ChatTemplate | None = None, seed: int = 0) -> "Chat":

@@ -6,7 +6,8 @@
 
 Repeat --prompt for several prompts. Several texts are generated as one batch and printed when all
 are finished; a single text is printed while it is generated. When the model's context is full, its
-older half is dropped.
+older half is dropped. A prompt that does not fit into the context is refused, and so is a line of
+--interactive with more tokens than half the context.
 """
 
 import re

@@ -1,6 +1,7 @@
 """Sampling of the next token from logits."""
 
 import math
+from numbers import Integral, Real
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,11 @@ from flax import struct
 from smallgpt_jax.errors import UserError
 
 TEMPERATURE = 0.8  # the default of the command `generate` and of TextModel
-_RULES = {  # {field: (is valid, message if not)}
-    "temperature": (lambda x: 0 <= x < math.inf, "must be a number, at least 0"),
-    "top_k": (lambda x: x >= 1, "must be at least 1"),
-    "top_p": (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
-    "repetition_penalty": (lambda x: 0 < x < math.inf, "must be a number above 0"),
+_RULES = {  # {field: (type, is valid, message if not)}
+    "temperature": (Real, lambda x: 0 <= x < math.inf, "must be a number, at least 0"),
+    "top_k": (Integral, lambda x: x >= 1, "must be an integer, at least 1"),
+    "top_p": (Real, lambda x: 0 < x <= 1, "must be a number above 0 and at most 1"),
+    "repetition_penalty": (Real, lambda x: 0 < x < math.inf, "must be a number above 0"),
 }
 
 
@@ -30,10 +31,10 @@ class Sampling:
 
     def validated(self) -> "Sampling":
         """Replaces a temperature of 0 and all settings without effect by None."""
-        for field, (is_valid, rule) in _RULES.items():
+        for field, (kind, is_valid, rule) in _RULES.items():
             value = getattr(self, field)
-            if value is not None and not is_valid(value):
-                raise UserError(f"{field}={value}: {rule}")
+            if value is not None and not (isinstance(value, kind) and is_valid(value)):
+                raise UserError(f"{field}={value!r}: {rule}")
         return self.replace(
             temperature=self.temperature or None,
             top_p=None if self.top_p == 1 else self.top_p,

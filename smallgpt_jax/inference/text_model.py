@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 from smallgpt_jax import models
@@ -42,11 +43,24 @@ def _make_config(method: str, max_new_tokens: int, settings: Settings) -> Genera
     chosen: dict[str, Any] = {"temperature": TEMPERATURE, **settings}
     stop = chosen.pop("stop", ())
     sampling = Sampling(**chosen).validated()
-    if isinstance(stop, str):
+    if isinstance(stop, str) or not isinstance(stop, Collection):
         raise UserError(f"stop={stop!r}: expected a list of texts")
-    if max_new_tokens < 0:
-        raise UserError(f"max_new_tokens={max_new_tokens}: must not be negative")
+    for end in stop:
+        # every text contains the empty one
+        if end == "" or not isinstance(end, (str, int)):
+            raise UserError(f"stop={stop!r}: expected texts that are not empty, or token ids")
+    _require_integer("max_new_tokens", max_new_tokens, 0)
     return GenerationConfig(max_new_tokens, stop, sampling)
+
+
+def _require_integer(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, Integral) or value < least:
+        raise UserError(f"{name}={value!r}: must be an integer, at least {least}")
+
+
+def _require_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise UserError(f"{name}={value!r}: expected a text")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +121,7 @@ class TextModel:
         `generate` returns, unless rounding changes a token; each has its own random stream.
         """
         config = _make_config("TextModel.generate_batch", max_new_tokens, settings)
-        if samples < 1:
-            raise UserError(f"samples={samples}: must be at least 1")
+        _require_integer("samples", samples, 1)
         return self._generate_batch(prompts, config, samples, seed)
 
     def _generate_batch(
@@ -167,6 +180,7 @@ class TextModel:
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
         """The text begins a document, or `continues` an earlier text."""
+        _require_text("prompt", text)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -192,10 +206,11 @@ class TextModel:
         return self.tokenizer.unknown not in self.tokenizer.encode([text])[0]
 
     def _start_session(self, prompts: Sequence[str], seed: int) -> DecodeSession:
-        if isinstance(prompts, str) or not prompts:
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
             raise UserError(f'prompts={prompts!r}: expected a list of texts; "" begins a document')
-        if not 0 <= seed < 2**32:
-            raise UserError(f"seed={seed}: must be at least 0 and below 2^32")
+        _require_integer("seed", seed, 0)
+        if seed >= 2**32:
+            raise UserError(f"seed={seed}: must be below 2^32")
         context = self.model.config.context_length
         ids = [[self.tokenizer.begin_of_text, *self.encode(prompt)] for prompt in prompts]
         longest = max(map(len, ids))
@@ -282,6 +297,7 @@ class Chat:
     ) -> Iterator[str]:
         """Appends the question, or raises UserError, at once; the answer when the iteration ends."""
         config = _make_config("Chat.say", max_new_tokens, settings)
+        _require_text("text", text)
         # Encoded anew for each question: what a template writes for earlier messages can change.
         ids = self._append({"role": "user", "content": text}, max_new_tokens)
         session = self._model.session([ids], self._seed)

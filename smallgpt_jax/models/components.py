@@ -4,7 +4,7 @@ import re
 
 import jax
 
-from smallgpt_jax.models import LanguageModel, abstract_params
+from smallgpt_jax.models import LanguageModel, Parameter, abstract_params
 from smallgpt_jax.models.attention import Attention
 from smallgpt_jax.models.attention_variants import AttentionVariant
 from smallgpt_jax.models.structure import mixers
@@ -39,12 +39,13 @@ def components(model: LanguageModel) -> dict[str, int]:
             custom[path] = type(mixer).__name__
     counts = dict.fromkeys(_BUILT_IN, 0)
     for p in jax.tree.leaves(abstract_params(model)):
-        component = _component_of(p.path, custom)
+        component = _component_of(p, custom)
         counts[component] = counts.get(component, 0) + p.size
     return {component: count for component, count in counts.items() if count}
 
 
-def _component_of(path: tuple[str, ...], custom: dict[tuple[str, ...], str]) -> str:
+def _component_of(parameter: Parameter, custom: dict[tuple[str, ...], str]) -> str:
+    path = parameter.path
     for mixer_path, name in custom.items():
         if path[: len(mixer_path)] == mixer_path:
             return name
@@ -52,8 +53,15 @@ def _component_of(path: tuple[str, ...], custom: dict[tuple[str, ...], str]) -> 
     for name, component in _COMPONENT_OF.items():
         if name in names:
             return component
-    if any(name.endswith("_norm") or name == "LayerNorm" for name in names):
+    # Custom blocks choose the names of their norms; only norms of `layers.norm` have the axis.
+    if "norm" in parameter.axes or any(map(_is_norm, names)):
         return "LayerNorms"
     if not _BETWEEN_BLOCKS.isdisjoint(names):
         return "between blocks"
-    return next(name for name in names if name not in ("trunk", "blocks"))
+    # Numbers are those of stacks: blocks/0, blocks/1.
+    own_names = (name for name in names if name not in ("trunk", "blocks") and not name.isdigit())
+    return next(own_names, path[-1])
+
+
+def _is_norm(name: str) -> bool:
+    return name == "LayerNorm" or "norm" in name.split("_")

@@ -20,6 +20,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import structure
 from smallgpt_jax.models.components import components
 from smallgpt_jax.models.flops import train_flops_per_token
+from smallgpt_jax.models.layers import norm
 from smallgpt_jax.models.mixers import MIXERS
 from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.ops.attention import splash_kernel
@@ -116,6 +117,15 @@ def test_components_of_a_custom_architecture(monkeypatch):
                 jnp.roll(x_BxTxD, 1, axis=1)
             )
 
+    class Forgetful(nn.Module):  # a block with its own weight and its own name of the norm
+        config: models.ModelConfig
+
+        @nn.compact
+        def __call__(self, x_BxTxD, context):
+            forget_D = self.param("forget", nn.initializers.ones, (D,))
+            h_BxTxD = norm(self.config, "norm_mixer")(x_BxTxD)
+            return x_BxTxD + h_BxTxD * forget_D[None, None].astype(h_BxTxD.dtype)
+
     class Own(nn.Module):
         config: models.ModelConfig
 
@@ -124,7 +134,9 @@ def test_components_of_a_custom_architecture(monkeypatch):
         @nn.compact
         def __call__(self, x_BxTxD, context):
             configs = layer_configs(self.config, self.config.num_layers)
-            x_BxTxD = stack_blocks(configs, context)(x_BxTxD)
+            x_BxTxD = stack_blocks(configs, context, "usual")(x_BxTxD)
+            pattern = [dataclasses.replace(configs[0], attention_windows=(i,)) for i in (8, 16)]
+            x_BxTxD = stack_blocks(2 * pattern, context, block=Forgetful)(x_BxTxD)
             shifts = [dataclasses.replace(config, mixers=("shift",)) for config in configs[:2]]
             x_BxTxD = stack_blocks(shifts, context, "more")(x_BxTxD)
             for _ in range(2):
@@ -140,7 +152,8 @@ def test_components_of_a_custom_architecture(monkeypatch):
     assert own == {
         **gpt,
         "MLP": gpt["MLP"] + 2 * 8 * D**2,
-        "LayerNorms": gpt["LayerNorms"] + 8 * D,
+        "LayerNorms": gpt["LayerNorms"] + (8 + 4) * D,
+        "forget": 4 * D,
         "Dense": 2 * (D**2 + D),
         "gate": D,
         "Shift": 2 * D**2,

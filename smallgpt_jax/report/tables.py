@@ -116,7 +116,7 @@ def _parameters(one: Standing | FrontPoint | Run) -> str:
 # ------------------------------------------------------------------ ranking
 def standings(contest: Contest, reference: str) -> Table:
     """Returns a row per model, the best first, with its difference to the reference."""
-    has_probabilities = len(contest.standings) > 1 and words.has_probabilities(contest)
+    has_probabilities = words.has_probabilities(contest)
     rows = []
     for one in contest.standings:
         pair = contest.pair(one.model, reference)  # None for the reference itself

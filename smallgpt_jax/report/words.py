@@ -169,15 +169,15 @@ _REFUSALS = {
     "diverged": ("", "Every model has a run that diverged."),
     "dearer": (
         "{first}, or {others} above the budget",
-        "{others} may be the best, but was trained only with more than this budget.",
+        "{others} may be the best, but {were} trained only with more than this budget.",
     ),
     "more training": (
         "{first}, or {others} with more training",
-        "{others} may be the best with the whole budget, but was trained with less.",
+        "{others} may be the best with the whole budget, but {were} trained with less.",
     ),
     "not measured": (
-        "{first}, or {others} if it costs little enough",
-        "{others} may be the best, but its {unmeasured}.",
+        "{first}, or {others} at a low enough cost",
+        "{others} may be the best, but {their} {unmeasured}.",
     ),
     "no cost": ("not measured", "The {unmeasured}."),
     "nothing within": (
@@ -217,6 +217,8 @@ def _refusal(answer: Choice) -> list[str]:
     values = {
         "first": possible[0].model if possible else "",
         "others": enumeration(blockers, "or") if blockers else "a model",
+        "were": "they were" if len(blockers) > 1 else "was",
+        "their": "their" if len(blockers) > 1 else "its",
         "unmeasured": unmeasured,
         "factor": answer.factor,
         "needed": 1 / answer.factor if answer.factor else None,
@@ -226,6 +228,8 @@ def _refusal(answer: Choice) -> list[str]:
 
 def probabilities(contest: Contest) -> str:
     """Returns "moe (93%) or llama (7%)"; without probabilities, if not all losses are known."""
+    if len(contest.standings) == 1:
+        return f"{contest.standings[0].model} (the only model)"
     shown = [one.model for one in contest.possible]
     if has_probabilities(contest):
         shown = [f"{one.model} ({percent(one.probability)})" for one in contest.possible]
@@ -233,8 +237,10 @@ def probabilities(contest: Contest) -> str:
 
 
 def has_probabilities(contest: Contest) -> bool:
-    """Whether probabilities of being the best are meaningful: all losses at the budget are known."""
-    return contest.refusal not in _UNKNOWN_LOSSES
+    """Whether probabilities of being the best are meaningful: all losses at the budget are known, and
+    there are several.
+    """
+    return len(contest.standings) > 1 and contest.refusal not in _UNKNOWN_LOSSES
 
 
 def stake(contest: Contest) -> str:

@@ -260,6 +260,10 @@ def test_probabilities_are_only_of_known_losses():
     shown = " ".join(str(choosing.Answer(answer)).split())
     assert "P(lowest loss)" not in shown and "7%" not in shown
     assert "llama may be the best with the whole budget, but was trained with less" in shown
+    several = dataclasses.replace(open_contest, blockers=("llama", "gpt"))
+    sentence = words.refusal(dataclasses.replace(answer, contest=several))
+    assert sentence.startswith("llama or gpt may be the best")
+    assert "but they were trained with less" in sentence
 
 
 def test_modes_and_diverged_seeds_are_said():
@@ -274,9 +278,12 @@ def test_modes_and_diverged_seeds_are_said():
 def test_all_choices_of_a_budget_are_in_one_table():
     front = (FrontPoint("moe", "moe@1M", 45264, 2.9, 45264, 45264, 9.4e6),)
     choices = [choice("parameters", limit, front=front) for limit in (45264.0, 213_000.0)]
-    text = markdown(findings(choices=tuple(choices)))
+    alone = choice("parameters", 900.0, chosen="moe", contest=contest(THREE[0], chosen="moe"))
+    text = markdown(findings(choices=(alone, *choices)))
     assert "| parameters, at most | model (how sure) |" in text
     assert row(text, "45.3 k") and row(text, "213 k")
+    assert row(text, "900")[1] == "moe (the only model)"
+    assert "P(lowest loss)" not in str(choosing.Answer(alone))
     answer = str(choosing.Answer(choices[1]))
     assert re.search(r"best for the cost +loss +cost", answer) and "moe@1M" in answer
 

@@ -1,9 +1,11 @@
 """The README.md of an exported model, which describes its architecture, usage and training."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from smallgpt_jax import models
+from smallgpt_jax.data.datasets import DATASETS
 from smallgpt_jax.formatting import escape_markdown, millions
 from smallgpt_jax.run.config_file import saved_config
 from smallgpt_jax.run.metrics import read_lines
@@ -18,6 +20,8 @@ _DESCRIPTIONS = {
     "cgpt": "a ConvGPT: {num_layers} blocks, with a width of {d_model} that convolutions of kernel "
     "size {conv_kernel} halve after every {blocks_per_stage}",
 }
+_URL = re.compile(r"\w+://")
+_PATH_ROWS = ("text", "tokenizer")  # rows whose values may be local paths
 
 
 def format_model_card(
@@ -109,15 +113,18 @@ def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[s
     origin = workdir / ORIGIN_FILE
     if origin.is_file():
         for key, value in read_json(origin, OBJECT, "replace it by {}").items():
-            facts.append((f"weights from: {key}", str(value)))
+            # may have been written with whole paths
+            is_path = key.split(": ")[-1] in _PATH_ROWS
+            value = _without_folders(str(value)) if is_path else str(value)
+            facts.append((f"weights from: {key}", value))
     config = saved_config(workdir)
     if not config:  # an imported model that has not been trained
         return facts
     data, train, optimizer = config.data, config.train, config.optimizer
     tokens = step * train.batch_size * config.model.context_length
     facts += [
-        ("text", data.mixture or data.source),
-        ("tokenizer", data.tokenizer),
+        ("text", _without_folders(data.mixture or data.source)),
+        ("tokenizer", _without_folders(data.tokenizer)),
         (
             "steps",
             f"{step:,} of {train.batch_size} × {config.model.context_length} tokens, "
@@ -150,3 +157,19 @@ def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[s
         loss = f"{newest['loss']:.4f} nats per token, {newest['bits_per_byte']:.4f} bits per byte"
         facts.append(("validation loss", loss))
     return facts
+
+
+def _without_folders(sources: str) -> str:
+    """Returns sources, separated by commas, with only the last component of local paths: a card is
+    often public, and a path names its author's account and folders.
+    """
+    # as in `Source`, a path may contain commas, if it is alone
+    is_alone = Path(sources).expanduser().exists()
+    names = [sources] if is_alone else sources.split(",")
+    return ",".join(_without_folder(name.strip()) for name in names)
+
+
+def _without_folder(name: str) -> str:
+    if name.startswith(tuple(DATASETS)) or _URL.match(name):
+        return name
+    return Path(name).name or name

@@ -486,6 +486,7 @@ def test_a_run_survives_every_conversion(text_file, tmp_path, monkeypatch, capsy
     assert "pgpt of step 20, 61,665 parameters" in result.stdout
     card = (out / "README.md").read_text()
     assert "4.1250 nats" in card and "20 of 8 × 64 tokens" in card and "2 parallel paths" in card
+    assert f"| text | {text_file.name} |" in card and str(tmp_path.parent) not in card
     monkeypatch.chdir(out.parent)
     exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], {})
     assert "<|endoftext|>Once upon a time" in capsys.readouterr().out

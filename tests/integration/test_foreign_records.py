@@ -110,7 +110,7 @@ def test_the_readme_of_an_export(trained_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained_run("gpt", **SMALL), run)
     described = json.loads((run / "config.json").read_text())
-    described["data"]["source"] += EVIL
+    described["data"]["source"] = f"hf:{EVIL}"
     (run / "config.json").write_text(json.dumps(described))
     (run / "origin.json").write_text(json.dumps({EVIL: EVIL}))
     card = model_card.format_model_card(
@@ -118,6 +118,19 @@ def test_the_readme_of_an_export(trained_run, tmp_path):
     )
     assert card.count("onerror=alert") == 3 and not controls(card)
     assert not re.search(r"(?<!\\)(<img|\]\(http://ex)", card)
+
+    # Local paths name an account and its folders.
+    text = "/home/ada/texts/,hf:ada/essays:en, ../b/*.txt,gs://b/c.txt,python_stdlib,~/d.jsonl"
+    described["data"].update(source=text, tokenizer="/home/ada/tokenizer.json")
+    (run / "config.json").write_text(json.dumps(described))
+    (run / "origin.json").write_text(json.dumps({"weights from: text": "/home/ada/old"}))
+    facts = dict(model_card.training_facts(run, 0))
+    assert facts["text"] == "texts,hf:ada/essays:en,*.txt,gs://b/c.txt,python_stdlib,d.jsonl"
+    assert facts["tokenizer"] == "tokenizer.json"
+    assert facts["weights from: weights from: text"] == "old"
+    described["data"]["mixture"] = "/home/ada/one=0.5,two=0.5"
+    (run / "config.json").write_text(json.dumps(described))
+    assert dict(model_card.training_facts(run, 0))["text"] == "one=0.5,two=0.5"
 
 
 def test_text_for_a_terminal_and_for_markdown():

@@ -8,7 +8,9 @@ import jax
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.data.config import embedding_rows, is_synthetic
+from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import DataPipeline
+from smallgpt_jax.data.probe_corpus import ProbeCorpus
 from smallgpt_jax.devices import chips, distributed, sharding
 from smallgpt_jax.devices.platform import processor_identity
 from smallgpt_jax.errors import UserError, command_line
@@ -31,6 +33,7 @@ LOSSES = {
     "masked": "those of masked tokens",
 }  # by objective
 MANY_EPOCHS = 4  # up to which repeated text is nearly as good as new (arXiv 2305.16264)
+_MIN_EXAMPLES = 20  # of a validation split, for a loss that says something
 _MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
 
 
@@ -42,6 +45,7 @@ def startup_message(
         lines += _vocabulary_messages(config.model.vocab_size, pipeline.corpus.tokenizer.vocab_size)
     lines += [packing.summary for packing in pipeline.train.packings]
     lines += [pipeline.corpus.warning] if pipeline.corpus.warning else []
+    lines += validation_messages(pipeline.corpus)
     lines += epochs_messages(config, pipeline)
     objective = config.train.objective
     if objective in LOSSES and config.data.format == "text":
@@ -65,6 +69,20 @@ def _vocabulary_messages(rows: int, entries: int) -> list[str]:
     return [
         f"config.model.vocab_size={rows}: the tokenizer has only {entries:,} entries; a smaller "
         f"model has --config.model.vocab_size={embedding_rows(entries)}"
+    ]
+
+
+def validation_messages(corpus: Corpus | ProbeCorpus) -> list[str]:
+    """Text has passages or documents of any length, so only examples are counted."""
+    if isinstance(corpus, ProbeCorpus) or not corpus.stores[0].validation.has_answers:
+        return []
+    count = sum(store.validation.documents for store in corpus.stores)
+    if count >= _MIN_EXAMPLES:
+        return []
+    examples = "1 example" if count == 1 else f"{count} examples"
+    return [
+        f"warning: validation: {examples}: its loss says little; raise "
+        "config.data.validation_fraction"
     ]
 
 

@@ -16,6 +16,7 @@ from smallgpt_jax.data.prompts import with_begin
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.objectives.objective import Examples, Objective, Outputs
+from smallgpt_jax.training.messages import validation_messages
 
 END = 256  # of the byte tokenizer; also the beginning
 TEMPLATE = """\
@@ -278,9 +279,12 @@ def test_long_examples_are_refused_or_left_out(tmp_path):
         r"as 1 of 30",
     ):
         check("refuse")
+    kept = check("skip")
+    count = kept.stores[0].validation.documents
+    assert validation_messages(kept)[0].startswith(f"warning: validation: {count} examples: ")
     packed = [
         corpus.Corpus((store,), (1.0,)).pack(split, "best_fit", False, 32)
-        for store in check("skip").stores
+        for store in kept.stores
         for split in ("train", "validation")
     ]
     assert sum(

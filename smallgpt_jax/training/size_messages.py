@@ -1,7 +1,12 @@
 """Messages at the start of a run about its size and learning rate."""
 
 from smallgpt_jax.config.sizes import Size
-from smallgpt_jax.models import LanguageModel, ModelConfig, num_active_parameters
+from smallgpt_jax.models import (
+    LanguageModel,
+    ModelConfig,
+    custom_classes,
+    num_active_parameters,
+)
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.optim.learning_rate import DECAYS, decay_start
 from smallgpt_jax.run.config import Config
@@ -41,7 +46,8 @@ def size_messages(config: Config) -> list[str]:
     model, train, optimizer = config.model, config.train, config.optimizer
     batch = train.batch_size * model.context_length
     ratio = train.steps * batch / num_active_parameters(LanguageModel(model))
-    schedule = f"rate {optimizer.learning_rate:.3g} after {optimizer.warmup_steps:,} steps"
+    warmup = "1 step" if optimizer.warmup_steps == 1 else f"{optimizer.warmup_steps:,} steps"
+    schedule = f"rate {optimizer.learning_rate:.3g} after {warmup}"
     if optimizer.schedule in DECAYS:
         schedule += f", decay over the last {optimizer.decay_steps - decay_start(optimizer):,}"
         if optimizer.decay_steps != train.steps:
@@ -51,15 +57,19 @@ def size_messages(config: Config) -> list[str]:
         f"{_short(ratio)} per parameter; {schedule}; weight decay {optimizer.weight_decay:.3g}"
     ]
     if departures := _departures(config, ratio):
+        reason = "because of fields that were set"
+        if custom_classes(model):  # whose parameters may have no widths near the size
+            reason += (
+                ", or of custom modules that the rule cannot fit (`shape` in docs/your-own.md)"
+            )
         lines.append(
-            f"the run has {' and '.join(departures)}, because of fields that were set; what was not "
-            "set follows from them"
+            f"the run has {' and '.join(departures)}, {reason}; what was not set follows from them"
         )
     return [*lines, *_rate_messages(config)]
 
 
 def _departures(config: Config, tokens_per_parameter: float) -> list[str]:
-    """Returns what is not as the size says, because flags or a recipe set fields."""
+    """Returns what is not as the size says."""
     size = Size.parse(config.train.size, "config.train.size")
     language_model = LanguageModel(config.model)
     parameters = num_active_parameters(language_model)

@@ -181,7 +181,7 @@ def test_fields_that_are_set_win_and_the_rest_follows():
     ratio = active_parameters(narrow) / active_parameters(rule)
     work = [config.train.steps * config.train.batch_size for config in (narrow, rule)]
     assert work[0] / work[1] == pytest.approx(ratio, rel=0.01)
-    assert "active parameters instead of 1M" in size_messages(narrow)[1]
+    assert "parameters instead of 1M, because of fields that were set; " in size_messages(narrow)[1]
 
     larger = sized("gpt:1M", train__batch_size=4 * rule.train.batch_size)
     assert larger.train.steps == pytest.approx(rule.train.steps / 4, abs=1)
@@ -216,6 +216,7 @@ def test_the_line_of_a_size():
         f"{model.mlp_width}; {train.steps:,} steps of 8,192 tokens, 20 per parameter; rate "
         f"{optimizer.learning_rate:.3g} after {optimizer.warmup_steps} steps, decay over the last "
     )
+    assert " after 1 step, " in size_messages(sized("gpt:1M", optimizer__warmup_steps=1))[0]
 
 
 @pytest.mark.parametrize(
@@ -308,6 +309,8 @@ def test_an_architecture_of_ones_own(monkeypatch):
     assert config.optimizer.learning_rate == pytest.approx(
         gpt.optimizer.learning_rate / 2, rel=0.01
     )
+    wide = sized("gpt:1M", model__architecture="own_model:Own", model__passes=-1, model__d_model=64)
+    assert "set, or of custom modules that the rule cannot fit (`shape` " in size_messages(wide)[1]
 
 
 def test_the_table_of_errors_is_current():

@@ -23,6 +23,7 @@ fields are None where it has the value of the common config.
 
 import copy
 import importlib
+from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict, config_dict
 
@@ -63,10 +64,12 @@ def with_placeholders(own: dict[str, dict], common: ConfigDict) -> dict[str, dic
 
 
 def recipe(name: str, size: str, change: dict[str, dict] | None = None) -> ConfigDict:
-    """Returns the config of the recipe configs/NAME.py at size `size`, with the fields of `change`,
-    {group: {field: value}}. It has all values of a size such as 30M, which budgets change.
+    """Returns the config of the recipe configs/NAME.py, or of a module such as my_models.recipe, at
+    size `size`, with the fields of `change`, {group: {field: value}}. It has all values of a size
+    such as 30M, which budgets change.
     """
-    config = importlib.import_module(f"configs.{name}").get_config(size)
+    module = name if "." in name else f"configs.{name}"
+    config = importlib.import_module(module).get_config(size)
     for group, fields in (change or {}).items():
         config[group].update(fields)
     if config.train.size:
@@ -90,11 +93,22 @@ def differences(config: ConfigDict, common: ConfigDict) -> dict[str, dict]:
     return {group: fields for group, fields in found.items() if fields}
 
 
-def recipes(names, size: str, **compare) -> ConfigDict:
-    """Returns the config of a comparison with one run per recipe. The first recipe is the common
-    config.
+def recipes(names: Sequence[str] | Mapping[str, str], size: str, **compare) -> ConfigDict:
+    """Returns the config of a comparison with one run per recipe; a mapping names the runs, {name of
+    a run: recipe}. The first recipe is the common config.
     """
-    common = recipe(names[0], size)
-    return comparison(
-        common, {name: differences(recipe(name, size), common) for name in names}, **compare
-    )
+    recipe_of = names if isinstance(names, Mapping) else {name: name for name in names}
+    common = recipe(next(iter(recipe_of.values())), size)
+    runs = {}
+    for name, one in recipe_of.items():
+        runs[name] = differences(recipe(one, size), common)
+        if compare.get("budget") != "own":
+            _leave_steps_to_budget(runs[name])
+    return comparison(common, runs, **compare)
+
+
+def _leave_steps_to_budget(fields: dict[str, dict]) -> None:
+    # A sized recipe has steps that suit its own parameters.
+    if fields.get("train", {}).pop("steps", None):
+        for field in ("warmup_steps", "decay_steps"):
+            fields.get("optimizer", {}).pop(field, None)

@@ -38,11 +38,12 @@ SIZES = dict(num_layers=2, d_model=16, num_heads=2)
 
 @pytest.fixture(scope="module", autouse=True)
 def package(tmp_path_factory):
-    """Writes the files printed in docs/your-own.md to a folder, and adds the folder to
-    `sys.path`.
+    """Writes the files printed in docs/your-own.md and docs/comparison.md to a folder, and adds the
+    folder to `sys.path`.
     """
     folder = tmp_path_factory.mktemp("own")
-    page = (ROOT / "docs" / "your-own.md").read_text()
+    pages = [ROOT / "docs" / name for name in ("your-own.md", "comparison.md")]
+    page = "\n".join(path.read_text() for path in pages)
     for name, code in re.findall(r"```python\n# (my_models/\w+\.py)\n(.*?)```", page, re.DOTALL):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(code)
@@ -90,12 +91,12 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
     per_pass = 2 * 12 * 16**2 * 6 + 12 * 64 * 16 * 2
     assert run.flops_per_token == 2 * per_pass + 6 * 16 * config.model.vocab_size
     assert run.curve[-1].step == 2
-    comparison = importlib.import_module("configs.compare.base").comparison(
-        load_config("gpt"),
-        {"gpt": {}, "own": {"model": {"architecture": "my_models.twice:Twice", "passes": 3}}},
-    )
-    resolved = recipe.resolve_run(comparison, "own").model
-    assert (resolved.passes, resolved.d_model) == (3, 64)
+    comparison = importlib.import_module("my_models.compare").get_config("20k@1")
+    assert comparison.compare.names == "gpt,llama,twice"
+    twice, llama = (recipe.resolve_run(comparison, name) for name in ("twice", "llama"))
+    assert (twice.model.passes, twice.model.mlp, llama.model.mlp) == (2, "dense", "gated")
+    # The recipes of a size have different steps; here, the budget decides.
+    assert twice.train.steps == llama.train.steps == comparison.train.steps
 
 
 def test_refuses_wrong_fields():

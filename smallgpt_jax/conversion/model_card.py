@@ -1,5 +1,6 @@
 """The README.md of an exported model, which describes its architecture, usage and training."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -164,7 +165,7 @@ def _without_folders(sources: str) -> str:
     often public, and a path names its author's account and folders.
     """
     # as in `Source`, a path may contain commas, if it is alone
-    is_alone = Path(sources).expanduser().exists()
+    is_alone = os.path.exists(os.path.expanduser(sources))  # False if the text is no path
     names = [sources] if is_alone else sources.split(",")
     return ",".join(_without_folder(name.strip()) for name in names)
 

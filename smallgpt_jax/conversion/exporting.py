@@ -15,6 +15,7 @@ from smallgpt_jax.conversion import (
     peft_adapter,
 )
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.naming import architecture_name
 from smallgpt_jax.run.config_file import read_config, read_groups
 from smallgpt_jax.storage.atomic import atomic_file, atomic_folder
 from smallgpt_jax.storage.paths import as_path, new_file, new_folder
@@ -66,7 +67,7 @@ def export(
         trained = trained._replace(model=model, params=params)
     written = form.write(source, output, trained, push or output.name)
     summary = (
-        f"{trained.model.config.architecture} of step {trained.step}, "
+        f"{architecture_name(trained.model.config)} of step {trained.step}, "
         f"{models.num_parameters(trained.model):,} parameters, as {written}"
     )
     if has_low_rank:

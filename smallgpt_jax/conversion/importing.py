@@ -9,6 +9,7 @@ from smallgpt_jax import inference, models
 from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, model_card
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.models.naming import architecture_name
 from smallgpt_jax.run.workdir import ImportedModel, write_imported
 from smallgpt_jax.storage.atomic import atomic_folder, removed_on_error
 from smallgpt_jax.storage.object_storage import is_remote
@@ -63,8 +64,8 @@ def import_(
     with removed_on_error(folder) if is_remote(folder) else atomic_folder(folder) as partial:
         write_imported(partial, imported, origin)
     return (
-        f"{model.config.architecture}, {models.num_parameters(model):,} parameters; tokenizer: "
-        f"{tokenizer.kind}, {tokenizer.vocab_size:,} entries"
+        f"{architecture_name(model.config)}, {models.num_parameters(model):,} parameters; "
+        f"tokenizer: {tokenizer.kind}, {tokenizer.vocab_size:,} entries"
     )
 
 

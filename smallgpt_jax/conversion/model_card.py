@@ -8,18 +8,20 @@ from pathlib import Path
 from smallgpt_jax import models
 from smallgpt_jax.data.datasets import DATASETS
 from smallgpt_jax.formatting import escape_markdown, millions
+from smallgpt_jax.models.naming import variants
 from smallgpt_jax.run.config_file import saved_config
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import METRICS_FILE, ORIGIN_FILE
 from smallgpt_jax.storage.json_files import OBJECT, read_json
 
 _DESCRIPTIONS = {
-    "gpt": "a GPT: {num_layers} blocks of width {d_model}",
-    "pgpt": "a ParallelGPT: {num_layers} blocks of width {d_model} on {num_paths} parallel paths",
-    "lgpt": "a LinearGPT: {num_layers} blocks, with a width of {d_model} that dense layers halve "
-    "after every {blocks_per_stage}",
-    "cgpt": "a ConvGPT: {num_layers} blocks, with a width of {d_model} that convolutions of kernel "
-    "size {conv_kernel} halve after every {blocks_per_stage}",
+    "gpt": "a GPT{variants}: {num_layers} blocks of width {d_model}",
+    "pgpt": "a ParallelGPT{variants}: {num_layers} blocks of width {d_model} on {num_paths} "
+    "parallel paths",
+    "lgpt": "a LinearGPT{variants}: {num_layers} blocks, with a width of {d_model} that dense "
+    "layers halve after every {blocks_per_stage}",
+    "cgpt": "a ConvGPT{variants}: {num_layers} blocks, with a width of {d_model} that convolutions "
+    "of kernel size {conv_kernel} halve after every {blocks_per_stage}",
 }
 _URL = re.compile(r"\w+://")
 _PATH_ROWS = ("text", "tokenizer")  # rows whose values may be local paths
@@ -35,8 +37,8 @@ def format_model_card(
     """`facts`: of `training_facts`. `adds_begin`: whether the tokenizer begins texts by itself."""
     config = model.config
     description = _DESCRIPTIONS.get(
-        config.architecture, "a {architecture}: {num_layers} blocks of width {d_model}"
-    ).format(**vars(config))
+        config.architecture, "a {architecture}{variants}: {num_layers} blocks of width {d_model}"
+    ).format(**vars(config), variants=variants(config))
     is_encoder = config.attention_mask == "bidirectional"
     if is_encoder:
         task = "fill-mask"

@@ -3,11 +3,11 @@
 from smallgpt_jax.devices import chips
 from smallgpt_jax.formatting import format_bytes, parameter_count
 from smallgpt_jax.models.components import components
+from smallgpt_jax.models.naming import architecture_name
 from smallgpt_jax.planning import compilation
 from smallgpt_jax.planning.estimate import Estimate
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.program import Program
-from smallgpt_jax.training.size_messages import architecture_name
 
 STEPS = 2  # training step and evaluation step
 _PREALLOCATED = 0.75  # JAX's default of XLA_PYTHON_CLIENT_MEM_FRACTION

@@ -17,6 +17,7 @@ from smallgpt_jax.errors import UserError, command_line
 from smallgpt_jax.formatting import BARS, format_bytes, parameter_count, sparkline
 from smallgpt_jax.models import structure
 from smallgpt_jax.models.flops import train_cost
+from smallgpt_jax.models.naming import architecture_name
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run.config import Config
@@ -26,7 +27,7 @@ from smallgpt_jax.run.metrics import answers_in, sample_lines
 from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training.program import Program
-from smallgpt_jax.training.size_messages import architecture_name, size_messages
+from smallgpt_jax.training.size_messages import size_messages
 
 LOSSES = {
     "prefix": "those of tokens after random prefixes",

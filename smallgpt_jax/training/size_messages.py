@@ -12,20 +12,9 @@ from smallgpt_jax.optim.learning_rate import DECAYS, decay_start
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.sizing import usual_rate
 
-_OF_GPT = {"mixers": "attention", "mlp": "dense", "norm": "layer", "position": "learned"}
 _SHOWN_ERROR = 0.03  # of parameters, FLOPs and tokens per parameter
 _SHOWN_BUDGET_ERROR = 0.1  # of the tokens per parameter, which follow from FLOPs only roughly
 _TOO_HIGH = 4.0  # times the rule's learning rate
-
-
-def architecture_name(model: ModelConfig) -> str:
-    """Returns, for example, "gpt (mlp gated, norm rms, position rope)": the architecture, and what
-    its block has instead of GPT's parts. Several recipes have the architecture gpt.
-    """
-    block = {"mixers": " + ".join(dict.fromkeys(model.mixers))}
-    block |= {field: getattr(model, field) for field in ("mlp", "norm", "position")}
-    variants = [f"{field} {value}" for field, value in block.items() if value != _OF_GPT[field]]
-    return f"{model.architecture} ({', '.join(variants)})" if variants else model.architecture
 
 
 def _shape(model: ModelConfig) -> str:

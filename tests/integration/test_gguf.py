@@ -372,7 +372,8 @@ def test_command(run_folder, tmp_path):
         "convert", "--to=gguf", f"--workdir={run_folder}", f"--output={output}", "--dtype=q8_0"
     )
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith(f"{output}: gpt of step 0, ") and result.stdout.endswith(
+    llama = "gpt (mlp gated, norm rms, position rope)"
+    assert result.stdout.startswith(f"{output}: {llama} of step 0, ") and result.stdout.endswith(
         " parameters, as llama in q8_0 (2 matrices in float16, because 32 does not divide their "
         "rows); its low-rank matrices are exported as full matrices\n"
     )

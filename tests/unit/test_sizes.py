@@ -14,16 +14,18 @@ from experiments import learning_rate_rules
 from smallgpt_jax import models
 from smallgpt_jax.config import sizes
 from smallgpt_jax.config.recipes import load_config
+from smallgpt_jax.conversion.model_card import format_model_card
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.gpt import GPT
+from smallgpt_jax.models.naming import architecture_name
 from smallgpt_jax.run import sizing
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import write_config
 from smallgpt_jax.training.checks import check_config, require_learning_rate
 from smallgpt_jax.training.opening import check_run
-from smallgpt_jax.training.size_messages import architecture_name, size_messages
+from smallgpt_jax.training.size_messages import size_messages
 
 RECIPES = ("gpt", "llama", "pgpt", "lgpt", "moe", "mamba", "hybrid")
 
@@ -202,6 +204,9 @@ def test_recipes_of_one_architecture_have_different_names():
     names = {recipe: architecture_name(sized(f"{recipe}:tiny").model) for recipe in RECIPES}
     assert names["gpt"] == "gpt" and names["pgpt"] == "pgpt"
     assert names["llama"] == "gpt (mlp gated, norm rms, position rope)"
+    llama = models.LanguageModel(sized("llama:tiny").model)
+    card = format_model_card("llama", llama, [], has_code=False)
+    assert "This is a GPT (mlp gated, norm rms, position rope): " in card
     assert names["moe"] == "gpt (mlp moe)"
     assert names["hybrid"].startswith("gpt (mixers delta + attention, mlp gated, ")
     assert len(set(names.values())) == len(names)

@@ -13,7 +13,7 @@ CONTRADICTION, SUSPICION, UNKNOWN = "contradiction", "suspicion", "unknown"
 class Problem:
     kind: str
     check: str  # name of the check
-    run: str  # label of the run, "" for the whole record
+    run: str  # label of the run, its name or its model; "" for the whole record
     text: str
 
     def __str__(self) -> str:

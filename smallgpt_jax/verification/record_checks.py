@@ -47,7 +47,9 @@ def check_record(record: Record, count: CountOf, trust_custom_code: bool = False
             config = read_config(run, trust_custom_code)
         except UserError as error:
             config = None
-            problems.append(Problem(UNKNOWN, "config", label_of(run), str(error)))
+            # Of the model: all its seeds and sizes usually have one and the same problem.
+            text = str(error).removeprefix(f"{label_of(run)}: ")
+            problems.append(Problem(UNKNOWN, "config", run.model, text))
         problems += check_run(run, config, count)
         configs.append(config)
     problems += _comparable(record)

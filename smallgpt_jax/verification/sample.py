@@ -41,7 +41,7 @@ class Sample:
         ]
 
     def draw(self, runs: Sequence[Run], record_sha256: str, suspects: Sequence[str]) -> list[Run]:
-        """Returns the drawn runs. Those whose labels or names are in `suspects` are drawn first."""
+        """Returns the drawn runs, first those of `suspects`: labels, names or models."""
         if not self.size:
             return []
         candidates = self.candidates(runs)
@@ -51,7 +51,7 @@ class Sample:
         # By hashes, and not by a random generator: a larger sample begins with the smaller one.
         def order(run: Run) -> tuple[bool, str]:
             text = f"{record_sha256} {self.nonce} {run.name} {run.seed} {run.horizon!r}"
-            is_suspect = run.name in suspects or label_of(run) in suspects
+            is_suspect = not {run.model, run.name, label_of(run)}.isdisjoint(suspects)
             return not is_suspect, hashlib.sha256(text.encode()).hexdigest()
 
         return sorted(candidates, key=order)[: self.size]

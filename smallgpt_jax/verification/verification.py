@@ -17,6 +17,7 @@ from smallgpt_jax.analysis.record import Record, Run
 from smallgpt_jax.devices.platform import processor_identity
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import safe_name
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.provenance import package_versions
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import NUMBER, TEXT, read_json_or_none
@@ -208,7 +209,7 @@ def _verify_run(
     machine = retraining.machine_differences(run)
     comparisons = []
     try:
-        config = retraining.retrained_config(read_config(run, trust_custom_code), steps)
+        config = retraining.retrained_config(_usable_config(run, trust_custom_code), steps)
         corpus = retraining.open_text(config, run)
         name = f"{safe_name(run.name)}-seed{run.seed}-{run.horizon:g}-{steps}"
         workdir = folder / retraining.RUNS_FOLDER / name
@@ -219,6 +220,13 @@ def _verify_run(
     except UserError as error:
         kind, text = CANNOT_TELL, str(error)
     return RunVerdict(label_of(run), kind, text, steps, run.steps, machine, tuple(comparisons))
+
+
+def _usable_config(run: Run, trust_custom_code: bool) -> Config:
+    try:
+        return read_config(run, trust_custom_code)
+    except UserError:  # is already among the problems of the record
+        raise UserError("its config cannot be used here") from None
 
 
 def judge(comparisons: Sequence[ComparedLoss]) -> tuple[str, str]:

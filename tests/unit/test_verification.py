@@ -25,6 +25,7 @@ from smallgpt_jax.verification.problems import CONTRADICTION, SUSPICION
 from smallgpt_jax.verification.record_checks import check_record, read_config
 from smallgpt_jax.verification.retraining import machine_differences
 from smallgpt_jax.verification.sample import Sample, chance_to_pass
+from smallgpt_jax.verification.verification import verify
 
 NAMES = ("gpt@45k", "llama@45k")
 
@@ -455,13 +456,19 @@ def test_a_bundle_has_the_record_byte_for_byte_and_is_checked(tmp_path, honest):
         open_bundle(folder, False)
 
 
-def test_a_bundle_has_the_sources_of_custom_code(tmp_path, honest, monkeypatch):
+def test_custom_code_is_refused_once_per_model_and_bundled(tmp_path, honest, monkeypatch):
     (tmp_path / "optimizers_of_mine.py").write_text("raise RuntimeError('not to be imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     content = copy.deepcopy(honest)
-    content["runs"][0]["config"]["optimizer.name"] = "optimizers_of_mine:sgd"
+    content["runs"] = [run for run in content["runs"] if run["name"] == "gpt@45k"]
+    for run in content["runs"]:
+        run["config"]["optimizer.name"] = "optimizers_of_mine:sgd"
     path = tmp_path / "results.json"
     path.write_text(json.dumps(content))
+    shown = str(verify(path, tmp_path / "check", Sample(size=2)))
+    assert shown.count("optimizers_of_mine:sgd") == shown.count("--trust_custom_code") == 1
+    assert "unknown: gpt: config.optimizer.name=" in shown
+    assert shown.count("steps: its config cannot be used here") == 2
     folder = write_bundle(path, tmp_path / "bundle")
     source = folder / "sources/optimizers_of_mine.py"
     assert source.read_text() == (tmp_path / "optimizers_of_mine.py").read_text()

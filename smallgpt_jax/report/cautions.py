@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 from smallgpt_jax.analysis.findings import Findings, Range
-from smallgpt_jax.analysis.record import Record, Run, grouped
+from smallgpt_jax.analysis.record import Record, Run, grouped, model_of
 from smallgpt_jax.report import words
 
 COMPUTE_OPTIMAL = 20  # tokens per parameter (Hoffmann et al., arXiv 2203.15556)
 UNCOUNTED = 1.05  # ratio of the work of two runs at equal FLOPs above which the report warns
+FEW_TARGETS = 16_384  # validation tokens below which the report warns
 MAX_NAMES = 6  # in a sentence
+_RATE_AND_SEED = ("optimizer.learning_rate", "optimizer.final_learning_rate", "train.seed")
 _PROCESSOR_FIELDS = ("cpu family", "model")  # which tell processors of one name apart
 
 
@@ -20,11 +22,13 @@ def cautions(findings: Findings, record: Record) -> list[str]:
     return [
         *_unfinished(runs),
         *_learning_rates(findings),
+        *_single_rates(findings, runs),
         *_untried(findings, runs),
         *_short_training(runs),
         *uncounted_work(runs),
         *_other_machines(runs),
         *_other_losses(runs),
+        *_validation(findings, runs),
     ]
 
 
@@ -70,6 +74,29 @@ def _learning_rates(findings: Findings) -> list[str]:
             f"{_few(biased)}."
         )
     return sentences
+
+
+def _single_rates(findings: Findings, runs: Sequence[Run]) -> list[str]:
+    """Warns of models of which nothing shows that they are at a good learning rate."""
+    tuned = {model_of(one.name) for one in findings.rates}
+    # Models that differ in nothing but the rate try several rates, too.
+    for group in grouped(runs, _fields_but_rate).values():
+        if len({run.learning_rate for run in group}) > 1:
+            tuned.update(run.model for run in group)
+    models = dict.fromkeys(run.model for run in runs)
+    untuned = [model for model in models if model not in tuned]
+    if len(models) < 2 or not untuned:
+        return []
+    whose = _few(untuned) if len(untuned) < len(models) else "each model"
+    return [
+        f"Only one learning rate was tried for {whose}; at the best ones, the order may be "
+        "different. To try more, set config.compare.learning_rates."
+    ]
+
+
+def _fields_but_rate(run: Run) -> str:
+    others = {name: value for name, value in run.config.items() if name not in _RATE_AND_SEED}
+    return repr(sorted(others.items()))
 
 
 def _untried(findings: Findings, runs: Sequence[Run]) -> list[str]:
@@ -150,6 +177,26 @@ def _other_losses(runs: Sequence[Run]) -> list[str]:
             f"The runs have different objectives ({', '.join(objectives)}): their losses are not "
             "comparable."
         )
+    return sentences
+
+
+def _validation(findings: Findings, runs: Sequence[Run]) -> list[str]:
+    """Warns of validation tokens that are few, or of files that are also trained on."""
+    sentences = []
+    if 0 < findings.setup.validation_tokens < FEW_TARGETS:
+        sentences.append(
+            f"The losses are means over only {findings.setup.validation_tokens:,} validation tokens. "
+            "Intervals are over seeds: on other validation tokens, the order may be different."
+        )
+    description = runs[0].text.description if runs[0].text else {}
+    for store in description.get("mixture", [description]):
+        if not store.get("plain_text", {}).get("split_by_file", True):
+            sentences.append(
+                "The validation tokens are passages of files that are also trained on, so losses on "
+                "other files may be higher. With more files, or a larger "
+                "config.data.validation_fraction, whole files are held out."
+            )
+            break
     return sentences
 
 

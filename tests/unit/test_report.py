@@ -349,6 +349,13 @@ def test_cautions_name_what_limits_the_answers():
     diverged = run("pgpt@1M", 2, 3.0, diverged=True, steps_done=12, horizon=0.5)
     unfinished = dataclasses.replace(RUNS[0], is_finished=False, steps_done=1)
     other = dataclasses.replace(RUNS[1], uncounted=0.5, curve=RUNS[1].curve[:1])
+    few = dataclasses.replace(found.setup, validation_tokens=16_383)
+    found = dataclasses.replace(found, setup=few)
+    counts = {"files": 3, "passages": 90, "validation_files": []}
+    passages = {**other.text.description, "plain_text": {"split_by_file": False, **counts}}
+    unfinished = dataclasses.replace(
+        unfinished, text=dataclasses.replace(unfinished.text, description=passages)
+    )
     text = " ".join(cautions(found, record(unfinished, other, diverged)))
     for expected in (
         "pgpt@1M × 0.5, seed 2, diverged at step 12",
@@ -358,10 +365,18 @@ def test_cautions_name_what_limits_the_answers():
         "is the best one for 1 of 3 sizes of models (20 tokens per parameter), so even more",
         "No run has more than 2 tokens per parameter",
         "Other arithmetic (norms, softmax, recurrences) comes on top: 0% in moe to 50% in llama",
+        "Only one learning rate was tried for each model; at",
+        "means over only 16,383 validation tokens",
+        "The validation tokens are passages of files that are also trained on",
     ):
         assert expected in text
-    assert "Unfinished" not in " ".join(cautions(findings(), record(*RUNS)))
-    assert "machines" not in " ".join(cautions(findings(), record(*RUNS)))
+    tried = findings(rates=(rates("gpt", 0.01, {0.5: 3.1, 1.0: 3.0}),))
+    text = " ".join(cautions(tried, record(*RUNS)))
+    assert "Only one learning rate was tried for moe, llama; at" in text
+    for word in ("Unfinished", "machines", "validation tokens"):
+        assert word not in text
+    rates_tried = [run("a", 1, 3.0), run("b", 1, 3.0, config={"optimizer__learning_rate": 0.1})]
+    assert "Only one learning" not in " ".join(cautions(findings(), record(*rates_tried)))
     assert cautions(findings(), record()) == ["The comparison has no runs."]
 
 

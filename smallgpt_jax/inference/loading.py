@@ -152,8 +152,8 @@ def _load_chat_template(folder: str | Path) -> ChatTemplate:
     template = find_chat_template(folder)
     if not template:
         raise UserError(
-            f"{folder}: no chat template: the run did not train on conversations "
-            "(config.data.format='messages'), and its tokenizer has none"
+            f"{folder}: no chat template: the run did not train on conversations, and its tokenizer "
+            "has none; train on conversations (config.data.format='messages'), or do without chat"
         )
     return template
 

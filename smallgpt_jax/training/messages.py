@@ -27,7 +27,6 @@ from smallgpt_jax.run.metrics import answers_in, sample_lines
 from smallgpt_jax.run.names import CURVES_FILE, METRICS_FILE
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training.program import Program
-from smallgpt_jax.training.size_messages import size_messages
 
 LOSSES = {
     "prefix": "those of tokens after random prefixes",
@@ -41,7 +40,7 @@ _MIN_BARS = 8  # fewer logged losses are not worth a line in the final message
 def startup_message(
     config: Config, program: Program, pipeline: DataPipeline, first_step: int
 ) -> str:
-    lines = [_headline(config, program, first_step), *size_messages(config)]
+    lines = [_headline(config, program, first_step)]
     if not first_step:
         lines += _vocabulary_messages(config.model.vocab_size, pipeline.corpus.tokenizer.vocab_size)
     lines += [packing.summary for packing in pipeline.train.packings]

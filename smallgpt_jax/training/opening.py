@@ -26,10 +26,13 @@ from smallgpt_jax.training.checks import (
 )
 from smallgpt_jax.training.microbatches import with_microbatches
 from smallgpt_jax.training.program import Program
+from smallgpt_jax.training.size_messages import size_messages
 
 
 def check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch | None, Program]:
-    """Checks the config, the workdir and the devices. Writes nothing."""
+    """Checks the config, the workdir and the devices, and prints what follows from the size.
+    Writes nothing.
+    """
     check_processes(folder)
     config = config_in_workdir(config, folder)
 
@@ -41,6 +44,9 @@ def check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch
     branch = distributed.run_on_primary(check)
     # Processes with other programs would wait for each other's collectives forever.
     distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
+    # Before the long compilation that finds the microbatches, and the checks of custom modules.
+    for line in size_messages(config):
+        print(line, flush=True)
     config = with_microbatches(config)
     program = shared_program(config)
     if program.teacher:  # it has the step of its newest checkpoint, if the config gives none

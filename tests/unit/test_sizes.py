@@ -23,6 +23,7 @@ from smallgpt_jax.models.naming import architecture_name
 from smallgpt_jax.run import sizing
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import write_config
+from smallgpt_jax.training import opening
 from smallgpt_jax.training.checks import check_config, require_learning_rate
 from smallgpt_jax.training.opening import check_run
 from smallgpt_jax.training.size_messages import size_messages
@@ -212,7 +213,7 @@ def test_recipes_of_one_architecture_have_different_names():
     assert len(set(names.values())) == len(names)
 
 
-def test_the_line_of_a_size():
+def test_the_line_of_a_size(tmp_path, monkeypatch, capsys):
     config = sized("gpt:1M")
     model, train, optimizer = config.model, config.train, config.optimizer
     (line,) = size_messages(config)
@@ -222,6 +223,14 @@ def test_the_line_of_a_size():
         f"{optimizer.learning_rate:.3g} after {optimizer.warmup_steps} steps, decay over the last "
     )
     assert " after 1 step, " in size_messages(sized("gpt:1M", optimizer__warmup_steps=1))[0]
+
+    def compile_steps(config):
+        assert capsys.readouterr().out == f"{line}\n"  # printed before, as it takes minutes
+        raise UserError("no memory")
+
+    monkeypatch.setattr(opening, "with_microbatches", compile_steps)
+    with pytest.raises(UserError, match="no memory"):
+        check_run(config, tmp_path)
 
 
 @pytest.mark.parametrize(

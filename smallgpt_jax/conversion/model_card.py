@@ -1,12 +1,12 @@
 """The README.md of an exported model, which describes its architecture, usage and training."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from smallgpt_jax import models
 from smallgpt_jax.data.datasets import DATASETS
+from smallgpt_jax.data.source import names_of
 from smallgpt_jax.formatting import escape_markdown, millions
 from smallgpt_jax.models.naming import variants
 from smallgpt_jax.run.config_file import saved_config
@@ -166,10 +166,7 @@ def _without_folders(sources: str) -> str:
     """Returns sources, separated by commas, with only the last component of local paths: a card is
     often public, and a path names its author's account and folders.
     """
-    # as in `Source`, a path may contain commas, if it is alone
-    is_alone = os.path.exists(os.path.expanduser(sources))  # False if the text is no path
-    names = [sources] if is_alone else sources.split(",")
-    return ",".join(_without_folder(name.strip()) for name in names)
+    return ",".join(map(_without_folder, names_of(sources)))
 
 
 def _without_folder(name: str) -> str:

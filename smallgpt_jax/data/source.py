@@ -9,6 +9,7 @@
 
 import dataclasses
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -38,10 +39,8 @@ class Source:
             raise UserError(
                 "config.data.source: is empty; expected a file, folder, glob, hf:NAME or tfds:NAME"
             )
-        names = [name.strip() for name in self.value.split(",") if name.strip()]
-        if Path(self.value).expanduser().exists():  # a path may contain commas, if it is alone
-            names = [self.value]
-        return [_parse_name(name, _parse_endings(self.text_endings)) for name in names]
+        endings = _parse_endings(self.text_endings)
+        return [_parse_name(name, endings) for name in names_of(self.value)]
 
     @cached_property
     def is_local(self) -> bool:
@@ -86,6 +85,14 @@ class Source:
         """Returns the folder of the source that `path` is in, whose files are text, or None."""
         folders = (member.enclosing_folder(path) for member in self.members)
         return next((folder for folder in folders if folder), None)
+
+
+def names_of(value: str) -> list[str]:
+    """Returns the files, folders, globs and datasets of a value of config.data.source."""
+    # A path may contain commas, if it is alone. `os.path` also accepts texts that are no paths.
+    if os.path.exists(os.path.expanduser(value)):
+        return [value]
+    return [name.strip() for name in value.split(",") if name.strip()]
 
 
 def _parse_name(name: str, endings: tuple[str, ...]) -> Member:

@@ -127,15 +127,17 @@ def _compiled(
     if none fit.
     """
     chip = chips.find_chip(devices[0].device_kind)
-    trials = {}
+    trials = {}  # {microbatches: program and its estimate}
 
     def needed_bytes(microbatches: int) -> float:
         program = build_program(config.replace(train={"microbatches": microbatches}), devices)
-        trials[microbatches] = program, estimate(program, progress)
-        return trials[microbatches][1].peak_bytes
+        result = estimate(program, progress)
+        trials[microbatches] = program, result
+        return result.peak_bytes
 
-    numbers = [config.train.microbatches]
-    if numbers == [0]:
+    if config.train.microbatches:
+        numbers = [config.train.microbatches]
+    else:
         numbers = possible_numbers(config, sharding.make_mesh(config.mesh, devices))
     limit = chip.hbm if chip else math.inf
     sizes = fewest_that_fit(numbers, needed_bytes, limit)  # {microbatches: bytes}, of those tried

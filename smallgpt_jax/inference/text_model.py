@@ -47,7 +47,7 @@ def _make_config(method: str, max_new_tokens: int, settings: Settings) -> Genera
         raise UserError(f"stop={stop!r}: expected a list of texts")
     for end in stop:
         # every text contains the empty one
-        if end == "" or not isinstance(end, (str, int)):
+        if end == "" or not isinstance(end, (str, Integral)):
             raise UserError(f"stop={stop!r}: expected texts that are not empty, or token ids")
     _require_integer("max_new_tokens", max_new_tokens, 0)
     return GenerationConfig(max_new_tokens, stop, sampling)

@@ -127,9 +127,11 @@ class Evidence:
         return level_of_pair(run.name for run in self.record.runs)
 
     def among(self, models: Sequence[str]) -> "Evidence":
-        """Returns the evidence with candidates of these models only. How much losses vary is still
-        learned from all. Raises UserError for a model that the record does not have.
+        """Returns the evidence with candidates of these models only; (): of all. How much losses vary
+        is still learned from all. Raises UserError for a model that the record does not have.
         """
+        if not models:
+            return self
         present = dict.fromkeys(one.model for one in self.candidates)
         for model in models:
             if model not in present:

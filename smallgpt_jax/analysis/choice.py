@@ -47,9 +47,7 @@ def choose(
     of decoding. Chooses among `models`; (): among all. Raises UserError for a record that cannot
     answer it.
     """
-    evidence = evidence_of(record)
-    if models:
-        evidence = evidence.among(models)
+    evidence = evidence_of(record).among(models)
     runs = [run for one in evidence.candidates for run in one.runs]
     if not any(run.is_finished for run in runs):
         raise UserError("--results: has no finished run; finish the comparison")

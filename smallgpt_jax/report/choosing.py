@@ -221,12 +221,10 @@ def choose_next(
     results.json most per FLOP, with the command that trains it; print() shows the advice.
 
     Sizes with less than `stake` nats at stake do not count. `models` are those to choose among, by
-    default all. Raises UserError if the record does not
-    tell how much losses vary.
+    default all. Raises UserError if the record does not tell how much losses vary.
     """
     record = records.read(as_path("--results", str(results)))
-    evidence = evidence_of(record)
-    runs = next_runs(evidence.among(models) if models else evidence)
+    runs = next_runs(evidence_of(record).among(models))
     if not runs:
         raise UserError(
             "--results: no size has two models whose FLOPs are known and whose losses vary over "

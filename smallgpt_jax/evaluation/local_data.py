@@ -21,9 +21,14 @@ class _LocalTask(NamedTuple):
 
 
 def _json_rows(text: str) -> list[dict]:
+    return [row for _, row in _numbered_rows(text)]
+
+
+def _numbered_rows(text: str) -> list[tuple[int, dict]]:
+    """Returns (number of the line, row) of each line that is not blank."""
     # not `splitlines`, which also splits at characters that JSON strings may contain, as U+2028
-    lines = (line.encode() for line in text.split("\n") if line.strip())
-    return [parse_json(line, OBJECT) for line in lines]
+    lines = enumerate(text.split("\n"), start=1)
+    return [(number, parse_json(line.encode(), OBJECT)) for number, line in lines if line.strip()]
 
 
 def hellaswag(text: str) -> list[dict]:
@@ -146,10 +151,7 @@ def _minimal_pairs(task: str, file: Path) -> dict:
     good, bad = "sentence_good", "sentence_bad"
     try:
         pairs = []
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-            if not line.strip():
-                continue
-            row = parse_json(line.encode(), OBJECT)
+        for number, row in _numbered_rows(file.read_text(encoding="utf-8")):
             pairs.append({good: row[good], bad: row[bad]})
             if not all(isinstance(text, str) and text for text in pairs[-1].values()):
                 raise ValueError("a sentence is empty or no text")

@@ -159,7 +159,12 @@ class Asked:
         else:
             contenders = self._contenders_within(limit)
         contenders += self._without_cost_or_loss({one.model for one in contenders})
-        contest = compete(self._without_equals(contenders), self.evidence)
+        contenders = self._without_equals(contenders)
+        contest = compete(contenders, self.evidence)
+        if contest.refusal == "more training":
+            trained = _trained_near(limit, contenders, first=contest.standings[0].model)
+            possible = compete(trained, self.evidence).possible
+            contest = dataclasses.replace(contest, trained=tuple(one.model for one in possible))
         # None is chosen while a model whose cost is unknown may be the best.
         may_be_best = [one for one in contest.standings if one.probability >= POSSIBLE]
         blockers = tuple(one.model for one in may_be_best if one.cost is None)
@@ -255,15 +260,24 @@ def _largest_of_near(costs: Sequence[float]) -> list[float]:
 
 
 def _powers_of_ten(costs: dict[str, list[float]]) -> list[float]:
-    """Returns the powers of ten between costs of every model, the largest cost that all models reach,
-    and the next power: 1e13, 1e14, 3e14, 1e15. [] if the ranges of {model: costs} do not overlap.
+    """Returns the powers of ten within the costs of two models or more, the largest cost that all
+    reach, if it is more, and the next power: 1e13, 1e14, 3e14, 1e15. [] if no power is within the
+    costs of two.
     """
-    low, high = max(map(min, costs.values())), min(map(max, costs.values()))
-    if low >= high:
+    ranges = [(min(of_model), max(of_model)) for of_model in costs.values()]
+    largest_of_two = sorted(largest for _, largest in ranges)[-2]
+    next_exponent = math.ceil(math.log10(largest_of_two))
+    powers = []
+    for exponent in range(math.ceil(math.log10(min(map(min, ranges)))), next_exponent):
+        power = 10.0**exponent
+        if sum(least <= power <= largest for least, largest in ranges) > 1:
+            powers.append(power)
+    if not powers:
         return []
-    first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
-    powers = [10.0**exponent for exponent in range(first, last + 1)]
-    return [*powers, high, 10.0 ** math.ceil(math.log10(high))]
+    largest_of_all = min(largest for _, largest in ranges)
+    if largest_of_all > NEAR * powers[-1]:
+        powers.append(largest_of_all)
+    return [*powers, 10.0**next_exponent]
 
 
 def _cheapest_of_lowest(contenders: Sequence[Contender]) -> Contender:
@@ -287,6 +301,16 @@ def _training_contenders(curves_of: dict[str, ScalingCurves], budget: float) -> 
             first_curves = curves_of[first.model]
             contenders.append(_with_potential(reached[model], curves, first, first_curves, budget))
     return [one for one in contenders if one]
+
+
+def _trained_near(limit: float, contenders: Sequence[Contender], first: str) -> list[Contender]:
+    """Returns the first model, and those that were trained with about all of the budget."""
+    trained = []
+    for one in contenders:
+        is_near = one.known != "dearer" and one.cost is not None and one.cost * NEAR >= limit
+        if is_near or one.model == first:
+            trained.append(one)
+    return trained
 
 
 def _best_reached(curves: ScalingCurves, budget: float) -> Contender | None:

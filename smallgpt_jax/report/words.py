@@ -172,7 +172,7 @@ _REFUSALS = {
         "{others} may be the best, but {were} trained only with more than this budget.",
     ),
     "more training": (
-        "{first}, or {others} with more training",
+        "{trained}; or {others} with more training",
         "{others} may be the best with the whole budget, but {were} trained with less.",
     ),
     "not measured": (
@@ -210,12 +210,14 @@ def _refusal(answer: Choice) -> list[str]:
     """Returns [text in a table, sentence] of _REFUSALS, with names and numbers filled in."""
     possible = answer.contest.possible if answer.contest else ()
     blockers = answer.contest.blockers if answer.contest else ()
+    trained = answer.contest.trained if answer.contest else ()
     unmeasured = f"{BUDGETS[answer.budget]} were not measured"
     if answer.budget in _HOW_TO_MEASURE:
         unmeasured += f"; {_HOW_TO_MEASURE[answer.budget]}"
     # factor = budget / nearest cost: with 0.25, the cheapest model needs 4 times as much
     values = {
         "first": possible[0].model if possible else "",
+        "trained": enumeration(trained, "or") if trained else "",
         "others": enumeration(blockers, "or") if blockers else "a model",
         "were": "they were" if len(blockers) > 1 else "was",
         "their": "their" if len(blockers) > 1 else "its",

@@ -102,6 +102,7 @@ def test_a_model_that_was_trained_with_less_may_be_the_best_with_the_whole_budge
     assert answer.contest.blockers == ("a",)
     (a,) = (one for one in answer.contest.standings if one.model == "a")
     assert (a.known, a.loss) == ("cheaper", pytest.approx(3.2))
+    assert answer.contest.trained == ("b",)  # what its row says of those with the whole budget
     slope = math.log(3.6 / 3.2) / math.log(2)
     assert a.potential == pytest.approx(3.2 * 2.5**-slope, abs=1e-3)
 
@@ -162,6 +163,28 @@ def test_the_best_learning_rate_counts():
 
 
 # ------------------------------------------------------------------ other budgets
+@pytest.mark.parametrize(
+    ("steps", "limits"),
+    [
+        # 1e5 is below all costs
+        ({"a": [1, 1000], "c": [100, 10_000]}, [1e6, 1e7, 1e8, 6e8, 1e9]),
+        ({"a": [1, 200], "c": [1, 1000]}, [1e6, 1e7, 1e8, 1e9]),  # all reach 1.2e8, near 1e8
+        # c alone was trained with 6e9, and with nothing less
+        ({"c": [10_000]}, [1e6, 1e7, 1e8, 6e8, 1e9]),
+    ],
+)
+def test_a_report_asks_about_powers_of_ten_that_several_models_were_trained_with(steps, limits):
+    """A step takes 6e5 FLOPs."""
+    steps = {"b": [1, 3, 10, 30, 100, 300, 1000], "d": [1, 3, 10, 30, 100, 300, 1000], **steps}
+    groups = []
+    for model, counts in steps.items():
+        for count in counts:
+            groups.append(runs(model, near(5.0 - math.log10(count) / 4), steps=count))
+    choices = default_choices(evidence_of(record(*groups)))
+    asked = [one.limit for one in choices if one.budget == "flops"]
+    assert asked == [pytest.approx(limit) for limit in limits]
+
+
 def test_limits_are_met_by_trained_models_without_their_shorter_runs():
     groups = (
         runs("a@s", near(3.5), parameters=1000), runs("a@m", near(3.0), parameters=2000),

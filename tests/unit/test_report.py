@@ -253,13 +253,18 @@ def test_an_answer_at_the_nearest_budget():
 
 def test_probabilities_are_only_of_known_losses():
     """llama may be the best with more training. That is no probability."""
-    open_contest = contest(*THREE, refusal="more training")
+    open_contest = contest(*THREE, refusal="more training", trained=("moe",))
     answer = choice(refusal="more training", contest=open_contest)
     text = markdown(findings(choices=(choice(limit=1e12), answer)))
-    assert row(text, "1e13")[1] == "cannot tell: moe, or llama with more training"
+    assert row(text, "1e13")[1] == "cannot tell: moe; or llama with more training"
     shown = " ".join(str(choosing.Answer(answer)).split())
     assert "P(lowest loss)" not in shown and "7%" not in shown
     assert "llama may be the best with the whole budget, but was trained with less" in shown
+    assert "Of what was trained within it, moe has the lowest loss." in shown
+    level = dataclasses.replace(
+        answer, contest=dataclasses.replace(open_contest, trained=("moe", "gpt"))
+    )
+    assert "all of it, moe or gpt may be the best." in " ".join(str(choosing.Answer(level)).split())
     several = dataclasses.replace(open_contest, blockers=("llama", "gpt"))
     sentence = words.refusal(dataclasses.replace(answer, contest=several))
     assert sentence.startswith("llama or gpt may be the best")

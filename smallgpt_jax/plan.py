@@ -92,8 +92,8 @@ def main() -> None:
     with preemption.handle_signals("stopped"):
         if _INFERENCE.value:
             result = plan_inference(_CONFIG.value, _TOPOLOGY.value, batch=_BATCH.value)
-            table = format_inference(result, _CONFIG.value.model.architecture)
-            print(json.dumps(dataclasses.asdict(result)) if _JSON.value else table)
+            is_json = _JSON.value
+            print(json.dumps(dataclasses.asdict(result)) if is_json else format_inference(result))
             return
         beside = sys.stderr if _JSON.value else sys.stdout  # standard output is one JSON object
         log = functools.partial(print, file=beside, flush=True)

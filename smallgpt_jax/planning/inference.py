@@ -29,6 +29,7 @@ from smallgpt_jax.inference import decoder, layout, require_next_tokens
 from smallgpt_jax.inference.sampling import Sampler, Sampling
 from smallgpt_jax.models import flops
 from smallgpt_jax.models.context import Context
+from smallgpt_jax.models.naming import architecture_name
 from smallgpt_jax.planning.compilation import Compiler
 from smallgpt_jax.planning.gpus import find_gpu
 
@@ -40,6 +41,7 @@ _LARGEST_BATCH = 2**24  # larger compute-bound batches are None
 class InferenceEstimate:
     """Of one device. Fields that need unknown properties of it are None, as on CPUs."""
 
+    model: str  # its architecture, with what its block has instead of GPT's parts
     device_kind: str
     dtype: str
     parameters: int
@@ -90,6 +92,7 @@ def estimate_inference(
         room = _USABLE * chip.hbm - weight_bytes
         largest_batch = max(0, int(room // per_text))
     return InferenceEstimate(
+        model=architecture_name(c),
         device_kind=device.device_kind,
         dtype=c.dtype,
         parameters=models.num_parameters(model),
@@ -216,7 +219,7 @@ def compiled_bytes(model: models.LanguageModel, device: jax.Device, batch: int) 
     return Compiler([device]).compile(lowered).total_bytes
 
 
-def format_inference(result: InferenceEstimate, architecture: str) -> str:
+def format_inference(result: InferenceEstimate) -> str:
     def number(value, form=",.0f", unit="", missing="unknown"):
         return missing if value is None else f"{value:{form}}{unit}"
 
@@ -264,7 +267,7 @@ def format_inference(result: InferenceEstimate, architecture: str) -> str:
     width = max(len(name) for name, _ in rows)
     return "\n".join(
         [
-            f"inference of {architecture} on one {result.device_kind}, context "
+            f"inference of {result.model} on one {result.device_kind}, context "
             f"{result.context_length:,}",
             *(f"  {name:{width}}  {text}" for name, text in rows),
         ]

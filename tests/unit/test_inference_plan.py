@@ -132,6 +132,7 @@ def test_the_command(monkeypatch):
         found["formula_bytes"] == pytest.approx(found["compiled_bytes"], rel=0.1)
         and found["batch"] == 3
     )
+    assert found["model"] == "lgpt"
     failed = call("plan", *arguments, "--search")
     assert (
         failed.returncode == 1 and "--search: cannot be combined with --inference" in failed.stderr

@@ -12,7 +12,10 @@ from smallgpt_jax.analysis.spreads import VariancePrior
 from smallgpt_jax.errors import UserError, suggestion
 
 EQUAL = 1e-3  # nats; models whose losses differ by less with each seed are the same function
-_MIN_MODELS = 4  # of a size and length, from which its differences have their own typical variance
+# Of a size and length, from which its differences have their own typical variance: models, and degrees
+# of freedom, which are those of four models with two seeds.
+_MIN_MODELS, _MIN_DEGREES = 4, 3
+_VARYING = 4.0  # spread of losses, in EQUAL, from which equal ones are no coincidence
 _SAME_ROWS = 1.01  # ratio up to which numbers of validation tokens count as the same rows
 DECODING_BATCHES = (1, 32)  # batch sizes at which `compare` measures decoding
 BATCH_BUDGETS = ("decode_ms", "memory")  # that depend on the batch size of decoding
@@ -74,25 +77,33 @@ class Contender:
 
 def _candidates_of(runs: Sequence[Run]) -> list[Candidate]:
     """Returns one candidate per name and length: the one at the best learning rate."""
+    seed_of = _seed_of_pairs(runs)
     # A diverged seed makes a loss infinite for every reader: who trains the model may meet it.
     ended = [run for run in runs if run.diverged or (run.is_finished and run.tokens > 0)]
     candidates = []
     for of_length in grouped(ended, lambda run: (run.name, run.steps)).values():
         of_rates = [
-            Candidate(tuple(group), _losses(group))
+            Candidate(tuple(group), _losses(group, seed_of))
             for group in grouped(of_length, lambda run: run.learning_rate).values()
         ]
         candidates.append(min(of_rates, key=lambda one: one.loss))
     return candidates
 
 
-def _losses(runs: Sequence[Run]) -> dict[int, float]:
-    """Returns {order of batches: loss}; {seed: loss} if all runs have one order."""
-    groups = grouped(runs, lambda run: run.batch_order)
-    if len(groups) == 1:
-        groups = grouped(runs, lambda run: run.seed)
+def _seed_of_pairs(runs: Sequence[Run]) -> Callable[[Run], int]:
+    """Returns the seed by which the runs of two models are paired: the order of the batches, or that of
+    the initial weights if no name has several orders.
+    """
+    for of_name in grouped(runs, lambda run: run.name).values():
+        if len({run.batch_order for run in of_name}) > 1:
+            return lambda run: run.batch_order
+    return lambda run: run.seed
+
+
+def _losses(runs: Sequence[Run], seed_of: Callable[[Run], int]) -> dict[int, float]:
+    """Returns {order of batches: loss}, or by another `seed_of`."""
     losses = {}
-    for order, group in groups.items():  # several runs with one order are one sample of it
+    for order, group in grouped(runs, seed_of).items():  # several runs of an order are one sample
         losses[order] = statistics.fmean(run.loss for run in group)
     return losses
 
@@ -156,11 +167,12 @@ def evidence_of(record: Record) -> Evidence:
     priors = {}
     for size_and_steps, group in grouped(finite, _size_and_steps).items():
         losses.append(spreads.matrix([one.losses for one in group]))
+        degrees = _degrees_of_freedom(group)
         # Rounds of seeds were decided with the spread of one size and length alone, so that is the
         # prior here, too.
-        if len(group) >= _MIN_MODELS or record.seeds_as_needed:
-            prior = spreads.variance_prior_of(losses[-1:], _degrees_of_freedom(group))
-            priors[size_and_steps] = prior
+        is_enough = len(group) >= _MIN_MODELS and degrees >= _MIN_DEGREES
+        if is_enough or record.seeds_as_needed:
+            priors[size_and_steps] = spreads.variance_prior_of(losses[-1:], degrees)
     prior = spreads.variance_prior_of(losses, _degrees_of_freedom(finite))
     return Evidence(record, tuple(candidates), prior, priors, _equal_models(finite))
 
@@ -241,7 +253,7 @@ def _are_equal(one_model: Sequence[Candidate], other_model: Sequence[Candidate])
     pairs = [(one, other_at[_setting(one)]) for one in one_model if _setting(one) in other_at]
     if not pairs:
         return False
-    if all(_have_equal_losses(one, other) for one, other in pairs):
+    if _have_equal_losses(pairs):
         return True
     runs = [run for one in (*one_model, *other_model) for run in one.runs]
     # Imported weights may differ although the configs agree.
@@ -258,17 +270,27 @@ def _setting(candidate: Candidate) -> tuple[str, int, float]:
     return run.size, run.steps, run.learning_rate
 
 
-def _have_equal_losses(one: Candidate, other: Candidate) -> bool:
-    """Whether the losses of each common order of batches differ by less than EQUAL."""
-    common = one.losses.keys() & other.losses.keys()
-    losses = [(one.losses[order], other.losses[order]) for order in common]
-    # Losses near zero, of solved tasks, are alike without being of one function.
-    return bool(common) and all(abs(a - b) < EQUAL * min(1, a, b) for a, b in losses)
+def _have_equal_losses(pairs: Sequence[tuple[Candidate, Candidate]]) -> bool:
+    """Whether the losses of each common order of batches differ by less than EQUAL, and too many do for
+    a coincidence.
+    """
+    losses = []
+    for one, other in pairs:
+        common = one.losses.keys() & other.losses.keys()
+        if not common:
+            return False
+        losses += [(one.losses[order], other.losses[order]) for order in common]
+    # Losses near zero, of solved tasks, are alike without being of one function; so are those of
+    # models that have learned nothing, which hardly vary, and now and then two single losses.
+    ones = [a for a, _ in losses]
+    do_vary = max(ones) - min(ones) > _VARYING * EQUAL
+    return do_vary and all(abs(a - b) < EQUAL * min(1, a, b) for a, b in losses)
 
 
 def _config_of_function(run: Run) -> dict:
-    """Returns the config without seeds."""
-    # cgpt whose kernel is one position computes the same function as lgpt.
+    """Returns what determines the function: the config without seeds, of cgpt with kernel size 1 as of
+    lgpt, which computes the same.
+    """
     fields = {field: run.config[field] for field in run.config if not field.endswith(".seed")}
     if fields.get("model.architecture") == "cgpt" and fields.get("model.conv_kernel") == 1:
         fields["model.architecture"] = "lgpt"

@@ -155,7 +155,9 @@ class Asked:
     def contest(self, limit: float) -> Contest:
         """Returns the comparison of the models within the limit, each at its best candidate there."""
         if self.is_training:
-            contenders = _training_contenders(scaling_curves_of(self.candidates, self.cost), limit)
+            contenders = _training_contenders(
+                scaling_curves_of(self.candidates, self.cost_of), limit
+            )
         else:
             contenders = self._contenders_within(limit)
         contenders += self._without_cost_or_loss({one.model for one in contenders})
@@ -204,7 +206,8 @@ class Asked:
         )
         kept = []
         for group in by_function.values():
-            best = _cheapest_of_lowest(group)
+            within = [one for one in group if one.known != "dearer" and one.cost is not None]
+            best = _cheapest_of_lowest(within or group)
             others = tuple(one.model for one in group if one is not best)
             kept.append(dataclasses.replace(best, equal_to=others))
         return kept
@@ -354,7 +357,7 @@ def _with_potential(
         point = curves.cheapest_just_above(budget)
         return point and Contender(point.candidate, point.candidate.losses, point.cost, "dearer")
     if reached.known == "cheaper":  # with all of the budget, its loss may go on falling as before
-        exponent = curves.steepness(reached.candidate)
+        exponent = curves.steepest_fall(reached.candidate)
         exponent = STEEPEST if exponent is None else max(0.0, exponent)
         potentials.append(reached.loss * (reached.cost / budget) ** exponent)
     return dataclasses.replace(reached, untried=reached.loss - min(potentials))

@@ -69,7 +69,7 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
     )
     if evidence.pair_level and chosen:  # each sequential verdict has to agree
         # The chosen model is the first, so it is `other` in its pairs.
-        rivals = [pair.model for pair in pairs if pair.other == chosen and not pair.is_decided]
+        rivals = [one.model for one in pairs if one.other == chosen and one.verdict != "higher"]
         if rivals:
             chosen, refusal, blockers = None, "uncertain", tuple(rivals)
     standings = []

@@ -222,7 +222,9 @@ def _by_measure(
 def _text_losses(run: Run) -> dict[str, float]:
     """Returns {"own × 2": bits per byte}, × 2: at twice the context length of training."""
     trained = run.config["model.context_length"]
-    return {f"{row.text} × {row.context_length // trained}": row.bits_per_byte for row in run.texts}
+    return {
+        f"{row.text} × {row.context_length / trained:g}": row.bits_per_byte for row in run.texts
+    }
 
 
 def _speed(run: Run) -> dict[str, float | None]:

@@ -14,12 +14,14 @@ from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.candidates import Contender, Evidence, longest_trained
 from smallgpt_jax.analysis.findings import INTERVAL, LEVEL, EqualFlops, Multiplier, Range, Segment
 from smallgpt_jax.analysis.scaling_curves import (
+    LEAST_LOSS,
     MAX_GAP,
     NEAR,
     SAME_BUDGET,
     CurveKey,
     ScalingCurves,
     ScalingPoint,
+    exponent,
     interpolate,
     pair_at_budget,
     scaling_curves_of,
@@ -31,7 +33,7 @@ MIN_SEEDS = 3  # of multipliers: two seeds give only a guess of the spread (`var
 
 def _curves_over_flops(evidence: Evidence) -> dict[str, ScalingCurves]:
     """Returns {model: loss over training FLOPs}."""
-    return scaling_curves_of(evidence.candidates, lambda run: run.last and run.last.flops)
+    return scaling_curves_of(evidence.candidates, lambda candidate: candidate.flops)
 
 
 # ------------------------------------------------------------------ the better model
@@ -192,13 +194,13 @@ def _multiplier(
     crossing = _crossing(curves.curves[key], base_contender.loss)
     if isinstance(crossing, str):
         return refuse(crossing)
-    contender, exponent = crossing
+    contender, fall = crossing
     # On a common curve, the model reaches this loss with another budget. There the losses differ by
     # zero ± e, the error of a paired difference. Along its curve, the loss falls by its slope per
     # logarithm of the budget, so the logarithm of the multiplier has the error e / slope: with
     # e = 0.02 and a slope of 0.4, ±5%.
     difference = _compare(contender, base_contender, evidence)
-    slope = exponent * contender.loss  # nats per logarithm of the budget
+    slope = fall * contender.loss  # nats per logarithm of the budget
     center = math.log(budget / contender.cost) - difference.mean / slope
     half_width = difference.half_width(INTERVAL) / slope
     interval = Range(math.exp(center - half_width), math.exp(center + half_width))
@@ -225,14 +227,14 @@ def _crossing(curve: Sequence[ScalingPoint], loss: float) -> tuple[Contender, fl
         high, low = before.candidate.loss, after.candidate.loss
         if high <= low or after.cost <= SAME_BUDGET * before.cost:
             continue  # the loss does not fall here
-        exponent = math.log(high / low) / math.log(after.cost / before.cost)
-        budget = before.cost * (high / loss) ** (1 / exponent)
+        fall = exponent(before, after)
+        budget = before.cost * (high / max(loss, LEAST_LOSS)) ** (1 / fall)
         least = before.cost / (NEAR if before is curve[0] else 1)
         most = after.cost * (NEAR if after is curve[-1] else 1)
         if least <= budget <= most:
             contender = interpolate(before, after, budget)
             is_gap = contender is None or after.cost > MAX_GAP * before.cost
-            return "gap" if is_gap else (contender, exponent)
+            return "gap" if is_gap else (contender, fall)
     return "from the start" if curve[0].candidate.loss < loss else "not reached"
 
 

@@ -69,7 +69,7 @@ def law_points(runs: Sequence[Run]) -> list[LawPoint]:
 
 def missing_for_law(points: Sequence[LawPoint]) -> str:
     """Returns of what one model has too few for a law: "sizes", "lengths" or ""."""
-    if len({point.parameters for point in points}) < MIN_SIZES:
+    if len({point.size for point in points}) < MIN_SIZES:
         return "sizes"
     return "lengths" if len({point.tokens for point in points}) < MIN_LENGTHS else ""
 
@@ -103,9 +103,9 @@ class _LeftOut(NamedTuple):
 
 
 def _leave_out_largest(points: Sequence[LawPoint]) -> _LeftOut:
-    """Returns the form whose laws of the smaller sizes predict the largest one best."""
-    size = _largest_size(points)
-    smaller = [point for point in points if point.size != size]
+    """Returns the form whose laws of the smaller sizes predict `_largest_above_two` best."""
+    size = _largest_above_two(points)
+    smaller = _smaller(points, size)
     largest = [point for point in points if point.size == size]
     misses: dict[str, list[float]] = {}  # {form: |prediction − loss| of each point}
     for form in FORMS:
@@ -124,14 +124,35 @@ def _fits(form: str, points: Sequence[LawPoint]) -> dict[str, dict[str, float]]:
     return {model: fit(form, group) for model, group in by_model.items()}
 
 
-def _largest_size(points: Sequence[LawPoint]) -> str:
-    """Returns the largest size that all models of the points have; "" without one."""
+def _common_sizes(points: Sequence[LawPoint]) -> list[str]:
+    """Returns the sizes that all models of the points have, largest first."""
     models = {point.model for point in points}
     common = []
     for size, group in grouped(points, lambda point: point.size).items():
         if {point.model for point in group} == models:
-            common.append((np.mean([point.parameters for point in group]), size))
-    return max(common)[1] if common else ""
+            common.append((_mean_parameters(group), size))
+    return [size for _, size in sorted(common, reverse=True)]
+
+
+def _largest_above_two(points: Sequence[LawPoint]) -> str:
+    """Returns the largest common size above two sizes of each model, which have a law; "" without."""
+    by_model = grouped(points, lambda point: point.model).values()
+    for size in _common_sizes(points):
+        if all(len({point.size for point in _smaller(group, size)}) > 1 for group in by_model):
+            return size
+    return ""
+
+
+def _smaller(points: Sequence[LawPoint], size: str) -> list[LawPoint]:
+    """Returns the points of sizes with fewer parameters."""
+    by_size = grouped(points, lambda point: point.size)
+    parameters = _mean_parameters(by_size[size])
+    groups = [group for group in by_size.values() if _mean_parameters(group) < parameters]
+    return list(itertools.chain(*groups))
+
+
+def _mean_parameters(points: Sequence[LawPoint]) -> float:
+    return float(np.mean([point.parameters for point in points]))
 
 
 # ------------------------------------------------------------------ predictions
@@ -148,7 +169,8 @@ def predict(points: Sequence[LawPoint], planned: Sequence[LawPoint]) -> Predicte
     not_predicted = {model: what for model, what in missing_of.items() if what}
     can_be_predicted = missing_of.keys() - not_predicted
     usable = [point for point in points if point.model in can_be_predicted]
-    if not usable:
+    if not _largest_above_two(usable):
+        not_predicted |= dict.fromkeys(can_be_predicted, "common sizes")
         return Predicted(next(iter(FORMS)), (), not_predicted)
     left_out = _leave_out_largest(usable)
     fits, half_width = _fits(left_out.form, usable), left_out.half_width
@@ -187,11 +209,11 @@ def find_laws(record: Record, contest_at: ContestAt) -> Laws | None:
     for points in by_model.values():
         if not missing_for_law(points):
             usable += points
-    if not _largest_size(usable):
+    if not _largest_above_two(usable):
         return None
     left_out = _leave_out_largest(usable)
     form, size = left_out.form, left_out.size
-    smaller = [point for point in usable if point.size != size]
+    smaller = _smaller(usable, size)
     laws = _fits(form, smaller)
     predicted = {}
     for model, point in _longest_by_model(usable, size).items():
@@ -213,7 +235,7 @@ def _longest_by_model(points: Sequence[LawPoint], size: str) -> dict[str, LawPoi
 
 def _losses_of_largest_size(points: Sequence[LawPoint]) -> dict[str, float]:
     """Returns {model: loss of its longest training} at the largest size that all models have."""
-    longest = _longest_by_model(points, _largest_size(points))
+    longest = _longest_by_model(points, next(iter(_common_sizes(points)), ""))
     return {model: point.loss for model, point in longest.items()}
 
 

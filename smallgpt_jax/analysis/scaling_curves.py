@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from smallgpt_jax.analysis.candidates import Candidate, Contender
-from smallgpt_jax.analysis.record import Run, grouped
+from smallgpt_jax.analysis.record import grouped
 
 SAME_BUDGET = 1.01  # ratio up to which two budgets count as one
 NEAR = 1.25  # ratio up to which a run above a budget, or a budget above all runs, is near
 MAX_GAP = 8.0  # ratio of the budgets of two candidates between which losses are interpolated
 SAME_RATIO = 1.1  # ratio up to which two numbers of tokens per parameter count as one
+LEAST_LOSS = 1e-9  # nats; curves are of the logarithm, and tasks can be solved with a loss of 0
 STEEPEST = 0.2  # no loss is expected to fall faster than with budget^-0.2; seen: 0.05 to 0.17
 
-Cost = Callable[[Run], float | None]
 # ("size", SIZE), or ("ratio", number of `_ratio_groups`). Curves of two models with equal keys can be
 # compared.
 CurveKey = tuple[str, str | int]
@@ -31,7 +31,7 @@ CurveKey = tuple[str, str | int]
 
 class ScalingPoint(NamedTuple):
     candidate: Candidate
-    cost: float  # median over its runs
+    cost: float
     ratio: int  # number of its group of about equal tokens per parameter
 
 
@@ -66,26 +66,34 @@ class ScalingCurves:
                 return point
         return None
 
-    def steepness(self, candidate: Candidate) -> float | None:
-        """Returns the largest e of loss ∝ cost^−e from the point before the candidate."""
+    def steepest_fall(self, candidate: Candidate) -> float | None:
+        """Returns the largest e of loss ∝ cost^−e from a point before the candidate; None without one
+        that is further than NEAR, where luck decides.
+        """
         exponents = []
         for curve in self.curves.values():
             for before, after in itertools.pairwise(curve):
-                if after.candidate is candidate and after.cost > before.cost:
-                    fall = math.log(before.candidate.loss / after.candidate.loss)
-                    exponents.append(fall / math.log(after.cost / before.cost))
+                if after.candidate is candidate and after.cost > NEAR * before.cost:
+                    exponents.append(exponent(before, after))
         return max(exponents, default=None)
 
 
-def scaling_curves_of(candidates: Sequence[Candidate], cost: Cost) -> dict[str, ScalingCurves]:
+def exponent(before: ScalingPoint, after: ScalingPoint) -> float:
+    """Returns e of loss ∝ cost^−e between two points."""
+    losses = [max(point.candidate.loss, LEAST_LOSS) for point in (before, after)]
+    return math.log(losses[0] / losses[1]) / math.log(after.cost / before.cost)
+
+
+def scaling_curves_of(
+    candidates: Sequence[Candidate], cost_of: Callable[[Candidate], float | None]
+) -> dict[str, ScalingCurves]:
     """Returns {model: its curves} through the candidates that have a cost and no diverged seed."""
     usable, costs = [], []
     for one in candidates:
-        costs_of_runs = [cost(run) for run in one.runs]
-        # above 0, because curves are of the logarithm of the loss
-        if None not in costs_of_runs and math.isfinite(one.loss) and one.loss > 0:
+        cost = cost_of(one)
+        if cost and math.isfinite(one.loss):
             usable.append(one)
-            costs.append(statistics.median(costs_of_runs))
+            costs.append(cost)
     ratios = _ratio_groups(usable)
     points = sorted(map(ScalingPoint, usable, costs, ratios), key=lambda point: point.cost)
     curves = {}

@@ -143,11 +143,15 @@ def variance_prior_of(all_losses: Sequence[np.ndarray], total_degrees: float) ->
 
 
 def correlation(losses: np.ndarray) -> float:
-    """Returns the mean correlation of two models in losses (models, orders), 0 to 0.99."""
+    """Returns the mean correlation of two models in losses (models, orders), 0 to 0.99; 0.99 if no two
+    models have three common orders.
+    """
     known = ~np.isnan(losses)
     common = (known.astype(int) @ known.T)[np.triu_indices(len(losses), 1)]  # orders of each pair
-    if (common < 3).all():  # in two orders, any two models agree or disagree fully
-        return 0.0
+    # In two orders, any two models agree or disagree fully, so nothing is known. Then only common
+    # orders tell how far two models are apart, as `Estimate.squared_errors` assumes.
+    if (common < 3).all():
+        return 0.99
     means = np.nanmean(losses, axis=1, keepdims=True)
     deviations = np.sqrt(np.maximum(sample_variances(losses)[0], ROUNDING**2))
     residuals = np.where(known, (losses - means) / deviations[:, None], 0)

@@ -43,6 +43,25 @@ def runs(model: str = "gpt", sizes=tuple(SIZES), error: float = 0.0) -> list[Run
     return found
 
 
+def test_only_smaller_sizes_predict_the_largest_that_all_models_have():
+    """gpt has 1M to 8M, llama 1M to 4M: 4M is predicted, and gpt at 8M tells nothing of it."""
+    both = [*runs(), *runs("llama", sizes=("1M", "2M", "4M"), error=0.0)]
+    assert laws.find_laws(record(*both), lambda size: None).size == "4M"
+    worse = [*runs(error=9.0), *runs("llama", sizes=("1M", "2M", "4M"))]
+    assert laws.find_laws(record(*worse), lambda size: None).error == pytest.approx(0, abs=1e-9)
+
+
+def test_models_without_a_common_size_have_no_law():
+    """Each of four models lacks one of four sizes."""
+    points = []
+    for model, missing in zip("abcd", SIZES):
+        points += laws.law_points(runs(model, tuple(size for size in SIZES if size != missing)))
+    wanted = [LawPoint(model, "16M", 16e6, 320e6) for model in "abcd"]
+    found = laws.predict(points, wanted)
+    assert found.losses == ()
+    assert found.not_predicted == dict.fromkeys("abcd", "common sizes")
+
+
 def planned(size: str = "8M") -> list[LawPoint]:
     return [LawPoint("gpt", size, round(SIZES[size]), ratio * SIZES[size]) for ratio in LENGTHS]
 

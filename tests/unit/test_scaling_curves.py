@@ -13,7 +13,7 @@ from smallgpt_jax.analysis.scaling_curves import (
 
 
 def curves(*groups):
-    return scaling_curves_of(evidence(*groups).candidates, lambda run: run.last.flops)
+    return scaling_curves_of(evidence(*groups).candidates, lambda candidate: candidate.flops)
 
 
 def test_a_power_of_the_budget_is_interpolated_exactly():

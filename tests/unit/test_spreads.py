@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from smallgpt_jax.analysis import spreads
+from smallgpt_jax.analysis.contest import compare_pairs, draw_losses
 from smallgpt_jax.analysis.spreads import VariancePrior
 
 NOTHING = VariancePrior(variance=0.0, degrees=0.0, total_degrees=100.0)  # a prior that says nothing
@@ -107,7 +108,30 @@ def test_a_spread_that_is_unknown_decides_nothing():
 
 def test_correlation_is_estimated_but_not_from_two_orders():
     assert spreads.correlation(correlated_losses(8, 200, 0.6)) == pytest.approx(0.6, abs=0.08)
-    assert spreads.correlation(np.array([[1.0, 2.0], [3.0, 5.0]])) == 0
+    assert spreads.correlation(np.array([[1.0, 2.0], [3.0, 5.0]])) == 0.99
+
+
+def test_a_seed_that_only_one_model_has_makes_no_difference():
+    """Two models that differ by nothing but orders: one has a third, which was lucky."""
+    losses = np.array([[3.0, 3.02, 2.92], [3.0005, 3.0195, math.nan]])
+    difference = spreads.estimate(losses, NOTHING).difference(1, 0)
+    assert difference.mean == pytest.approx(difference.paired, abs=2e-3)
+
+
+@pytest.mark.parametrize("counts", [(3, 2, 2), (10, 2, 2)])
+def test_unequal_numbers_of_seeds_rarely_tell_equal_models_apart(counts):
+    """The order of the batches moves all losses by 0.05, the rest by 0.01."""
+    rng = np.random.default_rng(6)
+    false = 0
+    for _ in range(100):
+        losses = 3 + 0.05 * rng.standard_normal(max(counts))
+        losses = losses + 0.01 * rng.standard_normal((len(counts), max(counts)))
+        for of_model, count in zip(losses, counts):
+            of_model[count:] = math.nan
+        estimate = spreads.estimate_alone(losses)
+        pairs = compare_pairs(("a", "b", "c"), estimate, draw_losses(estimate))
+        false += any(pair.is_decided for pair in pairs)
+    assert false <= 15  # of three pairs at 5% each
 
 
 def test_expected_losses_are_means_if_all_have_read_the_same_orders():

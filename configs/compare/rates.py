@@ -63,7 +63,7 @@ def get_config(preset: str = "0.2M"):
     runs = {}
     for model, chosen in models.items():
         for multiple in multiples:
-            runs[f"{model} {multiple:g}x@{size}"] = run_fields(
+            runs[f"{model}@{size}-{multiple:g}x"] = run_fields(
                 model, size, steps, chosen * multiple
             )
     return base.comparison(

@@ -15,7 +15,7 @@ from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.candidates import BUDGETS, TRAINING_BUDGETS, evidence_of
 from smallgpt_jax.analysis.findings import Choice, Contest, Range, Standing
 from smallgpt_jax.analysis.further_runs import Cost, NextRun, cost_of, next_runs
-from smallgpt_jax.analysis.record import Record, Run, size_of
+from smallgpt_jax.analysis.record import Record, Run, grouped, size_of
 from smallgpt_jax.analysis.scaling_curves import SAME_BUDGET
 from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.report import commands, tables, words
@@ -162,27 +162,28 @@ def _further_seeds(contest: Contest, record: Record, results: str) -> dict[str, 
     # All sizes of the models: the first one of each has the grid of learning rates.
     models = {one.model for one in contest.possible}
     runs = [run for run in record.runs if run.model in models]
-    present = len({run.seed for run in runs})
     # The middle of a range such as 5 to 80, in which each factor is equally likely: 20.
     middle = math.ceil(math.sqrt(needed.low * needed.high))
     seeds = min(middle, MAX_SEEDS)
-    if middle > 2 * MAX_SEEDS or seeds <= present:  # MAX_SEEDS would hardly decide
+    further: list[Run] = []  # runs that cost as much as those to be trained
+    by_name = grouped(runs, lambda run: run.name)
+    for of_name in by_name.values():
+        lacking = seeds - len({run.seed for run in of_name})
+        further += lacking * [run for run in of_name if run.seed == of_name[0].seed]
+    if middle > 2 * MAX_SEEDS or not further:  # MAX_SEEDS would hardly decide
         return {"seeds_needed": needed}
-    names = dict.fromkeys(run.name for run in runs)
     command = commands.compare_again(
         record,
         f"--output={MORE_SEEDS}",
         f"--results={results}",
-        f"--config.compare.names={','.join(names)}",
+        f"--config.compare.names={','.join(by_name)}",
         f"--config.compare.seeds={seeds}",
     )
-    added = (seeds - present) / present  # per seed in the record
-    cost = cost_of(runs, [run.trained_fraction * added for run in runs])
     return {
         "seeds_needed": needed,
         "seeds_command": command,
         "seeds": seeds,
-        "seeds_cost": dataclasses.replace(cost, runs=round(len(runs) * added)),
+        "seeds_cost": cost_of(further),
         # A report on these models alone estimates their spread from fewer runs.
         "merge_command": commands.merge(results, MORE_SEEDS) if command else "",
     }

@@ -81,6 +81,15 @@ def test_more_seeds_are_offered_where_few_may_decide(tmp_path):
     assert f"{runs} runs, about {runs * 2 / 10:.1f}e7 FLOPs" in " ".join(str(answer).split())
 
 
+def test_further_seeds_are_counted_by_model(tmp_path):
+    few = [run for run in models(spread=0.2) if (run.name, run.seed) != ("llama", 3)]
+    answer = choosing.choose(
+        saved(tmp_path / "results.json", *few, command=COMMAND), "parameters", 100
+    )
+    assert answer.seeds > 3
+    assert answer.seeds_cost.runs == (answer.seeds - 3) + (answer.seeds - 2)
+
+
 def test_no_command_is_offered_for_many_seeds(tmp_path):
     path = saved(tmp_path / "results.json", *models(spread=1.0), command=COMMAND)
     answer = choosing.choose(path, "parameters", 100)

@@ -8,12 +8,13 @@ presets, after a colon, are `tiny` (seconds per run, for tests), `first` (llama,
 conv, 5 seeds, about 2.5e15 FLOPs) and `all` (delta, canon and windows as well, 4.3e15 FLOPs).
 
 Predictions, before the runs: hybrid is the best at 1.2e14 FLOPs, and conv, which is the best up to
-2e12, is the worst of the six that were planned then. After the runs of tokens.py at 0.33M, where canon copied first with
-each seed, and before those of this file: canon is the best at 6e13, and at 1.2e14 moe, hybrid and
-canon are within 0.05 of each other, since all three copy by then. windows came level with canon at
-0.33M: before its runs here, it is within 0.05 of canon at equal FLOPs from 3e13 on.
+2e12, is the worst of the six that were planned then. After the runs of tokens.py at 0.33M, where
+canon copied first with each seed, and before those of this file: canon is the best at 6e13, and at
+1.2e14 moe, hybrid and canon are within 0.05 of each other, since all three copy by then. windows
+came level with canon at 0.33M: before its runs here, it is within 0.05 of canon at equal FLOPs from
+3e13 on.
 
-docs/results/transition.json has moe, canon and windows with one seed each.
+docs/results/transition.json has llama, moe, hybrid, canon and windows with one seed each.
 """
 
 from configs.compare import base, rates, scaling

@@ -209,7 +209,7 @@ def refusal(answer: Choice) -> str:
 def _refusal(answer: Choice) -> list[str]:
     """Returns [text in a table, sentence] of _REFUSALS, with names and numbers filled in."""
     possible = answer.contest.possible if answer.contest else ()
-    blockers = answer.contest.blockers if answer.contest else ()
+    blockers = _blockers(answer)
     trained = answer.contest.trained if answer.contest else ()
     unmeasured = f"{BUDGETS[answer.budget]} were not measured"
     if answer.budget in _HOW_TO_MEASURE:
@@ -226,6 +226,16 @@ def _refusal(answer: Choice) -> list[str]:
         "needed": 1 / answer.factor if answer.factor else None,
     }
     return [text.format(**values) for text in _REFUSALS.get(answer.refusal, ("", ""))]
+
+
+def _blockers(answer: Choice) -> tuple[str, ...]:
+    """Returns the models that the refusal is about: not those whose losses at the budget are known."""
+    if answer.contest is None:
+        return ()
+    known = {"dearer": "dearer", "more training": "cheaper"}.get(answer.refusal)
+    of_refusal = {one.model for one in answer.contest.standings if one.known == known}
+    blockers = answer.contest.blockers
+    return tuple(model for model in blockers if model in of_refusal) or blockers
 
 
 def probabilities(contest: Contest) -> str:

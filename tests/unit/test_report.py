@@ -265,6 +265,11 @@ def test_probabilities_are_only_of_known_losses():
         answer, contest=dataclasses.replace(open_contest, trained=("moe", "gpt"))
     )
     assert "all of it, moe or gpt may be the best." in " ".join(str(choosing.Answer(level)).split())
+    first, second, third = THREE
+    cheaper = (first, dataclasses.replace(second, known="cheaper"), third)
+    several = dataclasses.replace(open_contest, standings=cheaper, blockers=("llama", "gpt"))
+    sentence = words.refusal(dataclasses.replace(answer, contest=several))
+    assert sentence.startswith("llama may be the best")  # what gpt has with the budget is known
     several = dataclasses.replace(open_contest, blockers=("llama", "gpt"))
     sentence = words.refusal(dataclasses.replace(answer, contest=several))
     assert sentence.startswith("llama or gpt may be the best")

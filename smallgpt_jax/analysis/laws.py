@@ -138,7 +138,10 @@ def _largest_above_two(points: Sequence[LawPoint]) -> str:
     """Returns the largest common size above two sizes of each model, which have a law; "" without."""
     by_model = grouped(points, lambda point: point.model).values()
     for size in _common_sizes(points):
-        if all(len({point.size for point in _smaller(group, size)}) > 1 for group in by_model):
+        numbers = [
+            len(grouped(_smaller(group, size), lambda point: point.size)) for group in by_model
+        ]
+        if min(numbers) > 1:
             return size
     return ""
 

@@ -24,7 +24,7 @@ from smallgpt_jax.report import choosing, words
 
 _RESULTS = flags.DEFINE_string("results", None, "results.json of a comparison.")
 _LIMITS = {
-    name: flags.DEFINE_float(name, None, f"Budget: {words.BUDGETS[name]}.") for name in BUDGETS
+    name: flags.DEFINE_float(name, None, f"Budget: {words.BUDGET_NAMES[name]}.") for name in BUDGETS
 }
 _BATCH = flags.DEFINE_integer(
     "batch",

@@ -186,11 +186,11 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
     tops = logs.max(2, keepdims=True)  # subtracted, because exp of very low ones is 0
     densities = np.exp(logs - tops)
     # How well each τ explains all losses, with the common mean integrated out.
-    evidence = (np.log(densities.mean(2)) + tops[..., 0]).sum(1) - 0.5 * np.log(precisions)
-    evidence = np.exp(evidence - evidence.max())
+    of_tau = (np.log(densities.mean(2)) + tops[..., 0]).sum(1) - 0.5 * np.log(precisions)
+    likelihoods = np.exp(of_tau - of_tau.max())
     # For each world, draw τ, then for each model a variance by its density given this τ (from the
     # inverse of the cumulative density), then the mean of all, then the expected losses.
-    world = rng.choice(len(taus), size=DRAWS, p=evidence / evidence.sum())
+    world = rng.choice(len(taus), size=DRAWS, p=likelihoods / likelihoods.sum())
     cumulative = densities.cumsum(2)  # (τ, models, _QUANTILES), and of each world: [world]
     thresholds = rng.random((DRAWS, len(means), 1)) * cumulative[world, :, -1:]
     picked = (thresholds > cumulative[world]).sum(2)

@@ -210,7 +210,7 @@ class EqualFlops:
     segments: tuple[Segment, ...]
     budgets: tuple[float, ...]  # of the following three, for a plot
     differences: tuple[float, ...]  # expected loss of `model` minus that of `other`
-    low: tuple[float, ...]  # band in which the whole difference lies with probability 95%
+    low: tuple[float, ...]  # band that holds the differences at all these budgets, probability 95%
     high: tuple[float, ...]
 
 

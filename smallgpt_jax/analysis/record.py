@@ -321,7 +321,7 @@ class Predictions:
     records_sha256: str  # of the losses that were fitted
     predictions: dict[str, tuple[Prediction, ...]]  # by the kind of size: "parameters"
     not_predicted: dict[str, str]  # {model: what it lacked}
-    form: str = "power"  # of the law
+    form: str = "power"  # of the law: a key of `laws.FORMS`, or a sum of two powers, as once was
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,9 @@
 A curve is a series of candidates of one model that differ in one thing: the length of training at
 one size, or the size at one number of tokens per parameter. On a curve, a loss falls nearly as a
 power of the budget, so it is interpolated linearly in the logarithms of both. Nothing is
-extrapolated. Two models are compared on curves that both have: otherwise, one that was trained at
-more sizes or lengths would look better between those of the other.
+extrapolated, except for compute multipliers (`equal_flops.py`), by up to NEAR. Two models are
+compared on curves that both have: otherwise, one that was trained at more sizes or lengths would look
+better between those of the other.
 """
 
 import dataclasses
@@ -171,8 +172,8 @@ def _at_budget(curve: Sequence[ScalingPoint], budget: float) -> Contender | None
 
 
 def interpolate(before: ScalingPoint, after: ScalingPoint, budget: float) -> Contender | None:
-    """Returns the model at a budget between two points: for each order of batches that both have,
-    the loss is interpolated linearly in logarithms. None if they have none in common.
+    """Returns the model at a budget on the line through two points: for each order of batches that
+    both have, the loss is linear in logarithms. None if they have none in common.
     """
     # The fraction of the way from `before` to `after`: a budget of 2 between 1 and 4 is halfway.
     fraction = math.log(budget / before.cost) / math.log(after.cost / before.cost)

@@ -19,16 +19,17 @@ import numpy as np
 PRECISION = 0.1
 
 
-def evidence(differences: Sequence[float], precision: float = PRECISION) -> float:
+def evidence(differences: Sequence[float]) -> float:
     """Returns how many times likelier the differences are with an effect than without one."""
     count = len(differences)
     total = math.fsum(differences)
     squares = math.fsum(x * x for x in differences)
     if count < 2 or squares == 0:  # one difference says nothing, whatever it is
         return 1.0
-    # The sum of squares that the effect does not explain; n·x²·p/(n + p) if all differences are x.
-    unexplained = squares - total * total / (count + precision)
-    log_prior = 0.5 * math.log(precision / (count + precision))
+    # The sum of squares that the effect does not explain; n·x²·p/(n + p) of n equal ones x,
+    # with p = PRECISION.
+    unexplained = squares - total * total / (count + PRECISION)
+    log_prior = 0.5 * math.log(PRECISION / (count + PRECISION))
     log_evidence = log_prior + count / 2 * math.log(squares / unexplained)
     return math.exp(min(log_evidence, 700.0))  # exp of more is no float
 

@@ -237,7 +237,7 @@ class Estimate:
             self.common_orders > 0, self.variances / np.maximum(self.common_orders, 1), apart
         )
 
-    @property
+    @functools.cached_property
     def own_variances(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns each model's own part v of the variances V of its differences, so that
         V(a − b) = v(a) + v(b), and the degrees of freedom of each part.

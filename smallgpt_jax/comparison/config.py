@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from smallgpt_jax.config.group import ConfigGroup
 
-BUDGETS = ("tokens", "flops", "parameters", "seconds", "own")
+EQUALIZED = ("tokens", "flops", "parameters", "seconds", "own")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class CompareConfig(ConfigGroup):
     diagnose: bool = False
 
     def validate(self) -> None:
-        self.validate_choice("budget", BUDGETS)
+        self.validate_choice("budget", EQUALIZED)
         self.validate_range("seeds", "averaged_evaluations", least=1)
         self.validate_range("stake", "max_added_learning_rates")
         if self.most_seeds and self.most_seeds <= self.seeds:

@@ -54,7 +54,7 @@ def _answer(choice: Choice) -> dict[str, str]:
     # The loss at stake and the seeds to decide need known losses of two models.
     has_rivals = is_direct and len(contest.possible) > 1 and words.has_probabilities(contest)
     return {
-        f"{words.BUDGETS[choice.budget]}, at most": words.limit(choice.limit, choice.budget),
+        f"{words.BUDGET_NAMES[choice.budget]}, at most": words.limit(choice.limit, choice.budget),
         "model (how sure)": words.choice(choice),
         "loss (80% interval)": words.standing_loss(contest.possible[0]) if is_direct else MISSING,
         "at stake": words.stake(contest) if has_rivals else MISSING,

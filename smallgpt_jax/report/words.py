@@ -25,7 +25,7 @@ from smallgpt_jax.formatting import duration
 MISSING = "–"
 MANY_SEEDS = 1000
 UNEQUAL = 1.1  # ratio of the FLOPs of two models from which a ranking says that they differ
-BUDGETS = {
+BUDGET_NAMES = {
     "flops": "training FLOPs",
     "seconds": "seconds of training",
     "parameters": "parameters",
@@ -85,7 +85,7 @@ def limit(value: float, budget: str) -> str:
 
 def limited(budget: str) -> str:
     """Returns what follows a limit: "training FLOPs", and "per decoding step" after "3 ms"."""
-    text = BUDGETS[budget]
+    text = BUDGET_NAMES[budget]
     return text if budget in ("flops", "parameters") else text.partition(" ")[2]
 
 
@@ -211,7 +211,7 @@ def _refusal(answer: Choice) -> list[str]:
     possible = answer.contest.possible if answer.contest else ()
     blockers = _blockers(answer)
     trained = answer.contest.trained if answer.contest else ()
-    unmeasured = f"{BUDGETS[answer.budget]} were not measured"
+    unmeasured = f"{BUDGET_NAMES[answer.budget]} were not measured"
     if answer.budget in _HOW_TO_MEASURE:
         unmeasured += f"; {_HOW_TO_MEASURE[answer.budget]}"
     # factor = budget / nearest cost: with 0.25, the cheapest model needs 4 times as much

@@ -61,28 +61,31 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
     # paired[a, b]: mean difference of the losses, a − b. Sequential verdicts allow for what was not
     # tried, too.
     paired = estimate.paired - untried[:, None] + untried
-    estimate = dataclasses.replace(estimate, paired=paired)
+    with_untried = dataclasses.replace(estimate, paired=paired)
     models = [one.model for one in finite]
-    pairs = compare_pairs(models, estimate, draws, evidence.pair_level, ranked)
+    pairs = compare_pairs(models, with_untried, draws, evidence.pair_level, ranked)
     chosen, refusal, blockers = _decide(
-        [finite[index] for index in ranked], probabilities[ranked], prior
+        [finite[index] for index in ranked],
+        probabilities[ranked],
+        prior,
+        pairs if evidence.pair_level else (),
     )
-    if evidence.pair_level and chosen:  # each sequential verdict has to agree
-        # The chosen model is the first, so it is `other` in its pairs.
-        rivals = [one.model for one in pairs if one.other == chosen and one.verdict != "higher"]
-        if rivals:
-            chosen, refusal, blockers = None, "uncertain", tuple(rivals)
     standings = []
     for i in ranked:
         interval = _interval(estimate, i)
         standings.append(_standing(finite[i], estimate.means[i], interval, probabilities[i]))
     for worse, better in itertools.product(diverged, finite):  # worse by inf, whatever the seeds
         pairs.append(Pair(worse.model, better.model, 0, math.inf, None, 0.0, "higher", None))
-    above_lowest = draws[:, first] - draws.min(1)  # what taking the first one costs in each draw
     # Where no spread is known, the draws cannot tell what is at stake.
     is_known = prior.is_known or len(finite) == 1
-    at_stake = float(np.quantile(above_lowest, STAKE)) if is_known else math.inf
+    at_stake = _at_stake(draws, first) if is_known else math.inf
     return Contest((*standings, *last), tuple(pairs), chosen, refusal, blockers, at_stake)
+
+
+def _at_stake(draws: np.ndarray, first: int) -> float:
+    """Returns what taking the first one costs at most, with the probability STAKE."""
+    above_lowest = draws[:, first] - draws.min(1)
+    return float(np.quantile(above_lowest, STAKE))
 
 
 def _ranked(contenders: Sequence[Contender], means: np.ndarray) -> list[int]:
@@ -99,10 +102,13 @@ def _ranked(contenders: Sequence[Contender], means: np.ndarray) -> list[int]:
 
 
 def _decide(
-    ranked: Sequence[Contender], probabilities: np.ndarray, prior: VariancePrior
+    ranked: Sequence[Contender],
+    probabilities: np.ndarray,
+    prior: VariancePrior,
+    sequential_pairs: Sequence[Pair],
 ) -> tuple[str | None, Refusal | None, tuple[str, ...]]:
     """Returns the chosen model, or None; why none is chosen; and the models that may be better than
-    the first. `probabilities` are those of having the lowest loss.
+    the first. `probabilities` are those of having the lowest loss; `sequential_pairs` have to agree.
     """
     if len(ranked) == 1:
         return ranked[0].model, None, ()
@@ -113,7 +119,11 @@ def _decide(
     if prior.total_degrees < _MIN_DEGREES:
         return None, "few seeds", blockers
     if probabilities[0] >= CERTAIN:
-        return ranked[0].model, None, ()
+        first = ranked[0].model
+        # In its pairs, the first one is `other`.
+        of_first = [pair for pair in sequential_pairs if pair.other == first]
+        undecided = tuple(pair.model for pair in of_first if pair.verdict != "higher")
+        return (None, "uncertain", undecided) if undecided else (first, None, ())
     # The most probable rival decides what would help: more training of it, or runs at the budget.
     refusals = {"cheaper": "more training", "dearer": "dearer"}
     return None, refusals.get(ranked[rivals[0]].known, "uncertain"), blockers

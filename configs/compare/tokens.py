@@ -28,7 +28,8 @@ begun to copy after 6.6 M tokens; conv has not after 13.1 M.
 Predictions for what is left of 0.33M-others: canon's third seed copies after 6.6 M tokens, too. No
 windows, x0 or delta is better than canon with 1.6e13 FLOPs; windows and x0 copy after 13.1 M tokens,
 delta does not. canon windows, added when canon and windows were level at 1e13 FLOPs, has canon's
-loss at equal tokens within 0.03, and so the lowest of all at 1e13, 1.6e13 and 2.4e13 FLOPs.
+loss at equal tokens within 0.03, and so the lowest of all at 1e13, 1.6e13 and 2.4e13 FLOPs. Against
+it, canon windows (docs/results/both.json, two seeds) copies later than canon and windows.
 """
 
 from configs.compare import base, rates, scaling

@@ -26,6 +26,7 @@ _MIN_BLOCKS_LEARNED = 2
 _SPREAD = 1.3  # MLPs are at most this factor wider or narrower than usual
 _CLOSE = 0.01  # relative error at which the search ends
 _TRIALS = 8  # models that are traced at most
+_TRIED = 100  # shapes with the same error, after which no other one is tried
 
 
 def fit_shape(fields: Mapping[str, Any], parameters: float) -> ModelConfig:
@@ -133,13 +134,15 @@ class _Search:
         """Returns the best valid shape by an approximate count. Raises UserError if there is none."""
         shapes = self.shapes(count, parameters)
         ranked = sorted(shapes, key=lambda shape: self.cost(shape, count(shape) / parameters))
-        problem = None
-        for shape in ranked:
+        problems: dict[str, UserError] = {}  # by their messages
+        for number, shape in enumerate(ranked, start=1):
             try:
                 return shape, self.config(shape)
             except UserError as error:  # such as a number of paths that does not divide the blocks
-                problem = problem or error
-        raise problem
+                problems.setdefault(str(error), error)
+            if number >= _TRIED and len(problems) == 1:  # it does not depend on the shape
+                break
+        raise next(iter(problems.values()))
 
     def shapes(self, count: _Count, parameters: float) -> Iterator[_Shape]:
         for d in self._options("d_model", _WIDTHS):

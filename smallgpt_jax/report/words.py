@@ -229,13 +229,15 @@ def _refusal(answer: Choice) -> list[str]:
 
 
 def _blockers(answer: Choice) -> tuple[str, ...]:
-    """Returns the models that the refusal is about: not those whose losses at the budget are known."""
+    """Returns the models that the refusal is about: not those whose losses at about the budget are
+    known.
+    """
     if answer.contest is None:
         return ()
+    contest = answer.contest
     known = {"dearer": "dearer", "more training": "cheaper"}.get(answer.refusal)
-    of_refusal = {one.model for one in answer.contest.standings if one.known == known}
-    blockers = answer.contest.blockers
-    return tuple(model for model in blockers if model in of_refusal) or blockers
+    unknown = {one.model for one in contest.standings if one.known == known} - {*contest.trained}
+    return tuple(model for model in contest.blockers if model in unknown) or contest.blockers
 
 
 def probabilities(contest: Contest) -> str:

@@ -5,12 +5,15 @@ copy?
 
 Each of three initial weights (train.seed) is trained with each of three orders of the batches
 (data.seed), as in PolyPythias (arXiv 2503.09543), for 80 tokens per parameter of gpt. Names are
-"MODEL order ORDER@SIZE". The presets, after a colon, are `tiny` (seconds per run, for tests) and
-`0.2M` (pgpt and moe, 18 runs, about 5e14 FLOPs).
+"MODEL order ORDER@SIZE"; each has one order, so a report pairs them by the initial weights. The
+presets, after a colon, are `tiny` (seconds per run, for tests) and `0.2M` (pgpt and moe, 18 runs,
+about 5e14 FLOPs).
 
 Predictions, before the runs: after 80 tokens per parameter, the order explains more than half of
 the variance of moe's losses; pgpt learns to copy in no more than three of nine runs, and neither
 half explains more than half of its variance.
+
+docs/results/orders.json has two orders and two initial weights, not all crossed.
 """
 
 from configs.compare import base, rates, scaling

@@ -92,8 +92,8 @@ def main() -> None:
     with preemption.handle_signals("stopped"):
         if _INFERENCE.value:
             result = plan_inference(_CONFIG.value, _TOPOLOGY.value, batch=_BATCH.value)
-            is_json = _JSON.value
-            print(json.dumps(dataclasses.asdict(result)) if is_json else format_inference(result))
+            as_json = json.dumps(dataclasses.asdict(result))
+            print(as_json if _JSON.value else format_inference(result))
             return
         beside = sys.stderr if _JSON.value else sys.stdout  # standard output is one JSON object
         log = functools.partial(print, file=beside, flush=True)

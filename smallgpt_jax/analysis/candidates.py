@@ -15,7 +15,7 @@ EQUAL = 1e-3  # nats; models whose losses differ by less with each seed are the 
 # Of a size and length, from which its differences have their own typical variance: models, and degrees
 # of freedom, which are those of four models with two seeds.
 _MIN_MODELS, _MIN_DEGREES = 4, 3
-_VARYING = 4.0  # spread of losses, in EQUAL, from which equal ones are no coincidence
+_VARYING = 4.0  # range of losses, in multiples of EQUAL, above which equal ones are no coincidence
 _SAME_ROWS = 1.01  # ratio up to which numbers of validation tokens count as the same rows
 DECODING_BATCHES = (1, 32)  # batch sizes at which `compare` measures decoding
 BATCH_BUDGETS = ("decode_ms", "memory")  # that depend on the batch size of decoding
@@ -101,10 +101,10 @@ def _seed_of_pairs(runs: Sequence[Run]) -> Callable[[Run], int]:
 
 
 def _losses(runs: Sequence[Run], seed_of: Callable[[Run], int]) -> dict[int, float]:
-    """Returns {order of batches: loss}, or by another `seed_of`."""
+    """Returns {seed by which runs are paired: loss}."""
     losses = {}
-    for order, group in grouped(runs, seed_of).items():  # several runs of an order are one sample
-        losses[order] = statistics.fmean(run.loss for run in group)
+    for seed, group in grouped(runs, seed_of).items():  # several runs of a seed are one sample
+        losses[seed] = statistics.fmean(run.loss for run in group)
     return losses
 
 
@@ -271,8 +271,8 @@ def _setting(candidate: Candidate) -> tuple[str, int, float]:
 
 
 def _have_equal_losses(pairs: Sequence[tuple[Candidate, Candidate]]) -> bool:
-    """Whether the losses of each common order of batches differ by less than EQUAL, and too many do for
-    a coincidence.
+    """Whether the losses of each common order of batches differ by less than EQUAL, although they vary
+    by more over orders, sizes and lengths.
     """
     losses = []
     for one, other in pairs:

@@ -39,7 +39,7 @@ from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.object_storage import is_remote, match
 from smallgpt_jax.storage.paths import as_path, local_path, resolve
 
-_EQUALIZED = {
+_SENTENCES = {  # about what all runs have in common, by config.compare.budget
     "tokens": "All runs are trained on as many tokens as {reference}'s recipe.",
     "flops": "All runs are trained for as many FLOPs as {reference}'s recipe.",
     "parameters": "All runs have the same number of parameters within 2%, reached by changing their "
@@ -190,7 +190,7 @@ class TrainedComparison:
         predictions = held_out.read_predictions(comparison.output) if comparison.held_out else None
         return Record(
             title=f"{models}{equal}",
-            budget=_EQUALIZED[self.compare.budget].format(**self.compare),
+            budget=_SENTENCES[self.compare.budget].format(**self.compare),
             command=self.command,
             reference=self.compare.reference,
             runs=merging.require_comparable(self.outcomes.runs(self.losses)),

@@ -102,7 +102,7 @@ def test_a_model_that_was_trained_with_less_may_be_the_best_with_the_whole_budge
     assert answer.contest.blockers == ("a",)
     (a,) = (one for one in answer.contest.standings if one.model == "a")
     assert (a.known, a.loss) == ("cheaper", pytest.approx(3.2))
-    assert answer.contest.trained == ("b",)  # what its row says of those with the whole budget
+    assert answer.contest.trained == ("b",)
     slope = math.log(3.6 / 3.2) / math.log(2)
     assert a.potential == pytest.approx(3.2 * 2.5**-slope, abs=1e-3)
 
@@ -345,14 +345,19 @@ def test_a_dominated_model_is_never_named(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [(3, 4, 5), (2, 3, 4)])
+@pytest.mark.parametrize("seeds", [None, (3, 4, 5), (2, 3, 4)])
 def test_with_other_seeds_too_no_model_is_named_that_is_worse_than_each_run_of_another(seeds):
-    """Every second model was trained elsewhere, with other seeds."""
+    """Every second model was trained elsewhere, with other seeds, or each has its own number."""
     rng = np.random.default_rng(5)
+    kind, seeds_of = "unequal seeds", None
+    if seeds:
+        kind, seeds_of = "normal", lambda number: seeds if number % 2 else (0, 1, 2)
     for _ in range(25):
-        within, found = made_up_contest(
-            "normal", rng, lambda number: seeds if number % 2 else (0, 1, 2)
-        )
+        within, found = made_up_contest(kind, rng, seeds_of)
         first = found.standings[0]
         assert found.chosen in (None, first.model)
-        assert all(max(one.losses.values()) >= first.loss for one in within)
+        most = max(len(one.losses) for one in within)
+        for one in within:
+            # Expected losses are those over all orders; with fewer, a model may have had easy ones.
+            if len(one.losses) == most:
+                assert max(one.losses.values()) >= first.loss

@@ -269,7 +269,8 @@ def test_probabilities_are_only_of_known_losses():
     cheaper = (first, dataclasses.replace(second, known="cheaper"), third)
     several = dataclasses.replace(open_contest, standings=cheaper, blockers=("llama", "gpt"))
     sentence = words.refusal(dataclasses.replace(answer, contest=several))
-    assert sentence.startswith("llama may be the best")  # what gpt has with the budget is known
+    # gpt's loss at the budget is known
+    assert sentence.startswith("llama may be the best")
     several = dataclasses.replace(open_contest, blockers=("llama", "gpt"))
     sentence = words.refusal(dataclasses.replace(answer, contest=several))
     assert sentence.startswith("llama or gpt may be the best")

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from smallgpt_jax.analysis import sequential
 from smallgpt_jax.analysis.sequential import (
-    PRECISION,
     evidence,
     half_width,
     interval,
@@ -37,8 +37,10 @@ def integrated(differences, precision: float, degrees: float = 0.0, variance: fl
 
 
 @pytest.mark.parametrize("differences", [(0.3, 0.1), (0.3, 0.1, -0.2), (1.0, 1.2, 0.9, 1.1)])
-def test_evidence_is_the_ratio_of_integrated_likelihoods(differences):
-    expected = integrated(differences, PRECISION)
+@pytest.mark.parametrize("precision", [0.1, 1.0])
+def test_evidence_is_the_ratio_of_integrated_likelihoods(differences, precision, monkeypatch):
+    monkeypatch.setattr(sequential, "PRECISION", precision)
+    expected = integrated(differences, precision)
     assert evidence(differences) == pytest.approx(expected, rel=1e-3)
 
 

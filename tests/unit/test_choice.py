@@ -107,6 +107,22 @@ def test_a_model_that_was_trained_with_less_may_be_the_best_with_the_whole_budge
     assert a.potential == pytest.approx(3.2 * 2.5**-slope, abs=1e-3)
 
 
+def test_single_seeds_of_four_models_have_the_spread_of_the_record():
+    """At size s, three models have three seeds, which tell how much losses vary."""
+    groups = []
+    for model, losses in (
+        ("a", [4.0, 4.01, 4.03]),
+        ("b", [4.3, 4.33, 4.31]),
+        ("c", [4.5, 4.5, 4.52]),
+    ):
+        groups.append(runs(f"{model}@s", losses, steps=10))
+    for model, loss in (("a", 3.0), ("b", 3.5), ("c", 3.6), ("d", 3.7)):
+        groups.append(runs(f"{model}@m", [loss], steps=40, parameters=2000))
+    answer = choose(record(*groups), "flops", 4.8e7)
+    assert answer.contest.standings[0].interval is not None
+    assert answer.refusal != "few seeds"
+
+
 def test_a_model_that_is_worse_wherever_both_were_trained_does_not_block():
     """b was not trained with as little as a, but is much worse where both were."""
     answer = choose(

@@ -67,6 +67,15 @@ def test_the_lowest_loss_within_a_budget_bounds_it():
     assert own.cheapest_just_above(7e5) is None
 
 
+def test_a_fall_between_nearly_equal_budgets_is_no_slope():
+    own = curves(
+        runs("a", [4.0], steps=100), runs("a", [3.8], steps=105), runs("a", [3.6], steps=210)
+    )["a"]
+    _, near, far = (point.candidate for point in own.points)
+    assert own.steepest_fall(near) is None
+    assert own.steepest_fall(far) == pytest.approx(math.log(3.8 / 3.6) / math.log(2))
+
+
 def test_sizes_are_one_curve_at_about_equal_tokens_per_parameter():
     """Tokens per parameter are those of the size's typical model, so models of one size that were
     trained on equal tokens are on the same curve.

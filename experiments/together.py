@@ -1,0 +1,190 @@
+"""Trains the runs of a comparison that share a compiled step at the same time, in one program.
+
+    python experiments/together.py --config=configs/compare/transition.py --output=runs/transition
+    python -m smallgpt_jax.compare --config=configs/compare/transition.py --output=runs/transition
+
+A GPU is idle for most of the step of a small model. Here, one program updates the models of several
+seeds, orders and learning rates (vmap over the train step). The workdirs are those that `compare`
+would write, so the second command only reads them; the losses differ by rounding. Since no run has
+the device to itself, no speed is logged. Grids of learning rates and held-out sizes are not
+supported. Finished runs are skipped; unfinished ones start again.
+"""
+
+import contextlib
+import functools
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # without an installation
+
+from smallgpt_jax import cli
+from smallgpt_jax.comparison.comparing import TrainedComparison
+from smallgpt_jax.comparison.queue import describe
+from smallgpt_jax.comparison.runs import PlannedRun
+from smallgpt_jax.data.packing import Batch
+from smallgpt_jax.devices import sharding
+from smallgpt_jax.optim.learning_rate import learning_rate_schedule
+from smallgpt_jax.training.initial_state import restore_or_initialize
+from smallgpt_jax.training.program import Program
+from smallgpt_jax.training.step import Hyperparameters, train_step
+from smallgpt_jax.training.trainer import Trainer, open_trainer
+
+_CONFIG = cli.define_config()
+_OUTPUT = flags.DEFINE_string("output", None, "Folder of the comparison.", required=True)
+_MODELS = flags.DEFINE_list("models", None, "Train runs of these names only. Default: all.")
+_CHUNK = 32  # steps that are dispatched at once
+_AHEAD = 4  # chunks that are read ahead
+
+
+def main() -> None:
+    comparison = TrainedComparison(_CONFIG.value, Path(_OUTPUT.value), (), "")
+    outcomes = comparison.outcomes
+    missing = [run for run in outcomes.comparison.runs({}) if outcomes.loss(run) is None]
+    for runs in groups(missing):
+        print(f"\n{len(runs)} runs together: {'; '.join(map(describe, runs))}", flush=True)
+        started = time.monotonic()
+        for run in runs:
+            shutil.rmtree(run.folder, ignore_errors=True)
+        with contextlib.ExitStack() as stack:
+            trainers = [
+                stack.enter_context(open_trainer(run.config, run.folder, outcomes.text))
+                for run in runs
+            ]
+            train_together(trainers)
+        print(f"{time.monotonic() - started:.0f} s", flush=True)
+
+
+def groups(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
+    """Returns the runs that can share a program, longest first: shorter ones may start from them."""
+    found = defaultdict(list)
+    for run in runs:
+        if _MODELS.value is None or run.name in _MODELS.value:
+            train = run.config.train
+            found[run.config.compiled_part(), train.steps, train.eval_every].append(run)
+    return sorted(found.values(), key=lambda group: -group[0].horizon)
+
+
+def train_together(trainers: Sequence[Trainer]) -> None:
+    program, config = trainers[0].program, trainers[0].config.train
+    states = [
+        restore_or_initialize(t.program, t.checkpoints, t.config.train.seed) for t in trainers
+    ]
+    first_step = int(states[0].step)
+    state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    for trainer in trainers:
+        trainer._log_session(first_step, 0.0)
+        trainer._prepare_loop(first_step)
+
+    reported = {*range(config.eval_every, config.steps, config.eval_every), config.steps}
+    reported |= {step for trainer in trainers for step in trainer.config.train.kept_steps}
+    chunks = list(split(first_step, sorted(step for step in reported if step > first_step)))
+    advance, reader = advance_of(program, len(trainers)), Reader(trainers)
+    started, pending, losses = time.monotonic(), None, []
+    with ThreadPoolExecutor(2) as pool, sharding.use_mesh(program.mesh):
+        ahead = [pool.submit(reader.read, steps) for steps in chunks[:_AHEAD]]
+        for number, steps in enumerate(chunks):
+            inputs = ahead.pop(0).result()
+            if number + _AHEAD < len(chunks):
+                ahead.append(pool.submit(reader.read, chunks[number + _AHEAD]))
+            previous, (state, pending) = pending, advance(state, *inputs, len(steps))
+            if previous is not None:  # read while the next chunk runs
+                losses.append(np.asarray(previous))
+            if steps.stop not in reported:
+                continue
+            losses.append(np.asarray(pending)[: len(steps)])
+            means_S, lasts_S = np.concatenate(losses).mean(0), losses[-1][-1]
+            pending, losses = None, []
+            if not np.isfinite(means_S).all():
+                raise ValueError(f"step {steps.stop}: losses {means_S}")
+            speed = (steps.stop - first_step) / (time.monotonic() - started)
+            print(f"step {steps.stop}: {speed:.0f} steps/s", flush=True)
+            own = [jax.tree.map(lambda leaf: leaf[i], state) for i in range(len(trainers))]
+            for trainer, own_state, last, mean in zip(trainers, own, lasts_S, means_S):
+                report(trainer, steps.stop, own_state, float(last), float(mean))
+    for trainer, own_state in zip(trainers, own):
+        trainer._finish(own_state, config.steps)
+
+
+def split(first_step: int, ends: Sequence[int]) -> Iterator[range]:
+    """Yields ranges of at most _CHUNK steps, of which each of `ends` ends one."""
+    step = first_step
+    for end in ends:
+        while step < end:
+            steps = range(step, min(step + _CHUNK, end))
+            yield steps
+            step = steps.stop
+
+
+class Reader:
+    """The inputs of chunks of steps, for all runs."""
+
+    def __init__(self, trainers: Sequence[Trainer]):
+        self.batches = [trainer.pipeline.train_batches for trainer in trainers]
+        self.rates_SxN = np.stack([learning_rates(trainer) for trainer in trainers])
+        self.seeds_S = np.uint32([trainer.config.train.seed for trainer in trainers])
+        self.decays_S = np.float32([trainer.config.optimizer.weight_decay for trainer in trainers])
+
+    def read(self, steps: range) -> tuple[np.ndarray, Hyperparameters]:
+        """Returns tokens and hyperparameters, padded to _CHUNK steps."""
+        batches = [[batches[step] for batches in self.batches] for step in steps]
+        if any(field is not None for field in batches[0][0][1:]):
+            raise ValueError("only texts without masks are supported")
+        tokens_KxSxBxT1 = np.int32([[one.tokens_BxT1 for one in of_step] for of_step in batches])
+        rates_KxS = self.rates_SxN.T[steps.start : steps.stop]
+        shape = (_CHUNK, len(self.batches))
+        return _padded(tokens_KxSxBxT1), Hyperparameters(
+            np.broadcast_to(self.seeds_S, shape),
+            _padded(rates_KxS),
+            np.broadcast_to(self.decays_S, shape),
+        )
+
+
+def _padded(array: np.ndarray) -> np.ndarray:
+    return np.concatenate([array, np.zeros((_CHUNK - len(array), *array.shape[1:]), array.dtype)])
+
+
+def learning_rates(trainer: Trainer) -> np.ndarray:
+    schedule = learning_rate_schedule(trainer.config.optimizer)
+    return np.float32(jax.vmap(schedule)(jnp.arange(trainer.config.train.steps)))
+
+
+@functools.cache
+def advance_of(program: Program, num_runs: int) -> Callable:
+    """Returns a function that runs the steps of a chunk."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def advance(state, tokens_KxSxBxT1, hyperparameters, num_steps):
+        def update(i, carry):
+            state, losses_KxS = carry
+            state, metrics = jax.vmap(functools.partial(train_step, program))(
+                state, Batch(tokens_KxSxBxT1[i]), jax.tree.map(lambda x: x[i], hyperparameters)
+            )
+            losses_S = jnp.where(metrics["is_finite"], metrics["loss"], jnp.nan)
+            return state, losses_KxS.at[i].set(losses_S)
+
+        return jax.lax.fori_loop(0, num_steps, update, (state, jnp.zeros((_CHUNK, num_runs))))
+
+    return advance
+
+
+def report(trainer: Trainer, step: int, state, loss: float, mean: float) -> None:
+    config = trainer.config.train
+    trainer.logger.writer.write(step, "train", {"loss": loss, "loss_mean": mean})
+    if step in config.kept_steps or step == config.steps:
+        trainer.checkpoints.save(step, state, [])
+    if config.evaluates(step):
+        trainer.log_validation_loss(step, state)
+
+
+if __name__ == "__main__":
+    cli.run(main)

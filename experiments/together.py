@@ -34,6 +34,8 @@ from smallgpt_jax.comparison.runs import PlannedRun
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
+from smallgpt_jax.run.sessions import append_session
+from smallgpt_jax.training import messages
 from smallgpt_jax.training.initial_state import restore_or_initialize
 from smallgpt_jax.training.program import Program
 from smallgpt_jax.training.step import Hyperparameters, train_step
@@ -81,9 +83,9 @@ def train_together(trainers: Sequence[Trainer]) -> None:
     ]
     first_step = int(states[0].step)
     state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    compilations = program.start_compilation()  # of evaluation, and for the memory of one run
     for trainer in trainers:
-        trainer._log_session(first_step, 0.0)
-        trainer._prepare_loop(first_step)
+        trainer.logger = trainer._open_logger(first_step)
 
     reported = {*range(config.eval_every, config.steps, config.eval_every), config.steps}
     reported |= {step for trainer in trainers for step in trainer.config.train.kept_steps}
@@ -111,7 +113,12 @@ def train_together(trainers: Sequence[Trainer]) -> None:
             own = [jax.tree.map(lambda leaf: leaf[i], state) for i in range(len(trainers))]
             for trainer, own_state, last, mean in zip(trainers, own, lasts_S, means_S):
                 report(trainer, steps.stop, own_state, float(last), float(mean))
+    for compilation in compilations:
+        compilation.result()
+    memory = program.compiled_train_step.memory_analysis()
     for trainer, own_state in zip(trainers, own):
+        facts = messages.session_facts(program, trainer.pipeline, memory, first_step)
+        append_session(trainer.spool.workdir, {**facts, "stack": len(trainers)})
         trainer._finish(own_state, config.steps)
 
 

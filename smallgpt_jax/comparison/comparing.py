@@ -75,7 +75,7 @@ def compare(
     # Read before the training, so that a damaged file is refused at once.
     curves = figures.read_logged(local_path("--logged", logged)) if logged else {}
     if config is not None:
-        comparison = TrainedComparison(_loaded(config, overrides), folder, results, command)
+        comparison = TrainedComparison(load_config(config, overrides), folder, results, command)
         comparison.train(lambda record: _report(record, folder, curves))
         record = comparison.record()
     elif workdirs is not None:
@@ -101,15 +101,8 @@ def plan_comparison(
     Trains nothing, but measures the speed of steps, unless a topology is given.
     """
     folder = as_path("--output", str(output))
-    comparison = TrainedComparison(_loaded(config, overrides), folder, results, "")
+    comparison = TrainedComparison(load_config(config, overrides), folder, results, "")
     return dry_run.forecast(comparison.outcomes, topology)
-
-
-def _loaded(config: str | Mapping[str, Any], overrides: Mapping[str, Any] | None) -> ConfigDict:
-    # A copy of a ConfigDict would refuse names with a dot, such as gpt@0.2M.
-    if isinstance(config, ConfigDict) and not overrides:
-        return config
-    return load_config(config, overrides)
 
 
 def _report(record: Record, folder: Path, logged: figures.LoggedCurves) -> Report:

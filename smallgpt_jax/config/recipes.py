@@ -31,7 +31,12 @@ def load_config(
     config, or have names such as "train.steps". Their types and values are checked where the config
     is used. Raises UserError for an unknown recipe, group or field.
     """
-    loaded = _read_recipe(config) if isinstance(config, str) else ConfigDict(copy.deepcopy(config))
+    if isinstance(config, str):
+        loaded = _read_recipe(config)
+    elif isinstance(config, ConfigDict):
+        loaded = config.copy_and_resolve_references()
+    else:  # names of runs may have dots, such as gpt@0.2M
+        loaded = ConfigDict(copy.deepcopy(dict(config)), allow_dotted_keys=True)
     with loaded.ignore_type():
         _override(loaded, overrides or {}, "config")
     return loaded

@@ -20,6 +20,7 @@ import pytest
 from conftest import call, load_config
 from data_helpers import files_of, prepare_store, write_jsonl
 
+from configs.compare import base
 from smallgpt_jax.data import (
     encoding,
     parts,
@@ -30,6 +31,7 @@ from smallgpt_jax.data import (
     unfinished_store,
 )
 from smallgpt_jax.data.corpus import Corpus, open_mixture, open_or_prepare
+from smallgpt_jax.data.corpus import prepare as prepare_text
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.storage.locks import file_lock
@@ -340,6 +342,15 @@ def test_names_the_file_that_the_training_of_a_tokenizer_cannot_read(tmp_path):
     )  # SentencePiece has texts already when reading fails
     with pytest.raises(UserError, match=r"^\S*corpus\.jsonl\.gz: "):
         prepare_store(tmp_path / "store", path, tokenizer="sentencepiece:300")
+
+
+def test_the_text_of_a_comparison(corpus, tmp_path):
+    """Names of its runs have dots, which a ConfigDict refuses by default."""
+    fields = dict(source=str(corpus[0]), tokenizer="bytes", store=str(tmp_path / "store"))
+    runs = {"gpt@0.2M": {"train": {"steps": 1}}}
+    comparison = base.comparison(load_config("gpt", "tiny"), runs)
+    found, is_new = prepare_text(comparison, {"data": fields})
+    assert is_new and found.stores[0].train.documents > 200
 
 
 def test_resumes_in_the_cache_folder(shards, tmp_path, monkeypatch):

@@ -7,14 +7,13 @@ A GPU is idle for most of the step of a small model. Here, one program updates t
 seeds, orders and learning rates (vmap over the train step). The workdirs are those that `compare`
 would write, so the second command only reads them; the losses differ by rounding (on a CPU, by 1e-6
 after 32 steps). Since no run has the device to itself, no speed is logged. Grids of learning rates
-and held-out sizes are not supported. Finished runs are skipped; unfinished ones start again.
+and held-out sizes are not supported. Finished runs are skipped.
 
 It has not run on a GPU yet.
 """
 
 import contextlib
 import functools
-import shutil
 import sys
 import time
 from collections import defaultdict
@@ -35,6 +34,7 @@ from smallgpt_jax.comparison.queue import describe
 from smallgpt_jax.comparison.runs import PlannedRun
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.training import messages
@@ -58,7 +58,8 @@ def main() -> None:
         print(f"\n{len(runs)} runs together: {'; '.join(map(describe, runs))}", flush=True)
         started = time.monotonic()
         for run in runs:
-            shutil.rmtree(run.folder, ignore_errors=True)
+            if run.folder.exists():
+                raise UserError(f"{run.folder}: is unfinished; train on with compare, or remove it")
         with contextlib.ExitStack() as stack:
             trainers = [
                 stack.enter_context(open_trainer(run.config, run.folder, outcomes.text))

@@ -340,24 +340,31 @@ def _with_potential(
     budget: float,
 ) -> Contender | None:
     """Returns a model with `untried`: by how much its loss may be lower at `budget`, with sizes or
-    lengths that were not tried. None if nothing tells. `first` is the model with the lowest loss.
+    lengths that were not tried. None if nothing tells. `first` is the model with the lowest loss;
+    `reached` is None if this model was trained only with more than the budget.
     """
-    potentials = [math.inf if reached is None else reached.loss]
-    # On the common curve nearest to the cost of the first one, the model differs from it by d. So at
-    # `budget`, it may have the first one's loss + d.
     common = pair_at_nearest_budget(curves, first_curves, first.cost)
-    if common:
-        nearest, nearest_first = common
-        potentials.append(first.loss + nearest.loss - nearest_first.loss)
-        if reached is None:
-            # with the parameters and tokens of its runs, not those of a budget beyond
-            reached = dataclasses.replace(nearest, known="dearer", parameters=0.0, tokens=0.0)
-    if reached is None:
+    if reached is None and common:
+        # with the parameters and tokens of its runs, not those of a budget beyond
+        reached = dataclasses.replace(common[0], known="dearer", parameters=0.0, tokens=0.0)
+    elif reached is None:
         # The loss of a point just above the budget is already a lower bound: nothing to subtract.
         point = curves.cheapest_just_above(budget)
         return point and Contender(point.candidate, point.candidate.losses, point.cost, "dearer")
+    # A loss of "dearer" was reached with more than the budget.
+    potentials = [] if reached.known == "dearer" else [reached.loss]
+    if common:
+        # On the common curve nearest to the cost of the first one, the model differs from it by d.
+        # So at `budget`, it may have the first one's loss + d.
+        nearest, nearest_first = common
+        potentials.append(first.loss + nearest.loss - nearest_first.loss)
     if reached.known == "cheaper":  # with all of the budget, its loss may go on falling as before
-        exponent = curves.steepest_fall(reached.candidate)
-        exponent = STEEPEST if exponent is None else max(0.0, exponent)
-        potentials.append(reached.loss * (reached.cost / budget) ** exponent)
+        potentials.append(_loss_at(budget, reached, curves))
     return dataclasses.replace(reached, untried=reached.loss - min(potentials))
+
+
+def _loss_at(budget: float, reached: Contender, curves: ScalingCurves) -> float:
+    """Returns a loss after more training, falling as steeply as its curves did at most."""
+    exponent = curves.steepest_fall(reached.candidate)
+    exponent = STEEPEST if exponent is None else max(0.0, exponent)
+    return reached.loss * (reached.cost / budget) ** exponent

@@ -181,34 +181,61 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
     means = estimate.means - untried
     own, degrees = estimate.own_variances
     errors = own / estimate.counts
-    taus = np.array(_MODEL_SPREADS) * math.sqrt(np.median(errors))
-    # Where losses of most models hardly vary, 64 errors are less than the models differ. No τ would
-    # then explain a model that is far from the others, and all of its worlds would be near theirs.
-    taus[-1] = max(taus[-1], np.ptp(means))
-    # Mean of all models, for each τ, weighted by how well each loss determines it. (τ, models)
-    weights = 1 / (taus[:, None] ** 2 + errors)
-    precisions = weights.sum(1)  # of the mean of all
-    centers = (weights * means).sum(1) / precisions
-    # Density of each measured loss, for each τ and possible variance. (τ, models, _QUANTILES)
+    taus = _possible_spreads(means, errors)
+    centers, precisions = _common_means(means, errors, taus)
     variances = _possible_variances(errors, degrees)
-    total = taus[:, None, None] ** 2 + variances
-    logs = -0.5 * ((means[:, None] - centers[:, None, None]) ** 2 / total + np.log(total))
-    tops = logs.max(2, keepdims=True)  # subtracted, because exp of very low ones is 0
-    densities = np.exp(logs - tops)
-    # How well each τ explains all losses, with the common mean integrated out.
-    of_tau = (np.log(densities.mean(2)) + tops[..., 0]).sum(1) - 0.5 * np.log(precisions)
-    likelihoods = np.exp(of_tau - of_tau.max())
-    # For each world, draw τ, then for each model a variance by its density given this τ (from the
-    # inverse of the cumulative density), then the mean of all, then the expected losses.
+    likelihoods, densities = _explain(means, centers, precisions, taus, variances)
+    # τ of each world, then a variance v of each model, by its density with this τ (the inverse of
+    # the cumulative density), then the mean of all models
     world = rng.choice(len(taus), size=DRAWS, p=likelihoods / likelihoods.sum())
     cumulative = densities.cumsum(2)  # (τ, models, _QUANTILES), and of each world: [world]
     thresholds = rng.random((DRAWS, len(means), 1)) * cumulative[world, :, -1:]
     picked = (thresholds > cumulative[world]).sum(2)
     variance = variances[np.arange(len(means)), picked]
     center = centers[world] + rng.standard_normal(DRAWS) / np.sqrt(precisions[world])
+    # then the expected losses
     kept = taus[world][:, None] ** 2 / (taus[world][:, None] ** 2 + variance)  # τ² / (τ² + v)
     noise = np.sqrt(kept * variance) * rng.standard_normal(variance.shape)
     return center[:, None] + kept * (means - center[:, None]) + noise
+
+
+def _possible_spreads(means: np.ndarray, errors: np.ndarray) -> np.ndarray:
+    """Returns the values of τ that are considered. `errors` are variances of the means."""
+    taus = np.array(_MODEL_SPREADS) * math.sqrt(np.median(errors))
+    # Where losses of most models hardly vary, 64 errors are less than the models differ. No τ would
+    # then explain a model that is far from the others, and all of its worlds would be near theirs.
+    taus[-1] = max(taus[-1], np.ptp(means))
+    return taus
+
+
+def _common_means(
+    means: np.ndarray, errors: np.ndarray, taus: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns, for each τ, the mean of all models, weighted by how well each loss determines it, and
+    its precision (1 / variance).
+    """
+    weights = 1 / (taus[:, None] ** 2 + errors)  # (τ, models)
+    precisions = weights.sum(1)
+    return (weights * means).sum(1) / precisions, precisions
+
+
+def _explain(
+    means: np.ndarray,
+    centers: np.ndarray,
+    precisions: np.ndarray,
+    taus: np.ndarray,
+    variances: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns how well each τ explains all measured losses, up to a factor, and how well each of a
+    model's possible variances explains its loss with this τ, (τ, models, _QUANTILES).
+    """
+    total = taus[:, None, None] ** 2 + variances
+    logs = -0.5 * ((means[:, None] - centers[:, None, None]) ** 2 / total + np.log(total))
+    tops = logs.max(2, keepdims=True)  # subtracted, because exp of very low ones is 0
+    densities = np.exp(logs - tops)
+    # The common mean is integrated out, which divides by the root of its precision.
+    of_tau = (np.log(densities.mean(2)) + tops[..., 0]).sum(1) - 0.5 * np.log(precisions)
+    return np.exp(of_tau - of_tau.max()), densities
 
 
 def _possible_variances(estimates: np.ndarray, degrees: np.ndarray) -> np.ndarray:

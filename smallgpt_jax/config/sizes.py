@@ -95,16 +95,26 @@ _REFERENCE = 108e6  # OLMo-core's
 _REFERENCE_BATCH = 2048 * 160  # tokens
 _REFERENCE_RATE = 0.0047 / 2
 _FLAT_BELOW = 0.11e6
-_MIN_BATCH = 2048  # tokens, the batch of all records
+_MIN_REFERENCE_BATCH = 2048  # tokens, the batch of all records
+_HALF_BATCH_BELOW = 1e6
 _REFERENCE_DECAY = 0.1
 
 
 def batch_tokens(block_parameters: float, tokens_per_parameter: float) -> float:
+    """Returns the batch of published rules; of small models half of it, with which llama learns to
+    copy sooner (docs/results/batches.json, docs/results/sizes065.json).
+    """
+    batch = reference_batch(block_parameters, tokens_per_parameter)
+    return batch / 2 if block_parameters < _HALF_BATCH_BELOW else batch
+
+
+def reference_batch(block_parameters: float, tokens_per_parameter: float) -> float:
     """Returns B = 327,680 · (N/108M)^⅔ for 20 tokens per parameter, and B ∝ D^0.383 for others."""
     # D^0.383: Bergsma et al. (arXiv 2505.13738); nanochat
     longer = (tokens_per_parameter / TOKENS_PER_PARAMETER) ** 0.383
     # N^⅔: github.com/allenai/OLMo-core, model_ladder, after Porian et al. (arXiv 2406.19146)
-    return max(_MIN_BATCH, _REFERENCE_BATCH * (block_parameters / _REFERENCE) ** (2 / 3) * longer)
+    batch = _REFERENCE_BATCH * (block_parameters / _REFERENCE) ** (2 / 3) * longer
+    return max(_MIN_REFERENCE_BATCH, batch)
 
 
 def learning_rate(block_parameters: float, batch: float) -> float:
@@ -125,4 +135,4 @@ def weight_decay(block_parameters: float, batch: float, tokens_per_parameter: fl
 
 
 def _batch_scale(block_parameters: float, batch: float) -> float:
-    return math.sqrt(batch / batch_tokens(block_parameters, TOKENS_PER_PARAMETER))
+    return math.sqrt(batch / reference_batch(block_parameters, TOKENS_PER_PARAMETER))

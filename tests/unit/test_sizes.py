@@ -151,6 +151,8 @@ def test_rules():
     assert sizes.batch_tokens(108e6, 20) == 327_680
     assert sizes.batch_tokens(864e6, 20) == pytest.approx(4 * 327_680)  # 8^⅔
     assert sizes.batch_tokens(108e6, 160) == pytest.approx(2.2176 * 327_680, rel=1e-4)  # 8^0.383
+    assert sizes.batch_tokens(108e3, 20) == pytest.approx(3276.8 / 2)  # 0.001^⅔; half below 1M
+    assert sizes.batch_tokens(1e4, 20) == 1024
     assert sizes.learning_rate(108e6, 327_680) == pytest.approx(0.00235)
     assert sizes.learning_rate(864e6, 4 * 327_680) == pytest.approx(0.001175)  # 8^-⅓
     assert sizes.learning_rate(108e6 / 16, 4 * 51_606) == pytest.approx(2 * 0.0047, rel=1e-3)
@@ -219,7 +221,7 @@ def test_the_line_of_a_size(tmp_path, monkeypatch, capsys):
     (line,) = size_messages(config)
     assert line.startswith(
         f"size 1M: {model.num_layers} × {model.d_model}, {model.num_heads} heads, MLP "
-        f"{model.mlp_width}; {train.steps:,} steps of 8,192 tokens, 20 per parameter; rate "
+        f"{model.mlp_width}; {train.steps:,} steps of 4,096 tokens, 20 per parameter; rate "
         f"{optimizer.learning_rate:.3g} after {optimizer.warmup_steps} steps, decay over the last "
     )
     assert " after 1 step, " in size_messages(sized("gpt:1M", optimizer__warmup_steps=1))[0]
@@ -241,7 +243,7 @@ def test_the_line_of_a_size(tmp_path, monkeypatch, capsys):
         ("gpt:1e12", {}, ""),
         (
             "gpt:1e12",
-            {"train__steps": 467},
+            {"train__steps": 934},
             " 5e+11 training FLOPs instead of 1e+12 and 10 tokens ",
         ),
         (

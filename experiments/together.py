@@ -4,10 +4,11 @@
     python -m smallgpt_jax.compare --config=configs/compare/transition.py --output=runs/transition
 
 A GPU is idle for most of the step of a small model. Here, one program updates the models of several
-seeds, orders and learning rates (vmap over the train step). The workdirs are those that `compare`
-would write, so the second command only reads them; the losses differ by rounding (on a CPU, by 1e-6
-after 32 steps). Since no run has the device to itself, no speed is logged. Grids of learning rates
-and held-out sizes are not supported. Finished runs are skipped.
+seeds, orders and learning rates (vmap over the train step). The second command reads the workdirs
+like its own; the losses differ by rounding (on a CPU, by 1e-6 after 32 steps). Since no run has the
+device to itself, no speed is logged. A run that diverges stops those that are trained with it.
+Finished runs are skipped. Grids of learning rates, held-out sizes and seeds as needed are refused,
+because there the losses of some runs decide which others follow.
 
 It has not run on a GPU yet.
 """
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # without an installation
 
 from smallgpt_jax import cli
 from smallgpt_jax.comparison.comparing import TrainedComparison
-from smallgpt_jax.comparison.queue import describe
+from smallgpt_jax.comparison.queue import describe, with_available_trunk
 from smallgpt_jax.comparison.runs import PlannedRun
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
@@ -45,27 +46,31 @@ from smallgpt_jax.training.trainer import Trainer, open_trainer
 
 _CONFIG = cli.define_config()
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the comparison.", required=True)
-_MODELS = flags.DEFINE_list("models", None, "Train runs of these names only. Default: all.")
 _CHUNK = 32  # steps that are dispatched at once
 _AHEAD = 4  # chunks that are read ahead
 
 
 def main() -> None:
-    comparison = TrainedComparison(_CONFIG.value, Path(_OUTPUT.value), (), "")
-    outcomes = comparison.outcomes
-    missing = [run for run in outcomes.comparison.runs({}) if outcomes.loss(run) is None]
+    outcomes = TrainedComparison(_CONFIG.value, Path(_OUTPUT.value), (), "").outcomes
+    comparison = outcomes.comparison
+    if comparison.multiples or comparison.held_out or comparison.rounds:
+        raise UserError("--config: has a grid, a held-out size or seeds as needed; use compare")
+    missing = [run for run in comparison.runs({}) if outcomes.loss(run) is None]
+    for run in missing:
+        if run.folder.exists():
+            raise UserError(f"{run.folder}: is unfinished; train on with compare, or remove it")
     for runs in groups(missing):
         print(f"\n{len(runs)} runs together: {'; '.join(map(describe, runs))}", flush=True)
         started = time.monotonic()
-        for run in runs:
-            if run.folder.exists():
-                raise UserError(f"{run.folder}: is unfinished; train on with compare, or remove it")
         with contextlib.ExitStack() as stack:
-            trainers = [
-                stack.enter_context(open_trainer(run.config, run.folder, outcomes.text))
-                for run in runs
-            ]
-            train_together(trainers)
+            train_together(
+                [
+                    stack.enter_context(
+                        open_trainer(with_available_trunk(run), run.folder, outcomes.text)
+                    )
+                    for run in runs
+                ]
+            )
         print(f"{time.monotonic() - started:.0f} s", flush=True)
 
 
@@ -73,9 +78,8 @@ def groups(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
     """Returns the runs that can share a program, longest first: shorter ones may start from them."""
     found = defaultdict(list)
     for run in runs:
-        if _MODELS.value is None or run.name in _MODELS.value:
-            train = run.config.train
-            found[run.config.compiled_part(), train.steps, train.eval_every].append(run)
+        train = run.config.train
+        found[run.config.compiled_part(), train.steps, train.eval_every].append(run)
     return sorted(found.values(), key=lambda group: -group[0].horizon)
 
 
@@ -84,7 +88,9 @@ def train_together(trainers: Sequence[Trainer]) -> None:
     states = [
         restore_or_initialize(t.program, t.checkpoints, t.config.train.seed) for t in trainers
     ]
-    first_step = int(states[0].step)
+    first_step, *others = sorted({int(state.step) for state in states})
+    if others:
+        raise UserError(f"runs that start from the steps {first_step} and {others[0]}; use compare")
     state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     compilations = program.start_compilation()  # of evaluation, and for the memory of one run
     for trainer in trainers:
@@ -109,8 +115,9 @@ def train_together(trainers: Sequence[Trainer]) -> None:
             losses.append(np.asarray(pending)[: len(steps)])
             means_S, lasts_S = np.concatenate(losses).mean(0), losses[-1][-1]
             pending, losses = None, []
-            if not np.isfinite(means_S).all():
-                raise ValueError(f"step {steps.stop}: losses {means_S}")
+            for trainer, mean in zip(trainers, means_S):
+                if not np.isfinite(mean):
+                    raise UserError(f"{trainer.spool.workdir}: diverged before step {steps.stop}")
             speed = (steps.stop - first_step) / (time.monotonic() - started)
             print(f"step {steps.stop}: {speed:.0f} steps/s", flush=True)
             own = [jax.tree.map(lambda leaf: leaf[i], state) for i in range(len(trainers))]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FrozenConfigDict
 
 from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.storage.paths import refuse_url
@@ -34,7 +34,9 @@ def load_config(
     if isinstance(config, str):
         loaded = _read_recipe(config)
     elif isinstance(config, ConfigDict):
-        loaded = config.copy_and_resolve_references()
+        is_frozen = isinstance(config, FrozenConfigDict)
+        thawed = config.as_configdict() if is_frozen else config
+        loaded = thawed.copy_and_resolve_references()
     else:  # names of runs may have dots, such as gpt@0.2M
         loaded = ConfigDict(copy.deepcopy(dict(config)), allow_dotted_keys=True)
     with loaded.ignore_type():
@@ -54,12 +56,13 @@ def _read_recipe(value: str) -> ConfigDict:
 
 
 def _override(fields: ConfigDict, overrides: Mapping[str, Any], where: str) -> None:
-    for name, value in overrides.items():
-        name, dot, rest = name.partition(".")
+    for path, value in overrides.items():
+        name = _first_name(path, fields)
+        rest = path[len(name) + 1 :]
         # A group that is not locked, such as `model`, may get further fields.
         if name not in fields and fields.is_locked:
             raise UserError(f"{where}.{name}: no such field{suggestion(name, fields)}")
-        if dot:
+        if rest:
             value = {rest: value}
         is_group = isinstance(fields.get(name), ConfigDict)
         if name in fields and is_group != isinstance(value, Mapping):
@@ -71,6 +74,13 @@ def _override(fields: ConfigDict, overrides: Mapping[str, Any], where: str) -> N
         if name not in fields:
             fields[name] = ConfigDict()
         _override(fields[name], value, f"{where}.{name}")
+
+
+def _first_name(path: str, fields: ConfigDict) -> str:
+    """Returns the group or field that a name such as "train.steps" begins with."""
+    # Names of runs may have dots: runs.gpt@0.2M.train.steps
+    names = [name for name in fields if path == name or path.startswith(f"{name}.")]
+    return max(names, key=len, default=path.partition(".")[0])
 
 
 def find_recipe(value: str) -> str:

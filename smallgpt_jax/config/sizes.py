@@ -95,30 +95,34 @@ _REFERENCE = 108e6  # OLMo-core's
 _REFERENCE_BATCH = 2048 * 160  # tokens
 _REFERENCE_RATE = 0.0047 / 2
 _FLAT_BELOW = 0.11e6
-_MIN_REFERENCE_BATCH = 2048  # tokens, the batch of all records
+_MIN_BATCH = 2048  # tokens: 8 sequences of 256, which 8 devices can share
 _HALF_BATCH_BELOW = 1e6
 _REFERENCE_DECAY = 0.1
 
 
 def batch_tokens(block_parameters: float, tokens_per_parameter: float) -> float:
-    """Returns the batch of published rules; of small models half of it, with which llama learns to
-    copy sooner (docs/results/batches.json, docs/results/sizes065.json).
-    """
+    """Returns `reference_batch`, below 1M parameters half of it, and at least 2,048."""
     batch = reference_batch(block_parameters, tokens_per_parameter)
-    return batch / 2 if block_parameters < _HALF_BATCH_BELOW else batch
+    if block_parameters < _HALF_BATCH_BELOW:  # llama at 0.65M: docs/results/sizes065.json
+        return max(_MIN_BATCH, batch / 2)
+    return batch
 
 
 def reference_batch(block_parameters: float, tokens_per_parameter: float) -> float:
-    """Returns B = 327,680 · (N/108M)^⅔ for 20 tokens per parameter, and B ∝ D^0.383 for others."""
+    """Returns B = 327,680 · (N/108M)^⅔ for 20 tokens per parameter, and B ∝ D^0.383 for others; at
+    least 2,048.
+    """
     # D^0.383: Bergsma et al. (arXiv 2505.13738); nanochat
     longer = (tokens_per_parameter / TOKENS_PER_PARAMETER) ** 0.383
     # N^⅔: github.com/allenai/OLMo-core, model_ladder, after Porian et al. (arXiv 2406.19146)
     batch = _REFERENCE_BATCH * (block_parameters / _REFERENCE) ** (2 / 3) * longer
-    return max(_MIN_REFERENCE_BATCH, batch)
+    return max(_MIN_BATCH, batch)
 
 
 def learning_rate(block_parameters: float, batch: float) -> float:
-    """Returns OLMo-core's ½ · 0.0047 at 108M; grows with the root of the batch (nanochat)."""
+    """Returns OLMo-core's ½ · 0.0047 at 108M and `reference_batch`; grows with the root of the batch
+    (nanochat).
+    """
     # Below 0.11M it is constant, as the best rates of docs/results/scaling.json.
     size = max(block_parameters, _FLAT_BELOW) / _REFERENCE
     # Above 108M it falls with the cube root of the size, as OLMo-core's; below, with the fourth root,

@@ -522,7 +522,6 @@ def scaling(text_file, tmp_path, monkeypatch):
             "--config=configs/compare/scaling.py:tiny",
             "--config.compare.names=gpt@20k,gpt@45k,gpt@77k,gpt@0.2M",
             "--config.compare.learning_rates=()",
-            "--config.compare.horizons=0.25,0.5,1",
             "--config.compare.seeds=1",
             "--config.model.num_layers=2",
             f"--config.data.source={text_file}",

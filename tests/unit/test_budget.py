@@ -1,6 +1,7 @@
 """Tests of planned comparisons: budgets, invalid configs, names of runs."""
 
 import collections
+import functools
 import importlib
 import json
 import math
@@ -514,13 +515,12 @@ def test_refuses_misspelt_comparison_fields():
         base.comparison(load_config("gpt"), {"gpt": {}}, bugdet="flops")
 
 
-def validate(config: ConfigDict) -> None:
+def validate(config: ConfigDict, devices: int = 8) -> None:
     """Validates a config without tracing the model. Used in place of `build_program`, which takes
     seconds.
     """
     config = Config.of(config)
-    # A batch of 4 rows does not divide among the 8 devices of the tests.
-    check_config(config, sharding.make_mesh(config.mesh, jax.devices()[: config.train.batch_size]))
+    check_config(config, sharding.make_mesh(config.mesh, jax.devices()[:devices]))
 
 
 @pytest.mark.slow
@@ -546,11 +546,12 @@ def test_shipped_comparisons_are_valid(name, size, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, preset",
-    [("mixers", preset) for preset in ("tiny", "small", "medium")]
+    [("scaling", "tiny"), *(("mixers", preset) for preset in ("tiny", "small", "medium"))]
     + [(name, preset) for name, presets in RATED.items() for preset in presets],
 )
 def test_presets_of_further_comparisons(name, preset, tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe, "build_program", validate)
+    devices = 4 if name == "context" else 8  # it has batches of 4 rows
+    monkeypatch.setattr(recipe, "build_program", functools.partial(validate, devices=devices))
     config = importlib.import_module(f"configs.compare.{name}").get_config(preset)
     assert recipe.make_comparison(config, tmp_path).models.keys() == set(config.runs)
 

@@ -6,8 +6,10 @@ import subprocess
 
 import pytest
 from conftest import ROOT
+from ml_collections import ConfigDict, FrozenConfigDict
 from run_helpers import SMALL
 
+from configs.compare import base
 from smallgpt_jax import __version__
 from smallgpt_jax.config import recipes
 from smallgpt_jax.errors import UserError
@@ -34,6 +36,21 @@ def test_a_name_is_a_recipe_and_a_path_is_a_file(value, expected, tmp_path, monk
     assert recipes.find_recipe(value) == expected
 
 
+@pytest.mark.parametrize("form", [ConfigDict, ConfigDict.to_dict])
+@pytest.mark.parametrize(
+    "overrides",
+    [{"runs.gpt@0.2M.train.steps": 7}, {"runs": {"gpt@0.2M": {"train": {"steps": 7}}}}],
+)
+def test_overrides_of_a_run_whose_name_has_a_dot(form, overrides):
+    comparison = base.comparison(recipes.load_config("gpt:tiny"), {"gpt@0.2M": {}, "gpt@0": {}})
+    given = comparison if form is ConfigDict else form(comparison)
+    loaded = recipes.load_config(given, overrides)
+    assert loaded.runs["gpt@0.2M"].train.steps == 7
+    assert loaded.runs["gpt@0"].train.steps is None is comparison.runs["gpt@0.2M"].train.steps
+    with pytest.raises(UserError, match=r"config\.runs\.gpt@0\.2M\.trian: no such field"):
+        recipes.load_config(comparison, {"runs.gpt@0.2M.trian.steps": 7})
+
+
 def test_overrides_of_a_recipe(tmp_path):
     """Nested or by names, of any type that the field accepts; fields that depend on them follow."""
     overrides = {"train.steps": 7, "optimizer": {"learning_rate": 1}, "train.kept_steps": [3, 4]}
@@ -42,7 +59,7 @@ def test_overrides_of_a_recipe(tmp_path):
     assert (config.train.steps, config.optimizer.decay_steps) == (7, 7)
     assert (config.optimizer.learning_rate, config.train.kept_steps) == (1.0, (3, 4))
     assert config.model.architecture == "pgpt"
-    again = recipes.load_config(loaded, {"train.steps": 8})
+    again = recipes.load_config(FrozenConfigDict(loaded), {"train.steps": 8})
     assert (loaded.train.steps, again.train.steps, again.optimizer.learning_rate) == (7, 8, 1)
     assert recipes.load_config({"train": {"seed": 1}}, {"data.source": "x"}).to_dict() == {
         "train": {"seed": 1},

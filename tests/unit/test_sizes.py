@@ -151,8 +151,6 @@ def test_rules():
     assert sizes.batch_tokens(108e6, 20) == 327_680
     assert sizes.batch_tokens(864e6, 20) == pytest.approx(4 * 327_680)  # 8^⅔
     assert sizes.batch_tokens(108e6, 160) == pytest.approx(2.2176 * 327_680, rel=1e-4)  # 8^0.383
-    assert sizes.batch_tokens(108e3, 20) == pytest.approx(3276.8 / 2)  # 0.001^⅔; half below 1M
-    assert sizes.batch_tokens(1e4, 20) == 1024
     assert sizes.learning_rate(108e6, 327_680) == pytest.approx(0.00235)
     assert sizes.learning_rate(864e6, 4 * 327_680) == pytest.approx(0.001175)  # 8^-⅓
     assert sizes.learning_rate(108e6 / 16, 4 * 51_606) == pytest.approx(2 * 0.0047, rel=1e-3)
@@ -160,6 +158,20 @@ def test_rules():
     # 8 times the tokens: a decay of √2.2176/8 times 0.1
     decay = sizes.weight_decay(108e6, sizes.batch_tokens(108e6, 160), 160)
     assert decay == pytest.approx(0.1 * math.sqrt(2.2176) / 8, rel=1e-4)
+
+
+def test_small_models_have_half_the_batch():
+    """And a rate and a decay that fit it."""
+    published = 327_680 * 0.01 ** (2 / 3)  # at 1.08M
+    assert sizes.batch_tokens(1.08e6, 20) == pytest.approx(published)
+    for parameters in (0.999e6, 0.2e6):
+        published = 327_680 * (parameters / 108e6) ** (2 / 3)
+        half = sizes.batch_tokens(parameters, 20)
+        assert half == pytest.approx(published / 2)
+        for rule in (sizes.learning_rate, lambda n, batch: sizes.weight_decay(n, batch, 20)):
+            ratio = rule(parameters, half) / rule(parameters, published)
+            assert ratio == pytest.approx(math.sqrt(0.5))
+    assert sizes.batch_tokens(1e4, 20) == 2048
 
 
 def test_the_rate_of_the_records():
@@ -243,7 +255,7 @@ def test_the_line_of_a_size(tmp_path, monkeypatch, capsys):
         ("gpt:1e12", {}, ""),
         (
             "gpt:1e12",
-            {"train__steps": 934},
+            {"train__steps": 467},
             " 5e+11 training FLOPs instead of 1e+12 and 10 tokens ",
         ),
         (

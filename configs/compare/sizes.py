@@ -14,7 +14,7 @@ Prediction, before the runs: at 0.2M, no change makes a model better by more tha
 that gpt, pgpt and moe, with learned positions, are better at twice the rate. Against it, these three
 are better with 2 blocks than with 4, which were the fewest of the rules then
 (docs/results/sizes.json). Now they have 2. llama is better with half the batch, too, at 0.65M by
-0.24 (docs/results/sizes065.json, of llama and gpt). Now the rule is that half.
+0.24 with one seed (docs/results/sizes065.json, of llama and gpt). Now the rule is that half.
 """
 
 from configs.compare import base

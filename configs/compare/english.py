@@ -16,7 +16,7 @@ the second epoch begins: models of this size do not remember books.
 There is no record of these runs yet.
 """
 
-from configs.compare import base, rates, scaling
+from configs.compare import rates, scaling
 from smallgpt_jax.errors import UserError
 
 MODELS = ("llama", "moe", "conv", "hybrid", "canon", "windows")
@@ -33,12 +33,4 @@ def get_config(preset: str = "0.2M"):
     if preset != "tiny":
         common.data.source = "books/"
     steps = scaling.num_steps(size, tokens / scaling.num_parameters(size), common)
-    return base.comparison(
-        common,
-        {f"{model}@{size}": rates.run_fields(model, size, steps) for model in MODELS},
-        budget="own",
-        reference=f"llama@{size}",
-        horizons=(0.25, 0.5, 1.0),
-        seeds=seeds,
-        decoding=False,
-    )
+    return rates.one_size(MODELS, size, steps, common, horizons=(0.25, 0.5, 1.0), seeds=seeds)

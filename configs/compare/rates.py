@@ -77,6 +77,14 @@ def common_config(preset: str):
     return config
 
 
+def one_size(models, size: str, steps: int, common, **compare):
+    """Returns a comparison of models at one size, each at its best rate. The first is the reference."""
+    runs = {f"{model}@{size}": run_fields(model, size, steps) for model in models}
+    return base.comparison(
+        common, runs, budget="own", reference=next(iter(runs)), decoding=False, **compare
+    )
+
+
 def run_fields(model: str, size: str, steps: int, multiple: float = 0.0) -> dict[str, dict]:
     """Returns the fields of a run. `multiple` is that of the size's rate; 0: the best one."""
     multiple = multiple or {**SCALING, **MIXERS, **OTHERS, **COMBINED}[model] * BEST.get(model, 1.0)

@@ -17,7 +17,7 @@ came level with canon at 0.33M: before its runs here, it is within 0.05 of canon
 docs/results/transition.json has all but delta, with one seed each.
 """
 
-from configs.compare import base, rates, scaling
+from configs.compare import rates, scaling
 from smallgpt_jax.errors import UserError
 
 FIRST = ("llama", "moe", "hybrid", "conv")
@@ -36,13 +36,4 @@ def get_config(preset: str = "all"):
     common = rates.common_config(preset)
     common.train.eval_repeats = True
     steps = scaling.num_steps(size, tokens / scaling.num_parameters(size), common)
-    runs = {f"{model}@{size}": rates.run_fields(model, size, steps) for model in models}
-    return base.comparison(
-        common,
-        runs,
-        budget="own",
-        reference=next(iter(runs)),
-        horizons=(0.25, 0.5, 1.0),
-        seeds=seeds,
-        decoding=False,
-    )
+    return rates.one_size(models, size, steps, common, horizons=(0.25, 0.5, 1.0), seeds=seeds)

@@ -160,10 +160,13 @@ def neighbors_keys(kernel):
     ],
 )
 def test_mutated_kernels_are_refused(check, monkeypatch, mutation, fields):
-    """In place of the kernel, which compiles slowly on CPUs, attention in plain JAX."""
+    """In place of the kernel, which compiles slowly on CPUs, attention in plain JAX, in float32:
+    CPUs without bfloat16 instructions do not run all mutations in bfloat16.
+    """
 
     def in_plain_jax(q, k, v, window, interpret):
-        return xla_attention.reference(q, k, v, AttentionMask(window), None)
+        q, k, v = (x.astype("float32") for x in (q, k, v))
+        return xla_attention.reference(q, k, v, AttentionMask(window), None).astype("bfloat16")
 
     fields = {"num_heads": 2, **fields}
     monkeypatch.setattr(flash_attention, "flash_attention", mutation(in_plain_jax))

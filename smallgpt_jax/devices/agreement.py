@@ -16,6 +16,7 @@ from jax._src import distributed  # JAX has no public access to the service's ke
 POLL_SECONDS = 2.0  # between two looks at whether a process is about to exit
 # For which process 0, which runs the service, waits for the others: also those of a busy machine.
 LEAVING_SECONDS = 15.0
+REPLY_SECONDS = 0.5  # in which the service's replies arrive, and those that got one exit
 _NUMBERS = itertools.count()  # names of the messages
 
 
@@ -39,7 +40,8 @@ def exchange(text: str) -> list[str]:
 
 def leave() -> None:
     """Prepares the end of this process while others may go on."""
-    _send("leaving", "")
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0, and the service, may be gone
+        _send("leaving", "")
     # The service ends with process 0, and would abort those that are about to report their error.
     if process_index() > 0:
         return
@@ -49,6 +51,7 @@ def leave() -> None:
             seconds = max(end - time.monotonic(), 0.001)
             client = distributed.global_state.client
             client.blocking_key_value_get(_key("leaving", process), round(1000 * seconds))
+    time.sleep(REPLY_SECONDS)
 
 
 class Agreement:

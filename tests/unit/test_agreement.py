@@ -80,6 +80,15 @@ def test_nobody_waits_for_a_process_that_leaves(run_processes, monkeypatch):  # 
     assert left[0] == 1 and left[-1] == 0
 
 
+def test_leaving_when_the_service_has_ended(run_processes, monkeypatch):  # noqa: F811
+    def fail(*_, **options):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: Socket closed")
+
+    monkeypatch.setattr(Service, "key_value_set", fail)
+    monkeypatch.setattr(agreement, "LEAVING_SECONDS", 0.1)
+    assert run_processes(lambda _: agreement.leave()) == [None] * 3
+
+
 def test_errors_of_the_service_are_raised(run_processes, monkeypatch):  # noqa: F811
     def fail(*_):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: process 0 has exited")

@@ -44,6 +44,7 @@ def test_an_endless_template_is_stopped(monkeypatch):
     loop = "{% for i in range(99999) %}"
     with pytest.raises(ValueError, match=r"takes longer than 0\.2 seconds"):
         ChatTemplate(loop * 2 + "{% endfor %}" * 2).render(QUESTION)
+    monkeypatch.undo()  # a new process imports Jinja
     assert ChatTemplate("{{ messages[0].content }}").render(QUESTION) == "why?"
 
 

@@ -25,6 +25,9 @@ more, whatever their size. conv does not learn to copy.
 docs/results/tokens033.json has the runs at 0.33M. Against the prediction, canon, moe and llama had
 begun to copy after 6.6 M tokens; conv has not after 13.1 M.
 
+docs/results/tokens02.json has conv at 0.2M, which has not begun to copy after 16.7 M tokens, as
+predicted. moe at 0.2M is in docs/results/orders.json.
+
 Predictions for what is left of 0.33M-others: canon's third seed copies after 6.6 M tokens, too. No
 windows, x0 or delta is better than canon with 1.6e13 FLOPs; windows and x0 copy after 13.1 M tokens,
 delta does not. canon windows, added when canon and windows were level at 1e13 FLOPs, has canon's

@@ -243,7 +243,7 @@ def drawn_losses(whole: Record, seeds: int) -> Iterator[tuple[np.ndarray, np.nda
     rng = np.random.default_rng(seeds)
     for losses in by_names(whole).values():
         estimate = spreads.estimate_alone(losses)
-        deviations = np.sqrt(estimate.own_variances[0])
+        deviations = np.sqrt(estimate.own_variances)
         for _ in range(_DRAWN.value):
             noise = rng.standard_normal((len(losses), seeds))
             yield estimate.means[:, None] + deviations[:, None] * noise, estimate.means

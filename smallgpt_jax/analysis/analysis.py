@@ -9,8 +9,8 @@ from smallgpt_jax.analysis.candidates import (
     are_comparable,
     evidence_of,
     is_scaling,
-    largest_common_size,
     longest_trained,
+    size_of_most_models,
 )
 from smallgpt_jax.analysis.choice import default_choices
 from smallgpt_jax.analysis.contest import compare_pairs, compete, draw_losses
@@ -22,7 +22,7 @@ from smallgpt_jax.analysis.record import Record, model_of
 def analyse(record: Record) -> Findings:
     evidence = evidence_of(record)
     # The ranking is of one size, if models were trained at several.
-    size = largest_common_size(record.runs) if is_scaling(record) else None
+    size = size_of_most_models(record.runs) if is_scaling(record) else None
     model = model_of(record.reference)
     reference = f"{model}@{size}" if size else record.reference
     ranked = record.longest_runs(size or "")

@@ -224,7 +224,7 @@ def is_scaling(record: Record) -> bool:
     return len(names) > len({model for model, _ in names})
 
 
-def largest_common_size(runs: Sequence[Run]) -> str:
+def size_of_most_models(runs: Sequence[Run]) -> str:
     """Returns the SIZE at which the most models have ended runs, the largest one of several."""
     ended = [run for run in runs if run.is_finished or run.diverged]
     runs_of = grouped(ended, lambda run: run.size)

@@ -229,7 +229,7 @@ class Asked:
     def devices(self) -> tuple[str, ...]:
         """Returns the devices of the measured times if several: these cannot be compared."""
         names: dict[str, None] = {}
-        for run in self.evidence.record.runs:
+        for run in itertools.chain(*(one.runs for one in self.candidates)):
             if self.budget == "decode_ms" and run.inference:
                 names[run.inference.device] = None
             if self.budget == "seconds":
@@ -344,23 +344,42 @@ def _with_potential(
     `reached` is None if this model was trained only with more than the budget.
     """
     common = pair_at_nearest_budget(curves, first_curves, first.cost)
-    if reached is None and common:
-        # with the parameters and tokens of its runs, not those of a budget beyond
-        reached = dataclasses.replace(common[0], known="dearer", parameters=0.0, tokens=0.0)
-    elif reached is None:
-        # The loss of a point just above the budget is already a lower bound: nothing to subtract.
-        point = curves.cheapest_just_above(budget)
-        return point and Contender(point.candidate, point.candidate.losses, point.cost, "dearer")
-    # A loss of "dearer" was reached with more than the budget.
-    potentials = [] if reached.known == "dearer" else [reached.loss]
+    if reached is None:
+        return _above_budget(curves, first, common, budget)
+    potentials = [reached.loss]
     if common:
-        # On the common curve nearest to the cost of the first one, the model differs from it by d.
-        # So at `budget`, it may have the first one's loss + d.
-        nearest, nearest_first = common
-        potentials.append(first.loss + nearest.loss - nearest_first.loss)
+        potentials.append(_like_first(first, *common))
     if reached.known == "cheaper":  # with all of the budget, its loss may go on falling as before
         potentials.append(_loss_at(budget, reached, curves))
     return dataclasses.replace(reached, untried=reached.loss - min(potentials))
+
+
+def _above_budget(
+    curves: ScalingCurves,
+    first: Contender,
+    common: tuple[Contender, Contender] | None,
+    budget: float,
+) -> Contender | None:
+    """Returns a model that was trained only with more than the budget, with what it may reach with
+    the budget; None if nothing tells. `common`: see `_like_first`.
+    """
+    if common:
+        above, of_first = common
+        untried = above.loss - _like_first(first, above, of_first)
+        # with the parameters and tokens of its runs, not those of a budget beyond
+        return dataclasses.replace(
+            above, known="dearer", parameters=0.0, tokens=0.0, untried=untried
+        )
+    # The loss of a point just above the budget is already a lower bound: nothing to subtract.
+    point = curves.cheapest_just_above(budget)
+    return point and Contender(point.candidate, point.candidate.losses, point.cost, "dearer")
+
+
+def _like_first(first: Contender, one: Contender, of_first: Contender) -> float:
+    """Returns the loss of a model that differs from the first one as `one` does from `of_first`: both
+    models on their common curve, nearest to the cost of the first one.
+    """
+    return first.loss + one.loss - of_first.loss
 
 
 def _loss_at(budget: float, reached: Contender, curves: ScalingCurves) -> float:

@@ -58,10 +58,12 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
     draws = draw_losses(estimate, untried)  # (draws, models)
     # in how many of the draws each model is the lowest
     probabilities = np.bincount(draws.argmin(1), minlength=len(finite)) / len(draws)
-    # paired[a, b]: mean difference of the losses, a − b. Sequential verdicts allow for what was not
-    # tried, too.
-    paired = estimate.paired - untried[:, None] + untried
-    with_untried = dataclasses.replace(estimate, paired=paired)
+    # Verdicts on pairs allow for what was not tried, too. paired[a, b]: mean difference a − b
+    with_untried = dataclasses.replace(
+        estimate,
+        means=estimate.means - untried,
+        paired=estimate.paired - untried[:, None] + untried,
+    )
     models = [one.model for one in finite]
     pairs = compare_pairs(models, with_untried, draws, evidence.pair_level, ranked)
     chosen, refusal, blockers = _decide(
@@ -179,29 +181,37 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
     """
     rng = np.random.default_rng(0)
     means = estimate.means - untried
-    own, degrees = estimate.own_variances
-    errors = own / estimate.counts
-    taus = _possible_spreads(means, errors)
-    centers, precisions = _common_means(means, errors, taus)
-    variances = _possible_variances(errors, degrees)
+    taus = _possible_spreads(means, estimate.own_errors)
+    centers, precisions = _common_means(means, estimate.own_errors, taus)
+    variances = _possible_variances(estimate.own_errors, estimate.own_degrees)
     likelihoods, densities = _explain(means, centers, precisions, taus, variances)
-    # τ of each world, then a variance v of each model, by its density with this τ (the inverse of
-    # the cumulative density), then the mean of all models
-    world = rng.choice(len(taus), size=DRAWS, p=likelihoods / likelihoods.sum())
-    cumulative = densities.cumsum(2)  # (τ, models, _QUANTILES), and of each world: [world]
-    thresholds = rng.random((DRAWS, len(means), 1)) * cumulative[world, :, -1:]
-    picked = (thresholds > cumulative[world]).sum(2)
-    variance = variances[np.arange(len(means)), picked]
-    center = centers[world] + rng.standard_normal(DRAWS) / np.sqrt(precisions[world])
+    # τ of each world, then a variance v of each model, then the mean of all models
+    tau_of = rng.choice(len(taus), size=DRAWS, p=likelihoods / likelihoods.sum())  # index of `taus`
+    variance = _draw_variances(rng, variances, densities[tau_of])  # (DRAWS, models)
+    center = centers[tau_of] + rng.standard_normal(DRAWS) / np.sqrt(precisions[tau_of])
     # then the expected losses
-    kept = taus[world][:, None] ** 2 / (taus[world][:, None] ** 2 + variance)  # τ² / (τ² + v)
-    noise = np.sqrt(kept * variance) * rng.standard_normal(variance.shape)
-    return center[:, None] + kept * (means - center[:, None]) + noise
+    tau_squared = taus[tau_of, None] ** 2
+    reliability = tau_squared / (tau_squared + variance)
+    noise = np.sqrt(reliability * variance) * rng.standard_normal(variance.shape)
+    return center[:, None] + reliability * (means - center[:, None]) + noise
 
 
-def _possible_spreads(means: np.ndarray, errors: np.ndarray) -> np.ndarray:
-    """Returns the values of τ that are considered. `errors` are variances of the means."""
-    taus = np.array(_MODEL_SPREADS) * math.sqrt(np.median(errors))
+def _draw_variances(
+    rng: np.random.Generator, variances: np.ndarray, densities: np.ndarray
+) -> np.ndarray:
+    """Returns one of each model's possible variances (models, _QUANTILES) in each world, by densities
+    (worlds, models, _QUANTILES): (worlds, models).
+    """
+    # the inverse of the cumulative density
+    cumulative = densities.cumsum(2)
+    thresholds = rng.random((*densities.shape[:2], 1)) * cumulative[..., -1:]
+    picked = (thresholds > cumulative).sum(2)
+    return variances[np.arange(len(variances)), picked]
+
+
+def _possible_spreads(means: np.ndarray, error_variances: np.ndarray) -> np.ndarray:
+    """Returns the values of τ that are considered."""
+    taus = np.array(_MODEL_SPREADS) * math.sqrt(np.median(error_variances))
     # Where losses of most models hardly vary, 64 errors are less than the models differ. No τ would
     # then explain a model that is far from the others, and all of its worlds would be near theirs.
     taus[-1] = max(taus[-1], np.ptp(means))
@@ -209,12 +219,12 @@ def _possible_spreads(means: np.ndarray, errors: np.ndarray) -> np.ndarray:
 
 
 def _common_means(
-    means: np.ndarray, errors: np.ndarray, taus: np.ndarray
+    means: np.ndarray, error_variances: np.ndarray, taus: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns, for each τ, the mean of all models, weighted by how well each loss determines it, and
     its precision (1 / variance).
     """
-    weights = 1 / (taus[:, None] ** 2 + errors)  # (τ, models)
+    weights = 1 / (taus[:, None] ** 2 + error_variances)  # (τ, models)
     precisions = weights.sum(1)
     return (weights * means).sum(1) / precisions, precisions
 

@@ -118,16 +118,30 @@ def _hours(runs: Sequence[Run]) -> float | None:
 
 # ------------------------------------------------------------------ learning rates
 def describe_rates(record: Record) -> tuple[Rates, ...]:
-    return tuple(_rates(name, grid, record.runs) for name, grid in record.learning_rates.items())
+    """Returns the learning rates of each name of a grid."""
+    deviations = _deviations_over_seeds(record.runs)
+    # of a name with one seed, that of the others; unknown if each has one
+    typical = statistics.median(deviations.values()) if deviations else math.inf
+    return tuple(
+        _rates(name, grid, deviations.get(name, typical))
+        for name, grid in record.learning_rates.items()
+    )
 
 
-def _rates(name: str, grid: Grid, runs: Sequence[Run]) -> Rates:
+def _deviations_over_seeds(runs: Sequence[Run]) -> dict[str, float]:
+    """Returns {name: standard deviation of the losses of its longest runs}, of those with two seeds."""
+    deviations = {}
+    longest = [run for run in runs if run.horizon == 1 and math.isfinite(run.loss)]
+    for name, of_name in grouped(longest, lambda run: run.name).items():
+        if len(of_name) > 1:
+            deviations[name] = statistics.stdev(run.loss for run in of_name)
+    return deviations
+
+
+def _rates(name: str, grid: Grid, deviation: float) -> Rates:
     """Returns the learning rates of a name, as multiples of its own one, and which may be the best, by
-    how much the losses of the name's longest runs vary over seeds.
+    the standard deviation of its losses over seeds.
     """
-    losses = [run.loss for run in runs if run.name == name and run.horizon == 1]
-    over_seeds = [loss for loss in losses if math.isfinite(loss)]
-    deviation = statistics.stdev(over_seeds) if len(over_seeds) > 1 else 0.0
     finite = {
         multiple: loss
         for multiple, loss in grid.losses.items()

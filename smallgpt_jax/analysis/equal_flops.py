@@ -26,7 +26,7 @@ from smallgpt_jax.analysis.scaling_curves import (
     pair_at_budget,
     scaling_curves_of,
 )
-from smallgpt_jax.analysis.spreads import Difference
+from smallgpt_jax.analysis.spreads import ROUNDING, Difference
 
 MIN_SEEDS = 3  # of multipliers: two seeds give only a guess of the spread (`variance_prior_of`)
 
@@ -104,7 +104,7 @@ def _decide(
     model: str, reference: str, comparisons: Sequence[BudgetComparison], evidence: Evidence
 ) -> EqualFlops:
     """Returns in which ranges of budgets one is better: where the band excludes 0."""
-    # divided by the number of verdicts, so that all hold together (Bonferroni)
+    # divided by the number of verdicts, so that all of this model hold together (Bonferroni)
     level = LEVEL / max(1, len(comparisons))
     differences = [one.difference for one in comparisons]
     if evidence.record.seeds_as_needed:
@@ -184,13 +184,15 @@ def _multiplier(
     for of_model in (curves, base):
         if max(map(len, of_model.curves.values())) < 2:  # no curve has two points
             return refuse("one budget")
-    most_seeds = max(len(one.losses) for one in evidence.candidates)
+    most_seeds = max(len(one.candidate.losses) for one in (*curves.points, *base.points))
     if not evidence.variance_prior.is_known or most_seeds < MIN_SEEDS:
         return refuse("few seeds")
     key = _best_common_key(curves, base, budget)
     if key is None:
         return refuse("gap")
     base_contender = base.at_budget(budget)[key]
+    if base_contender.loss < ROUNDING:
+        return refuse("solved")
     crossing = _crossing(curves.curves[key], base_contender.loss)
     if isinstance(crossing, str):
         return refuse(crossing)

@@ -231,7 +231,10 @@ class Multiplier:
     # "few seeds": the spread is unknown
     # "one budget": a model was trained with one budget only
     # "gap": the runs next to the loss are too far apart to interpolate
-    refusal: Literal["not reached", "from the start", "few seeds", "one budget", "gap"] | None
+    # "solved": the loss is 0
+    refusal: (
+        Literal["not reached", "from the start", "few seeds", "one budget", "gap", "solved"] | None
+    )
 
 
 # ------------------------------------------------------------------ laws

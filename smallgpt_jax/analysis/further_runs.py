@@ -7,6 +7,7 @@ config.compare.most_seeds), and which single run lowers the expected loss at sta
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -147,26 +148,31 @@ def _runs_of_size(candidates: Sequence[Candidate], evidence: Evidence) -> list[N
     draws = draw_losses(estimate)
     means, covariance = draws.mean(0), np.cov(draws.T)
     at_stake = means.min() - draws.min(1).mean()  # the best on average minus the best of each draw
-    own_variances, _ = estimate.own_variances
     runs = []
     for index, one in enumerate(candidates):
-        cost = cost_of(_runs_of_a_seed(one.first.name, evidence.record.runs))
+        of_name = [run for run in evidence.record.runs if run.name == one.first.name]
+        cost = cost_of(runs_of_a_seed(of_name))
         if not cost.flops:  # no gain per FLOP
             continue
-        seed = max(run.seed for run in one.runs) + 1
+        seed = _first_missing({run.seed for run in one.runs})
         # The effect of an order of batches is known if other models have read it: the loss then varies
         # only by the model's own part.
         is_read = any(seed in other.losses for other in candidates)
-        variance = own_variances[index] if is_read else estimate.deviations[index] ** 2
+        variance = estimate.own_variances[index] if is_read else estimate.deviations[index] ** 2
         gain = expected_gain(means, covariance, index, float(variance))
         runs.append(NextRun(one.first.name, seed, float(at_stake), gain, **vars(cost)))
     return runs
 
 
-def _runs_of_a_seed(name: str, runs: Sequence[Run]) -> list[Run]:
-    """Returns the runs of all lengths of the first evaluated seed of a name."""
-    evaluated = [run for run in runs if run.name == name and run.last]
-    return [run for run in evaluated if run.seed == evaluated[0].seed]
+def _first_missing(seeds: set[int]) -> int:
+    """Returns the seed that a comparison trains next, which has all seeds from its first one on."""
+    return next(seed for seed in itertools.count(min(seeds)) if seed not in seeds)
+
+
+def runs_of_a_seed(of_name: Sequence[Run]) -> list[Run]:
+    """Returns the runs of all lengths of one seed of a name: the first seed whose runs are finished."""
+    finished = [run for run in of_name if run.is_finished and run.last]
+    return [run for run in finished if run.seed == finished[0].seed]
 
 
 def expected_gain(means: np.ndarray, covariance: np.ndarray, model: int, variance: float) -> float:

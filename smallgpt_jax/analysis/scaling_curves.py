@@ -179,7 +179,7 @@ def interpolate(before: ScalingPoint, after: ScalingPoint, budget: float) -> Con
     fraction = math.log(budget / before.cost) / math.log(after.cost / before.cost)
 
     def between(low: float, high: float) -> float:
-        return low ** (1 - fraction) * high**fraction
+        return max(low, LEAST_LOSS) ** (1 - fraction) * max(high, LEAST_LOSS) ** fraction
 
     some, others = before.candidate.losses, after.candidate.losses
     losses = {order: between(some[order], others[order]) for order in some if order in others}

@@ -230,37 +230,61 @@ class Estimate:
     @property
     def squared_errors(self) -> np.ndarray:
         """The error variances of the expected differences, (models, models)."""
-        # Without a common order, the effects of orders do not cancel: both errors add.
+        # Without a common order, the effects of orders do not cancel: both errors add. They are at
+        # least those of runs whose order has no effect.
         alone = self.deviations**2 / self.counts
-        apart = np.maximum(alone[:, None] + alone, self.variances)
+        without_effect = self.variances / 2 * (1 / self.counts[:, None] + 1 / self.counts)
+        apart = np.maximum(alone[:, None] + alone, without_effect)
         return np.where(
             self.common_orders > 0, self.variances / np.maximum(self.common_orders, 1), apart
         )
 
     @functools.cached_property
-    def own_variances(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns each model's own part v of the variances V of its differences, so that
-        V(a − b) = v(a) + v(b), and the degrees of freedom of each part.
-        """
-        models = len(self.means)
-        if models == 1:  # no differences: the part is the variance of the losses
-            return self.deviations**2, np.zeros(1)
-        # Of V = 2, 5, 5 for a − b, a − c, b − c, the parts are 1, 1, 4. In general, they are found by
-        # least squares of the relative errors (V − v(a) − v(b)) / (v(a) + v(b)), repeated with the
-        # last parts in the denominator; a part is at least a quarter of the model's smallest V.
-        is_pair = ~np.eye(models, dtype=bool)
-        of_others = self.variances[is_pair].reshape(models, models - 1)
-        own = np.median(of_others, axis=1) / 2
-        least = of_others.min(axis=1) / 4
-        for _ in range(10):
-            weights = np.where(is_pair, 1 / (own[:, None] + own) ** 2, 0)
-            # For each a: the sum over b of weight(a, b) · (v(a) + v(b) − V(a, b)) is 0.
-            equations = np.diag(weights.sum(1)) + weights
-            right = (weights * self.variances).sum(1)
-            # In units of the last parts, because these may differ by orders of magnitude.
-            scaled = np.linalg.lstsq(own[:, None] * equations * own, own * right, rcond=1e-9)[0]
-            own = np.maximum(own * scaled, least)
-        return own, np.median(self.degrees[is_pair].reshape(models, models - 1), axis=1)
+    def own_variances(self) -> np.ndarray:
+        """(models,): each model's part of `variances`; of a single model, that of its losses."""
+        return self.deviations**2 if len(self.means) == 1 else split_variances(self.variances)
+
+    @functools.cached_property
+    def own_errors(self) -> np.ndarray:
+        """(models,): each model's part of `squared_errors`; of a single model, that of its mean."""
+        if len(self.means) == 1:
+            return self.deviations**2 / self.counts
+        return split_variances(self.squared_errors)
+
+    @property
+    def own_degrees(self) -> np.ndarray:
+        """(models,): degrees of freedom of each model's part; 0 of a single model."""
+        if len(self.means) == 1:
+            return np.zeros(1)
+        return np.median(_of_others(self.degrees), axis=1)
+
+
+def _of_others(pairs: np.ndarray) -> np.ndarray:
+    """Returns a value per pair, (models, models), without the diagonal: (models, models − 1)."""
+    models = len(pairs)
+    return pairs[~np.eye(models, dtype=bool)].reshape(models, models - 1)
+
+
+def split_variances(variances: np.ndarray) -> np.ndarray:
+    """Returns each model's own part v of the variances V of differences, (models, models), so that
+    V(a, b) = v(a) + v(b): of V = 2, 5, 5 for a − b, a − c, b − c, the parts are 1, 1, 4.
+
+    In general, they are found by least squares of the relative errors (V − v(a) − v(b)) /
+    (v(a) + v(b)), repeated with the last parts in the denominator. A part is at least a quarter of
+    the model's smallest V.
+    """
+    of_others = _of_others(variances)
+    own, least = np.median(of_others, axis=1) / 2, of_others.min(axis=1) / 4
+    is_pair = ~np.eye(len(own), dtype=bool)
+    for _ in range(10):
+        weights = np.where(is_pair, 1 / (own[:, None] + own) ** 2, 0)
+        # For each a: the sum over b of weight(a, b) · (v(a) + v(b) − V(a, b)) is 0.
+        equations = np.diag(weights.sum(1)) + weights
+        right = (weights * variances).sum(1)
+        # In units of the last parts, because these may differ by orders of magnitude.
+        scaled = np.linalg.lstsq(own[:, None] * equations * own, own * right, rcond=1e-9)[0]
+        own = np.maximum(own * scaled, least)
+    return own
 
 
 def estimate(
@@ -349,7 +373,7 @@ def _gap_ratio(samples: np.ndarray) -> np.ndarray:
         means = np.where(group, samples, 0).sum(1) / group.sum(1)
         squares += (np.where(group, samples - means[:, None], 0) ** 2).sum(1)
     within = np.sqrt(squares / (samples.shape[1] - 2))  # two means are estimated
-    return gaps.max(1) / np.maximum(within, 1e-12)
+    return gaps.max(1) / np.maximum(within, ROUNDING)
 
 
 @functools.cache

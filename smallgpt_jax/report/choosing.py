@@ -14,7 +14,7 @@ from smallgpt_jax.analysis import choice as choices
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.candidates import BUDGETS, TRAINING_BUDGETS, evidence_of
 from smallgpt_jax.analysis.findings import Choice, Contest, Range, Standing
-from smallgpt_jax.analysis.further_runs import Cost, NextRun, cost_of, next_runs
+from smallgpt_jax.analysis.further_runs import Cost, NextRun, cost_of, next_runs, runs_of_a_seed
 from smallgpt_jax.analysis.record import Record, Run, grouped, size_of
 from smallgpt_jax.analysis.scaling_curves import SAME_BUDGET
 from smallgpt_jax.errors import UserError, suggestion
@@ -69,12 +69,14 @@ def choose(
 
     `budget` is a key of `analysis.candidates.BUDGETS`, such as "flops"; `batch` is the batch size of
     decoding; `models` are those to choose among, by default all. Raises UserError for an unknown
-    budget, and a record that cannot answer it.
+    budget, a wrong limit, and a record that cannot answer it.
     """
     if budget not in BUDGETS:
         raise UserError(
             f"budget={budget!r}: must be one of {', '.join(BUDGETS)}{suggestion(budget, BUDGETS)}"
         )
+    if not 0 < limit < math.inf:
+        raise UserError(f"limit={limit}: must be a finite number above 0")
     record = records.read(as_path("--results", str(results)))
     return _answer(choices.choose(record, budget, limit, batch, models), record, str(results))
 
@@ -106,9 +108,11 @@ def _answer(choice: Choice, record: Record, results: str) -> Answer:
 
 
 def _run_of(standing: Standing, record: Record) -> Run:
-    """Returns a run behind a standing; the nearest one of an interpolated loss."""
+    """Returns a run behind a standing, a finished one if there is any; the nearest one of an
+    interpolated loss.
+    """
     runs = [run for run in record.runs if run.name == standing.name]
-    return min(runs, key=lambda run: abs(run.steps - standing.steps))
+    return min(runs, key=lambda run: (not run.is_finished, abs(run.steps - standing.steps)))
 
 
 def _distinguishing_fields(run: Run, contest: Contest, record: Record) -> tuple[str, ...]:
@@ -169,7 +173,7 @@ def _further_seeds(contest: Contest, record: Record, results: str) -> dict[str, 
     by_name = grouped(runs, lambda run: run.name)
     for of_name in by_name.values():
         lacking = seeds - len({run.seed for run in of_name})
-        further += lacking * [run for run in of_name if run.seed == of_name[0].seed]
+        further += lacking * runs_of_a_seed(of_name)
     if middle > 2 * MAX_SEEDS or not further:  # MAX_SEEDS would hardly decide
         return {"seeds_needed": needed}
     command = commands.compare_again(
@@ -241,11 +245,13 @@ def choose_next(
 
 
 def _next_command(run: NextRun, record: Record, results: str) -> str:
-    """Returns the command of the comparison, for this name and one seed more; "" if it is unknown."""
-    seeds = {one.seed for one in record.runs if one.name == run.name}
+    """Returns the command of the comparison, for this name and the seeds up to that of the run; "" if
+    it is unknown.
+    """
+    first_seed = min(one.seed for one in record.runs if one.name == run.name)
     flags = (
         f"--output={NEXT_RUN}",
         f"--results={results}",
-        f"--config.compare.seeds={len(seeds) + 1}",
+        f"--config.compare.seeds={run.seed - first_seed + 1}",
     )
     return commands.train_name(record, run.name, *flags)

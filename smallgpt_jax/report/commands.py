@@ -1,6 +1,7 @@
 """The commands that an answer gives: they train a chosen model, more seeds, or the next run."""
 
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -41,8 +42,19 @@ def compare_again(record: Record, *flags: str, without: tuple[str, ...] = ()) ->
     if record.seeds_as_needed:
         flags = (*flags, "--config.compare.most_seeds=0")
     replaced = {*without, *(flag.partition("=")[0] for flag in flags)}
-    kept = [word for word in arguments[3:] if word.partition("=")[0] not in replaced]
+    kept = [flag for flag in _joined(arguments[3:]) if flag.partition("=")[0] not in replaced]
     return command_line("compare", *kept, *flags)
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """Returns arguments in which a flag and its value, as in --output runs/x, are one."""
+    flags: list[str] = []
+    for word in arguments:
+        if flags and not word.startswith("--") and "=" not in flags[-1]:
+            flags[-1] += f"={word}"
+        else:
+            flags.append(word)
+    return flags
 
 
 def train_name(record: Record, name: str, *flags: str) -> str:

@@ -119,13 +119,15 @@ def standings(contest: Contest, reference: str) -> Table:
     has_probabilities = words.has_probabilities(contest)
     rows = []
     for one in contest.standings:
-        pair = contest.pair(one.model, reference)  # None for the reference itself
+        pair = contest.pair(one.model, reference)
+        # The reference has no pair with itself, nor two models that have diverged.
+        without_pair = "reference" if one.model == reference else MISSING
         rows.append(
             {
                 "model": words.names(one),
                 "loss (80% interval)": words.standing_loss(one),
                 f"minus {reference} (95% interval)": words.difference(pair) if pair else MISSING,
-                "verdict": pair.verdict if pair else "reference",
+                "verdict": pair.verdict if pair else without_pair,
                 "P(lowest loss)": words.percent(one.probability) if has_probabilities else MISSING,
                 "seeds": str(one.seeds),
                 "parameters": _parameters(one),
@@ -139,6 +141,8 @@ def neighbors(contest: Contest) -> Table:
     rows = []
     for first, second in itertools.pairwise(contest.standings):
         pair = contest.pair(second.model, first.model)
+        if pair is None:  # both have diverged
+            continue
         rows.append(
             {
                 "model": pair.model,

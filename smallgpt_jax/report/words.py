@@ -272,7 +272,9 @@ def cost(value: Cost | NextRun) -> str:
 
 def unequal_flops(contest: Contest) -> str:
     """Returns the least and the most FLOPs of the models; "" if they are about equal or unknown."""
-    trained = sorted((one for one in contest.standings if one.cost), key=lambda one: one.cost)
+    # without diverged runs, which cost only a part
+    finite = [one for one in contest.standings if one.cost and math.isfinite(one.loss)]
+    trained = sorted(finite, key=lambda one: one.cost)
     if not trained:
         return ""
     least, most = trained[0], trained[-1]
@@ -288,6 +290,7 @@ _REFUSED_MULTIPLIERS = {
     "few seeds": "too few seeds",
     "one budget": "one budget only",
     "gap": "runs too far apart",
+    "solved": "a loss of 0",
 }
 
 

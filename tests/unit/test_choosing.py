@@ -5,6 +5,7 @@ flags.
 import ast
 import dataclasses
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -151,6 +152,7 @@ def test_models_that_are_left_out_and_runs_above_the_budget_are_said(tmp_path):
         (COMMAND, f"{COMMAND} --config.compare.seeds=5"),
         (f"{COMMAND} --config.compare.seeds=2", f"{COMMAND} --config.compare.seeds=5"),
         (f"{COMMAND} --results=a.json", f"{COMMAND} --config.compare.seeds=5"),
+        (f"{COMMAND} --results a.json", f"{COMMAND} --config.compare.seeds=5"),
         ("python -m smallgpt_jax.compare --results=a,b --output=c", ""),  # trains nothing
         ("python train.py", ""),
         ('python -m smallgpt_jax.compare "', ""),
@@ -239,6 +241,18 @@ def test_beyond_the_trained_range_only_a_guess_is_offered():
     assert "As a guess, train gpt at the size" in text and "--config=gpt:1e15 " in text
 
 
-def test_an_unknown_budget_is_named():
+def test_an_unfinished_first_seed_is_not_the_nearest_run(tmp_path):
+    """It ended after half of its steps, so its command would train twice the steps."""
+    first = run("llama", 0, 2.5, config=RMS, is_finished=False, steps_done=1)
+    first = dataclasses.replace(first, curve=first.curve[:1])
+    path = saved(tmp_path / "results.json", first, *models(), command=COMMAND)
+    answer = choosing.choose(path, "flops", 2.4e6)
+    assert answer.choice.chosen == "llama"
+    assert answer.run_cost == answer.choice.contest.standings[0].cost
+
+
+def test_wrong_budgets_are_named():
+    with pytest.raises(UserError, match=r"^limit=nan: must be a finite number above 0"):
+        choosing.choose(SCALING, "flops", math.nan)
     with pytest.raises(UserError, match=r"^budget='flop': must be one of flops, .* did you mean"):
         choosing.choose(SCALING, "flop", 1e13)

@@ -77,7 +77,7 @@ def test_parallel_losses_do_not_draw_a_distant_model_near():
         losses = 5 + rng.standard_normal((models, 1)) + rng.standard_normal(seeds) + noise
         measured = spreads.estimate_alone(losses)
         draws = draw_losses(measured)
-        errors = np.sqrt(measured.own_variances[0] / seeds)
+        errors = np.sqrt(measured.own_errors)
         assert (abs(draws.mean(0) - losses.mean(1)) < 3 * errors).all()
         for pair in compare_pairs(range(models), measured, draws):
             assert pair.verdict in ("cannot tell", "lower" if pair.difference < 0 else "higher")
@@ -93,6 +93,20 @@ def test_a_bad_model_with_two_seeds_does_not_decide_the_order_of_two_good_ones()
     found = contest(runs("a", a), runs("b", b), runs("c", few))
     assert found.chosen == "b"
     assert [one.model for one in found.standings] == ["b", "a", "c"]
+
+
+def test_models_without_common_orders_are_compared_with_the_spread_of_orders():
+    """All four are equal; d has read orders of batches of its own, which move a loss by 0.1."""
+    rng = np.random.default_rng(1)
+    decided = 0
+    for _ in range(40):
+        orders = 0.1 * rng.standard_normal(6)
+        models = []
+        for name, seeds in (("a", (0, 1, 2)), ("b", (0, 1, 2)), ("c", (0, 1, 2)), ("d", (3, 4, 5))):
+            losses = {seed: 3 + orders[seed] + 0.005 * rng.standard_normal() for seed in seeds}
+            models.append(runs(name, losses))
+        decided += contest(*models).pair("d", "a").is_decided
+    assert decided < 5  # 2 expected
 
 
 def test_the_loss_at_stake_is_what_the_first_model_may_cost():

@@ -88,6 +88,16 @@ def test_rates_within_the_spread_over_seeds_may_be_best():
     assert rates.plausible == (0.5, 1.0)
 
 
+@pytest.mark.parametrize("of_other", [[2.9, 3.0, 3.1], [3.0]])
+def test_rates_of_one_seed_may_be_best_by_the_spread_of_other_models(of_other):
+    """Without a spread, any rate may be the best."""
+    runs = [run("gpt", 7, 3.0)]
+    runs += [run("llama", seed, loss) for seed, loss in enumerate(of_other)]
+    grid = Grid(6, 0.01, tuple(GridRate(x, y, False) for x, y in ((1.0, 3.0), (2.0, 3.3))))
+    (rates,) = description.describe_rates(record(*runs, learning_rates={"gpt": grid}))
+    assert rates.plausible == ((1.0,) if len(of_other) > 1 else (1.0, 2.0))
+
+
 def test_curves_have_the_steps_of_all_seeds_on_the_last_rows():
     one, other = run("gpt", 1, 3.0), run("gpt", 2, 3.2)
     early = Point(1, 100, None, None, 9.0, 1.5, 7)  # on other rows

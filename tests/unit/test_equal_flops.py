@@ -35,6 +35,18 @@ def power_law(name: str, gain: float, exponent: float = 0.1, steps=STEPS, seeds:
     return made
 
 
+def test_a_loss_of_zero_has_no_multiplier():
+    """Both models solve the task with their largest budget, b with a lower loss before."""
+    made = [
+        *runs("a", [1.0, 1.1, 1.05], steps=10),
+        *runs("a", [0.0, 0.0, 0.0], steps=20),
+        *runs("b", [0.9, 1.0, 0.95], steps=10),
+        *runs("b", [0.0, 0.0, 0.0], steps=20),
+    ]
+    before, after = find_multipliers(evidence(made), "a", [6e6, 1.2e7])
+    assert before.value > 1 and after.refusal == "solved"
+
+
 def test_a_multiplier_is_the_ratio_of_flops_at_equal_losses():
     (found,) = find_multipliers(evidence(power_law("a", 1.0), power_law("b", 1.5)), "a", [2.4e7])
     assert (found.model, found.other, found.budget, found.refusal) == ("b", "a", 2.4e7, None)

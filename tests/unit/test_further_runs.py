@@ -156,6 +156,19 @@ def test_a_seed_that_others_have_tells_more():
     assert gains[0] > gains[1]
 
 
+def test_costs_are_those_of_finished_runs_and_gaps_of_seeds_are_filled():
+    """The first run of a has ended at one step of 100."""
+    first, *others = runs("a", {0: 3.0, 1: 3.1, 3: 3.2})
+    (point,) = first.curve
+    early = dataclasses.replace(point, step=1, flops=point.flops / 100)
+    first = dataclasses.replace(first, is_finished=False, steps_done=1, curve=(early,))
+    found = next_runs(evidence([first, *others], runs("b", {0: 3.2, 1: 3.0, 3: 3.12})))
+    assert {(one.name, one.seed, one.flops) for one in found} == {
+        ("a", 2, point.flops),
+        ("b", 2, point.flops),
+    }
+
+
 def record_of(tmp_path, spread: float, **fields):
     made = []
     for seed, error in ((1, -spread), (2, 0.0), (3, spread)):

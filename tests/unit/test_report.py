@@ -8,9 +8,11 @@ import math
 import re
 import typing
 
+import decision_helpers
 import pytest
 from comparison_helpers import INSIDE, SESSION, record, run
 
+from smallgpt_jax.analysis.analysis import analyse
 from smallgpt_jax.analysis.findings import (
     Choice,
     Contest,
@@ -275,6 +277,18 @@ def test_probabilities_are_only_of_known_losses():
     sentence = words.refusal(dataclasses.replace(answer, contest=several))
     assert sentence.startswith("llama or gpt may be the best")
     assert "but they were trained with less" in sentence
+
+
+def test_a_report_on_two_models_that_have_diverged():
+    """They have no verdict on each other, and neither is the reference."""
+    made = decision_helpers.record(
+        decision_helpers.runs("a", [3.0, 3.1, 3.05]),
+        decision_helpers.runs("b", [math.inf, 3.0]),
+        decision_helpers.runs("c", [math.inf, 3.0]),
+        reference="b",
+    )
+    text = page.markdown(made, analyse(made))
+    assert "reference" in row(text, "b") and "reference" not in row(text, "c")
 
 
 def test_modes_and_diverged_seeds_are_said():

@@ -155,9 +155,10 @@ def test_own_variances_add_up_to_those_of_differences():
     deviations = np.array([1e-3, 1e-3, 2.0, 20.0])
     rng = np.random.default_rng(5)
     losses = deviations[:, None] * rng.standard_normal((4, 20_000)) + rng.standard_normal(20_000)
-    own, degrees = spreads.estimate(losses, VariancePrior(0.0, 0.0, 1e9)).own_variances
-    np.testing.assert_allclose(np.sqrt(own), deviations, rtol=0.03)
-    np.testing.assert_allclose(degrees, 19_999)
+    estimate = spreads.estimate(losses, VariancePrior(0.0, 0.0, 1e9))
+    np.testing.assert_allclose(np.sqrt(estimate.own_variances), deviations, rtol=0.03)
+    np.testing.assert_allclose(np.sqrt(estimate.own_errors), deviations / 20_000**0.5, rtol=0.03)
+    np.testing.assert_allclose(estimate.own_degrees, 19_999)
 
 
 # ------------------------------------------------------------------ modes
@@ -192,6 +193,6 @@ def test_the_loss_of_repeats_tells_who_copies():
     assert spreads.modes([3.2, 3.2001, 3.9], [3.5, 3.4, 3.6]) == ()
 
 
-@pytest.mark.parametrize("losses", [[3.2, 3.9], [3.2, 3.2001, math.inf]])
-def test_no_modes_of_few_or_diverged_runs(losses):
+@pytest.mark.parametrize("losses", [[3.2, 3.9], [3.2, 3.2001, math.inf], [3.2, 3.2, 3.2 + 1e-7]])
+def test_no_modes_of_few_diverged_or_equal_runs(losses):
     assert spreads.modes(losses, UNKNOWN[: len(losses)]) == ()

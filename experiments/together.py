@@ -95,6 +95,7 @@ def train_together(trainers: Sequence[Trainer]) -> None:
     compilations = program.start_compilation()  # of evaluation, and for the memory of one run
     for trainer in trainers:
         trainer.logger = trainer._open_logger(first_step)
+        trainer.clock.start_training()
 
     reported = {*range(config.eval_every, config.steps, config.eval_every), config.steps}
     reported |= {step for trainer in trainers for step in trainer.config.train.kept_steps}

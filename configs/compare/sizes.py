@@ -62,5 +62,5 @@ def changes(model: str, size: str) -> dict[str, dict]:
 def sized(model: str, size: str, change: dict[str, dict]):
     config = base.recipe(model, size, change)
     config.train.microbatches = 1
-    config.train.eval_steps = ROWS // config.train.batch_size
+    config.train.eval_steps = max(1, ROWS // config.train.batch_size)
     return config

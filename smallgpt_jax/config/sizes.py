@@ -95,7 +95,8 @@ _REFERENCE = 108e6  # OLMo-core's
 _REFERENCE_BATCH = 2048 * 160  # tokens
 _REFERENCE_RATE = 0.0047 / 2
 _FLAT_BELOW = 0.11e6
-_MIN_BATCH = 2048  # tokens: 8 sequences of 256, which 8 devices can share
+_MIN_BATCH = 2048  # tokens, as in the records
+MIN_SEQUENCES = 8  # of a batch, which 8 devices can share
 _HALF_BATCH_BELOW = 1e6
 _REFERENCE_DECAY = 0.1
 
@@ -132,8 +133,8 @@ def learning_rate(block_parameters: float, batch: float) -> float:
 
 
 def weight_decay(block_parameters: float, batch: float, tokens_per_parameter: float) -> float:
-    # B/(rate · decay · D) is constant (Wang and Aitchison, arXiv 2405.13698; nanochat), but short
-    # runs get twice the usual decay at most.
+    # B/(rate · decay · D) is nearly constant, falling with N^0.08 (constant: Wang and Aitchison, arXiv
+    # 2405.13698; nanochat), but short runs get twice the usual decay at most.
     scale = _batch_scale(block_parameters, batch) * TOKENS_PER_PARAMETER / tokens_per_parameter
     return _REFERENCE_DECAY * min(scale, 2.0)
 

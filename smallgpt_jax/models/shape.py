@@ -101,16 +101,21 @@ class _Search:
     def __init__(self, fields: Mapping[str, Any]):
         self.fields = fields
         self.set_fields = {name: value for name, value in fields.items() if value != AT_START}
-        for name in ("d_model", "num_layers", "mlp_ratio"):  # that the search divides by
+        # With these, the search computes before they are validated.
+        for name in ("d_model", "num_layers", "num_heads", "head_dim", "mlp_ratio"):
             value = self.set_fields.get(name, 1)
-            if not isinstance(value, int | float) or not value > 0:
+            if type(value) is not int and (name != "mlp_ratio" or type(value) is not float):
+                kind = "a number" if name == "mlp_ratio" else "an integer"
+                raise UserError(f"config.model.{name}={short_repr(value)}: must be {kind}")
+            if name != "head_dim" and not 0 < value < math.inf:
                 raise UserError(f"config.model.{name}={short_repr(value)}: must be above 0")
         self.rule = find_architecture(fields.get("architecture")).Config.shape
         experts = 1
         kind = self.set_fields.get("mlp", "dense")
         if kind == "moe":
             kind = self.set_fields.get("expert_mlp", "dense")
-            experts = self.set_fields["experts_per_token"] + self.set_fields["num_shared_experts"]
+            used = self.set_fields["experts_per_token"] + self.set_fields["num_shared_experts"]
+            experts = max(1, used)  # none are refused with the other fields
         self.mlp_matrices = experts * (3 if kind == "gated" else 2)
         # All MLPs have the parameters of two matrices of width 4·d_model.
         self.usual_ratio = self.set_fields.get("mlp_ratio", 8 / self.mlp_matrices)
@@ -163,7 +168,7 @@ class _Search:
     def _mlp_width(self, count: _Count, parameters: float, d: int, layers: int) -> int:
         usual = self.usual_ratio * d
         if "mlp_ratio" in self.set_fields:
-            return round(usual)
+            return max(1, round(usual))
         width = count.fitting_mlp(parameters, d, layers) or usual
         unit = 1 if d < 128 else 8 if d < 512 else 64
         return max(1, unit * round(min(max(width, usual / _SPREAD), usual * _SPREAD) / unit))

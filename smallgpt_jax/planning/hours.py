@@ -54,19 +54,25 @@ def plan_for_hours(recipe: str, topology: str, hours: float) -> SizedPlan:
     # The time of a step is only known once it is compiled. A guess by MFU starts the search, and
     # each plan corrects the FLOPs in proportion.
     flops = _FIRST_MFU * _peak_flops(topology) * 3600 * hours
-    for trial in range(1, _TRIALS + 1):
+    trials: list[tuple[float, SizedPlan]] = []  # and their relative errors of the hours
+    for _ in range(_TRIALS):
         sized = f"{recipe}:{flops:.3g}".replace("e+", "e")  # sizes are written as 1e18
-        planned = plan(sized, topology)
+        try:
+            planned = plan(sized, topology)
+        except UserError as error:  # such as no size of so many FLOPs
+            raise UserError(f"--hours={hours:g}: {error}") from None
         estimated = training_hours(planned)
         if estimated is None:
-            raise UserError(f"--topology={topology}: the time of a step is not known for --hours")
-        is_close = abs(estimated / hours - 1) < _CLOSE
+            reason = planned.problem or "the time of a step is not known"
+            raise UserError(f"--hours={hours:g}, {sized} on {topology}: {reason}")
+        error_of_hours = abs(estimated / hours - 1)
+        trials.append((error_of_hours, SizedPlan(sized, planned)))
         # The next model would be larger, and fit even less.
         fits_no_more = planned.problem and estimated < hours
-        if is_close or fits_no_more or trial == _TRIALS:
-            break
+        if error_of_hours < _CLOSE or fits_no_more:
+            return trials[-1][1]
         flops *= hours / estimated
-    return SizedPlan(sized, planned)
+    return min(trials, key=lambda trial: trial[0])[1]
 
 
 def _peak_flops(topology: str) -> float:

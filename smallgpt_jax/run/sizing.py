@@ -5,18 +5,21 @@ steps, batch and learning rate. docs/sizes.md gives the rules.
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from smallgpt_jax.config import sizes
 from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.config.sizes import Size
+from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import short_repr
 from smallgpt_jax.models import LanguageModel, ModelConfig, make_config, num_active_parameters
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.shape import fit_shape
 
 _FOLLOWING = {"train": ("steps", "batch_size"), "optimizer": ("learning_rate", "weight_decay")}
-_NEAR_BUDGET = 0.03  # relative error of the tokens per parameter
+_NEAR_BUDGET = 0.03  # relative error of the tokens per parameter at which the search ends
+_TRIALS = 6  # models that are fitted at most
 
 
 def with_sizes(groups: Mapping[str, dict], saved: Mapping[str, dict] | None) -> dict[str, dict]:
@@ -27,8 +30,11 @@ def with_sizes(groups: Mapping[str, dict], saved: Mapping[str, dict] | None) -> 
     text = groups["train"].get("size", "")
     if not text or not any(open_fields.values()):
         return dict(groups)
+    _validate(groups["train"])
     groups = {group: dict(fields) for group, fields in groups.items()}
-    if saved:  # the rules may have changed since that run started
+    # The rules may have changed since that run started. A run of another architecture is refused
+    # later.
+    if saved and saved["model"]["architecture"] == groups["model"].get("architecture"):
         for group, names in open_fields.items():
             for field in names:
                 groups[group][field] = saved[group][field]
@@ -53,6 +59,18 @@ def _open_fields(group: str, fields: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _validate(train: Mapping[str, Any]) -> None:
+    """Refuses values that the rules cannot use. Others are validated with their group."""
+    if not isinstance(train["size"], str):
+        raise UserError(f"config.train.size={short_repr(train['size'])}: must be a string")
+    for field in _FOLLOWING["train"]:
+        value = train[field]
+        if type(value) is not int or (value < 1 and value != AT_START):
+            raise UserError(
+                f"config.train.{field}={short_repr(value)}: must be an integer, at least 1"
+            )
+
+
 @functools.lru_cache(maxsize=16)
 def _fitted(fields: str, size: Size) -> ModelConfig:
     """Returns the model of a size. `fields` are the group `model` as JSON."""
@@ -60,37 +78,53 @@ def _fitted(fields: str, size: Size) -> ModelConfig:
     model_fields = json.loads(fields)
     if AT_START not in model_fields.values():
         return make_config(**model_fields)
+    fit = functools.partial(fit_shape, model_fields)
+    return fit(size.parameters) if size.parameters is not None else _fit_budget(fit, size)
+
+
+def _fit_budget(fit: Callable[[float], ModelConfig], size: Size) -> ModelConfig:
+    """Returns the model that has nearly the size's tokens per parameter within its budget. `fit`
+    returns a model of about a number of parameters.
+    """
     parameters = size.estimated_parameters
-    model = fit_shape(model_fields, parameters)
-    for _ in range(3 if size.flops else 0):
-        # FLOPs per token are not 6 per parameter in small models, where attention and head count.
-        ratio = _tokens_of_budget(model, size) / (size.tokens_per_parameter * parameters)
-        if abs(ratio - 1) < _NEAR_BUDGET:
+    trials: list[tuple[float, ModelConfig]] = []
+    for _ in range(_TRIALS):
+        model = fit(parameters)
+        tokens_per_parameter = _tokens_of_budget(size.flops, model) / _parameters(model)
+        error = math.log(tokens_per_parameter / size.tokens_per_parameter)
+        is_new = model not in (tried for _, tried in trials)
+        trials.append((abs(error), model))
+        if abs(error) < _NEAR_BUDGET:
             break
-        # With as many tokens per parameter, FLOPs grow with the square of the parameters.
-        parameters *= math.sqrt(ratio)
-        model = fit_shape(model_fields, parameters)
-    return model
+        # With as many tokens per parameter, FLOPs grow with the square of the parameters. Half of
+        # that where it leads back: shapes near each other differ in depth, and so in FLOPs.
+        parameters *= math.exp(error / (2 if is_new else 4))
+    return min(trials, key=lambda trial: trial[0])[1]
 
 
-def _tokens_of_budget(model: ModelConfig, size: Size) -> float:
+def _parameters(model: ModelConfig) -> int:
+    return num_active_parameters(LanguageModel(model))
+
+
+def _tokens_of_budget(flops: float, model: ModelConfig) -> float:
+    # FLOPs per token are not 6 per parameter in small models, where attention and head count.
     language_model = LanguageModel(model)
     per_token = train_flops_per_token(language_model)
     if per_token is None:  # custom code whose FLOPs cannot be counted
-        per_token = sizes.FLOPS_PER_PARAMETER * num_active_parameters(language_model)
-    return size.flops / per_token
+        per_token = sizes.FLOPS_PER_PARAMETER * _parameters(model)
+    return flops / per_token
 
 
 def _rules(model: ModelConfig, size: Size, groups: Mapping[str, dict]) -> dict[str, dict]:
     """Returns the rules' values. Those that depend on others use the given values of these."""
-    parameters = num_active_parameters(LanguageModel(model))
+    parameters = _parameters(model)
     tokens = size.tokens_per_parameter * parameters
-    if size.flops:
-        tokens = _tokens_of_budget(model, size)
+    if size.flops is not None:
+        tokens = _tokens_of_budget(size.flops, model)
     sequences = groups["train"]["batch_size"]
     if sequences == AT_START:
         batch = sizes.batch_tokens(block_parameters(model), tokens / parameters)
-        most = max(1.0, batch / model.context_length)
+        most = max(sizes.MIN_SEQUENCES, batch / model.context_length)
         sequences = 2 ** math.floor(math.log2(most))  # so that devices and microbatches divide it
     steps = groups["train"]["steps"]
     if steps == AT_START:
@@ -123,4 +157,4 @@ def block_parameters(model: ModelConfig) -> int:
         outside += model.vocab_size * model.output_width
     if model.position == "learned":
         outside += model.context_length * model.d_model
-    return max(1, num_active_parameters(LanguageModel(model)) - outside)
+    return max(1, _parameters(model) - outside)

@@ -27,7 +27,8 @@ def with_microbatches(config: Config, log: Callable[[str], None] = print) -> Con
         return config
     mesh = sharding.make_mesh(config.mesh)
     # Of one process: all must find the same number, and compile the same programs on the way.
-    limit = distributed.from_primary(memory_limit(mesh.devices.flat[0])) or math.inf
+    limit = distributed.from_primary(memory_limit(mesh.devices.flat[0]))
+    limit = math.inf if limit is None else limit
 
     def needed(microbatches: int) -> float:
         return _step_bytes(config.replace(train={"microbatches": microbatches}))
@@ -54,35 +55,37 @@ def fewest_that_fit(
     """
     sizes = {}
     low, high = -1, len(numbers)  # indices of numbers that are too few, and that are enough
-    index = 0
-    while low < index < high:
+    while high - low > 1:
+        between = range(low + 1, high)
+        index = 0 if low < 0 else _next_index(numbers, between, sizes, limit)
         number = numbers[index]
         sizes[number] = needed(number)
-        if sizes[number] <= limit:
-            high = index
-        else:
-            low = index
-        index = _next_index(numbers, sizes, (low, high), limit)
+        low, high = (low, index) if sizes[number] <= limit else (index, high)
     return sizes
 
 
 def _next_index(
-    numbers: Sequence[int], sizes: dict[int, float], bounds: tuple[int, int], limit: float
+    numbers: Sequence[int], between: range, sizes: dict[int, float], limit: float
 ) -> int:
-    low, high = bounds
-    if high - low <= 1:
-        return high  # nothing is left between them
-    # The guess is the number at which the size meets the limit.
-    few = numbers[low]
-    if high == len(numbers):  # as if all memory were divided among the microbatches
-        guess = few * sizes[few] / limit
-    else:  # size = constant + slope / number, through the sizes at both bounds
-        many = numbers[high]
-        slope = (sizes[few] - sizes[many]) / (1 / few - 1 / many)
-        constant = sizes[few] - slope / few
-        guess = slope / (limit - constant) if limit > constant else math.inf
-    between = range(low + 1, high)
+    """Returns the index, one of `between`, of the number that the sizes around it suggest."""
+    few = numbers[between.start - 1]
+    if between.stop == len(numbers):  # as if all memory were divided among the microbatches
+        guess = few * sizes[few] / max(limit, 1)
+    elif sizes[few] == math.inf:  # the compiler has refused it without a size
+        return between[len(between) // 2]
+    else:
+        many = numbers[between.stop]
+        guess = _number_at(limit, few, sizes[few], many, sizes[many])
     return next((i for i in between if numbers[i] >= guess), between[-1])
+
+
+def _number_at(limit: float, few: int, few_bytes: float, many: int, many_bytes: float) -> float:
+    """Returns the number of microbatches that needs `limit` bytes, on the curve constant + slope /
+    number through two numbers.
+    """
+    slope = (few_bytes - many_bytes) / (1 / few - 1 / many)
+    constant = few_bytes - slope / few
+    return slope / (limit - constant) if limit > constant else math.inf
 
 
 def fitting_number(sizes: dict[int, float], limit: float) -> int:
@@ -115,7 +118,9 @@ def memory_limit(device: jax.Device) -> float | None:
     """Returns the bytes that programs can use of a device, or None if unknown."""
     if device.platform == "cpu":
         available = host_memory.available_bytes()
-        return available and _OF_HOST * available / jax.local_device_count()
+        if available is None:
+            return None
+        return _OF_HOST * available / jax.local_device_count()
     return (device.memory_stats() or {}).get("bytes_limit")
 
 

@@ -46,7 +46,7 @@ def size_messages(config: Config) -> list[str]:
         f"{_short(ratio)} per parameter; {schedule}; weight decay {optimizer.weight_decay:.3g}"
     ]
     if departures := _departures(config, ratio):
-        reason = "because of fields that were set"
+        reason = "because of fields that were set or of coarse shapes"
         if custom_classes(model):  # whose parameters may have no widths near the size
             reason += (
                 ", or of custom modules that the rule cannot fit (`shape` in docs/your-own.md)"

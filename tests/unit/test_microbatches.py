@@ -4,6 +4,7 @@ import io
 import math
 import random
 
+import jax
 import pytest
 from conftest import load_config
 
@@ -32,6 +33,24 @@ def test_the_fewest_that_fit(seed):
     assert needed[number] <= 10
     fewer = numbers[: numbers.index(number)]
     assert not fewer or sizes[fewer[-1]] > 10
+
+
+@pytest.mark.parametrize("fewest", [1, 7, 45, 512])
+def test_few_numbers_are_tried_if_the_compiler_tells_no_size(fewest):
+    numbers = [number for number in range(1, 721) if 720 % number == 0]
+    sizes = microbatches.fewest_that_fit(
+        numbers, lambda number: math.inf if number < fewest else 9.0, limit=10
+    )
+    assert len(sizes) <= 7
+    assert microbatches.fitting_number(sizes, 10) == min(n for n in numbers if n >= fewest)
+
+
+def test_a_device_without_free_memory_has_a_limit(monkeypatch):
+    monkeypatch.setattr(microbatches.host_memory, "available_bytes", lambda: 0)
+    assert microbatches.memory_limit(jax.devices()[0]) == 0
+    sizes = microbatches.fewest_that_fit([1, 2], lambda number: 1e9 / number, limit=0)
+    with pytest.raises(UserError, match="with 2 microbatches, the most, a device needs"):
+        microbatches.fitting_number(sizes, 0)
 
 
 def step_bytes(config: Config) -> int:

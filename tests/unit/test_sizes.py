@@ -198,7 +198,9 @@ def test_fields_that_are_set_win_and_the_rest_follows():
     ratio = active_parameters(narrow) / active_parameters(rule)
     work = [config.train.steps * config.train.batch_size for config in (narrow, rule)]
     assert work[0] / work[1] == pytest.approx(ratio, rel=0.01)
-    assert "parameters instead of 1M, because of fields that were set; " in size_messages(narrow)[1]
+    assert (
+        "parameters instead of 1M, because of fields that were set or " in size_messages(narrow)[1]
+    )
 
     larger = sized("gpt:1M", train__batch_size=4 * rule.train.batch_size)
     assert larger.train.steps == pytest.approx(rule.train.steps / 4, abs=1)
@@ -256,7 +258,7 @@ def test_the_line_of_a_size(tmp_path, monkeypatch, capsys):
         (
             "gpt:1e12",
             {"train__steps": 467},
-            " 5e+11 training FLOPs instead of 1e+12 and 10 tokens ",
+            " 4.99e+11 training FLOPs instead of 1e+12 and 10 tokens ",
         ),
         (
             "gpt:1e12",
@@ -275,6 +277,51 @@ def test_a_run_that_is_not_what_its_size_says(recipe, fields, note):
     else:
         assert not notes
     assert "e+" not in line
+
+
+@pytest.mark.parametrize("recipe", ["moe:7e13", "llama:3e11"])
+def test_budgets_between_shapes_of_different_depth(recipe):
+    """Two shapes lead to each other; the one with more fitting tokens is taken."""
+    config = sized(recipe)
+    tokens = config.train.steps * config.train.batch_size * config.model.context_length
+    ratio = tokens / active_parameters(config)
+    assert ratio == pytest.approx(20, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"train__batch_size": 0}, "config.train.batch_size=0: must be an integer, at least 1"),
+        ({"train__batch_size": -8}, "config.train.batch_size=-8: must be an integer, at least 1"),
+        ({"train__steps": 0}, "config.train.steps=0: must be an integer, at least 1"),
+        ({"train__steps": -2}, "config.train.steps=-2: must be an integer, at least 1"),
+        ({"model__mlp_ratio": math.inf}, "config.model.mlp_ratio=inf: must be above 0"),
+        ({"model__head_dim": "8"}, "config.model.head_dim='8': must be an integer"),
+        ({"model__d_model": 64.0}, "config.model.d_model=64.0: must be an integer"),
+        (
+            {"model__experts_per_token": 0, "model__num_shared_experts": 0},
+            "config.model.experts_per_token=0: must be",
+        ),
+    ],
+)
+def test_fields_that_the_rules_cannot_use_are_refused(fields, message):
+    groups = load_config("moe:0.2M").to_dict()
+    for path, value in fields.items():
+        group, _, field = path.partition("__")
+        groups[group][field] = value
+    with pytest.raises(UserError) as error:
+        Config.of(groups)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_of_another_architecture_is_refused():
+    """lgpt has fields that gpt has not."""
+    config = Config.of(load_config("lgpt:0.2M"), sized("gpt:0.2M"))
+    assert config.model.architecture == "lgpt"
+
+
+def test_a_small_batch_of_long_texts_has_a_sequence_for_each_of_eight_devices():
+    assert sized("llama:0.2M", model__context_length=768).train.batch_size == 8
 
 
 def test_a_resumed_run_keeps_its_size(monkeypatch):
@@ -338,7 +385,10 @@ def test_an_architecture_of_ones_own(monkeypatch):
         gpt.optimizer.learning_rate / 2, rel=0.01
     )
     wide = sized("gpt:1M", model__architecture="own_model:Own", model__passes=-1, model__d_model=64)
-    assert "set, or of custom modules that the rule cannot fit (`shape` " in size_messages(wide)[1]
+    assert (
+        "coarse shapes, or of custom modules that the rule cannot fit (`shape` "
+        in size_messages(wide)[1]
+    )
 
 
 def test_the_table_of_errors_is_current():

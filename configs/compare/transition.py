@@ -14,7 +14,7 @@ canon copied first with each seed, and before those of this file: canon is the b
 came level with canon at 0.33M: before its runs here, it is within 0.05 of canon at equal FLOPs from
 3e13 on.
 
-docs/results/transition.json has all but delta, with one seed each.
+docs/results/transition.json has all but delta, with one seed each, canon with two.
 """
 
 from configs.compare import rates, scaling

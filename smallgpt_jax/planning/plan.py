@@ -53,7 +53,8 @@ def plan(
     `config` is a recipe such as "gpt:quickstart", or its fields; `overrides` are further values,
     such as {"train.batch_size": 64}. `topology` is, for example, "v5e:4x4", "h100:8" or "cpu:8".
     With `search`, the batch size becomes the largest one that fits, after several compilations.
-    `log` gets what the size of a sized recipe means, before the first compilation.
+    `log` gets what the size of a sized recipe means, before the first compilation, and again if a
+    search has changed it.
     Raises UserError, among others if the compiler of the topology is not installed.
     """
     with topologies.settings_restored():
@@ -66,7 +67,14 @@ def plan(
             # A search takes 0 as 1: with enough microbatches, almost every batch would fit.
             planned = planned.replace(train={"microbatches": max(1, planned.train.microbatches)})
             batch_size = _find_largest_batch(planned, topology, devices)
-            planned = planned.replace(train={"batch_size": batch_size})
+            # steps, rate and weight decay of a sized recipe follow the batch
+            with_batch = {**(overrides or {}), "train.batch_size": batch_size}
+            microbatches = planned.train.microbatches
+            planned = _config_on(devices, config, with_batch).replace(
+                train={"microbatches": microbatches}
+            )
+            for line in size_messages(planned):
+                log(line)
         program, result = _compiled(planned, devices, progress)
         planned = planned.replace(train={"microbatches": program.config.train.microbatches})
         problem = "" if result.fits else _misfit(program, result)

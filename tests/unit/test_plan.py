@@ -15,6 +15,7 @@ import pytest
 from conftest import call, load_config
 
 from smallgpt_jax import models
+from smallgpt_jax.config import recipes
 from smallgpt_jax.devices import chips
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models import structure
@@ -26,8 +27,10 @@ from smallgpt_jax.models.stacks import layer_configs, stack_blocks
 from smallgpt_jax.ops.attention import splash_kernel
 from smallgpt_jax.ops.attention_mask import AttentionMask
 from smallgpt_jax.planning import compilation, estimate, hlo, kernels, memory_formula, topologies
+from smallgpt_jax.planning import plan as plans
 from smallgpt_jax.planning.compilation import Compiler
 from smallgpt_jax.planning.table import format_plan
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.build import build_program
 
@@ -669,6 +672,15 @@ def test_search_finds_the_largest_batch_in_few_compilations(monkeypatch, largest
     monkeypatch.setattr(estimate, "estimate", fake_estimate)
     assert estimate.largest_batch(lambda batch_size: batch_size, 16, hbm) == 16 * largest
     assert len(sizes) == len(set(sizes)) <= 12
+
+
+def test_steps_and_rate_follow_the_batch_that_a_search_finds(monkeypatch):
+    monkeypatch.setattr(plans, "_find_largest_batch", lambda *_: 32)
+    lines = []
+    found = plans.plan("llama:20k", "cpu:1", search=True, log=lines.append).config
+    expected = Config.of(recipes.load_config("llama:20k", {"train.batch_size": 32}))
+    assert (found.train.steps, found.optimizer) == (expected.train.steps, expected.optimizer)
+    assert "steps of 2,048 tokens" in lines[0] and "steps of 8,192 tokens" in lines[-1]
 
 
 def test_search_when_nothing_fits(monkeypatch):

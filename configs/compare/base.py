@@ -24,10 +24,12 @@ fields are None where it has the value of the common config.
 import copy
 import importlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
 from smallgpt_jax.comparison.config import CompareConfig
+from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 
 
@@ -45,6 +47,13 @@ def comparison(common: ConfigDict, runs: dict[str, dict], **compare) -> ConfigDi
     config.compare = CompareConfig.config_dict().lock()
     config.compare.update({"names": ",".join(runs), "reference": next(iter(runs), ""), **compare})
     return config.lock()
+
+
+def preset(name: str, presets: Mapping[str, Any]) -> Any:
+    """Returns the preset that a user has named after the colon. Raises UserError for another name."""
+    if name not in presets:
+        raise UserError(f"--config: no preset {name!r}; choose from {', '.join(presets)}")
+    return presets[name]
 
 
 def with_placeholders(own: dict[str, dict], common: ConfigDict) -> dict[str, dict]:

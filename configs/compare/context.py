@@ -14,8 +14,7 @@ by 0.02 to 0.1, and moe by 0.05 to 0.1. At equal FLOPs, windows gains more on ll
 There is no record of these runs yet.
 """
 
-from configs.compare import rates, scaling
-from smallgpt_jax.errors import UserError
+from configs.compare import base, rates, scaling
 
 MODELS = ("llama", "moe", "hybrid", "windows")
 # Preset → size, tokens per parameter of gpt, context, batch size, seeds.
@@ -23,9 +22,7 @@ PRESETS = {"tiny": ("20k", 2, 128, 4, 2), "0.47M": ("0.47M", 40, 512, 4, 4)}
 
 
 def get_config(preset: str = "0.47M"):
-    if preset not in PRESETS:
-        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
-    size, tokens_per_parameter, context, batch_size, seeds = PRESETS[preset]
+    size, tokens_per_parameter, context, batch_size, seeds = base.preset(preset, PRESETS)
     common = rates.common_config(preset)
     common.model.context_length = context
     common.train.batch_size = batch_size

@@ -16,8 +16,7 @@ the second epoch begins: models of this size do not remember books.
 There is no record of these runs yet.
 """
 
-from configs.compare import rates, scaling
-from smallgpt_jax.errors import UserError
+from configs.compare import base, rates, scaling
 
 MODELS = ("llama", "moe", "conv", "hybrid", "canon", "windows")
 # Preset → size, tokens, seeds.
@@ -25,9 +24,7 @@ PRESETS = {"tiny": ("20k", 16_384, 2), "0.2M": ("0.2M", 26_000_000, 4)}
 
 
 def get_config(preset: str = "0.2M"):
-    if preset not in PRESETS:
-        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
-    size, tokens, seeds = PRESETS[preset]
+    size, tokens, seeds = base.preset(preset, PRESETS)
     common = rates.common_config(preset)
     common.train.eval_repeats = True
     if preset != "tiny":

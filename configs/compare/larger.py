@@ -14,8 +14,7 @@ with twice the size of transition.py (equal FLOPs) is worse for each model.
 There is no record of these runs yet.
 """
 
-from configs.compare import rates, scaling
-from smallgpt_jax.errors import UserError
+from configs.compare import base, rates, scaling
 
 MODELS = ("llama", "moe", "canon", "windows", "hybrid")
 # Preset → size, tokens per parameter of gpt, seeds.
@@ -23,9 +22,7 @@ PRESETS = {"tiny": ("20k", 2, 2), "1.3M": ("1.3M", 20, 3)}
 
 
 def get_config(preset: str = "1.3M"):
-    if preset not in PRESETS:
-        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
-    size, tokens_per_parameter, seeds = PRESETS[preset]
+    size, tokens_per_parameter, seeds = base.preset(preset, PRESETS)
     common = rates.common_config(preset)
     common.train.eval_repeats = True
     steps = scaling.num_steps(size, tokens_per_parameter, common)

@@ -21,7 +21,6 @@ FLOPs, or parameters; the report compares all models at equal FLOPs. The presets
 """
 
 from configs.compare import base, scaling
-from smallgpt_jax.errors import UserError
 
 # Preset → sizes, tokens per parameter of gpt.
 PRESETS = {
@@ -46,9 +45,7 @@ CANON_WINDOWS = {"model": {"canon_taps": 4, "attention_windows": (32, 32, 32, 0)
 
 
 def get_config(preset: str = "small"):
-    if preset not in PRESETS:
-        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
-    sizes, tokens_per_parameter = PRESETS[preset]
+    sizes, tokens_per_parameter = base.preset(preset, PRESETS)
     common = scaling.common_config(preset)
     common.model.update(
         base.differences(base.recipe("llama", "quickstart"), base.recipe("gpt", "quickstart"))[

@@ -18,7 +18,6 @@ with one order, whatever the weights; pgpt in one of the four runs.
 """
 
 from configs.compare import base, rates, scaling
-from smallgpt_jax.errors import UserError
 
 MODELS = ("pgpt", "moe")
 ORDERS = (1337, 1338, 1339)
@@ -27,9 +26,7 @@ PRESETS = {"tiny": ("20k", 2, ORDERS[:2]), "0.2M": ("0.2M", 80, ORDERS)}
 
 
 def get_config(preset: str = "0.2M"):
-    if preset not in PRESETS:
-        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
-    size, tokens_per_parameter, orders = PRESETS[preset]
+    size, tokens_per_parameter, orders = base.preset(preset, PRESETS)
     common = rates.common_config(preset)
     common.train.eval_repeats = True
     steps = scaling.num_steps(size, tokens_per_parameter, common)

@@ -16,7 +16,6 @@ and `0.47M` (8 runs, 2.1e14 FLOPs).
 """
 
 from configs.compare import base, mixers, scaling
-from smallgpt_jax.errors import UserError
 
 # Model → the multiple of the size's rate that its grid chose at 45k, in docs/results/scaling.json
 # and in mixers.json.
@@ -51,9 +50,7 @@ PRESETS = {"tiny": ("20k", 1, 1), "0.2M": ("0.2M", 20, 2), "0.47M": ("0.47M", 20
 
 
 def get_config(preset: str = "0.2M"):
-    if preset not in PRESETS:
-        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
-    size, tokens_per_parameter, seeds = PRESETS[preset]
+    size, tokens_per_parameter, seeds = base.preset(preset, PRESETS)
     common = common_config(preset)
     steps = scaling.num_steps(size, tokens_per_parameter, common)
     if preset == "0.47M":

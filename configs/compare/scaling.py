@@ -30,7 +30,6 @@ Set --config.model.dtype=bfloat16 where the processor computes with it.
 """
 
 from configs.compare import base
-from smallgpt_jax.errors import UserError
 
 VOCABULARY, BLOCKS = 1024, 4
 # SIZE → width of the models, and of the first stage of lgpt and cgpt, at which they have about as
@@ -71,9 +70,7 @@ STAGED = ("lgpt", "cgpt")
 
 
 def get_config(preset: str = "small"):
-    if preset not in PRESETS:
-        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
-    fitted, held_out, tokens_per_parameter, num_heads = PRESETS[preset]
+    fitted, held_out, tokens_per_parameter, num_heads = base.preset(preset, PRESETS)
     common = common_config(preset)
     common.model.num_heads = num_heads
     runs = {

@@ -18,17 +18,14 @@ are better with 2 blocks than with 4, which were the fewest of the rules then
 """
 
 from configs.compare import base
-from smallgpt_jax.errors import UserError
 
 MODELS = ("gpt", "llama", "pgpt", "moe", "hybrid")
-PRESETS = ("tiny", "0.2M", "0.65M")
+PRESETS = {"tiny": "0.1M@1", "0.2M": "0.2M", "0.65M": "0.65M"}  # preset → size
 ROWS = 512  # of each evaluation
 
 
 def get_config(preset: str = "0.2M"):
-    if preset not in PRESETS:
-        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
-    size = {"tiny": "0.1M@1"}.get(preset, preset)
+    size = base.preset(preset, PRESETS)
     common = sized("gpt", size, {})
     runs = {}
     for model in ("gpt", "hybrid") if preset == "tiny" else MODELS:

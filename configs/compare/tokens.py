@@ -36,7 +36,6 @@ it, canon windows (docs/results/both.json, two seeds) copies later than canon an
 """
 
 from configs.compare import base, rates, scaling
-from smallgpt_jax.errors import UserError
 
 # Preset → models, size, tokens per parameter of gpt, horizons, seeds.
 PRESETS = {
@@ -54,9 +53,7 @@ PRESETS = {
 
 
 def get_config(preset: str = "0.33M"):
-    if preset not in PRESETS:
-        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
-    models, size, tokens_per_parameter, horizons, seeds = PRESETS[preset]
+    models, size, tokens_per_parameter, horizons, seeds = base.preset(preset, PRESETS)
     common = rates.common_config(preset)
     common.train.eval_repeats = True
     steps = scaling.num_steps(size, tokens_per_parameter, common)

@@ -17,8 +17,7 @@ came level with canon at 0.33M: before its runs here, it is within 0.05 of canon
 docs/results/transition.json has all but delta, with one seed each, canon with two.
 """
 
-from configs.compare import rates, scaling
-from smallgpt_jax.errors import UserError
+from configs.compare import base, rates, scaling
 
 FIRST = ("llama", "moe", "hybrid", "conv")
 # Preset → models, size, tokens, seeds.
@@ -30,9 +29,7 @@ PRESETS = {
 
 
 def get_config(preset: str = "all"):
-    if preset not in PRESETS:
-        raise UserError(f"--config: no preset {preset!r}; choose from {', '.join(PRESETS)}")
-    models, size, tokens, seeds = PRESETS[preset]
+    models, size, tokens, seeds = base.preset(preset, PRESETS)
     common = rates.common_config(preset)
     common.train.eval_repeats = True
     steps = scaling.num_steps(size, tokens / scaling.num_parameters(size), common)

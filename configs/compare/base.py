@@ -74,13 +74,13 @@ def with_placeholders(own: dict[str, dict], common: ConfigDict) -> dict[str, dic
 
 def recipe(name: str, size: str, change: dict[str, dict] | None = None) -> ConfigDict:
     """Returns the config of the recipe configs/NAME.py, or of a module such as my_models.recipe, at
-    size `size`, with the fields of `change`, {group: {field: value}}. It has all values of a size
-    such as 30M, which budgets change.
+    size `size`, with the fields of `change`, {group: {field: value}}.
     """
     module = name if "." in name else f"configs.{name}"
     config = importlib.import_module(module).get_config(size)
     for group, fields in (change or {}).items():
         config[group].update(fields)
+    # Of a size such as 30M, the values that follow from it: a budget of the comparison changes them.
     if config.train.size:
         for group, fields in Config.of(config).to_dict().items():
             config[group].update(fields)

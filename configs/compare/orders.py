@@ -33,7 +33,7 @@ def get_config(preset: str = "0.2M"):
     runs = {}
     for model in MODELS:
         for order in orders:
-            fields = rates.run_fields(model, size, steps)
+            fields = rates.run_fields(model, size, steps, rates.best_multiple(model))
             runs[f"{model} order {order}@{size}"] = {**fields, "data": {"seed": order}}
     return base.comparison(
         common,

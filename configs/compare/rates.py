@@ -76,16 +76,24 @@ def common_config(preset: str):
 
 def one_size(models, size: str, steps: int, common, **compare):
     """Returns a comparison of models at one size, each at its best rate. The first is the reference."""
-    runs = {f"{model}@{size}": run_fields(model, size, steps) for model in models}
+    runs = {}
+    for model in models:
+        runs[f"{model}@{size}"] = run_fields(model, size, steps, best_multiple(model))
     return base.comparison(
         common, runs, budget="own", reference=next(iter(runs)), decoding=False, **compare
     )
 
 
-def run_fields(model: str, size: str, steps: int, multiple: float = 0.0) -> dict[str, dict]:
-    """Returns the fields of a run. `multiple` is that of the size's rate; 0: the best one."""
-    multiple = multiple or {**SCALING, **MIXERS, **OTHERS, **COMBINED}[model] * BEST.get(model, 1.0)
-    fields = (scaling.run_fields if model in SCALING else mixer_fields)(model, size, steps)
+def best_multiple(model: str) -> float:
+    """Returns the best rate that was tried for a model, as a multiple of the size's."""
+    chosen = SCALING | MIXERS | OTHERS | COMBINED
+    return chosen[model] * BEST.get(model, 1.0)
+
+
+def run_fields(model: str, size: str, steps: int, multiple: float) -> dict[str, dict]:
+    """Returns the fields of a run. `multiple` is that of the size's learning rate."""
+    fields_of = scaling.run_fields if model in SCALING else mixer_fields
+    fields = fields_of(model, size, steps)
     rate = scaling.learning_rate(size) * multiple
     return {**fields, "optimizer": {**fields["optimizer"], "learning_rate": rate}}
 

@@ -57,10 +57,10 @@ def get_config(preset: str = "0.33M"):
     common = rates.common_config(preset)
     common.train.eval_repeats = True
     steps = scaling.num_steps(size, tokens_per_parameter, common)
-    runs = {
-        f"{model}@{size}-{tokens_per_parameter}": rates.run_fields(model, size, steps)
-        for model in models
-    }
+    runs = {}
+    for model in models:
+        fields = rates.run_fields(model, size, steps, rates.best_multiple(model))
+        runs[f"{model}@{size}-{tokens_per_parameter}"] = fields
     return base.comparison(
         common,
         runs,

@@ -13,8 +13,8 @@ Predictions, before the runs: after 80 tokens per parameter, the order explains 
 the variance of moe's losses; pgpt learns to copy in no more than three of nine runs, and neither
 half explains more than half of its variance.
 
-docs/results/orders.json has two orders and two initial weights, crossed for both models. moe copies
-with one order, whatever the weights; pgpt in one of the four runs.
+docs/results/orders.json has two orders and two initial weights, crossed for both models, and one run
+of moe with the third order. moe copies with one order, whatever the weights; pgpt in one of four.
 """
 
 from configs.compare import base, rates, scaling

@@ -101,14 +101,19 @@ class _Search:
     def __init__(self, fields: Mapping[str, Any]):
         self.fields = fields
         self.set_fields = {name: value for name, value in fields.items() if value != AT_START}
-        # With these, the search computes before they are validated.
-        for name in ("d_model", "num_layers", "num_heads", "head_dim", "mlp_ratio"):
+        # The search computes with these before they are validated.
+        for name in ("d_model", "num_layers", "num_heads", "head_dim"):
             value = self.set_fields.get(name, 1)
-            if type(value) is not int and (name != "mlp_ratio" or type(value) is not float):
-                kind = "a number" if name == "mlp_ratio" else "an integer"
-                raise UserError(f"config.model.{name}={short_repr(value)}: must be {kind}")
-            if name != "head_dim" and not 0 < value < math.inf:
-                raise UserError(f"config.model.{name}={short_repr(value)}: must be above 0")
+            least = 0 if name == "head_dim" else 1
+            if type(value) is not int or value < least:
+                raise UserError(
+                    f"config.model.{name}={short_repr(value)}: must be an integer, at least {least}"
+                )
+        ratio = self.set_fields.get("mlp_ratio", 1)
+        if type(ratio) not in (int, float) or not 0 < ratio < math.inf:
+            raise UserError(
+                f"config.model.mlp_ratio={short_repr(ratio)}: must be a finite number above 0"
+            )
         self.rule = find_architecture(fields.get("architecture")).Config.shape
         experts = 1
         kind = self.set_fields.get("mlp", "dense")

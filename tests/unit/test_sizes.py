@@ -295,9 +295,12 @@ def test_budgets_between_shapes_of_different_depth(recipe):
         ({"train__batch_size": -8}, "config.train.batch_size=-8: must be an integer, at least 1"),
         ({"train__steps": 0}, "config.train.steps=0: must be an integer, at least 1"),
         ({"train__steps": -2}, "config.train.steps=-2: must be an integer, at least 1"),
-        ({"model__mlp_ratio": math.inf}, "config.model.mlp_ratio=inf: must be above 0"),
-        ({"model__head_dim": "8"}, "config.model.head_dim='8': must be an integer"),
-        ({"model__d_model": 64.0}, "config.model.d_model=64.0: must be an integer"),
+        (
+            {"model__mlp_ratio": math.inf},
+            "config.model.mlp_ratio=inf: must be a finite number above 0",
+        ),
+        ({"model__head_dim": "8"}, "config.model.head_dim='8': must be an integer, at least 0"),
+        ({"model__d_model": 64.0}, "config.model.d_model=64.0: must be an integer, at least 1"),
         (
             {"model__experts_per_token": 0, "model__num_shared_experts": 0},
             "config.model.experts_per_token=0: must be",
@@ -314,10 +317,12 @@ def test_fields_that_the_rules_cannot_use_are_refused(fields, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_run_of_another_architecture_is_refused():
-    """lgpt has fields that gpt has not."""
-    config = Config.of(load_config("lgpt:0.2M"), sized("gpt:0.2M"))
-    assert config.model.architecture == "lgpt"
+def test_a_run_of_another_architecture_is_refused(tmp_path):
+    """Its fields that follow from the size are not those of the saved run: gpt has no stages."""
+    write_config(tmp_path, sized("gpt:20k").to_dict())
+    (tmp_path / "store.json").touch()  # of a run that has started
+    with pytest.raises(UserError, match=r"model\.architecture was 'gpt', now 'lgpt'"):
+        check_run(load_config("lgpt:30k"), tmp_path)
 
 
 def test_a_small_batch_of_long_texts_has_a_sequence_for_each_of_eight_devices():

@@ -10,7 +10,14 @@ device to itself, no speed is logged. A run that diverges stops those that are t
 Finished runs are skipped. Grids of learning rates, held-out sizes and seeds as needed are refused,
 because there the losses of some runs decide which others follow.
 
-It has not run on a GPU yet.
+On an H100 (2026-11-28, jax 0.11.2), nine of these programs at a time, one per model, under NVIDIA's
+MPS, trained 231 runs of 0.2M to 1.3M parameters in 462 s, 8.3e15 FLOPs, with the environment
+
+    JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
+    XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+
+XLA's compiler aborted on several runs of Gated DeltaNet (hybrid, delta): "RET_CHECK failure …
+transpose". With `compare`, one run per program, eleven of them at a time trained in 220 s.
 """
 
 import contextlib

@@ -13,8 +13,9 @@ Predictions, before the runs: after 80 tokens per parameter, the order explains 
 the variance of moe's losses; pgpt learns to copy in no more than three of nine runs, and neither
 half explains more than half of its variance.
 
-docs/results/orders.json has two orders and two initial weights, crossed for both models, and one run
-of moe with the third order. moe copies with one order, whatever the weights; pgpt in one of four.
+docs/results/orders.json has the runs, trained on a GPU; orders-cpu.json has nine of them, trained on
+CPUs. pgpt copies in two of nine, as predicted. Which runs of moe copy is another on a GPU than on
+CPUs, so rounding decides as much as the order and the weights.
 """
 
 from configs.compare import base, rates, scaling

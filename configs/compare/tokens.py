@@ -26,7 +26,7 @@ docs/results/tokens033.json has the runs at 0.33M. Against the prediction, canon
 begun to copy after 6.6 M tokens; conv has not after 13.1 M.
 
 docs/results/tokens02.json has conv at 0.2M, which has not begun to copy after 16.7 M tokens, as
-predicted. moe at 0.2M is in docs/results/orders.json.
+predicted. moe at 0.2M is in docs/results/orders-cpu.json.
 
 Predictions for what is left of 0.33M-others: canon's third seed copies after 6.6 M tokens, too. No
 windows, x0 or delta is better than canon with 1.6e13 FLOPs; windows and x0 copy after 13.1 M tokens,

@@ -1,17 +1,19 @@
 """Trains the runs of a comparison that share a compiled step at the same time, in one program.
 
-    python experiments/together.py --config=configs/compare/transition.py --output=runs/transition
+    python experiments/together.py --config=configs/compare/transition.py --output=runs/transition \
+        --programs=9
     python -m smallgpt_jax.compare --config=configs/compare/transition.py --output=runs/transition
 
 A GPU is idle for most of the step of a small model. Here, one program updates the models of several
-seeds, orders and learning rates (vmap over the train step). The second command reads the workdirs
-like its own; the losses differ by rounding (on a CPU, by 1e-6 after 32 steps). Since no run has the
-device to itself, no speed is logged. A run that diverges stops those that are trained with it.
-Finished runs are skipped. Grids of learning rates, held-out sizes and seeds as needed are refused,
-because there the losses of some runs decide which others follow.
+seeds, orders and learning rates (vmap over the train step), and several programs run at a time, one
+per name of the comparison. The second command reads the workdirs like its own; the losses differ by
+rounding (on a CPU, by 1e-6 after 32 steps). Since no run has the device to itself, no speed is
+logged. A run that diverges stops those that are trained with it. Finished runs are skipped. Grids
+of learning rates, held-out sizes and seeds as needed are refused, because there the losses of some
+runs decide which others follow.
 
-On an H100 (2026-11-28, jax 0.11.2), nine of these programs at a time, one per model, under NVIDIA's
-MPS, trained 231 runs of 0.2M to 1.3M parameters in 462 s, 8.3e15 FLOPs, with the environment
+On an H100 (2026-11-28, jax 0.11.2), nine programs at a time, under NVIDIA's MPS, trained 231 runs of
+0.2M to 1.3M parameters in 462 s, 8.3e15 FLOPs, with the environment
 
     JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
     XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
@@ -22,6 +24,7 @@ transpose". With `compare`, one run per program, eleven of them at a time traine
 
 import contextlib
 import functools
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -53,11 +56,17 @@ from smallgpt_jax.training.trainer import Trainer, open_trainer
 
 _CONFIG = cli.define_config()
 _OUTPUT = flags.DEFINE_string("output", None, "Folder of the comparison.", required=True)
+_PROGRAMS = flags.DEFINE_integer(
+    "programs", 1, "How many programs train at a time, each the runs of one name.", lower_bound=1
+)
 _CHUNK = 32  # steps that are dispatched at once
 _AHEAD = 4  # chunks that are read ahead
 
 
 def main() -> None:
+    if _PROGRAMS.value > 1:
+        train_in_programs(_CONFIG.value.compare.names.split(","))
+        return
     outcomes = TrainedComparison(_CONFIG.value, Path(_OUTPUT.value), (), "").outcomes
     comparison = outcomes.comparison
     if comparison.multiples or comparison.held_out or comparison.rounds:
@@ -79,6 +88,26 @@ def main() -> None:
                 ]
             )
         print(f"{time.monotonic() - started:.0f} s", flush=True)
+
+
+def train_in_programs(names: Sequence[str]) -> None:
+    """Runs this command once per name of the comparison. The output goes to OUTPUT/NAME.log."""
+    folder = Path(_OUTPUT.value)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def train(name: str) -> int:
+        only = [f"--config.compare.{field}={name}" for field in ("names", "reference")]
+        command = [sys.executable, *sys.argv, "--programs=1", *only]
+        with open(folder / f"{name}.log", "w") as log:
+            return subprocess.run(command, stdout=log, stderr=log).returncode
+
+    failed = []
+    with ThreadPoolExecutor(_PROGRAMS.value) as pool:
+        for name, status in zip(names, pool.map(train, names)):
+            print(f"{name}: {f'failed with status {status}' if status else 'trained'}", flush=True)
+            failed += [name] * bool(status)
+    if failed:
+        raise UserError(f"{folder}: {', '.join(failed)} failed; the .log files say why")
 
 
 def groups(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:

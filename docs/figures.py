@@ -1,20 +1,31 @@
-"""Draws the first figure of docs/results.md from docs/results/rates.json.
+"""Draws the figures of docs/results.md from the records in docs/results/.
 
 python docs/figures.py
 """
 
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 from smallgpt_jax.analysis import record
-from smallgpt_jax.analysis.record import Run
+from smallgpt_jax.analysis.candidates import evidence_of
+from smallgpt_jax.analysis.choice import Asked
+from smallgpt_jax.analysis.record import Record, Run
+from smallgpt_jax.comparison import merging
 
 DOCS = Path(__file__).parent
+RESULTS = DOCS / "results"
 SIZE = "0.2M"
 PAPER = ("gpt", "pgpt", "lgpt", "cgpt", "gpt-learned")  # the models of the paper are blue
+# Of the second figure: what is merged, as in the first table of the page; and what is drawn.
+MERGED = "scaling mixers rates tokens tokens02 tokens033 transition larger".split()
+REFERENCE, OTHERS = "llama", ("gpt", "moe", "conv", "hybrid", "canon", "windows")
+# FLOPs. With less, the mixers were trained at too few sizes.
+BUDGETS = np.geomspace(2e12, 2.2e14, 40)
 
 
 def best_runs(runs: tuple[Run, ...]) -> dict[str, list[Run]]:
@@ -27,8 +38,7 @@ def best_runs(runs: tuple[Run, ...]) -> dict[str, list[Run]]:
     return dict(sorted(best.items(), key=lambda item: _mean_loss(item[1])))
 
 
-def draw(best: dict[str, list[Run]], path: Path) -> None:
-    matplotlib.use("Agg")
+def draw_models(best: dict[str, list[Run]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 0.35 * len(best) + 0.8), layout="constrained")
@@ -51,6 +61,41 @@ def _mean_loss(runs: list[Run]) -> float:
     return statistics.fmean(run.loss for run in runs)
 
 
+def losses_at(budgets: Sequence[float], merged: Record) -> dict[str, np.ndarray]:
+    """Returns {model: its lowest loss with each budget}; NaN where it was not trained with about so
+    much.
+    """
+    asked = Asked(evidence_of(merged), "flops", 1)
+    losses = defaultdict(lambda: np.full(len(budgets), np.nan))
+    for i, budget in enumerate(budgets):
+        for standing in asked.contest(budget).standings:
+            if standing.known in ("trained", "interpolated"):
+                losses[standing.model][i] = standing.loss
+    return losses
+
+
+def draw_budgets(losses: dict[str, np.ndarray], path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.4), layout="constrained")
+    axes.axhline(0, color="black", label=REFERENCE)
+    for model in OTHERS:
+        axes.semilogx(BUDGETS, losses[model] - losses[REFERENCE], linewidth=2, label=model)
+    figure.legend(loc="outside right upper", frameon=False)
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("training FLOPs")
+    axes.set_ylabel(f"loss minus {REFERENCE}'s, nats\n(below 0 is better)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    matplotlib.use("Agg")
+    draw_models(best_runs(record.read(RESULTS / "rates.json").runs), DOCS / "results-models.png")
+    records = [(path, record.read(path)) for path in (RESULTS / f"{n}.json" for n in MERGED)]
+    losses = losses_at(BUDGETS, merging.merge(records, ""))
+    draw_budgets(losses, DOCS / "results-budgets.png")
+
+
 if __name__ == "__main__":
-    runs = record.read(DOCS / "results" / "rates.json").runs
-    draw(best_runs(runs), DOCS / "results-models.png")
+    main()

@@ -36,7 +36,7 @@ RATED = {
     "rates": ("tiny", "0.2M", "0.47M"),
     "tokens": ("tiny", "0.33M", "0.33M-others", "0.2M"),
     "orders": ("tiny", "0.2M"),
-    "transition": ("tiny", "first", "all"),
+    "transition": ("tiny", "first", "all", "paper"),
     "larger": ("tiny", "1.3M"),
     "english": ("tiny", "0.2M"),
     "context": ("tiny", "0.47M"),

@@ -166,7 +166,7 @@ class Asked:
         if contest.refusal == "more training":
             trained = _trained_near(limit, contenders, first=contest.standings[0].model)
             possible = compete(trained, self.evidence).possible
-            contest = dataclasses.replace(contest, trained=tuple(one.model for one in possible))
+            contest = dataclasses.replace(contest, trained=possible)
         # None is chosen while a model whose cost is unknown may be the best.
         may_be_best = [one for one in contest.standings if one.probability >= POSSIBLE]
         blockers = tuple(one.model for one in may_be_best if one.cost is None)

@@ -112,8 +112,9 @@ class Contest:
     refusal: Refusal | None  # why none is chosen; None for a chosen model
     blockers: tuple[str, ...]  # models that may be better than the first, most probable first
     at_stake: float  # the first one's loss is at most this above the lowest, with probability STAKE
-    # Of "more training": those that may be the best of the models trained with about all of the budget.
-    trained: tuple[str, ...] = ()
+    # Of "more training": those that may be the best of the models trained with about all of the budget,
+    # with the probabilities among these.
+    trained: tuple[Standing, ...] = ()
 
     def pair(self, model: str, other: str) -> Pair | None:
         """Returns the verdict, seen from `model`; None if one of the two is not in the contest."""

@@ -210,14 +210,15 @@ def _refusal(answer: Choice) -> list[str]:
     """Returns [text in a table, sentence] of _REFUSALS, with names and numbers filled in."""
     possible = answer.contest.possible if answer.contest else ()
     blockers = _blockers(answer)
+    first = possible[0].model if possible else ""
     trained = answer.contest.trained if answer.contest else ()
     unmeasured = f"{BUDGET_NAMES[answer.budget]} were not measured"
     if answer.budget in _HOW_TO_MEASURE:
         unmeasured += f"; {_HOW_TO_MEASURE[answer.budget]}"
     # factor = budget / nearest cost: with 0.25, the cheapest model needs 4 times as much
     values = {
-        "first": possible[0].model if possible else "",
-        "trained": enumeration(trained, "or") if trained else "",
+        "first": first,
+        "trained": with_probabilities(trained) if len(trained) > 1 else first,
         "others": enumeration(blockers, "or") if blockers else "a model",
         "were": "they were" if len(blockers) > 1 else "was",
         "their": "their" if len(blockers) > 1 else "its",
@@ -236,7 +237,8 @@ def _blockers(answer: Choice) -> tuple[str, ...]:
         return ()
     contest = answer.contest
     known = {"dearer": "dearer", "more training": "cheaper"}.get(answer.refusal)
-    unknown = {one.model for one in contest.standings if one.known == known} - {*contest.trained}
+    trained = {one.model for one in contest.trained}
+    unknown = {one.model for one in contest.standings if one.known == known} - trained
     return tuple(model for model in contest.blockers if model in unknown) or contest.blockers
 
 
@@ -244,10 +246,13 @@ def probabilities(contest: Contest) -> str:
     """Returns "moe (93%) or llama (7%)"; without probabilities, if not all losses are known."""
     if len(contest.standings) == 1:
         return f"{contest.standings[0].model} (the only model)"
-    shown = [one.model for one in contest.possible]
     if has_probabilities(contest):
-        shown = [f"{one.model} ({percent(one.probability)})" for one in contest.possible]
-    return enumeration(shown, "or")
+        return with_probabilities(contest.possible)
+    return enumeration([one.model for one in contest.possible], "or")
+
+
+def with_probabilities(standings: Sequence[Standing]) -> str:
+    return enumeration([f"{one.model} ({percent(one.probability)})" for one in standings], "or")
 
 
 def has_probabilities(contest: Contest) -> bool:

@@ -13,8 +13,8 @@ windows are better than llama with each seed, and moe, too. Repeats are rarer in
 loss falls by more than 0.1 within a quarter of the training after the first quarter, also not when
 the second epoch begins: models of this size do not remember books.
 
-docs/results/english.json has the runs. Against the first prediction, llama is the worst, since no
-model copies; moe, canon and windows are better than llama with each seed.
+docs/results/english.json has the runs, those of hybrid from CPUs, the others from a GPU. Against the
+first prediction, llama is the worst, since no model copies; the others are better with each seed.
 """
 
 from configs.compare import base, rates, scaling

@@ -386,13 +386,24 @@ def test_the_band_is_that_of_the_variants_so_far():
     assert how({1: 5.0, 2: 4.5}, trained, variants) == [BITS, OUTSIDE]
 
 
-def test_another_machine_rounds_more_than_the_variants():
+@pytest.mark.parametrize(
+    "step, recorded, trained, variants",
+    [
+        (55, 5.370414, 5.370359, (5.370352, 5.370363, 5.370364, 5.370356)),
+        (110, 4.671535, 4.670911, (4.670909, 4.670926, 4.670848, 4.670927)),
+    ],
+)
+def test_another_machine_rounds_more_than_the_variants(step, recorded, trained, variants):
     """A run of llama at 45k parameters, recorded on an AMD EPYC, with variants on an Intel Xeon."""
-    recorded, trained = {55: 5.3704142570495605}, {55: 5.370358943939209}
-    variants = [{55: 5.370358943939209 + x} for x in (-7e-6, 4e-6, 5e-6, -3e-6)]
-    assert how(recorded, trained, variants) == [OUTSIDE]
-    assert how(recorded, trained, variants, is_other_machine=True) == [BAND]
-    assert how({55: 5.3710}, trained, variants, is_other_machine=True) == [OUTSIDE]
+    of_variants = [{step: loss} for loss in variants]
+
+    def of(loss: float, **options) -> list[str]:
+        return how({step: loss}, {step: trained}, of_variants, **options)
+
+    assert of(recorded) == [OUTSIDE]
+    assert of(recorded, is_other_machine=True) == [BAND]
+    far = recorded + 5 * (recorded - trained)
+    assert of(far, is_other_machine=True) == [OUTSIDE]
 
 
 def test_what_makes_another_machine(honest, monkeypatch):

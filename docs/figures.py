@@ -3,6 +3,7 @@
 python docs/figures.py
 """
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,8 +22,7 @@ DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 SIZE = "0.2M"
 PAPER = ("gpt", "pgpt", "lgpt", "cgpt", "gpt-learned")  # the models of the paper are blue
-# Of the second figure: what is merged, as in the first table of the page; and what is drawn.
-MERGED = "scaling mixers rates tokens tokens02 tokens033 transition larger".split()
+# The models of the second figure.
 REFERENCE, OTHERS = "llama", ("gpt", "moe", "conv", "hybrid", "canon", "windows")
 # FLOPs. With less, the mixers were trained at too few sizes.
 BUDGETS = np.geomspace(2e12, 2.2e14, 40)
@@ -61,6 +61,13 @@ def _mean_loss(runs: list[Run]) -> float:
     return statistics.fmean(run.loss for run in runs)
 
 
+def records_of_first_table() -> Record:
+    """Returns the merged records from which the first table of the page is made."""
+    names = re.search(r'"record": "([^"]+)"', (DOCS / "results.md").read_text())[1]
+    paths = [RESULTS / f"{name}.json" for name in names.split("+")]
+    return merging.merge([(path, record.read(path)) for path in paths], "")
+
+
 def losses_at(budgets: Sequence[float], merged: Record) -> dict[str, np.ndarray]:
     """Returns {model: its lowest loss with each budget}; NaN where it was not trained with about so
     much.
@@ -92,9 +99,7 @@ def draw_budgets(losses: dict[str, np.ndarray], path: Path) -> None:
 def main() -> None:
     matplotlib.use("Agg")
     draw_models(best_runs(record.read(RESULTS / "rates.json").runs), DOCS / "results-models.png")
-    records = [(path, record.read(path)) for path in (RESULTS / f"{n}.json" for n in MERGED)]
-    losses = losses_at(BUDGETS, merging.merge(records, ""))
-    draw_budgets(losses, DOCS / "results-budgets.png")
+    draw_budgets(losses_at(BUDGETS, records_of_first_table()), DOCS / "results-budgets.png")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ _AHEAD = 4  # chunks that are read ahead
 
 def main() -> None:
     if _PROGRAMS.value > 1:
-        train_in_programs(_CONFIG.value.compare.names.split(","))
+        train_in_programs([name.strip() for name in _CONFIG.value.compare.names.split(",")])
         return
     outcomes = TrainedComparison(_CONFIG.value, Path(_OUTPUT.value), (), "").outcomes
     comparison = outcomes.comparison
@@ -104,8 +104,9 @@ def train_in_programs(names: Sequence[str]) -> None:
     failed = []
     with ThreadPoolExecutor(_PROGRAMS.value) as pool:
         for name, status in zip(names, pool.map(train, names)):
+            if status:
+                failed.append(name)
             print(f"{name}: {f'failed with status {status}' if status else 'trained'}", flush=True)
-            failed += [name] * bool(status)
     if failed:
         raise UserError(f"{folder}: {', '.join(failed)} failed; the .log files say why")
 

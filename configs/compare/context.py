@@ -11,8 +11,8 @@ Predictions, before the runs: after 40 tokens per parameter, windows and hybrid 
 by 0.02 to 0.1, and moe by 0.05 to 0.1. At equal FLOPs, windows gains more on llama than with context
 256, since full attention costs more there.
 
-docs/results/context.json has the runs. The gains are twice those that were predicted, because llama
-copies late.
+docs/results/context.json has the runs. The gains are more than twice the largest that were predicted,
+because llama copies late.
 """
 
 from configs.compare import base, rates, scaling

@@ -15,6 +15,8 @@ the second epoch begins: models of this size do not remember books.
 
 docs/results/english.json has the runs, those of hybrid from CPUs, the others from a GPU. Against the
 first prediction, llama is the worst, since no model copies; the others are better with each seed.
+At the constant rate, no loss falls by more than 0.06 within a quarter after the first; the decay in
+the last quarter lowers each by more than 0.1, which the prediction did not except.
 """
 
 from configs.compare import base, rates, scaling

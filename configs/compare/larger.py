@@ -12,8 +12,8 @@ within 0.04 of each other at equal tokens, and llama is the worst with each seed
 with twice the size of transition.py (equal FLOPs) is worse for each model.
 
 docs/results/larger.json has the runs. Four of the five losses were as predicted within 0.03; llama
-has 2.03, since one seed copies late. Against the last prediction, canon and windows are better with
-twice the size and half the tokens.
+has 2.03, since one seed copies late, and is the worst with each seed. Against the predictions, canon
+and windows are 0.05 apart, and better with twice the size and half the tokens.
 """
 
 from configs.compare import base, rates, scaling

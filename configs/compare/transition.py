@@ -6,7 +6,7 @@ The runs of configs/compare/mixers.py end after 2.1 M tokens, before any model h
 which favours models that cannot. Here, seven models of 0.65M parameters read 26 M tokens. The
 presets, after a colon, are `tiny` (seconds per run, for tests), `first` (llama, moe, hybrid and
 conv, 5 seeds, about 2.5e15 FLOPs), `all` (delta, canon and windows as well, 4.3e15 FLOPs) and
-`paper` (gpt, pgpt, lgpt and cgpt, about 2.5e15 FLOPs).
+`paper` (gpt, pgpt, lgpt and cgpt, about 2.7e15 FLOPs).
 
 Predictions, before the runs: hybrid is the best at 1.2e14 FLOPs, and conv, which is the best up to
 2e12, is the worst of the six that were planned then. After the runs of tokens.py at 0.33M, where

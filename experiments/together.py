@@ -32,10 +32,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from ml_collections import ConfigDict
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # without an installation
 
@@ -43,11 +45,13 @@ from smallgpt_jax import cli
 from smallgpt_jax.comparison.comparing import TrainedComparison
 from smallgpt_jax.comparison.queue import describe, with_available_trunk
 from smallgpt_jax.comparison.runs import PlannedRun
+from smallgpt_jax.data.batches import read_ahead
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
 from smallgpt_jax.run.sessions import append_session
+from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.initial_state import restore_or_initialize
 from smallgpt_jax.training.program import Program
@@ -60,14 +64,18 @@ _PROGRAMS = flags.DEFINE_integer(
     "programs", 1, "How many programs train at a time, each the runs of one name.", lower_bound=1
 )
 _CHUNK = 32  # steps that are dispatched at once
-_AHEAD = 4  # chunks that are read ahead
 
 
 def main() -> None:
     if _PROGRAMS.value > 1:
         train_in_programs([name.strip() for name in _CONFIG.value.compare.names.split(",")])
-        return
-    outcomes = TrainedComparison(_CONFIG.value, Path(_OUTPUT.value), (), "").outcomes
+    else:
+        train_missing(_CONFIG.value, Path(_OUTPUT.value))
+
+
+def train_missing(config: ConfigDict, output: Path) -> None:
+    """Trains the runs of a comparison that are missing in `output`."""
+    outcomes = TrainedComparison(config, output, (), "").outcomes
     comparison = outcomes.comparison
     if comparison.multiples or comparison.held_out or comparison.rounds:
         raise UserError("--config: has a grid, a held-out size or seeds as needed; use compare")
@@ -122,52 +130,52 @@ def groups(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
 
 def train_together(trainers: Sequence[Trainer]) -> None:
     program, config = trainers[0].program, trainers[0].config.train
+    state, first_step = initial_states(trainers)
+    compilations = program.start_compilation()  # of evaluation, and for the memory of one run
+    for trainer in trainers:
+        trainer.open_logger(first_step)
+        trainer.clock.start_training()
+
+    reported = {*range(config.eval_every, config.steps, config.eval_every), config.steps}
+    reported |= {step for trainer in trainers for step in trainer.config.train.kept_steps}
+    chunks = list(split(first_step, sorted(step for step in reported if step > first_step)))
+    inputs_of_chunks = grain.MapDataset.source(chunks).map(Reader(trainers).read)
+    advance, losses = advance_of(program, len(trainers)), []
+    started = time.monotonic()
+    with sharding.use_mesh(program.mesh):
+        for steps, inputs in zip(chunks, read_ahead(inputs_of_chunks, 0, workers=2)):
+            state, losses_KxS = advance(state, *inputs, len(steps))
+            losses.append(losses_KxS[: len(steps)])
+            if len(losses) > 1:
+                losses[-2].block_until_ready()  # at most two chunks are on the device
+            if steps.stop in reported:
+                report(trainers, steps.stop, state, np.concatenate(losses))
+                losses = []
+                speed = (steps.stop - first_step) / (time.monotonic() - started)
+                print(f"step {steps.stop}: {speed:.0f} steps/s", flush=True)
+
+    for compilation in compilations:
+        compilation.result()
+    memory = program.compiled_train_step.memory_analysis()
+    for trainer, own_state in zip(trainers, unstack(state)):
+        facts = messages.session_facts(program, trainer.pipeline, memory, first_step)
+        append_session(trainer.spool.workdir, {**facts, "stack": len(trainers)})
+        trainer.finish(own_state, config.steps)
+
+
+def initial_states(trainers: Sequence[Trainer]) -> tuple[TrainState, int]:
+    """Returns the stacked states of the runs, and their step."""
     states = [
         restore_or_initialize(t.program, t.checkpoints, t.config.train.seed) for t in trainers
     ]
     first_step, *others = sorted({int(state.step) for state in states})
     if others:
         raise UserError(f"runs that start from the steps {first_step} and {others[0]}; use compare")
-    state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-    compilations = program.start_compilation()  # of evaluation, and for the memory of one run
-    for trainer in trainers:
-        trainer.logger = trainer._open_logger(first_step)
-        trainer.clock.start_training()
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states), first_step
 
-    reported = {*range(config.eval_every, config.steps, config.eval_every), config.steps}
-    reported |= {step for trainer in trainers for step in trainer.config.train.kept_steps}
-    chunks = list(split(first_step, sorted(step for step in reported if step > first_step)))
-    advance, reader = advance_of(program, len(trainers)), Reader(trainers)
-    started, pending, losses = time.monotonic(), None, []
-    with ThreadPoolExecutor(2) as pool, sharding.use_mesh(program.mesh):
-        ahead = [pool.submit(reader.read, steps) for steps in chunks[:_AHEAD]]
-        for number, steps in enumerate(chunks):
-            inputs = ahead.pop(0).result()
-            if number + _AHEAD < len(chunks):
-                ahead.append(pool.submit(reader.read, chunks[number + _AHEAD]))
-            previous, (state, pending) = pending, advance(state, *inputs, len(steps))
-            if previous is not None:  # read while the next chunk runs
-                losses.append(np.asarray(previous))
-            if steps.stop not in reported:
-                continue
-            losses.append(np.asarray(pending)[: len(steps)])
-            means_S, lasts_S = np.concatenate(losses).mean(0), losses[-1][-1]
-            pending, losses = None, []
-            for trainer, mean in zip(trainers, means_S):
-                if not np.isfinite(mean):
-                    raise UserError(f"{trainer.spool.workdir}: diverged before step {steps.stop}")
-            speed = (steps.stop - first_step) / (time.monotonic() - started)
-            print(f"step {steps.stop}: {speed:.0f} steps/s", flush=True)
-            own = [jax.tree.map(lambda leaf: leaf[i], state) for i in range(len(trainers))]
-            for trainer, own_state, last, mean in zip(trainers, own, lasts_S, means_S):
-                report(trainer, steps.stop, own_state, float(last), float(mean))
-    for compilation in compilations:
-        compilation.result()
-    memory = program.compiled_train_step.memory_analysis()
-    for trainer, own_state in zip(trainers, own):
-        facts = messages.session_facts(program, trainer.pipeline, memory, first_step)
-        append_session(trainer.spool.workdir, {**facts, "stack": len(trainers)})
-        trainer._finish(own_state, config.steps)
+
+def unstack(state: TrainState) -> list[TrainState]:
+    return [jax.tree.map(lambda leaf: leaf[i], state) for i in range(len(state.step))]
 
 
 def split(first_step: int, ends: Sequence[int]) -> Iterator[range]:
@@ -232,13 +240,20 @@ def advance_of(program: Program, num_runs: int) -> Callable:
     return advance
 
 
-def report(trainer: Trainer, step: int, state, loss: float, mean: float) -> None:
-    config = trainer.config.train
-    trainer.logger.writer.write(step, "train", {"loss": loss, "loss_mean": mean})
-    if step in config.kept_steps or step == config.steps:
-        trainer.checkpoints.save(step, state, [])
-    if config.evaluates(step):
-        trainer.log_validation_loss(step, state)
+def report(
+    trainers: Sequence[Trainer], step: int, state: TrainState, losses_NxS: np.ndarray
+) -> None:
+    """Logs the losses of the steps since the last report; saves and evaluates where it is due."""
+    for trainer, own_state, losses_N in zip(trainers, unstack(state), losses_NxS.T):
+        if not np.isfinite(losses_N).all():
+            raise UserError(f"{trainer.spool.workdir}: diverged before step {step}")
+        losses = {"loss": float(losses_N[-1]), "loss_mean": float(losses_N.mean())}
+        trainer.logger.writer.write(step, "train", losses)
+        config = trainer.config.train
+        if step in config.kept_steps or step == config.steps:
+            trainer.checkpoints.save(step, own_state, [])
+        if config.evaluates(step):
+            trainer.log_validation_loss(step, own_state)
 
 
 if __name__ == "__main__":

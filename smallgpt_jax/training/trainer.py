@@ -173,9 +173,29 @@ class Trainer:
             self.profiler.after_step(step, state)  # the trace may begin with the first update
             state, step, stopped = train_loop(self, state, step)
             self.profiler.close()
-        self._finish(state, step)
+        self.finish(state, step)
         if stopped:
             self.stop.raise_stopped(step)
+
+    def open_logger(self, first_step: int) -> None:
+        config, log = self.config, self.progress.message
+        # The writer starts it, with the lines of earlier sessions, which the tracker may lack.
+        start_tracker = config.train.tracker and functools.partial(
+            trackers.Tracker,
+            config.train.tracker,
+            self.spool.folder,
+            config.to_dict(),
+            log=log,
+        )
+        writer = MetricsWriter(self.spool.folder, first_step, log, start_tracker)
+        self.logger = Logger(
+            writer,
+            self.progress,
+            self.clock,
+            messages.log_units(self.program, self.pipeline),
+            config.train.log_every,
+            self.checkpoints.unlogged_losses,
+        )
 
     def check(self, metrics: StepMetrics) -> None:
         """Raises DivergenceError if the run must end."""
@@ -197,6 +217,19 @@ class Trainer:
         self.logger.log_evaluation(step, *evaluation)
         return True
 
+    def finish(self, state: TrainState, step: int) -> None:
+        """Raises UserError if the last step cannot be saved."""
+        with self.clock.during("save"):
+            is_saved = self._save_last(state, step)
+            self.checkpoints.close()
+        self.logger.close()
+        self.progress.message(self.clock.goodput_message())
+        if not is_saved:
+            raise UserError(
+                f"--workdir={self.spool.workdir}: the last step, {step}, could not be saved; free "
+                "disk space and rerun the same command to resume from the newest checkpoint"
+            )
+
     def _find_loss_band(self) -> LossBand | None:
         is_imported = (self.spool.workdir / ORIGIN_FILE).exists()
         if not self.config.train.check_loss or is_imported or not distributed.is_primary():
@@ -214,40 +247,7 @@ class Trainer:
         batches = read_ahead(self.pipeline.train_batches, first_step, workers)
         self.batches = map(self.pipeline.to_devices, batches)  # lazily, one per update
         self.update = self.program.bind(self.config)
-        self.logger = self._open_logger(first_step)
-
-    def _open_logger(self, first_step: int) -> Logger:
-        config, log = self.config, self.progress.message
-        # The writer starts it, with the lines of earlier sessions, which the tracker may lack.
-        start_tracker = config.train.tracker and functools.partial(
-            trackers.Tracker,
-            config.train.tracker,
-            self.spool.folder,
-            config.to_dict(),
-            log=log,
-        )
-        writer = MetricsWriter(self.spool.folder, first_step, log, start_tracker)
-        return Logger(
-            writer,
-            self.progress,
-            self.clock,
-            messages.log_units(self.program, self.pipeline),
-            config.train.log_every,
-            self.checkpoints.unlogged_losses,
-        )
-
-    def _finish(self, state: TrainState, step: int) -> None:
-        """Raises UserError if the last step cannot be saved."""
-        with self.clock.during("save"):
-            is_saved = self._save_last(state, step)
-            self.checkpoints.close()
-        self.logger.close()
-        self.progress.message(self.clock.goodput_message())
-        if not is_saved:
-            raise UserError(
-                f"--workdir={self.spool.workdir}: the last step, {step}, could not be saved; free "
-                "disk space and rerun the same command to resume from the newest checkpoint"
-            )
+        self.open_logger(first_step)
 
     def _save_last(self, state: TrainState, step: int) -> bool:
         """Returns whether the last step has a checkpoint."""

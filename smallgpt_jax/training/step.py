@@ -44,24 +44,9 @@ def train_step(program, state: TrainState, batch, hyperparameters: Hyperparamete
     - grad_norm (before clipping), learning_rate, skipped (number of updates skipped so far)
     - is_finite: loss, gradient and updated parameters
     """
-    config, objective = program.config.train, program.objective
     key = jax.random.fold_in(jax.random.key(hyperparameters.seed), state.step)
-    examples = objective.examples(batch, row_keys(jax.random.fold_in(key, _EXAMPLES), batch))
-    # Of all microbatches together: each target has the same weight, in whichever it is.
-    loss_function = microbatch_loss(program, key, examples.num_targets, constants)
-    sum_microbatches = functools.partial(_sum_microbatches, loss_function, config.microbatches)
-    abstract = _abstract_trained(program)
-    # If rows are independent, each shard of the mesh axis `data` sums the gradients of all its
-    # microbatches, and only these sums are exchanged, once per step.
-    has_shards = config.microbatches > 1 and sharding.has_data_shards()
-    if has_shards and rows_are_independent(program.model, state, batch):
-        sum_microbatches = sharding.sum_over_data_shards(
-            sum_microbatches, abstract, exchange_dtype(program.model.config.dtype)
-        )
-    weights = gather_weights(program, state.trained)
-    sums, model_state = sum_microbatches(weights, state.model_state, examples)
+    sums, model_state = _sum_batch(program, state, batch, key, constants)
     loss, gradients, (sown, loads) = sums
-    gradients = sharding.scatter_gradients(gradients, abstract)
     model_state = move_biases(model_state, loads, program.model.config.expert_bias_rate)
 
     grad_norm = optax.tree.norm(gradients)
@@ -73,7 +58,7 @@ def train_step(program, state: TrainState, batch, hyperparameters: Hyperparamete
         weight_decay=hyperparameters.weight_decay,
     )
     trained = optax.apply_updates(state.trained, updates)
-    average = _moved_average(state, trained, config.ema)
+    average = _moved_average(state, trained, program.config.train.ema)
     # Not if only the updated parameters are not finite: undoing the update then would take a second
     # pass over parameters and optimizer state.
     is_applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -106,6 +91,28 @@ def train_step(program, state: TrainState, batch, hyperparameters: Hyperparamete
         ema=average,
     )
     return next_state, metrics
+
+
+def _sum_batch(program, state: TrainState, batch, key, constants):
+    """Returns (loss, gradients, [metrics, loads] of each microbatch), and the next model state."""
+    examples = program.objective.examples(
+        batch, row_keys(jax.random.fold_in(key, _EXAMPLES), batch)
+    )
+    # Of all microbatches together: each target has the same weight, in whichever it is.
+    loss_function = microbatch_loss(program, key, examples.num_targets, constants)
+    microbatches = program.config.train.microbatches
+    sum_microbatches = functools.partial(_sum_microbatches, loss_function, microbatches)
+    abstract = _abstract_trained(program)
+    # If rows are independent, each shard of the mesh axis `data` sums the gradients of all its
+    # microbatches, and only these sums are exchanged, once per step.
+    has_shards = microbatches > 1 and sharding.has_data_shards()
+    if has_shards and rows_are_independent(program.model, state, batch):
+        sum_microbatches = sharding.sum_over_data_shards(
+            sum_microbatches, abstract, exchange_dtype(program.model.config.dtype)
+        )
+    weights = gather_weights(program, state.trained)
+    (loss, gradients, sown), model_state = sum_microbatches(weights, state.model_state, examples)
+    return (loss, sharding.scatter_gradients(gradients, abstract), sown), model_state
 
 
 def microbatch_loss(program, step_key, total, constants=None) -> Callable:

@@ -29,7 +29,7 @@ from smallgpt_jax.analysis.findings import (
 )
 from smallgpt_jax.analysis.spreads import Difference, Estimate, VariancePrior, modes
 
-DRAWS = 4000
+DRAWS = 16_000
 _QUANTILES = 32  # values at which the uncertain variance of a mean is represented
 # Spreads of the models' expected losses that are considered, in typical errors of a mean.
 _MODEL_SPREADS = (1, 2, 4, 8, 16, 64)
@@ -49,12 +49,11 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
     prior = evidence.variance_prior_at(min(finite, key=lambda one: one.loss).candidate)
     losses = spreads.matrix([one.losses for one in finite])
     estimate = spreads.estimate(losses, prior, [one.noise for one in finite])
-    ranked = _ranked(finite, estimate.means)  # indices of `finite`
-    first = ranked[0]
+    order = _order(finite, estimate.means)
+    finite, estimate = [finite[index] for index in order], estimate.take(order)  # best first
     # Nats by which a loss may be lower with sizes or lengths that were not tried. The first one is to
     # be chosen as it was trained, so it gets none.
-    untried = np.array([one.untried for one in finite])
-    untried[first] = 0.0
+    untried = np.array([0.0, *(one.untried for one in finite[1:])])
     draws = draw_losses(estimate, untried)  # (draws, models)
     # in how many of the draws each model is the lowest
     probabilities = np.bincount(draws.argmin(1), minlength=len(finite)) / len(draws)
@@ -65,32 +64,28 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
         paired=estimate.paired - untried[:, None] + untried,
     )
     models = [one.model for one in finite]
-    pairs = compare_pairs(models, with_untried, draws, evidence.pair_level, ranked)
+    pairs = compare_pairs(models, with_untried, draws, evidence.pair_level)
     chosen, refusal, blockers = _decide(
-        [finite[index] for index in ranked],
-        probabilities[ranked],
-        prior,
-        pairs if evidence.pair_level else (),
+        finite, probabilities, prior, pairs if evidence.pair_level else ()
     )
     standings = []
-    for i in ranked:
-        interval = _interval(estimate, i)
-        standings.append(_standing(finite[i], estimate.means[i], interval, probabilities[i]))
+    for i, (one, probability) in enumerate(zip(finite, probabilities)):
+        standings.append(_standing(one, estimate.means[i], _interval(estimate, i), probability))
     for worse, better in itertools.product(diverged, finite):  # worse by inf, whatever the seeds
         pairs.append(Pair(worse.model, better.model, 0, math.inf, None, 0.0, "higher", None))
     # Where no spread is known, the draws cannot tell what is at stake.
     is_known = prior.is_known or len(finite) == 1
-    at_stake = _at_stake(draws, first) if is_known else math.inf
+    at_stake = _at_stake(draws) if is_known else math.inf
     return Contest((*standings, *last), tuple(pairs), chosen, refusal, blockers, at_stake)
 
 
-def _at_stake(draws: np.ndarray, first: int) -> float:
-    """Returns what taking the first one costs at most, with the probability STAKE."""
-    above_lowest = draws[:, first] - draws.min(1)
+def _at_stake(draws: np.ndarray) -> float:
+    """Returns what taking the first model costs at most, with the probability STAKE."""
+    above_lowest = draws[:, 0] - draws.min(1)
     return float(np.quantile(above_lowest, STAKE))
 
 
-def _ranked(contenders: Sequence[Contender], means: np.ndarray) -> list[int]:
+def _order(contenders: Sequence[Contender], means: np.ndarray) -> list[int]:
     """Returns the indices, best first: within the budget by expected loss, then the others."""
     are_measured = any(one.cost is not None for one in contenders)
 
@@ -104,31 +99,32 @@ def _ranked(contenders: Sequence[Contender], means: np.ndarray) -> list[int]:
 
 
 def _decide(
-    ranked: Sequence[Contender],
+    contenders: Sequence[Contender],
     probabilities: np.ndarray,
     prior: VariancePrior,
     sequential_pairs: Sequence[Pair],
 ) -> tuple[str | None, Refusal | None, tuple[str, ...]]:
     """Returns the chosen model, or None; why none is chosen; and the models that may be better than
-    the first. `probabilities` are those of having the lowest loss; `sequential_pairs` have to agree.
+    the first. The contenders come best first, with their probabilities of having the lowest loss.
+    `sequential_pairs` have to agree.
     """
-    if len(ranked) == 1:
-        return ranked[0].model, None, ()
-    others = sorted(range(1, len(ranked)), key=lambda index: -probabilities[index])
+    if len(contenders) == 1:
+        return contenders[0].model, None, ()
+    others = sorted(range(1, len(contenders)), key=lambda index: -probabilities[index])
     # those that may be the best; if none alone may, but all together, the most probable one
     rivals = [index for index in others if probabilities[index] >= POSSIBLE] or others[:1]
-    blockers = tuple(ranked[index].model for index in rivals)
+    blockers = tuple(contenders[index].model for index in rivals)
     if prior.total_degrees < _MIN_DEGREES:
         return None, "few seeds", blockers
     if probabilities[0] >= CERTAIN:
-        first = ranked[0].model
+        first = contenders[0].model
         # In its pairs, the first one is `other`.
         of_first = [pair for pair in sequential_pairs if pair.other == first]
         undecided = tuple(pair.model for pair in of_first if pair.verdict != "higher")
         return (None, "uncertain", undecided) if undecided else (first, None, ())
     # The most probable rival decides what would help: more training of it, or runs at the budget.
     refusals = {"cheaper": "more training", "dearer": "dearer"}
-    return None, refusals.get(ranked[rivals[0]].known, "uncertain"), blockers
+    return None, refusals.get(contenders[rivals[0]].known, "uncertain"), blockers
 
 
 def _standing(
@@ -262,13 +258,12 @@ def compare_pairs(
     estimate: Estimate,
     draws: np.ndarray,
     pair_level: float | None = None,
-    ranked: Sequence[int] | None = None,
 ) -> list[Pair]:
     """Returns the verdicts on all pairs: by `draw_losses`, or with the level of a pair by sequential
-    tests. In each, `other` comes first in `ranked`, indices of `models`; by default, in `models`.
+    tests. In each, `other` comes first in `models`.
     """
     pairs = []
-    for other, one in itertools.combinations(ranked or range(len(models)), 2):
+    for other, one in itertools.combinations(range(len(models)), 2):
         difference = estimate.difference(one, other)
         # Of both models in the same worlds: their errors are correlated.
         possible = draws[:, one] - draws[:, other]

@@ -12,6 +12,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import numpy as np
 from scipy import special  # not scipy.stats, whose import takes longer than an answer of `choose`
@@ -215,6 +216,11 @@ class Estimate:
     degrees: np.ndarray  # of freedom of `variances`; 0 if the spread is unknown
     common_orders: np.ndarray  # that both have read
     paired: np.ndarray  # mean difference over these; NaN without any
+
+    def take(self, models: Sequence[int]) -> Self:
+        """Returns the estimate of these models, indices of the present ones."""
+        arrays = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return type(self)(*(array[np.ix_(*[models] * array.ndim)] for array in arrays))
 
     def difference(self, one: int, other: int) -> Difference:
         """Returns the expected loss of `one` minus that of `other`."""

@@ -219,4 +219,4 @@ def test_the_range_of_seeds_contains_the_needed_number_in_about_80_percent():
 def test_draws_are_the_same_each_time():
     groups = runs("a", [3.0, 3.1, 3.2]), runs("b", [3.05, 3.02, 3.3])
     assert contest(*groups) == contest(*groups)
-    assert contests.DRAWS >= 4000
+    assert contests.DRAWS >= 16_000

@@ -6,7 +6,8 @@ Its fields, and their values at size `paper`, are declared and documented in
   beside it
 - `data`: smallgpt_jax/data/config.py
 - `mesh`: smallgpt_jax/devices/sharding.py
-- `optimizer`, `train`: smallgpt_jax/run/config.py
+- `optimizer`: smallgpt_jax/optim/config.py
+- `train`: smallgpt_jax/run/config.py
 
 A recipe (`gpt.py`, `pgpt.py`, `lgpt.py`, `cgpt.py`, or your own) changes some of them. In
 `--config=configs/pgpt.py:quickstart`, the word after the colon is the size:

@@ -44,11 +44,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # without an installation
 from smallgpt_jax import cli
 from smallgpt_jax.comparison.comparing import TrainedComparison
 from smallgpt_jax.comparison.queue import describe, with_available_trunk
+from smallgpt_jax.comparison.recipe import run_names
 from smallgpt_jax.comparison.runs import PlannedRun
 from smallgpt_jax.data.batches import read_ahead
 from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.optim.learning_rate import learning_rate_schedule
 from smallgpt_jax.run.sessions import append_session
 from smallgpt_jax.run.state import TrainState
@@ -68,7 +70,7 @@ _CHUNK = 32  # steps that are dispatched at once
 
 def main() -> None:
     if _PROGRAMS.value > 1:
-        train_in_programs([name.strip() for name in _CONFIG.value.compare.names.split(",")])
+        train_in_programs(run_names(_CONFIG.value))
     else:
         train_missing(_CONFIG.value, Path(_OUTPUT.value))
 
@@ -104,9 +106,10 @@ def train_in_programs(names: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     def train(name: str) -> int:
-        only = [f"--config.compare.{field}={name}" for field in ("names", "reference")]
-        command = [sys.executable, *sys.argv, "--programs=1", *only]
-        with open(folder / f"{name}.log", "w") as log:
+        # The reference stays, because budgets are those of its recipe.
+        only = f"--config.compare.names={name}"
+        command = [sys.executable, *sys.argv, "--programs=1", only]
+        with open(folder / f"{safe_name(name)}.log", "w") as log:
             return subprocess.run(command, stdout=log, stderr=log).returncode
 
     failed = []
@@ -133,7 +136,7 @@ def train_together(trainers: Sequence[Trainer]) -> None:
     state, first_step = initial_states(trainers)
     compilations = program.start_compilation()  # of evaluation, and for the memory of one run
     for trainer in trainers:
-        trainer.open_logger(first_step)
+        trainer.logger = trainer.make_logger(first_step)
         trainer.clock.start_training()
 
     reported = {*range(config.eval_every, config.steps, config.eval_every), config.steps}
@@ -148,6 +151,8 @@ def train_together(trainers: Sequence[Trainer]) -> None:
             losses.append(losses_KxS[: len(steps)])
             if len(losses) > 1:
                 losses[-2].block_until_ready()  # at most two chunks are on the device
+            for trainer in trainers:
+                trainer.clock.progress += 1  # for the watchdog
             if steps.stop in reported:
                 report(trainers, steps.stop, state, np.concatenate(losses))
                 losses = []

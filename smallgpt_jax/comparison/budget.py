@@ -23,6 +23,7 @@ from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.json_files import POSITIVE, Each, read_json
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training.build import shared_program
+from smallgpt_jax.training.microbatches import with_microbatches
 
 BUDGET_TOLERANCE = 0.01  # maximum relative error of tokens, FLOPs or seconds
 SPEEDS_FILE = "speeds.json"  # in a comparison's folder
@@ -161,7 +162,7 @@ def config_digest(run: ConfigDict | Config) -> str:
 
 def steps_per_second(config: ConfigDict | Config) -> float:
     """Returns the speed of training, measured for SPEED_SECONDS on zeros, so without reading data."""
-    config = Config.of(config)
+    config = with_microbatches(Config.of(config))
     program = shared_program(config)
     step = program.bind(config)
 

@@ -121,7 +121,7 @@ class TrainedComparison:
     def __init__(self, config: ConfigDict, output: Path, results: Sequence[str], command: str):
         """Raises UserError for what would fail later: configs, texts, workdirs and records."""
         configs = [Config.of(run) for run in recipe.resolve_runs(config).values()]
-        for run in configs:  # before `make_comparison`, which builds their models
+        for run in configs:  # or reading their workdirs would ask whether to trust it
             import_training_code(run)
         self.config, self.compare, self.command = config, config.compare, command
         self.sources = texts.parse_texts(config.compare.texts)

@@ -86,8 +86,9 @@ class Comparison:
         `at_most`, all that may be.
         """
         # An unfinished grid is taken to choose the multiple 1.
-        counts = self._num_seeds(losses, self._multiples(losses), at_most)
-        runs = self._runs_at(self._multiples(losses, unknown=1.0), counts)
+        multiples = self._multiples(losses)
+        counts = self._num_seeds(losses, multiples, at_most)
+        runs = self._runs_at({model: best or 1.0 for model, best in multiples.items()}, counts)
         if not self.train_held_out:
             runs = [run for run in runs if not run.is_held_out]
         return [*self._grid_runs(losses), *runs]
@@ -159,16 +160,14 @@ class Comparison:
                 return None
         return of_names
 
-    def _multiples(
-        self, losses: Mapping[Path, float], unknown: float | None = None
-    ) -> dict[str, float | None]:
-        """Returns {model: best multiple}, `unknown` while its grid is unfinished; without models that
+    def _multiples(self, losses: Mapping[Path, float]) -> dict[str, float | None]:
+        """Returns {model: best multiple}, None while its grid is unfinished; without models that
         diverged at all learning rates.
         """
         if not self.multiples:
             return {model_of(name): 1.0 for name in self.models}
         return {
-            model_of(name): grid.best or unknown
+            model_of(name): grid.best
             for name, grid in self.grids(losses).items()
             if not grid.has_diverged
         }

@@ -57,6 +57,8 @@ def _read_recipe(value: str) -> ConfigDict:
 
 def _override(fields: ConfigDict, overrides: Mapping[str, Any], where: str) -> None:
     for path, value in overrides.items():
+        if isinstance(value, ConfigDict):
+            value = value.to_dict()
         name = _first_name(path, fields)
         rest = path[len(name) + 1 :]
         # A group that is not locked, such as `model`, may get further fields.

@@ -52,7 +52,7 @@ class DataPipeline:
         )
 
 
-def open_pipeline(
+def make_pipeline(
     mesh: jax.sharding.Mesh,
     data,
     model,

@@ -113,12 +113,14 @@ def _compile_step(
 
 
 def evaluation_memory(program: "Program", compiler: Compiler) -> StepMemory:
-    """Returns the memory of an evaluation step, beside which the optimizer's state is kept."""
-    state = program.abstract_state
-    parameter_bytes = memory_formula.bytes_on_device(state.params)
-    step = _compile_step(compiler, program.lower_eval_step(), parameter_bytes)
+    """Returns the memory of an evaluation step, beside which the rest of the state is kept."""
+    state, size = program.abstract_state, memory_formula.bytes_on_device
+    argument_bytes = size((state.evaluated, state.model_state))
+    step = _compile_step(compiler, program.lower_eval_step(), argument_bytes)
     # not arguments of the step, but in the device's memory while it runs
-    kept_bytes = memory_formula.bytes_on_device((state.opt_state, state.ema))
+    kept_bytes = size(state) - argument_bytes
+    if program.teacher:
+        kept_bytes += size(program.teacher.abstract_constants)
     return dataclasses.replace(step, needed_bytes=step.needed_bytes + kept_bytes)
 
 

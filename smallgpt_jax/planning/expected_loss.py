@@ -31,6 +31,11 @@ def expected_loss_message(results: str | None, planned: Plan) -> str:
     """Returns the loss with an interval, or why it is not known. `results` is the path of a record."""
     if results is None:
         return "expected loss: not known; --results=results.json of a comparison of sizes may tell"
+    if planned.config.data.packing == "best_fit":
+        return (
+            "expected loss: not known; how much padding config.data.packing='best_fit' leaves in the "
+            "batches is known only when the text is packed"
+        )
     runs = record.read(Path(results)).runs
     if not runs:
         return f"expected loss: not known; {results} has no runs"

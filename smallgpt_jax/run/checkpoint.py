@@ -319,7 +319,6 @@ class Checkpoints:
                 f"{path}: damaged checkpoint ({reason}); continue the run with smallgpt_jax.main, "
                 "which resumes from an older checkpoint"
             ) from None
-        self.unlogged_losses = saved["check"].get("unlogged_losses", [])
         return saved[item], saved.get("model_state", {}), saved.get("heads", {})
 
     def _other_model(self, checkpoint: Path, difference: str) -> str:

@@ -187,7 +187,9 @@ class Config:
     def of(cls, config: "Mapping | ConfigDict | Config", saved: "Config | None" = None) -> "Config":
         """`saved`: of the run that is resumed. Raises UserError for invalid fields and values."""
         if isinstance(config, Config):
-            return config
+            if saved is None:
+                return config
+            config = config.to_dict()
         if "compare" in config:
             raise UserError(
                 "--config: is a comparison, and not a run; train it with smallgpt_jax.compare"

@@ -23,7 +23,10 @@ class StepMetrics(NamedTuple):
 
     def read(self) -> dict[str, float | dict[str, list]]:
         """Returns numbers, and per-layer metrics as {path of the module: nested lists}."""
-        return jax.tree.map(_to_json, jax.device_get(self.arrays))
+        return {
+            name: jax.tree.map(_to_json, value) if isinstance(value, dict) else float(value)
+            for name, value in jax.device_get(self.arrays).items()
+        }
 
 
 class Units(NamedTuple):
@@ -135,8 +138,8 @@ def evaluation_message(nats: float, bits_per_byte: float, measures: Mapping[str,
 
 
 def _to_json(value):
-    """Non-finite elements of an array become None."""
-    if not np.ndim(value):
-        return float(value)
-    rounded = np.round(np.float64(value), 4)
-    return np.where(np.isfinite(rounded), rounded, None).tolist()
+    """Non-finite numbers become None: JSON has no NaN."""
+    numbers = np.float64(value)
+    if numbers.ndim:
+        numbers = np.round(numbers, 4)
+    return np.where(np.isfinite(numbers), numbers, None).tolist()

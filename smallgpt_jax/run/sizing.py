@@ -8,12 +8,20 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from smallgpt_jax.config import sizes
 from smallgpt_jax.config.group import AT_START
 from smallgpt_jax.config.sizes import Size
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import short_repr
-from smallgpt_jax.models import LanguageModel, ModelConfig, make_config, num_active_parameters
+from smallgpt_jax.models import (
+    LanguageModel,
+    ModelConfig,
+    abstract_params,
+    make_config,
+    num_active_parameters,
+)
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.models.shape import fit_shape
 
@@ -26,12 +34,17 @@ def with_sizes(groups: Mapping[str, dict], saved: Mapping[str, dict] | None) -> 
     """Returns the groups with each AT_START that follows from the size replaced: by the value in the
     run that is resumed, if any, and by the rules otherwise.
     """
-    open_fields = {group: _open_fields(group, fields) for group, fields in groups.items()}
     text = groups["train"].get("size", "")
-    if not text or not any(open_fields.values()):
+    if not text:
         return dict(groups)
+    groups = {
+        group: dict.fromkeys(_FOLLOWING.get(group, ()), AT_START) | dict(fields)
+        for group, fields in groups.items()
+    }
+    open_fields = {group: _open_fields(group, fields) for group, fields in groups.items()}
+    if not any(open_fields.values()):
+        return groups
     _validate(groups["train"])
-    groups = {group: dict(fields) for group, fields in groups.items()}
     # The rules may have changed since that run started. A run of another architecture is refused
     # later.
     if saved and saved["model"]["architecture"] == groups["model"].get("architecture"):
@@ -53,9 +66,7 @@ def with_sizes(groups: Mapping[str, dict], saved: Mapping[str, dict] | None) -> 
 def _open_fields(group: str, fields: Mapping[str, Any]) -> list[str]:
     names = fields if group == "model" else _FOLLOWING.get(group, ())
     return [
-        name
-        for name in names
-        if type(fields.get(name)) in (int, float) and fields[name] == AT_START
+        name for name in names if type(fields[name]) in (int, float) and fields[name] == AT_START
     ]
 
 
@@ -152,9 +163,8 @@ def _rounded(value: float) -> float:
 
 def block_parameters(model: ModelConfig) -> int:
     """Returns the number of active parameters without embeddings and head."""
-    outside = model.vocab_size * model.d_model
-    if not model.tie_embeddings:
-        outside += model.vocab_size * model.output_width
-    if model.position == "learned":
-        outside += model.context_length * model.d_model
+    outside = 0
+    for p in jax.tree.leaves(abstract_params(LanguageModel(model))):
+        if "vocab" in p.axes or "position" in p.axes:
+            outside += p.size
     return max(1, _parameters(model) - outside)

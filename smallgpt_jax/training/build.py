@@ -135,7 +135,7 @@ def _with_adapters(objective: Objective, params, config: Config) -> Objective:
 
 
 def transfer_multipliers(config: Config, trained):
-    """Returns a tree of `transfer.Multipliers`, or None if all are 1."""
+    """Returns a tree of `mup.Multipliers`, or None if all are 1."""
     if not (config.optimizer.base_width or config.optimizer.base_depth):
         return None
     base = models.LanguageModel(base_config(config.model, config.optimizer))

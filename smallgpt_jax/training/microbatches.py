@@ -2,6 +2,7 @@
 config.train.microbatches=0. The compiler tells how much memory a step needs.
 """
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 
@@ -27,7 +28,7 @@ def with_microbatches(config: Config, log: Callable[[str], None] = print) -> Con
         return config
     mesh = sharding.make_mesh(config.mesh)
     # Of one process: all must find the same number, and compile the same programs on the way.
-    limit = distributed.from_primary(memory_limit(mesh.devices.flat[0]))
+    limit = distributed.from_primary(memory_limit(jax.local_devices()[0]))
     limit = math.inf if limit is None else limit
 
     def needed(microbatches: int) -> float:
@@ -51,41 +52,17 @@ def fewest_that_fit(
     numbers: Sequence[int], needed: Callable[[int], float], limit: float
 ) -> dict[int, float]:
     """Returns {number: bytes} of the numbers that were tried: the first that fits, and the one
-    before, which does not. `needed` is called seldom: it is nearly a + b/number.
+    before, which does not.
     """
     sizes = {}
-    low, high = -1, len(numbers)  # indices of numbers that are too few, and that are enough
-    while high - low > 1:
-        between = range(low + 1, high)
-        index = 0 if low < 0 else _next_index(numbers, between, sizes, limit)
-        number = numbers[index]
+
+    def fits(number: int) -> bool:
         sizes[number] = needed(number)
-        low, high = (low, index) if sizes[number] <= limit else (index, high)
+        return sizes[number] <= limit
+
+    if not fits(numbers[0]):
+        bisect.bisect_left(numbers, True, lo=1, key=fits)
     return sizes
-
-
-def _next_index(
-    numbers: Sequence[int], between: range, sizes: dict[int, float], limit: float
-) -> int:
-    """Returns the index, one of `between`, of the number that the sizes around it suggest."""
-    few = numbers[between.start - 1]
-    if between.stop == len(numbers):  # as if all memory were divided among the microbatches
-        guess = few * sizes[few] / max(limit, 1)
-    elif sizes[few] == math.inf:  # the compiler has refused it without a size
-        return between[len(between) // 2]
-    else:
-        many = numbers[between.stop]
-        guess = _number_at(limit, few, sizes[few], many, sizes[many])
-    return next((i for i in between if numbers[i] >= guess), between[-1])
-
-
-def _number_at(limit: float, few: int, few_bytes: float, many: int, many_bytes: float) -> float:
-    """Returns the number of microbatches that needs `limit` bytes, on the curve constant + slope /
-    number through two numbers.
-    """
-    slope = (few_bytes - many_bytes) / (1 / few - 1 / many)
-    constant = few_bytes - slope / few
-    return slope / (limit - constant) if limit > constant else math.inf
 
 
 def fitting_number(sizes: dict[int, float], limit: float) -> int:
@@ -116,12 +93,10 @@ def _shown(size: float) -> str:
 
 def memory_limit(device: jax.Device) -> float | None:
     """Returns the bytes that programs can use of a device, or None if unknown."""
-    if device.platform == "cpu":
-        available = host_memory.available_bytes()
-        if available is None:
-            return None
-        return _OF_HOST * available / jax.local_device_count()
-    return (device.memory_stats() or {}).get("bytes_limit")
+    if stats := device.memory_stats():
+        return stats.get("bytes_limit")
+    available = host_memory.available_bytes() if device.platform == "cpu" else None
+    return None if available is None else _OF_HOST * available / jax.local_device_count()
 
 
 def _step_bytes(config: Config) -> float:

@@ -8,8 +8,7 @@ from ml_collections import ConfigDict
 
 from smallgpt_jax import models
 from smallgpt_jax.data.corpus import Corpus
-from smallgpt_jax.data.pipeline import DataPipeline
-from smallgpt_jax.data.pipeline import open_pipeline as open_data
+from smallgpt_jax.data.pipeline import DataPipeline, make_pipeline
 from smallgpt_jax.data.probe_corpus import ProbeCorpus
 from smallgpt_jax.devices import distributed, sharding
 from smallgpt_jax.models.causality_check import check_causality
@@ -70,7 +69,7 @@ def open_pipeline(
 ) -> DataPipeline:
     """Raises UserError if the text does not suit the model."""
     config = Config.of(config)
-    pipeline = open_data(
+    pipeline = make_pipeline(
         program.mesh, config.data, config.model, config.train, config.data_seed, corpus
     )
     if program.teacher:

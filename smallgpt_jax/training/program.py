@@ -53,7 +53,7 @@ class Program:
     optimizer: optax.GradientTransformationExtraArgs
     shardings: TrainState
     teacher: Teacher | None  # also a term of the objective
-    multipliers: Any  # see `transfer.multipliers`; None: all are 1
+    multipliers: Any  # see `mup.Multipliers`; None: all are 1
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -113,9 +113,9 @@ class Program:
 
         return update
 
-    def evaluate(self, params, model_state, batch):
-        """Returns the `EvaluationSums` of a batch. `params` are those of `TrainState.evaluated`."""
-        return self._wait_if_simulated(self.compiled_eval_step(params, model_state, batch))
+    def evaluate(self, evaluated, model_state, batch):
+        """Returns the `EvaluationSums` of a batch. `evaluated`: of `TrainState`."""
+        return self._wait_if_simulated(self.compiled_eval_step(evaluated, model_state, batch))
 
     @property
     def compiler_options(self) -> dict | None:

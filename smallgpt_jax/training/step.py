@@ -110,9 +110,10 @@ def _sum_batch(program, state: TrainState, batch, key, constants):
         sum_microbatches = sharding.sum_over_data_shards(
             sum_microbatches, abstract, exchange_dtype(program.model.config.dtype)
         )
-    weights = gather_weights(program, state.trained)
-    (loss, gradients, sown), model_state = sum_microbatches(weights, state.model_state, examples)
-    return (loss, sharding.scatter_gradients(gradients, abstract), sown), model_state
+    gathered = gather_weights(program, state.trained)
+    sums, model_state = sum_microbatches(gathered, state.model_state, examples)
+    loss, gradients, per_microbatch = sums
+    return (loss, sharding.scatter_gradients(gradients, abstract), per_microbatch), model_state
 
 
 def microbatch_loss(program, step_key, total, constants=None) -> Callable:
@@ -146,25 +147,25 @@ def microbatch_loss(program, step_key, total, constants=None) -> Callable:
     return loss_function
 
 
-def _sum_microbatches(loss_function, microbatches: int, trained, model_state, examples: Examples):
+def _sum_microbatches(loss_function, microbatches: int, gathered, model_state, examples: Examples):
     """Returns (loss, gradients, [metrics, loads] of each microbatch), and the next model state."""
 
     def add_microbatch(carry, indexed_microbatch):
         sums, model_state = carry
         # Gradients have the dtype of the weights. The compiler removes this cast and that of the
         # model.
-        weights = jax.tree.map(lambda x: x.astype(jnp.float32), trained)
+        trained = jax.tree.map(lambda x: x.astype(jnp.float32), gathered)
         loss_and_gradients = jax.value_and_grad(loss_function, has_aux=True)
-        (loss, (model_state, *sown)), gradients = loss_and_gradients(
-            weights, model_state, *indexed_microbatch
+        (loss, (model_state, *per_microbatch)), gradients = loss_and_gradients(
+            trained, model_state, *indexed_microbatch
         )
-        return (jax.tree.map(jnp.add, sums, (loss, gradients)), model_state), sown
+        return (jax.tree.map(jnp.add, sums, (loss, gradients)), model_state), per_microbatch
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), gathered)
     carry = ((jnp.float32(0), zeros), model_state)
     indexed_microbatches = (jnp.arange(microbatches), split_microbatches(examples, microbatches))
-    (sums, model_state), sown = jax.lax.scan(add_microbatch, carry, indexed_microbatches)
-    return (*sums, sown), model_state
+    (sums, model_state), per_microbatch = jax.lax.scan(add_microbatch, carry, indexed_microbatches)
+    return (*sums, per_microbatch), model_state
 
 
 def split_microbatches(examples: Examples, microbatches: int) -> Examples:

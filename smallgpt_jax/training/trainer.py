@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from smallgpt_jax.data.batches import read_ahead
 from smallgpt_jax.data.corpus import Corpus
+from smallgpt_jax.data.packing import Batch
 from smallgpt_jax.data.pipeline import DataPipeline
 from smallgpt_jax.data.probe_corpus import ProbeCorpus
 from smallgpt_jax.devices import distributed
@@ -117,6 +118,10 @@ class Trainer:
     stop: StopRequest
     clock: RunClock
     examples: EvalExamples | None = None
+    # Made when the first step is known; the loop reads them.
+    logger: Logger = dataclasses.field(init=False)
+    batches: Iterator[Batch] = dataclasses.field(init=False)  # on the devices, one per update
+    update: Callable = dataclasses.field(init=False)  # (state, batch) → state, metrics
 
     def __post_init__(self):
         train, log = self.config.train, self.progress.message
@@ -161,7 +166,10 @@ class Trainer:
             for compilation in compilations or self.program.start_compilation():
                 compilation.result()  # raises what the compiler raised
         self._log_session(step, time.monotonic() - began)
-        self._prepare_loop(step)
+        self.logger = self.make_logger(step)
+        self.update = self.program.bind(self.config)
+        batches = read_ahead(self.pipeline.train_batches, step, self.config.data.workers)
+        self.batches = map(self.pipeline.to_devices, batches)
 
         self.clock.start_training()
         stopped = False
@@ -177,7 +185,7 @@ class Trainer:
         if stopped:
             self.stop.raise_stopped(step)
 
-    def open_logger(self, first_step: int) -> None:
+    def make_logger(self, first_step: int) -> Logger:
         config, log = self.config, self.progress.message
         # The writer starts it, with the lines of earlier sessions, which the tracker may lack.
         start_tracker = config.train.tracker and functools.partial(
@@ -188,7 +196,7 @@ class Trainer:
             log=log,
         )
         writer = MetricsWriter(self.spool.folder, first_step, log, start_tracker)
-        self.logger = Logger(
+        return Logger(
             writer,
             self.progress,
             self.clock,
@@ -241,13 +249,6 @@ class Trainer:
         self.progress.message(messages.compilation_message(memory_stats, seconds))
         facts = messages.session_facts(self.program, self.pipeline, memory_stats, first_step)
         append_session(self.spool.workdir, facts)
-
-    def _prepare_loop(self, first_step: int) -> None:
-        workers = self.config.data.workers
-        batches = read_ahead(self.pipeline.train_batches, first_step, workers)
-        self.batches = map(self.pipeline.to_devices, batches)  # lazily, one per update
-        self.update = self.program.bind(self.config)
-        self.open_logger(first_step)
 
     def _save_last(self, state: TrainState, step: int) -> bool:
         """Returns whether the last step has a checkpoint."""

@@ -45,11 +45,11 @@ class EvaluationSums(NamedTuple):
     repeats: Repeats | None = None
 
 
-def eval_step(program, trained, model_state, batch) -> EvaluationSums:
-    """Returns the sums over a batch. `program`: see step.py; `trained`: `TrainState.evaluated`."""
+def eval_step(program, evaluated, model_state, batch) -> EvaluationSums:
+    """Returns the sums over a batch. `program`: see step.py; `evaluated`: of `TrainState`."""
     config, objective = program.config, program.objective
     has_answers, has_repeats = is_synthetic(config.data), config.train.eval_repeats
-    params = objective.weights(gather_weights(program, trained))
+    params = objective.weights(gather_weights(program, evaluated))
 
     def add_microbatch(sums: EvaluationSums, examples: Examples):
         outputs = forward(program.model, params, model_state, examples)

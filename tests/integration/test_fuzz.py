@@ -397,10 +397,9 @@ def read_checkpoint(folder):
     checkpoints = Checkpoints(folder / "checkpoints")
     try:
         params, _, _ = checkpoints.restore_model(7, {"a": jnp.zeros(2)}, {})
-        losses = checkpoints.unlogged_losses
     finally:
         checkpoints.close()
-    assert params["a"].tolist() == [1, 1] and all(isinstance(loss, int | float) for loss in losses)
+    assert params["a"].tolist() == [1, 1]
 
 
 def read_tokenizer(folder):

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, load_config
@@ -67,6 +68,23 @@ def test_the_losses_are_those_of_separate_runs(text_file, tmp_path):
     together.train_missing(config, tmp_path)
     compare(config, tmp_path)
     assert before == {folder: (folder / METRICS_FILE).stat().st_mtime_ns for folder in before}
+
+
+def test_programs_keep_the_reference_of_the_budget(tmp_path, monkeypatch):
+    commands = []
+
+    def run(command, stdout, stderr):
+        commands.append(command)
+        return SimpleNamespace(returncode=int("b/2" in command[-1]))
+
+    monkeypatch.setattr(together, "_OUTPUT", SimpleNamespace(value=str(tmp_path)))
+    monkeypatch.setattr(together, "_PROGRAMS", SimpleNamespace(value=2))
+    monkeypatch.setattr(together.subprocess, "run", run)
+    with pytest.raises(UserError, match=r": b/2 failed; the \.log files say why"):
+        together.train_in_programs(["a", "b/2"])
+    own = {tuple(argument for argument in command if "compare" in argument) for command in commands}
+    assert own == {("--config.compare.names=a",), ("--config.compare.names=b/2",)}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.log", "b_2.log"}
 
 
 def test_an_unfinished_run_is_refused(text_file, tmp_path):

@@ -29,6 +29,7 @@ FIELDS = dict(
     train__checkpoint_every=4,
     train__eval_every=10,
     train__eval_steps=2,
+    train__microbatches=0,  # as of sized recipes; process 0 tells the memory of a device
 )
 CONFIG = (
     "--config=configs/gpt.py:tiny",

@@ -50,6 +50,7 @@ def test_the_loss_of_a_size_that_the_record_lacks(smaller, model):
             "has config.model.num_heads=2, not 8; config.data.source='python_packages', not 'books.txt'; "
             "config.model.mlp_ratio=4, not 4.5",
         ),
+        ("gpt@0.2M", {"data.packing": "best_fit"}, 0, "how much padding config.data.packing='best_fit' leaves"),
         ("gpt@0.2M", {}, 30_000_000, "parameters, too far from 30,000,000"),
         ("gpt@0.2M", {"train.steps": 10**6}, 0, "tokens, too far from 2,048,000,000"),
     ],

@@ -130,6 +130,20 @@ def test_logged_lines(tmp_path, clock, capsys):
     }
 
 
+def test_metrics_that_are_not_finite_are_null(tmp_path):
+    """In lists of layers, too, and in numbers of a custom module; only the loss is read as NaN."""
+    layers = {"trunk/blocks": np.float32([1.23456, np.inf]), "trunk/own": np.float32(np.nan)}
+    arrays = {"loss": np.float32(np.nan), "gain": layers}
+    values = StepMetrics(3, arrays, is_finite=False, loss=math.nan).read()
+    assert math.isnan(values["loss"])
+    writer = MetricsWriter(tmp_path, 0, log=print)
+    writer.write(3, "train", values)
+    writer.close()
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    assert line["loss"] is None
+    assert line["gain"] == {"trunk/blocks": [1.2346, None], "trunk/own": None}
+
+
 def test_metrics_are_kept_until_the_disk_has_room(tmp_path):
     logged = []
     writer = MetricsWriter(tmp_path, 0, log=logged.append)

@@ -24,7 +24,7 @@ def test_the_fewest_that_fit(seed):
     needed = {number: constant + rng.uniform(0.95, 1.05) * divided / number for number in numbers}
     fitting = [number for number in numbers if needed[number] <= 10]
     sizes = microbatches.fewest_that_fit(numbers, needed.__getitem__, limit=10)
-    assert len(sizes) <= 6
+    assert len(sizes) <= 5
     if not fitting:
         with pytest.raises(UserError, match="microbatches, the most, a device needs"):
             microbatches.fitting_number(sizes, 10)
@@ -41,7 +41,7 @@ def test_few_numbers_are_tried_if_the_compiler_tells_no_size(fewest):
     sizes = microbatches.fewest_that_fit(
         numbers, lambda number: math.inf if number < fewest else 9.0, limit=10
     )
-    assert len(sizes) <= 7
+    assert len(sizes) <= 6
     assert microbatches.fitting_number(sizes, 10) == min(n for n in numbers if n >= fewest)
 
 
@@ -76,3 +76,4 @@ def test_a_step_on_a_small_device(monkeypatch):
     assert line.startswith("2 microbatches per step, the fewest that fit: ")
     monkeypatch.setattr(microbatches, "memory_limit", lambda device: math.inf)
     assert Config.of(load_config("gpt", **fields), chosen).train.microbatches == 2
+    assert Config.of(config, chosen).train.microbatches == 2  # as of a comparison's run

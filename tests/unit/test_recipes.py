@@ -53,7 +53,8 @@ def test_overrides_of_a_run_whose_name_has_a_dot(form, overrides):
 
 def test_overrides_of_a_recipe(tmp_path):
     """Nested or by names, of any type that the field accepts; fields that depend on them follow."""
-    overrides = {"train.steps": 7, "optimizer": {"learning_rate": 1}, "train.kept_steps": [3, 4]}
+    rate = ConfigDict({"learning_rate": 1})
+    overrides = {"train.steps": 7, "optimizer": rate, "train.kept_steps": [3, 4]}
     loaded = recipes.load_config("pgpt:tiny", overrides)
     config = Config.of(loaded)
     assert (config.train.steps, config.optimizer.decay_steps) == (7, 7)

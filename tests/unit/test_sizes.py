@@ -36,8 +36,12 @@ def sized(recipe: str, **overrides) -> Config:
     return Config.of(load_config(recipe, fields))
 
 
+def num_parameters(model: models.ModelConfig) -> int:
+    return models.num_active_parameters(models.LanguageModel(model))
+
+
 def active_parameters(config: Config) -> int:
-    return models.num_active_parameters(models.LanguageModel(config.model))
+    return num_parameters(config.model)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +214,22 @@ def test_fields_that_are_set_win_and_the_rest_follows():
     given = sized("gpt:1M", train__steps=7, optimizer__learning_rate=0.5)
     assert (given.train.steps, given.optimizer.decay_steps) == (7, 7)
     assert (given.optimizer.learning_rate, given.model) == (0.5, rule.model)
+
+    fields = load_config("gpt:1M").to_dict()
+    without = Config.of({"model": fields["model"], "train": {"size": "1M"}})
+    assert (without.train.steps, without.train.batch_size, without.optimizer.learning_rate) == (
+        (rule.train.steps, rule.train.batch_size, rule.optimizer.learning_rate)
+    )
+
+
+@pytest.mark.parametrize(
+    "fields", [{"value_embeddings": (0, 1)}, {"tie_embeddings": True}, {"position": "none"}]
+)
+def test_tables_of_tokens_and_positions_are_no_part_of_the_blocks(fields):
+    model = sized("gpt:1M").model
+    changed = model.replace(**fields)
+    assert num_parameters(changed) != num_parameters(model)
+    assert sizing.block_parameters(changed) == sizing.block_parameters(model)
 
 
 def test_the_parts_that_only_some_recipes_have():

@@ -53,6 +53,8 @@ class _RecipeParser(flags.ArgumentParser):
     def parse(self, argument):
         config = self._parser.parse(argument)
         if isinstance(config, ConfigDict) and "model" in config:
+            if any(re.match(r"--?config\.train\.size\b", flag) for flag in sys.argv):
+                raise UserError(recipes.SIZE_IS_NAMED)
             _add_fields(config.model)
         return config
 

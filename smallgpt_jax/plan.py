@@ -69,12 +69,16 @@ flags.mark_flags_as_required(["config", "topology"])
 
 
 def _recipe_alone(file: str, others: dict[str, bool]) -> str:
-    """Returns the recipe without its size. Raises UserError for what --hours would ignore."""
+    """Returns the recipe. Raises UserError for what --hours would ignore."""
     ignored = [argument for argument in config_arguments() if argument.startswith("--config.")]
     ignored += [name for name, value in others.items() if value]
     if ignored:
         raise UserError(f"--hours: cannot be combined with {ignored[0]}; remove it")
-    return file.partition(":")[0]
+    recipe, colon, size = file.rpartition(":")
+    if colon:
+        advice = "name a recipe, not a run" if recipe == "run" else f"remove :{size} from --config"
+        raise UserError(f"--hours: finds the size of a recipe; {advice}")
+    return file
 
 
 def main() -> None:

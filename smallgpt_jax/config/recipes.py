@@ -19,6 +19,8 @@ from smallgpt_jax.errors import UserError, suggestion
 from smallgpt_jax.storage.paths import refuse_url
 
 _INSTALLED = Path(__file__).parent / "configs"
+# A recipe chooses its text, vocabulary and context by the size before any field is set.
+SIZE_IS_NAMED = "config.train.size: is named with the recipe, such as llama:30M; remove the field"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
 
 
@@ -66,6 +68,8 @@ def _override(fields: ConfigDict, overrides: Mapping[str, Any], where: str) -> N
             raise UserError(f"{where}.{name}: no such field{suggestion(name, fields)}")
         if rest:
             value = {rest: value}
+        if f"{where}.{name}" == "config.train.size" and value != fields.get(name):
+            raise UserError(SIZE_IS_NAMED)
         is_group = isinstance(fields.get(name), ConfigDict)
         if name in fields and is_group != isinstance(value, Mapping):
             kind = "a group of fields" if is_group else "a field"

@@ -229,6 +229,8 @@ class ModelConfig(ConfigGroup):
         A sized recipe (models/shape.py) uses only those that it has set to -1.
         """
         heads = fields.get("num_heads") or usual_heads(fields["d_model"])
+        if (groups := fields.get("num_kv_heads")) and "num_heads" not in fields:
+            heads = groups * max(1, round(heads / groups))
         head_width = fields.get("head_dim") or fields["d_model"] // heads
         return {
             "num_heads": heads,

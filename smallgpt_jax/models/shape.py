@@ -25,15 +25,29 @@ _MIN_BLOCKS = 4  # as in the records
 _MIN_BLOCKS_LEARNED = 2
 _SPREAD = 1.3  # MLPs are at most this factor wider or narrower than usual
 _CLOSE = 0.01  # relative error at which the search ends
-_TRIALS = 8  # models that are traced at most
+_ENOUGH = 0.03  # beyond this one, all depths are tried
+_TRIALS = 16  # models that are traced at most
 _TRIED = 100  # shapes with the same error, after which no other one is tried
 
 
 def fit_shape(fields: Mapping[str, Any], parameters: float) -> ModelConfig:
     """Returns the config of a model with about `parameters` active parameters, all included."""
+    usual = _fit(_Search(fields), parameters)
+    if usual.error < _ENOUGH:
+        return usual.config
+    # Fields that are set may divide no usual depth, such as three paths.
+    other = _fit(_Search(fields, all_depths=True), parameters)
+    return min(usual, other, key=lambda fit: fit.error).config
+
+
+class _Fit(NamedTuple):
+    error: float  # |ln(parameters / those wanted)|
+    config: ModelConfig
+
+
+def _fit(search: "_Search", parameters: float) -> _Fit:
     # Alternates between choosing by an approximate count, which is cheap, and tracing the chosen
     # model, which makes the count exact for its depth and width.
-    search = _Search(fields)
     count = _Count(search.mlp_matrices)
     tried: dict[_Shape, tuple[float, ModelConfig]] = {}
     shape, config = search.best(count, parameters)
@@ -44,7 +58,8 @@ def fit_shape(fields: Mapping[str, Any], parameters: float) -> ModelConfig:
             break
         count.add(shape, config, exact)
         shape, config = search.best(count, parameters)
-    return min(tried.values(), key=lambda trial: trial[0])[1]
+    _, config = min(tried.values(), key=lambda trial: trial[0])
+    return _Fit(abs(math.log(num_active_parameters(LanguageModel(config)) / parameters)), config)
 
 
 class _Shape(NamedTuple):
@@ -98,13 +113,13 @@ class _Count:
 class _Search:
     """The shapes that the fields allow that are not AT_START."""
 
-    def __init__(self, fields: Mapping[str, Any]):
-        self.fields = fields
+    def __init__(self, fields: Mapping[str, Any], all_depths: bool = False):
+        self.fields, self.all_depths = fields, all_depths
         self.set_fields = {name: value for name, value in fields.items() if value != AT_START}
         # The search computes with these before they are validated.
-        for name in ("d_model", "num_layers", "num_heads", "head_dim"):
+        for name in ("d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             value = self.set_fields.get(name, 1)
-            least = 0 if name == "head_dim" else 1
+            least = 0 if name in ("num_kv_heads", "head_dim") else 1
             if type(value) is not int or value < least:
                 raise UserError(
                     f"config.model.{name}={short_repr(value)}: must be an integer, at least {least}"
@@ -114,7 +129,7 @@ class _Search:
             raise UserError(
                 f"config.model.mlp_ratio={short_repr(ratio)}: must be a finite number above 0"
             )
-        self.rule = find_architecture(fields.get("architecture")).Config.shape
+        self.config_class = find_architecture(fields.get("architecture")).Config
         experts = 1
         kind = self.set_fields.get("mlp", "dense")
         if kind == "moe":
@@ -133,9 +148,15 @@ class _Search:
             "mlp_ratio": shape.mlp_width / shape.d_model,
             **self.set_fields,
         }
+        rule = self.config_class.shape(chosen)
+        if not isinstance(rule, Mapping):
+            raise UserError(
+                f"{self.config_class.__qualname__}.shape: returned {short_repr(rule)}; must return "
+                "{field: value}"
+            )
         follows = {
             name: value
-            for name, value in self.rule(chosen).items()
+            for name, value in rule.items()
             if name in self.fields and name not in chosen
         }
         return make_config(**{**self.fields, **follows, **chosen})
@@ -158,7 +179,8 @@ class _Search:
         for d in self._options("d_model", _WIDTHS):
             usual = self.usual_depth(d)
             # even numbers of blocks, up to twice the usual one
-            for layers in self._options("num_layers", range(2, 2 * usual + 1, 2)):
+            depths = range(1, 4 * usual + 1) if self.all_depths else range(2, 2 * usual + 1, 2)
+            for layers in self._options("num_layers", depths):
                 yield _Shape(d, layers, self._mlp_width(count, parameters, d, layers))
 
     def usual_depth(self, d_model: int) -> int:

@@ -53,7 +53,7 @@ def _decay_length(config: OptimizerConfig) -> int:
             "decay_fraction",
             f"the decay would have {length} steps (config.optimizer.decay_steps="
             f"{config.decay_steps}, warmup_steps={config.warmup_steps}), but needs 2 or more; "
-            "increase it, or set config.optimizer.schedule='constant'",
+            "increase it or config.train.steps, or set config.optimizer.schedule='constant'",
         )
     return length
 

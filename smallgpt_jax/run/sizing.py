@@ -154,7 +154,13 @@ def _rules(model: ModelConfig, size: Size, groups: Mapping[str, dict]) -> dict[s
 
 def usual_rate(model: ModelConfig, batch: float) -> float:
     """Returns the rule's learning rate for a batch of this number of tokens."""
-    return _rounded(model.rate_factor * sizes.learning_rate(block_parameters(model), batch))
+    factor = model.rate_factor
+    if type(factor) not in (int, float) or not 0 < factor < math.inf:
+        raise UserError(
+            f"{type(model).__qualname__}.rate_factor: is {short_repr(factor)}; must be a finite "
+            "number above 0"
+        )
+    return _rounded(factor * sizes.learning_rate(block_parameters(model), batch))
 
 
 def _rounded(value: float) -> float:

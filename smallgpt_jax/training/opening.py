@@ -23,14 +23,13 @@ from smallgpt_jax.training.checks import (
     require_learning_rate,
     require_mask_token,
 )
-from smallgpt_jax.training.microbatches import with_microbatches
 from smallgpt_jax.training.program import Program
 from smallgpt_jax.training.size_messages import size_messages
 
 
 def check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch | None, Program]:
     """Checks the config, the workdir and the devices, and prints what follows from the size.
-    Writes nothing.
+    Writes nothing. The number of microbatches may still be open, and is 1 in the program.
     """
     check_processes(folder)
     config = config_in_workdir(config, folder)
@@ -43,10 +42,9 @@ def check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch
     branch = distributed.run_on_primary(check)
     # Processes with other programs would wait for each other's collectives forever.
     distributed.require_equal("config", json.dumps(config.to_dict(), sort_keys=True))
-    # Before the long compilation that finds the microbatches, and the checks of custom modules.
+    # Before the checks of custom modules, which take seconds.
     for line in size_messages(config):
         print(line, flush=True)
-    config = with_microbatches(config)
     program = shared_program(config)
     if program.teacher:  # it has the step of its newest checkpoint, if the config gives none
         config = config.replace(train={"teacher_step": program.teacher.step})

@@ -1,5 +1,6 @@
 """Messages at the start of a run about its size and learning rate."""
 
+from smallgpt_jax.config import sizes
 from smallgpt_jax.config.sizes import Size
 from smallgpt_jax.models import (
     LanguageModel,
@@ -10,11 +11,12 @@ from smallgpt_jax.models import (
 from smallgpt_jax.models.flops import train_flops_per_token
 from smallgpt_jax.optim.learning_rate import DECAYS, decay_start
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.run.sizing import usual_rate
+from smallgpt_jax.run.sizing import block_parameters, usual_rate
 
 _SHOWN_ERROR = 0.03  # of parameters, FLOPs and tokens per parameter
 _SHOWN_BUDGET_ERROR = 0.1  # of the tokens per parameter, which follow from FLOPs only roughly
 _TOO_HIGH = 4.0  # times the rule's learning rate
+_LARGE_BATCH = 8.0  # times the rule's batch
 
 
 def _shape(model: ModelConfig) -> str:
@@ -51,9 +53,7 @@ def size_messages(config: Config) -> list[str]:
             reason += (
                 ", or of custom modules that the rule cannot fit (`shape` in docs/your-own.md)"
             )
-        lines.append(
-            f"the run has {' and '.join(departures)}, {reason}; what was not set follows from them"
-        )
+        lines.append(f"the run has {' and '.join(departures)}, {reason}")
     return [*lines, *_rate_messages(config)]
 
 
@@ -89,12 +89,23 @@ def _short(ratio: float) -> str:
 
 
 def _rate_messages(config: Config) -> list[str]:
-    """Returns what the rule would choose, if the rate is far too high for the model."""
-    optimizer = config.optimizer
-    # The rules are those of AdamW from scratch; muon has adamw's rates.
-    if optimizer.base_width or optimizer.lora_rank or optimizer.name not in ("adamw", "muon"):
-        return []
-    rate = usual_rate(config.model, config.train.batch_size * config.model.context_length)
+    """Returns why the rule's learning rate may not suit, or that the rate is far above it."""
+    optimizer, batch = config.optimizer, config.train.batch_size * config.model.context_length
+    rate = usual_rate(config.model, batch)
+    follows = bool(config.train.size) and optimizer.learning_rate == rate
+    for field, usual in (("name", ("adamw", "muon")), ("base_width", (0,)), ("lora_rank", (0,))):
+        value = getattr(optimizer, field)
+        if value not in usual:  # the rule is that of AdamW from scratch; muon has adamw's rates
+            return [
+                f"config.optimizer.{field}={value!r}: the rule of sizes is for adamw and muon, from "
+                f"scratch and without muP; set config.optimizer.learning_rate, which is {rate:.2g}"
+            ] * follows
+    times = batch / sizes.reference_batch(block_parameters(config.model), 20)
+    if follows and times > _LARGE_BATCH:
+        return [
+            f"{batch:,} tokens per batch are {times:.0f} times the rule's at 20 tokens per parameter; "
+            f"that the rate grows with the root of the batch, to {rate:.2g}, was not measured so far"
+        ]
     if optimizer.learning_rate < _TOO_HIGH * rate:
         return []
     return [

@@ -34,11 +34,13 @@ from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.workdir import open_workdir
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.training import messages, preemption
+from smallgpt_jax.training.build import shared_program
 from smallgpt_jax.training.eval_examples import EvalExamples, open_examples
 from smallgpt_jax.training.initial_state import restore_or_initialize
 from smallgpt_jax.training.loop import train_loop
 from smallgpt_jax.training.loss_band import LossBand, LossWatch, find_band
 from smallgpt_jax.training.memory_errors import memory_errors_explained
+from smallgpt_jax.training.microbatches import with_microbatches
 from smallgpt_jax.training.nonfinite import NonFiniteGuard
 from smallgpt_jax.training.opening import check_run, open_pipeline
 from smallgpt_jax.training.preemption import StopRequest
@@ -79,6 +81,9 @@ def open_trainer(
         config, branch, program = check_run(config, folder)
         progress = RunProgress(config.train.steps)
         pipeline = open_pipeline(config, program, corpus)
+        if not config.train.microbatches:  # last, because it may compile for minutes
+            config = with_microbatches(config)
+            program = shared_program(config)
         examples = open_examples(config, program, pipeline.corpus)
         if branch:
             distributed.run_on_primary(lambda: branch.check_text(pipeline.corpus))

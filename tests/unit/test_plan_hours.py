@@ -67,6 +67,12 @@ def test_hours_of_zero():
     assert (done.returncode, done.stderr) == (2, "error: --hours=0: must be at least 0.01\n")
 
 
+def test_hours_find_the_size_of_a_recipe():
+    done = call("plan", "--config=gpt:1M@40", "--topology=v5e:1x1", "--hours=1")
+    message = "error: --hours: finds the size of a recipe; remove :1M@40 from --config\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
 @pytest.mark.parametrize("flag", ["--hours=10", "--price=2"])
 def test_hours_and_prices_are_of_training(flag):
     done = call("plan", "--config=configs/gpt.py:tiny", "--topology=cpu:1", "--inference", flag)

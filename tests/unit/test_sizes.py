@@ -8,7 +8,7 @@ import sys
 import types
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, call
 
 from experiments import learning_rate_rules
 from smallgpt_jax import models
@@ -23,7 +23,7 @@ from smallgpt_jax.models.naming import architecture_name
 from smallgpt_jax.run import sizing
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import write_config
-from smallgpt_jax.training import opening
+from smallgpt_jax.training import trainer
 from smallgpt_jax.training.checks import check_config, require_learning_rate
 from smallgpt_jax.training.opening import check_run
 from smallgpt_jax.training.size_messages import size_messages
@@ -260,13 +260,11 @@ def test_the_line_of_a_size(tmp_path, monkeypatch, capsys):
     )
     assert " after 1 step, " in size_messages(sized("gpt:1M", optimizer__warmup_steps=1))[0]
 
-    def compile_steps(config):
-        assert capsys.readouterr().out == f"{line}\n"  # printed before, as it takes minutes
-        raise UserError("no memory")
-
-    monkeypatch.setattr(opening, "with_microbatches", compile_steps)
-    with pytest.raises(UserError, match="no memory"):
-        check_run(config, tmp_path)
+    monkeypatch.setattr(trainer, "with_microbatches", lambda config: pytest.fail("compiles"))
+    missing = config.replace(data={"source": str(tmp_path / "texts")})
+    with pytest.raises(UserError, match="texts"):  # before the steps are compiled, for minutes
+        trainer.train(missing, tmp_path / "run")
+    assert capsys.readouterr().out == f"{line}\n"
 
 
 @pytest.mark.parametrize(
@@ -379,6 +377,49 @@ def test_rates_that_are_far_too_high_are_named():
     assert line.startswith("config.optimizer.learning_rate=0.003: the rule of sizes would choose ")
 
 
+@pytest.mark.parametrize(
+    "recipe, fields",
+    [
+        ("pgpt:1M", {"num_paths": 3}),
+        ("lgpt:1M", {"blocks_per_stage": 3}),
+        ("llama:0.5M", {"num_kv_heads": 3}),
+        ("llama:1M", {"num_kv_heads": 5}),
+    ],
+)
+def test_the_rest_of_the_shape_suits_a_field_that_is_set(recipe, fields):
+    config = sized(recipe, **{f"model__{name}": value for name, value in fields.items()})
+    assert fields.items() <= vars(config.model).items()
+    wanted = sizes.Size.parse(config.train.size).parameters
+    assert active_parameters(config) == pytest.approx(wanted, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"optimizer__name": "lion"}, "config.optimizer.name='lion': the rule of sizes is for adamw "),
+        ({"optimizer__base_width": 64}, "config.optimizer.base_width=64: the rule of sizes is for "),
+        ({"train__batch_size": 512}, "131,072 tokens per batch are 19 times the rule's at 20 tokens "),
+    ],
+)  # fmt: skip
+def test_what_the_rule_of_the_rate_was_not_made_for(fields, message):
+    _, line = size_messages(sized("llama:0.5M", **fields))
+    assert line.startswith(message)
+    if "optimizer__name" in fields:
+        assert not size_messages(sized("llama:0.5M", **fields, optimizer__learning_rate=1e-4))[1:]
+
+
+def test_the_size_is_named_with_the_recipe():
+    for overrides in ({"train.size": "1M"}, {"train": {"size": "1M"}}):
+        with pytest.raises(
+            UserError, match=r"train\.size: is named with the recipe, such as llama:"
+        ):
+            load_config("gpt:quickstart", overrides)
+    done = call("plan", "--config=gpt:1M", "--topology=cpu:1", "--config.train.size=2M")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: config.train.size: is named with "
+    )
+
+
 def test_an_architecture_of_ones_own(monkeypatch):
     """It gets the usual shape; its hook sets fields that the recipe leaves to the size."""
 
@@ -409,11 +450,18 @@ def test_an_architecture_of_ones_own(monkeypatch):
     assert config.optimizer.learning_rate == pytest.approx(
         gpt.optimizer.learning_rate / 2, rel=0.01
     )
+    monkeypatch.setattr(OwnConfig, "rate_factor", "0.25")
+    with pytest.raises(UserError, match=r"OwnConfig\.rate_factor: is '0\.25'; must be a finite"):
+        sized("gpt:1M", model__architecture="own_model:Own", model__passes=-1)
+    monkeypatch.setattr(OwnConfig, "rate_factor", 0.25)
     wide = sized("gpt:1M", model__architecture="own_model:Own", model__passes=-1, model__d_model=64)
     assert (
         "coarse shapes, or of custom modules that the rule cannot fit (`shape` "
         in size_messages(wide)[1]
     )
+    monkeypatch.setattr(OwnConfig, "shape", classmethod(lambda cls, fields: None))
+    with pytest.raises(UserError, match=r"OwnConfig\.shape: returned None; must return "):
+        sized("gpt:0.9M", model__architecture="own_model:Own", model__passes=-1)
 
 
 def test_the_table_of_errors_is_current():

@@ -7,8 +7,9 @@ and twice the learning rate, half and twice the batch, two blocks fewer and more
 or depth, what follows from it changes, too: learning rate, weight decay, steps, width. All runs of
 a size have the same number of parameters and tokens, within 3%. Names are "MODEL CHANGE@SIZE".
 
-The presets, after a colon, are `tiny` (seconds per run, for tests), `0.2M` (35 runs, 20 tokens per
-parameter, about 2e14 FLOPs) and `0.65M` (35 runs, about 2e15 FLOPs), with one seed.
+The presets, after a colon, are `tiny` (seconds per run, for tests), `45k` (35 runs, 20 tokens per
+parameter, about 1e13 FLOPs), `0.2M` (35 runs, about 2e14 FLOPs) and `0.65M` (35 runs, about 2e15
+FLOPs), with one seed.
 
 Prediction, before the runs: at 0.2M, no change makes a model better by more than 0.02 nats, except
 that gpt, pgpt and moe, with learned positions, are better at twice the rate. Against it, these three
@@ -23,7 +24,7 @@ rule and with a change, no change is better by more than 0.03.
 from configs.compare import base
 
 MODELS = ("gpt", "llama", "pgpt", "moe", "hybrid")
-PRESETS = {"tiny": "0.1M@1", "0.2M": "0.2M", "0.65M": "0.65M"}  # preset → size
+PRESETS = {"tiny": "0.1M@1", "45k": "45k", "0.2M": "0.2M", "0.65M": "0.65M"}  # preset → size
 ROWS = 512  # of each evaluation
 
 

@@ -96,17 +96,17 @@ _REFERENCE_BATCH = 2048 * 160  # tokens
 _REFERENCE_RATE = 0.0047 / 2
 _FLAT_BELOW = 0.11e6
 _MIN_BATCH = 2048  # tokens, as in the records
-MIN_SEQUENCES = 8  # of a batch, which 8 devices can share
+MIN_SEQUENCES = 4  # of a batch, which 4 devices can share
 _HALF_BATCH_BELOW = 1e6
 _REFERENCE_DECAY = 0.1
 
 
 def batch_tokens(block_parameters: float, tokens_per_parameter: float) -> float:
-    """Returns `reference_batch`, below 1M parameters half of it, and at least 2,048."""
+    """Returns `reference_batch`, and below 1M parameters half of it (docs/results/batches.json and
+    sizes065.json).
+    """
     batch = reference_batch(block_parameters, tokens_per_parameter)
-    if block_parameters < _HALF_BATCH_BELOW:  # llama at 0.65M: docs/results/sizes065.json
-        return max(_MIN_BATCH, batch / 2)
-    return batch
+    return batch / 2 if block_parameters < _HALF_BATCH_BELOW else batch
 
 
 def reference_batch(block_parameters: float, tokens_per_parameter: float) -> float:

@@ -54,7 +54,7 @@ def check_config(config: Config, mesh: jax.sharding.Mesh) -> None:
         train.refuse(
             "batch_size",
             f"must be a multiple of {divisor}, which is {batch_shards} devices "
-            f"(config.mesh.data × fsdp) × {train.microbatches} microbatches",
+            f"(config.mesh.data × fsdp) × {max(1, train.microbatches)} microbatches",
         )
     if model.context_length % train.loss_chunks:
         train.refuse(

@@ -680,7 +680,7 @@ def test_steps_and_rate_follow_the_batch_that_a_search_finds(monkeypatch):
     found = plans.plan("llama:20k", "cpu:1", search=True, log=lines.append).config
     expected = Config.of(recipes.load_config("llama:20k", {"train.batch_size": 32}))
     assert (found.train.steps, found.optimizer) == (expected.train.steps, expected.optimizer)
-    assert "steps of 2,048 tokens" in lines[0] and "steps of 8,192 tokens" in lines[-1]
+    assert "steps of 1,024 tokens" in lines[0] and "steps of 8,192 tokens" in lines[-1]
 
 
 def test_search_when_nothing_fits(monkeypatch):

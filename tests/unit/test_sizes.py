@@ -99,7 +99,7 @@ def test_an_odd_width_is_the_cause_of_odd_heads():
 )
 def test_models_of_random_sizes(recipe):
     """They have the parameters that were asked for, train on 20 tokens for each, and suit meshes."""
-    parameters = 10 ** random.Random(recipe).uniform(5.3, 9)
+    parameters = 10 ** random.Random(recipe).uniform(5.5, 9)
     config = sized(f"{recipe}:{parameters / 1e6:.4f}M")
     model, exact = config.model, active_parameters(config)
     assert exact == pytest.approx(parameters, rel=0.03)
@@ -168,14 +168,14 @@ def test_small_models_have_half_the_batch():
     """And a rate and a decay that fit it."""
     published = 327_680 * 0.01 ** (2 / 3)  # at 1.08M
     assert sizes.batch_tokens(1.08e6, 20) == pytest.approx(published)
-    for parameters in (0.999e6, 0.2e6):
+    for parameters in (0.999e6, 0.1e6):
         published = 327_680 * (parameters / 108e6) ** (2 / 3)
         half = sizes.batch_tokens(parameters, 20)
         assert half == pytest.approx(published / 2)
         for rule in (sizes.learning_rate, lambda n, batch: sizes.weight_decay(n, batch, 20)):
             ratio = rule(parameters, half) / rule(parameters, published)
             assert ratio == pytest.approx(math.sqrt(0.5))
-    assert sizes.batch_tokens(1e4, 20) == 2048
+    assert sizes.batch_tokens(1e4, 20) == 1024
 
 
 def test_the_rate_of_the_records():
@@ -276,7 +276,7 @@ def test_the_line_of_a_size(tmp_path, monkeypatch, capsys):
         (
             "gpt:1e12",
             {"train__steps": 467},
-            " 4.99e+11 training FLOPs instead of 1e+12 and 10 tokens ",
+            " 2.5e+11 training FLOPs instead of 1e+12 and 5.01 tokens ",
         ),
         (
             "gpt:1e12",
@@ -343,8 +343,8 @@ def test_a_run_of_another_architecture_is_refused(tmp_path):
         check_run(load_config("lgpt:30k"), tmp_path)
 
 
-def test_a_small_batch_of_long_texts_has_a_sequence_for_each_of_eight_devices():
-    assert sized("llama:0.2M", model__context_length=768).train.batch_size == 8
+def test_a_small_batch_of_long_texts_has_a_sequence_for_each_of_four_devices():
+    assert sized("llama:0.2M", model__context_length=768).train.batch_size == 4
 
 
 def test_a_resumed_run_keeps_its_size(monkeypatch):

@@ -163,10 +163,14 @@ there="bash smallgpt_jax/launch/tpu_worker.sh"
 
 install() {
   local archive=build/$name/smallgpt_jax.tar.gz
-  local get="mkdir -p smallgpt_jax; tar -xzf smallgpt_jax.tar.gz -C smallgpt_jax"
+  # without modules of an earlier commit, but with .venv
+  local get="mkdir -p smallgpt_jax; rm -rf smallgpt_jax/smallgpt_jax"
+  get+="; tar -xzf smallgpt_jax.tar.gz -C smallgpt_jax"
   if [[ $repo ]]; then
-    get="if test -d smallgpt_jax; then git -C smallgpt_jax pull --quiet --ff-only"
-    get+="; else git clone --quiet $(quoted "$repo") smallgpt_jax; fi"
+    get="if test -d smallgpt_jax/.git; then git -C smallgpt_jax pull --quiet --ff-only"
+    # an earlier installation without --repo
+    get+="; else test ! -e smallgpt_jax || mv smallgpt_jax smallgpt_jax-\$(date +%s)"
+    get+="; git clone --quiet $(quoted "$repo") smallgpt_jax; fi"
   else
     [[ ! $(git status --porcelain) ]] || echo "warning: uncommitted changes are not copied" >&2
     run mkdir -p "build/$name" &&

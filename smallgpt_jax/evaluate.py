@@ -63,7 +63,11 @@ _LIMIT = flags.DEFINE_float(
     lower_bound=0,
 )
 _SEED = flags.DEFINE_integer(
-    "seed", SEED, "Seed for choosing few-shot examples and for sampling texts."
+    "seed",
+    SEED,
+    "Seed for choosing few-shot examples and for sampling texts.",
+    lower_bound=0,
+    upper_bound=2**32 - 1,
 )
 _GEN_KWARGS = flags.DEFINE_string(
     "gen_kwargs",

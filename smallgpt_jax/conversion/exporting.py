@@ -17,7 +17,9 @@ from smallgpt_jax.conversion import (
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.naming import architecture_name
 from smallgpt_jax.run.config_file import read_config, read_groups
+from smallgpt_jax.run.training_text import training_format
 from smallgpt_jax.storage.atomic import atomic_file, atomic_folder
+from smallgpt_jax.storage.json_files import OBJECT, read_json_or_none
 from smallgpt_jax.storage.paths import as_path, new_file, new_folder
 
 
@@ -100,20 +102,24 @@ class HuggingFaceExport:
         model, params, model_state, run_tokenizer, step = trained
         form = hugging_face.find_format(model.config)
         pgpt_paths = self.paths if isinstance(self.paths, str) else ",".join(map(str, self.paths))
-        card = model_card.format_model_card(
-            name,
-            model,
-            model_card.training_facts(workdir, step, pgpt_paths),
-            has_code=bool(form.CODE),
-            # transformers writes a begin-of-text token before each text, but no end-of-text token
-            adds_begin=run_tokenizer.begin_of_text != run_tokenizer.end_of_text,
-        )
         tokenizer, template = None, ""
         if self.tokenizer:
             tokenizer = run_tokenizer
             template = inference.portable_chat_template(workdir, tokenizer)
         with atomic_folder(output) as folder:
             hugging_face.export_folder(folder, model, params, tokenizer, model_state, template)
+            settings = read_json_or_none(folder / "tokenizer_config.json", OBJECT) or {}
+            card = model_card.format_model_card(
+                name,
+                model,
+                model_card.training_facts(workdir, step, pgpt_paths),
+                has_code=bool(form.CODE),
+                # transformers writes a begin-of-text token before each text, but no end-of-text one
+                adds_begin=run_tokenizer.begin_of_text != run_tokenizer.end_of_text,
+                is_chat=bool(training_format(workdir)[1]),
+                splits_special_tokens=settings.get("split_special_tokens", False),
+                has_tokenizer=self.tokenizer,
+            )
             (folder / "README.md").write_text(card, "utf-8", errors="backslashreplace")
         class_name = form.class_name(model.config)
         if form.CODE:

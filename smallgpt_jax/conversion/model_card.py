@@ -33,8 +33,13 @@ def format_model_card(
     facts: Sequence[tuple[str, str]],
     has_code: bool,
     adds_begin: bool = False,
+    is_chat: bool = False,
+    splits_special_tokens: bool = True,
+    has_tokenizer: bool = True,
 ) -> str:
-    """`facts`: of `training_facts`. `adds_begin`: whether the tokenizer begins texts by itself."""
+    """`facts`: of `training_facts`. `adds_begin`: whether the tokenizer begins texts by itself.
+    `splits_special_tokens`: as of its tokenizer_config.json.
+    """
     config = model.config
     description = _DESCRIPTIONS.get(
         config.architecture, "a {architecture}{variants}: {num_layers} blocks of width {d_model}"
@@ -46,18 +51,24 @@ def format_model_card(
     else:
         task = "text-generation"
         use = "A base language model: it continues text, does not follow instructions, and"
+        if is_chat:
+            use = "A language model, fine-tuned on conversations. It"
     table = []
     if facts:
         table = ["| training | |", "|---|---|"]
         table += [f"| {escape_markdown(key)} | {escape_markdown(value)} |" for key, value in facts]
         table.append("")
-    # a user who relies on the usual special token would get other tokens than in training
-    tokenizer = "The tokenizer encodes `<|endoftext|>` in a text as ordinary text."
+    notes = []
+    if not has_tokenizer:
+        notes.append("The tokenizer is not included; the example needs its files in this folder.")
     if not adds_begin:
-        tokenizer = (
+        notes.append(
             "In training, an end-of-text token precedes every document. The tokenizer does not add "
-            f"this token, so the example adds it. {tokenizer}"
+            "this token, so the example adds it."
         )
+    if has_tokenizer and splits_special_tokens:
+        # a user who relies on the usual special token would get other tokens than in training
+        notes.append("The tokenizer encodes `<|endoftext|>` in a text as ordinary text.")
     lines = [
         "---",
         "library_name: transformers",
@@ -79,7 +90,7 @@ def format_model_card(
         "```",
         "",
         *table,
-        tokenizer,
+        " ".join(notes),
         "",
     ]
     return "\n".join(lines)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from smallgpt_jax import inference
+from smallgpt_jax import inference, models
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError, install_command
 from smallgpt_jax.evaluation import lm_eval_tasks, report
@@ -45,6 +45,8 @@ class Benchmarks:
             raise UserError(
                 f"lm-evaluation-harness is not installed; run {install_command('eval')}"
             ) from None
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed={self.seed}: must be at least 0 and below 2^32")
         data_dir = local_path("--data_dir", self.data_dir) if self.data_dir else None
         if data_dir and not data_dir.is_dir():
             raise UserError(
@@ -66,7 +68,7 @@ class Benchmarks:
             build,
             self.tasks,
             data_dir,
-            cache=cache_folder() / "scores" / f"{_model_fingerprint(trained, end_of_turn)}.jsonl",
+            cache=_cache_of(trained, end_of_turn),
             num_fewshot=self.num_fewshot,
             limit=int(limit) if limit and limit >= 1 else limit,  # below 1: a fraction
             random_seed=self.seed,
@@ -87,7 +89,7 @@ class Benchmarks:
             leave_out(PER_TEXT, results)
         name = join_name_parts(
             model.file_name(trained.step),
-            "_".join(self.tasks)[:80],
+            _short("_".join(self.tasks), 80),
             None if self.num_fewshot is None else f"{self.num_fewshot}shot",
             None if limit is None else f"limit{limit:g}",
             None if self.seed == SEED else f"seed{self.seed}",
@@ -97,7 +99,7 @@ class Benchmarks:
         is_one_path = model.paths != "all" and getattr(config, "num_paths", 0) == 1
         shown = "pgpt, one path" if is_one_path else config.architecture
         # file systems limit names to 255 bytes
-        return name[:200], results, report.results_table(results, shown)
+        return _short(name, 200), results, report.results_table(results, shown)
 
 
 def leave_out(metrics: Sequence[str], results: dict) -> None:
@@ -106,6 +108,21 @@ def leave_out(metrics: Sequence[str], results: dict) -> None:
         for key in values:
             if key.partition(",")[0] in metrics:
                 values[key] = None
+
+
+def _short(name: str, length: int) -> str:
+    """Returns the name, cut if it is longer. Different names stay different."""
+    if len(name) <= length:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: length - len(digest) - 1]}-{digest}"
+
+
+def _cache_of(trained: inference.TrainedModel, end_of_turn: int | None) -> Path | None:
+    """Returns the file of finished requests; None for custom code, which may change."""
+    if models.custom_classes(trained.model.config):
+        return None
+    return cache_folder() / "scores" / f"{_model_fingerprint(trained, end_of_turn)}.jsonl"
 
 
 def _model_fingerprint(trained: inference.TrainedModel, end_of_turn: int | None) -> str:

@@ -44,9 +44,10 @@ def _benchmarks(evaluations: Path, step: int) -> dict[str, float]:
     """Returns {"task metric (shots, examples)": score} from lm-evaluation-harness's results: of
     acc_norm if present, else acc, and of the bits per byte of right answers.
     """
-    # Evaluations of some of pgpt's paths, and those with the flag --dtype, are of other models:
-    # step100-paths….json, step100-float32-….json. Of the others, the newest on all examples counts.
-    other_model = re.compile(rf"step{step}-(paths|float32-|bfloat16-)")
+    # Evaluations of some of pgpt's paths, without some blocks, and with the flag --dtype, are of other
+    # models: step100-paths….json, step100-without….json, step100-float32-….json. Of the others, the
+    # newest on all examples counts.
+    other_model = re.compile(rf"step{step}-(paths|without|float32-|bfloat16-)")
     scores = {}
     for path in sorted(evaluations.glob(f"step{step}-*.json"), key=_modified_at):
         if other_model.match(path.name):

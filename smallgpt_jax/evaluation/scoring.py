@@ -101,12 +101,14 @@ class Scorer:
         tokens_BxT1, scored_BxT = jax.device_put(
             (batch.tokens_BxT1, batch.scored_BxT), sharding.batch_sharding(self.mesh)
         )
-        return _run(self._variables, tokens_BxT1, scored_BxT, self.model, self.mesh)
+        parts = models.named_parts(self.model.config)
+        return _run(self._variables, tokens_BxT1, scored_BxT, self.model, parts, self.mesh)
 
 
 # Each device scores its rows alone, so that its loop is as long as its own rows need.
-@functools.partial(jax.jit, static_argnames=("model", "mesh"))
-def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, mesh):
+@functools.partial(jax.jit, static_argnames=("model", "parts", "mesh"))
+def _run(variables, tokens_BxT1, scored_BxT, model: models.LanguageModel, parts: tuple, mesh):
+    """`parts`: see `models.parameters.trace_variables`."""
     rows = PartitionSpec(("data", "fsdp"))
     return jax.shard_map(
         functools.partial(_log_probabilities, model=model),

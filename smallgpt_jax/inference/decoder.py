@@ -38,6 +38,11 @@ class Decoder:
     vocab_size: int  # of the tokenizer; the embedding may have more rows
     end_of_text: int | None = None  # ends a row, and is exempt from the repetition penalty
     cache_length: int = 0  # positions for which a new cache has room
+    # A class that is defined anew, as in a notebook, is another program.
+    parts: tuple = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "parts", models.named_parts(self.model.config))
 
 
 class DecodeState(NamedTuple):

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from numbers import Integral
 
 from smallgpt_jax.data import tokenizers
 
@@ -27,7 +28,7 @@ class Detokenizer:
         self._shown = 0  # characters of `text` that `add` has returned
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if isinstance(text, str) and text]
-        self._ends = {tokenizer.end_of_text, *(i for i in stop if isinstance(i, int))}
+        self._ends = {tokenizer.end_of_text, *(i for i in stop if isinstance(i, Integral))}
         # decoded with the new tokens, since some tokenizers drop a text's leading space
         self._ids = list(before[-_DECODED_CONTEXT:])
         self._before = tokenizer.decode(self._ids)

@@ -21,6 +21,7 @@ def packed_shapes(model: models.LanguageModel):
 def _packer(model: models.LanguageModel):
     """Returns the function that `pack` compiles."""
     abstract = models.abstract_variables(model)
+    is_custom = bool(models.custom_classes(model.config))
 
     def unstack(p: models.Parameter, x):
         # Training stacks the weights of equal layers, and of a pgpt's parallel paths, along leading
@@ -29,7 +30,7 @@ def _packer(model: models.LanguageModel):
 
     def unstack_and_cast(p: models.Parameter, x):
         arrays = unstack(p, x)
-        if not p.is_cast:
+        if not p.is_cast or is_custom:  # custom modules may compute in float32
             return arrays
         # once, instead of for every token
         return jax.tree.map(lambda array: array.astype(model.config.dtype), arrays)

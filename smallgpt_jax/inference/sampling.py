@@ -9,6 +9,7 @@ from flax import struct
 
 from smallgpt_jax.errors import UserError
 
+_LEAST = 1e-30  # of a temperature and of top_p, so that float32 has them and scaled logits
 TEMPERATURE = 0.8  # the default of the command `generate` and of TextModel
 _RULES = {  # {field: (type, is valid, message if not)}
     "temperature": (Real, lambda x: 0 <= x < math.inf, "must be a number, at least 0"),
@@ -30,14 +31,16 @@ class Sampling:
     repetition_penalty: float | None = None
 
     def validated(self) -> "Sampling":
-        """Replaces a temperature of 0 and all settings without effect by None."""
+        """Replaces a temperature of 0, or too near to it for float32, and all settings without effect
+        by None.
+        """
         for field, (kind, is_valid, rule) in _RULES.items():
             value = getattr(self, field)
             if value is not None and not (isinstance(value, kind) and is_valid(value)):
                 raise UserError(f"{field}={value!r}: {rule}")
         return self.replace(
-            temperature=self.temperature or None,
-            top_p=None if self.top_p == 1 else self.top_p,
+            temperature=None if (self.temperature or 0) < _LEAST else self.temperature,
+            top_p=None if self.top_p in (None, 1) else max(self.top_p, _LEAST),
             repetition_penalty=None if self.repetition_penalty == 1 else self.repetition_penalty,
         )
 

@@ -316,7 +316,7 @@ class Chat:
         before = len(ids)
         # Two at a time, since templates expect a question first.
         while len(messages) > 1 and len(ids) > room:
-            messages = messages[2:]
+            messages = messages[2:] or messages[-1:]  # the last question may have no answer
             ids = self._encode(messages)
         # a lone question may take the room of its answer, which then outgrows the context
         if len(messages) == 1 and len(ids) > context - 1:

@@ -133,10 +133,28 @@ def decide(question: Question, difference: float, most_seeds: int) -> Question:
 
 def comparable(candidate: Config, base: Config) -> Config:
     """Returns the candidate with the text and the evaluations of the reference `base`. Raises
-    UserError if it takes more FLOPs, or if there are no validation rows that the record has not used.
+    UserError if it takes more FLOPs, or could not be evaluated on the same rows, or if there are no
+    validation rows that the record has not used.
     """
+    for group, field in (("model", "context_length"), ("train", "objective")):
+        value, wanted = (
+            getattr(getattr(candidate, group), field),
+            getattr(getattr(base, group), field),
+        )
+        if value != wanted:
+            raise UserError(
+                f"config.{group}.{field}={value!r}: must be {wanted!r}, as of the reference, because "
+                "losses are compared on the same rows"
+            )
+    rows = base.train.eval_steps * base.train.batch_size
+    eval_steps, rest = divmod(rows, candidate.train.batch_size)
+    if rest:
+        raise UserError(
+            f"config.train.batch_size={candidate.train.batch_size}: must divide the {rows} rows on "
+            "which the reference is evaluated"
+        )
     # Losses on other rows, or after steps that a trunk has computed, could not be compared.
-    train = {"eval_steps": base.train.eval_steps, "kept_steps": (), "trunk": "", "tracker": ""}
+    train = {"eval_steps": eval_steps, "kept_steps": (), "trunk": "", "tracker": ""}
     candidate = candidate.replace(data=dataclasses.asdict(base.data), train=train)
     count = CachedCounts()
     flops, allowed = (_flops(config, count(config)) for config in (candidate, base))

@@ -5,16 +5,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import init, load_config
+from conftest import build, init, load_config
 
 from smallgpt_jax import models
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence
 from smallgpt_jax.inference import loading
 from smallgpt_jax.inference.decoding_check import ragged_calls
 from smallgpt_jax.models.causality_check import check_causality
 from smallgpt_jax.models.context import Context, cache_variable
+from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.training import opening, trainer
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.trainer import train
@@ -184,6 +186,22 @@ def test_wrong_caches_are_refused(mixer):
 def test_what_sees_later_tokens_is_named_in_decoding():
     with pytest.raises(UserError, match="outputs depend on later tokens, which the model learns"):
         load(AllPositions)
+
+
+def test_a_part_that_is_defined_anew_is_another_program(monkeypatch):
+    """As in a notebook: the model has the same config, and the part another function."""
+    model = build("gpt", **SIZES)
+    params, tokens = init(model), [*range(9)]
+
+    def results():
+        (score,) = Scorer(model, params).score([TokenSequence(tokens, 5)])
+        text = loading.build_text_model(model, params, Bytes()).generate("abc", 20, temperature=0)
+        return score, text
+
+    before = results()
+    monkeypatch.setitem(ACTIVATIONS, model.config.activation, lambda x: 3 - 5 * x)
+    after = results()
+    assert before[0] != after[0] and before[1] != after[1]
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 8, 40])

@@ -117,7 +117,10 @@ def install(get: str, bucket: str = "'' ''") -> list[str]:
     )
 
 
-UNPACK = "mkdir -p smallgpt_jax; tar -xzf smallgpt_jax.tar.gz -C smallgpt_jax"
+UNPACK = (
+    "mkdir -p smallgpt_jax; rm -rf smallgpt_jax/smallgpt_jax; "
+    "tar -xzf smallgpt_jax.tar.gz -C smallgpt_jax"
+)
 SCP = ["gcloud", "compute", "tpus", "tpu-vm", "scp"]
 COPY = [
     ["mkdir", "-p", "build/gpt"],
@@ -125,8 +128,9 @@ COPY = [
     [*SCP, "build/gpt/smallgpt_jax.tar.gz", "gpt:", *ZONE, "--worker=all"],
 ]
 CLONE = (
-    "if test -d smallgpt_jax; then git -C smallgpt_jax pull --quiet --ff-only; "
-    "else git clone --quiet https://x.org/y smallgpt_jax; fi"
+    "if test -d smallgpt_jax/.git; then git -C smallgpt_jax pull --quiet --ff-only; "
+    "else test ! -e smallgpt_jax || mv smallgpt_jax smallgpt_jax-$(date +%s); "
+    "git clone --quiet https://x.org/y smallgpt_jax; fi"
 )
 ARGS = ["--", "--config=c.py", "--workdir=~/bucket/x"]
 READY = ssh(f"{WORKER_SCRIPT} ready mine ''")

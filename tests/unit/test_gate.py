@@ -9,6 +9,7 @@ from conftest import load_config
 
 from smallgpt_jax.comparison.counts import Counts
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.verification import gate
 from smallgpt_jax.verification.gate import BETTER, UNDECIDED, WORSE, Question, ask_gate, decide
 
@@ -86,6 +87,16 @@ def test_what_the_gate_refuses(record, tmp_path):
         ask_gate(
             candidate(model__num_layers=9), record, tmp_path / "gate", train_pair=FakePairs(0.1)
         )
+    for fields, message in (  # which would be evaluated on other rows, or of another task
+        ({"model__context_length": 32}, r"context_length=32: must be 64, as of the reference"),
+        ({"train__objective": "prefix"}, r"objective='prefix': must be 'causal', as of the"),
+        ({"train__batch_size": 3}, r"batch_size=3: must divide the 32 rows on which"),
+    ):
+        with pytest.raises(UserError, match=message):
+            ask_gate(candidate(**fields), record, tmp_path / "gate", train_pair=FakePairs(0.1))
+    base = Config.of(candidate())
+    halved = gate.comparable(base.replace(train={"batch_size": 4}), base)
+    assert halved.train.eval_steps * 4 == base.train.eval_steps * 8 == 32
     with pytest.raises(UserError, match="--only=llama: no such run in the record"):
         ask_gate(candidate(), record, tmp_path / "gate", reference="llama")
     ask_gate(candidate(), record, tmp_path / "gate", train_pair=FakePairs(0.1))

@@ -44,6 +44,7 @@ def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):
         ("step200-copa.json", 0.2),
         ("step20-paths0-copa.json", 0.3),
         ("step20-bfloat16-copa.json", 0.4),
+        ("step20-without3-copa.json", 0.5),
     ):
         write(name, score)
     write("step20-copa-limit10.json", 0.9, scored=10)

@@ -61,6 +61,14 @@ def test_settings_without_effect_become_none():
     )
 
 
+@pytest.mark.parametrize(
+    "settings", [dict(temperature=1e-40), dict(top_p=1e-46), dict(temperature=1e-29)]
+)
+def test_tiny_settings_give_the_likeliest_token(settings):
+    logits, keys = jnp.array([[0.5, -1.0, 3.0, 20.0, 2.0]]), jax.random.split(jax.random.key(0), 1)
+    assert sample(logits, None, Sampling(**settings).validated(), keys).tolist() == [3]
+
+
 def test_buckets():
     lengths = (1, 16, 17, 33, 64, 65, 96, 97, 128, 129, 700, 1000)
     assert [decoder.bucket(n, 1000) for n in lengths] == [

@@ -151,6 +151,11 @@ def test_refuses_characters_without_a_piece(model):
 # ---------------------------------------------------------------------- detokenizing
 
 
+def test_a_stop_token_from_numpy():
+    detokenizer = inference.Detokenizer(Bytes(), stop=[np.int64(98)])
+    assert [detokenizer.add(byte) for byte in b"ab"] == ["a", ""] and detokenizer.is_done
+
+
 def test_multibyte_characters_are_not_split():
     detokenizer = inference.Detokenizer(Bytes(), stop=["né!"])
     assert [detokenizer.add(byte) for byte in "né§né".encode()] == [

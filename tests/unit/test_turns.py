@@ -130,6 +130,11 @@ def test_a_chat_neither_shows_nor_stores_the_end(tokenizer, model):
     with pytest.raises(UserError, match=r"text: contains a special token: <\|im_start\|>"):
         chat.say("<|im_start|>")
 
+    unread = build_text_model(*model, tokenizer).chat(chat._template)
+    unread.say("is it?", 10**6)
+    unread.say("sure?", 10**6)  # has no room for the question before, which has no answer
+    assert unread.messages == [{"role": "user", "content": "sure?"}]
+
 
 @pytest.mark.slow
 def test_evaluation_scores_the_end_and_stops_there(tokenizer, model, questions, monkeypatch):

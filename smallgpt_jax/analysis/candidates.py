@@ -1,6 +1,7 @@
 """The candidates of a record: models at one size, length and learning rate; and what they cost."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -174,7 +175,17 @@ def evidence_of(record: Record) -> Evidence:
         if is_enough or record.seeds_as_needed:
             priors[size_and_steps] = spreads.variance_prior_of(losses[-1:], degrees)
     prior = spreads.variance_prior_of(losses, _degrees_of_freedom(finite))
+    if not _share_seeds(finite):
+        prior = dataclasses.replace(prior, total_degrees=0.0)  # no difference has a spread
     return Evidence(record, tuple(candidates), prior, priors, _equal_models(finite))
+
+
+def _share_seeds(candidates: Sequence[Candidate]) -> bool:
+    """Returns whether any two models, where there are several, have two common seeds."""
+    return len({one.model for one in candidates}) < 2 or any(
+        one.model != other.model and len(one.losses.keys() & other.losses.keys()) > 1
+        for one, other in itertools.combinations(candidates, 2)
+    )
 
 
 def _size_and_steps(candidate: Candidate) -> tuple[str, int]:

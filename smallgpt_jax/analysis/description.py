@@ -279,7 +279,7 @@ def _inference(run: Run) -> dict[str, float | None]:
 _TESTED = ("benchmark", "inside", "answers")  # kinds whose differences are tested
 # (kind, run → {measure: value}), in the order of the report
 _MEASURES = (
-    ("answers", lambda run: run.last.answers),
+    ("answers", lambda run: run.last.answers if run.last else {}),
     ("text", _text_losses),
     ("benchmark", lambda run: run.benchmarks),
     ("inference", _inference),

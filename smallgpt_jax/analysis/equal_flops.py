@@ -37,6 +37,9 @@ def _curves_over_flops(evidence: Evidence) -> dict[str, ScalingCurves]:
 
 
 # ------------------------------------------------------------------ the better model
+_MAX_LOG_MULTIPLIER = math.log(1e6)  # of a multiplier and the ends of its interval
+
+
 @dataclasses.dataclass(frozen=True)
 class BudgetComparison:
     """Two models at one budget."""
@@ -78,9 +81,13 @@ def _compare_at_trained_budgets(
     comparisons = []
     for budget in _distinct_budgets((*curves.points, *base.points)):
         pair = pair_at_budget(curves, base, budget)
-        if pair:
+        if not pair:
+            continue
+        difference = _compare(*pair, evidence)
+        # A sequential test is one of seeds that both have.
+        if difference.common_orders or not evidence.record.seeds_as_needed:
             size = pair[0].candidate.first.size
-            comparisons.append(BudgetComparison(budget, size, _compare(*pair, evidence)))
+            comparisons.append(BudgetComparison(budget, size, difference))
     return comparisons
 
 
@@ -205,6 +212,8 @@ def _multiplier(
     slope = fall * contender.loss  # nats per logarithm of the budget
     center = math.log(budget / contender.cost) - difference.mean / slope
     half_width = difference.half_width(INTERVAL) / slope
+    if abs(center) + half_width > _MAX_LOG_MULTIPLIER:
+        return refuse("flat")
     interval = Range(math.exp(center - half_width), math.exp(center + half_width))
     return Multiplier(curves.model, base.model, budget, math.exp(center), interval, None)
 
@@ -230,11 +239,12 @@ def _crossing(curve: Sequence[ScalingPoint], loss: float) -> tuple[Contender, fl
         if high <= low or after.cost <= SAME_BUDGET * before.cost:
             continue  # the loss does not fall here
         fall = exponent(before, after)
-        budget = before.cost * (high / max(loss, LEAST_LOSS)) ** (1 / fall)
+        # Of a nearly flat curve, the budget itself may be beyond all numbers.
+        log_budget = math.log(before.cost) + math.log(high / max(loss, LEAST_LOSS)) / fall
         least = before.cost / (NEAR if before is curve[0] else 1)
         most = after.cost * (NEAR if after is curve[-1] else 1)
-        if least <= budget <= most:
-            contender = interpolate(before, after, budget)
+        if math.log(least) <= log_budget <= math.log(most):
+            contender = interpolate(before, after, math.exp(log_budget))
             is_gap = contender is None or after.cost > MAX_GAP * before.cost
             return "gap" if is_gap else (contender, fall)
     return "from the start" if curve[0].candidate.loss < loss else "not reached"

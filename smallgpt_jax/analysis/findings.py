@@ -233,8 +233,10 @@ class Multiplier:
     # "one budget": a model was trained with one budget only
     # "gap": the runs next to the loss are too far apart to interpolate
     # "solved": the loss is 0
+    # "flat": the loss falls so little there that the seeds tell nothing of the budget
     refusal: (
-        Literal["not reached", "from the start", "few seeds", "one budget", "gap", "solved"] | None
+        Literal["not reached", "from the start", "few seeds", "one budget", "gap", "solved", "flat"]
+        | None
     )
 
 

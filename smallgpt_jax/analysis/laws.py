@@ -25,6 +25,7 @@ from smallgpt_jax.analysis.findings import (
     Range,
 )
 from smallgpt_jax.analysis.record import Prediction, Predictions, Record, Run, grouped
+from smallgpt_jax.analysis.scaling_curves import LEAST_LOSS
 
 # Without the largest of three sizes, two are left, the least that have a slope.
 MIN_SIZES, MIN_LENGTHS = 3, 3
@@ -78,7 +79,7 @@ def missing_for_law(points: Sequence[LawPoint]) -> str:
 def fit(form: str, points: Sequence[LawPoint]) -> dict[str, float]:
     """Returns the law of one model, {term: coefficient}; of several, that with the least norm."""
     terms = _terms(form, points)
-    losses = np.log([point.loss for point in points])
+    losses = np.log(np.maximum([point.loss for point in points], LEAST_LOSS))
     coefficients, *_ = np.linalg.lstsq(terms, losses, rcond=None)
     return dict(zip(FORMS[form], map(float, coefficients)))
 

@@ -177,13 +177,14 @@ def extract_text(text, where: str, fields, rules: Rules, field: str = "") -> Ite
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, such as \ud800
-        if rules.invalid_utf8 == "replace":
-            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return rules.refuse_or_skip(
-            where,
-            f"half a surrogate pair: character {error.start}",
-            "set --config.data.invalid_utf8=replace",
-        )
+        if rules.invalid_utf8 != "replace":
+            return rules.refuse_or_skip(
+                where,
+                f"half a surrogate pair: character {error.start}",
+                "set --config.data.invalid_utf8=replace",
+            )
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        size = len(text.encode())
     return rules.refuse_or_skip_long(where) if size > rules.max_document_bytes else text
 
 

@@ -114,9 +114,9 @@ def _read_pieces(file) -> Iterator[bytes]:
 
 
 def _read_lines(file, max_bytes: int) -> Iterator[bytes]:
-    """Of a line of more than `max_bytes` bytes, yields only the first max_bytes + 1."""
-    while line := file.readline(max_bytes + 1):
-        if len(line) > max_bytes:  # the rest of the line is read, but not kept
+    """Of a line of more than `max_bytes` bytes and its end, yields only the first max_bytes + 3."""
+    while line := file.readline(max_bytes + 3):
+        if len(line) > max_bytes + 2:  # the rest of the line is read, but not kept
             piece = line
             while piece and not piece.endswith(b"\n"):
                 piece = file.readline(_READ_BYTES)
@@ -209,7 +209,7 @@ def _parse_json_lines(file, path: Path, rules: Rules) -> Iterator[Item]:
 
 def _parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: Rules) -> Item:
     where = f"{path}, line {number}"
-    if len(line) > rules.max_document_bytes:
+    if len(line.rstrip(b"\r\n")) > rules.max_document_bytes:
         return rules.refuse_or_skip_long(where)
     if offset == 0:
         line = line.removeprefix(codecs.BOM_UTF8)

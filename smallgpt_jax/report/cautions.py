@@ -21,7 +21,7 @@ def cautions(findings: Findings, record: Record) -> list[str]:
         return ["The comparison has no runs."]
     return [
         *_unfinished(runs),
-        *_learning_rates(findings),
+        *_learning_rates(findings, runs),
         *_single_rates(findings, runs),
         *_untried(findings, runs),
         *_short_training(runs),
@@ -50,7 +50,7 @@ def _unfinished(runs: Sequence[Run]) -> list[str]:
     return sentences
 
 
-def _learning_rates(findings: Findings) -> list[str]:
+def _learning_rates(findings: Findings, runs: Sequence[Run]) -> list[str]:
     """Warns of learning rates that may not be the best, or were chosen by a seed that counts."""
     sentences = []
     for edge in ("lowest", "highest"):
@@ -67,7 +67,8 @@ def _learning_rates(findings: Findings) -> list[str]:
             "Which learning rate is best is within the spread over seeds, so the models may be "
             f"better at another one: {_few(unsure)}."
         )
-    biased = [one.name for one in findings.rates if one.grid.seed in findings.setup.seeds]
+    counted = {(run.name, run.seed) for run in runs}
+    biased = [one.name for one in findings.rates if (one.name, one.grid.seed) in counted]
     if biased:
         sentences.append(
             "The seed that chose the learning rate is also in the mean, which is therefore too low: "

@@ -296,6 +296,7 @@ _REFUSED_MULTIPLIERS = {
     "one budget": "one budget only",
     "gap": "runs too far apart",
     "solved": "a loss of 0",
+    "flat": "the loss hardly falls",
 }
 
 

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER
 from smallgpt_jax.storage import object_storage
-from smallgpt_jax.storage.atomic import remove_folder, rename
+from smallgpt_jax.storage.atomic import remove_folder, rename, sync_tree
 from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.object_storage import is_remote
 
@@ -101,4 +101,5 @@ def copy_checkpoint(source: Path, target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     shutil.copytree(files, partial)
+    sync_tree(partial)
     rename(partial, target)

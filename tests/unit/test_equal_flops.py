@@ -1,5 +1,6 @@
 """Two models at equal training FLOPs: the better one by budget, and compute multipliers."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -125,6 +126,34 @@ def test_the_lengths_of_one_size_alone_are_no_range_if_several_were_trained():
     (order,) = compare_at_equal_flops(made, "a")
     assert [segment.better for segment in order.segments] == [None]
     assert order.high[0] < 0
+
+
+@pytest.mark.parametrize(
+    "other, losses, refusal",
+    [
+        ([[3.0, 3.01, 2.99], [2.9997, 3.0098, 2.9899]], [[2.9] * 3, [2.6] * 3], "not reached"),
+        (  # seeds differ by a thousand times as much as the curves fall
+            [[3.10, 2.90, 3.0003], [3.10, 2.90, 3.0000]],
+            [[2.9, 3.1, 3.0002], [2.9, 3.1, 3.0001]],
+            "flat",
+        ),
+    ],
+)
+def test_a_curve_that_is_nearly_flat_has_no_multiplier(other, losses, refusal):
+    """Its budgets would be beyond all numbers."""
+    made = []
+    for name, curve in (("a", other), ("b", losses)):
+        for steps, of_seeds in zip((10, 20), curve):
+            made += runs(name, of_seeds, steps=steps)
+    (multiplier,) = find_multipliers(evidence(made), "b", [1.2e7])
+    assert multiplier.refusal == refusal
+
+
+def test_models_without_common_seeds_have_an_unknown_spread():
+    a, b = runs("a@s", [2.99, 3.0, 3.01], steps=10), runs("b@s", [2.49, 2.5, 2.51], steps=10)
+    made = evidence(a, [dataclasses.replace(run, seed=run.seed + 5) for run in b])
+    assert not made.variance_prior.is_known
+    assert compare_at_equal_flops(made, "a")[0].segments == ()
 
 
 def test_models_without_common_budgets_have_no_order():

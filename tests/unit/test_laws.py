@@ -148,6 +148,18 @@ def test_only_decided_pairs_count():
     assert found.by_law == Decisions(0, 0)
 
 
+def test_a_solved_task_has_a_law():
+    """Its mean loss is exactly 0, whose logarithm is not finite."""
+    points = []
+    for size, parameters in SIZES.items():
+        for ratio in LENGTHS:
+            is_solved = (size, ratio) == ("4M", 20)
+            tokens = ratio * parameters
+            points.append(LawPoint("gpt", size, parameters, tokens, 0.0 if is_solved else 1.0))
+    for form in laws.FORMS:
+        assert all(map(math.isfinite, laws.fit(form, points).values()))
+
+
 def test_diverged_runs_determine_no_law():
     diverged = [dataclasses.replace(one, diverged=one.size != "8M") for one in runs()]
     assert laws.find_laws(record(*diverged), lambda size: None) is None

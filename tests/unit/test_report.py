@@ -368,7 +368,11 @@ def test_chapters_are_those_of_the_findings():
 def test_cautions_name_what_limits_the_answers():
     found = findings(
         untried={"gpt@1M": 20.0},
-        rates=(rates("gpt", 0.01, {0.5: 3.1, 1.0: 3.0}, seed=1),),
+        rates=(
+            rates("moe", 0.01, {0.5: 3.1, 1.0: 3.0}, seed=1),
+            # as in a merged record, where only moe has this seed
+            rates("gpt", 0.01, {0.5: 3.1, 1.0: 3.0}, seed=1),
+        ),
     )
     diverged = run("pgpt@1M", 2, 3.0, diverged=True, steps_done=12, horizon=0.5)
     unfinished = dataclasses.replace(RUNS[0], is_finished=False, steps_done=1)
@@ -385,11 +389,11 @@ def test_cautions_name_what_limits_the_answers():
         "pgpt@1M × 0.5, seed 2, diverged at step 12",
         "Unfinished: moe, seed 1, at step 1 of 2.",
         "The best learning rate is the highest that was tried",
-        "The seed that chose the learning rate is also in the mean",
+        "The seed that chose the learning rate is also in the mean, which is therefore too low: moe.",
         "is the best one for 1 of 3 sizes of models (20 tokens per parameter), so even more",
         "No run has more than 2 tokens per parameter",
         "Other arithmetic (norms, softmax, recurrences) comes on top: 0% in moe to 50% in llama",
-        "Only one learning rate was tried for each model; at",
+        "Only one learning rate was tried for llama, pgpt; at",
         "means over only 16,383 validation tokens",
         "The validation tokens are passages of files that are also trained on",
     ):

@@ -220,6 +220,15 @@ def test_refuses_or_skips_long_documents(tmp_path, name):
         read(tmp_path, max_document_bytes=99_999)
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_the_end_of_a_line_does_not_count(tmp_path, end):
+    line = json.dumps({"text": "x" * 20})
+    (tmp_path / "a.jsonl").write_bytes(f"{line}{end}".encode())
+    assert read(tmp_path, max_document_bytes=len(line)) == ["x" * 20]
+    with pytest.raises(UserError, match="line 1: too long"):
+        read(tmp_path, max_document_bytes=len(line) - 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("invalid_items", ["refuse", "skip"])
 def test_a_hostile_line_takes_little_memory(tmp_path, invalid_items):

@@ -231,8 +231,8 @@ CASES = {
     ),
     "Document that is too long": (
         files(a__jsonl=LINES),
-        dict(data__source="HERE/a.jsonl", data__max_document_bytes=38),
-        "HERE/a.jsonl, line 11: too long: more than 38 bytes; increase "
+        dict(data__source="HERE/a.jsonl", data__max_document_bytes=37),
+        "HERE/a.jsonl, line 11: too long: more than 37 bytes; increase "
         "config.data.max_document_bytes, " + SKIP,
     ),
     "Half a surrogate pair": (

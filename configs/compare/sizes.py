@@ -11,14 +11,15 @@ The presets, after a colon, are `tiny` (seconds per run, for tests), `45k` (35 r
 parameter, about 1e13 FLOPs), `0.2M` (35 runs, about 2e14 FLOPs) and `0.65M` (35 runs, about 2e15
 FLOPs), with one seed.
 
-Prediction, before the runs: at 0.2M, no change makes a model better by more than 0.02 nats, except
-that gpt, pgpt and moe, with learned positions, are better at twice the rate. Against it, these three
-are better with 2 blocks than with 4, which were the fewest of the rules then
-(docs/results/sizes.json). Now they have 2. llama is better with half the batch, too, at 0.65M by
-0.24 with one seed (docs/results/sizes065.json, of llama and gpt). Now the rule is that half.
+Prediction, before the first runs: at 0.2M, no change makes a model better by more than 0.02 nats,
+except that gpt, pgpt and moe, with learned positions, are better at twice the rate. Against it,
+these three were better with 2 blocks than with 4, which were the fewest of the rules then
+(docs/results/sizes.json), and llama with half the batch (docs/results/batches.json). The rules have
+changed since; with them, it holds, and twice the rate is worse (docs/results/dial.json).
 
 Prediction for 0.65M with three seeds, of which there is no record yet: where all seeds copy with the
-rule and with a change, no change is better by more than 0.03.
+rule and with a change, no change is better by more than 0.03. docs/results/sizes065.json has one
+seed of llama, gpt, pgpt and moe.
 """
 
 from configs.compare import base

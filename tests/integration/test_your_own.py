@@ -91,7 +91,7 @@ def test_an_architecture_with_its_own_fields(text_file, tmp_path):
     per_pass = 2 * 12 * 16**2 * 6 + 12 * 64 * 16 * 2
     assert run.flops_per_token == 2 * per_pass + 6 * 16 * config.model.vocab_size
     assert run.curve[-1].step == 2
-    comparison = importlib.import_module("my_models.compare").get_config("20k@1")
+    comparison = importlib.import_module("my_models.compare").get_config("1M")  # for 8 devices
     assert comparison.compare.names == "gpt,llama,twice"
     twice, llama = (recipe.resolve_run(comparison, name) for name in ("twice", "llama"))
     assert (twice.model.passes, twice.model.mlp, llama.model.mlp) == (2, "dense", "gated")

@@ -181,7 +181,7 @@ def evidence_of(record: Record) -> Evidence:
 
 
 def _share_seeds(candidates: Sequence[Candidate]) -> bool:
-    """Returns whether any two models, where there are several, have two common seeds."""
+    """Returns whether there is a single model, or two models have two common seeds."""
     return len({one.model for one in candidates}) < 2 or any(
         one.model != other.model and len(one.losses.keys() & other.losses.keys()) > 1
         for one, other in itertools.combinations(candidates, 2)

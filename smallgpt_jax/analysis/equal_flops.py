@@ -28,6 +28,8 @@ from smallgpt_jax.analysis.scaling_curves import (
 )
 from smallgpt_jax.analysis.spreads import ROUNDING, Difference
 
+_MAX_LOG_MULTIPLIER = math.log(1e6)  # of a multiplier and the ends of its interval
+
 MIN_SEEDS = 3  # of multipliers: two seeds give only a guess of the spread (`variance_prior_of`)
 
 
@@ -37,9 +39,6 @@ def _curves_over_flops(evidence: Evidence) -> dict[str, ScalingCurves]:
 
 
 # ------------------------------------------------------------------ the better model
-_MAX_LOG_MULTIPLIER = math.log(1e6)  # of a multiplier and the ends of its interval
-
-
 @dataclasses.dataclass(frozen=True)
 class BudgetComparison:
     """Two models at one budget."""

@@ -108,7 +108,10 @@ class HuggingFaceExport:
             template = inference.portable_chat_template(workdir, tokenizer)
         with atomic_folder(output) as folder:
             hugging_face.export_folder(folder, model, params, tokenizer, model_state, template)
-            settings = read_json_or_none(folder / "tokenizer_config.json", OBJECT) or {}
+            splits = None
+            if tokenizer:
+                settings = read_json_or_none(folder / "tokenizer_config.json", OBJECT) or {}
+                splits = settings.get("split_special_tokens", False)
             card = model_card.format_model_card(
                 name,
                 model,
@@ -117,8 +120,7 @@ class HuggingFaceExport:
                 # transformers writes a begin-of-text token before each text, but no end-of-text one
                 adds_begin=run_tokenizer.begin_of_text != run_tokenizer.end_of_text,
                 is_chat=bool(training_format(workdir)[1]),
-                splits_special_tokens=settings.get("split_special_tokens", False),
-                has_tokenizer=self.tokenizer,
+                splits_special_tokens=splits,
             )
             (folder / "README.md").write_text(card, "utf-8", errors="backslashreplace")
         class_name = form.class_name(model.config)

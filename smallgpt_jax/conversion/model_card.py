@@ -34,11 +34,10 @@ def format_model_card(
     has_code: bool,
     adds_begin: bool = False,
     is_chat: bool = False,
-    splits_special_tokens: bool = True,
-    has_tokenizer: bool = True,
+    splits_special_tokens: bool | None = True,
 ) -> str:
     """`facts`: of `training_facts`. `adds_begin`: whether the tokenizer begins texts by itself.
-    `splits_special_tokens`: as of its tokenizer_config.json.
+    `splits_special_tokens`: of its tokenizer_config.json; None without a tokenizer.
     """
     config = model.config
     description = _DESCRIPTIONS.get(
@@ -59,14 +58,14 @@ def format_model_card(
         table += [f"| {escape_markdown(key)} | {escape_markdown(value)} |" for key, value in facts]
         table.append("")
     notes = []
-    if not has_tokenizer:
+    if splits_special_tokens is None:
         notes.append("The tokenizer is not included; the example needs its files in this folder.")
     if not adds_begin:
         notes.append(
             "In training, an end-of-text token precedes every document. The tokenizer does not add "
             "this token, so the example adds it."
         )
-    if has_tokenizer and splits_special_tokens:
+    if splits_special_tokens:
         # a user who relies on the usual special token would get other tokens than in training
         notes.append("The tokenizer encodes `<|endoftext|>` in a text as ordinary text.")
     lines = [

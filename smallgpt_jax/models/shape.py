@@ -41,7 +41,7 @@ def fit_shape(fields: Mapping[str, Any], parameters: float) -> ModelConfig:
 
 
 class _Fit(NamedTuple):
-    error: float  # |ln(parameters / those wanted)|
+    error: float  # relative, of the number of parameters
     config: ModelConfig
 
 
@@ -49,17 +49,17 @@ def _fit(search: "_Search", parameters: float) -> _Fit:
     # Alternates between choosing by an approximate count, which is cheap, and tracing the chosen
     # model, which makes the count exact for its depth and width.
     count = _Count(search.mlp_matrices)
-    tried: dict[_Shape, tuple[float, ModelConfig]] = {}
+    tried: dict[_Shape, tuple[float, _Fit]] = {}
     shape, config = search.best(count, parameters)
     while shape not in tried and len(tried) < _TRIALS:
         exact = num_active_parameters(LanguageModel(config))
-        tried[shape] = search.cost(shape, exact / parameters), config
-        if abs(exact / parameters - 1) < _CLOSE and len(tried) > 1:
+        fit = _Fit(abs(exact / parameters - 1), config)
+        tried[shape] = search.cost(shape, exact / parameters), fit
+        if fit.error < _CLOSE and len(tried) > 1:
             break
         count.add(shape, config, exact)
         shape, config = search.best(count, parameters)
-    _, config = min(tried.values(), key=lambda trial: trial[0])
-    return _Fit(abs(math.log(num_active_parameters(LanguageModel(config)) / parameters)), config)
+    return min(tried.values(), key=lambda trial: trial[0])[1]
 
 
 class _Shape(NamedTuple):

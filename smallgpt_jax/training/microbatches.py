@@ -22,7 +22,7 @@ _OF_HOST = 0.5
 
 def with_microbatches(config: Config, log: Callable[[str], None] = print) -> Config:
     """Returns a config whose number of microbatches is known. Compiles a few programs at most; the
-    chosen one is shared, without a teacher. Raises UserError if none fits.
+    chosen one is shared, unless there is a teacher. Raises UserError if none fits.
     """
     if config.train.microbatches:
         return config

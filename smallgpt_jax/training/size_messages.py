@@ -89,26 +89,36 @@ def _short(ratio: float) -> str:
 
 
 def _rate_messages(config: Config) -> list[str]:
-    """Returns why the rule's learning rate may not suit, or that the rate is far above it."""
-    optimizer, batch = config.optimizer, config.train.batch_size * config.model.context_length
-    rate = usual_rate(config.model, batch)
-    follows = bool(config.train.size) and optimizer.learning_rate == rate
-    for field, usual in (("name", ("adamw", "muon")), ("base_width", (0,)), ("lora_rank", (0,))):
-        value = getattr(optimizer, field)
-        if value not in usual:  # the rule is that of AdamW from scratch; muon has adamw's rates
-            return [
-                f"config.optimizer.{field}={value!r}: the rule of sizes is for adamw and muon, from "
-                f"scratch and without muP; set config.optimizer.learning_rate, which is {rate:.2g}"
-            ] * follows
-    times = batch / sizes.reference_batch(block_parameters(config.model), 20)
-    if follows and times > _LARGE_BATCH:
+    """Returns that the rule's learning rate may not suit, or that the rate is far above it."""
+    batch = config.train.batch_size * config.model.context_length
+    rate, chosen = usual_rate(config.model, batch), config.optimizer.learning_rate
+    follows = bool(config.train.size) and chosen == rate
+    if field := _field_beyond_the_rule(config):
+        message = (
+            f"{field}: the rule of sizes is for adamw and muon, from scratch and without muP; set "
+            f"config.optimizer.learning_rate, which is {rate:.2g}"
+        )
+        return [message] if follows else []
+    usual = sizes.reference_batch(block_parameters(config.model), sizes.TOKENS_PER_PARAMETER)
+    if follows and batch > _LARGE_BATCH * usual:
         return [
-            f"{batch:,} tokens per batch are {times:.0f} times the rule's at 20 tokens per parameter; "
-            f"that the rate grows with the root of the batch, to {rate:.2g}, was not measured so far"
+            f"a batch has {batch:,} tokens, {batch / usual:.0f} times as many as the rule's; it was not "
+            f"measured whether the learning rate then grows with their root, here to {rate:.2g}"
         ]
-    if optimizer.learning_rate < _TOO_HIGH * rate:
+    if chosen < _TOO_HIGH * rate:
         return []
     return [
-        f"config.optimizer.learning_rate={optimizer.learning_rate:g}: the rule of sizes would "
-        f"choose {rate:.2g} for this model and batch (docs/sizes.md)"
+        f"config.optimizer.learning_rate={chosen:g}: the rule of sizes would choose {rate:.2g} for "
+        "this model and batch (docs/sizes.md)"
     ]
+
+
+def _field_beyond_the_rule(config: Config) -> str:
+    """Returns a field with its value, or "". Muon has AdamW's rates."""
+    optimizer = config.optimizer
+    if optimizer.name not in ("adamw", "muon"):
+        return f"config.optimizer.name={optimizer.name!r}"
+    for name in ("base_width", "lora_rank"):
+        if value := getattr(optimizer, name):
+            return f"config.optimizer.{name}={value}"
+    return ""

@@ -136,15 +136,12 @@ def comparable(candidate: Config, base: Config) -> Config:
     UserError if it takes more FLOPs, or could not be evaluated on the same rows, or if there are no
     validation rows that the record has not used.
     """
-    for group, field in (("model", "context_length"), ("train", "objective")):
-        value, wanted = (
-            getattr(getattr(candidate, group), field),
-            getattr(getattr(base, group), field),
-        )
-        if value != wanted:
+    fields, wanted = candidate.flat(), base.flat()
+    for name in ("model.context_length", "train.objective"):
+        if fields[name] != wanted[name]:
             raise UserError(
-                f"config.{group}.{field}={value!r}: must be {wanted!r}, as of the reference, because "
-                "losses are compared on the same rows"
+                f"config.{name}={fields[name]!r}: must be {wanted[name]!r}, as of the reference, "
+                "because losses are compared on the same rows"
             )
     rows = base.train.eval_steps * base.train.batch_size
     eval_steps, rest = divmod(rows, candidate.train.batch_size)

@@ -119,6 +119,14 @@ def test_the_readme_of_an_export(trained_run, tmp_path):
     assert card.count("onerror=alert") == 3 and not controls(card)
     assert not re.search(r"(?<!\\)(<img|\]\(http://ex)", card)
 
+    ordinary = "encodes `<|endoftext|>` in a text as ordinary text"
+    assert "does not follow instructions" in card and ordinary in card
+    tuned = model_card.format_model_card(
+        "name", build("gpt", num_layers=1), [], False, is_chat=True, splits_special_tokens=None
+    )
+    assert "fine-tuned on conversations" in tuned and "tokenizer is not included" in tuned
+    assert "does not follow instructions" not in tuned and ordinary not in tuned
+
     # Local paths name an account and its folders.
     text = "/home/ada/texts/,hf:ada/essays:en, ../b/*.txt,gs://b/c.txt,python_stdlib,~/d.jsonl"
     described["data"].update(source=text, tokenizer="/home/ada/tokenizer.json")

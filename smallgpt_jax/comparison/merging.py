@@ -1,6 +1,7 @@
 """Merges the records of several comparisons, and refuses runs that cannot be compared."""
 
 import functools
+import itertools
 import json
 from collections.abc import Container, Sequence
 from pathlib import Path
@@ -25,18 +26,16 @@ def merge(records: Sequence[tuple[Path, Record]], command: str) -> Record:
     Raises UserError if runs of different records cannot be compared: other texts, evaluation rows
     or averages, or different runs with the same name.
     """
-    merged: dict[tuple[str, int, float], tuple[Path, Run]] = {}
     for path, record in records:
         _require_texts(path, record.runs)
+    for (one_path, one), (other_path, other) in itertools.combinations(records, 2):
+        _require_mergeable(f"{one_path} and {other_path}", one.runs, other.runs)
+    merged: dict[tuple[str, int, float], Run] = {}
+    for _, record in records:
         for run in record.runs:
-            # With each run of other records, because those of one may have different rows: a record of
-            # --workdirs may.
-            for other_path, other in merged.values():
-                if other_path != path:
-                    _require_mergeable(f"{other_path} and {path}", other, run)
-            merged.setdefault((run.name, run.seed, run.horizon), (path, run))
+            merged.setdefault((run.name, run.seed, run.horizon), run)
     # As `compare` trains them: seed by seed.
-    runs = sorted((run for _, run in merged.values()), key=lambda run: run.seed)
+    runs = sorted(merged.values(), key=lambda run: run.seed)
     require_comparable(runs)
     names = list(dict.fromkeys(run.name for run in runs))
     each = [record for _, record in records]
@@ -118,8 +117,30 @@ def text_changes(one: TrainingText | None, other: TrainingText | None) -> str:
     return training_text.text_changes(vars(one), vars(other))
 
 
-def _require_mergeable(where: str, one: Run, other: Run) -> None:
+def _require_mergeable(where: str, runs: Sequence[Run], others: Sequence[Run]) -> None:
     """Raises UserError, beginning with `where`, if runs of two records cannot be compared."""
+    # Each with each, because those of one record may have different rows: a record of --workdirs may.
+    for one, other in itertools.product(_differently_measured(runs), _differently_measured(others)):
+        _require_same_measure(where, one, other)
+    others_of: dict[tuple[str, float], list[Run]] = {}
+    for other in others:
+        others_of.setdefault((other.name, other.horizon), []).append(other)
+    for one in runs:
+        for other in others_of.get((one.name, one.horizon), ()):
+            _require_same_run(where, one, other)
+
+
+def _differently_measured(runs: Sequence[Run]) -> list[Run]:
+    """Returns the first run of each text, set of evaluation rows, and number of averaged losses."""
+    first_of: dict[str, Run] = {}
+    for run in runs:
+        rows = _evaluation_rows(run) if run.last else None
+        first_of.setdefault(repr((run.text, rows, run.averaged)), run)
+    return list(first_of.values())
+
+
+def _require_same_measure(where: str, one: Run, other: Run) -> None:
+    """Raises UserError, beginning with `where`, if the losses are not those of the same tokens."""
     _require_same_text(where, one, other)
     if one.last and other.last:
         differences = different(_evaluation_rows(one), _evaluation_rows(other))
@@ -133,8 +154,10 @@ def _require_mergeable(where: str, one: Run, other: Run) -> None:
             f"{where}: the losses are means over {one.averaged} and {other.averaged} evaluations; "
             "use the same config.compare.averaged_evaluations"
         )
-    if (one.name, one.horizon) != (other.name, other.horizon):
-        return
+
+
+def _require_same_run(where: str, one: Run, other: Run) -> None:
+    """Raises UserError, beginning with `where`, if runs of one name differ in more than their seed."""
     differences = different(fixed_fields(one.config), fixed_fields(other.config))
     if differences:
         raise UserError(

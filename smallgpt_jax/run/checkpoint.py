@@ -9,8 +9,8 @@ A checkpoint has these items:
 
 - `params`, `opt_state`, `model_state`, `heads`, `ema`: separate items, so that inference reads only
   what it needs.
-- `check`: JSON with a checksum per array, and with the losses of steps that are not in
-  metrics.jsonl yet. Checksums are needed because orbax does not checksum every file.
+- `check`: JSON with a checksum per array, and with the `LoopMemory`. Checksums are needed because
+  orbax does not checksum every file.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import absl.logging
 import jax
@@ -55,6 +55,16 @@ _NO_TIMEOUT = 10**9  # seconds
 _COMMIT_PHASES = 2
 
 
+class LoopMemory(NamedTuple):
+    """What the training loop knows at a step, beside the state: a resumed run continues with it."""
+
+    unlogged_losses: Sequence[float] = ()  # of steps that are not in metrics.jsonl yet
+    nonfinite: int = 0  # non-finite updates in a row
+
+
+_NOTHING = LoopMemory()
+
+
 @dataclasses.dataclass(eq=False)
 class Checkpoints:
     """The checkpoints in a folder: the newest `keep` and those of `kept_steps` are kept. With
@@ -71,7 +81,7 @@ class Checkpoints:
     def __post_init__(self):
         if not is_remote(self.folder):
             self.folder = self.folder.absolute()
-        self.unlogged_losses: list[float] = []  # of the restored checkpoint
+        self.memory = _NOTHING  # of the restored checkpoint
         self._saving: int | None = None  # the step of the last save
         self._agreement: Agreement | None = None  # of its processes
         self._saved: Future | None = None  # its result, until `wait_until_finished` has read it
@@ -111,7 +121,7 @@ class Checkpoints:
         # As of the last save: does not read the folder, which may be slow.
         return list(self._steps)
 
-    def save(self, step: int, state: TrainState, unlogged_losses: Sequence[float] = ()) -> None:
+    def save(self, step: int, state: TrainState, memory: LoopMemory = _NOTHING) -> None:
         """Returns as soon as `state` is copied from the devices. If writing fails, even later,
         removes the unfinished checkpoint. Of failures in a row, logs only the first.
         """
@@ -121,7 +131,7 @@ class Checkpoints:
         self.before_save()
         if step in self._steps:
             return
-        content = _checkpoint_content(state, unlogged_losses)
+        content = _checkpoint_content(state, memory)
         self._saving = step
         self._agreement = Agreement(_COMMIT_PHASES)
         error = None
@@ -181,7 +191,7 @@ class Checkpoints:
 
     def save_imported(self, params, model_state) -> None:
         """Writes the checkpoint of step 0. Raises an exception on failure."""
-        content = _checkpoint_content(TrainState(0, params, None, model_state))
+        content = _checkpoint_content(TrainState(0, params, None, model_state), _NOTHING)
         self._checkpointer.save(self.folder / "0", args=content, force=True)
         self._checkpointer.wait_until_finished()
 
@@ -232,7 +242,8 @@ class Checkpoints:
             # Only beside a sound checkpoint: otherwise, a user may still mend what is wrong.
             distributed.run_on_primary(lambda: self._quarantine(damaged))
             self._steps = [kept for kept in self._steps if kept not in damaged]
-            self.unlogged_losses = saved["check"].get("unlogged_losses", [])
+            remembered = saved["check"].keys() & LoopMemory._fields
+            self.memory = LoopMemory(**{name: saved["check"][name] for name in remembered})
             return TrainState(
                 jax.device_put(jnp.int32(step), abstract.step.sharding),
                 saved["params"],
@@ -337,7 +348,7 @@ class Checkpoints:
         content = ocp.args.Composite(**arrays, check=ocp.args.JsonRestore())
         saved = dict(self._checkpointer.restore(self.folder / str(step), args=content).items())
         schema = dict.fromkeys(items, Each(integer(0, 2**32 - 1)))  # checksums by array
-        schema["unlogged_losses"] = Optional([LOSS])
+        schema["unlogged_losses"], schema["nonfinite"] = Optional([LOSS]), Optional(integer(0))
         mismatch = find_mismatch(saved["check"], schema, "check")
         if mismatch:
             raise ValueError(mismatch)
@@ -380,13 +391,11 @@ def _items_of(state: TrainState) -> dict:
     return {name: tree for name, tree in state._asdict().items() if name != "step" and tree}
 
 
-def _checkpoint_content(
-    state: TrainState, unlogged_losses: Sequence[float] = ()
-) -> ocp.args.Composite:
+def _checkpoint_content(state: TrainState, memory: LoopMemory) -> ocp.args.Composite:
     items = _items_of(state)
     arrays = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
     check = {name: bit_checksums(tree) for name, tree in items.items()}
-    check["unlogged_losses"] = list(unlogged_losses)
+    check |= memory._asdict()
     return ocp.args.Composite(**arrays, check=ocp.args.JsonSave(check))
 
 

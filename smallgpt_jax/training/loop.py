@@ -40,7 +40,7 @@ def train_loop(trainer, state, first_step: int) -> tuple[Any, int, bool]:
             trainer.logger.log(current)
         if saves:
             with trainer.clock.during("save"):
-                trainer.checkpoints.save(step, state, trainer.logger.losses)
+                trainer.save(step, state)
         if evaluates:
             stopped = not trainer.log_validation_loss(step, state)
         if stopped:

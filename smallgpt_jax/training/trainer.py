@@ -18,7 +18,7 @@ from smallgpt_jax.devices import distributed
 from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.output import best_effort
 from smallgpt_jax.run import trackers
-from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint import Checkpoints, LoopMemory
 from smallgpt_jax.run.clock import RunClock
 from smallgpt_jax.run.completion import is_evaluated
 from smallgpt_jax.run.config import Config
@@ -172,6 +172,7 @@ class Trainer:
                 compilation.result()  # raises what the compiler raised
         self._log_session(step, time.monotonic() - began)
         self.logger = self.make_logger(step)
+        self.guard.consecutive = self.checkpoints.memory.nonfinite
         self.update = self.program.bind(self.config)
         batches = read_ahead(self.pipeline.train_batches, step, self.config.data.workers)
         self.batches = map(self.pipeline.to_devices, batches)
@@ -207,13 +208,17 @@ class Trainer:
             self.clock,
             messages.log_units(self.program, self.pipeline),
             config.train.log_every,
-            self.checkpoints.unlogged_losses,
+            self.checkpoints.memory.unlogged_losses,
         )
 
     def check(self, metrics: StepMetrics) -> None:
         """Raises DivergenceError if the run must end."""
         self.guard.check(metrics)
         self.loss_watch.check(metrics)
+
+    def save(self, step: int, state: TrainState) -> None:
+        memory = LoopMemory(tuple(self.logger.losses), self.guard.consecutive)
+        self.checkpoints.save(step, state, memory)
 
     def log_validation_loss(self, step: int, state: TrainState) -> bool:
         """On a stop request, returns False without logging."""
@@ -261,6 +266,6 @@ class Trainer:
         if step not in self.checkpoints.steps():
             # An earlier attempt failed, or the run was stopped in an evaluation between two
             # checkpoints.
-            self.checkpoints.save(step, state, self.logger.losses)
+            self.save(step, state)
             self.checkpoints.wait_until_finished()
         return step in self.checkpoints.steps()

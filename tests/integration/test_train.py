@@ -171,6 +171,9 @@ def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys, mon
         "diverged"
     ] == str(error.value)
     assert (tmp_path / "curves.png").exists()
+    # The newest checkpoint is that of the second update in a row, so one more ends the run again.
+    with pytest.raises(DivergenceError, match=f"3 non-finite updates in a row .*: step {step}:"):
+        train(config, str(tmp_path))
 
 
 # ---------------------------------------------------------------------- custom architectures

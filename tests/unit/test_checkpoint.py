@@ -28,7 +28,7 @@ from process_helpers import run_processes  # noqa: F401
 from smallgpt_jax.devices import agreement
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import find_errno, short_reason
-from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint import Checkpoints, LoopMemory
 from smallgpt_jax.run.checkpoint_folder import copy_checkpoint, remove_checkpoint, saved_steps
 from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.state import TrainState
@@ -205,6 +205,7 @@ def test_a_damaged_checkpoint_is_quarantined(saved, tmp_path, damage):
         {"params": {"['a']": "1"}, "opt_state": {}},
         {"unlogged_losses": 3},
         {"unlogged_losses": ["low"]},
+        {"nonfinite": -1},
     ],
 )
 def test_checksums_of_another_shape_are_damage(saved, tmp_path, check):
@@ -213,14 +214,14 @@ def test_checksums_of_another_shape_are_damage(saved, tmp_path, check):
     """
     shutil.copytree(saved, tmp_path / "checkpoints")
     (path,) = (tmp_path / "checkpoints" / "20" / "check").glob("metadata")
-    if isinstance(check, dict) and "unlogged_losses" in check:
+    if isinstance(check, dict) and check.keys() & {"unlogged_losses", "nonfinite"}:
         check = json.loads(path.read_text()) | check
     path.write_text(json.dumps(check))
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
     with pytest.raises(UserError, match=r"20: damaged checkpoint \(check"):
         checkpoints.restore_model(20, ABSTRACT.params, {})
     assert_equal(checkpoints.restore_latest(ABSTRACT), state_of(10))
-    assert checkpoints.unlogged_losses == []
+    assert checkpoints.memory == LoopMemory([], 0)
     checkpoints.close()
 
 

@@ -53,7 +53,7 @@ class Run:
         train = TrainConfig(steps=steps, eval_every=eval_every, checkpoint_every=checkpoint_every)
         self.config = SimpleNamespace(train=train)
         self.batches = batches
-        self.checkpoints = self.logger = self.stop = self.clock = self.profiler = self
+        self.logger = self.stop = self.clock = self.profiler = self
         result = train_loop(self, first_step, first_step)
         self.unread_batch = next(batches)
         return result
@@ -94,8 +94,8 @@ class Run:
     def after_step(self, step, state):
         assert step == state
 
-    # Fake of `Checkpoints.save`.
-    def save(self, step, state, losses):
+    # Fake of `Trainer.save`.
+    def save(self, step, state):
         assert step == state
         self.events.append(f"save {step}")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import grain
 import numpy as np
 
-from smallgpt_jax.data.packing import Batch, Mixture
+from smallgpt_jax.data.packing import Batch, BestFit, Concat, Mixture
 from smallgpt_jax.errors import UserError
 
 _READ_AHEAD = 8  # batches
@@ -37,7 +37,7 @@ def row_numbers(mixture: Mixture, batch_size: int, seed: int) -> grain.MapDatase
                 f"config.train.batch_size: one batch takes {wanted:g} rows of "
                 f"{packing.context_length} + 1 tokens, but the training split has "
                 f"{packing.num_rows:,} rows ({packing.split.tokens:,} tokens); use more text, or "
-                "a smaller config.train.batch_size or config.model.context_length"
+                f"a smaller config.train.batch_size or config.model.context_length{_left_out(packing)}"
             )
     return _shuffled(mixture, seed).batch(batch_size, drop_remainder=True)
 
@@ -70,9 +70,16 @@ def validation_batches(
             raise UserError(
                 "config.data.validation_fraction: the validation split has "
                 f"{packing.split.tokens:,} tokens, but one row needs {packing.context_length} + "
-                "1; use more text, or a larger fraction"
+                f"1; use more text, or a larger fraction{_left_out(packing)}"
             )
     return masked_batches(mixture, sample_rows(mixture, limit * batch_size), batch_size, rows)
+
+
+def _left_out(packing: Concat | BestFit) -> str:
+    if not packing.left_out:
+        return ""
+    examples = packing.split.documents
+    return f"; the context is too short for {packing.left_out:,} of {examples:,} examples"
 
 
 def sample_rows(mixture: Mixture, limit: int) -> np.ndarray:

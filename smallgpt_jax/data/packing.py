@@ -98,10 +98,18 @@ class _SplitRows:
         text = f"{split.folder.name}, {self.name}: {self.padding:.2%} padding"
         if not split.has_answers:
             return f"{text}, {self.cut_documents:.0%} of the documents split"
-        long = int(np.sum(split.lengths > self.context_length))
-        text += f", {split.documents - long:,} examples"
+        text += f", {split.documents - self.left_out:,} examples"
         text += f", {np.mean(split.counted):.0%} of the tokens are answers"
-        return f"{text}; {long:,} too long examples are left out" if long else text
+        return (
+            f"{text}; {self.left_out:,} too long examples are left out" if self.left_out else text
+        )
+
+    @cached_property
+    def left_out(self) -> int:
+        """Returns the number of examples that are longer than a row."""
+        return (
+            int(np.sum(self.split.lengths > self.context_length)) if self.split.has_answers else 0
+        )
 
 
 class Concat(_SplitRows):

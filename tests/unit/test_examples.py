@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from data_helpers import files_of, prepare_store
 
-from smallgpt_jax.data import corpus, parts
+from smallgpt_jax.data import batches, corpus, parts
 from smallgpt_jax.data.chat_template import own_template
 from smallgpt_jax.data.config import DataConfig
 from smallgpt_jax.data.prompts import with_begin
@@ -291,6 +291,8 @@ def test_long_examples_are_refused_or_left_out(tmp_path):
         int(packing.read_rows(np.arange(packing.num_rows)).loss_mask_BxT.sum())
         for packing in packed
     ) == sum(len(row["completion"]) + 1 for row in rows if row is not rows[20])
+    with pytest.raises(UserError, match=r"; the context is too short for 1 of \d\d examples"):
+        batches.train_batches(kept.pack("train", "best_fit", False, 32), 100, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,8 @@ def _error_message(error: Exception) -> str:
         return f"{bound[1]}: must be at least {bound[2]}"
     if isinstance(error, flags.UnrecognizedFlagError):
         if error.flagname.startswith("config."):
+            if "config" not in flags.FLAGS:
+                return f"--{error.flagname}: this command has no --config; remove the flag"
             return (
                 f"--{error.flagname}: cannot override a field without --config; add "
                 "--config=RECIPE or remove this flag"
@@ -316,6 +318,8 @@ def _unknown_field_message(error: Exception) -> str:
     while isinstance(name, Exception):  # ml_collections wraps errors
         name = name.args[0]
     name = str(name).strip("'")
+    if any(argument.startswith(f"--config.runs.{name}.") for argument in sys.argv):
+        return f"--config.runs.{name}: the comparison has no run {name!r}"
     fields = _fields_named(name)
     hint = f"did you mean {fields}?" if fields else "configs/base.py documents the fields"
     return f"no config field {name!r}; {hint}"

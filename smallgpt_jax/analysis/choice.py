@@ -240,7 +240,10 @@ class Asked:
     def default_limits(self) -> list[float]:
         """Returns the limits that a report asks about, up to _MAX_LIMITS, in ascending order."""
         if not self.is_training:
-            return _largest_of_near([point.cost for point in self.front()])[-_MAX_LIMITS:]
+            limits = [point.cost for point in self.front()]
+            if limits:  # and the largest cost, at which all models compete
+                limits.append(max(self.cost_of(one) or 0.0 for one in self.candidates))
+            return _largest_of_near(limits)[-_MAX_LIMITS:]
         limits = []  # the costs at which several models were trained
         for limit in _largest_of_near(list(itertools.chain(*self.costs.values()))):
             models_near = 0

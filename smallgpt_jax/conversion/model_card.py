@@ -135,6 +135,9 @@ def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[s
         return facts
     data, train, optimizer = config.data, config.train, config.optimizer
     tokens = step * train.batch_size * config.model.context_length
+    rate = f"{optimizer.learning_rate:g}"
+    if optimizer.schedule != "constant":
+        rate += f" to {optimizer.final_learning_rate:g} at step {optimizer.decay_steps:,}"
     facts += [
         ("text", _without_folders(data.mixture or data.source)),
         ("tokenizer", _without_folders(data.tokenizer)),
@@ -146,8 +149,8 @@ def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[s
         ("packing", data.packing + (", documents separated" if data.separate_documents else "")),
         (
             "optimizer",
-            f"{optimizer.name}, learning rate {optimizer.learning_rate:g} to "
-            f"{optimizer.final_learning_rate:g}, weight decay {optimizer.weight_decay:g}",
+            f"{optimizer.name}, learning rate {rate} ({optimizer.schedule}), "
+            f"weight decay {optimizer.weight_decay:g}",
         ),
         ("compute dtype", config.model.dtype),
         ("seed", str(train.seed)),

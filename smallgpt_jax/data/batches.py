@@ -56,14 +56,15 @@ def train_batches(
 
 
 def read_ahead(batches: grain.MapDataset, first: int, workers: int) -> Iterator[Batch]:
-    buffer = _READ_AHEAD if workers else 0  # without threads, nothing can be read ahead
+    # Without threads, nothing can be read ahead. Grain uses no more threads than its buffer's size.
+    buffer = max(_READ_AHEAD, workers) if workers else 0
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=buffer)
     return iter(batches[first:].to_iter_dataset(options))
 
 
 def validation_batches(
     mixture: Mixture, batch_size: int, limit: int, rows: slice | np.ndarray = slice(None)
-) -> grain.MapDataset:
+) -> grain.IterDataset:
     """Returns at most `limit` batches of a validation split, or all if `limit` is 0."""
     for packing in mixture.packings:
         if not packing.num_rows:
@@ -112,7 +113,7 @@ def masked_batches(
     row_numbers_R: np.ndarray,
     batch_size: int,
     rows: slice | np.ndarray = slice(None),
-) -> grain.MapDataset:
+) -> grain.IterDataset:
     """Returns this process's `rows` of batches with loss masks and row numbers. The last batch is
     filled with rows that its loss mask excludes.
     """
@@ -130,4 +131,8 @@ def masked_batches(
             row_numbers_B=numbers_B.astype(np.uint32),
         )
 
-    return grain.MapDataset.range(0, len(row_numbers_R), batch_size).map(read)
+    # Grain's own buffer of 500 batches would take gigabytes.
+    options = grain.ReadOptions(num_threads=4, prefetch_buffer_size=_READ_AHEAD)
+    return (
+        grain.MapDataset.range(0, len(row_numbers_R), batch_size).map(read).to_iter_dataset(options)
+    )

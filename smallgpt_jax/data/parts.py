@@ -87,6 +87,7 @@ class Rules:
     chat_template: ChatTemplate | None = None  # of format "messages"
     # Whether all passages of a plain text file are in the same split.
     split_by_file: bool = False
+    can_skip: bool = True  # whether the command has config.data.invalid_items
 
     @property
     def decoding_errors(self) -> str:
@@ -100,9 +101,8 @@ class Rules:
     def refuse_or_skip(self, where: str, why: str, fix: str) -> Skipped:
         if self.invalid_items == "skip":
             return Skipped(why.split(":")[0])  # "not UTF-8: byte 3" → "not UTF-8"
-        raise UserError(
-            f"{where}: {why}; {fix}, or skip such items with --config.data.invalid_items=skip"
-        )
+        or_skip = ", or skip such items with --config.data.invalid_items=skip"
+        raise UserError(f"{where}: {why}; {fix}{or_skip if self.can_skip else ''}")
 
     def refuse_or_skip_long(self, where: str) -> Skipped:
         return self.refuse_or_skip(
@@ -168,12 +168,11 @@ def extract_text(text, where: str, fields, rules: Rules, field: str = "") -> Ite
                 where, f"not UTF-8: byte {error.start}", "set --config.data.invalid_utf8=replace"
             )
     if not isinstance(text, str):
-        return rules.refuse_or_skip(
-            where,
-            f"no string in the field {field or rules.text_field!r}: the item's fields are named "
-            f"{list_names(fields)}",
-            "correct the line" if field else "set --config.data.text_field",
-        )
+        why = f"no string in the field {field or rules.text_field!r}"
+        if text is None or not field:
+            why += f": the item's fields are named {list_names(fields)}"
+        advice = "correct the line" if field else "set --config.data.text_field"
+        return rules.refuse_or_skip(where, why, advice)
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, such as \ud800

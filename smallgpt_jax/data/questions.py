@@ -53,6 +53,7 @@ def read_questions(
         max_document_bytes=10**8,
         format=form,
         chat_template=template,
+        can_skip=False,
     )
     source = Source(path)
     try:

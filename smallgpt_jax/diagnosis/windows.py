@@ -40,7 +40,7 @@ def validation_windows(config: Config, tokenizer: Tokenizer, count: int) -> dict
     # a diagnosis does not tokenize the training text
     corpus = open_existing(config.data)
     if corpus is None:
-        config.data.refuse("source", f"its token store does not exist here; {advice}")
+        config.data.refuse("source", f"its token store is not here; prepare it, or {advice}")
     if corpus.tokenizer.files() != tokenizer.files():
         config.data.refuse(
             "source", f"its token store has another tokenizer than the run; {advice}"

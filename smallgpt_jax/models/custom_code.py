@@ -72,5 +72,6 @@ def refuse_custom_code(fields: Mapping, where: Path, trust: bool) -> None:
         if not trust and module not in sys.modules:
             raise UserError(
                 f"{where}: config.model.{field}={name!r} is not built in, so loading the model "
-                f"would run the code of {module}; add --trust_custom_code if you trust it"
+                f"would run the code of {module}; if you trust it, add --trust_custom_code (in Python: "
+                "trust_custom_code=True)"
             )

@@ -29,7 +29,7 @@ def refuse_training_code(config: Config | Mapping, where: Path, trust: bool) -> 
         if not trust and module not in sys.modules:
             raise UserError(
                 f"{where}: {path}={short_repr(name)} is not built in, so using it would run the code of "
-                f"{module}; add --trust_custom_code if you trust it"
+                f"{module}; if you trust it, add --trust_custom_code (in Python: trust_custom_code=True)"
             )
 
 

@@ -32,6 +32,7 @@ from smallgpt_jax.run.names import (
     STORE_FILE,
     TOKENIZER_FOLDER,
 )
+from smallgpt_jax.run.sessions import read_sessions
 from smallgpt_jax.run.training_text import check_same_text
 from smallgpt_jax.storage.atomic import write_atomically
 from smallgpt_jax.storage.locks import file_lock
@@ -53,6 +54,7 @@ def check_workdir(workdir: Path, config: Config) -> None:
         require_bucket("--workdir", workdir)
     else:
         _require_writable(workdir)
+    require_plain(workdir)
     # List the folder first: another run may start at this moment, and the config is its first
     # visible file.
     is_empty = not workdir.is_dir() or all(path.name.startswith(".") for path in workdir.iterdir())
@@ -70,6 +72,25 @@ def check_workdir(workdir: Path, config: Config) -> None:
         raise UserError(
             f"--workdir={workdir}: existing run of {reached:,} steps, more than "
             f"config.train.steps={config.train.steps}; increase the steps, or use another --workdir"
+        )
+    resumed = max((line.get("first_step", 0) for line in read_sessions(workdir)), default=0)
+    if resumed and not reached:
+        # Training again from the beginning would replace metrics.jsonl.
+        raise UserError(
+            f"{workdir / CHECKPOINT_FOLDER}: its checkpoints are missing (the run has been resumed "
+            f"from step {resumed:,}); restore them, or use another --workdir"
+        )
+
+
+def require_plain(workdir: Path) -> None:
+    """Raises UserError for a path that is a pattern of paths: orbax merges the parts of a checkpoint
+    by a glob of the whole path, which then finds none, and it says nothing.
+    """
+    special = set("*?[\\") & set(str(workdir if is_remote(workdir) else workdir.absolute()))
+    if special:
+        raise UserError(
+            f"--workdir={workdir}: checkpoints cannot be written to a path with "
+            f"{' '.join(sorted(special))}; choose another"
         )
 
 

@@ -374,6 +374,18 @@ def test_names_runs_that_ignore_a_common_field(tmp_path):
     )
     assert done.returncode == 1 and "is not NAME=SOURCE" in done.stderr
     assert not (tmp_path / "out").exists()
+    for flag, message in (
+        ("--config.compare.names=gpt,foo", "no run 'foo'; choose from cgpt, gpt, lgpt, pgpt"),
+        ("--config.runs.foo.model.d_model=64", "the comparison has no run 'foo'"),
+    ):
+        done = call(
+            "compare",
+            "--config=configs/compare/paper.py:quickstart",
+            "--config.model.d_model=64",
+            f"--output={tmp_path / 'out'}",
+            flag,
+        )
+        assert message in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_refuses_runs_of_different_texts(tmp_path):

@@ -137,8 +137,11 @@ def test_the_readme_of_an_export(trained_run, tmp_path):
     assert facts["tokenizer"] == "tokenizer.json"
     assert facts["weights from: weights from: text"] == "old"
     described["data"]["mixture"] = "/home/ada/one=0.5,two=0.5"
+    described["optimizer"].update(decay_steps=3908, learning_rate=0.0075, final_learning_rate=0.0)
     (run / "config.json").write_text(json.dumps(described))
-    assert dict(model_card.training_facts(run, 0))["text"] == "one=0.5,two=0.5"
+    facts = dict(model_card.training_facts(run, 0))
+    assert facts["text"] == "one=0.5,two=0.5"
+    assert "learning rate 0.0075 to 0 at step 3,908 (cosine)" in facts["optimizer"]
 
 
 def test_text_for_a_terminal_and_for_markdown():

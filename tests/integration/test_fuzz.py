@@ -42,7 +42,7 @@ from smallgpt_jax.evaluation.score_cache import ScoreCache
 from smallgpt_jax.planning import compilation
 from smallgpt_jax.report import choosing, figures, page
 from smallgpt_jax.run import trackers, workdir
-from smallgpt_jax.run.checkpoint import Checkpoints
+from smallgpt_jax.run.checkpoint import Checkpoints, LoopMemory
 from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.training import messages
 from smallgpt_jax.verification.bundle import open_bundle, write_bundle
@@ -194,7 +194,7 @@ def write_run(folder: Path) -> None:
         (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     checkpoints = Checkpoints(folder / "checkpoint" / "checkpoints", keep=1)
     state = TrainState(jnp.int32(7), {"a": jnp.ones(2)}, {"count": jnp.int32(7)})
-    checkpoints.save(7, state, [1.0, 2.0])
+    checkpoints.save(7, state, LoopMemory([1.0, 2.0], 1))
     checkpoints.close()
     counts = {"train": {"tokens": 7, "documents": 2, "text_bytes": 5}}
     identity = {"format": 3, "made_from": {"source": "a"}, "texts": "0", "tokenizer": "1"}

@@ -141,7 +141,8 @@ def test_batches_have_the_shapes_of_the_compiled_steps(mixture, packing, separat
         (pipeline.train_batches, False),
         (pipeline.validation_batches, True),
     ):
-        batch, expected = pipeline.to_devices(batches[0]), program.abstract_batch(evaluates)
+        batch = pipeline.to_devices(next(iter(batches)))
+        expected = program.abstract_batch(evaluates)
         assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), batch) == jax.tree.map(
             lambda x: (x.shape, x.dtype, x.sharding), expected
         )

@@ -200,6 +200,13 @@ def test_resumes_on_other_devices(text_file, copy_of):
         train(config_for(text_file, **{**RESUMED, **mesh}), str(workdir))
     many = losses_in(workdir)
     assert list(many) == list(one) == [15, 30, 40]
+    shutil.copytree(workdir / "checkpoints", workdir / "moved")
+    shutil.rmtree(workdir / "checkpoints")
+    with pytest.raises(
+        UserError, match=r"missing .the run has been resumed from step 20.; restore"
+    ):
+        train(config_for(text_file, **RESUMED), str(workdir))
+    (workdir / "moved").rename(workdir / "checkpoints")
     np.testing.assert_allclose(list(many.values()), list(one.values()), rtol=2e-5)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), state_of(workdir, 40), expected

@@ -395,6 +395,9 @@ def test_refuses_workdirs_of_other_runs(text_file, tmp_path, copy_of):
         tmp_path / "full" / "thesis.tex" / "below",
         "not a writable folder",
     )
+    assert_refused(config_for(text_file, **SMALL), tmp_path / "[a]" / "run", "a path with [")
+    with jax.enable_x64(True):
+        assert_refused(config_for(text_file, **SMALL), tmp_path / "new", "JAX_ENABLE_X64")
     for content in ("{", "{}", "[]"):
         (run_dir / "config.json").write_text(content)
         assert_refused(config_for(text_file, **SMALL), run_dir, "config.json")

@@ -97,7 +97,7 @@ def test_the_example_in_the_readme(text_file, tmp_path, monkeypatch):
     (loss, last_line), (text,), (texts,), (exported,) = printed
     assert loss == last_line["loss"] == lines[2]["loss"]  # before the run was trained further
     assert [len(continuations) for continuations in texts] == [2, 2]
-    assert exported.startswith("pgpt of step 4, ") and (tmp_path / "exported/pgpt").is_dir()
+    assert exported.startswith("pgpt of step 4, ") and (tmp_path / "exported/from-python").is_dir()
     command = call(
         "generate",
         "--workdir=runs/pgpt-tiny",

@@ -1,6 +1,7 @@
 """Tests of batches: packing, shuffling, mixtures."""
 
 import itertools
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -246,6 +247,21 @@ def test_validation_has_each_row_once(documents, kind):
     assert len(some) == 2 and np.array_equal(some[1].tokens_BxT1, whole[1].tokens_BxT1)
 
 
+def test_few_validation_batches_are_read_ahead(documents, monkeypatch):
+    """All of them would not fit into memory."""
+    read = []
+    packed = packing.Concat(documents.validation, 8, False)
+    rows = type(packed).read_rows
+    monkeypatch.setattr(
+        type(packed), "read_rows", lambda self, rows_B: read.append(rows_B) or rows(self, rows_B)
+    )
+    found = iter(batches.validation_batches(single(packed), 1, limit=100))
+    for _ in range(50):
+        next(found)
+    time.sleep(0.2)
+    assert 50 <= len(read) < 75
+
+
 def test_refuses_too_little_text(documents):
     with pytest.raises(UserError, match="one batch takes 100000 rows"):
         batches.train_batches(concat(documents.train, 32), 100_000, seed=0)
@@ -270,8 +286,8 @@ def test_number_of_validation_batches_of_a_mixture(two_stores):
         ",".join(f"{folder}=1" for folder in [folders[0], folders[1], folders[0]])
     )
     texts = corpus.pack("train", "concat", False, 32)
-    assert len(batches.validation_batches(texts, 8, limit=1)) == 1
-    assert batches.validation_batches(texts, 8, limit=1)[0].loss_mask_BxT.all()
+    (batch,) = batches.validation_batches(texts, 8, limit=1)
+    assert batch.loss_mask_BxT.all()
 
 
 def test_rows_of_a_mixture_follow_its_weights(two_stores):

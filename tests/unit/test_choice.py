@@ -201,6 +201,13 @@ def test_a_report_asks_about_powers_of_ten_that_several_models_were_trained_with
     assert asked == [pytest.approx(limit) for limit in limits]
 
 
+def test_a_dearer_model_competes_in_a_report():
+    """It may be the better one, though its mean loss is higher."""
+    few = (runs("a", [3.0, 3.1], parameters=1000), runs("b", [2.99, 3.14], parameters=1200))
+    asked = {one.limit: one for one in default_choices(evidence_of(record(*few)))}
+    assert {one.model for one in asked[1200].contest.standings} == {"a", "b"}
+
+
 def test_limits_are_met_by_trained_models_without_their_shorter_runs():
     groups = (
         runs("a@s", near(3.5), parameters=1000), runs("a@m", near(3.0), parameters=2000),

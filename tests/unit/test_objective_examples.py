@@ -50,6 +50,8 @@ def test_a_row_without_separate_documents_has_one_prefix():
     assert np.array_equal(examples.prefix_BxT, np.arange(40)[None] < lengths[:, None])
     assert lengths.min() < 5 and 35 < lengths.max() < 40
     assert int(examples.num_targets) == np.sum(40 - np.maximum(lengths - 1, 0))
+    padded = draw_prefixes(Batch(TOKENS, None, np.arange(40) < np.full((256, 1), 5)), 0)
+    assert set(np.asarray(padded.prefix_BxT).sum(axis=1)) == set(range(5))  # of a text of 5
 
 
 def test_masked_tokens_are_to_be_predicted():

@@ -212,16 +212,20 @@ class Asked:
             kept.append(dataclasses.replace(best, equal_to=others))
         return kept
 
-    def front(self) -> tuple[FrontPoint, ...]:
-        """Returns the Pareto front: candidates with a lower loss than all that cost no more."""
+    def points(self) -> list[FrontPoint]:
+        """Returns the candidates with a known cost and a finite loss, the cheapest first."""
         points = []
         for one in self.candidates:
             cost, run = self.cost_of(one), one.first
             if cost and math.isfinite(one.loss):
                 sizes = (run.parameters, run.active_parameters, run.tokens)
                 points.append(FrontPoint(one.model, run.label, cost, one.loss, *sizes))
+        return sorted(points, key=lambda point: (point.cost, point.loss))
+
+    def front(self) -> tuple[FrontPoint, ...]:
+        """Returns the Pareto front: candidates with a lower loss than all that cost no more."""
         front: list[FrontPoint] = []
-        for point in sorted(points, key=lambda point: (point.cost, point.loss)):
+        for point in self.points():
             if not front or point.loss < front[-1].loss:
                 front.append(point)
         return tuple(front)
@@ -240,10 +244,9 @@ class Asked:
     def default_limits(self) -> list[float]:
         """Returns the limits that a report asks about, up to _MAX_LIMITS, in ascending order."""
         if not self.is_training:
-            limits = [point.cost for point in self.front()]
-            if limits:  # and the largest cost, at which all models compete
-                limits.append(max(self.cost_of(one) or 0.0 for one in self.candidates))
-            return _largest_of_near(limits)[-_MAX_LIMITS:]
+            # The last point, too: at its cost, all models compete.
+            points = [*self.front(), *self.points()[-1:]]
+            return _largest_of_near([point.cost for point in points])[-_MAX_LIMITS:]
         limits = []  # the costs at which several models were trained
         for limit in _largest_of_near(list(itertools.chain(*self.costs.values()))):
             models_near = 0

@@ -88,7 +88,9 @@ def ignored_overrides(config: ConfigDict, flags: Mapping[str, Any]) -> list[str]
     lines = []
     for path, value in flags.items():
         group, _, field = path.partition(".")
-        for name in filter(config.runs.__contains__, run_names(config)):  # others: refused later
+        for name in run_names(config):
+            if name not in config.runs:  # refused later
+                continue
             overrides = own_fields(config, name).get(group, {})
             if field in overrides:
                 advice = shlex.quote(f"--config.runs.{name}.{path}")

@@ -10,7 +10,7 @@ from smallgpt_jax.conversion import gpt_variations, hugging_face, low_rank, mode
 from smallgpt_jax.data.tokenizer_source import TokenizerSource
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.models.naming import architecture_name
-from smallgpt_jax.run.workdir import ImportedModel, require_plain, write_imported
+from smallgpt_jax.run.workdir import ImportedModel, refuse_patterns, write_imported
 from smallgpt_jax.storage.atomic import atomic_folder, removed_on_error
 from smallgpt_jax.storage.object_storage import is_remote
 from smallgpt_jax.storage.paths import as_path, local_path, new_folder, resolve
@@ -45,7 +45,7 @@ def import_(
     as_path("--input", source)  # refuses URLs other than gs://; accepts names on the hub
     source = str(source)
     folder = new_folder("--workdir", workdir)
-    require_plain(folder)
+    refuse_patterns(folder)
     imported, facts = form.read(source, trust_custom_code)
     model, tokenizer = imported.model, imported.tokenizer
     assert tokenizer is not None  # `read` chooses one if the source has none

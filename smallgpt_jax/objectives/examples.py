@@ -93,8 +93,8 @@ def continuations(batch: Batch, keys_B) -> Examples:
     ends_BxT = jax.lax.cummin(ends_at_last_BxT, axis=1, reverse=True)
     if batch.segment_ids_BxT is None and batch.loss_mask_BxT is not None:
         # The padding at the end of a row is no part of its text.
-        ends_if_text_BxT = jnp.where(batch.loss_mask_BxT, jnp.arange(1, time + 1)[None], 1)
-        ends_BxT = jnp.minimum(ends_BxT, jnp.max(ends_if_text_BxT, axis=1, keepdims=True))
+        counted_ends_BxT = jnp.where(batch.loss_mask_BxT, jnp.arange(1, time + 1)[None], 1)
+        ends_BxT = jnp.minimum(ends_BxT, jnp.max(counted_ends_BxT, axis=1, keepdims=True))
     drawn_BxT = jax.vmap(lambda key: jax.random.uniform(key, (time,)))(keys_B)
     # One number per text: the one that was drawn for its first position.
     fractions_BxT = jnp.take_along_axis(drawn_BxT, starts_BxT, axis=1)

@@ -56,7 +56,7 @@ _COMMIT_PHASES = 2
 
 
 class LoopMemory(NamedTuple):
-    """What the training loop knows at a step, beside the state: a resumed run continues with it."""
+    """What a resumed run needs besides its `TrainState`."""
 
     unlogged_losses: Sequence[float] = ()  # of steps that are not in metrics.jsonl yet
     nonfinite: int = 0  # non-finite updates in a row
@@ -348,7 +348,8 @@ class Checkpoints:
         content = ocp.args.Composite(**arrays, check=ocp.args.JsonRestore())
         saved = dict(self._checkpointer.restore(self.folder / str(step), args=content).items())
         schema = dict.fromkeys(items, Each(integer(0, 2**32 - 1)))  # checksums by array
-        schema["unlogged_losses"], schema["nonfinite"] = Optional([LOSS]), Optional(integer(0))
+        schema["unlogged_losses"] = Optional([LOSS])
+        schema["nonfinite"] = Optional(integer(0))
         mismatch = find_mismatch(saved["check"], schema, "check")
         if mismatch:
             raise ValueError(mismatch)

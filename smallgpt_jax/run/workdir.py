@@ -54,7 +54,7 @@ def check_workdir(workdir: Path, config: Config) -> None:
         require_bucket("--workdir", workdir)
     else:
         _require_writable(workdir)
-    require_plain(workdir)
+    refuse_patterns(workdir)
     # List the folder first: another run may start at this moment, and the config is its first
     # visible file.
     is_empty = not workdir.is_dir() or all(path.name.startswith(".") for path in workdir.iterdir())
@@ -73,18 +73,25 @@ def check_workdir(workdir: Path, config: Config) -> None:
             f"--workdir={workdir}: existing run of {reached:,} steps, more than "
             f"config.train.steps={config.train.steps}; increase the steps, or use another --workdir"
         )
+    if not reached:
+        _require_no_lost_checkpoints(workdir)
+
+
+def _require_no_lost_checkpoints(workdir: Path) -> None:
+    """Raises UserError if a run without checkpoints has had one. To train it again from the beginning
+    would replace metrics.jsonl.
+    """
     resumed = max((line.get("first_step", 0) for line in read_sessions(workdir)), default=0)
-    if resumed and not reached:
-        # Training again from the beginning would replace metrics.jsonl.
+    if resumed:
         raise UserError(
             f"{workdir / CHECKPOINT_FOLDER}: its checkpoints are missing (the run has been resumed "
             f"from step {resumed:,}); restore them, or use another --workdir"
         )
 
 
-def require_plain(workdir: Path) -> None:
-    """Raises UserError for a path that is a pattern of paths: orbax merges the parts of a checkpoint
-    by a glob of the whole path, which then finds none, and it says nothing.
+def refuse_patterns(workdir: Path) -> None:
+    """Raises UserError for a path that is a pattern of paths. Orbax finds the parts of a checkpoint by
+    a glob of the whole path; if it finds none, it saves a checkpoint that cannot be read.
     """
     special = set("*?[\\") & set(str(workdir if is_remote(workdir) else workdir.absolute()))
     if special:

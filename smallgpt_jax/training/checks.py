@@ -15,15 +15,16 @@ from smallgpt_jax.run.provenance import package_versions, source_digest
 from smallgpt_jax.run.trackers import TRACKERS
 
 
-def check_processes(workdir: Path) -> None:
-    """Raises UserError if JAX has 64-bit numbers, or if processes differ in workdir, devices or
-    software (collective).
-    """
+def require_32_bits() -> None:
     if jax.config.jax_enable_x64:
         raise UserError(
             "JAX_ENABLE_X64: training needs JAX's 32-bit numbers; unset it, or call "
             'jax.config.update("jax_enable_x64", False)'
         )
+
+
+def check_processes(workdir: Path) -> None:
+    """Raises UserError if processes differ in workdir, devices or software (collective)."""
     if distributed.is_single_process():
         return
     # Processes that differ in these would run other programs, and hang in the first collective.

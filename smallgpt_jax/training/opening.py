@@ -20,6 +20,7 @@ from smallgpt_jax.training.branch import Branch, open_branch
 from smallgpt_jax.training.build import shared_program
 from smallgpt_jax.training.checks import (
     check_processes,
+    require_32_bits,
     require_learning_rate,
     require_mask_token,
 )
@@ -31,6 +32,7 @@ def check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch
     """Checks the config, the workdir and the devices, and prints what follows from the size.
     Writes nothing. The number of microbatches may still be open, and is 1 in the program.
     """
+    require_32_bits()
     check_processes(folder)
     config = config_in_workdir(config, folder)
 

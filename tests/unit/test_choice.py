@@ -47,16 +47,6 @@ def test_a_model_just_above_the_budget_blocks_a_choice():
     assert "moe" in answer.contest.blockers
 
 
-def test_all_committed_records_can_be_read_and_have_choices():
-    for path in sorted(RESULTS.glob("*.json")):
-        if '"runs": [' not in path.read_text():
-            continue  # another kind of result
-        record = records.read(path)
-        assert record.runs
-        for choice in default_choices(evidence_of(record)):
-            assert choice.chosen is None or choice.refusal is None
-
-
 # ------------------------------------------------------------------ training budgets
 def test_the_best_model_at_a_budget_between_runs_is_interpolated():
     answer = choose(

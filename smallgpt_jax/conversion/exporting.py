@@ -116,7 +116,6 @@ class HuggingFaceExport:
                 name,
                 model,
                 model_card.training_facts(workdir, step, pgpt_paths),
-                has_code=bool(form.CODE),
                 # transformers writes a begin-of-text token before each text, but no end-of-text one
                 adds_begin=run_tokenizer.begin_of_text != run_tokenizer.end_of_text,
                 is_chat=bool(training_format(workdir)[1]),

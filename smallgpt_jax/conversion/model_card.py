@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smallgpt_jax import models
+from smallgpt_jax.conversion.hugging_face import find_format
 from smallgpt_jax.data.datasets import DATASETS
 from smallgpt_jax.data.source import names_of
 from smallgpt_jax.formatting import escape_markdown, millions
@@ -31,7 +32,6 @@ def format_model_card(
     name: str,
     model: models.LanguageModel,
     facts: Sequence[tuple[str, str]],
-    has_code: bool,
     adds_begin: bool = False,
     is_chat: bool = False,
     splits_special_tokens: bool | None = True,
@@ -40,23 +40,57 @@ def format_model_card(
     `splits_special_tokens`: of its tokenizer_config.json; None without a tokenizer.
     """
     config = model.config
-    description = _DESCRIPTIONS.get(
-        config.architecture, "a {architecture}{variants}: {num_layers} blocks of width {d_model}"
-    ).format(**vars(config), variants=variants(config))
     is_encoder = config.attention_mask == "bidirectional"
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"pipeline_tag: {'fill-mask' if is_encoder else 'text-generation'}",
+        "tags:",
+        "- smallgpt_jax",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"This is {_description(config)}; {models.num_parameters(model):,} parameters, context "
+        f"length {config.context_length:,}, vocabulary size {config.vocab_size:,}. "
+        f"{_use(is_encoder, is_chat)} reproduces the errors and biases of its training text. "
+        "Trained with smallgpt_jax (ParallelGPT, LinearGPT and ConvGPT: arXiv 2404.14462).",
+        "",
+        "```python",
+        "import torch",
+        *_example(name, config, adds_begin),
+        "```",
+        "",
+        *_table(facts),
+        " ".join(_notes(adds_begin, splits_special_tokens)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _description(config: models.ModelConfig) -> str:
+    usual = "a {architecture}{variants}: {num_layers} blocks of width {d_model}"
+    form = _DESCRIPTIONS.get(config.architecture, usual)
+    return form.format(**vars(config), variants=variants(config))
+
+
+def _use(is_encoder: bool, is_chat: bool) -> str:
+    """Returns the beginning of a sentence."""
     if is_encoder:
-        task = "fill-mask"
-        use = "An encoder, trained to predict masked tokens. It"
-    else:
-        task = "text-generation"
-        use = "A base language model: it continues text, does not follow instructions, and"
-        if is_chat:
-            use = "A language model, fine-tuned on conversations. It"
-    table = []
-    if facts:
-        table = ["| training | |", "|---|---|"]
-        table += [f"| {escape_markdown(key)} | {escape_markdown(value)} |" for key, value in facts]
-        table.append("")
+        return "An encoder, trained to predict masked tokens. It"
+    if is_chat:
+        return "A language model, fine-tuned on conversations. It"
+    return "A base language model: it continues text, does not follow instructions, and"
+
+
+def _table(facts: Sequence[tuple[str, str]]) -> list[str]:
+    if not facts:
+        return []
+    rows = [f"| {escape_markdown(key)} | {escape_markdown(value)} |" for key, value in facts]
+    return ["| training | |", "|---|---|", *rows, ""]
+
+
+def _notes(adds_begin: bool, splits_special_tokens: bool | None) -> list[str]:
     notes = []
     if splits_special_tokens is None:
         notes.append("The tokenizer is not included; the example needs its files in this folder.")
@@ -68,35 +102,12 @@ def format_model_card(
     if splits_special_tokens:
         # a user who relies on the usual special token would get other tokens than in training
         notes.append("The tokenizer encodes `<|endoftext|>` in a text as ordinary text.")
-    lines = [
-        "---",
-        "library_name: transformers",
-        f"pipeline_tag: {task}",
-        "tags:",
-        "- smallgpt_jax",
-        "---",
-        "",
-        f"# {name}",
-        "",
-        f"This is {description}; {models.num_parameters(model):,} parameters, context length "
-        f"{config.context_length:,}, vocabulary size {config.vocab_size:,}. {use} reproduces the "
-        "errors and biases of its training text. Trained with smallgpt_jax (ParallelGPT, LinearGPT "
-        "and ConvGPT: arXiv 2404.14462).",
-        "",
-        "```python",
-        "import torch",
-        *_example(name, has_code, is_encoder, adds_begin),
-        "```",
-        "",
-        *table,
-        " ".join(notes),
-        "",
-    ]
-    return "\n".join(lines)
+    return notes
 
 
-def _example(name: str, has_code: bool, is_encoder: bool, adds_begin: bool) -> list[str]:
-    trust = ", trust_remote_code=True" if has_code else ""
+def _example(name: str, config: models.ModelConfig, adds_begin: bool) -> list[str]:
+    is_encoder = config.attention_mask == "bidirectional"
+    trust = ", trust_remote_code=True" if find_format(config).CODE else ""
     kind = "AutoModelForMaskedLM" if is_encoder else "AutoModelForCausalLM"
     begin = "" if adds_begin else "tokenizer.eos_token_id, "
     lines = [

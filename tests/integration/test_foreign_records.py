@@ -114,7 +114,7 @@ def test_the_readme_of_an_export(trained_run, tmp_path):
     (run / "config.json").write_text(json.dumps(described))
     (run / "origin.json").write_text(json.dumps({EVIL: EVIL}))
     card = model_card.format_model_card(
-        "name", build("gpt", num_layers=1), model_card.training_facts(run, 0), has_code=False
+        "name", build("gpt", num_layers=1), model_card.training_facts(run, 0)
     )
     assert card.count("onerror=alert") == 3 and not controls(card)
     assert not re.search(r"(?<!\\)(<img|\]\(http://ex)", card)
@@ -122,7 +122,7 @@ def test_the_readme_of_an_export(trained_run, tmp_path):
     ordinary = "encodes `<|endoftext|>` in a text as ordinary text"
     assert "does not follow instructions" in card and ordinary in card
     tuned = model_card.format_model_card(
-        "name", build("gpt", num_layers=1), [], False, is_chat=True, splits_special_tokens=None
+        "name", build("gpt", num_layers=1), [], is_chat=True, splits_special_tokens=None
     )
     assert "fine-tuned on conversations" in tuned and "tokenizer is not included" in tuned
     assert "does not follow instructions" not in tuned and ordinary not in tuned

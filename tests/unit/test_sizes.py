@@ -247,7 +247,7 @@ def test_recipes_of_one_architecture_have_different_names():
     assert names["gpt"] == "gpt" and names["pgpt"] == "pgpt"
     assert names["llama"] == "gpt (mlp gated, norm rms, position rope)"
     llama = models.LanguageModel(sized("llama:tiny").model)
-    card = format_model_card("llama", llama, [], has_code=False)
+    card = format_model_card("llama", llama, [])
     assert "This is a GPT (mlp gated, norm rms, position rope): " in card
     assert names["moe"] == "gpt (mlp moe)"
     assert names["hybrid"].startswith("gpt (mixers delta + attention, mlp gated, ")

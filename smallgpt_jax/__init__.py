@@ -34,7 +34,7 @@ _MODULES = {
     "conversion.importing": ("import_", "HuggingFaceImport", "GPTVariationsImport", "RunImport"),
     "planning.plan": ("plan", "plan_inference"),
     "diagnosis.diagnosis": ("diagnose",),
-    "comparison.comparing": ("compare", "plan_comparison"),
+    "comparison.comparing": ("compare", "compare_runs", "merge_results", "plan_comparison"),
     "verification.verification": ("verify",),
     "verification.sample": ("Sample",),
     "verification.bundle": ("write_bundle",),
@@ -47,6 +47,8 @@ __all__ = list(_PUBLIC)
 
 if TYPE_CHECKING:  # `as` tells type checkers that the names are public
     from smallgpt_jax.comparison.comparing import compare as compare
+    from smallgpt_jax.comparison.comparing import compare_runs as compare_runs
+    from smallgpt_jax.comparison.comparing import merge_results as merge_results
     from smallgpt_jax.comparison.comparing import plan_comparison as plan_comparison
     from smallgpt_jax.conversion.exporting import GgufExport as GgufExport
     from smallgpt_jax.conversion.exporting import HuggingFaceExport as HuggingFaceExport

@@ -149,25 +149,23 @@ def main() -> None:
         overrides = config_flags.get_override_values(flags.FLAGS["config"])
         for line in recipe.ignored_overrides(config, overrides):
             print(line)
-    command = _repeating_command()
+    command, output = _repeating_command(), _OUTPUT.value
+    described = {"command": command, "logged": _LOGGED.value}
     if config is not None:
         print(dry_run.commands_per_gpu(command), end="", flush=True)
     if _DRY_RUN.value:
-        forecast = comparing.plan_comparison(
-            config, _OUTPUT.value, results=results, topology=_TOPOLOGY.value
-        )
-        print(forecast)
+        print(comparing.plan_comparison(config, output, results=results, topology=_TOPOLOGY.value))
         return
-    report = comparing.compare(
-        config,
-        _OUTPUT.value,
-        workdirs=_WORKDIRS.value,
-        results=results,
-        command=command,
-        logged=_LOGGED.value,
-        trust_custom_code=flags.FLAGS.trust_custom_code,
-    )
-    print(f"\n{report}\n{as_path('--output', _OUTPUT.value) / 'report.html'}")
+    if config is not None:
+        report = comparing.compare(config, output, results=results, **described)
+    elif _WORKDIRS.value is not None:
+        trust = flags.FLAGS.trust_custom_code
+        report = comparing.compare_runs(
+            _WORKDIRS.value, output, **described, trust_custom_code=trust
+        )
+    else:
+        report = comparing.merge_results(results, output, **described)
+    print(f"\n{report}\n{as_path('--output', output) / 'report.html'}")
 
 
 def _one_purpose(purposes: Sequence[str], sources: set[str]) -> str:

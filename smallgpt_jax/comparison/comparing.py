@@ -1,7 +1,8 @@
 """Compares models: makes a record, by training or from existing runs and records, and reports on it.
 
 report = compare("compare/paper:tiny", "runs/paper", {"compare.seeds": 3})
-report = compare(output="runs/report", workdirs=["runs/gpt", "runs/pgpt"])
+report = compare_runs(["runs/gpt", "runs/pgpt"], "runs/report")
+report = merge_results(["a/results.json", "b/results.json"], "runs/merged")
 print(report)
 """
 
@@ -52,38 +53,53 @@ REPORTING_FRACTION = 0.05  # of the time, that reports between runs may take
 
 
 def compare(
-    config: str | Mapping[str, Any] | None = None,
-    output: str | Path = "",
+    config: str | Mapping[str, Any],
+    output: str | Path,
     overrides: Mapping[str, Any] | None = None,
     *,
-    workdirs: Sequence[str] | None = None,
     results: Sequence[str] = (),
+    command: str = "",
+    logged: str | None = None,
+) -> Report:
+    """Trains the runs of a comparison that are missing in the folder `output`; returns their record
+    and findings, and writes them there; print() shows the answers.
+
+    `config` is the recipe of a comparison or its fields; `overrides` are further values, such as
+    {"compare.seeds": 3}. Finished runs of `results`, paths of results.json, are taken over.
+    `command` repeats the comparison. `logged` is a CSV file of losses that the paper's authors
+    logged. Raises UserError, and StoppedError after a stop request.
+    """
+    folder = as_path("--output", str(output))
+    curves = _read_logged(logged)
+    comparison = TrainedComparison(load_config(config, overrides), folder, results, command)
+    comparison.train(lambda record: _report(record, folder, curves))
+    return _report(comparison.record(), folder, curves)
+
+
+def compare_runs(
+    workdirs: Sequence[str],
+    output: str | Path,
+    *,
     command: str = "",
     logged: str | None = None,
     trust_custom_code: bool = False,
 ) -> Report:
-    """Returns a comparison's record and findings, and writes them into the folder `output`; print()
-    shows the answers.
-
-    With `config`, the recipe of a comparison or its fields, trains the runs that are missing there;
-    `overrides` are further values, such as {"compare.seeds": 3}, and finished runs of `results`,
-    paths of results.json, are taken over. Else merges `results`, or reports on `workdirs`, of which
-    the first is the reference. `command` repeats the comparison. `logged` is a CSV file of losses
-    that the paper's authors logged. Raises UserError, and StoppedError after a stop request.
-    """
+    """Reports on existing runs, of which the first is the reference; see `compare`."""
     folder = as_path("--output", str(output))
-    # Read before the training, so that a damaged file is refused at once.
-    curves = figures.read_logged(local_path("--logged", logged)) if logged else {}
-    if config is not None:
-        comparison = TrainedComparison(load_config(config, overrides), folder, results, command)
-        comparison.train(lambda record: _report(record, folder, curves))
-        record = comparison.record()
-    elif workdirs is not None:
-        record = _record_of_workdirs(workdirs, folder, command, trust_custom_code)
-    else:
-        paths = result_paths(results)
-        _refuse_reported(folder)
-        record = merging.merge([(path, records.read(path)) for path in paths], command)
+    curves = _read_logged(logged)
+    record = _record_of_workdirs(workdirs, folder, command, trust_custom_code)
+    return _report(record, folder, curves)
+
+
+def merge_results(
+    results: Sequence[str], output: str | Path, *, command: str = "", logged: str | None = None
+) -> Report:
+    """Merges the records of comparisons, paths of results.json, and reports on them."""
+    folder = as_path("--output", str(output))
+    curves = _read_logged(logged)
+    paths = result_paths(results)
+    _refuse_reported(folder)
+    record = merging.merge([(path, records.read(path)) for path in paths], command)
     return _report(record, folder, curves)
 
 
@@ -103,6 +119,11 @@ def plan_comparison(
     folder = as_path("--output", str(output))
     comparison = TrainedComparison(load_config(config, overrides), folder, results, "")
     return dry_run.forecast(comparison.outcomes, topology)
+
+
+def _read_logged(path: str | None) -> figures.LoggedCurves:
+    # Before the training, so that a damaged file is refused at once.
+    return figures.read_logged(local_path("--logged", path)) if path else {}
 
 
 def _report(record: Record, folder: Path, logged: figures.LoggedCurves) -> Report:

@@ -13,7 +13,7 @@ def test_compare_and_choose_return_values(tmp_path):
         runs.append(run("gpt", seed, 3.0 + seed / 100))
         runs.append(run("llama", seed, 2.5 + seed / 100, config={"model__norm": "rms"}))
     path = saved(tmp_path / "here" / "results.json", *runs)
-    report = smallgpt_jax.compare(output=tmp_path / "report", results=[str(path)])
+    report = smallgpt_jax.merge_results([str(path)], tmp_path / "report")
     assert report.findings.ranking.chosen == "llama"
     assert [one.name for one in report.record.runs[:2]] == ["gpt", "llama"]
     assert "llama: loss 2.5" in str(report)

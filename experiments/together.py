@@ -256,7 +256,7 @@ def report(
         trainer.logger.writer.write(step, "train", losses)
         config = trainer.config.train
         if step in config.kept_steps or step == config.steps:
-            trainer.checkpoints.save(step, own_state, [])
+            trainer.checkpoints.save(step, own_state)
         if config.evaluates(step):
             trainer.log_validation_loss(step, own_state)
 

@@ -47,7 +47,7 @@ _ROUNDS = flags.DEFINE_integer(
 def run_seconds(config) -> float:
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(nowhere):
-            trainer.train(config, folder)
+            trainer.train_and_evaluate(config, folder)
         speeds = [
             line["tokens_per_second"]
             for line in read_lines(Path(folder) / METRICS_FILE)

@@ -157,7 +157,7 @@ def config_of(command: str) -> ConfigDict:
 
 
 class FakeTrain:
-    """Replaces `trainer.train`: locks the workdir and starts from the trunk, but writes the loss that
+    """Replaces `trainer.train_and_evaluate`: locks the workdir and starts from the trunk, but writes the loss that
     `loss_of(config)` returns, inf for a run that diverges.
 
     `trained` lists (folder, number of steps that were trained).

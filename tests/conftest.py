@@ -337,7 +337,7 @@ def trained_run(text_file, shared_folder):
         with file_lock(workdir.with_suffix(".lock"), wait=True):
             if not workdir.with_suffix(".done").exists():
                 with contextlib.redirect_stdout(io.StringIO()):
-                    trainer.train(config, str(workdir))
+                    trainer.train_and_evaluate(config, str(workdir))
                 workdir.with_suffix(".done").touch()
         return workdir
 

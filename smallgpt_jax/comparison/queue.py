@@ -132,7 +132,9 @@ class Queue:
     def _train(self, run: PlannedRun) -> float:
         """Returns the loss, inf if the run has diverged."""
         try:
-            trainer.train(with_available_trunk(run), str(run.folder), self.outcomes.text)
+            trainer.train_and_evaluate(
+                with_available_trunk(run), str(run.folder), self.outcomes.text
+            )
         except DivergenceError as error:
             print(f"{error}\nThe run is kept; the comparison continues without it", flush=True)
             return math.inf

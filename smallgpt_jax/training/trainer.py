@@ -49,7 +49,7 @@ from smallgpt_jax.training.validation import evaluate_all
 from smallgpt_jax.training.watchdog import Watchdog
 
 
-def train(
+def train_and_evaluate(
     config: ConfigDict | Config,
     workdir: str | Path,
     corpus: Corpus | ProbeCorpus | None = None,

@@ -226,11 +226,11 @@ def train_on_new_rows(candidate: Config, base: Config, folder: Path) -> tuple[fl
     for name, config in (("candidate", candidate), ("reference", base)):
         workdir = folder / name
         config = config.replace(train={"keep_checkpoints": 1})
-        trainer.train(config, str(workdir), corpus)
+        trainer.train_and_evaluate(config, str(workdir), corpus)
         # On the rows of the record and as many further ones. The run is finished, so it is only
         # evaluated.
         more = config.replace(train={"eval_steps": 2 * config.train.eval_steps})
-        trainer.train(more, str(workdir), corpus)
+        trainer.train_and_evaluate(more, str(workdir), corpus)
         losses.append(loss_of_new_rows(workdir, config.train.steps))
     return losses[0], losses[1]
 

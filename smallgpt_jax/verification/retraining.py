@@ -90,11 +90,11 @@ def open_text(config: Config, run: Run) -> Corpus:
     return corpus
 
 
-def train(config: Config, folder: Path, corpus: Corpus) -> Curve:
+def trained_curve(config: Config, folder: Path, corpus: Corpus) -> Curve:
     """Returns the validation losses by step. A finished run is only read."""
     if not is_finished(folder, config, corpus):
         try:
-            trainer.train(config, str(folder), corpus)
+            trainer.train_and_evaluate(config, str(folder), corpus)
         except DivergenceError as error:
             raise UserError(f"diverged here: {error}") from None
     return read_curve(folder)
@@ -116,7 +116,7 @@ def train_variants(
         name = f"{field}={value}"
         print(f"again, with config.train.{name}, which only rounds differently", flush=True)
         workdir = folder.with_name(f"{folder.name}-{safe_name(name)}")
-        curves.append(train(config.replace(train=fields), workdir, corpus))
+        curves.append(trained_curve(config.replace(train=fields), workdir, corpus))
     if has_other_instructions():
         print(f"again, with {OTHER_INSTRUCTIONS}, in another process", flush=True)
         workdir = folder.with_name(f"{folder.name}-avx2")
@@ -168,7 +168,7 @@ def compare_run(
     """
     steps = config.train.steps
     recorded = {point.step: point for point in run.curve if point.loss and point.step <= steps}
-    trained = train(config, folder, corpus)
+    trained = trained_curve(config, folder, corpus)
     _require_same_targets(recorded, folder)
     losses = {step: point.loss for step, point in recorded.items()}
     seeds = []

@@ -29,7 +29,7 @@ from smallgpt_jax.run.curves import save_curves
 from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 LINES = b"".join(b'{"text": "words and words, number %d"}\n' % i for i in range(2000))
 SKIP = "or skip such items with --config.data.invalid_items=skip"
@@ -428,7 +428,7 @@ def test_message_and_files(case, tmp_path, request):
         "gpt", **{"data__store": f"{tmp_path}/store", **replace_here(tmp_path, settings)}
     )
     with pytest.raises(UserError) as error:
-        train(config, str(tmp_path / "run"))
+        train_and_evaluate(config, str(tmp_path / "run"))
     assert normalize(str(error.value), tmp_path) == message
     assert str(error.value).count("\n") <= 1
     after = {path: content for path, content in contents(tmp_path).items() if path.name != ".lock"}
@@ -452,13 +452,13 @@ REFUSED_URL = (
 @pytest.mark.parametrize(
     "field, function",
     [
-        ("--workdir", lambda: train(load_config("gpt"), URL)),
+        ("--workdir", lambda: train_and_evaluate(load_config("gpt"), URL)),
         ("--workdir", lambda: inference.load(URL)),
         ("--config=configs/run.py", lambda: load_config("run", URL)),
         *(
             (
                 f"config.data.{field}",
-                lambda settings={f"data__{field}": value}: train(
+                lambda settings={f"data__{field}": value}: train_and_evaluate(
                     load_config("gpt", **settings), "run"
                 ),
             )
@@ -511,13 +511,13 @@ def test_refuses_two_runs_in_one_workdir(good_run, tmp_path):
     copy_run(good_run, tmp_path)
     config = load_config("gpt", train__steps=2, **replace_here(tmp_path, GOOD))
     with file_lock(tmp_path / "run" / LOCK_FILE), pytest.raises(UserError) as error:
-        train(config, str(tmp_path / "run"))
+        train_and_evaluate(config, str(tmp_path / "run"))
     assert re.fullmatch(
         rf"--workdir={tmp_path}/run: in use by process \d+ on \S+; wait for it, or use another "
         "--workdir",
         str(error.value),
     )
-    train(config, str(tmp_path / "run"))
+    train_and_evaluate(config, str(tmp_path / "run"))
     assert not (tmp_path / "run" / LOCK_FILE).exists()
 
 

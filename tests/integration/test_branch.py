@@ -14,7 +14,7 @@ from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 from smallgpt_jax.run.sessions import read_sessions
 from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.training.branch import Branch, open_branch
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 # log_every does not divide the steps of the checkpoints, so these contain losses that are not
 # logged yet.
@@ -36,7 +36,7 @@ def test_a_run_from_a_trunk_equals_one_trained_alone(text_file, tmp_path, capsys
     """The trunk is stopped and resumed. Afterwards, the run no longer needs it."""
     trunk, alone, short = (tmp_path / name for name in ("trunk", "alone", "short"))
     for stop in (10, 24):
-        train(
+        train_and_evaluate(
             config_for(
                 text_file,
                 **FIELDS,
@@ -48,10 +48,10 @@ def test_a_run_from_a_trunk_equals_one_trained_alone(text_file, tmp_path, capsys
         )
     assert saved_steps(trunk / CHECKPOINT_FOLDER) == [6, 12, 24]
     config = config_for(text_file, **FIELDS, train__steps=16)
-    train(config, str(alone))
+    train_and_evaluate(config, str(alone))
     capsys.readouterr()
     config.train.trunk = str(trunk)
-    train(config, str(short))
+    train_and_evaluate(config, str(short))
     assert ", 12 done" in capsys.readouterr().out and read_sessions(short)[0]["first_step"] == 12
     assert_equal(state_of(short, 16), state_of(alone, 16))
     assert read_untimed_metrics(short) == read_untimed_metrics(alone)
@@ -59,7 +59,7 @@ def test_a_run_from_a_trunk_equals_one_trained_alone(text_file, tmp_path, capsys
     rates, others = (losses_in(folder, metric="learning_rate") for folder in (short, trunk))
     assert rates[10] == others[10] and rates[15] < others[15]  # only the short run decays there
     shutil.rmtree(trunk)
-    train(config, str(short))
+    train_and_evaluate(config, str(short))
 
 
 @pytest.fixture

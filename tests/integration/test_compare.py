@@ -46,7 +46,7 @@ def compared(tmp_path_factory, text_file):
     output = tmp_path_factory.mktemp("compared") / "out"
     measured = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train", FakeTrain(loss_of))
+        patch.setattr(trainer, "train_and_evaluate", FakeTrain(loss_of))
         patch.setattr(
             inference_cost, "measure_inference", lambda folder: measured.append(folder.name)
         )
@@ -138,7 +138,7 @@ def compare(text_file, tmp_path, monkeypatch):
 
     def compared(output: str, *arguments: str, loss_of=lambda config: 3.0):
         fake = FakeTrain(loss_of)
-        monkeypatch.setattr(trainer, "train", fake)
+        monkeypatch.setattr(trainer, "train_and_evaluate", fake)
         monkeypatch.setattr(inference_cost, "measure_inference", lambda folder: None)
         done = call(
             *TINY,
@@ -528,7 +528,7 @@ def scaling(text_file, tmp_path, monkeypatch):
 
     def compared(*arguments: str):
         fake = FakeTrain(law)
-        monkeypatch.setattr(trainer, "train", fake)
+        monkeypatch.setattr(trainer, "train_and_evaluate", fake)
         done = call(
             "compare",
             "--config=configs/compare/scaling.py:tiny",

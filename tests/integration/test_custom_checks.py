@@ -19,7 +19,7 @@ from smallgpt_jax.models.context import Context, cache_variable
 from smallgpt_jax.ops.activations import ACTIVATIONS
 from smallgpt_jax.training import opening, trainer
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 pytestmark = pytest.mark.slow
 SIZES = dict(num_layers=1, d_model=16, num_heads=2, context_length=64)
@@ -126,7 +126,9 @@ def test_mixers_that_see_too_much_are_refused_before_training(text_file, tmp_pat
         "model learns to predict"
     )
     with pytest.raises(UserError, match=expected) as error:
-        train(config_of(NextPosition, data__source=str(text_file)), str(tmp_path / "run"))
+        train_and_evaluate(
+            config_of(NextPosition, data__source=str(text_file)), str(tmp_path / "run")
+        )
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
@@ -162,7 +164,7 @@ def test_built_in_models_are_not_checked(text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "open_pipeline", lambda *_: (_ for _ in ()).throw(Reached()))
     monkeypatch.setattr(opening, "check_causality", None)
     with pytest.raises(Reached):
-        train(load_config("gpt", data__source=str(text_file)), str(tmp_path / "run"))
+        train_and_evaluate(load_config("gpt", data__source=str(text_file)), str(tmp_path / "run"))
 
 
 def load(mixer: type):

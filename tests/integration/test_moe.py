@@ -571,7 +571,7 @@ def test_a_run_on_eight_devices(text_file, tmp_path):
         train__eval_every=2,
         train__eval_steps=1,
     )
-    trainer.train(config, str(tmp_path))
+    trainer.train_and_evaluate(config, str(tmp_path))
     check_that_rows_do_not_move(shared_program(config))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     loads = [

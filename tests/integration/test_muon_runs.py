@@ -12,7 +12,7 @@ from smallgpt_jax.comparison import run_reader
 from smallgpt_jax.planning.estimate import estimate
 from smallgpt_jax.planning.table import format_plan
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 pytestmark = pytest.mark.slow
 # Each of the two layers has four (16, 16) matrices in attention and two (16, 64) matrices in the
@@ -29,7 +29,7 @@ def test_training_a_copy_of_a_run_starts_with_a_new_optimizer_state(
     result = call("convert", "--from=run", f"--input={source}", f"--workdir={tmp_path / 'copy'}")
     assert result.returncode == 0, result.stderr
     fields = {**RESUMED, "train__steps": 10, "train__log_every": 1, "optimizer__decay_steps": 10}
-    train(config_for(text_file, **fields), str(tmp_path / "copy"))
+    train_and_evaluate(config_for(text_file, **fields), str(tmp_path / "copy"))
     losses = losses_in(tmp_path / "copy")
     assert losses[10] < losses[1] < losses_in(source)[10]
 

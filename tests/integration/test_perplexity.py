@@ -116,7 +116,7 @@ def test_measures_in_training_are_those_of_evaluate(tmp_path):
         train__eval_examples=str(tmp_path / "examples.jsonl"),
     )
     with pytest.raises(UserError, match=r"config\.train\.eval_examples='.*': no such file"):
-        trainer.train(config, str(tmp_path / "run"))
+        trainer.train_and_evaluate(config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
     answers = itertools.islice(itertools.cycle([" a", " bb", " c d"]), 11)
     rows = [{"prompt": text[:9], "completion": label} for text, label in zip(texts, answers)]
@@ -124,7 +124,7 @@ def test_measures_in_training_are_those_of_evaluate(tmp_path):
     program = build_program(config)
     state = start_from(program, init(program.model))
     save_run(tmp_path / "run", Config.of(config), state.params, opt_state=state.opt_state)
-    trainer.train(config, str(tmp_path / "run"))  # only evaluates
+    trainer.train_and_evaluate(config, str(tmp_path / "run"))  # only evaluates
     validation = [text for text in texts if is_validation(text, 0.3)]
     # The last row of validation lacks its last target.
     lines = [json.dumps({"text": text}) + "\n" for text in validation[:-1]]

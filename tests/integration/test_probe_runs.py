@@ -16,7 +16,7 @@ from smallgpt_jax.data.corpus import load_or_prepare
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training import trainer
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 FIELDS = {
     **SMALL,
@@ -36,7 +36,7 @@ FIELDS = {
 @pytest.fixture(scope="module")
 def probe_run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "probe"
-    train(load_config("gpt", **FIELDS), str(folder))
+    train_and_evaluate(load_config("gpt", **FIELDS), str(folder))
     return folder
 
 
@@ -60,14 +60,14 @@ def test_a_run_on_a_probe(probe_run, tmp_path, capsys):
     assert last["accuracy"] > 0.4 and last["loss"] < 2
 
     shutil.rmtree(folder / "checkpoints" / "40")
-    train(config, str(folder))
+    train_and_evaluate(config, str(folder))
     printed = capsys.readouterr().out
     assert "synthetic:parity, 1 to 4 bits: 89.06% padding" in printed and ", 20 done" in printed
     assert_equal(state_of(folder, 40), state)
     assert read_untimed_metrics(folder) == lines
     config.data.probe_length = 5
     with pytest.raises(UserError, match=r"data\.probe_length was 4, now 5"):
-        train(config, str(folder))
+        train_and_evaluate(config, str(folder))
 
     done = call(
         "generate", f"--workdir={folder}", "--prompt=1 0 1", "--max_new_tokens=1", "--temperature=0"
@@ -102,7 +102,7 @@ def test_comparison_on_a_probe(probe_run, tmp_path, monkeypatch):
     ), merged.stderr
 
     fake = FakeTrain()
-    monkeypatch.setattr(trainer, "train", fake)
+    monkeypatch.setattr(trainer, "train_and_evaluate", fake)
     done = call(
         "compare",
         "--config=configs/compare/probes.py:tiny",

@@ -10,7 +10,7 @@ from run_helpers import SMALL, assert_equal, config_for, losses_in, read_untimed
 
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run import metrics
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 
 def train_steps_in(folder) -> list[int]:
@@ -35,10 +35,10 @@ def test_a_trace_changes_no_result(text_file, tmp_path, capsys):
         SMALL, train__steps=8, train__log_every=1, train__eval_every=8, train__checkpoint_every=4
     )
     plain, inside, over_end = (tmp_path / name for name in ("plain", "inside", "over_end"))
-    train(config_for(text_file, **fields), str(plain))
+    train_and_evaluate(config_for(text_file, **fields), str(plain))
     assert "profile" not in capsys.readouterr().out and not (plain / "profile").exists()
     for folder, first, steps in ((inside, 4, 2), (over_end, 8, 5)):
-        train(
+        train_and_evaluate(
             config_for(text_file, **fields, train__profile_from=first, train__profile_steps=steps),
             str(folder),
         )
@@ -53,7 +53,7 @@ def test_a_trace_changes_no_result(text_file, tmp_path, capsys):
 def test_seconds_are_logged(text_file, tmp_path, capsys):
     fields = dict(SMALL, train__log_every=2, train__eval_every=4, train__checkpoint_every=2)
     for steps in (4, 8):  # the second run resumes the first
-        train(config_for(text_file, **fields, train__steps=steps), str(tmp_path))
+        train_and_evaluate(config_for(text_file, **fields, train__steps=steps), str(tmp_path))
         goodput = re.search(
             r"^goodput ([\d.]+)%: ([\d.]+) of ([\d.]+) s in training steps; ([\d.]+) s starting, ([\d.]+) s "
             r"waiting for data, ([\d.]+) s saving, ([\d.]+) s evaluating$",
@@ -84,5 +84,7 @@ def test_seconds_are_logged(text_file, tmp_path, capsys):
 )
 def test_invalid_fields(text_file, tmp_path, field, value):
     with pytest.raises(UserError, match=rf"config\.train\.{field}={value!r}: must "):
-        train(config_for(text_file, **SMALL, **{f"train__{field}": value}), str(tmp_path / "run"))
+        train_and_evaluate(
+            config_for(text_file, **SMALL, **{f"train__{field}": value}), str(tmp_path / "run")
+        )
     assert not (tmp_path / "run").exists()

@@ -33,7 +33,7 @@ from smallgpt_jax.run.completion import is_evaluated
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.workdir import ImportedModel, check_workdir, write_imported
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import open_pipeline, train
+from smallgpt_jax.training.trainer import open_pipeline, train_and_evaluate
 
 
 @pytest.mark.slow
@@ -63,14 +63,14 @@ def test_resumption_repeats_lost_steps_bit_for_bit(text_file, copy_of, capsys):
         with pytest.raises(
             UserError, match=re.escape(f"--workdir={workdir}: the last step, 40, could not")
         ):
-            train(config, str(workdir))
+            train_and_evaluate(config, str(workdir))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     out = capsys.readouterr().out
     assert ", 20 done" in out and "damaged checkpoint of step 40" in out
     assert out.count("could not write a checkpoint: File too large") == 1 and "step 40/40" in out
     assert not (workdir / "checkpoints" / "40").exists()
-    train(config, str(workdir))
+    train_and_evaluate(config, str(workdir))
     out = capsys.readouterr().out
     assert ", 20 done" in out and "damaged checkpoint" not in out
     assert_equal(state_of(workdir, 40), before)
@@ -83,7 +83,7 @@ def test_resumption_repeats_a_missing_evaluation(text_file, copy_of):
     path = workdir / "metrics.jsonl"
     whole = path.read_text().splitlines()
     path.write_text("\n".join(whole[:-1]) + "\n")
-    train(config_for(text_file, **SMALL), str(workdir))
+    train_and_evaluate(config_for(text_file, **SMALL), str(workdir))
     again = path.read_text().splitlines()
     assert again[:-1] == whole[:-1]
     assert {**json.loads(again[-1]), "time": 0} == {**json.loads(whole[-1]), "time": 0}
@@ -104,11 +104,11 @@ def test_a_finished_run_is_evaluated_again_only_on_other_rows(
     def targets() -> list:
         return [line.get("targets") for line in metrics.read_lines(path) if line["step"] == 40][1:]
 
-    train(config_for(text_file, **SMALL), str(workdir))
+    train_and_evaluate(config_for(text_file, **SMALL), str(workdir))
     assert path.read_bytes() == before and ", 40 done" in capsys.readouterr().out
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for _ in range(2):
-        train(config_for(text_file, **SMALL, train__eval_steps=1), str(workdir))
+        train_and_evaluate(config_for(text_file, **SMALL, train__eval_steps=1), str(workdir))
         assert json.loads((workdir / "config.json").read_text())["train"]["eval_steps"] == 1
         assert targets() == [4 * batch, batch]
     assert "preparing the first step … 0s" in capsys.readouterr().err
@@ -134,9 +134,9 @@ def test_resumes_a_run_whose_config_lacks_newer_fields(text_file, copy_of):
     del groups["train"]["z_loss"]
     path.write_text(json.dumps(groups))
     with pytest.raises(UserError, match=r"config: model\.position was 'learned', now 'rope'\.\n"):
-        train(config_for(text_file, **SMALL, model__position="rope"), str(workdir))
+        train_and_evaluate(config_for(text_file, **SMALL, model__position="rope"), str(workdir))
     assert json.loads(path.read_text()) == groups
-    train(config_for(text_file, **SMALL, train__steps=42), str(workdir))
+    train_and_evaluate(config_for(text_file, **SMALL, train__steps=42), str(workdir))
     assert list(losses_in(workdir)) == [10, 20, 30, 40, 42]
     assert json.loads(path.read_text())["model"]["position"] == "learned"
 
@@ -162,14 +162,14 @@ def test_trained_models_continue_at_a_longer_context(text_file, trained_run, tmp
     config.model.context_length = 64
     config.optimizer.warmup_steps = 1
     config.train.update(steps=2, log_every=1, eval_steps=4)
-    train(config, str(longer))
+    train_and_evaluate(config, str(longer))
     assert inference.load(longer).model.config.context_length == 64
     tokens = trained.tokenizer.encode([text_file.read_text()[:3300]])[0].reshape(-1, 33)
     log_p = log_softmax(np.asarray(forward(model, params, tokens[:, :-1])), axis=-1)
     loss = -np.take_along_axis(log_p, tokens[:, 1:, None], 2).mean()
     assert losses_in(longer)[1] == pytest.approx(loss, rel=0.1) and loss > 8
     config.train.steps = 3
-    train(config, str(longer))
+    train_and_evaluate(config, str(longer))
     assert list(losses_in(longer)) == [1, 2, 3]
     with pytest.raises(UserError, match=r"context_length was 32, now 64.\n.*convert --from=run"):
         check_workdir(
@@ -197,7 +197,7 @@ def test_resumes_on_other_devices(text_file, copy_of):
     devices = jax.devices()[:4]
     mesh = dict(mesh__data=1, mesh__fsdp=4, mesh__tensor=1)
     with mock.patch.object(jax, "devices", lambda *_: devices):
-        train(config_for(text_file, **{**RESUMED, **mesh}), str(workdir))
+        train_and_evaluate(config_for(text_file, **{**RESUMED, **mesh}), str(workdir))
     many = losses_in(workdir)
     assert list(many) == list(one) == [15, 30, 40]
     shutil.copytree(workdir / "checkpoints", workdir / "moved")
@@ -205,7 +205,7 @@ def test_resumes_on_other_devices(text_file, copy_of):
     with pytest.raises(
         UserError, match=r"missing .the run has been resumed from step 20.; restore"
     ):
-        train(config_for(text_file, **RESUMED), str(workdir))
+        train_and_evaluate(config_for(text_file, **RESUMED), str(workdir))
     (workdir / "moved").rename(workdir / "checkpoints")
     np.testing.assert_allclose(list(many.values()), list(one.values()), rtol=2e-5)
     jax.tree.map(

@@ -32,7 +32,7 @@ from smallgpt_jax.run.names import CHECKPOINT_FOLDER
 from smallgpt_jax.run.workdir import ImportedModel, write_imported
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.step import microbatch_loss
-from smallgpt_jax.training.trainer import open_trainer, train
+from smallgpt_jax.training.trainer import open_trainer, train_and_evaluate
 
 SMALL = dict(
     model__num_layers=2,
@@ -280,18 +280,18 @@ def test_resumption_is_exact_and_refuses_another_teacher(
     with pytest.raises(
         UserError, match=r"teacher: .*/full: no checkpoint of step 0; choose from 50"
     ):
-        train(config, folder)  # a resumed run keeps the teacher's step
+        train_and_evaluate(config, folder)  # a resumed run keeps the teacher's step
     config.train.teacher_step = 50
     with pytest.raises(
         UserError, match=r"config: train\.teacher_step was 0, now 50\.\nUse the same settings"
     ):
-        train(config, folder)
+        train_and_evaluate(config, folder)
     config.train.teacher_step = -1
     full.rename(tmp_path / "moved")
     with pytest.raises(
         UserError, match=r"config\.train\.teacher: .*/full: no such folder; give the workdir"
     ):
-        train(config, folder)
+        train_and_evaluate(config, folder)
 
 
 @pytest.mark.parametrize(

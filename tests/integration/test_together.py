@@ -15,7 +15,7 @@ from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.checkpoint_folder import saved_steps
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 sys.path.insert(0, str(ROOT / "experiments"))
 import together
@@ -59,7 +59,7 @@ def test_the_losses_are_those_of_separate_runs(text_file, tmp_path):
     assert len({losses(run.folder)["eval 40 loss"] for run in runs}) == 4
     for run in (runs[0], runs[-1]):  # of other rates and seeds
         alone = tmp_path / "alone" / run.folder.name
-        train(run.config, alone)
+        train_and_evaluate(run.config, alone)
         assert losses(run.folder) == pytest.approx(losses(alone), abs=1e-4)
         assert saved_steps(run.folder / CHECKPOINT_FOLDER) == [20, 40]
 

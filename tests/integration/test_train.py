@@ -35,7 +35,7 @@ from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.loss_band import LossBand, Point
 from smallgpt_jax.training.messages import print_final_message
 from smallgpt_jax.training.program import Program
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 sys.path.insert(0, str(ROOT / "experiments"))
 
@@ -58,7 +58,7 @@ def optimized(monkeypatch):
 def test_a_run_learns_more_than_bigrams(text_file, tmp_path, optimized):
     import bigram
 
-    train(
+    train_and_evaluate(
         config_for(
             text_file,
             model__num_layers=1,
@@ -121,7 +121,7 @@ def test_unwritable_standard_output_does_not_end_a_run(text_file, tmp_path):
         contextlib.redirect_stdout(ClosedStream()),
         mock.patch.object(inference.TextModel, "stream", lambda *_, **__: iter(["a text"])),
     ):
-        train(
+        train_and_evaluate(
             config_for(text_file, **SMALL, data__store=str(tmp_path / "store"), train__steps=2),
             str(tmp_path / "run"),
         )
@@ -151,7 +151,7 @@ def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys, mon
         train__max_nonfinite=3,
     )
     with pytest.raises(DivergenceError) as error:
-        train(config, str(tmp_path))
+        train_and_evaluate(config, str(tmp_path))
     message = re.fullmatch(
         r"3 non-finite updates in a row \(config.train.max_nonfinite\): step (\d+): loss nan, gradient norm nan; "
         r"its batch: rows (?:\d+, ){7}\d+ of the training text\.\n"
@@ -173,7 +173,7 @@ def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys, mon
     assert (tmp_path / "curves.png").exists()
     # The newest checkpoint is that of the second update in a row, so one more ends the run again.
     with pytest.raises(DivergenceError, match=f"3 non-finite updates in a row .*: step {step}:"):
-        train(config, str(tmp_path))
+        train_and_evaluate(config, str(tmp_path))
 
 
 # ---------------------------------------------------------------------- custom architectures
@@ -303,7 +303,7 @@ def test_bigram_loss():
 def test_refused_configs_create_no_workdir(text_file, tmp_path, fields, substrings):
     config = config_for(text_file, **fields)
     with pytest.raises(UserError) as error:
-        train(config, str(tmp_path / "run"))
+        train_and_evaluate(config, str(tmp_path / "run"))
     assert all(s in str(error.value) for s in substrings), str(error.value)
     assert not (tmp_path / "run").exists()
 
@@ -316,7 +316,7 @@ def test_out_of_memory_message(text_file, tmp_path, monkeypatch):
 
         monkeypatch.setattr(Program, "compiled_train_step", property(fail))
         with pytest.raises(raised) as error:
-            train(config_for(text_file, **SMALL), str(tmp_path / "run"))
+            train_and_evaluate(config_for(text_file, **SMALL), str(tmp_path / "run"))
         return str(error.value)
 
     message = refused_with(
@@ -343,7 +343,7 @@ def test_refuses_workdirs_of_other_runs(text_file, tmp_path, copy_of):
     def assert_refused(config, workdir, *substrings):
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
         with pytest.raises(UserError) as error:
-            train(config, str(workdir))
+            train_and_evaluate(config, str(workdir))
         assert all(s in str(error.value) for s in substrings), str(error.value)
         assert {
             path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()
@@ -409,10 +409,10 @@ def test_refuses_unwritable_workdirs(text_file, tmp_path, monkeypatch):
     )  # os.access always returns True for root
     for workdir in (tmp_path, tmp_path / "run"):
         with pytest.raises(UserError, match="not a writable folder"):
-            train(config_for(text_file), str(workdir))
+            train_and_evaluate(config_for(text_file), str(workdir))
     monkeypatch.undo()
     with pytest.raises(UserError, match="cannot be created"):
-        train(config_for(text_file), "/proc/run")
+        train_and_evaluate(config_for(text_file), "/proc/run")
 
 
 def test_prepare_and_a_store_of_other_settings(text_file, tmp_path):
@@ -430,7 +430,7 @@ def test_prepare_and_a_store_of_other_settings(text_file, tmp_path):
         text_file, data__store=str(tmp_path / "store"), data__validation_fraction=0.3
     )
     with pytest.raises(UserError, match=r"was made with validation_fraction=0\.1"):
-        train(config, str(tmp_path / "run"))
+        train_and_evaluate(config, str(tmp_path / "run"))
 
 
 def test_an_error_is_one_line(text_file, tmp_path):

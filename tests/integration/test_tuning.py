@@ -26,7 +26,7 @@ from smallgpt_jax.optim.config import OptimizerConfig
 from smallgpt_jax.optim.trainable import make_masks
 from smallgpt_jax.run.workdir import ImportedModel, write_imported
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 MODEL = {
     **{
@@ -107,7 +107,7 @@ def tuned(imported):
     interruption.
     """
     shutil.copytree(imported / "imported", imported / "tuned")
-    train(config_of(imported), str(imported / "tuned"))
+    train_and_evaluate(config_of(imported), str(imported / "tuned"))
     return imported / "tuned"
 
 
@@ -115,7 +115,7 @@ def tuned(imported):
 def test_a_run_with_lora_changes_only_its_pairs_and_resumes(imported, tuned):
     resumed = shutil.copytree(tuned, imported / "resumed")
     shutil.rmtree(resumed / "checkpoints" / "4")
-    train(config_of(imported), str(resumed))
+    train_and_evaluate(config_of(imported), str(resumed))
     base, _ = state_of_step_0(imported / "imported")
     (params, opt_state), (params_resumed, opt_state_resumed) = (
         state_of(tuned, 4),

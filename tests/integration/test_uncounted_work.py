@@ -26,7 +26,7 @@ from smallgpt_jax.planning.table import format_plan
 from smallgpt_jax.report.cautions import cautions, uncounted_work
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 CHIP = chips.Chip(flops=1e12, hbm=16e9)
 TIME, WIDTH, LAYERS, VOCABULARY = 64, 64, 4, 512  # of size `tiny`
@@ -153,7 +153,7 @@ def test_a_run_a_plan_and_a_report_without_flops(known_chip, text_file, tmp_path
         train__eval_steps=1,
         train__log_every=1,
     )
-    train(config, str(tmp_path / "own"))
+    train_and_evaluate(config, str(tmp_path / "own"))
     assert "MFU is not logged: the FLOPs of fft cannot be counted" in capsys.readouterr().out
     lines = [
         json.loads(line) for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()

@@ -11,7 +11,7 @@ from smallgpt_jax.run import workdir
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import write_config
 from smallgpt_jax.run.logger import Logger
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 
 def test_another_run_starts_before_the_lock_is_acquired(text_file, tmp_path, monkeypatch):
@@ -51,7 +51,7 @@ def test_a_workdir_that_is_moved_during_the_run(text_file, tmp_path, monkeypatch
         text_file, **SMALL, train__steps=20, train__log_every=1, train__checkpoint_every=5
     )
     with pytest.raises(UserError, match=f"{folder}: was moved, or its file .lock removed"):
-        train(config, str(folder))
+        train_and_evaluate(config, str(folder))
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
     assert (folder / "metrics.jsonl").read_text() == "of the other run\n"
     lines = (tmp_path / "run-old" / "metrics.jsonl").read_text().splitlines()

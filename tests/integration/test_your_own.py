@@ -30,7 +30,7 @@ from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import CHECKPOINT_FOLDER
 from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 pytestmark = pytest.mark.slow
 SIZES = dict(num_layers=2, d_model=16, num_heads=2)
@@ -307,9 +307,9 @@ def test_a_schedule_an_optimizer_and_an_objective(text_file, tmp_path, monkeypat
         train__checkpoint_every=2,
         train__eval_every=4,
     )
-    train(config, str(tmp_path))
+    train_and_evaluate(config, str(tmp_path))
     config.train.steps = 4
-    train(config, str(tmp_path))
+    train_and_evaluate(config, str(tmp_path))
     lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["split"] == "train"]
     assert [line["learning_rate"] for line in lines] == pytest.approx([0.01, 0.005, 0.01, 0.005])
     assert all(line["calm"] > 0 for line in lines)

@@ -16,7 +16,7 @@ from smallgpt_jax.devices import agreement
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.training import checks
-from smallgpt_jax.training.trainer import train
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 pytestmark = pytest.mark.slow
 
@@ -191,7 +191,7 @@ def test_two_processes_train_as_one(tmp_path, text_file, cluster):
     assert "Check failure stack trace" not in result.stderr
 
     for workdir in (alone, run):
-        train(
+        train_and_evaluate(
             load_config(
                 "gpt", **{**FIELDS, "data__source": str(text_file), "train__steps": STEPS + 5}
             ),

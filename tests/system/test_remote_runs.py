@@ -333,7 +333,9 @@ def test_failed_requests_are_not_damage(remote_run, monkeypatch):
         Exception,
         match=r"checkpoints/40: cannot be read \(UNAVAILABLE: Failed to connect\); nothing",
     ):
-        trainer.train(load_config("run", str(remote_run), train__steps=60), str(remote_run))
+        trainer.train_and_evaluate(
+            load_config("run", str(remote_run), train__steps=60), str(remote_run)
+        )
     assert (
         sorted(object_storage.list_files(remote_run / "checkpoints")) == before
         and np.size(before) > 10

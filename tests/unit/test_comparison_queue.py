@@ -32,7 +32,7 @@ class World:
         self.finished: dict[str, float] = {}
         self.events: list[str] = []
         self._losses, self._errors = losses or {}, errors or {}
-        monkeypatch.setattr(queue.trainer, "train", self._train)
+        monkeypatch.setattr(queue.trainer, "train_and_evaluate", self._train)
         monkeypatch.setattr(queue, "check_existing", lambda *_: None)
         monkeypatch.setattr(queue, "with_available_trunk", lambda run: run.config)
         monkeypatch.setattr(queue, "file_lock", self._wait)

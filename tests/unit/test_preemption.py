@@ -92,7 +92,7 @@ def test_a_request_before_the_run_is_not_lost_in_a_callback(exits, monkeypatch, 
 
     monkeypatch.setattr(opening, "config_in_workdir", check)
     with pytest.raises(Interrupted):
-        trainer.train(None, str(tmp_path / "run"))
+        trainer.train_and_evaluate(None, str(tmp_path / "run"))
     assert exits == [130]
 
 

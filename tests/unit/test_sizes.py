@@ -268,7 +268,7 @@ def test_the_line_of_a_size(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trainer, "with_microbatches", lambda config: pytest.fail("compiles"))
     missing = config.replace(data={"source": str(tmp_path / "texts")})
     with pytest.raises(UserError, match="texts"):  # before the steps are compiled, for minutes
-        trainer.train(missing, tmp_path / "run")
+        trainer.train_and_evaluate(missing, tmp_path / "run")
     assert capsys.readouterr().out == f"{line}\n"
 
 

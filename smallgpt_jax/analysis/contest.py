@@ -183,7 +183,7 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
     likelihoods, densities = _explain(means, centers, precisions, taus, variances)
     # τ of each world, then a variance v of each model, then the mean of all models
     tau_of = rng.choice(len(taus), size=DRAWS, p=likelihoods / likelihoods.sum())  # index of `taus`
-    variance = _draw_variances(rng, variances, densities[tau_of])  # (DRAWS, models)
+    variance = _draw_variances(rng, variances, densities, tau_of)  # (DRAWS, models)
     center = centers[tau_of] + rng.standard_normal(DRAWS) / np.sqrt(precisions[tau_of])
     # then the expected losses
     tau_squared = taus[tau_of, None] ** 2
@@ -193,15 +193,18 @@ def draw_losses(estimate: Estimate, untried: np.ndarray | float = 0.0) -> np.nda
 
 
 def _draw_variances(
-    rng: np.random.Generator, variances: np.ndarray, densities: np.ndarray
+    rng: np.random.Generator, variances: np.ndarray, densities: np.ndarray, tau_of: np.ndarray
 ) -> np.ndarray:
-    """Returns one of each model's possible variances (models, _QUANTILES) in each world, by densities
-    (worlds, models, _QUANTILES): (worlds, models).
+    """Returns one of each model's possible variances (models, _QUANTILES) in each world, (worlds,
+    models), by densities (τ, models, _QUANTILES). `tau_of` is the index of each world's τ.
     """
-    # the inverse of the cumulative density
+    # The inverse of the cumulative density: worlds of one τ have the same one.
     cumulative = densities.cumsum(2)
-    thresholds = rng.random((*densities.shape[:2], 1)) * cumulative[..., -1:]
-    picked = (thresholds > cumulative).sum(2)
+    uniform = rng.random((len(tau_of), len(variances)))
+    picked = np.empty(uniform.shape, int)
+    for tau, model in np.ndindex(cumulative.shape[:2]):
+        worlds, sums = tau_of == tau, cumulative[tau, model]
+        picked[worlds, model] = np.searchsorted(sums, uniform[worlds, model] * sums[-1])
     return variances[np.arange(len(variances)), picked]
 
 

@@ -111,18 +111,6 @@ def test_imports_gpt2(tmp_path, fields):
         )
 
 
-def test_imports_sharded_weights(tmp_path):
-    theirs = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=300, n_positions=64, n_embd=48, n_layer=2, n_head=3)
-    )
-    theirs.save_pretrained(tmp_path / "one")
-    theirs.save_pretrained(tmp_path / "many", max_shard_size="50KB")
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
-    assert_bitwise_equal(
-        *(hugging_face.read_folder(str(tmp_path / name)).params for name in ("one", "many"))
-    )
-
-
 def rewrite_weights(folder: Path, change) -> None:
     path = folder / "model.safetensors"
     weights = safetensors.load_file(path)

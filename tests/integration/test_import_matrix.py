@@ -98,7 +98,8 @@ def test_logits_are_those_of_transformers(name, tied, head, tmp_path):
     weights = weights_of(theirs, head)
     tokens = np.random.default_rng(0).integers(0, 96, (2, 16))
     described = {**theirs.config.to_dict(), "tie_word_embeddings": tied, "dtype": "float32"}
-    for files in FILES:
+    # How the weights are stored matters once: with a head that the config.json does not expect.
+    for files in FILES if (tied, head) == (True, "another") else FILES[:1]:
         folder = tmp_path / files
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(described))

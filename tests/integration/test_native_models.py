@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, call, forward, init
+from conftest import build, call, forward, init, load_config
 from data_helpers import prepare_store
 
 from smallgpt_jax import inference, models
@@ -147,11 +147,11 @@ def test_models_that_transformers_lacks_are_not_exported_as_native_models():
         assert not gpt2.supports(build("gpt", **gpt2_fields | changed).config), changed
 
 
-def save_theirs(folder: Path, name: str, **fields) -> None:
-    """Saves a Llama or Qwen3 with random bfloat16 weights in several files, as in the folders of
+def save_qwen3(folder: Path, **fields) -> None:
+    """Saves a Qwen3 with random bfloat16 weights in several files, as in the folders of
     published models.
     """
-    config = getattr(transformers, f"{name}Config")(
+    config = transformers.Qwen3Config(
         vocab_size=320,
         hidden_size=32,
         intermediate_size=48,
@@ -161,7 +161,7 @@ def save_theirs(folder: Path, name: str, **fields) -> None:
         max_position_embeddings=64,
         **fields,
     )
-    theirs = getattr(transformers, f"{name}ForCausalLM")(config)
+    theirs = transformers.Qwen3ForCausalLM(config)
     torch.manual_seed(0)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
@@ -189,37 +189,27 @@ def train_tokenizer(folder: Path, texts: list[str]) -> library.Tokenizer:
     return tokenizer
 
 
-def assert_has_the_logits(folder: Path, name: str, model, params) -> None:
+def assert_has_the_logits(folder: Path, model, params) -> None:
     tokens = random_tokens(model)
     np.testing.assert_allclose(
         forward(model, params, jnp.asarray(tokens)),
-        their_logits(folder, tokens, f"{name}ForCausalLM"),
+        their_logits(folder, tokens, "Qwen3ForCausalLM"),
         atol=1e-4,
     )
 
 
 @pytest.mark.slow
-def test_reads_llama(tmp_path):
-    """In bfloat16, in several files."""
-    rope = {"rope_type": "default", "rope_theta": 300.0}
-    save_theirs(tmp_path, "Llama", rope_parameters=rope, rms_norm_eps=1e-3)
-    read = hugging_face.read_folder(str(tmp_path))
-    assert_has_the_logits(tmp_path, "Llama", read.model, read.params)
-
-
-@pytest.mark.slow
 def test_imports_trains_and_exports(text_file, tmp_path):
     """A Qwen3 in bfloat16 is imported with its tokenizer, trained, and exported again."""
-    name = "Qwen3"
     theirs, run, out = (tmp_path / part for part in ("theirs", "run", "out"))
-    save_theirs(theirs, name, head_dim=12, tie_word_embeddings=True)
+    save_qwen3(theirs, head_dim=12, tie_word_embeddings=True)
     tokenizer = train_tokenizer(theirs, [text_file.read_text()[:5000]])
     result = call("convert", "--from=hf", f"--input={theirs}", f"--workdir={run}")
     assert result.returncode == 0 and "tokenizer: hugging_face, 300 entries" in result.stdout, (
         result.stderr
     )
     imported = inference.load_trained(run)
-    assert_has_the_logits(theirs, name, imported.model, imported.params)
+    assert_has_the_logits(theirs, imported.model, imported.params)
     text = "the cat <|im_end|> sat"
     assert imported.tokenizer.end_of_text == tokenizer.token_to_id("<|im_end|>") == 1
     tokenizer.encode_special_tokens = True
@@ -243,8 +233,8 @@ def test_imports_trains_and_exports(text_file, tmp_path):
     ).max()
     assert trained.step == 2 and difference > 1e-5
     result = call("convert", "--to=hf", f"--workdir={run}", f"--output={out}")
-    assert result.returncode == 0 and f"as {name}ForCausalLM\n" in result.stdout, result.stderr
-    assert_has_the_logits(out, name, trained.model, trained.params)
+    assert result.returncode == 0 and "as Qwen3ForCausalLM\n" in result.stdout, result.stderr
+    assert_has_the_logits(out, trained.model, trained.params)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (out / file).read_bytes() == (theirs / file).read_bytes()
     again = transformers.AutoTokenizer.from_pretrained(out)
@@ -599,3 +589,18 @@ def test_wide_heads_in_memory_and_flops():
     layers, positions, width, float32 = 2, 32, 4 * 16, 4
     assert activations[1] - activations[0] == layers * positions * 4 * width * float32
     assert flops[1] - flops[0] == layers * (6 * 4 * 32 * width + 12 * positions * width)
+
+
+def test_parameters_and_flops_at_full_size():
+    """The numbers of parameters and FLOPs follow from the shapes of the matrices.
+
+    A layer has query and output matrices of width 768, key and value matrices of a third of this
+    width, and three MLP matrices of width 2048.
+    """
+    model = models.build(**load_config("llama", "paper").model)
+    width, layers, vocabulary = 768, 12, 50_304
+    multiplied = (
+        layers * (2 * width**2 + 2 * width * width // 3 + 3 * width * 2048) + vocabulary * width
+    )
+    assert models.num_parameters(model) == multiplied + vocabulary * width + 25 * width
+    assert train_flops_per_token(model) == 6 * multiplied + 12 * 1024 * layers * width

@@ -166,8 +166,7 @@ PER_ROW = {
 }
 
 
-@pytest.mark.parametrize("kind", PER_ROW)
-@pytest.mark.parametrize("attention", ["xla", "splash"])
+@pytest.mark.parametrize("kind, attention", [("mtp", "xla"), ("mtp", "splash"), ("ftp", "xla")])
 def test_the_flops_of_heads_count(kind, attention):
     """By hand, in multiplications with additions; the backward pass has twice as many. Kernels
     cannot be counted, and change nothing.

@@ -1,5 +1,5 @@
 """Tests of the mixer `delta` (Gated DeltaNet) in models. Random models (test_random_models.py)
-compare it with float64 formulas, packed, cached and sharded; test_gated_delta.py tests its rule,
+compare it with float64 formulas, packed, cached and sharded; test_recurrences.py tests its rule,
 and test_moe.py trains it.
 """
 

@@ -1,5 +1,5 @@
 """Tests of the mixer `mamba` (Mamba-2) in models. Random models (test_random_models.py) compare it
-with float64 formulas, packed, cached and sharded; test_state_space.py tests its recurrence.
+with float64 formulas, packed, cached and sharded; test_recurrences.py tests its recurrence.
 """
 
 import jax

@@ -229,7 +229,7 @@ RECURRENT = dict(position="none", d_model=16, num_heads=4, mamba_state=8)
 @pytest.mark.slow
 def test_correct_kernels_of_recurrences_pass(check):
     """The heads of mamba share their keys, also the two of a device. The kernel of delta, which
-    compiles slowly, is that of unit/test_gated_delta.py.
+    compiles slowly, is that of unit/test_recurrences.py.
     """
     check(**RECURRENT, mixers=("mamba",), data=2, tensor=2)
 

@@ -1,5 +1,5 @@
-"""Tests of ops/recurrence_kernel.py under vmap, and of when it is used. test_gated_delta.py and
-test_state_space.py compare it with the recurrences.
+"""Tests of ops/recurrence_kernel.py under vmap, and of when it is used. test_recurrences.py compares
+it with the recurrences.
 """
 
 import jax

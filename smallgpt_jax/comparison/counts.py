@@ -31,8 +31,7 @@ class Counts:
         """Returns the FLOPs of a step, with padding and the optimizer; None if unknown."""
         if self.flops_per_token is None:
             return None
-        inputs = config.train.batch_size * config.model.context_length
-        return inputs * self.flops_per_token + self.optimizer_flops
+        return config.inputs_per_step * self.flops_per_token + self.optimizer_flops
 
 
 def count(config: Config) -> Counts:

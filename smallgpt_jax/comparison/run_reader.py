@@ -112,7 +112,7 @@ def _require_started(folder: Path) -> None:
 
 def _tokens_per_step(config: Config, sessions: Sequence[Session]) -> float:
     """Returns the tokens of a batch without padding."""
-    inputs = config.train.batch_size * config.model.context_length
+    inputs = config.inputs_per_step
     padding = sessions[-1].padding if sessions else 0
     # without padding an integer, as records have it
     return inputs * (1 - padding) if padding else inputs

@@ -145,7 +145,7 @@ def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[s
     if not config:  # an imported model that has not been trained
         return facts
     data, train, optimizer = config.data, config.train, config.optimizer
-    tokens = step * train.batch_size * config.model.context_length
+    tokens = step * config.inputs_per_step
     rate = f"{optimizer.learning_rate:g}"
     if optimizer.schedule != "constant":
         rate += f" to {optimizer.final_learning_rate:g} at step {optimizer.decay_steps:,}"

@@ -130,7 +130,7 @@ def _estimate_memory(
     """Returns the fields that need no HLO. `evaluation` is None if training was refused."""
     config, model, mesh = program.config, program.model, program.mesh
     train, state = config.train, program.abstract_state
-    tokens = train.batch_size * config.model.context_length
+    tokens = config.inputs_per_step
     cost = flops.train_cost(model, program.objective.terms.values())
     flops_per_step = None
     if cost.flops is not None:

@@ -43,8 +43,7 @@ def expected_loss_message(results: str | None, planned: Plan) -> str:
     if far:
         differences = "; ".join([*far, *near])
         return f"expected loss: not known; {model} of {results} has {differences}"
-    train, context_length = planned.config.train, planned.config.model.context_length
-    tokens = train.steps * train.batch_size * context_length
+    tokens = planned.config.train.steps * planned.config.inputs_per_step
     point = LawPoint(model, "", planned.estimate.parameters, tokens)
     points = laws.law_points(runs)
     reason = _out_of_reach([one for one in points if one.model == model], point)

@@ -221,6 +221,11 @@ class Config:
         """The seed of the order of the batches."""
         return self.train.seed if self.data.seed == -1 else self.data.seed
 
+    @property
+    def inputs_per_step(self) -> int:
+        """The tokens of a batch, with padding."""
+        return self.train.batch_size * self.model.context_length
+
     def replace(self, **groups: Mapping) -> Self:
         changed = {name: getattr(self, name).replace(**fields) for name, fields in groups.items()}
         return dataclasses.replace(self, **changed)

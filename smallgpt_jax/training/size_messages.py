@@ -35,7 +35,7 @@ def size_messages(config: Config) -> list[str]:
     if not config.train.size:
         return _rate_messages(config)
     model, train, optimizer = config.model, config.train, config.optimizer
-    batch = train.batch_size * model.context_length
+    batch = config.inputs_per_step
     ratio = train.steps * batch / num_active_parameters(LanguageModel(model))
     warmup = "1 step" if optimizer.warmup_steps == 1 else f"{optimizer.warmup_steps:,} steps"
     schedule = f"rate {optimizer.learning_rate:.3g} after {warmup}"
@@ -90,7 +90,7 @@ def _short(ratio: float) -> str:
 
 def _rate_messages(config: Config) -> list[str]:
     """Returns that the rule's learning rate may not suit, or that the rate is far above it."""
-    batch = config.train.batch_size * config.model.context_length
+    batch = config.inputs_per_step
     rate, chosen = usual_rate(config.model, batch), config.optimizer.learning_rate
     follows = bool(config.train.size) and chosen == rate
     if field := _field_beyond_the_rule(config):

@@ -44,7 +44,7 @@ def _shape(run: Run, config: Config) -> Contradictions:
     if run.seed != config.train.seed:
         yield "seed", f"seed {run.seed} is {config.train.seed} in its config"
     padding = run.sessions[-1].padding if run.sessions else 0.0
-    expected = _inputs(config) * (1 - padding)
+    expected = config.inputs_per_step * (1 - padding)
     # Only sessions record the padding, without which the tokens do not follow from the config.
     if run.sessions and not _is_close(run.tokens_per_step, expected):
         yield (
@@ -59,11 +59,6 @@ def _shape(run: Run, config: Config) -> Contradictions:
     vocabulary = run.text.description.get("vocab_size", 0) if run.text else 0
     if vocabulary > config.model.vocab_size:
         yield "text", f"the tokenizer's {vocabulary} tokens exceed config.model.vocab_size"
-
-
-def _inputs(config: Config) -> int:
-    """Returns the tokens per step, with padding."""
-    return config.train.batch_size * config.model.context_length
 
 
 def _curve(run: Run) -> Contradictions:
@@ -118,7 +113,7 @@ def _losses(run: Run, config: Config) -> Contradictions:
                     ),
                 )
     yield from _first_loss(run.curve[0], config.model.vocab_size)
-    most = config.train.eval_steps * _inputs(config)  # 0: evaluates all validation rows
+    most = config.train.eval_steps * config.inputs_per_step  # 0: evaluates all validation rows
     if most and run.curve[-1].targets > most:
         yield (
             "evaluation rows",

@@ -11,8 +11,8 @@ from smallgpt_jax.data.source import names_of
 from smallgpt_jax.formatting import escape_markdown, millions
 from smallgpt_jax.models.naming import variants
 from smallgpt_jax.run.config_file import saved_config
-from smallgpt_jax.run.metrics import read_lines
-from smallgpt_jax.run.names import METRICS_FILE, ORIGIN_FILE
+from smallgpt_jax.run.metrics import read_evaluations
+from smallgpt_jax.run.names import ORIGIN_FILE
 from smallgpt_jax.storage.json_files import OBJECT, read_json
 
 _DESCRIPTIONS = {
@@ -172,9 +172,8 @@ def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[s
         return facts
     evaluations = [
         line
-        for line in read_lines(workdir / METRICS_FILE)
-        if line["split"] == "eval"
-        and line["step"] == step
+        for line in read_evaluations(workdir)
+        if line["step"] == step
         # null: not finite; without bits per byte: the bytes of the text are not known
         and None not in (line["loss"], line.get("bits_per_byte"))
     ]

@@ -84,6 +84,10 @@ def read_lines(path: Path) -> list[dict]:
     return read_json_lines(path, _LINE)
 
 
+def read_evaluations(workdir: Path) -> list[dict]:
+    return [line for line in read_lines(workdir / METRICS_FILE) if line["split"] == "eval"]
+
+
 def read_lines_from(path: Path, step: int) -> tuple[int, list[dict]]:
     """Returns the lines of `step` and later steps, and their position in the file, in bytes."""
     if not path.is_file():

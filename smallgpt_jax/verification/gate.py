@@ -22,8 +22,8 @@ from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.custom_code import import_training_code
-from smallgpt_jax.run.metrics import read_lines
-from smallgpt_jax.run.names import LOCK_FILE, METRICS_FILE
+from smallgpt_jax.run.metrics import read_evaluations
+from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.paths import as_path
@@ -239,8 +239,8 @@ def loss_of_new_rows(workdir: Path, step: int) -> float:
     """Returns the mean loss over the rows that only the larger evaluation after `step` has."""
     sums = {  # {number of targets: sum of their losses}
         line["targets"]: line["loss"] * line["targets"]
-        for line in read_lines(workdir / METRICS_FILE)
-        if line["split"] == "eval" and line["step"] == step and line["loss"] is not None
+        for line in read_evaluations(workdir)
+        if line["step"] == step and line["loss"] is not None
     }
     if len(sums) < 2:
         raise UserError(

@@ -18,8 +18,7 @@ from smallgpt_jax.errors import DivergenceError, UserError
 from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.run.completion import is_finished
 from smallgpt_jax.run.config import Config
-from smallgpt_jax.run.metrics import read_lines
-from smallgpt_jax.run.names import METRICS_FILE
+from smallgpt_jax.run.metrics import read_evaluations
 from smallgpt_jax.run.provenance import package_versions
 from smallgpt_jax.run.training_text import identity_of
 from smallgpt_jax.training import trainer
@@ -101,8 +100,9 @@ def trained_curve(config: Config, folder: Path, corpus: Corpus) -> Curve:
 
 
 def read_curve(folder: Path) -> Curve:
-    lines = [line for line in read_lines(folder / METRICS_FILE) if line["split"] == "eval"]
-    return {line["step"]: line["loss"] for line in lines if line["loss"] is not None}
+    return {
+        line["step"]: line["loss"] for line in read_evaluations(folder) if line["loss"] is not None
+    }
 
 
 def train_variants(
@@ -184,8 +184,8 @@ def compare_run(
 
 def _require_same_targets(recorded: Mapping[int, Point], folder: Path) -> None:
     """Raises UserError if evaluations in `folder` are means over other tokens than recorded."""
-    for line in read_lines(folder / METRICS_FILE):
-        point = recorded.get(line["step"]) if line["split"] == "eval" else None
+    for line in read_evaluations(folder):
+        point = recorded.get(line["step"])
         if point and point.targets != line["targets"]:
             raise UserError(
                 f"the loss at step {point.step} is a mean over {point.targets:,} targets in the "

@@ -134,8 +134,13 @@ def main() -> None:
     if _OUTPUT.value is None:
         cli.fail("--output must be given; see --help", status=2)
     if purpose == "verify":
-        choice = (_SAMPLE.value, _FRACTION.value, _ONLY.value, _NONCE.value)
-        sys.exit(_verify(_VERIFY.value, _OUTPUT.value, choice, flags.FLAGS.trust_custom_code))
+        sample = {
+            "size": _SAMPLE.value,
+            "fraction": _FRACTION.value,
+            "names": _ONLY.value,
+            "nonce": _NONCE.value,
+        }
+        sys.exit(_verify(_VERIFY.value, _OUTPUT.value, sample, flags.FLAGS.trust_custom_code))
     if purpose == "against":
         sys.exit(_ask_gate(config, _AGAINST.value, _OUTPUT.value, _ONLY.value))
     # Here, because the other purposes need no trainer and no plots.
@@ -191,12 +196,12 @@ def _write_bundle(results: Sequence[str], folder: str) -> None:
     print(write_bundle(results[0], folder))
 
 
-def _verify(record: str, output: str, choice: tuple, trust_custom_code: bool) -> int:
-    """Returns the exit status of the verdict. `choice` are the fields of a `Sample`."""
+def _verify(record: str, output: str, sample: dict, trust_custom_code: bool) -> int:
+    """Returns the exit status of the verdict. `sample` are the fields of a `Sample`."""
     from smallgpt_jax.verification.sample import Sample
     from smallgpt_jax.verification.verification import verify
 
-    verification = verify(record, output, Sample(*choice), trust_custom_code=trust_custom_code)
+    verification = verify(record, output, Sample(**sample), trust_custom_code=trust_custom_code)
     print(f"\n{verification}")
     return verification.status
 

@@ -18,7 +18,7 @@ from smallgpt_jax.formatting import safe_name
 from smallgpt_jax.optim.learning_rate import decay_start
 from smallgpt_jax.run.config import Config
 
-RUNS_FOLDER = "runs"  # in a comparison's folder
+RUNS_FOLDER = "runs"  # in the folder of a comparison, a verification or a gate
 
 
 class PlannedRun(NamedTuple):

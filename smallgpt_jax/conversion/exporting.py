@@ -118,7 +118,7 @@ class HuggingFaceExport:
                 model_card.training_facts(workdir, step, pgpt_paths),
                 # transformers writes a begin-of-text token before each text, but no end-of-text one
                 adds_begin=run_tokenizer.begin_of_text != run_tokenizer.end_of_text,
-                is_chat=bool(training_format(workdir)[1]),
+                is_chat=bool(training_format(workdir).chat_template),
                 splits_special_tokens=splits,
             )
             (folder / "README.md").write_text(card, "utf-8", errors="backslashreplace")

@@ -161,7 +161,7 @@ def _load_chat_template(folder: str | Path) -> ChatTemplate:
 def find_chat_template(folder: str | Path) -> ChatTemplate | None:
     """Returns the template of the run's conversations, or else of its tokenizer."""
     path = as_path("--workdir", folder)
-    source = training_format(path)[1] or own_template(path / TOKENIZER_FOLDER)
+    source = training_format(path).chat_template or own_template(path / TOKENIZER_FOLDER)
     if not source:
         return None
     try:
@@ -175,7 +175,7 @@ def find_chat_template(folder: str | Path) -> ChatTemplate | None:
 def portable_chat_template(folder: str | Path, tokenizer: tokenizers.Tokenizer) -> str:
     """Returns the template for other programs, or ""."""
     path = as_path("--workdir", folder)
-    trained = training_format(path)[1]
+    trained = training_format(path).chat_template
     # they put no begin-of-text token before what it writes
     return with_begin(trained, tokenizer) if trained else own_template(path / TOKENIZER_FOLDER)
 

@@ -23,6 +23,7 @@ _ASPECT = 64  # width per block, as in nanochat
 _MIN_BLOCKS = 4  # as in the records
 # With learned positions, two wide blocks are better than four (docs/results/sizes.json).
 _MIN_BLOCKS_LEARNED = 2
+_MLP_UNITS = {1: 1, 128: 8, 512: 64}  # {d_model from which: widths of MLPs are multiples of this}
 _SPREAD = 1.3  # MLPs are at most this factor wider or narrower than usual
 _CLOSE = 0.01  # relative error at which the search ends
 _ENOUGH = 0.03  # beyond this one, all depths are tried
@@ -197,8 +198,9 @@ class _Search:
         if "mlp_ratio" in self.set_fields:
             return max(1, round(usual))
         width = count.fitting_mlp(parameters, d, layers) or usual
-        unit = 1 if d < 128 else 8 if d < 512 else 64
-        return max(1, unit * round(min(max(width, usual / _SPREAD), usual * _SPREAD) / unit))
+        near_usual = min(max(width, usual / _SPREAD), usual * _SPREAD)
+        unit = max(unit for least_d, unit in _MLP_UNITS.items() if d >= least_d)
+        return max(1, unit * round(near_usual / unit))
 
     def cost(self, shape: _Shape, ratio: float) -> float:
         """An error of 1% costs as much as 2.7 times the usual depth."""

@@ -219,15 +219,18 @@ def outcomes(held_out: HeldOut) -> Table:
 
 
 def _outcome(one: Outcome) -> dict[str, str]:
-    is_trained = one.loss is not None
-    return {
+    row = {
         "model": one.model,
         "tokens": words.amount(one.tokens),
         "predicted (80% interval)": f"{one.predicted:.3f} ({words.interval(one.interval)})",
         "trained": words.loss(one.loss),
-        "error": f"{one.loss - one.predicted:+.3f}" if is_trained else MISSING,
-        "inside": ("yes" if one.is_inside else "no") if is_trained else MISSING,
-        "seeds": str(one.seeds) if is_trained else MISSING,
+    }
+    if one.loss is None:
+        return row | dict.fromkeys(("error", "inside", "seeds"), MISSING)
+    return row | {
+        "error": f"{one.loss - one.predicted:+.3f}",
+        "inside": "yes" if one.is_inside else "no",
+        "seeds": str(one.seeds),
     }
 
 

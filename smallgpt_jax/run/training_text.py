@@ -1,7 +1,7 @@
 """Whether a run continues on its own training text."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -47,19 +47,23 @@ def read_identity(workdir: Path) -> dict[str, Any]:
     }
 
 
-def training_format(workdir: Path) -> tuple[str, str]:
-    """Returns config.data.format and the chat template of "messages", or else ("text", "")."""
+class TextFormat(NamedTuple):
+    name: str  # config.data.format
+    chat_template: str  # of "messages"; else ""
+
+
+def training_format(workdir: Path) -> TextFormat:
     path = workdir / STORE_FILE
     return format_of(read_json(path, DESCRIPTION, "restore it") if path.exists() else {})
 
 
-def format_of(description: dict[str, Any]) -> tuple[str, str]:
+def format_of(description: dict[str, Any]) -> TextFormat:
     """`training_format` of a `Corpus.description`."""
     for store in description.get("mixture", [description]):
         made_from = store.get("made_from", {})
         if made_from.get("format", "text") != "text":
-            return made_from["format"], made_from.get("chat_template", "")
-    return "text", ""
+            return TextFormat(made_from["format"], made_from.get("chat_template", ""))
+    return TextFormat("text", "")
 
 
 def text_changes(before: dict[str, Any], now: dict[str, Any]) -> str:

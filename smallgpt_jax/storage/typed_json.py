@@ -63,7 +63,11 @@ def schema_of(kind: Any) -> Any:
     A field with a default may be missing. `Annotated[float, POSITIVE]` has the annotated schema.
     """
     if dataclasses.is_dataclass(kind):
-        return {name: _field_schema(kind, name) for name in _hints(kind)}
+        hints = _hints(kind)
+        return {
+            field.name: _field_schema(field, hints[field.name])
+            for field in dataclasses.fields(kind)
+        }
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return arguments[1].schema if isinstance(arguments[1], Schema) else arguments[1]
@@ -77,11 +81,10 @@ def schema_of(kind: Any) -> Any:
     return _KINDS[kind]
 
 
-def _field_schema(kind: type, name: str) -> Any:
-    (field,) = (field for field in dataclasses.fields(kind) if field.name == name)
-    schema = schema_of(_hints(kind)[name])
-    is_required = dataclasses.MISSING is field.default is field.default_factory
-    return schema if is_required else json_files.Optional(schema)
+def _field_schema(field: dataclasses.Field, hint: Any) -> Any:
+    schema, missing = schema_of(hint), dataclasses.MISSING
+    has_default = field.default is not missing or field.default_factory is not missing
+    return json_files.Optional(schema) if has_default else schema
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis import sequential
 from smallgpt_jax.analysis.record import Record, Run
 from smallgpt_jax.comparison.counts import Counts
+from smallgpt_jax.comparison.runs import RUNS_FOLDER
 from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
@@ -110,7 +111,7 @@ def ask_gate(
             index = len(question.differences)
             # data.seed=-1: one seed for initial weights and order of batches
             seed = {"train": {"seed": ledger.seed(question, index)}, "data": {"seed": -1}}
-            runs = folder / "runs" / f"question{question.number}-{index}"
+            runs = folder / RUNS_FOLDER / f"question{question.number}-{index}"
             losses = train(config.replace(**seed), base.replace(**seed), runs)
             question = decide(question, losses[0] - losses[1], most_seeds)
             ledger = ledger.with_question(question)

@@ -24,7 +24,6 @@ from smallgpt_jax.run.training_text import identity_of
 from smallgpt_jax.training import trainer
 from smallgpt_jax.verification.bands import ComparedLoss, Curve, compare_curves
 
-RUNS_FOLDER = "runs"
 LOSS_CHUNKS = (1, 2, 4, 8, 16)
 MAX_CHUNK_VARIANTS = 2
 OTHER_INSTRUCTIONS = "--xla_cpu_max_isa=AVX2"

@@ -14,6 +14,7 @@ from typing import Any
 
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.record import Record, Run
+from smallgpt_jax.comparison.runs import RUNS_FOLDER
 from smallgpt_jax.devices.platform import processor_identity
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.formatting import safe_name
@@ -212,7 +213,7 @@ def _verify_run(
         config = retraining.retrained_config(_usable_config(run, trust_custom_code), steps)
         corpus = retraining.open_text(config, run)
         name = f"{safe_name(run.name)}-seed{run.seed}-{run.horizon:g}-{steps}"
-        workdir = folder / retraining.RUNS_FOLDER / name
+        workdir = folder / RUNS_FOLDER / name
         comparisons = retraining.compare_run(
             run, record, config, workdir, corpus, trust_custom_code
         )

@@ -55,8 +55,8 @@ from smallgpt_jax.training import program as programs
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.loss_band import (
     BANDS_FILE,
+    BandPoint,
     LossBand,
-    Point,
     bytes_per_token,
     find_band,
     relevant_fields,
@@ -232,15 +232,15 @@ def by_step(run: dict) -> dict[int, float]:
     return dict(enumerate(run["losses"], 1))
 
 
-def make_points(runs: list[dict]) -> list[Point]:
+def make_points(runs: list[dict]) -> list[BandPoint]:
     points = []
     for measure, spans in SPANS.items():
         for first, last in spans:
-            values = [Point(first, last, measure, 0, 0, 0).value(by_step(run)) for run in runs]
+            values = [BandPoint(first, last, measure, 0, 0, 0).value(by_step(run)) for run in runs]
             values = [value for value in values if not np.isnan(value)]
             if len(values) >= MIN_RUNS:
                 mean, deviation = statistics.fmean(values), statistics.stdev(values)
-                point = Point(
+                point = BandPoint(
                     first, last, measure, round(mean, 5), round(deviation, 5), len(values)
                 )
                 points.append(point)
@@ -268,7 +268,7 @@ def report(output: Path) -> None:
                 print(f"{folder.name}: {path.stem}: {problem or 'not found'}")
 
 
-def first_problem(points: list[Point], run: dict) -> str:
+def first_problem(points: list[BandPoint], run: dict) -> str:
     band, losses = LossBand("the recipe", tuple(points)), by_step(run)
     problems = (f"step {step}: {band.problem(losses, step)}" for step in losses)
     return next((problem for problem in problems if not problem.endswith(": ")), "")

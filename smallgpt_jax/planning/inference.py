@@ -84,8 +84,8 @@ def estimate_inference(
 
     flops_empty = count_flops(model, weights, 1, 1)
     flops_full = count_flops(model, weights, 1, c.context_length)
-    empty = DecodingStep(model, weight_bytes, one_token, flops_empty)
-    full = DecodingStep(model, weight_bytes, per_text, flops_full)
+    empty = StepCost(model, weight_bytes, one_token, flops_empty)
+    full = StepCost(model, weight_bytes, per_text, flops_full)
 
     largest_batch = None
     if chip and per_text:
@@ -126,7 +126,7 @@ def find_bandwidth(device_kind: str) -> float | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodingStep:
+class StepCost:
     """One token for each of B texts; see this module's docstring."""
 
     model: models.LanguageModel

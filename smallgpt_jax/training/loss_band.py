@@ -44,7 +44,7 @@ _WORDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class BandPoint:
     # A span of steps, because the loss of one step varies more than most mistakes change it. Of a
     # span, the band has the mean loss, and how much the loss varies from step to step, which tells
     # the size and the order of the batches.
@@ -66,9 +66,9 @@ class Point:
 @dataclasses.dataclass(frozen=True)
 class LossBand:
     recipe: str
-    points: tuple[Point, ...]
+    points: tuple[BandPoint, ...]
 
-    def interval(self, point: Point) -> tuple[float, float]:
+    def interval(self, point: BandPoint) -> tuple[float, float]:
         """Returns the prediction interval of a further run, simultaneous over all points."""
         # Here, because most runs have no band, and the import takes 0.2 s of each command's start.
         from scipy import special
@@ -125,7 +125,7 @@ def find_band(config: Config, text: Mapping[str, Any]) -> LossBand | None:
         is_same = relevant_fields(Config.of(content["config"])) == relevant_fields(config)
         difference = abs(bytes_per_token(text) / content["bytes_per_token"] - 1)  # may be NaN
         if is_same and difference <= SIMILAR_BYTES_PER_TOKEN:
-            return LossBand(recipe, tuple(Point(**point) for point in content["points"]))
+            return LossBand(recipe, tuple(BandPoint(**point) for point in content["points"]))
     return None
 
 

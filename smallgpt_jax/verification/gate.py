@@ -29,7 +29,7 @@ from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.verification.counts import CachedCounts
-from smallgpt_jax.verification.record_checks import read_config
+from smallgpt_jax.verification.record_checks import config_of
 
 LEDGER_FILE = "ledger.json"
 BETTER, WORSE, UNDECIDED = "better", "worse", "not told"
@@ -95,7 +95,7 @@ def ask_gate(
     folder, path = as_path("--output", str(output)), as_path("--against", str(against))
     record = records.read(path)
     name = reference or record.reference
-    base = read_config(_run_named(record, name), trust_custom_code=False)
+    base = config_of(_run_named(record, name), trust_custom_code=False)
     config = Config.of(load_config(candidate))
     import_training_code(config)
     config = comparable(config, base)

@@ -22,7 +22,7 @@ from smallgpt_jax.verification.problems import (
     contradiction,
     label_of,
 )
-from smallgpt_jax.verification.run_checks import CountOf, check_run
+from smallgpt_jax.verification.run_checks import CountOf, problems_of
 
 # A seed's curve that is nearer to another's than this fraction of the usual distance may be a copy
 # with noise. The nearest of 201 honest pairs of docs/results/{scaling,mixers}.json had 0.063.
@@ -44,13 +44,13 @@ def check_record(record: Record, count: CountOf, trust_custom_code: bool = False
     configs: list[Config | None] = []  # of each run; None: it cannot be used here
     for run in record.runs:
         try:
-            config = read_config(run, trust_custom_code)
+            config = config_of(run, trust_custom_code)
         except UserError as error:
             config = None
             # Of the model: all its seeds and sizes usually have one and the same problem.
             text = str(error).removeprefix(f"{label_of(run)}: ")
             problems.append(Problem(UNKNOWN, "config", run.model, text))
-        problems += check_run(run, config, count)
+        problems += problems_of(run, config, count)
         configs.append(config)
     problems += _comparable(record)
     problems += _same_configs(record, configs)
@@ -59,7 +59,7 @@ def check_record(record: Record, count: CountOf, trust_custom_code: bool = False
     return list(dict.fromkeys(problems))  # each once, in this order
 
 
-def read_config(run: Run, trust_custom_code: bool) -> Config:
+def config_of(run: Run, trust_custom_code: bool) -> Config:
     """Returns the config of a run. Raises UserError if it cannot be used here."""
     groups = unflatten(run.config)
     models.refuse_custom_code(groups.get("model", {}), label_of(run), trust_custom_code)

@@ -22,7 +22,7 @@ RELATIVE = 1e-9  # rounding of float64, with room
 MAX_FIRST_GAIN, MAX_FIRST_EXCESS = 1.0, 2.0
 
 
-def check_run(run: Run, config: Config | None, count: CountOf) -> list[Problem]:
+def problems_of(run: Run, config: Config | None, count: CountOf) -> list[Problem]:
     """Returns what is wrong in a run. `config` is the run's own; None: it cannot be read."""
     unknown = []
     contradictions = [*_curve(run), *_sessions(run)]

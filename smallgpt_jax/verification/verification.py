@@ -27,7 +27,7 @@ from smallgpt_jax.verification import bundle
 from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, ComparedLoss
 from smallgpt_jax.verification.counts import CachedCounts
 from smallgpt_jax.verification.problems import CONTRADICTION, Problem, label_of
-from smallgpt_jax.verification.record_checks import check_record, read_config
+from smallgpt_jax.verification.record_checks import check_record, config_of
 from smallgpt_jax.verification.sample import Sample, chance_to_pass
 
 VERIFICATION_FILE = "verification.json"
@@ -225,7 +225,7 @@ def _verify_run(
 
 def _usable_config(run: Run, trust_custom_code: bool) -> Config:
     try:
-        return read_config(run, trust_custom_code)
+        return config_of(run, trust_custom_code)
     except UserError:  # is already among the problems of the record
         raise UserError("its config cannot be used here") from None
 

@@ -32,7 +32,7 @@ from smallgpt_jax.run.config_file import read_config
 from smallgpt_jax.run.workdir import check_workdir
 from smallgpt_jax.training import trainer
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.loss_band import LossBand, Point
+from smallgpt_jax.training.loss_band import BandPoint, LossBand
 from smallgpt_jax.training.messages import print_final_message
 from smallgpt_jax.training.program import Program
 from smallgpt_jax.training.trainer import train_and_evaluate
@@ -137,7 +137,9 @@ def test_divergence_keeps_the_last_finite_state(text_file, tmp_path, capsys, mon
     """A run that diverges counts and logs the updates that it skipped, and keeps its finite
     checkpoints. Its first losses are outside of a band that its recipe is made to have.
     """
-    band = LossBand("gpt:other", (Point(1, 1, "mean", 1.0, 0.01, 9), Point(2, 2, "mean", 1, 0, 9)))
+    band = LossBand(
+        "gpt:other", (BandPoint(1, 1, "mean", 1.0, 0.01, 9), BandPoint(2, 2, "mean", 1, 0, 9))
+    )
     monkeypatch.setattr(trainer, "find_band", lambda config, text: band)
     config = config_for(
         text_file,

@@ -9,7 +9,7 @@ import pytest
 from smallgpt_jax.config.recipes import load_config
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.logger import StepMetrics
-from smallgpt_jax.training.loss_band import BANDS_FILE, LossBand, LossWatch, Point, find_band
+from smallgpt_jax.training.loss_band import BANDS_FILE, BandPoint, LossBand, LossWatch, find_band
 
 RECIPE = "pgpt:quickstart"
 TEXT = {"splits": {"train": {"text_bytes": 9_215_938, "tokens": 3_696_818}}}
@@ -64,9 +64,9 @@ def test_another_text_has_no_band(text):
 BAND = LossBand(
     "r",
     (
-        Point(1, 2, "mean", 4.0, 0.1, 5),
-        Point(3, 4, "mean", 3.0, 0.1, 5),
-        Point(3, 4, "log_scatter", math.log(0.1), 0.1, 5),
+        BandPoint(1, 2, "mean", 4.0, 0.1, 5),
+        BandPoint(3, 4, "mean", 3.0, 0.1, 5),
+        BandPoint(3, 4, "log_scatter", math.log(0.1), 0.1, 5),
     ),
 )
 
@@ -115,7 +115,9 @@ def test_one_percent_of_honest_runs_are_outside():
         points = []
         for step, values in enumerate(zip(*others), 1):
             points.append(
-                Point(step, step, "mean", float(np.mean(values)), float(np.std(values, ddof=1)), 8)
+                BandPoint(
+                    step, step, "mean", float(np.mean(values)), float(np.std(values, ddof=1)), 8
+                )
             )
         outside += bool(said(run, LossBand("r", tuple(points))))
     assert 0 < outside <= 8

@@ -22,7 +22,7 @@ from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, 
 from smallgpt_jax.verification.bundle import open_bundle, write_bundle
 from smallgpt_jax.verification.counts import CachedCounts
 from smallgpt_jax.verification.problems import CONTRADICTION, SUSPICION
-from smallgpt_jax.verification.record_checks import check_record, read_config
+from smallgpt_jax.verification.record_checks import check_record, config_of
 from smallgpt_jax.verification.retraining import machine_differences
 from smallgpt_jax.verification.sample import Sample, chance_to_pass
 from smallgpt_jax.verification.verification import verify
@@ -321,7 +321,7 @@ def make_runs(honest) -> tuple:
 def test_models_that_would_fill_the_memory_are_not_counted(honest, tmp_path):
     content = copy.deepcopy(run_of(honest, 1337))
     content["config"]["model.d_model"] = 2**30
-    config = read_config(typed_json.parse(records.Run, content), False)
+    config = config_of(typed_json.parse(records.Run, content), False)
     with pytest.raises(UserError, match="d_model=1073741824: models are counted up to 131,072"):
         CachedCounts(tmp_path)(config)
 

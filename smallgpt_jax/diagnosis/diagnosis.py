@@ -113,8 +113,8 @@ def _diagnose_model(
 ) -> dict[str, Any]:
     """Returns the content of diagnose.json. `texts` are {name: windows}; `deep`: see `diagnose`."""
     # bfloat16 would blur what differs between positions
-    model = trained.model.clone(config=dataclasses.replace(trained.model.config, dtype="float32"))
-    trained = trained._replace(model=model)
+    trained = trained.with_dtype("float32")
+    model = trained.model
     windows = np.concatenate(list(texts.values()))
     few_windows = windows[evenly_spaced(len(windows), _MEASURED)]
     log("measuring the initial model")

@@ -28,11 +28,7 @@ class ModelOptions:
         trained = inference.load_trained(workdir, self.step, self.trust_custom_code)
         inference.require_next_tokens(trained.model)
         trained = trained.with_paths(self.paths).without_blocks(self.skip_blocks)
-        if self.dtype is None:
-            return trained
-        # `clone`, because a model without some blocks is of another class
-        config = dataclasses.replace(trained.model.config, dtype=self.dtype)
-        return trained._replace(model=trained.model.clone(config=config))
+        return trained if self.dtype is None else trained.with_dtype(self.dtype)
 
     def scorer(self, trained: inference.TrainedModel) -> Scorer:
         return Scorer(

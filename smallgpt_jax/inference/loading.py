@@ -97,6 +97,11 @@ class TrainedModel(NamedTuple):
             require_next_tokens(self.model)
         return self._replace(model=without_blocks(self.model, numbers))
 
+    def with_dtype(self, dtype: str) -> "TrainedModel":
+        # `clone`, because a model without some blocks is of another class
+        model = self.model.clone(config=self.model.config.replace(dtype=dtype))
+        return self._replace(model=model)
+
     def text_model(self) -> TextModel:
         return build_text_model(self.model, self.params, self.tokenizer, self.model_state)
 

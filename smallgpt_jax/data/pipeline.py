@@ -58,7 +58,7 @@ def make_pipeline(
     model,
     train,
     seed: int,
-    corpus: Corpus | ProbeCorpus | None = None,
+    corpus: Corpus | ProbeCorpus | None,
 ) -> DataPipeline:
     """`seed` is that of the order of the batches. `corpus` is that of `data`; None opens it.
 

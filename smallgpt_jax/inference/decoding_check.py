@@ -17,7 +17,7 @@ _REMEDY = (
 )
 
 
-def check_decoding(model: models.LanguageModel, params, model_state=None) -> None:
+def check_decoding(model: models.LanguageModel, params, model_state) -> None:
     """Raises UserError if cached decoding differs from the full forward pass, both in float32."""
     # float32, where rounding is small against what a wrong cache causes
     name = name_custom_classes(model.config)

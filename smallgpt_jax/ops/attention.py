@@ -41,7 +41,7 @@ class AttentionShape(NamedTuple):
 
 
 def select_backend(
-    backend: str, platform: str, shape: AttentionShape, mask: AttentionMask, has_alibi: bool = False
+    backend: str, platform: str, shape: AttentionShape, mask: AttentionMask, has_alibi: bool
 ) -> tuple[str, str]:
     """Returns the backend on a platform, and the reason for a fallback to "xla", or ""."""
     if backend == "auto":

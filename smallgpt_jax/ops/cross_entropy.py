@@ -45,7 +45,7 @@ def cross_entropy(
 
 
 def row_cross_entropy(
-    x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int, options: LossOptions = _NO_OPTIONS
+    x_BxTxW, head_VxW, targets_BxT, weights_BxT, chunks: int, options: LossOptions
 ):
     """Returns the sums of `cross_entropy` of each row, (B,), for evaluation."""
 

@@ -55,9 +55,7 @@ def update_rolling_cache(cache_GxSxK, x_GxTxK, start_G, count_G):
     return jnp.where(is_new_GxS[..., None], new_GxSxK, cache_GxSxK)
 
 
-def cached_attention(
-    q_GxRxTxK, cache: CachedKeys, positions_GxT, mask: AttentionMask, slopes_GxR=None
-):
+def cached_attention(q_GxRxTxK, cache: CachedKeys, positions_GxT, mask: AttentionMask, slopes_GxR):
     """Returns softmax(q·keysᵀ/√K)·values, (G, R, T, K), of queries at `positions_GxT`."""
     assert mask == AttentionMask(mask.window), "decoding has one causal text per row"
     rows, per_group, time, head_width = q_GxRxTxK.shape

@@ -15,7 +15,7 @@ class Profiler:
     the run.
     """
 
-    def __init__(self, spool: Spool, first: int, steps: int, log: Callable[[str], None] = print):
+    def __init__(self, spool: Spool, first: int, steps: int, log: Callable[[str], None]):
         self._written = spool.folder / PROFILE_FOLDER
         self._folder = spool.workdir / PROFILE_FOLDER  # to which the spool uploads, for messages
         self._log = log

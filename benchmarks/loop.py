@@ -32,7 +32,7 @@ from smallgpt_jax.run.metrics import read_lines
 from smallgpt_jax.run.names import METRICS_FILE
 from smallgpt_jax.training import trainer
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import open_pipeline
+from smallgpt_jax.training.opening import open_pipeline
 
 _CONFIG = cli.define_config()
 _STEPS = flags.DEFINE_integer("steps", 400, "Steps per run.", lower_bound=2)

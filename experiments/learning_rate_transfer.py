@@ -25,7 +25,7 @@ from smallgpt_jax.analysis.record import Grid, GridRate
 from smallgpt_jax.comparison.runs import scale
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import open_pipeline
+from smallgpt_jax.training.opening import open_pipeline
 
 _CONFIG = cli.define_config()
 _WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "Values of config.model.d_model.")

@@ -26,7 +26,8 @@ from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.progress import RunProgress
 from smallgpt_jax.run.spool import Spool
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import Trainer, open_pipeline
+from smallgpt_jax.training.opening import open_pipeline
+from smallgpt_jax.training.trainer import Trainer
 from smallgpt_jax.training.validation import evaluate
 
 SIZES = dict(

@@ -46,8 +46,8 @@ from smallgpt_jax.run.checkpoint import Checkpoints
 from smallgpt_jax.run.config import Config, TrainConfig
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.initial_state import init_state, restore_or_initialize
+from smallgpt_jax.training.opening import open_pipeline
 from smallgpt_jax.training.step import microbatch_loss
-from smallgpt_jax.training.trainer import open_pipeline
 from smallgpt_jax.training.validation import eval_step, evaluate
 
 

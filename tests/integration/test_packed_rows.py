@@ -29,8 +29,8 @@ from smallgpt_jax.run.state import TrainState
 from smallgpt_jax.run.workdir import initialize_workdir
 from smallgpt_jax.training import messages
 from smallgpt_jax.training.build import build_program
+from smallgpt_jax.training.opening import open_pipeline
 from smallgpt_jax.training.step import Hyperparameters, train_step
-from smallgpt_jax.training.trainer import open_pipeline
 from smallgpt_jax.training.validation import eval_step
 
 

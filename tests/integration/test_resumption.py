@@ -33,7 +33,8 @@ from smallgpt_jax.run.completion import is_evaluated
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.workdir import ImportedModel, check_workdir, write_imported
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import open_pipeline, train_and_evaluate
+from smallgpt_jax.training.opening import open_pipeline
+from smallgpt_jax.training.trainer import train_and_evaluate
 
 
 @pytest.mark.slow

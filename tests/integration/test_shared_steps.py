@@ -19,7 +19,7 @@ from smallgpt_jax.models.context import Context
 from smallgpt_jax.optim.optimizer import OPTIMIZERS, make_optimizer
 from smallgpt_jax.run.config import GROUPS, Config
 from smallgpt_jax.training.build import RECENT_PROGRAMS, shared_program
-from smallgpt_jax.training.trainer import open_pipeline
+from smallgpt_jax.training.opening import open_pipeline
 
 NOT_COMPILED = {
     "data": {"seed"},

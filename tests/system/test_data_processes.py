@@ -17,7 +17,7 @@ from conftest import ROOT, XLA_FLAGS, call, load_config
 from data_helpers import files_of, write_jsonl
 
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import open_pipeline
+from smallgpt_jax.training.opening import open_pipeline
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +72,7 @@ from ml_collections import ConfigDict
 from smallgpt_jax.devices import distributed
 from smallgpt_jax.data import batches
 from smallgpt_jax.training.build import build_program
-from smallgpt_jax.training.trainer import open_pipeline
+from smallgpt_jax.training.opening import open_pipeline
 config, coordinator, process, first, last = json.loads(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 distributed.initialize(coordinator, 2, process, 60)
 config = ConfigDict(config)

@@ -146,13 +146,13 @@ def _require_trainable(name: str, run: ConfigDict) -> None:
                 f"config.train.teacher={teacher!r}: comparisons do not support a teacher, because "
                 "they would not count its cost; set it to ''"
             )
-        _build(Config.of(run))
+        _require_buildable(Config.of(run))
     except UserError as error:
         raise UserError(f"run {name!r}: {error}") from None
 
 
 @functools.cache  # building a program takes seconds
-def _build(config: Config) -> None:
+def _require_buildable(config: Config) -> None:
     build_program(config)
 
 

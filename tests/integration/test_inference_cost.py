@@ -24,6 +24,7 @@ SIZES = dict(d_model=16, num_heads=2, context_length=24, num_layers=2)
         ("gpt", {}, 2 * 2 * 16 * 4, 24 * 2 * 2 * 16 * 4),
         ("gpt", {"num_kv_heads": 1, "dtype": "bfloat16"}, 2 * 2 * 8 * 2, 24 * 2 * 2 * 8 * 2),
         ("gpt", {"attention_windows": (5, 0)}, 2 * 2 * 16 * 4, (5 + 24) * 2 * 16 * 4),
+        ("pgpt", {}, 2 * 2 * 16 * 4, 24 * 2 * 2 * 16 * 4),
         ("lgpt", {"blocks_per_stage": 1}, 2 * (16 + 8) * 4, 24 * 2 * (16 + 8) * 4),
         (
             "cgpt",

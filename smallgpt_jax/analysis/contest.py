@@ -33,7 +33,6 @@ DRAWS = 16_000
 _QUANTILES = 32  # values at which the uncertain variance of a mean is represented
 # Spreads of the models' expected losses that are considered, in typical errors of a mean.
 _MODEL_SPREADS = (1, 2, 4, 8, 16, 64)
-_MIN_DEGREES = 2  # degrees of freedom of a record's differences from which a model can be chosen
 _POWER = 0.8  # probability that the seeds that are needed reveal the difference
 _MAX_SEEDS = 10_000
 
@@ -114,7 +113,7 @@ def _decide(
     # those that may be the best; if none alone may, but all together, the most probable one
     rivals = [index for index in others if probabilities[index] >= POSSIBLE] or others[:1]
     blockers = tuple(contenders[index].model for index in rivals)
-    if prior.total_degrees < _MIN_DEGREES:
+    if not prior.is_enough:
         return None, "few seeds", blockers
     if probabilities[0] >= CERTAIN:
         first = contenders[0].model

@@ -24,6 +24,7 @@ ROUNDING = 1e-4  # nats; smaller deviations are not told apart
 _SPLIT_LEVEL = 0.01  # probability that normally distributed losses are called two modes
 _COPYING = 0.5  # nats; gap in the loss of repeats between seeds that copy and those that do not
 _ONE_OF_TWENTY, _SEVERAL = 0.05, 0.02  # probabilities, see `_more_split_than_by_chance`
+_MIN_DEGREES = 2  # degrees of freedom of a record's differences from which a model can be chosen
 _SAMPLES = 20_000  # simulated, of `_critical_ratio`
 
 
@@ -40,6 +41,11 @@ class VariancePrior:
     def is_known(self) -> bool:
         """Whether any two models have two common seeds: only then does a difference have a spread."""
         return self.total_degrees > 0
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether a model can be chosen: a spread of one difference may be small by chance."""
+        return self.total_degrees >= _MIN_DEGREES
 
     def shrink(
         self, variances: np.ndarray, degrees: np.ndarray, noise: np.ndarray | float = 1.0

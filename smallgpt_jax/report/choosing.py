@@ -198,6 +198,7 @@ def _further_seeds(contest: Contest, record: Record, results: str) -> dict[str, 
 class Advice:
     run: NextRun | None  # None if no run is worth it
     at_stake: float  # nats, the most of all sizes
+    few_seeds: bool = False  # too few to know what is at stake, so that a run is always worth it
     command: str = ""  # that trains the run; "" if the record does not tell
     merge_command: str = ""  # that adds it to the record
 
@@ -208,9 +209,12 @@ class Advice:
                 "taking the model with the lowest loss costs on average."
             )
         run = self.run
+        doubt = (
+            "There are too few seeds to know how much the losses vary.\n" if self.few_seeds else ""
+        )
         size = f" at {size_of(run.name)}" if size_of(run.name) else ""
         text = (
-            f"Next run: {run.name}, seed {run.seed} ({words.cost(run)}).\n"
+            f"{doubt}Next run: {run.name}, seed {run.seed} ({words.cost(run)}).\n"
             f"At stake{size}: {run.at_stake:.2g} nats, which this run is expected to lower by "
             f"{run.gain:.2g}."
         )
@@ -225,23 +229,26 @@ def choose_next(
     """Returns the run (model, size and seed) that lowers the expected loss at stake in a comparison's
     results.json most per FLOP, with the command that trains it; print() shows the advice.
 
-    Sizes with less than `stake` nats at stake do not count. `models` are those to choose among, by
+    Sizes with less than `stake` nats at stake do not count, unless seeds are too few to know. `models` are those to choose among, by
     default all. Raises UserError if the record does not tell how much losses vary.
     """
     record = records.read(as_path("--results", str(results)))
-    runs = next_runs(evidence_of(record).among(models))
+    evidence = evidence_of(record).among(models)
+    runs = next_runs(evidence)
     if not runs:
         raise UserError(
             "--results: no size has two models whose FLOPs are known and whose losses vary over "
             "seeds; train two seeds of two models"
         )
     most_at_stake = max(run.at_stake for run in runs)
-    worth_it = [run for run in runs if run.at_stake > stake]  # the largest gain per FLOP first
+    few_seeds = not evidence.variance_prior.is_enough
+    # the largest gain per FLOP first
+    worth_it = [run for run in runs if run.at_stake > stake or few_seeds]
     if not worth_it:
         return Advice(None, most_at_stake)
     command = _next_command(worth_it[0], record, str(results))
     merge_command = commands.merge(str(results), NEXT_RUN) if command else ""
-    return Advice(worth_it[0], most_at_stake, command, merge_command)
+    return Advice(worth_it[0], most_at_stake, few_seeds, command, merge_command)
 
 
 def _next_command(run: NextRun, record: Record, results: str) -> str:

@@ -20,7 +20,7 @@ from smallgpt_jax.analysis.record import Grid, GridRate
 from smallgpt_jax.comparison.merging import merge
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.report import page
-from smallgpt_jax.report.choosing import choose_next
+from smallgpt_jax.report.choosing import choose, choose_next
 
 COMMAND = "python -m smallgpt_jax.compare --config=configs/compare/scaling.py:tiny --output=runs/s"
 ROUNDS = Rounds(first=3, most=8, stake=0.01, pair_level=0.05)
@@ -197,6 +197,18 @@ def test_the_command_trains_one_run_at_the_rate_of_the_grid(tmp_path):
     rate = json.loads(path.read_text())["runs"][0]["config"]["optimizer.learning_rate"]
     assert config.runs[advice.run.name].optimizer.learning_rate == rate
     assert advice.merge_command.endswith(f"{path},runs/next/results.json --output=runs/merged")
+
+
+def test_two_seeds_of_two_models_may_agree_by_chance(tmp_path):
+    """`choose` names no model then, so a run is worth it, however little seems to be at stake."""
+    deep = {"config": {"model__num_layers": 3}}
+    made = [run("gpt", 1, 3.0), run("gpt", 2, 3.1)]
+    made += [run("deep", 1, 3.2, **deep), run("deep", 2, 3.3, **deep)]
+    path = saved(tmp_path / "results.json", *made)
+    advice = choose_next(path)
+    assert advice.run and advice.at_stake < 0.01
+    assert str(advice).startswith("There are too few seeds to know how much the losses vary.\n")
+    assert choose(path, "flops", 2e6).choice.contest.refusal == "few seeds"
 
 
 def test_next_on_the_command_line(tmp_path):

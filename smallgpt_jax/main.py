@@ -48,7 +48,7 @@ def main() -> None:
         )
     # from here on, another process may die while this one waits for it
     with distributed.exit_on_peer_failure():
-        train(_CONFIG.value, _WORKDIR.value, exits=True)
+        train(_CONFIG.value, _WORKDIR.value)
         messages.print_final_message(_WORKDIR.value)
 
 

@@ -229,8 +229,9 @@ def choose_next(
     """Returns the run (model, size and seed) that lowers the expected loss at stake in a comparison's
     results.json most per FLOP, with the command that trains it; print() shows the advice.
 
-    Sizes with less than `stake` nats at stake do not count, unless seeds are too few to know. `models` are those to choose among, by
-    default all. Raises UserError if the record does not tell how much losses vary.
+    Sizes with less than `stake` nats at stake do not count, unless seeds are too few to know.
+    `models` are those to choose among, by default all. Raises UserError if the record does not tell
+    how much losses vary.
     """
     record = records.read(as_path("--results", str(results)))
     evidence = evidence_of(record).among(models)

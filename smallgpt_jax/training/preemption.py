@@ -2,7 +2,8 @@
 
 After a stop request, the run finishes its step, saves and ends. A second request, or a request
 while there is nothing to save yet, for example during compilation, ends it at once without saving:
-a command exits. In a notebook, whose kernel has to survive, Ctrl-C raises KeyboardInterrupt.
+a command exits. In a notebook, whose kernel has to survive, or in a user's script, Ctrl-C raises
+KeyboardInterrupt, as it does without these handlers.
 """
 
 import contextlib
@@ -78,18 +79,19 @@ class StopRequest:
             os._exit(128 + number)
 
     def _interrupt(self, number: int, _) -> None:
-        """Handles Ctrl-C in a notebook, where KeyboardInterrupt must be raised in the main thread."""
+        # KeyboardInterrupt must be raised in the main thread.
         if not self.exits and not self._waits_for_save(number):
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def handle_signals(unsaved: str = _UNSAVED, exits: bool = True) -> Iterator[StopRequest]:
+def handle_signals(unsaved: str = _UNSAVED) -> Iterator[StopRequest]:
     """Yields the request that SIGTERM and Ctrl-C set, in place of the handlers that libraries have
-    installed. Outside the main thread, which alone may set handlers, nothing sets it. `exits`: see
-    `StopRequest`.
+    installed. Outside the main thread, which alone may set handlers, nothing sets it.
     """
-    stop = StopRequest(unsaved, exits)
+    # Commands have replaced Python's own handler (cli.py).
+    is_command = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    stop = StopRequest(unsaved, exits=is_command)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

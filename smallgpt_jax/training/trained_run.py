@@ -70,19 +70,17 @@ def train(
     config: str | Mapping[str, Any],
     workdir: str | Path,
     overrides: Mapping[str, Any] | None = None,
-    *,
-    exits: bool = False,
 ) -> TrainedRun:
     """Trains the model of a config in a workdir, and returns the run.
 
     `config` is a recipe such as "pgpt:quickstart", or its fields; `overrides` are further values,
     such as {"train.steps": 500}. Rerun the same call to resume. On Ctrl-C, the run finishes its
     step, saves, and raises StoppedError; if there is nothing to save yet, or on a second Ctrl-C, it
-    raises KeyboardInterrupt, or ends the process if `exits`. Raises UserError, among others
-    DivergenceError; an invalid config or workdir leaves the workdir as it is.
+    raises KeyboardInterrupt. Raises UserError, among others DivergenceError; an invalid config or
+    workdir leaves the workdir as it is.
     """
     distributed.skip_tpu_search()
     compilation_cache.configure()
-    with open_trainer(load_config(config, overrides), workdir, exits=exits) as trainer:
+    with open_trainer(load_config(config, overrides), workdir) as trainer:
         trainer.run()
     return TrainedRun(as_path("--workdir", workdir))

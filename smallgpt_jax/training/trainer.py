@@ -53,10 +53,9 @@ def train_and_evaluate(
     config: ConfigDict | Config,
     workdir: str | Path,
     corpus: Corpus | ProbeCorpus | None = None,
-    exits: bool = True,
 ) -> None:
     """Trains the model of `config` in `workdir`. See `open_trainer`."""
-    with open_trainer(config, workdir, corpus, exits) as trainer:
+    with open_trainer(config, workdir, corpus) as trainer:
         trainer.run()
 
 
@@ -65,10 +64,9 @@ def open_trainer(
     config: ConfigDict | Config,
     workdir: str | Path,
     corpus: Corpus | ProbeCorpus | None = None,
-    exits: bool = True,
 ) -> Iterator["Trainer"]:
     """Yields the trainer of a new or existing run, whose workdir is locked until the exit. `corpus`
-    is that of the config's group `data`; None opens it. `exits`: see `StopRequest`.
+    is that of the config's group `data`; None opens it.
 
     Raises UserError, DivergenceError, or StoppedError after a stop request. If the config or
     workdir is invalid, a kernel gives wrong results, or a custom module sees later tokens, nothing
@@ -77,7 +75,7 @@ def open_trainer(
     clock = RunClock()
     folder = as_path("--workdir", workdir)
     # Checks and the text come before the lock: a refused run leaves the workdir as it is.
-    with best_effort("stdout"), preemption.handle_signals(exits=exits) as stop:
+    with best_effort("stdout"), preemption.handle_signals() as stop:
         config, branch, program = check_run(config, folder)
         progress = RunProgress(config.train.steps)
         pipeline = open_pipeline(config, program, corpus)

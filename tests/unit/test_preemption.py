@@ -13,12 +13,14 @@ from smallgpt_jax.training import opening, preemption, trainer
 
 @pytest.fixture
 def exits(monkeypatch):
-    """Replaces os._exit by a function that only records the exit status. Returns the list of
-    recorded statuses.
+    """Replaces os._exit by a function that only records the exit status, and Python's handler of
+    Ctrl-C, as a command does. Returns the list of recorded statuses.
     """
     exits = []
+    before = signal.signal(signal.SIGINT, lambda *_: None)
     monkeypatch.setattr(os, "_exit", exits.append)
-    return exits
+    yield exits
+    signal.signal(signal.SIGINT, before)
 
 
 def wait_for(condition):
@@ -111,7 +113,8 @@ def test_the_message_is_the_last_output(exits, capsys, monkeypatch):
 
 def test_in_a_notebook_ctrl_c_is_an_exception(exits):
     """The process has to survive. SIGTERM ends it as before."""
-    with preemption.handle_signals(exits=False) as stop:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with preemption.handle_signals() as stop:
         with pytest.raises(KeyboardInterrupt):  # nothing can be saved yet
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)

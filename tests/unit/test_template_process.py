@@ -63,7 +63,7 @@ def test_a_template_gets_the_conversation_as_it_is():
     with pytest.raises(ValueError, match=r"U\+FDD0, which marks answers"):
         template.render([{"role": "user", "content": "", "calls": [{"x": "\ufdd0"}]}])
     nested = []
-    for _ in range(5000):
+    for _ in range(50_000):
         nested = [nested]
     with pytest.raises(ValueError, match="nested too deeply"):
         template.render([{"role": "user", "content": "", "calls": nested}])

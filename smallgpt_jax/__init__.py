@@ -122,7 +122,16 @@ def _require_environment() -> None:
     sys.exit(1)
 
 
-if sys.argv[:1] == ["-m"]:  # Python looks for the module of `python -m smallgpt_jax.COMMAND`
+def _is_command() -> bool:
+    """Whether Python is looking for the module of `python -m smallgpt_jax.COMMAND`."""
+    if sys.argv[:1] != ["-m"]:
+        return False
+    # The module's name comes before its arguments. Python before 3.10 does not tell it.
+    module = getattr(sys, "orig_argv", [__name__])[-len(sys.argv) :][0]
+    return module.removeprefix("-m").partition(".")[0] == __name__
+
+
+if _is_command():
     _require_environment()
 
     from smallgpt_jax.errors import exit_on_interrupt

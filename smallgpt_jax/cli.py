@@ -11,6 +11,7 @@ Exit status:
 """
 
 import ast
+import contextlib
 import difflib
 import gc
 import io
@@ -220,11 +221,11 @@ def parse(argv: list[str]) -> list[str]:
     arguments = sys.argv
     try:
         require_readable_arguments(argv)
-        if "config" in flags.FLAGS:
-            recipes.make_importable()
+        found, recipe = _find_recipe(argv)
         # ml_collections reads the overrides from sys.argv.
-        sys.argv = quote_run_names(_find_config_file(argv))
-        return flags.FLAGS(sys.argv)
+        sys.argv = quote_run_names(found)
+        with recipes.imports_of(recipe) if recipe else contextlib.nullcontext():
+            return flags.FLAGS(sys.argv)
     except UserError as error:
         fail(str(error), status=2)
     except Exception as error:  # a config file is a program and can raise anything
@@ -270,15 +271,18 @@ def unquote_run_names(text: str) -> str:
     )
 
 
-def _find_config_file(argv: list[str]) -> list[str]:
-    """Returns `argv` with the recipe of --config replaced by its path; see `find_recipe`."""
-    replaced = list(argv)
+def _find_recipe(argv: list[str]) -> tuple[list[str], str]:
+    """Returns `argv` with the recipe of --config replaced by its path (`find_recipe`), and this path
+    or "".
+    """
+    replaced, recipe = list(argv), ""
     for i, argument in enumerate(argv):
         if argument in ("--config", "-config") and i + 1 < len(argv):
-            replaced[i + 1] = recipes.find_recipe(argv[i + 1])
+            recipe = replaced[i + 1] = recipes.find_recipe(argv[i + 1])
         elif config := re.fullmatch(r"(--?config=)(.*)", argument, re.DOTALL):
-            replaced[i] = config[1] + recipes.find_recipe(config[2])
-    return replaced
+            recipe = recipes.find_recipe(config[2])
+            replaced[i] = config[1] + recipe
+    return replaced, recipe
 
 
 def _error_message(error: Exception) -> str:

@@ -4,12 +4,14 @@ In a clone, the recipes are in the folder configs/. A wheel contains a copy of t
 this file (setup.py).
 """
 
+import contextlib
 import copy
 import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +50,14 @@ def load_config(
 
 def _read_recipe(value: str) -> ConfigDict:
     """Returns the config of a recipe, as in --config: gpt, gpt:tiny, configs/gpt.py, run:WORKDIR."""
-    make_importable()
-    path, colon, argument = find_recipe(value).partition(":")
+    found = find_recipe(value)
+    path, colon, argument = found.partition(":")
     spec = importlib.util.spec_from_file_location(f"{Path(path).stem}_recipe", path)
     assert spec and spec.loader  # the path is that of a Python file
     recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
-    return recipe.get_config(argument) if colon else recipe.get_config()
+    with imports_of(found):
+        spec.loader.exec_module(recipe)
+        return recipe.get_config(argument) if colon else recipe.get_config()
 
 
 def _override(fields: ConfigDict, overrides: Mapping[str, Any], where: str) -> None:
@@ -118,8 +121,36 @@ def _recipes_in(folder: Path) -> dict[str, Path]:
     }
 
 
+@contextlib.contextmanager
+def imports_of(recipe: str) -> Iterator[None]:
+    """Lets a recipe import `configs.base` while it is read: a user's recipe from configs/ in the
+    working directory, if it has a base.py. That may be of a program with other configs, so the
+    shipped recipes import theirs. `recipe` is a result of `find_recipe`.
+    """
+    make_importable()
+    base, shipped = importlib.util.find_spec("configs.base"), FOLDER.resolve()
+    is_shipped = Path(recipe.partition(":")[0]).resolve().is_relative_to(shipped)
+    if not is_shipped or (base and base.origin and Path(base.origin).resolve().parent == shipped):
+        yield
+        return
+    others = _without_configs()
+    sys.modules["configs"] = types.ModuleType("configs")
+    sys.modules["configs"].__path__ = [str(FOLDER)]
+    try:
+        yield
+    finally:
+        _without_configs()
+        sys.modules.update(others)
+
+
+def _without_configs() -> dict[str, types.ModuleType]:
+    """Removes the package `configs` from the imported modules, and returns what it has removed."""
+    names = [name for name in sys.modules if name.partition(".")[0] == "configs"]
+    return {name: sys.modules.pop(name) for name in names}
+
+
 def make_importable() -> None:
-    """Lets recipes import `configs.base`, from configs/ in the working directory if it exists."""
+    """Makes `configs` importable, also where another `configs` hides that of FOLDER."""
     if str(FOLDER.parent) not in sys.path:
         sys.path.append(str(FOLDER.parent))
     configs = importlib.import_module("configs")

@@ -1,8 +1,10 @@
 """Tests of recipes by name, and of the software that sessions.jsonl records."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -116,6 +118,39 @@ def test_missing_recipes(value, message, tmp_path, monkeypatch):
     with pytest.raises(UserError) as error:
         recipes.find_recipe(value)
     assert str(error.value) == f"--config: {message}"
+
+
+BESIDE_OTHER_CONFIGS = """
+from configs import base
+import smallgpt_jax
+from smallgpt_jax.config.recipes import load_config
+
+config = load_config("compare/paper:tiny")
+mine = load_config("configs/mine.py")
+import configs.base
+print(len(config.runs), mine.rate, base.RATE, configs.base is base)
+"""
+
+
+def test_shipped_recipes_beside_the_configs_of_another_program(tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "base.py").write_text("RATE = 0.5\n")
+    (tmp_path / "configs" / "mine.py").write_text(
+        "from configs import base\nfrom ml_collections import ConfigDict\n\n"
+        "def get_config():\n    return ConfigDict({'rate': base.RATE})\n"
+    )
+
+    def run(*arguments: str) -> str:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        return done.stdout + done.stderr
+
+    assert run("-c", BESIDE_OTHER_CONFIGS) == "4 0.5 0.5 True\n"
+    command = ("-m", "smallgpt_jax.main", "--config=gpt:tiny", "--workdir=out")
+    assert "expected an integer" in run(*command, "--config.train.steps=many")
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

@@ -18,8 +18,8 @@ from absl import flags
 from smallgpt_jax import cli, inference
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.inference.sampling import TEMPERATURE
+from smallgpt_jax.inference.text_model import NEW_TOKENS
 
-NEW_TOKENS = 200
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory.")
@@ -80,20 +80,16 @@ def main() -> None:
     model = inference.load(
         _WORKDIR.value, _STEP.value, _PATHS.value, _TRUST.value, _SKIP_BLOCKS.value
     )
-    # an answer as long as the context would drop the question at once
-    new_tokens = _MAX_NEW_TOKENS.value
     is_conversation = _INTERACTIVE.value or _CHAT.value
-    if new_tokens is None:
-        quarter = max(1, model.model.config.context_length // 4)
-        new_tokens = min(NEW_TOKENS, quarter) if is_conversation else NEW_TOKENS
     settings = dict(
-        max_new_tokens=new_tokens,
         temperature=_TEMPERATURE.value,
         top_k=_TOP_K.value,
         top_p=_TOP_P.value,
         repetition_penalty=_REPETITION_PENALTY.value,
         stop=_STOP.value,
     )
+    if _MAX_NEW_TOKENS.value is not None:
+        settings["max_new_tokens"] = _MAX_NEW_TOKENS.value
     if is_conversation:
         if _PROMPT.value or _SAMPLES.value != 1 or (_INTERACTIVE.value and _CHAT.value):
             flag = "--chat" if _CHAT.value else "--interactive"

@@ -17,6 +17,7 @@ from smallgpt_jax.inference.sampling import TEMPERATURE, Sampling
 
 # seconds; if a step is slower, starting a program for each token takes less than 3% of the time
 FAST_STEP = 0.02
+NEW_TOKENS = 200
 
 
 class Settings(TypedDict, total=False):
@@ -82,7 +83,7 @@ class TextModel:
     def generate(
         self,
         prompt: str = "",
-        max_new_tokens: int = 200,
+        max_new_tokens: int = NEW_TOKENS,
         *,
         seed: int = 0,
         **settings: Unpack[Settings],
@@ -94,7 +95,7 @@ class TextModel:
     def stream(
         self,
         prompt: str = "",
-        max_new_tokens: int = 200,
+        max_new_tokens: int = NEW_TOKENS,
         *,
         seed: int = 0,
         **settings: Unpack[Settings],
@@ -111,7 +112,7 @@ class TextModel:
     def generate_batch(
         self,
         prompts: Sequence[str],
-        max_new_tokens: int = 200,
+        max_new_tokens: int = NEW_TOKENS,
         *,
         samples: int = 1,
         seed: int = 0,
@@ -177,6 +178,12 @@ class TextModel:
                 raise UserError("template: the model is not from a run; give a ChatTemplate")
             template = self.load_template()
         return Chat(self, template, seed)
+
+    def _tokens_of_turn(self, max_new_tokens: int | None) -> int:
+        if max_new_tokens is not None:
+            return max_new_tokens
+        # an answer as long as the context would drop the question at once
+        return min(NEW_TOKENS, max(1, self.model.config.context_length // 4))
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
         """The text begins a document, or `continues` an earlier text."""
@@ -258,10 +265,13 @@ class Conversation:
         self._session = text_model._start_session([""], seed)
 
     def say(
-        self, text: str, max_new_tokens: int = 200, **settings: Unpack[Settings]
+        self, text: str, max_new_tokens: int | None = None, **settings: Unpack[Settings]
     ) -> Iterator[str]:
-        """Appends `text`, or raises UserError, at once; appends the continuation as it is read."""
-        config = _make_config("Conversation.say", max_new_tokens, settings)
+        """Appends `text`, or raises UserError, at once; appends the continuation as it is read. By
+        default, that has up to NEW_TOKENS tokens, but at most a quarter of the context.
+        """
+        new_tokens = self._model._tokens_of_turn(max_new_tokens)
+        config = _make_config("Conversation.say", new_tokens, settings)
         is_empty = self._session.ids[0] == [self._model.tokenizer.begin_of_text]
         ids = self._model.encode(text, continues=not is_empty)
         half = max(1, self._model.model.config.context_length // 2)
@@ -293,13 +303,15 @@ class Chat:
         self.dropped = 0  # tokens
 
     def say(
-        self, text: str, max_new_tokens: int = 200, **settings: Unpack[Settings]
+        self, text: str, max_new_tokens: int | None = None, **settings: Unpack[Settings]
     ) -> Iterator[str]:
-        """Appends the question, or raises UserError, at once; the answer when the iteration ends."""
-        config = _make_config("Chat.say", max_new_tokens, settings)
+        """Appends the question, or raises UserError, at once; the answer when the iteration ends. By
+        default, that has up to NEW_TOKENS tokens, but at most a quarter of the context.
+        """
+        config = _make_config("Chat.say", self._model._tokens_of_turn(max_new_tokens), settings)
         _require_text("text", text)
         # Encoded anew for each question: what a template writes for earlier messages can change.
-        ids = self._append({"role": "user", "content": text}, max_new_tokens)
+        ids = self._append({"role": "user", "content": text}, config.max_new_tokens)
         session = self._model.session([ids], self._seed)
         # the special token with which the template ends an answer
         end = self._template.end_of_turn
@@ -311,12 +323,12 @@ class Chat:
         """Returns the tokens of the conversation, without the oldest messages if room is scarce."""
         context = self._model.model.config.context_length
         room = max(1, context - max_new_tokens)
-        messages = [*self.messages, question]
+        messages = [*self._answered(), question]
         ids = self._encode(messages)
         before = len(ids)
         # Two at a time, since templates expect a question first.
         while len(messages) > 1 and len(ids) > room:
-            messages = messages[2:] or messages[-1:]  # the last question may have no answer
+            messages = messages[2:] or messages[-1:]
             ids = self._encode(messages)
         # a lone question may take the room of its answer, which then outgrows the context
         if len(messages) == 1 and len(ids) > context - 1:
@@ -327,6 +339,11 @@ class Chat:
         self.messages = messages
         self.dropped += before - len(ids)
         return ids
+
+    def _answered(self) -> list[Mapping[str, str]]:
+        """Returns the messages without a last question whose answer nobody has read."""
+        has_answer = not self.messages or self.messages[-1]["role"] != "user"
+        return self.messages if has_answer else self.messages[:-1]
 
     def _remember(self, pieces: Iterator[str]) -> Iterator[str]:
         answer = ""

@@ -131,8 +131,11 @@ def test_a_chat_neither_shows_nor_stores_the_end(tokenizer, model):
         chat.say("<|im_start|>")
 
     unread = build_text_model(*model, tokenizer).chat(chat._template)
-    unread.say("is it?", 10**6)
-    unread.say("sure?", 10**6)  # has no room for the question before, which has no answer
+    "".join(unread.say("is it?", temperature=0))
+    unread.say("why?", temperature=0)
+    unread.say("sure?", temperature=0)  # in place of the question whose answer nobody has read
+    assert unread.messages == [*MESSAGES[:2], {"role": "user", "content": "sure?"}]
+    unread.say("sure?", 10**6)  # has no room for earlier messages
     assert unread.messages == [{"role": "user", "content": "sure?"}]
 
 

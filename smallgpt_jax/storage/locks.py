@@ -4,14 +4,18 @@ import contextlib
 import fcntl
 import os
 import socket
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from smallgpt_jax.errors import LockHeldError, LockLostError
+from smallgpt_jax.output import print_error
 from smallgpt_jax.storage.object_lock import object_lock
 from smallgpt_jax.storage.object_storage import is_remote
+
+QUIET_SECONDS = 2.0  # a wait that takes longer is reported
 
 
 class _LocalLock:
@@ -81,10 +85,13 @@ def _acquire(path: Path, wait: bool) -> tuple[_LocalLock, bool]:
         file = open(path, "a+", encoding="utf-8", opener=_open_without_links)  # noqa: SIM115
         lock = _LocalLock(path, file)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise LockHeldError(file.readline(200).strip() or "another process") from None
+            holder = file.readline(200).strip() or "another process"
+            if not wait:
+                raise LockHeldError(holder) from None
+            _wait_for(file, f"{path}: locked by {holder}; waiting until it releases the lock")
         except OSError:
             return lock, False
         # The previous holder may have removed the file, and another process may have created a new
@@ -92,6 +99,15 @@ def _acquire(path: Path, wait: bool) -> tuple[_LocalLock, bool]:
         if lock.is_at_path():
             return lock, True
         file.close()
+
+
+def _wait_for(file: IO[str], message: str) -> None:
+    timer = threading.Timer(QUIET_SECONDS, print_error, [message])
+    timer.start()
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    finally:
+        timer.cancel()
 
 
 def require_locks(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from smallgpt_jax.errors import LockHeldError, LockLostError
 from smallgpt_jax.run.metrics import MetricsWriter
 from smallgpt_jax.run.sessions import append_session, read_sessions
-from smallgpt_jax.storage import cache, object_storage
+from smallgpt_jax.storage import cache, locks, object_storage
 from smallgpt_jax.storage.atomic import append_line, atomic_file, atomic_folder, write_atomically
 from smallgpt_jax.storage.cache import local_copy
 from smallgpt_jax.storage.locks import file_lock, require_locks
@@ -40,6 +41,25 @@ def test_a_waiting_process_takes_the_new_file_of_a_lock(tmp_path):
         events.append("third")
     thread.join(20)
     assert events == ["third", "second"] and not path.exists()
+
+
+def test_a_long_wait_is_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(locks, "QUIET_SECONDS", 0.05)
+
+    def wait():
+        with file_lock(tmp_path / "lock", wait=True):
+            pass
+
+    with file_lock(tmp_path / "lock"):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join(0.3)
+    thread.join(20)
+    assert re.fullmatch(
+        rf"{tmp_path}/lock: locked by process {os.getpid()} on \S+; waiting until it releases the "
+        "lock\n",
+        capsys.readouterr().err,
+    )
 
 
 def write_metrics(folder):

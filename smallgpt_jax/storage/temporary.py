@@ -24,12 +24,15 @@ _LOCK_FILE = ".lock"  # in a temporary folder
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Yields a new folder in `parent`, which is removed at the end."""
     remove_abandoned(parent, prefix)
-    with contextlib.ExitStack() as held:
-        folder = new_locked_folder(parent, prefix, held)
-        try:
-            yield folder
-        finally:
-            _remove(folder)
+    held = contextlib.ExitStack()
+    folder = new_locked_folder(parent, prefix, held)
+    try:
+        yield folder
+    finally:
+        with held:
+            shutil.rmtree(folder, ignore_errors=True)
+        # Again: on NFS, a file that is open, as that of the lock, is renamed instead of removed.
+        _remove(folder)
 
 
 def new_locked_folder(parent: Path, prefix: str, held: contextlib.ExitStack) -> Path:

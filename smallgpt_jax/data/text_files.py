@@ -183,9 +183,13 @@ def _split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]
     Otherwise a long book would be one document, entirely in one split. Costs one more end-of-text
     token per document.
     """
-    text = ""
+    kept, length = [], 0  # pieces without what was yielded
     for piece in pieces:
-        text, start = text + piece, 0
+        kept.append(piece)
+        length += len(piece)
+        if length <= max_characters:
+            continue
+        text, start = "".join(kept), 0
         while len(text) - start > max_characters:
             half, end = start + max_characters // 2, start + max_characters
             for separator in ("\n\n", "\n", " "):  # the last one in the passage's second half
@@ -195,8 +199,9 @@ def _split_passages(pieces: Iterator[str], max_characters: int) -> Iterator[str]
                     break
             yield text[start:end]
             start = end
-        text = text[start:]
-    yield text
+        kept = [text[start:]]
+        length = len(kept[0])
+    yield "".join(kept)
 
 
 def _parse_json_lines(file, path: Path, rules: Rules) -> Iterator[Item]:
